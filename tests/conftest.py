@@ -1,0 +1,101 @@
+"""What holds for every test: the installed package, one torch thread, no process left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+# A worker that was told to end still has to be scheduled to do so. Waited for only where a process
+# is left, and well above what ending takes on a busy machine.
+GRACE_S = 5.0
+
+
+def _prefer_the_installed_package() -> None:
+    """Take the repository off ``sys.path``, where ``python -m pytest`` puts it first.
+
+    It would hide the installed package, which is what users get and what spawned scripts import.
+    Without an installed one, or with an editable one, the repository's is the right one anyway.
+    """
+    before = list(sys.path)
+    sys.path[:] = [entry for entry in before if Path(entry or ".").resolve() != REPOSITORY]
+    if importlib.util.find_spec("rlpool") is None:
+        sys.path[:] = before
+
+
+_prefer_the_installed_package()
+
+# Workers are processes; threads of this one would only compete with them.
+torch.set_num_threads(1)
+
+# How long an example takes says more about the machine than about the code: no test may
+# depend on it.
+settings.register_profile(
+    "rlpool", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("rlpool")
+
+
+def pytest_report_header() -> list[str]:
+    """Say which package is tested: the likeliest surprise is a stale installed one."""
+    spec = importlib.util.find_spec("rlpool")
+    origin = spec.origin if spec is not None else "not found"
+    return [f"rlpool: {origin}", f"torch: {torch.__version__}"]
+
+
+@pytest.fixture(autouse=True)
+def no_process_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a process alive, and end that process so that the next can pass.
+
+    Processes of fixtures that live longer than the test are there before it and do not count,
+    nor does the tracker that ``multiprocessing`` keeps for the life of the interpreter.
+    """
+    this_process = psutil.Process()
+    before = set(this_process.children(recursive=True))
+    yield
+    left = _left_behind(this_process, before)
+    if not left:
+        return
+    gc.collect()
+    _, alive = psutil.wait_procs(left, timeout=GRACE_S)
+    if not alive:
+        return
+    described = [_describe(process) for process in alive]
+    for process in alive:
+        _kill(process)
+    psutil.wait_procs(alive, timeout=GRACE_S)
+    pytest.fail("the test left processes behind:\n" + "\n".join(described), pytrace=False)
+
+
+def _left_behind(this_process: psutil.Process, before: set[psutil.Process]) -> list[psutil.Process]:
+    children = this_process.children(recursive=True)
+    return [child for child in children if child not in before and not _is_tracker(child)]
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"  {process.pid} {process.status()}: {' '.join(process.cmdline())[:200]}"
+    except psutil.Error:
+        return f"  {process.pid}"
+
+
+def _kill(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.Error):
+        process.kill()

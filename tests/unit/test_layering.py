@@ -1,0 +1,174 @@
+"""A module of rlpool imports only from modules above it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "rlpool"
+
+# The layers from the bottom of the library to its top, as in docs/design.md. A module may import
+# from those that come before it, also within functions and for type checkers. Add a new module
+# where it belongs.
+ORDER = (
+    "errors",
+    "specs",
+    "seeding",
+    "sampling",
+    "storage",
+    "data.dict_tensor",
+    "data.temporal_dict_tensor",
+    "data.array",
+    "agent",
+    "agent_driver",
+    "replay",
+    "envs.columns",
+    "envs.vec_env",
+    "envs.ancestor_env",
+    "envs.gym_env",
+    "slots",
+    "trajectories",
+    "history",
+    "rollout",
+    "workers.messages",
+    "workers.collector",
+    "workers.child",
+    "workers.local",
+    "workers.supervisor",
+    "batcher",
+    "pool",
+    "parallel_env",
+    "meta",
+)
+
+# Their __init__.py holds a docstring and no import.
+SUBPACKAGES = ("data", "envs", "workers", "integrations")
+
+FACADE = "__init__"
+
+# Adapters to other libraries: they may import any module, and are imported where they are used,
+# inside a function, so that nobody pays for them or needs them installed.
+INTEGRATIONS = "integrations."
+
+
+def violations(module: str, source: str) -> list[str]:
+    """Find the imports of a module of rlpool that break the rules.
+
+    Args:
+        module: Name within the package, such as ``"data.array"``; ``"__init__"`` is the façade.
+        source: Text of the module.
+
+    Returns:
+        One sentence per broken rule.
+    """
+    found = []
+    if not (
+        module in ORDER
+        or module == FACADE
+        or module.removesuffix(".__init__") in SUBPACKAGES
+        or module.startswith(INTEGRATIONS)
+    ):
+        found.append(f"rlpool.{module} is not in ORDER of {Path(__file__).name}: put it there")
+    tree = ast.parse(source)
+    lazy = {
+        inner
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for inner in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        for target in _targets(node):
+            complaint = _complaint(module, target, lazy=node in lazy)
+            if complaint:
+                found.append(f"rlpool.{module}, line {node.lineno}: {complaint}")
+    return found
+
+
+def _targets(node: ast.AST) -> list[str]:
+    """Name what a statement imports from rlpool, relative imports with their dots."""
+    if isinstance(node, ast.Import):
+        return [f"import {a.name}" for a in node.names if a.name.split(".")[0] == "rlpool"]
+    if isinstance(node, ast.ImportFrom):
+        if node.level:
+            return ["." * node.level + (node.module or "")]
+        if (node.module or "").split(".")[0] == "rlpool":
+            return [node.module or ""]
+    return []
+
+
+def _complaint(module: str, target: str, *, lazy: bool) -> str | None:
+    """Say what is wrong with an import, ``None`` if nothing is."""
+    if not target.startswith("rlpool."):
+        return f"{target!r}: write 'from rlpool.x.y import z'"
+    target = target.removeprefix("rlpool.")
+    if target.startswith(INTEGRATIONS):
+        if lazy or module.startswith(INTEGRATIONS):
+            return None
+        return f"rlpool.{target} is an integration: import it in the function that uses it"
+    if target not in ORDER:
+        return f"rlpool.{target} is no module of ORDER"
+    if module == FACADE or module.startswith(INTEGRATIONS):
+        return None
+    if module not in ORDER:
+        return "a subpackage's __init__.py imports nothing of rlpool"
+    if ORDER.index(target) >= ORDER.index(module):
+        return f"rlpool.{target} is not above rlpool.{module}"
+    return None
+
+
+def _modules() -> list[str]:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return [".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in paths]
+
+
+@pytest.mark.parametrize("module", _modules())
+def test_module_imports_only_from_above(module: str) -> None:
+    path = PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
+    assert violations(module, path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("agent", "from rlpool.errors import UsageError"),
+        ("agent", "import torch\nfrom torch import Tensor"),
+        ("batcher", "from rlpool.workers.supervisor import Supervisor"),
+        ("batcher", "def f():\n    from rlpool.integrations.tensordict import convert"),
+        ("integrations.tensordict", "from rlpool.meta import anything"),
+        ("__init__", "from rlpool.meta import anything"),
+        ("data.__init__", '"""The data structures."""'),
+    ],
+)
+def test_checker_accepts(module: str, source: str) -> None:
+    assert violations(module, source) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        pytest.param("errors", "from rlpool.specs import TensorSpec", id="upwards"),
+        pytest.param("errors", "def f():\n    from rlpool.specs import x", id="upwards, lazily"),
+        pytest.param("errors", "if TYPE_CHECKING:\n    from rlpool.specs import x", id="for types"),
+        pytest.param("agent", "from rlpool.agent import Agent", id="itself"),
+        pytest.param("agent", "from rlpool import DictTensor", id="from the facade"),
+        pytest.param("agent", "import rlpool", id="the facade"),
+        pytest.param("agent", "import rlpool.errors as errors", id="a module"),
+        pytest.param("agent", "from .errors import UsageError", id="relative"),
+        pytest.param("agent", "from . import errors", id="relative to the package"),
+        pytest.param("agent", "from rlpool.data import dict_tensor", id="from a subpackage"),
+        pytest.param("meta", "from rlpool.nowhere import x", id="unknown target"),
+        pytest.param("nowhere", "", id="unknown module"),
+        pytest.param("meta", "from rlpool.integrations.tensordict import x", id="eager"),
+        pytest.param("__init__", "from rlpool.integrations.tensordict import x", id="eager facade"),
+        pytest.param("data.__init__", "from rlpool.errors import SpecError", id="subpackage"),
+    ],
+)
+def test_checker_refuses(module: str, source: str) -> None:
+    assert len(violations(module, source)) == 1
+
+
+def test_order_names_no_module_twice() -> None:
+    assert len(set(ORDER)) == len(ORDER)
