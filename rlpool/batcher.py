@@ -1,0 +1,530 @@
+"""Batchers: many agents on many environments, episodes or windows as named tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import cloudpickle
+
+from rlpool.agent import Agent
+from rlpool.coordinator import Coordinator
+from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.envs.vec_env import VecEnv
+from rlpool.errors import SpecError, UsageError, WorkerStartupError, compose
+from rlpool.requests import EpisodeRequest, Packed, WindowRequest, as_infos
+from rlpool.seeding import root_from
+from rlpool.slots import Layout, StepSpecs
+from rlpool.workers.messages import Setup
+from rlpool.workers.supervisor import refuse_during_import
+
+_LOG = logging.getLogger("rlpool")
+
+_DEFAULT_TIMEOUT_S = 600.0
+"""Without a single step for so long, a worker counts as hanging: far beyond any slow ``step``."""
+
+CreateEnv = Callable[..., VecEnv]
+CreateAgent = Callable[..., Agent]
+Seeds = int | Sequence[int] | None
+_Self = TypeVar("_Self", bound="_BatcherBase")
+
+
+class _BatcherBase:
+    """What all batchers share: workers, updates, closing."""
+
+    def __init__(
+        self,
+        n_timesteps: int,
+        n_slots: int | None,
+        create_agent: CreateAgent | None,
+        agent_args: Mapping[str, Any] | None,
+        create_env: CreateEnv | None,
+        env_args: Mapping[str, Any] | None,
+        n_threads: int,
+        seeds: Seeds,
+        timeout: float | None,
+    ) -> None:
+        self._coordinator: Coordinator | None = None
+        refuse_during_import()
+        _check_count("n_timesteps", n_timesteps, 1)
+        _check_count("n_threads", n_threads, 0)
+        if n_slots is not None:
+            _check_count("n_slots", n_slots, 1)
+        if timeout is not None and not timeout > 0:
+            raise SpecError(f"timeout should be a positive number of seconds, got {timeout!r}")
+        for name, function in (("create_agent", create_agent), ("create_env", create_env)):
+            if not callable(function):
+                raise SpecError(
+                    compose(f"{name} is {function!r}", fix=f"pass a function as {name}")
+                )
+        self._root = root_from(_checked_seeds(seeds, n_threads))
+        if seeds is None:
+            _LOG.info("drew the root seed %d", self._root)
+        self._n_timesteps = n_timesteps
+        self._n_slots = n_slots
+        self._n_workers = max(1, n_threads)
+        self._policy_version = 0
+        self._update: Packed | None = None
+        functions: Any = (create_env, dict(env_args or {}), create_agent, dict(agent_args or {}))
+        if n_threads:
+            functions = _pickled(functions)
+        setups = [
+            Setup(functions, worker, self._n_workers, self._root, owns_process=n_threads > 0)
+            for worker in range(self._n_workers)
+        ]
+        self._coordinator = Coordinator(
+            setups,
+            in_process=n_threads == 0,
+            make_layout=self._layout,
+            timeout_s=timeout if n_threads else None,
+        )
+
+    def _layout(self, specs: StepSpecs) -> Layout:
+        raise NotImplementedError
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._coordinator is None or self._coordinator.is_closed
+
+    def update(self, info: Any) -> None:
+        """Hand new parameters to every worker's ``agent.update``.
+
+        The object is copied now, once for all workers, and takes effect with the next
+        ``execute``: episodes that were requested before keep the policy they were requested with.
+        Of several updates between two ``execute`` only the last one is sent. What ``agent.update``
+        raises surfaces in the ``get`` of that ``execute``.
+
+        Args:
+            info: Any object that cloudpickle can pickle, such as ``model.state_dict()``. Tensors
+                arrive on the CPU, without gradients.
+
+        Raises:
+            UsageError: If the batcher is closed.
+        """
+        self._update = self._open().pack(info)
+        self._policy_version += 1
+
+    def close(self) -> None:
+        """End the workers, whatever they are doing, within a few seconds. May be repeated.
+
+        Results that were handed out stay valid.
+        """
+        if self._coordinator is not None:
+            self._coordinator.close()
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_coordinator", None) is not None:
+            self.close()
+
+    def _open(self) -> Coordinator:
+        if self._coordinator is None or self._coordinator.is_closed:
+            raise UsageError(
+                compose("the batcher is closed", fix="make a new one, or close it later")
+            )
+        return self._coordinator
+
+    def _take_update(self) -> Packed | None:
+        update, self._update = self._update, None
+        return update
+
+
+class EpisodeBatcher(_BatcherBase):
+    """Collects complete episodes in worker processes.
+
+    Row *i* of a result is episode *i* of its ``execute``: it ran with row *i* of ``agent_info``
+    and of ``env_info``. With the same ``seeds`` and the same number of environments per worker,
+    results are bitwise the same for any ``n_threads``.
+
+    Args:
+        n_timesteps: Length of a slot in steps. Longer episodes go on in further slots.
+        n_slots: Slots in flight, which bound the memory. Requests of more episodes, and chunks of
+            longer ones, are copied out of their slots while ``get`` waits.
+        create_agent: Called as ``create_agent(**agent_args)`` in every worker. Lambdas, closures
+            and classes defined in a script or notebook are fine.
+        agent_args: Keyword arguments of ``create_agent``.
+        create_env: Called as ``create_env(seed=..., **env_args)`` in every worker, never here;
+            returns a ``GymEnv``.
+        env_args: Keyword arguments of ``create_env``.
+        n_threads: Number of worker processes; 0 runs everything in this process, while ``get``
+            waits: for debuggers and profilers, with the same results.
+        seeds: A non-negative int, or a list with one per worker; hashed into one root seed.
+            ``None`` draws one and logs it.
+        timeout: Seconds without a step after which a worker counts as hanging, ``None`` for
+            never.
+
+    Raises:
+        SpecError: For arguments of the wrong kind or size, or keys that collide.
+        WorkerStartupError: If ``create_env`` or ``create_agent`` raises or cannot be pickled.
+        WorkerDiedError: If a worker dies before it is ready.
+        UsageError: If the script lacks its ``if __name__ == "__main__":`` guard.
+
+    Example::
+
+        with EpisodeBatcher(
+            n_timesteps=100, n_slots=128, n_threads=4, seeds=42,
+            create_agent=create_agent, create_env=create_env,
+        ) as batcher:
+            batcher.execute(n_episodes=32)
+            trajectories = batcher.get()
+    """
+
+    def __init__(
+        self,
+        n_timesteps: int,
+        n_slots: int,
+        create_agent: CreateAgent | None = None,
+        agent_args: Mapping[str, Any] | None = None,
+        create_env: CreateEnv | None = None,
+        env_args: Mapping[str, Any] | None = None,
+        n_threads: int = 1,
+        seeds: Seeds = None,
+        *,
+        timeout: float | None = _DEFAULT_TIMEOUT_S,
+    ) -> None:
+        super().__init__(
+            n_timesteps,
+            n_slots,
+            create_agent,
+            agent_args,
+            create_env,
+            env_args,
+            n_threads,
+            seeds,
+            timeout,
+        )
+        self._n_executions = 0
+        self._last: tuple[int, DictTensor | None, DictTensor | None] | None = None
+
+    def execute(
+        self,
+        n_episodes: int,
+        agent_info: DictTensor | None = None,
+        env_info: DictTensor | None = None,
+    ) -> None:
+        """Request episodes; returns at once. Further requests queue up.
+
+        Args:
+            n_episodes: Any number from 1.
+            agent_info: ``[n_episodes, ...]`` or empty: row *i* goes to the agent with episode *i*.
+            env_info: ``[n_episodes, ...]`` or empty: row *i* reaches the environment of episode
+                *i* as ``reset(options={...})``.
+
+        Raises:
+            SpecError: If an info has another number of rows.
+            UsageError: If the batcher is closed.
+            WorkerDiedError: If a worker died meanwhile.
+        """
+        coordinator = self._open()
+        _check_count("n_episodes", n_episodes, 1)
+        _check_rows("agent_info", agent_info, n_episodes)
+        _check_rows("env_info", env_info, n_episodes)
+        infos = as_infos(agent_info, env_info)
+        request = EpisodeRequest(
+            coordinator.next_number(),
+            n_episodes,
+            infos,
+            self._policy_version,
+            self._take_update(),
+            execution=self._n_executions,
+            root=self._root,
+        )
+        self._n_executions += 1
+        self._last = (n_episodes, agent_info, env_info)
+        coordinator.submit(request)
+
+    def reexecute(self) -> None:
+        """Request new episodes with the arguments of the last ``execute``.
+
+        Raises:
+            UsageError: Before the first ``execute``.
+        """
+        self._open()
+        if self._last is None:
+            raise UsageError(
+                compose("reexecute() repeats an execute()", fix="call execute() first")
+            )
+        self.execute(*self._last)
+
+    def get(self, blocking: bool = True) -> TemporalDictTensor | None:
+        """Take the result of the oldest request.
+
+        Args:
+            blocking: Wait for it; otherwise return ``None`` until all of it is there.
+
+        Returns:
+            Tensors ``[n_episodes, T, ...]``, T being the length of the longest episode, zero past
+            each row's length: the environments' keys, ``reward``, ``terminated``, ``truncated``,
+            ``done``, ``initial_state``, ``last_action``, the agent's outputs and state, and with
+            a leading ``_`` what belongs to the environment and the state after the step (computed
+            when first looked at). ``info`` has per row ``episode``, ``seed``, ``policy_version``,
+            ``agent_info/...`` and ``env_info/...``. They are views on memory that belongs to you
+            until you drop them, and is used again afterwards.
+
+        Raises:
+            UsageError: If nothing is pending or the batcher is closed.
+            EnvError, AgentError: If the user's code failed. The request is lost, the batcher
+                still works.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+        """
+        result = self._open().result(blocking=blocking)
+        return None if result is None else result[1]
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Episodes finished and requested, of the oldest request that was not handed out."""
+        return self._open().finished_episodes()
+
+    def _layout(self, specs: StepSpecs) -> Layout:
+        n_slots = self._n_slots or 4 * specs.n_lanes
+        return Layout(specs, n_slots, self._n_timesteps, self._n_workers)
+
+
+class MonoThreadEpisodeBatcher(EpisodeBatcher):
+    """An ``EpisodeBatcher`` in the calling process, without slots to think about.
+
+    Everything runs while ``get`` waits.
+
+    Args:
+        create_agent: Called as ``create_agent(**agent_args)``.
+        agent_args: Keyword arguments of ``create_agent``.
+        create_env: Called as ``create_env(seed=..., **env_args)``.
+        env_args: Keyword arguments of ``create_env``.
+        seeds: As for ``EpisodeBatcher``.
+    """
+
+    _N_TIMESTEPS = 128
+    """Steps per slot; longer episodes are glued."""
+
+    def __init__(
+        self,
+        create_agent: CreateAgent | None = None,
+        agent_args: Mapping[str, Any] | None = None,
+        create_env: CreateEnv | None = None,
+        env_args: Mapping[str, Any] | None = None,
+        seeds: Seeds = None,
+    ) -> None:
+        _BatcherBase.__init__(
+            self,
+            self._N_TIMESTEPS,
+            None,
+            create_agent,
+            agent_args,
+            create_env,
+            env_args,
+            0,
+            seeds,
+            None,
+        )
+        self._n_executions = 0
+        self._last = None
+
+
+class Batcher(_BatcherBase):
+    """Collects windows: the next ``n_timesteps`` steps of every lane, in lane order.
+
+    A lane is one environment of one worker; lanes of worker 0 come first. With environments that
+    restart on their own (``GymEnvInf``) lanes never end.
+
+    Args:
+        n_timesteps: Steps per window.
+        n_slots: Ignored, one slot per lane is enough; taken because ``EpisodeBatcher`` takes it.
+        create_agent: As for ``EpisodeBatcher``.
+        agent_args: As for ``EpisodeBatcher``.
+        create_env: As for ``EpisodeBatcher``.
+        env_args: As for ``EpisodeBatcher``.
+        n_threads: As for ``EpisodeBatcher``.
+        seeds: As for ``EpisodeBatcher``.
+        timeout: As for ``EpisodeBatcher``.
+    """
+
+    def __init__(
+        self,
+        n_timesteps: int,
+        n_slots: int | None = None,
+        create_agent: CreateAgent | None = None,
+        agent_args: Mapping[str, Any] | None = None,
+        create_env: CreateEnv | None = None,
+        env_args: Mapping[str, Any] | None = None,
+        n_threads: int = 1,
+        seeds: Seeds = None,
+        *,
+        timeout: float | None = _DEFAULT_TIMEOUT_S,
+    ) -> None:
+        super().__init__(
+            n_timesteps,
+            n_slots,
+            create_agent,
+            agent_args,
+            create_env,
+            env_args,
+            n_threads,
+            seeds,
+            timeout,
+        )
+        self._n_resets = 0
+        self._infos = as_infos(None, None)
+        self._running: list[int] = []
+        self._is_first = False
+        self._n_queued = 0
+
+    @property
+    def n_lanes(self) -> int:
+        """Lanes of all workers."""
+        return self._open().n_lanes * self._n_workers
+
+    @property
+    def all_stopped(self) -> bool:
+        """Whether every lane has ended: then ``get`` has nothing more to give."""
+        n_pending = self._open().n_pending
+        return self._n_resets > 0 and not self._running and not n_pending
+
+    def reset(
+        self, agent_info: DictTensor | None = None, env_info: DictTensor | None = None
+    ) -> None:
+        """Restart every lane with the next window; what is pending is given up.
+
+        Args:
+            agent_info: ``[n_lanes, ...]`` or empty.
+            env_info: ``[n_lanes, ...]`` or empty; its rows reach the environments at every reset.
+
+        Raises:
+            SpecError: If an info has another number of rows.
+        """
+        coordinator = self._open()
+        _check_rows("agent_info", agent_info, self.n_lanes)
+        _check_rows("env_info", env_info, self.n_lanes)
+        coordinator.drop_pending()
+        self._infos = as_infos(agent_info, env_info)
+        self._is_first = True
+        self._n_resets += 1
+        self._n_queued = 0
+        self._running = list(range(self.n_lanes))
+
+    def execute(self) -> None:
+        """Request the next window; returns at once.
+
+        Raises:
+            UsageError: Before ``reset``.
+        """
+        coordinator = self._open()
+        if not self._n_resets:
+            raise UsageError(compose("execute() before reset()", fix="call reset() first"))
+        if coordinator.n_pending:
+            self._n_queued += 1  # which lanes run is known when the window before is there
+        elif self._running:
+            self._submit(coordinator)
+
+    def get(self, blocking: bool = True) -> TemporalDictTensor | None:
+        """Take the oldest window.
+
+        Args:
+            blocking: Wait for it; otherwise return ``None`` until it is there.
+
+        Returns:
+            Tensors ``[lanes that ran, T, ...]`` as from ``EpisodeBatcher.get``, lengths from 1 to
+            ``n_timesteps``; ``None`` once all lanes have stopped (see ``all_stopped``).
+
+        Raises:
+            UsageError: If nothing was requested.
+            EnvError, AgentError: If the user's code failed; call ``reset`` to go on.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+        """
+        coordinator = self._open()
+        if self.all_stopped:
+            return None
+        try:
+            result = coordinator.result(blocking=blocking)
+        except Exception:
+            self._n_queued = 0
+            raise
+        if result is None:
+            return None
+        request, trajectories = result
+        if isinstance(request, WindowRequest):
+            self._running = request.lanes_left
+        if self._n_queued and self._running:
+            self._n_queued -= 1
+            self._submit(coordinator)
+        return trajectories
+
+    def _submit(self, coordinator: Coordinator) -> None:
+        coordinator.submit(
+            WindowRequest(
+                coordinator.next_number(),
+                self._running,
+                self._infos,
+                self._policy_version,
+                self._take_update(),
+                n_lanes=coordinator.n_lanes,
+                n_resets=self._n_resets - 1,
+                is_first=self._is_first,
+                root=self._root,
+            )
+        )
+        self._is_first = False
+
+    def _layout(self, specs: StepSpecs) -> Layout:
+        n_slots = specs.n_lanes * self._n_workers
+        return Layout(specs, n_slots, self._n_timesteps, self._n_workers, specs.auto_reset)
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SpecError(f"{name} should be an int of at least {least}, got {value!r}")
+
+
+def _check_rows(name: str, info: DictTensor | None, n_rows: int) -> None:
+    if info is None:
+        return
+    if not isinstance(info, DictTensor):
+        raise SpecError(f"{name} should be a DictTensor, got {type(info).__name__}")
+    if not info.empty() and info.n_elems() != n_rows:
+        raise SpecError(
+            compose(
+                f"{name} has {info.n_elems()} rows, {n_rows} were expected",
+                fix=f"give one row per row of the result, or leave {name} out",
+            )
+        )
+
+
+def _checked_seeds(seeds: Seeds, n_threads: int) -> Seeds:
+    if seeds is None:
+        return None
+    numbers = [seeds] if isinstance(seeds, int) else list(seeds)
+    if any(not isinstance(seed, int) or seed < 0 for seed in numbers):
+        raise SpecError(f"seeds should be non-negative ints, got {seeds!r}")
+    # In this process any list will do: that of a run with workers gives the same data.
+    if not isinstance(seeds, int) and n_threads and len(numbers) != n_threads:
+        raise SpecError(
+            compose(
+                f"seeds has {len(numbers)} entries, n_threads is {n_threads}",
+                fix="give one int, or one per worker",
+            )
+        )
+    return seeds if isinstance(seeds, int) else numbers
+
+
+def _pickled(functions: Any) -> bytes:
+    try:
+        pickled: bytes = cloudpickle.dumps(functions)
+    except Exception as error:
+        raise WorkerStartupError(
+            f"create_env, create_agent or their arguments cannot be pickled: {error}",
+            fix="create what cannot be pickled inside create_env or create_agent",
+        ) from error
+    return pickled

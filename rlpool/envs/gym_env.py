@@ -1,0 +1,220 @@
+"""A list of Gymnasium environments as a batch of lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from rlpool.envs.ancestor_env import modernised
+from rlpool.envs.columns import BadValue, Columns
+from rlpool.envs.vec_env import LaneError, Options, VecEnv
+from rlpool.errors import SpecError, compose
+from rlpool.specs import (
+    DEFAULT_OBSERVATION_KEY,
+    Leaf,
+    Structure,
+    leaves_of,
+    nester,
+    structure_of_space,
+    structure_of_value,
+)
+from rlpool.storage import Array
+
+
+class GymEnv(VecEnv):
+    """Environments stepped one after another in the process that holds them.
+
+    Every Gymnasium space works for observations and actions, except ``Text``, ``Graph``,
+    ``Sequence`` and ``OneOf``. A dict observation keeps its keys (nested ones joined with
+    ``/``), any other is ``frame``. Environments written for the old ``gym`` interface work too.
+
+    Args:
+        envs: The environments, all of one kind. They belong to this object from now on.
+        seed: Root of the seeds that ``reset(env_info)`` gives to the environments. A batcher
+            brings its own seeds.
+        max_episode_steps: Truncate episodes after so many steps.
+        keep_float64: Store float64 as it is. By default it becomes float32; every other dtype
+            is kept.
+
+    Raises:
+        SpecError: For no environments, spaces that have no tensors, or spaces that differ.
+    """
+
+    def __init__(
+        self,
+        envs: Sequence[Any],
+        seed: int | Sequence[int] | None = None,
+        *,
+        max_episode_steps: int | None = None,
+        keep_float64: bool = False,
+    ) -> None:
+        if not envs:
+            raise SpecError(compose("GymEnv got no environments", fix="pass at least one"))
+        super().__init__(len(envs), seed)
+        self._keep_float64 = keep_float64
+        self._envs = [modernised(env) for env in envs]
+        if max_episode_steps is not None:
+            self._envs = [_limited(env, max_episode_steps) for env in self._envs]
+        self.observation_space = getattr(self._envs[0], "observation_space", None)
+        self.action_space = getattr(self._envs[0], "action_space", None)
+        self._refuse_differences()
+        self._steps: list[Callable[[Any], Any]] = [env.step for env in self._envs]
+        self._columns: Columns | None = None
+        if self.observation_space is not None:
+            self._declare_observations(self._structure(self.observation_space, "observation_space"))
+        self._action_leaves: dict[str, Leaf] | None = None
+        self._decode: Callable[[Mapping[str, Array]], list[Any]] = _undeclared_actions
+        if self.action_space is not None:
+            structure = self._structure(self.action_space, "action_space")
+            self._action_leaves = leaves_of({"action": structure}, "")
+            self._decode = _decoder(structure, self._action_leaves, self._action_dtypes())
+
+    @property
+    def columns(self) -> Columns | None:
+        """The observations' columns, ``None`` before the first reset of undeclared spaces."""
+        return self._columns
+
+    @property
+    def action_leaves(self) -> dict[str, Leaf] | None:
+        """Keys of the actions, ``None`` if the environments declare no action space."""
+        return self._action_leaves
+
+    def close(self) -> None:
+        """Close all environments."""
+        for env in self._envs:
+            env.close()
+
+    def _reset_lanes(
+        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
+    ) -> None:
+        observations = []
+        lane = lanes[0]
+        try:
+            for lane, seed, option in zip(lanes, seeds, options, strict=True):
+                self.lane_in_use[0] = lane
+                observation, _ = self._envs[lane].reset(seed=seed, options=option)
+                observations.append(observation)
+            if self._columns is None:
+                self._declare_observations(
+                    structure_of_value(
+                        observations[0], keep_float64=self._keep_float64, name="observation"
+                    )
+                )
+            self._write(lanes, observations, "reset")
+        except LaneError:
+            raise
+        except BaseException as error:
+            raise LaneError(lane, "reset") from error
+
+    def _step_lanes(
+        self, lanes: Sequence[int], actions: Mapping[str, Array]
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        observations: list[Any] = []
+        rewards: list[Any] = []
+        terminated: list[Any] = []
+        truncated: list[Any] = []
+        steps, lane_in_use = self._steps, self.lane_in_use
+        lane = lanes[0]
+        try:
+            decoded = self._decode(actions)
+            for lane in lanes:
+                lane_in_use[0] = lane
+                observation, reward, is_terminated, is_truncated, _ = steps[lane](decoded[lane])
+                observations.append(observation)
+                rewards.append(reward)
+                terminated.append(is_terminated)
+                truncated.append(is_truncated)
+        except BaseException as error:
+            raise LaneError(lane, "step") from error
+        self._write(lanes, observations, "step")
+        return rewards, terminated, truncated
+
+    def _write(self, lanes: Sequence[int], observations: list[Any], call: str) -> None:
+        if self._columns is None:
+            return
+        try:
+            self._columns.write(lanes, observations)
+        except BadValue as error:
+            raise LaneError(error.lane, call) from error
+
+    def _declare_observations(self, structure: Structure) -> None:
+        self._columns = Columns(structure, DEFAULT_OBSERVATION_KEY, self.n_lanes)
+        self.current = {**self._columns.arrays, **self.current}
+
+    def _structure(self, space: Any, name: str) -> Structure:
+        return structure_of_space(space, keep_float64=self._keep_float64, name=name)
+
+    def _action_dtypes(self) -> list[np.dtype[Any]]:
+        # What the environments take, which is float64 where float32 is stored.
+        structure = structure_of_space(self.action_space, keep_float64=True, name="action_space")
+        return [leaf.spec.dtype for leaf in leaves_of({"action": structure}, "").values()]
+
+    def _refuse_differences(self) -> None:
+        for number, env in enumerate(self._envs):
+            for name in ("observation_space", "action_space"):
+                first, space = getattr(self, name), getattr(env, name, None)
+                if _shapes(first) != _shapes(space):
+                    raise SpecError(
+                        compose(
+                            f"{name} of environment {number} is {space}, "
+                            f"that of environment 0 is {first}",
+                            fix="put only environments with equal spaces into one GymEnv",
+                        )
+                    )
+
+
+class GymEnvInf(GymEnv):
+    """A ``GymEnv`` whose environments restart on their own.
+
+    At the end of an episode a lane resets at once, with the same row of ``env_info``. With
+    ``step``, the terminal observation is in the first result, the first observation of the new
+    episode in the second. In a ``Batcher``, lanes never end.
+    """
+
+    auto_reset = True
+
+
+def _limited(env: Any, max_episode_steps: int) -> Any:
+    if max_episode_steps < 1:
+        raise SpecError(f"max_episode_steps should be at least 1, got {max_episode_steps}")
+    return gymnasium.wrappers.TimeLimit(env, max_episode_steps)
+
+
+def _shapes(space: Any) -> Structure | None:
+    """What must agree between environments: kinds, shapes and dtypes, not bounds."""
+    return None if space is None else structure_of_space(space, keep_float64=True, name="space")
+
+
+def _decoder(
+    structure: Structure, leaves: Mapping[str, Leaf], dtypes: Sequence[np.dtype[Any]]
+) -> Callable[[Mapping[str, Array]], list[Any]]:
+    """Compile the way from action arrays ``[B, ...]`` to one action per lane."""
+
+    def split(array: Array, leaf: Leaf, dtype: np.dtype[Any]) -> list[Any]:
+        if leaf.is_scalar:
+            return array.tolist()
+        # A copy: environments may keep their action, and the agent may reuse its tensor.
+        return list(np.array(array, dtype))
+
+    if isinstance(structure, Leaf):
+        ((key, leaf),) = leaves.items()
+        dtype = dtypes[0]
+        return lambda actions: split(actions[key], leaf, dtype)
+
+    nest = nester(structure)
+    parts = list(zip(leaves.items(), dtypes, strict=True))
+
+    def decode(actions: Mapping[str, Array]) -> list[Any]:
+        columns = [split(actions[key], leaf, dtype) for (key, leaf), dtype in parts]
+        return [nest(row) for row in zip(*columns, strict=True)]
+
+    return decode
+
+
+def _undeclared_actions(actions: Mapping[str, Array]) -> list[Any]:
+    """Actions for environments without an action space: Python numbers, or arrays."""
+    array = np.array(actions["action"])
+    return array.tolist() if array.ndim == 1 else list(array)

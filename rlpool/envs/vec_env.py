@@ -1,0 +1,339 @@
+"""The lane contract: a batch of environments that reset and step lane by lane.
+
+Everything that steps environments goes through ``VecEnv``: the rollout loop, which resets lanes
+with seeds and options of its choosing, and the rlstructures-style ``reset`` and ``step`` on
+DictTensors, which sit on the same two methods.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, MutableSequence, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlpool.data.dict_tensor import DictTensor
+from rlpool.envs.columns import Columns
+from rlpool.errors import SpecError, UsageError, compose
+from rlpool.seeding import LaneSeeds, root_from
+from rlpool.specs import Leaf, TensorSpec
+from rlpool.storage import Array, batch_array
+
+Options = Mapping[str, Any] | None
+"""One row of ``env_info`` as Python values: the ``options`` of a reset."""
+
+_FLAGS = ("terminated", "truncated", "done", "initial_state")
+
+
+class LaneError(Exception):
+    """An environment failed; ``__cause__`` is its exception.
+
+    Attributes:
+        lane: The lane.
+        call: ``"reset"`` or ``"step"``.
+    """
+
+    def __init__(self, lane: int, call: str) -> None:
+        super().__init__(f"lane {lane} failed in {call}")
+        self.lane = lane
+        self.call = call
+
+
+class VecEnv(ABC):
+    """A batch of environments.
+
+    Subclasses implement ``_reset_lanes`` and ``_step_lanes``; this class keeps what belongs to
+    every kind of environment: flags, rewards, last actions, and the rlstructures-style interface.
+
+    Args:
+        n_lanes: Number of environments.
+        seed: Root of the seeds of ``reset(env_info)``. The rollout loop brings its own seeds.
+
+    Attributes:
+        n_lanes: Number of environments.
+        auto_reset: Whether lanes of a ``Batcher`` or of ``step`` restart on their own.
+        current: Key to array ``[n_lanes, ...]``: each lane's current observation, ``reward``
+            float32, ``terminated``, ``truncated``, ``done``, ``initial_state`` bool, and
+            ``last_action`` (or ``last_action/...``). Rewritten in place. Complete after the first
+            reset, the last actions after ``declare_actions``.
+        lane_in_use: One element that holds the lane whose environment is running, for whoever
+            has to explain the death of this process.
+    """
+
+    auto_reset = False
+
+    def __init__(self, n_lanes: int, seed: int | Sequence[int] | None = None) -> None:
+        self.n_lanes = n_lanes
+        self.current: dict[str, Array] = {
+            "reward": batch_array(TensorSpec((), np.dtype(np.float32)), n_lanes),
+            **{key: batch_array(TensorSpec((), np.dtype(bool)), n_lanes) for key in _FLAGS},
+        }
+        self.lane_in_use: MutableSequence[int] | memoryview = [0]
+        self._reward = self.current["reward"]
+        self._initial_state = self.current["initial_state"]
+        self._some_lane_is_initial = False
+        self._last_actions: dict[str, Array] = {}
+        self._all_lanes = list(range(n_lanes))
+        self._root = root_from(seed)
+        self._n_resets = 0
+        self._lane_seeds = LaneSeeds(self._root, 0)
+        self._restarts = [0] * n_lanes
+        self._running: list[int] = []
+        self._env_options: list[Options] = [None] * n_lanes
+
+    # The lane contract ---------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def columns(self) -> Columns | None:
+        """The observations' columns, ``None`` before the first reset of undeclared spaces."""
+
+    @property
+    @abstractmethod
+    def action_leaves(self) -> dict[str, Leaf] | None:
+        """Keys of the actions, ``None`` if the environments declare no action space."""
+
+    @abstractmethod
+    def _reset_lanes(
+        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
+    ) -> None:
+        """Reset lanes and write their observations into ``columns``."""
+
+    @abstractmethod
+    def _step_lanes(
+        self, lanes: Sequence[int], actions: Mapping[str, Array]
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Step lanes, write their observations; return rewards, terminated, truncated."""
+
+    def close(self) -> None:
+        """Close the environments."""
+
+    def declare_actions(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Fix keys, shapes and dtypes of ``last_action``; the first declaration stands.
+
+        Args:
+            specs: Action key to spec, as the environments take them.
+        """
+        if self._last_actions:
+            return
+        self._last_actions = {
+            key: batch_array(spec, self.n_lanes) for key, spec in specs.items()
+        }
+        for key, array in self._last_actions.items():
+            self.current[f"last_{key}"] = array
+
+    def reset_lanes(
+        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
+    ) -> None:
+        """Start an episode on some lanes.
+
+        Args:
+            lanes: Ascending lane numbers.
+            seeds: One seed per lane.
+            options: One dict per lane, or ``None`` for none.
+
+        Raises:
+            LaneError: If an environment raises or returns what does not fit.
+        """
+        self._reset_lanes(lanes, seeds, options)
+        columns = self.columns
+        if columns is not None and not columns.arrays.keys() <= self.current.keys():
+            self.current = {**columns.arrays, **self.current}
+        for lane in lanes:
+            self._reward[lane] = 0.0
+            for key in _FLAGS:
+                self.current[key][lane] = False
+            self._initial_state[lane] = True
+            for array in self._last_actions.values():
+                array[lane] = 0
+        self._some_lane_is_initial = True
+
+    def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> list[int]:
+        """Step some lanes.
+
+        Args:
+            lanes: Ascending lane numbers.
+            actions: Action key to array ``[n_lanes, ...]``; only the rows of ``lanes`` are read.
+
+        Returns:
+            The lanes whose episode ended with this step.
+
+        Raises:
+            LaneError: If an environment raises or returns what does not fit.
+        """
+        rewards, terminated, truncated = self._step_lanes(lanes, actions)
+        if len(lanes) == self.n_lanes:
+            rows: Any = slice(None)
+        else:
+            rows = lanes
+        try:
+            self._reward[rows] = rewards
+        except (ValueError, TypeError):
+            self._explain_rewards(lanes, rewards)
+        for key, array in self._last_actions.items():
+            array[rows] = actions[key][rows]
+        if self._some_lane_is_initial:
+            self._initial_state[rows] = False
+            self._some_lane_is_initial = bool(self._initial_state.any())
+        if not (any(terminated) or any(truncated)):
+            return []
+        return self._note_ends(lanes, terminated, truncated)
+
+    def _note_ends(
+        self, lanes: Sequence[int], terminated: Sequence[Any], truncated: Sequence[Any]
+    ) -> list[int]:
+        ended = []
+        for lane, is_terminated, is_truncated in zip(lanes, terminated, truncated, strict=True):
+            if is_terminated or is_truncated:
+                self.current["terminated"][lane] = is_terminated
+                self.current["truncated"][lane] = is_truncated
+                self.current["done"][lane] = True
+                ended.append(lane)
+        return ended
+
+    def _explain_rewards(self, lanes: Sequence[int], rewards: Sequence[Any]) -> None:
+        for lane, reward in zip(lanes, rewards, strict=True):
+            try:
+                self._reward[lane] = reward
+            except (ValueError, TypeError) as error:
+                cause = SpecError(f"'reward' should be a number, got {reward!r}")
+                cause.__cause__ = error
+                raise LaneError(lane, "step") from cause
+
+    # The rlstructures-style interface ------------------------------------------------------
+
+    def n_envs(self) -> int:
+        """Number of environments."""
+        return self.n_lanes
+
+    def reset(self, env_info: DictTensor | None = None) -> tuple[DictTensor, torch.Tensor]:
+        """Reset all environments.
+
+        Args:
+            env_info: ``[n_envs, ...]`` or empty. Row *n* reaches environment *n* as
+                ``reset(options={...})``, at automatic resets as well.
+
+        Returns:
+            The observation ``[n_envs, ...]``, a copy, and the running environments' numbers,
+            int64 ``[n_envs]``.
+
+        Raises:
+            SpecError: If ``env_info`` has another number of rows.
+        """
+        self._env_options = list(options_of(env_info, self.n_lanes, "env_info"))
+        self._lane_seeds = LaneSeeds(self._root, self._n_resets)
+        self._n_resets += 1
+        self._restarts = [0] * self.n_lanes
+        self._running = list(self._all_lanes)
+        self._restart(self._all_lanes)
+        return self._observation(self._running)
+
+    def step(
+        self, policy_output: DictTensor
+    ) -> tuple[tuple[DictTensor, torch.Tensor], tuple[DictTensor, torch.Tensor]]:
+        """Step the running environments.
+
+        Args:
+            policy_output: ``action`` (or ``action/...``) with one row per running environment.
+
+        Returns:
+            ``((observation, running), (next_observation, next_running))``: the result of this
+            step for the environments that ran, and what the next call starts from. Environments
+            that ended are only in the first, unless they restart on their own; then the second
+            holds the first observation of their new episode. All tensors are copies.
+
+        Raises:
+            UsageError: Before ``reset``, or when no environment is running.
+            SpecError: If rows or keys do not fit.
+        """
+        if not self._running:
+            raise UsageError(
+                compose("step() with no running environment", fix="call reset() first")
+            )
+        ended = self._call(self.step_lanes, self._running, self._actions_of(policy_output))
+        stepped = self._observation(self._running)
+        if self.auto_reset:
+            for lane in ended:
+                self._restarts[lane] += 1
+            self._restart(ended)
+        else:
+            self._running = [lane for lane in self._running if lane not in set(ended)]
+        return stepped, self._observation(self._running)
+
+    def _restart(self, lanes: Sequence[int]) -> None:
+        if not lanes:
+            return
+        seeds = [self._lane_seeds.seed(lane, self._restarts[lane]) for lane in lanes]
+        options = [self._env_options[lane] for lane in lanes]
+        self._call(self.reset_lanes, lanes, seeds, options)
+        if self.action_leaves is not None:
+            self.declare_actions({key: leaf.spec for key, leaf in self.action_leaves.items()})
+
+    def _observation(self, lanes: Sequence[int]) -> tuple[DictTensor, torch.Tensor]:
+        rows = np.asarray(lanes, np.int64)
+        values = {key: torch.from_numpy(array[rows]) for key, array in self.current.items()}
+        return DictTensor(values), torch.from_numpy(rows)
+
+    def _actions_of(self, policy_output: DictTensor) -> dict[str, Array]:
+        keys = [k for k in policy_output.keys() if k == "action" or k.startswith("action/")]
+        leaves = self.action_leaves
+        expected = list(leaves) if leaves is not None else keys
+        if not expected or sorted(keys) != sorted(expected):
+            raise SpecError(f"policy_output should have the keys {expected}, got {keys}")
+        actions = {}
+        for key in expected:
+            values = policy_output[key].detach().cpu().numpy()
+            if values.shape[:1] != (len(self._running),):
+                raise SpecError(
+                    f"{key!r} should have one row for each of {len(self._running)} running "
+                    f"environments, got shape {list(values.shape)}"
+                )
+            batch = np.zeros((self.n_lanes, *values.shape[1:]), values.dtype)
+            batch[self._running] = values
+            actions[key] = batch
+        if leaves is None:
+            self.declare_actions(
+                {key: TensorSpec(a.shape[1:], a.dtype) for key, a in actions.items()}
+            )
+        return actions
+
+    @staticmethod
+    def _call(method: Any, *arguments: Any) -> Any:
+        # Outside a batcher the user's own exception is worth more than its lane.
+        try:
+            return method(*arguments)
+        except LaneError as error:
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None
+
+
+def options_of(info: DictTensor | None, n_rows: int, name: str) -> list[Options]:
+    """Rows of an info as dicts of Python values.
+
+    Args:
+        info: ``[n_rows, ...]``, empty or ``None``.
+        n_rows: Rows expected.
+        name: How an error calls it.
+
+    Returns:
+        One dict per row, or ``None`` for each where there is no info.
+
+    Raises:
+        SpecError: If the number of rows differs.
+    """
+    if info is None or info.empty():
+        return [None] * n_rows
+    if info.n_elems() != n_rows:
+        raise SpecError(
+            compose(
+                f"{name} has {info.n_elems()} rows, {n_rows} were expected",
+                fix=f"give one row per episode or leave {name} out",
+            )
+        )
+    lists = {key: value.tolist() for key, value in info.items()}
+    return [
+        dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)
+    ]

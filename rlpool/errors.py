@@ -1,0 +1,180 @@
+"""Every exception of rlpool, and the one format of their messages.
+
+::
+
+    RlpoolError
+    ├ UsageError(RuntimeError)        order of calls, closed, nothing pending, missing __main__ guard
+    ├ SpecError(ValueError)           shape, dtype, device, key, space; names the key and both sides
+    ├ NotEnoughDataError(ValueError)  a pool cannot fill the sample
+    └ WorkerError(RuntimeError)       has .where (worker, lane, episode, step, seed, env_info)
+      ├ WorkerStartupError            create_env or create_agent raised, or could not be pickled
+      ├ EnvError                      the environment raised; __cause__ has the remote traceback
+      │ └ EnvSpecError(SpecError)     the environment returned a wrong shape, dtype or key
+      ├ AgentError                    the agent raised; __cause__ has the remote traceback
+      │ └ AgentSpecError(SpecError)   the agent returned a wrong shape, dtype or key
+      ├ WorkerDiedError               .exitcode, .signal_name
+      └ WorkerTimeoutError(TimeoutError)
+
+Messages have up to three lines: what happened, where, and how to fix it. All exceptions survive
+pickling, so that a user's own process pools can carry them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+
+class Where(NamedTuple):
+    """The place of a failure; a field is ``None`` where it has no meaning.
+
+    Attributes:
+        worker: Number of the worker process, 0-based.
+        lane: Number of the environment within the worker, 0-based.
+        episode: Row of the request that was running, 0-based.
+        step: Step of the episode, 0-based; 0 for a failing ``reset``.
+        seed: Seed that the episode was reset with.
+        env_info: The episode's row of ``env_info`` as Python values.
+    """
+
+    worker: int | None = None
+    lane: int | None = None
+    episode: int | None = None
+    step: int | None = None
+    seed: int | None = None
+    env_info: Mapping[str, Any] | None = None
+
+    def __str__(self) -> str:
+        parts = [f"{name} {value}" for name, value in self._asdict().items() if value is not None]
+        return ", ".join(parts)
+
+
+class RlpoolError(Exception):
+    """Base class of every exception that rlpool raises on purpose."""
+
+
+class UsageError(RlpoolError, RuntimeError):
+    """Calls in the wrong order, a closed object, nothing pending, a missing ``__main__`` guard."""
+
+
+class SpecError(RlpoolError, ValueError):
+    """A shape, dtype, device, key or space does not fit; the message names the key and both sides."""
+
+
+class NotEnoughDataError(RlpoolError, ValueError):
+    """A pool cannot fill the requested sample."""
+
+
+class RemoteTraceback(Exception):
+    """The text of a traceback from another process, attached as ``__cause__``."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text}"""'
+
+
+class WorkerError(RlpoolError, RuntimeError):
+    """Something failed while a worker ran the user's code, or the worker itself failed.
+
+    Args:
+        what: One line that says what happened.
+        where: Where it happened.
+        fix: One line that says what to do about it, empty if nothing is known.
+        traceback_text: The remote traceback, empty if there is none. It becomes ``__cause__``.
+    """
+
+    def __init__(
+        self, what: str, *, where: Where | None = None, fix: str = "", traceback_text: str = ""
+    ) -> None:
+        self.what = what
+        self.where = where if where is not None else Where()
+        self.fix = fix
+        self.traceback_text = traceback_text
+        super().__init__(compose(what, where=str(self.where), fix=fix))
+        if traceback_text:
+            self.__cause__ = RemoteTraceback(traceback_text)
+
+    def _constructor_arguments(self) -> dict[str, Any]:
+        return {
+            "what": self.what,
+            "where": self.where,
+            "fix": self.fix,
+            "traceback_text": self.traceback_text,
+        }
+
+    def __reduce__(self) -> tuple[Callable[..., WorkerError], tuple[Any, ...]]:
+        return _rebuild, (type(self), self._constructor_arguments())
+
+
+class WorkerStartupError(WorkerError):
+    """``create_env`` or ``create_agent`` raised, or could not be pickled."""
+
+
+class EnvError(WorkerError):
+    """The environment's ``reset`` or ``step`` raised."""
+
+
+class EnvSpecError(EnvError, SpecError):
+    """The environment returned a value of a wrong shape, dtype or structure."""
+
+
+class AgentError(WorkerError):
+    """The agent's call, ``initial_state``, ``update`` or ``seed`` raised."""
+
+
+class AgentSpecError(AgentError, SpecError):
+    """The agent returned a value of a wrong shape, dtype or structure."""
+
+
+class WorkerDiedError(WorkerError):
+    """A worker process ended without a word.
+
+    Args:
+        what: One line that says what happened.
+        exitcode: The process's exit code, negative for a signal; ``None`` if unknown.
+        signal_name: Name of the signal that ended it, such as ``"SIGKILL"``; ``None`` otherwise.
+        where: Where it happened, as far as shared memory tells.
+        fix: What to do about it.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        exitcode: int | None,
+        signal_name: str | None = None,
+        where: Where | None = None,
+        fix: str = "",
+        traceback_text: str = "",
+    ) -> None:
+        super().__init__(what, where=where, fix=fix, traceback_text=traceback_text)
+        self.exitcode = exitcode
+        self.signal_name = signal_name
+
+    def _constructor_arguments(self) -> dict[str, Any]:
+        return {
+            **super()._constructor_arguments(),
+            "exitcode": self.exitcode,
+            "signal_name": self.signal_name,
+        }
+
+
+class WorkerTimeoutError(WorkerError, TimeoutError):
+    """A worker made no progress for longer than ``timeout`` seconds."""
+
+
+def compose(what: str, *, where: str = "", fix: str = "") -> str:
+    """Join the parts of a message: what, where, fix, one line each, empty parts left out."""
+    lines = [what]
+    if where:
+        lines.append(f"  where: {where}")
+    if fix:
+        lines.append(f"  fix:   {fix}")
+    return "\n".join(lines)
+
+
+def _rebuild(kind: type[WorkerError], arguments: dict[str, Any]) -> WorkerError:
+    return kind(**arguments)

@@ -1,0 +1,1 @@
+"""Bridges to other libraries, each imported when it is used."""

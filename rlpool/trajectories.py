@@ -1,0 +1,222 @@
+"""From slots to what the user gets: views on a block, or chunks glued in ordinary memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.slots import FLAGS, Arrays, Layout, successor_key
+from rlpool.storage import Array
+
+Derivation = Callable[[], Tensor]
+
+
+class DerivedTensors(dict[str, Tensor]):
+    """Tensors by name, some of which are computed when they are first looked at.
+
+    Args:
+        known: Tensors that are there.
+        derived: Functions without arguments that compute the others.
+    """
+
+    def __init__(self, known: Mapping[str, Tensor], derived: Mapping[str, Derivation]) -> None:
+        super().__init__(known)
+        for key, derive in derived.items():
+            super().__setitem__(key, derive)  # type: ignore[assignment]
+
+    def __getitem__(self, key: str) -> Tensor:
+        value = super().__getitem__(key)
+        if not isinstance(value, Tensor):
+            value = value()
+            super().__setitem__(key, value)
+        return value
+
+    # Copies such as dict(...) and {**...} take the fast path around __getitem__ unless __iter__
+    # is overridden.
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()
+
+    def values(self) -> ValuesView[Tensor]:  # type: ignore[override]
+        """The tensors, all of them computed."""
+        return ValuesView(self)
+
+    def items(self) -> ItemsView[str, Tensor]:  # type: ignore[override]
+        """Pairs of key and tensor, all of them computed."""
+        return ItemsView(self)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The tensor of a key, or the default."""
+        return self[key] if key in self else default
+
+    def copy(self) -> dict[str, Tensor]:
+        """A plain dict of all tensors, computed."""
+        return dict(self.items())
+
+    def __reduce__(self) -> tuple[type[dict[str, Tensor]], tuple[dict[str, Tensor]]]:
+        return dict, (self.copy(),)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Rows and final values of some slots or of a whole request, as arrays or tensors.
+
+    Attributes:
+        rows: Key to ``[B, T, ...]``, zero from each row's length on.
+        finals: Key to ``[B, ...]``: the value after the last step.
+        lengths: int64 ``[B]``.
+        starts: int64 ``[B]``, 1 where a row's first step starts an episode.
+    """
+
+    rows: Mapping[str, Array]
+    finals: Mapping[str, Array]
+    lengths: Array
+    starts: Array
+
+
+def slots_in_place(arrays: Arrays, n_rows: int) -> Slice:
+    """The first ``n_rows`` slots of a block, as views cut to the longest; lengths are copied."""
+    lengths = arrays.control["length"][:n_rows].copy()
+    longest = int(lengths.max(initial=0))
+    return Slice(
+        {key: array[:n_rows, :longest] for key, array in arrays.rows.items()},
+        {key: array[:n_rows] for key, array in arrays.finals.items()},
+        lengths,
+        arrays.control["starts"][:n_rows].copy(),
+    )
+
+
+def copied_slots(arrays: Arrays, slots: Array) -> Slice:
+    """Some slots, copied out of a block and cut to the longest."""
+    lengths = arrays.control["length"][slots]
+    longest = int(lengths.max(initial=0))
+    return Slice(
+        {key: array[slots, :longest] for key, array in arrays.rows.items()},
+        {key: array[slots] for key, array in arrays.finals.items()},
+        lengths,
+        arrays.control["starts"][slots],
+    )
+
+
+class Glue:
+    """Puts the chunks of a request together in ordinary memory.
+
+    Args:
+        layout: Layout of the block they come from.
+        n_rows: Episodes of the request.
+    """
+
+    def __init__(self, layout: Layout, n_rows: int) -> None:
+        self._layout = layout
+        self._n_rows = n_rows
+        self._parts: list[tuple[Array, int, Slice]] = []
+
+    def add(self, episodes: Array, chunk: int, part: Slice) -> None:
+        """Add chunk number ``chunk`` of some episodes."""
+        self._parts.append((episodes, chunk * self._layout.n_timesteps, part))
+
+    def join(self) -> Slice:
+        """All chunks in one: rows ``[n_rows, longest, ...]`` in new memory."""
+        lengths = np.zeros(self._n_rows, np.int64)
+        starts = np.zeros(self._n_rows, np.int64)
+        for episodes, offset, part in self._parts:
+            lengths[episodes] += part.lengths
+            if offset == 0:
+                starts[episodes] = part.starts
+        longest = int(lengths.max(initial=0))
+        rows = {
+            key: np.zeros((self._n_rows, longest, *spec.shape), spec.dtype)
+            for key, spec in self._layout.rows.items()
+        }
+        finals = {
+            key: np.zeros((self._n_rows, *spec.shape), spec.dtype)
+            for key, spec in self._layout.finals.items()
+        }
+        for episodes, offset, part in self._parts:
+            is_last = lengths[episodes] == offset + part.lengths
+            for key, array in part.rows.items():
+                rows[key][episodes, offset : offset + array.shape[1]] = array
+            for key, array in part.finals.items():
+                finals[key][episodes[is_last]] = array[is_last]
+        return Slice(rows, finals, lengths, starts)
+
+
+def trajectories_of(
+    layout: Layout, part: Slice, info: Mapping[str, Tensor] | None = None
+) -> TemporalDictTensor:
+    """Make the user's trajectories, without copying.
+
+    Values after a step (``_frame`` and so on) and flags are computed when first looked at.
+
+    Args:
+        layout: Layout of the block the values come from.
+        part: Rows and finals.
+        info: Per-row information, each ``[B, ...]``.
+    """
+    lengths = torch.from_numpy(part.lengths)
+    rows = {key: torch.from_numpy(array) for key, array in part.rows.items()}
+    derived: dict[str, Derivation] = {}
+    if not layout.restarts:
+        n_rows, longest = part.lengths.shape[0], _longest(part)
+        shape = (n_rows, longest)
+        finals = {key: torch.from_numpy(array) for key, array in part.finals.items()}
+        starts = torch.from_numpy(part.starts)
+        for key in FLAGS:
+            derived[key] = _never(shape)
+        derived["initial_state"] = _first(shape, starts, lengths)
+        derived[successor_key("initial_state")] = _never(shape)
+        for key, final in finals.items():
+            if key in rows:
+                derived[successor_key(key)] = _successor(rows[key], final, lengths)
+            else:
+                derived[successor_key(key)] = _last(shape, final, lengths)
+    ordered = {key: derived.get(key) for key in layout.step.succeeded if key in derived}
+    tensors = DerivedTensors(rows, {**ordered, **derived})  # type: ignore[dict-item]
+    return TemporalDictTensor._wrap(tensors, lengths, DictTensor(info))
+
+
+def _longest(part: Slice) -> int:
+    return int(part.lengths.max(initial=0))
+
+
+def _never(shape: tuple[int, int]) -> Derivation:
+    return lambda: torch.zeros(shape, dtype=torch.bool)
+
+
+def _first(shape: tuple[int, int], starts: Tensor, lengths: Tensor) -> Derivation:
+    def derive() -> Tensor:
+        flags = torch.zeros(shape, dtype=torch.bool)
+        if shape[1]:
+            flags[:, 0] = starts.bool() & (lengths > 0)
+        return flags
+
+    return derive
+
+
+def _last(shape: tuple[int, int], final: Tensor, lengths: Tensor) -> Derivation:
+    def derive() -> Tensor:
+        flags = torch.zeros(shape, dtype=torch.bool)
+        filled = torch.nonzero(lengths).squeeze(-1)
+        flags[filled, lengths[filled] - 1] = final[filled]
+        return flags
+
+    return derive
+
+
+def _successor(values: Tensor, final: Tensor, lengths: Tensor) -> Derivation:
+    def derive() -> Tensor:
+        shifted = torch.empty(values.shape, dtype=values.dtype)
+        if shifted.shape[1]:
+            shifted[:, :-1] = values[:, 1:]
+            shifted[:, -1] = 0
+            filled = torch.nonzero(lengths).squeeze(-1)
+            shifted[filled, lengths[filled] - 1] = final[filled]
+        return shifted
+
+    return derive

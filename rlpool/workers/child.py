@@ -1,0 +1,96 @@
+"""The main function of a worker process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import threading
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlpool.seeding import worker_seed
+from rlpool.storage import Memory
+from rlpool.workers.collector import Collector
+from rlpool.workers.messages import Message, Pipe, Setup
+from rlpool.workers.plans import ClaimLock
+
+CONTROL_COLUMNS = 2
+"""Shared int64 numbers per worker: steps done, lane in use."""
+
+_PARENT_CHECK_S = 1.0
+"""How often a worker looks whether its parent changed, in case the pipe's other end lives on in
+some process that the parent forked."""
+
+
+class PipeLink:
+    """A worker's end of its pipe.
+
+    Args:
+        pipe: The pipe.
+    """
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+
+    def send(self, message: Message) -> None:
+        """Send a message."""
+        self._pipe.send(message)
+
+    def receive(self) -> tuple[Message, Memory | None]:
+        """Wait for a message."""
+        return self._pipe.receive()
+
+    def poll(self) -> bool:
+        """Whether a message is there."""
+        return self._pipe.poll()
+
+
+def main(setup: Setup, connection: Connection, control_fd: Any) -> None:
+    """Run a worker until it is told to close or its parent is gone.
+
+    Args:
+        setup: What to create.
+        connection: The worker's end of its pipe.
+        control_fd: Descriptor of the memory for progress, duplicated for this process.
+    """
+    # Ctrl-C goes to the whole foreground group; the caller decides what becomes of its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with_parent()
+    torch.set_num_threads(1)
+    random.seed(worker_seed(setup.root, setup.worker))
+    fd = control_fd.detach()
+    # A second descriptor stays open for the lock, which lives on the file behind it.
+    lock = ClaimLock(os.dup(fd) if setup.n_workers > 1 else None)
+    n_bytes = setup.n_workers * CONTROL_COLUMNS * np.dtype(np.int64).itemsize
+    control = Memory.attach(fd, n_bytes).root().view(np.int64).reshape(-1, CONTROL_COLUMNS)
+    mine = memoryview(control[setup.worker])
+    collector = Collector(setup, PipeLink(Pipe(connection)), lock, mine[1:], mine[:1])
+    try:
+        if collector.start():
+            collector.serve()
+    except (EOFError, OSError):
+        # The caller is gone or has closed its end: there is nobody left to tell.
+        pass
+    finally:
+        collector.close()
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent ends, even while an environment is running."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    parent_pid = os.getppid()
+
+    def watch() -> None:
+        while not wait([parent.sentinel], timeout=_PARENT_CHECK_S):
+            if os.getppid() != parent_pid:
+                break
+        os._exit(1)
+
+    threading.Thread(target=watch, name="rlpool-parent-watch", daemon=True).start()

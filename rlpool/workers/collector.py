@@ -1,0 +1,280 @@
+"""What a worker does, wherever it runs: in a process of its own or in the caller's."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from rlpool.agent import Agent
+from rlpool.envs.vec_env import Options, VecEnv
+from rlpool.errors import AgentError, Where, WorkerError, WorkerStartupError
+from rlpool.rollout import Rollout
+from rlpool.seeding import LaneSeeds, probe_seed, worker_seed
+from rlpool.slots import Block
+from rlpool.storage import Array, Memory
+from rlpool.workers.messages import (
+    Close,
+    Credit,
+    Execute,
+    Failed,
+    MapBlock,
+    Message,
+    Probe,
+    Ready,
+    RequestDone,
+    Setup,
+    Update,
+    Window,
+)
+from rlpool.workers.parcel import Parcel, unpack
+from rlpool.workers.plans import ClaimLock, EpisodePlan, WindowPlan
+
+Infos = tuple[dict[str, Array], dict[str, Array]]
+"""``(agent_info, env_info)`` as arrays by key."""
+
+
+class Link(Protocol):
+    """A worker's end of the line to the caller."""
+
+    def send(self, message: Message) -> None:
+        """Send a message."""
+
+    def receive(self) -> tuple[Message, Memory | None]:
+        """Wait for a message."""
+
+    def poll(self) -> bool:
+        """Whether a message is there."""
+
+
+class Collector:
+    """Owns a worker's environments and agent, and carries out the caller's messages.
+
+    Args:
+        setup: What to create.
+        link: The line to the caller.
+        lock: Guards what the workers share.
+        lane_in_use: Shared element that tells which lane's environment is running.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        link: Link,
+        lock: ClaimLock,
+        lane_in_use: memoryview,
+        progress: memoryview,
+    ) -> None:
+        self._setup = setup
+        self._link = link
+        self._lock = lock
+        self._lane_in_use = lane_in_use
+        self._progress = progress
+        self._inbox: deque[tuple[Message, Memory | None]] = deque()
+        self._blocks: dict[int, Block] = {}
+        self._env: VecEnv | None = None
+        self._agent: Agent | None = None
+        self._rollout: Rollout | None = None
+        self._lane_seeds: LaneSeeds | None = None
+        self._window_infos: Infos | None = None
+
+    def start(self) -> bool:
+        """Create environments and agent and report; False if that failed."""
+        try:
+            env, agent = self._create()
+            self._env, self._agent = env, agent
+            env.lane_in_use = self._lane_in_use
+            self._rollout = Rollout(agent, env, self._setup.worker, self._progress)
+        except WorkerError as error:
+            self._link.send(Failed(error))
+            return False
+        self._link.send(self._probed(None))
+        return True
+
+    def serve(self) -> None:
+        """Carry out messages until told to close."""
+        while self.handle(*self.next_message()):
+            pass
+
+    def next_message(self) -> tuple[Message, Memory | None]:
+        """The next message, waiting for it if need be."""
+        return self._inbox.popleft() if self._inbox else self._link.receive()
+
+    def handle(self, message: Message, memory: Memory | None) -> bool:
+        """Carry out one message; False if it says to close."""
+        if isinstance(message, Close):
+            return False
+        if isinstance(message, Probe):
+            self._link.send(self._probed(_infos(message.parcel, memory)))
+        elif isinstance(message, MapBlock):
+            for number in message.unmap:
+                self._blocks.pop(number, None)
+            if memory is not None:
+                self._blocks[message.block] = Block(message.block, message.layout, memory)
+        elif isinstance(message, Update):
+            self._update(message, memory)
+        elif isinstance(message, Execute | Window):
+            self._run(message, memory)
+        return True
+
+    def close(self) -> None:
+        """Close environments and agent, whatever they say to it."""
+        for part in (self._env, self._agent):
+            try:
+                if part is not None:
+                    part.close()
+            except Exception:
+                # Nobody can act on it any more, and the caller is waiting for the end.
+                continue
+
+    def _create(self) -> tuple[VecEnv, Agent]:
+        setup = self._setup
+        seed = worker_seed(setup.root, setup.worker)
+        if setup.owns_process:
+            torch.manual_seed(seed)
+            np.random.seed(seed & 0xFFFFFFFF)
+        where = Where(worker=setup.worker)
+        try:
+            functions = setup.functions
+            if isinstance(functions, bytes):
+                functions = pickle.loads(functions)
+            create_env, env_args, create_agent, agent_args = functions
+        except BaseException as error:
+            raise _startup_error("loading create_env and create_agent", error, where) from error
+        try:
+            env = create_env(seed=seed, **env_args)
+        except BaseException as error:
+            raise _startup_error("create_env", error, where) from error
+        if not isinstance(env, VecEnv):
+            raise WorkerStartupError(
+                f"create_env returned {type(env).__name__}, not a VecEnv",
+                where=where,
+                fix="return GymEnv([...environments...], seed)",
+            )
+        try:
+            agent = create_agent(**agent_args)
+            if isinstance(agent, Agent):
+                agent.seed(seed)
+        except BaseException as error:
+            raise _startup_error("create_agent", error, where) from error
+        if not isinstance(agent, Agent):
+            raise WorkerStartupError(
+                f"create_agent returned {type(agent).__name__}, not an Agent",
+                where=where,
+                fix="subclass rlpool.Agent",
+            )
+        return env, agent
+
+    def _probed(self, infos: Infos | None) -> Ready:
+        """Learn the keys, with the infos of the first lanes if there are any."""
+        env, rollout = self._env, self._rollout
+        if env is None or rollout is None:
+            raise LookupError("probed before start")
+        agent_info, env_info = infos or ({}, {})
+        columns = {key: array.tolist() for key, array in env_info.items()}
+        options: list[Options] = [None] * env.n_lanes
+        if columns:
+            options = [
+                {key: column[lane % len(column)] for key, column in columns.items()}
+                for lane in range(env.n_lanes)
+            ]
+        lanes = np.arange(env.n_lanes)
+        rows = {key: array[lanes % len(array)] for key, array in agent_info.items()}
+        try:
+            specs = rollout.probe(probe_seed(self._setup.root), options, rows or None)
+        except WorkerError as error:
+            return Ready(env.n_lanes, None, error)
+        return Ready(env.n_lanes, specs)
+
+    def _update(self, message: Update, memory: Memory | None) -> None:
+        if memory is None or self._agent is None:
+            return
+        try:
+            self._agent.update(unpack(message.parcel, memory))
+        except BaseException as error:
+            where = Where(worker=self._setup.worker)
+            failure = AgentError(
+                f"agent.update raised {type(error).__name__}: {error}",
+                where=where,
+                traceback_text="".join(traceback.format_exception(error)),
+            )
+            failure.__cause__ = error
+            self._link.send(Failed(failure, version=message.version))
+
+    def _run(self, message: Execute | Window, memory: Memory | None) -> None:
+        rollout = self._rollout
+        if rollout is None:
+            return
+        try:
+            rollout.run(self._plan(message, memory))
+        except WorkerError as error:
+            self._link.send(Failed(error, request=message.request))
+        except BaseException as error:
+            failure = WorkerError(
+                f"the worker failed with {type(error).__name__}: {error}",
+                where=Where(worker=self._setup.worker),
+                traceback_text="".join(traceback.format_exception(error)),
+            )
+            self._link.send(Failed(failure, request=message.request))
+        self._link.send(RequestDone(message.request))
+
+    def _plan(
+        self, message: Execute | Window, memory: Memory | None
+    ) -> EpisodePlan | WindowPlan:
+        setup, block = self._setup, self._blocks[message.block]
+        infos = _infos(message.parcel, memory)
+        if isinstance(message, Execute):
+            return EpisodePlan(
+                message,
+                setup.worker,
+                block,
+                setup.root,
+                infos,
+                self._lock,
+                self._link.send,
+                self._receive_credit,
+            )
+        if message.is_first or self._lane_seeds is None:
+            if self._rollout is not None:
+                self._rollout.abandon()
+            self._lane_seeds = LaneSeeds(setup.root, message.n_resets)
+            self._window_infos = infos
+        return WindowPlan(message, setup.worker, block, self._lane_seeds, self._window_infos)
+
+    def _receive_credit(self, request: int, blocking: bool) -> list[int] | None:
+        """Slots that came back; other messages are kept for later."""
+        slots: list[int] = []
+        n_seen = 0
+        while self._link.poll() or (blocking and not n_seen):
+            message, memory = self._link.receive()
+            n_seen += 1
+            if isinstance(message, Credit):
+                if message.request == request:
+                    slots.extend(message.slots)
+            else:
+                self._inbox.append((message, memory))
+        return slots if n_seen else None
+
+
+def _infos(parcel: Parcel | None, memory: Memory | None) -> Infos | None:
+    if parcel is None or memory is None:
+        return None
+    infos: Infos = unpack(parcel, memory)
+    return infos
+
+
+def _startup_error(what: str, error: BaseException, where: Where) -> WorkerStartupError:
+    return WorkerStartupError(
+        f"{what} raised {type(error).__name__}: {error}",
+        where=where,
+        traceback_text="".join(traceback.format_exception(error)),
+    )
+
+
+Deliver = Callable[[int, Any], None]
+"""``(worker, message)``: how a message reaches the caller's bookkeeping."""

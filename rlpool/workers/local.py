@@ -1,0 +1,111 @@
+"""The worker of ``n_threads=0``: the same collector, in the caller's process, without a pipe."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from rlpool.storage import Memory
+from rlpool.workers.collector import Collector, Deliver
+from rlpool.workers.messages import Close, Message, Setup
+from rlpool.workers.plans import ClaimLock
+
+
+class LocalLink:
+    """Both ends of the line between the caller and its local worker.
+
+    Args:
+        deliver: Takes the worker's messages at once, so that slots are emptied while it runs.
+    """
+
+    def __init__(self, deliver: Deliver) -> None:
+        self._deliver = deliver
+        self.inbox: deque[tuple[Message, Memory | None]] = deque()
+
+    def send(self, message: Message) -> None:
+        """Hand a message to the caller's bookkeeping."""
+        self._deliver(0, message)
+
+    def receive(self) -> tuple[Message, Memory | None]:
+        """The next message; there is always one when this is called."""
+        return self.inbox.popleft()
+
+    def poll(self) -> bool:
+        """Whether a message is there."""
+        return bool(self.inbox)
+
+
+class LocalWorker:
+    """One worker that runs while the caller waits for it.
+
+    Args:
+        setup: What to create.
+        deliver: Takes the worker's messages.
+    """
+
+    n_workers = 1
+
+    def __init__(self, setup: Setup, deliver: Deliver) -> None:
+        self._link = LocalLink(deliver)
+        self._numbers = memoryview(bytearray(16)).cast("q")
+        self._collector = Collector(
+            setup, self._link, ClaimLock(None), self._numbers[1:], self._numbers[:1]
+        )
+        self._is_closed = False
+
+    def allocate(self, n_bytes: int) -> Memory:
+        """Memory that the worker can see: any."""
+        return Memory.local(n_bytes)
+
+    def start(self) -> None:
+        """Create environments and agent, here and now."""
+        with _one_thread():
+            self._collector.start()
+
+    def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
+        """Give the worker a message, to be carried out by ``poll``."""
+        self._link.inbox.append((message, memory))
+
+    def poll(self, timeout_s: float | None) -> None:
+        """Carry out one message, however long that takes."""
+        if not self._link.poll() and timeout_s != 0.0:
+            raise LookupError("waiting for a local worker that has nothing to do")
+        if self._link.poll():
+            with _one_thread():
+                self._collector.handle(*self._link.receive())
+
+    def progress(self) -> list[int]:
+        """Steps done."""
+        return [self._numbers[0]]
+
+    def lane_in_use(self, worker: int) -> int:
+        """The lane whose environment ran last."""
+        return self._numbers[1]
+
+    def kill(self, worker: int) -> None:
+        """A worker in this process cannot be killed."""
+
+    def close(self) -> None:
+        """Close environments and agent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._link.inbox.clear()
+            self._link.inbox.append((Close(), None))
+            self._collector.close()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One torch thread, as in a worker process: the bits of a result can depend on it."""
+    n_threads = torch.get_num_threads()
+    if n_threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(n_threads)

@@ -1,0 +1,226 @@
+"""What travels between the caller and its workers.
+
+Messages are small records over one pipe per worker; data never travels, only the descriptors of
+memory that holds it. A message with memory is followed by its descriptor on the same pipe.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rlpool.errors import WorkerError
+from rlpool.slots import Layout, StepSpecs
+from rlpool.storage import Memory
+from rlpool.workers.parcel import Parcel
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker needs to begin.
+
+    Attributes:
+        functions: ``(create_env, env_args, create_agent, agent_args)``, or that pickled by
+            cloudpickle for another process.
+        worker: The worker's number.
+        n_workers: How many there are.
+        root: Root of all seeds.
+        owns_process: Whether the worker may seed its process's global generators and set its
+            thread count: True in a process of its own.
+    """
+
+    functions: bytes | tuple[Any, Any, Any, Any]
+    worker: int
+    n_workers: int
+    root: int
+    owns_process: bool
+
+
+# From the caller to a worker ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Find out the keys with these infos: the parcel holds ``(agent_info, env_info)``."""
+
+    parcel: Parcel | None
+
+
+@dataclass(frozen=True)
+class MapBlock:
+    """Map a new block; its memory follows. Unmap those that are gone."""
+
+    block: int
+    layout: Layout
+    unmap: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Execute:
+    """Run a share of a request's episodes.
+
+    Attributes:
+        request: Number of the request.
+        execution: Number that the episodes' seeds derive from.
+        n_episodes: Episodes of the whole request.
+        block: Number of the block.
+        in_place: Whether episode *i* is written into slot *i*.
+        slots: Slots that this worker may use for everything else.
+        parcel: ``(agent_info, env_info)`` as dicts of arrays, its memory follows.
+    """
+
+    request: int
+    execution: int
+    n_episodes: int
+    block: int
+    in_place: bool
+    slots: list[int]
+    parcel: Parcel | None
+
+
+@dataclass(frozen=True)
+class Window:
+    """Run the next window of lanes.
+
+    Attributes:
+        request: Number of the request.
+        block: Number of the block.
+        slots: Lane of this worker to slot, for the lanes that run.
+        n_resets: Number of the ``reset`` whose episodes run.
+        is_first: Whether all lanes start anew; then the parcel holds the infos of all lanes of
+            all workers.
+        parcel: ``(agent_info, env_info)``, its memory follows.
+    """
+
+    request: int
+    block: int
+    slots: dict[int, int]
+    n_resets: int
+    is_first: bool
+    parcel: Parcel | None
+
+
+@dataclass(frozen=True)
+class Credit:
+    """Slots of a request that were emptied and may be used again; none just wakes the worker."""
+
+    request: int
+    slots: list[int]
+
+
+@dataclass(frozen=True)
+class Update:
+    """Call ``agent.update`` with the object in the parcel, whose memory follows."""
+
+    version: int
+    parcel: Parcel
+
+
+@dataclass(frozen=True)
+class Close:
+    """Close the environments and the agent, and end."""
+
+
+# From a worker to the caller ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The worker has its environments and its agent.
+
+    Attributes:
+        n_lanes: Number of its environments.
+        specs: What a step consists of, or ``None`` if that could not be found out.
+        error: Why not.
+    """
+
+    n_lanes: int
+    specs: StepSpecs | None
+    error: WorkerError | None = None
+
+
+@dataclass(frozen=True)
+class ChunksDone:
+    """Slots that are complete and wait to be emptied: (episode, slot, chunk)."""
+
+    request: int
+    chunks: list[tuple[int, int, int]]
+
+
+@dataclass(frozen=True)
+class RequestDone:
+    """The worker has no part in a request any more and never touches its block again."""
+
+    request: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The user's code failed.
+
+    Attributes:
+        error: The error, as text and integers.
+        request: The request that cannot be completed, ``None`` outside of requests.
+        version: Of a failed update: every request that was to run with it cannot be completed.
+    """
+
+    error: WorkerError
+    request: int | None = None
+    version: int | None = None
+
+
+Message = Any
+
+
+class Pipe:
+    """One end of the pipe between the caller and a worker.
+
+    Args:
+        connection: A duplex connection over a Unix socket.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def send(self, message: Message, memory: Memory | None = None) -> None:
+        """Send a message, and with it the descriptor of its memory.
+
+        Raises:
+            OSError: If the other end is gone.
+        """
+        size = None if memory is None else memory.n_bytes
+        self.connection.send_bytes(pickle.dumps((message, size), pickle.HIGHEST_PROTOCOL))
+        if memory is not None:
+            with self._socket() as duplicate:
+                socket.send_fds(duplicate, [b"m"], [memory.fd])
+
+    def receive(self) -> tuple[Message, Memory | None]:
+        """Wait for a message.
+
+        Raises:
+            EOFError, OSError: If the other end is gone.
+        """
+        message, size = pickle.loads(self.connection.recv_bytes())
+        if size is None:
+            return message, None
+        with self._socket() as duplicate:
+            _, descriptors, _, _ = socket.recv_fds(duplicate, 1, 1)
+        if not descriptors:
+            raise EOFError("the descriptor of a message is missing")
+        is_private = isinstance(message, Update | Execute | Window | Probe)
+        return message, Memory.attach(descriptors[0], size, private=is_private)
+
+    def poll(self) -> bool:
+        """Whether a message, or the end, can be read without waiting."""
+        return self.connection.poll()
+
+    def close(self) -> None:
+        """Close this end."""
+        self.connection.close()
+
+    def _socket(self) -> socket.socket:
+        return socket.socket(fileno=os.dup(self.connection.fileno()))

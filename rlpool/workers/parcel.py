@@ -1,0 +1,95 @@
+"""Any picklable object in one piece of memory, its tensors and arrays readable in place.
+
+Used for what is too large for a pipe and the same for all workers: state dicts and infos. It is
+written once; every worker reads it through a private mapping, so that what one changes in place
+stays its own.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from rlpool.storage import Memory
+
+_ALIGNMENT = 64  # bytes: what torch gives its own tensors
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Where the parts of a packed object lie in its memory.
+
+    Attributes:
+        n_pickle: Bytes of the pickle, which comes first.
+        buffers: Start and size of each buffer outside the pickle.
+    """
+
+    n_pickle: int
+    buffers: list[tuple[int, int]]
+
+
+def pack(value: Any, allocate: Callable[[int], Memory]) -> tuple[Parcel, Memory]:
+    """Write an object into new memory.
+
+    Tensors arrive on the CPU and without gradients, whatever device they are on here.
+
+    Args:
+        value: Any object that cloudpickle can pickle.
+        allocate: Makes memory of so many bytes.
+    """
+    views: list[memoryview] = []
+    stream = io.BytesIO()
+    _Pickler(stream, pickle.HIGHEST_PROTOCOL, lambda buffer: views.append(buffer.raw())).dump(value)
+    head = stream.getbuffer()
+    places = []
+    end = head.nbytes
+    for view in views:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        places.append((start, view.nbytes))
+        end = start + view.nbytes
+    memory = allocate(end)
+    root = memory.root()
+    root[: head.nbytes] = head
+    for (start, size), view in zip(places, views, strict=True):
+        root[start : start + size] = view
+    return Parcel(head.nbytes, places), memory
+
+
+def unpack(parcel: Parcel, memory: Memory) -> Any:
+    """Read an object; its tensors are views on the memory and keep it alive."""
+    root = memory.root()
+    buffers = [root[start : start + size] for start, size in parcel.buffers]
+    return pickle.loads(root[: parcel.n_pickle], buffers=buffers)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, with the data of tensors outside the pickle."""
+
+    def __init__(
+        self,
+        stream: io.BytesIO,
+        protocol: int,
+        buffer_callback: Callable[[pickle.PickleBuffer], Any],
+    ) -> None:
+        super().__init__(stream, protocol=protocol, buffer_callback=buffer_callback)
+
+    def reducer_override(self, value: Any) -> Any:
+        """Reduce plain tensors to arrays; leave everything else to cloudpickle."""
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided:
+            words = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            if words.dtype == torch.bfloat16:
+                words = words.view(torch.int16)  # NumPy has no bfloat16
+            return _tensor, (words.numpy(), value.dtype)
+        return super().reducer_override(value)
+
+
+def _tensor(words: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.from_numpy(words)
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)

@@ -1,0 +1,244 @@
+"""What a worker's rollout runs: its share of a request's episodes, or a window of its lanes."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rlpool.envs.vec_env import Options
+from rlpool.rollout import Episode
+from rlpool.seeding import LaneSeeds, NoiseKey, episode_seeds, noise_keys
+from rlpool.slots import Block
+from rlpool.storage import Array
+from rlpool.workers.messages import ChunksDone, Execute, Window
+
+Send = Callable[[object], None]
+ReceiveCredit = Callable[[int, bool], list[int] | None]
+"""``(request, blocking)`` to slots that came back: ``None`` if no message was there."""
+
+
+class ClaimLock:
+    """Excludes the other workers while one claims an episode.
+
+    A lock of the kernel on a shared descriptor: it is gone with the process that holds it, so
+    that no death can leave it locked.
+
+    Args:
+        fd: Descriptor of memory that all workers share; ``None`` if there is one worker only.
+    """
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock."""
+        if self._fd is None:
+            yield
+            return
+        fcntl.lockf(self._fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+
+class _Infos:
+    """A request's infos on the worker's side."""
+
+    def __init__(self, infos: tuple[dict[str, Array], dict[str, Array]] | None) -> None:
+        agent_info, env_info = infos or ({}, {})
+        self.agent_info = agent_info or None
+        self._env_columns = {key: array.tolist() for key, array in env_info.items()}
+
+    def options(self, row: int) -> Options:
+        """One row of ``env_info`` as Python values."""
+        if not self._env_columns:
+            return None
+        return {key: column[row] for key, column in self._env_columns.items()}
+
+
+class EpisodePlan:
+    """A worker's share of the episodes of an ``execute``.
+
+    Episode *i* always runs in row ``i % n_lanes`` of the batch: the bits of a matrix product
+    depend on a row's position. Each row has a cursor that all workers advance, so that whoever
+    is free takes the next episode of that row.
+
+    Args:
+        message: The request.
+        worker: This worker's number.
+        block: The request's block.
+        root: Root of the seeds.
+        infos: Infos of the request.
+        lock: Guards the cursors.
+        send: Sends a message to the caller.
+        receive_credit: Takes emptied slots.
+    """
+
+    def __init__(
+        self,
+        message: Execute,
+        worker: int,
+        block: Block,
+        root: int,
+        infos: tuple[dict[str, Array], dict[str, Array]] | None,
+        lock: ClaimLock,
+        send: Send,
+        receive_credit: ReceiveCredit,
+    ) -> None:
+        self.worker = worker
+        self.layout = block.layout
+        self.arrays = block.arrays
+        self._infos = _Infos(infos)
+        self.agent_info = self._infos.agent_info
+        self._message = message
+        self._seeds = episode_seeds(root, message.execution, message.n_episodes)
+        self._noise_keys: list[NoiseKey] = (
+            noise_keys(self._seeds) if self.layout.step.n_noise else []
+        )
+        self._free = list(reversed(message.slots))
+        self._cursor = memoryview(self.arrays.control["cursor"])
+        self._cancelled = memoryview(self.arrays.control["cancelled"])
+        self._exhausted: set[int] = set()
+        self._lock = lock
+        self._send = send
+        self._receive_credit = receive_credit
+        self._chunks: list[tuple[int, int, int]] = []
+        self._refused = False
+
+    def next_episode(self, lane: int) -> Episode | None:
+        """Claim the lane's next episode, if it has a slot to write to."""
+        if lane in self._exhausted:
+            return None
+        in_place = self._message.in_place
+        if not in_place and not self._free:
+            self._refused = True
+            return None
+        with self._lock.held():
+            number = self._cursor[lane]
+            self._cursor[lane] = number + self.layout.step.n_lanes
+        if number >= self._message.n_episodes:
+            self._exhausted.add(lane)
+            return None
+        return Episode(
+            number=number,
+            seed=self._seeds[number],
+            options=self._infos.options(number),
+            noise_key=self._noise_keys[number] if self._noise_keys else (0, 0),
+            slot=number if in_place else self._free.pop(),
+        )
+
+    def restarted(self, lane: int, episode: Episode) -> Episode:
+        """Never asked for: an episode that ended is complete."""
+        raise NotImplementedError
+
+    def next_slot(self, lane: int, episode: int) -> int | None:
+        """A slot for the next chunk of an episode."""
+        if self._free:
+            return self._free.pop()
+        self._refused = True
+        return None
+
+    def chunk_done(self, episode: int, slot: int, chunk: int, is_last: bool) -> None:
+        """Note a complete slot; one that is its row's whole episode stays where it is."""
+        if not (self._message.in_place and is_last and chunk == 0):
+            self._chunks.append((episode, slot, chunk))
+
+    def flush(self) -> None:
+        """Report the slots that wait to be emptied."""
+        if self._chunks:
+            self._send(ChunksDone(self._message.request, self._chunks))
+            self._chunks = []
+
+    def wait(self) -> bool:
+        """Wait for slots, if any lane lacks one."""
+        if not self._refused:
+            return False
+        self._take_credit(blocking=True)
+        return True
+
+    def has_news(self) -> bool:
+        """Take slots that came back meanwhile."""
+        return self._refused and self._take_credit(blocking=False)
+
+    def is_cancelled(self) -> bool:
+        """Whether the caller gave the request up."""
+        return bool(self._cancelled[0])
+
+    def _take_credit(self, blocking: bool) -> bool:
+        slots = self._receive_credit(self._message.request, blocking)
+        if slots is None:
+            return False
+        self._free.extend(slots)
+        self._refused = False
+        return True
+
+
+class WindowPlan:
+    """The next window of a worker's lanes, for a ``Batcher``.
+
+    Args:
+        message: The window.
+        worker: This worker's number.
+        block: The window's block.
+        seeds: Seeds of the lanes since their reset.
+        infos: Infos of all lanes of all workers, from the reset.
+    """
+
+    def __init__(
+        self,
+        message: Window,
+        worker: int,
+        block: Block,
+        seeds: LaneSeeds,
+        infos: tuple[dict[str, Array], dict[str, Array]] | None,
+    ) -> None:
+        self.worker = worker
+        self.layout = block.layout
+        self.arrays = block.arrays
+        self._infos = _Infos(infos)
+        self.agent_info = self._infos.agent_info
+        self._seeds = seeds
+        self._slots = dict(message.slots)
+        self._starts = message.is_first
+        self._first_lane = worker * self.layout.step.n_lanes
+        self._cancelled = memoryview(self.arrays.control["cancelled"])
+
+    def next_episode(self, lane: int) -> Episode | None:
+        """In the first window after a reset: the lane's episode."""
+        if not self._starts or lane not in self._slots:
+            return None
+        return self._episode(self._first_lane + lane, self._slots.pop(lane), 0)
+
+    def restarted(self, lane: int, episode: Episode) -> Episode:
+        """The lane's next episode, in the same slot."""
+        return self._episode(episode.number, episode.slot, episode.n_restarts + 1)
+
+    def next_slot(self, lane: int, episode: int) -> int | None:
+        """The lane's slot in this window, once."""
+        return self._slots.pop(lane, None)
+
+    def chunk_done(self, episode: int, slot: int, chunk: int, is_last: bool) -> None:
+        """Nothing to do: the caller reads the block when all workers are done."""
+
+    def flush(self) -> None:
+        """Nothing to report before the end."""
+
+    def wait(self) -> bool:
+        """A window never waits."""
+        return False
+
+    def has_news(self) -> bool:
+        """A window gets no slots on the way."""
+        return False
+
+    def is_cancelled(self) -> bool:
+        """Whether the caller gave the window up."""
+        return bool(self._cancelled[0])
+
+    def _episode(self, number: int, slot: int, n_restarts: int) -> Episode:
+        seed = self._seeds.seed(number, n_restarts)
+        noise_key = noise_keys([seed])[0] if self.layout.step.n_noise else (0, 0)
+        return Episode(number, seed, self._infos.options(number), noise_key, slot, n_restarts)

@@ -1,0 +1,261 @@
+"""Worker processes: spawn, watch, end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import process
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
+from multiprocessing.reduction import DupFd
+from multiprocessing.util import Finalize
+from typing import Any
+
+import numpy as np
+
+from rlpool.errors import UsageError, compose
+from rlpool.storage import Array, Memory
+from rlpool.workers import child
+from rlpool.workers.collector import Deliver
+from rlpool.workers.messages import Close, Message, Pipe, Setup
+
+_GUARD_EXIT_CODE = 76
+"""Exit code by which a child says that it would have spawned children of its own on import."""
+
+_CLOSE_S = 3.0
+"""How long workers may take to close their environments before they are terminated."""
+
+_TERMINATE_S = 1.0
+"""How long they may then take to end before they are killed."""
+
+
+class Died:
+    """A worker process ended.
+
+    Attributes:
+        exitcode: Its exit code, negative for a signal.
+    """
+
+    def __init__(self, exitcode: int | None) -> None:
+        self.exitcode = exitcode
+
+    @property
+    def signal_name(self) -> str | None:
+        """Name of the signal that ended it, if one did."""
+        if self.exitcode is None or self.exitcode >= 0:
+            return None
+        try:
+            return signal.Signals(-self.exitcode).name
+        except ValueError:
+            return f"signal {-self.exitcode}"
+
+
+class Supervisor:
+    """Worker processes and the caller's ends of their pipes.
+
+    Each worker costs the caller three descriptors: its pipe, and two that multiprocessing keeps
+    to notice its end and to let it notice the caller's.
+
+    Args:
+        setups: What each worker creates.
+        deliver: Takes the workers' messages, and ``Died`` when one ended.
+    """
+
+    def __init__(self, setups: list[Setup], deliver: Deliver) -> None:
+        self.n_workers = len(setups)
+        self._setups = setups
+        self._deliver = deliver
+        self._pipes: list[Pipe | None] = []
+        self._processes: list[SpawnProcess] = []
+        n_bytes = len(setups) * child.CONTROL_COLUMNS * np.dtype(np.int64).itemsize
+        self._control = Memory.shared(n_bytes, "rlpool-control")
+        self._numbers: Array = self._control.root().view(np.int64).reshape(len(setups), -1)
+        # Runs once: on close(), when this object is collected, or before multiprocessing waits for
+        # its children at exit; never in a process that was forked from this one.
+        self._end = Finalize(self, _end_all, (self._pipes, self._processes), exitpriority=10)
+
+    def allocate(self, n_bytes: int) -> Memory:
+        """Memory that the workers can map."""
+        return Memory.shared(n_bytes)
+
+    def start(self) -> None:
+        """Start all processes; returns before they are ready."""
+        context = multiprocessing.get_context("spawn")
+        try:
+            with _interrupts_blocked():
+                for setup in self._setups:
+                    self._start_one(context, setup)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._control.close_fd()
+
+    def _start_one(self, context: Any, setup: Setup) -> None:
+        here, there = context.Pipe(duplex=True)
+        try:
+            worker = context.Process(
+                target=child.main,
+                args=(setup, there, _Inherited(self._control.fd)),
+                name=f"rlpool-worker-{setup.worker}",
+                daemon=False,  # environments may start processes of their own
+            )
+            worker.start()
+        except BaseException:
+            here.close()
+            raise
+        finally:
+            # The child's end must not stay open here: its death shall be an end of file.
+            there.close()
+        self._pipes.append(Pipe(here))
+        self._processes.append(worker)
+
+    def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
+        """Send a message; to a worker that is gone it is lost, which ``poll`` will tell."""
+        pipe = self._pipes[worker]
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.send(message, memory)
+
+    def poll(self, timeout_s: float | None) -> None:
+        """Deliver what has arrived, waiting for something if nothing has.
+
+        Args:
+            timeout_s: Longest wait in seconds, ``None`` for no limit.
+        """
+        waiting: dict[Any, int] = {}
+        for number, (pipe, worker) in enumerate(zip(self._pipes, self._processes, strict=True)):
+            if pipe is not None:
+                waiting[pipe.connection] = waiting[worker.sentinel] = number
+        if not waiting:
+            return
+        ready = {waiting[handle] for handle in wait(list(waiting), timeout_s)}
+        for number in sorted(ready):
+            self._deliver_from(number)
+
+    def _deliver_from(self, number: int) -> None:
+        """Deliver a worker's messages, its last words before its death."""
+        pipe = self._pipes[number]
+        while pipe is not None:
+            try:
+                # Asked in this order: what was sent before the death is in the pipe by then.
+                is_alive = self._processes[number].is_alive()
+                if pipe.poll():
+                    self._deliver(number, pipe.receive()[0])
+                elif is_alive:
+                    return
+                else:
+                    raise EOFError
+            except (EOFError, OSError):
+                self._bury(number)
+                return
+            pipe = self._pipes[number]
+
+    def _bury(self, number: int) -> None:
+        pipe = self._pipes[number]
+        if pipe is not None:
+            pipe.close()
+        self._pipes[number] = None
+        worker = self._processes[number]
+        worker.join(_TERMINATE_S)  # its pipe is at its end: it is ending or has ended
+        self._deliver(number, Died(worker.exitcode))
+
+    def progress(self) -> list[int]:
+        """Steps that each worker has done."""
+        steps: list[int] = self._numbers[:, 0].tolist()
+        return steps
+
+    def lane_in_use(self, worker: int) -> int:
+        """The lane whose environment a worker ran last."""
+        return int(self._numbers[worker, 1])
+
+    def kill(self, worker: int) -> None:
+        """End a worker at once; ``poll`` will tell of its death."""
+        self._processes[worker].kill()
+
+    def close(self) -> None:
+        """Tell all workers to close, wait for them, end those that take too long."""
+        self._end()
+        self._control.close_fd()
+
+
+def refuse_during_import() -> None:
+    """Refuse to start workers while a spawned child is importing the caller's main module.
+
+    That module then lacks the guard around what starts workers; going on would start children of
+    children without end.
+
+    Raises:
+        SystemExit: Which tells the parent, see ``is_missing_guard``.
+    """
+    if getattr(process.current_process(), "_inheriting", False):
+        raise SystemExit(_GUARD_EXIT_CODE)
+
+
+def missing_guard_error(died: Died) -> UsageError | None:
+    """The error to raise if a worker ended because of a missing ``__main__`` guard."""
+    if died.exitcode != _GUARD_EXIT_CODE:
+        return None
+    return UsageError(
+        compose(
+            "the script starts workers when it is imported: each worker imports the main module "
+            'and would start workers in turn, for want of an `if __name__ == "__main__":` guard',
+            fix='put everything but definitions into a function and call it below '
+            '`if __name__ == "__main__":`',
+        )
+    )
+
+
+class _Inherited:
+    """A descriptor that a child gets when it is spawned."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _as_is, (DupFd(self._fd),)
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+def _end_all(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None:
+    """Close all workers; also run when a forgotten supervisor is collected or Python exits."""
+    for pipe in pipes:
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.send(Close())
+    deadline = time.monotonic() + _CLOSE_S
+    for worker in processes:
+        # A worker that ended frees its siblings' time.
+        worker.join(max(0.0, deadline - time.monotonic()))
+    for ending in (SpawnProcess.terminate, SpawnProcess.kill):
+        late = [worker for worker in processes if worker.is_alive()]
+        for worker in late:
+            ending(worker)
+        deadline = time.monotonic() + _TERMINATE_S
+        for worker in late:
+            worker.join(max(0.0, deadline - time.monotonic()))
+    for number, pipe in enumerate(pipes):
+        if pipe is not None:
+            pipe.close()
+            pipes[number] = None
+    for worker in processes:
+        with suppress(ValueError):  # not ended although killed: the kernel is not done with it
+            worker.close()  # frees its descriptors
+    processes.clear()
+    pipes.clear()
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Let children start with Ctrl-C blocked, until they ignore it themselves."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
