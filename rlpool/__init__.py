@@ -21,6 +21,7 @@ from rlpool.errors import (
     WorkerStartupError,
     WorkerTimeoutError,
 )
+from rlpool.replay import replay_agent
 from rlpool.sampling import (
     categorical_log_probability,
     normal_log_probability,
@@ -59,6 +60,7 @@ __all__ = [
     "masked_dicttensor",
     "masked_tensor",
     "normal_log_probability",
+    "replay_agent",
     "sample_categorical",
     "sample_normal",
     "sample_tanh_normal",

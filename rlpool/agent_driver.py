@@ -16,6 +16,10 @@ from rlpool.specs import TensorSpec, row_specs
 from rlpool.storage import Array, batch_array
 
 
+Expectation = list[tuple[str, tuple[int, ...], np.dtype[Any]]]
+"""Key, shape of the batch and dtype of what the agent has to return."""
+
+
 class AgentDriver:
     """One agent over the rows of one batch.
 
@@ -37,6 +41,8 @@ class AgentDriver:
         self.n_lanes = n_lanes
         self.output_specs: dict[str, TensorSpec] | None = None
         self.state: dict[str, Array] = {}
+        self._expected_state: Expectation = []
+        self._expected_output: Expectation = []
         self._state_tensors: dict[str, torch.Tensor] = {}
         self._makes_initial_states = overrides_initial_state(agent)
         self._new_state: dict[str, Array] = {}
@@ -51,7 +57,7 @@ class AgentDriver:
         """
         if self._makes_initial_states:
             self._put_initial_states(lanes, agent_info)
-        else:
+        elif self.state or self.output_specs is None:
             self._starting = sorted({*self._starting, *lanes})
 
     @property
@@ -61,7 +67,7 @@ class AgentDriver:
 
     def act(
         self,
-        observation: Mapping[str, torch.Tensor],
+        observation: dict[str, torch.Tensor],
         agent_info: DictTensor | None,
         history: TemporalDictTensor | None,
     ) -> dict[str, Array]:
@@ -73,13 +79,19 @@ class AgentDriver:
         Raises:
             SpecError: If a key, shape or dtype of a result is wrong.
         """
-        if self._starting and (self.state or self.output_specs is None):
+        if self._starting:
             return self._act_with_starts(observation, agent_info, history)
-        self._starting = []
-        state = DictTensor._wrap(dict(self._state_tensors))
-        _, output, new_state = self._call(state, observation, agent_info, history)
-        self._new_state = self._checked(new_state, self.state, "state")
-        return self._checked_output(output)
+        state = DictTensor._wrap(self._state_tensors.copy())
+        observed = DictTensor._wrap(observation.copy())
+        result = self.agent(state, observed, agent_info, history)
+        try:
+            _, output, new_state = result
+        except (TypeError, ValueError):
+            raise _not_three(result) from None
+        if self.output_specs is None:
+            self._learn_outputs(output)
+        self._new_state = self._read(new_state, self._expected_state, "state")
+        return self._read(output, self._expected_output, "output")
 
     def commit(self) -> None:
         """Make the new state of the last call the state."""
@@ -97,16 +109,18 @@ class AgentDriver:
         rows = _rows_repeating(starting, self.n_lanes)
         state, output, new_state = self._call(None, *_at(rows, observation, agent_info, history))
         if self.output_specs is None:
-            self._learn(output, state)
-        first = self._checked(state, self.state, "state")
-        outputs = self._checked_output(output)
-        self._new_state = self._checked(new_state, self.state, "state")
+            self._learn_outputs(output)
+            self._learn_state(state)
+        first = self._read(state, self._expected_state, "state")
+        outputs = self._read(output, self._expected_output, "output")
+        self._new_state = self._read(new_state, self._expected_state, "state")
         if others:
             rows = _rows_repeating(others, self.n_lanes)
             kept = DictTensor._wrap({key: t[rows] for key, t in self._state_tensors.items()})
             _, output, new_state = self._call(kept, *_at(rows, observation, agent_info, history))
-            outputs = _merged(self._checked_output(output), outputs, starting)
-            new = self._checked(new_state, self.state, "state")
+            new_outputs = self._read(output, self._expected_output, "output")
+            new = self._read(new_state, self._expected_state, "state")
+            outputs = _merged(new_outputs, outputs, starting)
             self._new_state = _merged(new, self._new_state, starting)
         for key, array in first.items():
             self.state[key][starting] = array[starting]
@@ -116,10 +130,9 @@ class AgentDriver:
         rows = _rows_repeating(sorted(lanes), self.n_lanes)
         info = None if agent_info is None else agent_info.index(rows)
         state = self.agent.initial_state(info, self.n_lanes)
-        arrays = _as_arrays(state, "initial_state", self.n_lanes)
         if not self.state:
-            self._make_state(arrays)
-        arrays = _fitting(arrays, self.state, "initial_state")
+            self._learn_state(state)
+        arrays = self._read(state, self._expected_state, "initial_state")
         for key, array in arrays.items():
             self.state[key][list(lanes)] = array[list(lanes)]
 
@@ -130,21 +143,15 @@ class AgentDriver:
         agent_info: DictTensor | None,
         history: TemporalDictTensor | None,
     ) -> tuple[Any, Any, Any]:
-        with torch.inference_mode():
-            result = self.agent(state, DictTensor._wrap(dict(observation)), agent_info, history)
+        result = self.agent(state, DictTensor._wrap(dict(observation)), agent_info, history)
         try:
             before, output, after = result
         except (TypeError, ValueError):
-            raise SpecError(
-                compose(
-                    f"the agent returned {type(result).__name__}, not three values",
-                    fix="return (state, output, new_state)",
-                )
-            ) from None
+            raise _not_three(result) from None
         return before, output, after
 
-    def _learn(self, output: Any, state: Any) -> None:
-        """Take keys, shapes and dtypes from the first call's results."""
+    def _learn_outputs(self, output: Any) -> None:
+        """Take keys, shapes and dtypes of the outputs from the first call."""
         arrays = _as_arrays(output, "output", self.n_lanes)
         if not any(key == "action" or key.startswith("action/") for key in arrays):
             raise SpecError(
@@ -154,29 +161,35 @@ class AgentDriver:
                 )
             )
         self.output_specs = row_specs(arrays)
-        if not self.state:
-            self._make_state(_as_arrays(state, "state", self.n_lanes))
+        self._expected_output = _expectation(arrays)
 
-    def _make_state(self, arrays: Mapping[str, Array]) -> None:
+    def _learn_state(self, state: Any) -> None:
+        """Take keys, shapes and dtypes of the state from the first one."""
+        arrays = _as_arrays(state, "state", self.n_lanes)
+        self._expected_state = _expectation(arrays)
         for key, spec in row_specs(arrays).items():
             self.state[key] = batch_array(spec, self.n_lanes)
             self._state_tensors[key] = torch.from_numpy(self.state[key])
 
-    def _checked_output(self, output: Any) -> dict[str, Array]:
-        if self.output_specs is None:
-            self._learn(output, {})
-        arrays = _as_arrays(output, "output", self.n_lanes)
-        expected = self.output_specs
-        if expected is not None and arrays.keys() != expected.keys():
-            raise _other_keys("output", arrays, expected)
-        for key, array in arrays.items():
-            spec = expected[key] if expected is not None else None
-            if spec is not None and (array.dtype != spec.dtype or array.shape[1:] != spec.shape):
-                raise _changed("output", key, array, spec)
-        return arrays
+    def _read(self, value: Any, expected: Expectation, name: str) -> dict[str, Array]:
+        """What the agent returned as arrays that share its memory, exactly as expected.
 
-    def _checked(self, value: Any, known: Mapping[str, Array], name: str) -> dict[str, Array]:
-        return _fitting(_as_arrays(value, name, self.n_lanes), known, name)
+        Twice per step, therefore as short as it can be as long as nothing is wrong.
+        """
+        arrays = {}
+        if type(value) is DictTensor and len(value.keys()) == len(expected):
+            try:
+                for key, shape, dtype in expected:
+                    array = arrays[key] = value[key].numpy()
+                    if array.dtype is not dtype or array.shape != shape:
+                        break
+                else:
+                    return arrays
+            except (KeyError, RuntimeError, TypeError):
+                pass  # read below, or refused with a reason
+        arrays = _as_arrays(value, name, self.n_lanes)
+        _refuse_changes(arrays, expected, name)
+        return arrays
 
 
 def _as_arrays(value: Any, name: str, n_lanes: int) -> dict[str, Array]:
@@ -220,34 +233,39 @@ def _detached(tensor: Any, name: str, key: str) -> Array:
     return array
 
 
-def _fitting(arrays: dict[str, Array], known: Mapping[str, Array], name: str) -> dict[str, Array]:
-    """Refuse keys, shapes and dtypes that are not those of the state buffers."""
-    if arrays.keys() != known.keys():
-        raise _other_keys(name, arrays, known)
-    for key, array in arrays.items():
-        buffer = known[key]
-        if array.dtype != buffer.dtype or array.shape != buffer.shape:
-            raise _changed(name, key, array, TensorSpec(buffer.shape[1:], buffer.dtype))
-    return arrays
-
-
-def _other_keys(name: str, got: Mapping[str, Any], expected: Mapping[str, Any]) -> SpecError:
+def _not_three(result: Any) -> SpecError:
     return SpecError(
         compose(
-            f"the agent's {name} has the keys {sorted(got)}, its first had {sorted(expected)}",
-            fix="return the same keys in every call",
+            f"the agent returned {type(result).__name__}, not three values",
+            fix="return (state, output, new_state)",
         )
     )
 
 
-def _changed(name: str, key: str, array: Array, spec: TensorSpec) -> SpecError:
-    return SpecError(
-        compose(
-            f"{key!r} in the agent's {name} is {TensorSpec(array.shape[1:], array.dtype)} per row, "
-            f"at first it was {spec}",
-            fix="return the same shape and dtype in every call",
+def _expectation(arrays: Mapping[str, Array]) -> Expectation:
+    return [(key, array.shape, array.dtype) for key, array in arrays.items()]
+
+
+def _refuse_changes(arrays: Mapping[str, Array], expected: Expectation, name: str) -> None:
+    """Refuse other keys, shapes or dtypes than those of the first call."""
+    keys = [key for key, _, _ in expected]
+    if sorted(arrays) != sorted(keys):
+        raise SpecError(
+            compose(
+                f"the agent's {name} has the keys {sorted(arrays)}, its first had {sorted(keys)}",
+                fix="return the same keys in every call",
+            )
         )
-    )
+    for key, shape, dtype in expected:
+        array = arrays[key]
+        if array.dtype != dtype or array.shape != shape:
+            got, first = TensorSpec(array.shape[1:], array.dtype), TensorSpec(shape[1:], dtype)
+            raise SpecError(
+                compose(
+                    f"{key!r} in the agent's {name} is {got} per row, at first it was {first}",
+                    fix="return the same shape and dtype in every call",
+                )
+            )
 
 
 def _rows_repeating(lanes: Sequence[int], n_lanes: int) -> torch.Tensor:

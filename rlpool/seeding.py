@@ -20,6 +20,10 @@ import numpy as np
 import torch
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+NOISE_CHUNK = 128
+"""Steps of noise computed at once: so many that lanes seldom need the next chunk."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: a full-period increment
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
@@ -96,24 +100,54 @@ def fold_seed(seed: int) -> int:
     return (seed ^ (seed >> 32)) & 0xFFFFFFFF
 
 
-NoiseKey = tuple[int, int]
-"""Where an episode's noise starts: its counter, and what the counter is xored with.
+class NoiseStart:
+    """The noise of one episode, of which the first steps are computed already.
 
-The second word keeps streams apart whose counters happen to come close.
-"""
+    Attributes:
+        start: Where its counter starts.
+        stream: What the counter is xored with. It keeps streams apart whose counters come close.
+        head: float32 ``[NOISE_CHUNK, n_noise]``.
+    """
+
+    __slots__ = ("head", "start", "stream")
+
+    def __init__(self, start: np.uint64, stream: np.uint64, head: Floats) -> None:
+        self.start = start
+        self.stream = stream
+        self.head = head
 
 
-def noise_keys(seeds: Sequence[int]) -> list[NoiseKey]:
-    """The noise keys of many episodes."""
-    words = np.asarray(seeds, np.uint64)
-    starts, streams = _mix(words ^ _START_SALT).tolist(), _mix(words ^ _STREAM_SALT).tolist()
-    return list(zip(starts, streams, strict=True))
+class NoiseStarts:
+    """The noise of many episodes, computed for a block of episodes when the first one begins.
+
+    Args:
+        seeds: The episodes' seeds.
+        n_noise: Numbers per step.
+    """
+
+    _BLOCK = 32  # episodes: enough that the cost per episode no longer matters
+
+    def __init__(self, seeds: Sequence[int], n_noise: int) -> None:
+        words = np.asarray(seeds, np.uint64)
+        self._starts, self._streams = _mix(words ^ _START_SALT), _mix(words ^ _STREAM_SALT)
+        self._n_noise = n_noise
+        self._heads: dict[int, Floats] = {}
+
+    def __getitem__(self, episode: int) -> NoiseStart:
+        number, row = divmod(episode, self._BLOCK)
+        heads = self._heads.get(number)
+        if heads is None:
+            rows = slice(number * self._BLOCK, (number + 1) * self._BLOCK)
+            heads = _chunks(self._starts[rows], self._streams[rows], 0, self._n_noise)
+            self._heads[number] = heads
+        return NoiseStart(self._starts[episode], self._streams[episode], heads[row])
 
 
 class NoiseStream:
     """The noise of a batch of lanes, one row of ``n_noise`` numbers per lane and step.
 
-    Counter-based: the numbers of step t depend on the episode's seed and on t alone.
+    Counter-based: the numbers of step t depend on the episode's seed and on t alone. They are
+    computed in chunks of steps, so that a step only has to copy its row.
 
     Args:
         n_lanes: Number of lanes B.
@@ -126,30 +160,56 @@ class NoiseStream:
     def __init__(self, n_lanes: int, n_noise: int) -> None:
         self.tensor = torch.zeros(n_lanes, n_noise)
         self._numbers = self.tensor.numpy()
-        self._counters = np.zeros((n_lanes, n_noise), np.uint64)
-        self._streams = np.zeros((n_lanes, 1), np.uint64)
-        self._words = np.zeros_like(self._counters)
-        self._scratch = np.zeros_like(self._counters)
-        self._columns = np.arange(n_noise, dtype=np.uint64) * _GOLDEN
-        self._stride = np.asarray([n_noise], np.uint64) * _GOLDEN
+        self._chunks = np.zeros((n_lanes, NOISE_CHUNK, n_noise), np.float32)
+        self._rows = self._chunks.reshape(-1, n_noise)
+        self._starts = np.zeros(n_lanes, np.uint64)
+        self._streams = np.zeros(n_lanes, np.uint64)
+        self._steps = np.zeros(n_lanes, np.int64)  # step at which each lane's chunk begins
+        self._chunk_rows = np.arange(n_lanes) * NOISE_CHUNK
+        self._next_rows = self._chunk_rows.copy()
+        self._n_left = NOISE_CHUNK  # lower bound of the steps before a lane needs a chunk
 
-    def start(self, lane: int, key: NoiseKey, step: int = 0) -> None:
+    def start(self, lane: int, noise: NoiseStart, step: int = 0) -> None:
         """Let a lane draw the numbers of an episode from ``step`` on."""
-        start, stream = key
-        np.add(self._columns, np.uint64(start), out=self._counters[lane])
+        self._starts[lane], self._streams[lane] = noise.start, noise.stream
+        self._next_rows[lane] = self._chunk_rows[lane]
+        self._steps[lane] = step
         if step:
-            self._counters[lane] += np.asarray([step], np.uint64) * self._stride
-        self._streams[lane] = stream
+            self._fill(np.array([lane]))
+        else:
+            self._chunks[lane] = noise.head
 
     def draw(self) -> None:
         """Write the next step's numbers of every lane into ``tensor``."""
-        words = self._words
-        np.bitwise_xor(self._counters, self._streams, out=words)
-        # The last round of the mix only changes bits below those that are kept.
-        _mix_rounds(words, self._scratch)
-        np.right_shift(words, _NOISE_SHIFT, out=words)
-        np.multiply(words, _NOISE_UNIT, out=self._numbers, casting="unsafe")
-        np.add(self._counters, self._stride, out=self._counters)
+        if not self._n_left:
+            self._next_chunks()
+        np.take(self._rows, self._next_rows, 0, self._numbers, "clip")
+        np.add(self._next_rows, 1, out=self._next_rows)
+        self._n_left -= 1
+
+    def _next_chunks(self) -> None:
+        n_used = self._next_rows - self._chunk_rows
+        lanes = np.flatnonzero(n_used >= NOISE_CHUNK)
+        if lanes.size:
+            self._steps[lanes] += NOISE_CHUNK
+            self._next_rows[lanes] = self._chunk_rows[lanes]
+            n_used[lanes] = 0
+            self._fill(lanes)
+        self._n_left = NOISE_CHUNK - int(n_used.max())
+
+    def _fill(self, lanes: np.ndarray[Any, Any]) -> None:
+        self._chunks[lanes] = _chunks(
+            self._starts[lanes], self._streams[lanes], self._steps[lanes], self._numbers.shape[1]
+        )
+
+
+def _chunks(starts: Words, streams: Words, steps: Any, n_noise: int) -> Floats:
+    """Noise ``[E, NOISE_CHUNK, n_noise]`` of E episodes, from a step of each on."""
+    first = np.asarray(steps, np.uint64).reshape(-1, 1) * np.uint64(n_noise)
+    counters = first + np.arange(NOISE_CHUNK * n_noise, dtype=np.uint64)
+    words = (starts.reshape(-1, 1) + counters * _GOLDEN) ^ streams.reshape(-1, 1)
+    numbers = (_mix(words) >> _NOISE_SHIFT).astype(np.float32) * _NOISE_UNIT
+    return numbers.reshape(-1, NOISE_CHUNK, n_noise)
 
 
 def _derive(root: int, *path: int) -> Words:
@@ -166,14 +226,6 @@ def _mix_int(word: int) -> int:
 
 
 def _mix(words: Words) -> Words:
-    mixed = np.array(words)
-    _mix_rounds(mixed, np.empty_like(mixed))
-    return mixed ^ (mixed >> _LAST_SHIFT)
-
-
-def _mix_rounds(words: Words, scratch: Words) -> None:
-    """All of the mix, in place, but for its last xor-shift."""
     for shift, factor in _ROUNDS:
-        np.right_shift(words, shift, out=scratch)
-        np.bitwise_xor(words, scratch, out=words)
-        np.multiply(words, factor, out=words)
+        words = (words ^ (words >> shift)) * factor
+    return words ^ (words >> _LAST_SHIFT)

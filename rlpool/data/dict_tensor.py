@@ -254,7 +254,8 @@ class DictTensor:
         self._require_rows()
         if self._tensors:
             sizes = source.n_elems(), self.n_elems()
-            copy_rows_(self, source, *row_pair(source_indexes, destination_indexes, sizes))
+            rows = row_pair(source_indexes, destination_indexes, sizes, self.device())
+            copy_rows_(self, source, *rows)
 
     def to_tensordict(self) -> Any:
         """The same tensors, not copied, as a ``tensordict.TensorDict`` (needs ``tensordict``).
@@ -365,14 +366,16 @@ def resolve_rows(rows: Rows, n_elems: int) -> Rows:
     )
 
 
-def row_pair(read: Tensor, write: Tensor, sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def row_pair(
+    read: Tensor, write: Tensor, sizes: tuple[int, int], device: torch.device | None
+) -> tuple[Tensor, Tensor]:
     """Check both sides of a copy of rows; gives int64 ``[N]`` each, counted from the start."""
     pair = []
     for selection, n_elems in zip((read, write), sizes, strict=True):
         rows = resolve_rows(selection, n_elems)
         if not isinstance(rows, Tensor):
             raise spec_error(f"rows are given by {kind(selection)}", "use an int64 tensor [N]")
-        pair.append(_from_start(rows, n_elems))
+        pair.append(_from_start(rows, n_elems).to(device))
     if pair[0].shape != pair[1].shape:
         what = f"{len(pair[0])} source rows for {len(pair[1])} destination rows"
         raise spec_error(what, "give one destination per source")
@@ -392,7 +395,6 @@ def _from_start(rows: Tensor, n_elems: int) -> Tensor:
 
 def copy_rows_(target: DictTensor, source: DictTensor, read: Tensor, write: Tensor) -> None:
     """Copy rows in place, all checked before; ``source`` may be ``target``."""
-    read, write = read.to(target.device()), write.to(target.device())
     for key, tensor in target.items():
         tensor.index_copy_(0, write, source._tensors[key].index_select(0, read))
 

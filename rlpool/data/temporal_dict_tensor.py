@@ -443,7 +443,7 @@ class TemporalDictTensor:
         sizes = source.n_elems(), self.n_elems()
         check_alike(self._steps, source._steps, 2, "source", subset=True)
         check_alike(self._info, source._info, 1, "the info of source", subset=True)
-        read, write = row_pair(source_indexes, destination_indexes, sizes)
+        read, write = row_pair(source_indexes, destination_indexes, sizes, self.device())
         lengths, n_timesteps = source._lengths[read], self.n_timesteps()
         if _longest(lengths) > n_timesteps:
             what = f"a trajectory of {_longest(lengths)} steps does not fit into {n_timesteps}"

@@ -7,7 +7,7 @@ with a clear error where they are not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,7 @@ class Column:
     def __init__(self, key: str, leaf: Leaf, n_lanes: int) -> None:
         self.key = key
         self.spec = leaf.spec
+        self._n_lanes = n_lanes
         self.array = batch_array(leaf.spec, n_lanes)
         # Written without a detour: what float32 is most often narrowed from.
         is_float32 = leaf.spec.dtype == np.float32
@@ -75,14 +76,25 @@ class Column:
         """
         if self._joined is None:
             self._write_scalars(lanes, values)
-        elif not self._as_declared(values):
-            for lane, value in zip(lanes, values, strict=True):
-                self.write_one(lane, value)
-        elif len(values) == len(self._rows):
-            np.concatenate(values, out=self._joined)
-        else:
-            for lane, value in zip(lanes, values, strict=True):
-                self._rows[lane][...] = value
+            return
+        shape, dtype, wider = self.spec.shape, self.spec.dtype, self._wider
+        try:
+            for value in values:
+                if value.shape != shape or (
+                    value.dtype is not dtype and value.dtype is not wider
+                ):
+                    break
+            else:
+                if len(values) == self._n_lanes:
+                    np.concatenate(values, out=self._joined)
+                else:
+                    for lane, value in zip(lanes, values, strict=True):
+                        self._rows[lane][...] = value
+                return
+        except AttributeError:
+            pass  # not an array: converted, or refused, one by one
+        for lane, value in zip(lanes, values, strict=True):
+            self.write_one(lane, value)
 
     def write_one(self, lane: int, value: Any) -> None:
         """Write the value of one lane, converting it if need be."""
@@ -91,25 +103,13 @@ class Column:
         except (SpecError, ValueError, TypeError) as error:
             raise BadValue(lane, str(error)) from error
 
-    def _as_declared(self, values: Sequence[Any]) -> bool:
-        shape, dtype, wider = self.spec.shape, self.spec.dtype, self._wider
-        try:
-            for value in values:
-                if value.shape != shape:
-                    return False
-                if value.dtype is not dtype and value.dtype is not wider:
-                    return False
-        except AttributeError:  # not an array
-            return False
-        return True
-
     def _write_scalars(self, lanes: Sequence[int], values: Sequence[Any]) -> None:
         try:
             array = np.array(values)
         except ValueError:  # ragged: one of them is not a scalar
             array = np.empty(0)
         if array.shape == (len(lanes),) and array.dtype == self.spec.dtype:
-            if len(lanes) == len(self.array):
+            if len(lanes) == self._n_lanes:
                 self.array[:] = array
             else:
                 self.array[lanes] = array
@@ -147,9 +147,9 @@ class Columns:
         self.leaves = leaves_of(structure, default_key)
         self._columns = [Column(key, leaf, n_lanes) for key, leaf in self.leaves.items()]
         self.arrays: dict[str, Array] = {column.key: column.array for column in self._columns}
-        self._flatten: Callable[[Any], list[Any]] | None = (
-            None if isinstance(structure, Leaf) else flattener(structure, "observation")
-        )
+        self._flatten = flattener(structure, "observation")
+        if isinstance(structure, Leaf):
+            self.write = self._columns[0].write  # type: ignore[method-assign]
 
     def write(self, lanes: Sequence[int], observations: Sequence[Any]) -> None:
         """Write one observation per lane.
@@ -157,9 +157,6 @@ class Columns:
         Raises:
             BadValue: If one does not fit, naming its key and both sides.
         """
-        if self._flatten is None:
-            self._columns[0].write(lanes, observations)
-            return
         rows = []
         for lane, observation in zip(lanes, observations, strict=True):
             try:

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlpool.envs.ancestor_env import modernised
 from rlpool.envs.columns import BadValue, Columns
+from rlpool.envs.make_wrappers import have_passed, without_checkers, without_time_limit
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import SpecError, compose
 from rlpool.specs import (
@@ -22,6 +23,9 @@ from rlpool.specs import (
     structure_of_value,
 )
 from rlpool.storage import Array
+
+
+_NO_LIMIT = 2**62  # steps
 
 
 class GymEnv(VecEnv):
@@ -62,6 +66,11 @@ class GymEnv(VecEnv):
         self.action_space = getattr(self._envs[0], "action_space", None)
         self._refuse_differences()
         self._steps: list[Callable[[Any], Any]] = [env.step for env in self._envs]
+        self._resets: list[Callable[..., Any]] = [env.reset for env in self._envs]
+        self._wrapped_lanes = set(range(len(envs)))  # still called through all their wrappers
+        self._elapsed = np.zeros(len(envs), np.int64)  # steps of each lane's episode
+        self._limits = np.full(len(envs), _NO_LIMIT)  # of the lanes whose time limit is kept here
+        self._until_limit = _NO_LIMIT  # lower bound of the steps before a lane reaches its limit
         self._columns: Columns | None = None
         if self.observation_space is not None:
             self._declare_observations(self._structure(self.observation_space, "observation_space"))
@@ -95,50 +104,72 @@ class GymEnv(VecEnv):
         try:
             for lane, seed, option in zip(lanes, seeds, options, strict=True):
                 self.lane_in_use[0] = lane
-                observation, _ = self._envs[lane].reset(seed=seed, options=option)
+                observation, _ = self._resets[lane](seed=seed, options=option)
                 observations.append(observation)
+                self._elapsed[lane] = 0
+                self._until_limit = min(self._until_limit, int(self._limits[lane]))
+            if self._wrapped_lanes:
+                self._unwrap(lanes)
+                self._until_limit = 1  # look which limits there are now
             if self._columns is None:
                 self._declare_observations(
                     structure_of_value(
                         observations[0], keep_float64=self._keep_float64, name="observation"
                     )
                 )
-            self._write(lanes, observations, "reset")
-        except LaneError:
-            raise
+            if self._columns is not None:
+                self._columns.write(lanes, observations)
+        except BadValue as error:
+            raise LaneError(error.lane, "reset") from error
         except BaseException as error:
             raise LaneError(lane, "reset") from error
 
     def _step_lanes(
         self, lanes: Sequence[int], actions: Mapping[str, Array]
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        observations: list[Any] = []
-        rewards: list[Any] = []
-        terminated: list[Any] = []
-        truncated: list[Any] = []
+    ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        results: list[tuple[Any, ...]] = []
         steps, lane_in_use = self._steps, self.lane_in_use
         lane = lanes[0]
         try:
             decoded = self._decode(actions)
             for lane in lanes:
                 lane_in_use[0] = lane
-                observation, reward, is_terminated, is_truncated, _ = steps[lane](decoded[lane])
-                observations.append(observation)
-                rewards.append(reward)
-                terminated.append(is_terminated)
-                truncated.append(is_truncated)
+                results.append(steps[lane](decoded[lane]))
+            observations, rewards, terminated, truncated, _ = zip(*results, strict=True)
+            if self._columns is not None:
+                self._columns.write(lanes, observations)
+        except BadValue as error:
+            raise LaneError(error.lane, "step") from error
         except BaseException as error:
-            raise LaneError(lane, "step") from error
-        self._write(lanes, observations, "step")
+            raise LaneError(lane, "step") from (_explained(results) or error)
+        if len(lanes) == self.n_lanes:
+            self._elapsed += 1
+        else:
+            self._elapsed[list(lanes)] += 1
+        self._until_limit -= 1
+        if self._until_limit <= 0:
+            truncated = self._truncated(lanes, truncated)
         return rewards, terminated, truncated
 
-    def _write(self, lanes: Sequence[int], observations: list[Any], call: str) -> None:
-        if self._columns is None:
-            return
-        try:
-            self._columns.write(lanes, observations)
-        except BadValue as error:
-            raise LaneError(error.lane, call) from error
+    def _unwrap(self, lanes: Sequence[int]) -> None:
+        """Take over from the wrappers of lanes whose checkers have passed."""
+        for lane in self._wrapped_lanes.intersection(lanes):
+            if have_passed(self._envs[lane]):
+                self._wrapped_lanes.remove(lane)
+                self._envs[lane] = without_checkers(self._envs[lane])
+                env, limit = without_time_limit(self._envs[lane])
+                self._steps[lane], self._resets[lane] = env.step, env.reset
+                if limit is not None:
+                    self._limits[lane] = limit
+
+    def _truncated(self, lanes: Sequence[int], truncated: Sequence[Any]) -> Sequence[Any]:
+        """The flags of a step, with those of the lanes that reached their limit."""
+        left = self._limits - self._elapsed
+        self._until_limit = max(1, int(left[left > 0].min(initial=_NO_LIMIT)))
+        return [
+            was_truncated or bool(left[lane] <= 0)
+            for lane, was_truncated in zip(lanes, truncated, strict=True)
+        ]
 
     def _declare_observations(self, structure: Structure) -> None:
         self._columns = Columns(structure, DEFAULT_OBSERVATION_KEY, self.n_lanes)
@@ -177,6 +208,15 @@ class GymEnvInf(GymEnv):
     auto_reset = True
 
 
+def _explained(results: Sequence[Any]) -> SpecError | None:
+    """The error for a step that did not return five values, if that is what happened."""
+    for result in results:
+        if not isinstance(result, tuple) or len(result) != 5:
+            got = len(result) if isinstance(result, tuple) else type(result).__name__
+            return SpecError(f"step() should return five values, got {got}")
+    return None
+
+
 def _limited(env: Any, max_episode_steps: int) -> Any:
     if max_episode_steps < 1:
         raise SpecError(f"max_episode_steps should be at least 1, got {max_episode_steps}")
@@ -191,24 +231,22 @@ def _shapes(space: Any) -> Structure | None:
 def _decoder(
     structure: Structure, leaves: Mapping[str, Leaf], dtypes: Sequence[np.dtype[Any]]
 ) -> Callable[[Mapping[str, Array]], list[Any]]:
-    """Compile the way from action arrays ``[B, ...]`` to one action per lane."""
+    """Compile the way from action arrays ``[B, ...]`` to one action per lane.
 
-    def split(array: Array, leaf: Leaf, dtype: np.dtype[Any]) -> list[Any]:
-        if leaf.is_scalar:
-            return array.tolist()
-        # A copy: environments may keep their action, and the agent may reuse its tensor.
-        return list(np.array(array, dtype))
+    Actions are NumPy arrays and scalars, as from Gymnasium's own vector environments.
+    """
 
+    # Arrays are copied: environments may keep their action, and the agent may reuse its tensor.
     if isinstance(structure, Leaf):
-        ((key, leaf),) = leaves.items()
+        (key,) = leaves
         dtype = dtypes[0]
-        return lambda actions: split(actions[key], leaf, dtype)
+        return lambda actions: list(np.array(actions[key], dtype))
 
     nest = nester(structure)
-    parts = list(zip(leaves.items(), dtypes, strict=True))
+    parts = list(zip(leaves, dtypes, strict=True))
 
     def decode(actions: Mapping[str, Array]) -> list[Any]:
-        columns = [split(actions[key], leaf, dtype) for (key, leaf), dtype in parts]
+        columns = [list(np.array(actions[key], dtype)) for key, dtype in parts]
         return [nest(row) for row in zip(*columns, strict=True)]
 
     return decode

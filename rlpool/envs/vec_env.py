@@ -24,6 +24,7 @@ from rlpool.storage import Array, batch_array
 Options = Mapping[str, Any] | None
 """One row of ``env_info`` as Python values: the ``options`` of a reset."""
 
+_ALL = slice(None)
 _FLAGS = ("terminated", "truncated", "done", "initial_state")
 
 
@@ -74,6 +75,7 @@ class VecEnv(ABC):
         self._reward = self.current["reward"]
         self._initial_state = self.current["initial_state"]
         self._some_lane_is_initial = False
+        self._cleared = list(self.current.values())  # what a reset sets to zero
         self._last_actions: dict[str, Array] = {}
         self._all_lanes = list(range(n_lanes))
         self._root = root_from(seed)
@@ -104,7 +106,7 @@ class VecEnv(ABC):
     @abstractmethod
     def _step_lanes(
         self, lanes: Sequence[int], actions: Mapping[str, Array]
-    ) -> tuple[list[Any], list[Any], list[Any]]:
+    ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         """Step lanes, write their observations; return rewards, terminated, truncated."""
 
     def close(self) -> None:
@@ -123,6 +125,7 @@ class VecEnv(ABC):
         }
         for key, array in self._last_actions.items():
             self.current[f"last_{key}"] = array
+            self._cleared.append(array)
 
     def reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
@@ -138,16 +141,10 @@ class VecEnv(ABC):
             LaneError: If an environment raises or returns what does not fit.
         """
         self._reset_lanes(lanes, seeds, options)
-        columns = self.columns
-        if columns is not None and not columns.arrays.keys() <= self.current.keys():
-            self.current = {**columns.arrays, **self.current}
         for lane in lanes:
-            self._reward[lane] = 0.0
-            for key in _FLAGS:
-                self.current[key][lane] = False
-            self._initial_state[lane] = True
-            for array in self._last_actions.values():
+            for array in self._cleared:
                 array[lane] = 0
+            self._initial_state[lane] = True
         self._some_lane_is_initial = True
 
     def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> list[int]:
@@ -164,10 +161,8 @@ class VecEnv(ABC):
             LaneError: If an environment raises or returns what does not fit.
         """
         rewards, terminated, truncated = self._step_lanes(lanes, actions)
-        if len(lanes) == self.n_lanes:
-            rows: Any = slice(None)
-        else:
-            rows = lanes
+        all_step = len(lanes) == self.n_lanes
+        rows: Any = _ALL if all_step else lanes
         try:
             self._reward[rows] = rewards
         except (ValueError, TypeError):
@@ -176,7 +171,7 @@ class VecEnv(ABC):
             array[rows] = actions[key][rows]
         if self._some_lane_is_initial:
             self._initial_state[rows] = False
-            self._some_lane_is_initial = bool(self._initial_state.any())
+            self._some_lane_is_initial = not all_step
         if not (any(terminated) or any(truncated)):
             return []
         return self._note_ends(lanes, terminated, truncated)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
@@ -16,6 +17,7 @@ import torch
 from rlpool.seeding import worker_seed
 from rlpool.storage import Memory
 from rlpool.workers.collector import Collector
+from rlpool.workers.fast_seeding import FastSeeding
 from rlpool.workers.messages import Message, Pipe, Setup
 from rlpool.workers.plans import ClaimLock
 
@@ -69,9 +71,15 @@ def main(setup: Setup, connection: Connection, control_fd: Any) -> None:
     n_bytes = setup.n_workers * CONTROL_COLUMNS * np.dtype(np.int64).itemsize
     control = Memory.attach(fd, n_bytes).root().view(np.int64).reshape(-1, CONTROL_COLUMNS)
     mine = memoryview(control[setup.worker])
-    collector = Collector(setup, PipeLink(Pipe(connection)), lock, mine[1:], mine[:1])
+    link = PipeLink(Pipe(connection))
+    fast_seeding = FastSeeding()
+    fast_seeding.install()
+    collector = Collector(setup, link, lock, mine[1:], mine[:1], fast_seeding.announce)
     try:
         if collector.start():
+            # Modules, environments and agent stay: the garbage collector need not look at them
+            # again and again.
+            gc.freeze()
             collector.serve()
     except (EOFError, OSError):
         # The caller is gone or has closed its end: there is nobody left to tell.

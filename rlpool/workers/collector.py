@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pickle
-import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +12,8 @@ import torch
 
 from rlpool.agent import Agent
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.errors import AgentError, Where, WorkerError, WorkerStartupError
+from rlpool.errors import Where, WorkerError, WorkerStartupError
+from rlpool.failures import agent_error, text_of
 from rlpool.rollout import Rollout
 from rlpool.seeding import LaneSeeds, probe_seed, worker_seed
 from rlpool.slots import Block
@@ -33,7 +33,7 @@ from rlpool.workers.messages import (
     Window,
 )
 from rlpool.workers.parcel import Parcel, unpack
-from rlpool.workers.plans import ClaimLock, EpisodePlan, WindowPlan
+from rlpool.workers.plans import AnnounceSeeds, ClaimLock, EpisodePlan, WindowPlan
 
 Infos = tuple[dict[str, Array], dict[str, Array]]
 """``(agent_info, env_info)`` as arrays by key."""
@@ -52,6 +52,10 @@ class Link(Protocol):
         """Whether a message is there."""
 
 
+def _ignore(seeds: Sequence[int]) -> None:
+    """Nobody wants to know the seeds beforehand."""
+
+
 class Collector:
     """Owns a worker's environments and agent, and carries out the caller's messages.
 
@@ -60,6 +64,8 @@ class Collector:
         link: The line to the caller.
         lock: Guards what the workers share.
         lane_in_use: Shared element that tells which lane's environment is running.
+        progress: Shared element that counts steps.
+        announce_seeds: Is told beforehand which seeds environments will be reset with.
     """
 
     def __init__(
@@ -69,12 +75,14 @@ class Collector:
         lock: ClaimLock,
         lane_in_use: memoryview,
         progress: memoryview,
+        announce_seeds: AnnounceSeeds = _ignore,
     ) -> None:
         self._setup = setup
         self._link = link
         self._lock = lock
         self._lane_in_use = lane_in_use
         self._progress = progress
+        self._announce_seeds = announce_seeds
         self._inbox: deque[tuple[Message, Memory | None]] = deque()
         self._blocks: dict[int, Block] = {}
         self._env: VecEnv | None = None
@@ -197,12 +205,7 @@ class Collector:
         try:
             self._agent.update(unpack(message.parcel, memory))
         except BaseException as error:
-            where = Where(worker=self._setup.worker)
-            failure = AgentError(
-                f"agent.update raised {type(error).__name__}: {error}",
-                where=where,
-                traceback_text="".join(traceback.format_exception(error)),
-            )
+            failure = agent_error(error, Where(worker=self._setup.worker), "agent.update")
             failure.__cause__ = error
             self._link.send(Failed(failure, version=message.version))
 
@@ -218,7 +221,7 @@ class Collector:
             failure = WorkerError(
                 f"the worker failed with {type(error).__name__}: {error}",
                 where=Where(worker=self._setup.worker),
-                traceback_text="".join(traceback.format_exception(error)),
+                traceback_text=text_of(error),
             )
             self._link.send(Failed(failure, request=message.request))
         self._link.send(RequestDone(message.request))
@@ -238,6 +241,7 @@ class Collector:
                 self._lock,
                 self._link.send,
                 self._receive_credit,
+                self._announce_seeds,
             )
         if message.is_first or self._lane_seeds is None:
             if self._rollout is not None:
@@ -272,7 +276,7 @@ def _startup_error(what: str, error: BaseException, where: Where) -> WorkerStart
     return WorkerStartupError(
         f"{what} raised {type(error).__name__}: {error}",
         where=where,
-        traceback_text="".join(traceback.format_exception(error)),
+        traceback_text=text_of(error),
     )
 
 

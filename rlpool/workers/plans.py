@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from rlpool.envs.vec_env import Options
-from rlpool.rollout import Episode
-from rlpool.seeding import LaneSeeds, NoiseKey, episode_seeds, noise_keys
+from rlpool.plan import Episode
+from rlpool.seeding import LaneSeeds, NoiseStarts, episode_seeds
 from rlpool.slots import Block
 from rlpool.storage import Array
 from rlpool.workers.messages import ChunksDone, Execute, Window
 
+_MAX_CLAIM = 8
+"""Episodes claimed at once: enough to make the claim cheap. Near a request's end they are claimed
+one by one, so that no worker sits on episodes that another could run."""
+
 Send = Callable[[object], None]
+AnnounceSeeds = Callable[[Sequence[int]], None]
 ReceiveCredit = Callable[[int, bool], list[int] | None]
 """``(request, blocking)`` to slots that came back: ``None`` if no message was there."""
 
@@ -31,16 +35,14 @@ class ClaimLock:
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the lock."""
-        if self._fd is None:
-            yield
-            return
-        fcntl.lockf(self._fd, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
+    def acquire(self) -> None:
+        """Wait for the lock and take it."""
+        if self._fd is not None:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX)
+
+    def release(self) -> None:
+        """Give it back."""
+        if self._fd is not None:
             fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
 
@@ -75,6 +77,7 @@ class EpisodePlan:
         lock: Guards the cursors.
         send: Sends a message to the caller.
         receive_credit: Takes emptied slots.
+        announce_seeds: Is told which seeds the environments will be reset with.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class EpisodePlan:
         lock: ClaimLock,
         send: Send,
         receive_credit: ReceiveCredit,
+        announce_seeds: AnnounceSeeds,
     ) -> None:
         self.worker = worker
         self.layout = block.layout
@@ -95,12 +99,15 @@ class EpisodePlan:
         self.agent_info = self._infos.agent_info
         self._message = message
         self._seeds = episode_seeds(root, message.execution, message.n_episodes)
-        self._noise_keys: list[NoiseKey] = (
-            noise_keys(self._seeds) if self.layout.step.n_noise else []
-        )
+        announce_seeds(self._seeds)
+        n_noise = self.layout.step.n_noise
+        self._noise = NoiseStarts(self._seeds, n_noise) if n_noise else None
+        self._n_lanes = self.layout.step.n_lanes
         self._free = list(reversed(message.slots))
         self._cursor = memoryview(self.arrays.control["cursor"])
         self._cancelled = memoryview(self.arrays.control["cancelled"])
+        self._claim_divisor = 4 * self.layout.n_workers
+        self._claimed: list[list[Episode]] = [[] for _ in range(self._n_lanes)]
         self._exhausted: set[int] = set()
         self._lock = lock
         self._send = send
@@ -109,26 +116,41 @@ class EpisodePlan:
         self._refused = False
 
     def next_episode(self, lane: int) -> Episode | None:
-        """Claim the lane's next episode, if it has a slot to write to."""
-        if lane in self._exhausted:
-            return None
+        """The lane's next episode, if it has a slot to write to."""
         in_place = self._message.in_place
         if not in_place and not self._free:
-            self._refused = True
+            self._refused = lane not in self._exhausted or self._refused
             return None
-        with self._lock.held():
-            number = self._cursor[lane]
-            self._cursor[lane] = number + self.layout.step.n_lanes
-        if number >= self._message.n_episodes:
+        if not self._claimed[lane] and (lane in self._exhausted or not self._claim(lane)):
+            return None
+        episode = self._claimed[lane].pop()
+        if not in_place:
+            episode.slot = self._free.pop()
+        return episode
+
+    def _claim(self, lane: int) -> bool:
+        """Claim episodes of the lane's row: several while many are left, one by one at the end."""
+        stride, n_episodes = self._n_lanes, self._message.n_episodes
+        self._lock.acquire()
+        first = self._cursor[lane]
+        n_left = max(0, -(-(n_episodes - first) // stride))
+        n_claimed = min(n_left, max(1, min(_MAX_CLAIM, n_left // self._claim_divisor)))
+        self._cursor[lane] = first + n_claimed * stride
+        self._lock.release()
+        if not n_claimed:
             self._exhausted.add(lane)
-            return None
-        return Episode(
-            number=number,
-            seed=self._seeds[number],
-            options=self._infos.options(number),
-            noise_key=self._noise_keys[number] if self._noise_keys else (0, 0),
-            slot=number if in_place else self._free.pop(),
-        )
+            return False
+        self._claimed[lane] = [
+            Episode(
+                number,
+                self._seeds[number],
+                self._infos.options(number),
+                self._noise[number] if self._noise is not None else None,
+                number,
+            )
+            for number in range(first + (n_claimed - 1) * stride, first - 1, -stride)
+        ]
+        return True
 
     def restarted(self, lane: int, episode: Episode) -> Episode:
         """Never asked for: an episode that ended is complete."""
@@ -240,5 +262,6 @@ class WindowPlan:
 
     def _episode(self, number: int, slot: int, n_restarts: int) -> Episode:
         seed = self._seeds.seed(number, n_restarts)
-        noise_key = noise_keys([seed])[0] if self.layout.step.n_noise else (0, 0)
-        return Episode(number, seed, self._infos.options(number), noise_key, slot, n_restarts)
+        n_noise = self.layout.step.n_noise
+        noise = NoiseStarts([seed], n_noise)[0] if n_noise else None
+        return Episode(number, seed, self._infos.options(number), noise, slot, n_restarts)
