@@ -15,7 +15,6 @@ from rlpool.errors import SpecError, compose
 from rlpool.specs import TensorSpec, row_specs
 from rlpool.storage import Array, batch_array
 
-
 Expectation = list[tuple[str, tuple[int, ...], np.dtype[Any]]]
 """Key, shape of the batch and dtype of what the agent has to return."""
 
@@ -60,6 +59,13 @@ class AgentDriver:
         elif self.state or self.output_specs is None:
             self._starting = sorted({*self._starting, *lanes})
 
+    def forget(self) -> None:
+        """Forget what the first call taught about keys, shapes and dtypes."""
+        self.output_specs = None
+        self.state.clear()
+        self._state_tensors.clear()
+        self._expected_state, self._expected_output = [], []
+
     @property
     def starting(self) -> list[int]:
         """Lanes whose state at this step is known only after ``act``."""
@@ -81,7 +87,8 @@ class AgentDriver:
         """
         if self._starting:
             return self._act_with_starts(observation, agent_info, history)
-        state = DictTensor._wrap(self._state_tensors.copy())
+        # A copy: the agent may change it, or return parts of it as its new state.
+        state = DictTensor._wrap({key: t.clone() for key, t in self._state_tensors.items()})
         observed = DictTensor._wrap(observation.copy())
         result = self.agent(state, observed, agent_info, history)
         try:
@@ -106,8 +113,10 @@ class AgentDriver:
     ) -> dict[str, Array]:
         starting, self._starting = self._starting, []
         others = [lane for lane in range(self.n_lanes) if lane not in set(starting)]
-        rows = _rows_repeating(starting, self.n_lanes)
-        state, output, new_state = self._call(None, *_at(rows, observation, agent_info, history))
+        seen = (observation, agent_info, history)
+        if others:
+            seen = _at(_rows_repeating(starting, self.n_lanes), *seen)
+        state, output, new_state = self._call(None, *seen)
         if self.output_specs is None:
             self._learn_outputs(output)
             self._learn_state(state)
@@ -115,6 +124,8 @@ class AgentDriver:
         outputs = self._read(output, self._expected_output, "output")
         self._new_state = self._read(new_state, self._expected_state, "state")
         if others:
+            # Copies: the agent may return the same buffers from its next call.
+            first, outputs, self._new_state = map(_copied, (first, outputs, self._new_state))
             rows = _rows_repeating(others, self.n_lanes)
             kept = DictTensor._wrap({key: t[rows] for key, t in self._state_tensors.items()})
             _, output, new_state = self._call(kept, *_at(rows, observation, agent_info, history))
@@ -288,11 +299,15 @@ def _at(
     )
 
 
+def _copied(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    return {key: np.array(array) for key, array in arrays.items()}
+
+
 def _merged(
     arrays: Mapping[str, Array], over: Mapping[str, Array], lanes: Sequence[int]
 ) -> dict[str, Array]:
     """``arrays`` with some lanes' rows taken from ``over``."""
-    merged = {key: np.array(array) for key, array in arrays.items()}
+    merged = _copied(arrays)
     for key, array in over.items():
         merged[key][list(lanes)] = array[list(lanes)]
     return merged

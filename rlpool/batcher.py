@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from rlpool.errors import SpecError, UsageError, WorkerStartupError, compose
 from rlpool.requests import EpisodeRequest, Packed, WindowRequest, as_infos
 from rlpool.seeding import root_from
 from rlpool.slots import Layout, StepSpecs
+from rlpool.workers.collector import Infos
 from rlpool.workers.messages import Setup
 from rlpool.workers.supervisor import refuse_during_import
 
@@ -176,8 +178,12 @@ class EpisodeBatcher(_BatcherBase):
     Example::
 
         with EpisodeBatcher(
-            n_timesteps=100, n_slots=128, n_threads=4, seeds=42,
-            create_agent=create_agent, create_env=create_env,
+            n_timesteps=100,
+            n_slots=128,
+            n_threads=4,
+            seeds=42,
+            create_agent=create_agent,
+            create_env=create_env,
         ) as batcher:
             batcher.execute(n_episodes=32)
             trajectories = batcher.get()
@@ -208,7 +214,7 @@ class EpisodeBatcher(_BatcherBase):
             timeout,
         )
         self._n_executions = 0
-        self._last: tuple[int, DictTensor | None, DictTensor | None] | None = None
+        self._last: tuple[int, Infos] | None = None
 
     def execute(
         self,
@@ -229,11 +235,14 @@ class EpisodeBatcher(_BatcherBase):
             UsageError: If the batcher is closed.
             WorkerDiedError: If a worker died meanwhile.
         """
-        coordinator = self._open()
+        self._open()
         _check_count("n_episodes", n_episodes, 1)
         _check_rows("agent_info", agent_info, n_episodes)
         _check_rows("env_info", env_info, n_episodes)
-        infos = as_infos(agent_info, env_info)
+        self._submit(n_episodes, as_infos(agent_info, env_info))
+
+    def _submit(self, n_episodes: int, infos: Infos) -> None:
+        coordinator = self._open()
         request = EpisodeRequest(
             coordinator.next_number(),
             n_episodes,
@@ -244,7 +253,7 @@ class EpisodeBatcher(_BatcherBase):
             root=self._root,
         )
         self._n_executions += 1
-        self._last = (n_episodes, agent_info, env_info)
+        self._last = (n_episodes, infos)
         coordinator.submit(request)
 
     def reexecute(self) -> None:
@@ -258,7 +267,7 @@ class EpisodeBatcher(_BatcherBase):
             raise UsageError(
                 compose("reexecute() repeats an execute()", fix="call execute() first")
             )
-        self.execute(*self._last)
+        self._submit(*self._last)
 
     def get(self, blocking: bool = True) -> TemporalDictTensor | None:
         """Take the result of the oldest request.
@@ -380,6 +389,7 @@ class Batcher(_BatcherBase):
         self._infos = as_infos(None, None)
         self._running: list[int] = []
         self._is_first = False
+        self._is_reset = False  # false again after an error, which ends all episodes
         self._n_queued = 0
 
     @property
@@ -391,7 +401,7 @@ class Batcher(_BatcherBase):
     def all_stopped(self) -> bool:
         """Whether every lane has ended: then ``get`` has nothing more to give."""
         n_pending = self._open().n_pending
-        return self._n_resets > 0 and not self._running and not n_pending
+        return self._is_reset and not self._running and not n_pending
 
     def reset(
         self, agent_info: DictTensor | None = None, env_info: DictTensor | None = None
@@ -410,7 +420,7 @@ class Batcher(_BatcherBase):
         _check_rows("env_info", env_info, self.n_lanes)
         coordinator.drop_pending()
         self._infos = as_infos(agent_info, env_info)
-        self._is_first = True
+        self._is_first = self._is_reset = True
         self._n_resets += 1
         self._n_queued = 0
         self._running = list(range(self.n_lanes))
@@ -419,11 +429,13 @@ class Batcher(_BatcherBase):
         """Request the next window; returns at once.
 
         Raises:
-            UsageError: Before ``reset``.
+            UsageError: Before ``reset``, and after an error.
         """
         coordinator = self._open()
-        if not self._n_resets:
-            raise UsageError(compose("execute() before reset()", fix="call reset() first"))
+        if not self._is_reset:
+            raise UsageError(
+                compose("the lanes have no episodes to go on with", fix="call reset() first")
+            )
         if coordinator.n_pending:
             self._n_queued += 1  # which lanes run is known when the window before is there
         elif self._running:
@@ -449,7 +461,11 @@ class Batcher(_BatcherBase):
             return None
         try:
             result = coordinator.result(blocking=blocking)
+        except UsageError:
+            raise
         except Exception:
+            coordinator.drop_pending()
+            self._is_reset = False
             self._n_queued = 0
             raise
         if result is None:
@@ -502,21 +518,30 @@ def _check_rows(name: str, info: DictTensor | None, n_rows: int) -> None:
         )
 
 
-def _checked_seeds(seeds: Seeds, n_threads: int) -> Seeds:
+def _checked_seeds(seeds: Any, n_threads: int) -> Seeds:
     if seeds is None:
         return None
-    numbers = [seeds] if isinstance(seeds, int) else list(seeds)
-    if any(not isinstance(seed, int) or seed < 0 for seed in numbers):
-        raise SpecError(f"seeds should be non-negative ints, got {seeds!r}")
+    try:
+        numbers = [operator.index(seeds)] if _is_number(seeds) else list(map(operator.index, seeds))
+    except TypeError:
+        numbers = [-1]
+    if not numbers or min(numbers) < 0:
+        raise SpecError(f"seeds should be a non-negative int or a list of them, got {seeds!r}")
+    if _is_number(seeds):
+        return numbers[0]
     # In this process any list will do: that of a run with workers gives the same data.
-    if not isinstance(seeds, int) and n_threads and len(numbers) != n_threads:
+    if n_threads and len(numbers) != n_threads:
         raise SpecError(
             compose(
                 f"seeds has {len(numbers)} entries, n_threads is {n_threads}",
                 fix="give one int, or one per worker",
             )
         )
-    return seeds if isinstance(seeds, int) else numbers
+    return numbers
+
+
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "__index__") and not getattr(value, "shape", ())
 
 
 def _pickled(functions: Any) -> bytes:

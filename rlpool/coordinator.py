@@ -20,6 +20,7 @@ from rlpool.errors import (
     UsageError,
     Where,
     WorkerDiedError,
+    WorkerError,
     WorkerTimeoutError,
     compose,
 )
@@ -194,9 +195,11 @@ class Coordinator:
     def _await_reports(self) -> None:
         everyone = set(range(self._workers.n_workers))
         self._wait_until(
-            lambda: len(self._reports) == len(everyone)
-            or self._failed_start is not None
-            or self._fatal is not None,
+            lambda: (
+                len(self._reports) == len(everyone)
+                or self._failed_start is not None
+                or self._fatal is not None
+            ),
             everyone,
         )
 
@@ -213,6 +216,8 @@ class Coordinator:
                         fix="create the same number of environments in every worker",
                     )
                 )
+            if report.error is not None and not isinstance(report.error, WorkerError):
+                raise report.error
             if report.specs is None:
                 _LOG.debug("keys are unknown until the first execute: %s", report.error)
                 return
@@ -349,12 +354,16 @@ class Coordinator:
     def _note_death(self, worker: int, died: Died) -> None:
         guard = missing_guard_error(died)
         how = died.signal_name or f"exit code {died.exitcode}"
-        error = self._fatal or guard or WorkerDiedError(
-            f"worker {worker} died ({how})",
-            exitcode=died.exitcode,
-            signal_name=died.signal_name,
-            where=self._where(worker),
-            fix="run it in this process to debug: EpisodeBatcher(..., n_threads=0)",
+        error = (
+            self._fatal
+            or guard
+            or WorkerDiedError(
+                f"worker {worker} died ({how})",
+                exitcode=died.exitcode,
+                signal_name=died.signal_name,
+                where=self._where(worker),
+                fix="run it in this process to debug: EpisodeBatcher(..., n_threads=0)",
+            )
         )
         self._fatal = error
 

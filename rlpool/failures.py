@@ -14,18 +14,15 @@ def env_error(error: LaneError, where: Where) -> EnvError:
     """The error for an environment that raised, or returned what does not fit."""
     cause = error.__cause__ or error
     kind = EnvSpecError if isinstance(cause, SpecError) else EnvError
-    return kind(
-        _what(f"env.{error.call}", cause),
-        where=where,
-        fix=DEBUG_HINT,
-        traceback_text=text_of(cause),
-    )
+    what, fix = _what_and_fix(f"env.{error.call}", cause)
+    return kind(what, where=where, fix=fix, traceback_text=text_of(cause))
 
 
 def agent_error(error: BaseException, where: Where, who: str = "the agent") -> AgentError:
     """The error for an agent that raised, or returned what does not fit."""
     kind = AgentSpecError if isinstance(error, SpecError) else AgentError
-    return kind(_what(who, error), where=where, fix=DEBUG_HINT, traceback_text=text_of(error))
+    what, fix = _what_and_fix(who, error)
+    return kind(what, where=where, fix=fix, traceback_text=text_of(error))
 
 
 def text_of(error: BaseException) -> str:
@@ -33,7 +30,9 @@ def text_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def _what(who: str, error: BaseException) -> str:
+def _what_and_fix(who: str, error: BaseException) -> tuple[str, str]:
+    """What happened and what to do, in one line each."""
     if isinstance(error, SpecError):
-        return f"{who}: {error}"
-    return f"{who} raised {type(error).__name__}: {error}"
+        what, _, fix = str(error).partition("\n  fix:   ")
+        return f"{who}: {what}", fix or DEBUG_HINT
+    return f"{who} raised {type(error).__name__}: {error}", DEBUG_HINT

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.slots import Layout
+from rlpool.slots import Layout, StepSpecs
 from rlpool.storage import Array
 from rlpool.trajectories import Slice, trajectories_of
 
@@ -16,19 +16,20 @@ class History:
     """The steps of each lane's episode so far, across slots, in memory that grows with them.
 
     Args:
-        layout: Says which keys there are.
+        step: Says which keys there are.
     """
 
     _FIRST_CAPACITY = 64  # steps
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        n_lanes = layout.step.n_lanes
+    def __init__(self, step: StepSpecs) -> None:
+        # A layout without restarts: an episode's history begins with the episode.
+        self._layout = Layout(step, n_slots=1, n_timesteps=1, n_workers=1)
+        n_lanes = step.n_lanes
         self._lanes = np.arange(n_lanes)
         self._lengths = np.zeros(n_lanes, np.int64)
         self._rows = {
             key: np.zeros((n_lanes, self._FIRST_CAPACITY, *spec.shape), spec.dtype)
-            for key, spec in layout.rows.items()
+            for key, spec in self._layout.rows.items()
         }
 
     def restart(self, lane: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -37,8 +37,8 @@ def probe(
         worker: Number of the worker, for errors.
 
     Raises:
-        EnvError, AgentError: If the user's code fails, keys collide, or actions do not fit the
-            action space.
+        EnvError, AgentError: If the user's code fails, or actions do not fit the action space.
+        SpecError: If keys collide.
     """
     lanes = range(env.n_lanes)
     if env.action_leaves is not None:
@@ -51,45 +51,73 @@ def probe(
     observation = {key: torch.from_numpy(array) for key, array in env.current.items()}
     if noise is not None:
         observation[NOISE_KEY] = noise
-    history = _empty_history(env) if driver.agent.require_history() else None
     try:
         driver.start(lanes, agent_info)
-        driver.act(observation, agent_info, history)
+        if driver.agent.require_history():
+            # Once to learn the outputs, and once more with a history that has them.
+            driver.act(observation, agent_info, _empty_history(env, {}))
+            outputs = {**(driver.output_specs or {}), **row_specs(driver.state)}
+            driver.forget()
+            driver.start(lanes, agent_info)
+            driver.act(observation, agent_info, _empty_history(env, outputs))
+        else:
+            driver.act(observation, agent_info, None)
         driver.commit()  # idle lanes keep a state that is valid
-        return _specs(env, driver, 0 if noise is None else noise.shape[1])
+        _declare_actions(env, driver)
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:
         raise agent_error(error, Where(worker, 0, 0, 0, seed, options[0])) from error
+    return StepSpecs(
+        n_lanes=env.n_lanes,
+        auto_reset=env.auto_reset,
+        observation=row_specs(env.current),
+        output=driver.output_specs or {},
+        state=row_specs(driver.state),
+        n_noise=0 if noise is None else noise.shape[1],
+    )
 
 
-def _specs(env: VecEnv, driver: AgentDriver, n_noise: int) -> StepSpecs:
+def _declare_actions(env: VecEnv, driver: AgentDriver) -> None:
+    """Hold the agent's actions against the action space; without one, they define it."""
     outputs = driver.output_specs or {}
     actions = {k: s for k, s in outputs.items() if k == "action" or k.startswith("action/")}
     leaves = env.action_leaves
     if leaves is None:
         env.declare_actions(actions)
-    else:
-        for key in sorted(leaves.keys() | actions.keys()):
-            _refuse_misfit(key, actions.get(key), leaves[key].spec if key in leaves else None)
-    return StepSpecs(
-        n_lanes=env.n_lanes,
-        auto_reset=env.auto_reset,
-        observation=row_specs(env.current),
-        output=outputs,
-        state=row_specs(driver.state),
-        n_noise=n_noise,
-    )
+        return
+    for key in sorted(leaves.keys() | actions.keys()):
+        _refuse_misfit(key, actions.get(key), leaves[key].spec if key in leaves else None)
 
 
-def _empty_history(env: VecEnv) -> TemporalDictTensor:
-    """A history without steps, made before the agent's outputs are known."""
+class _NoSteps(dict[str, torch.Tensor]):
+    """Keys of no steps at all; an agent may ask for outputs and states of its own among them.
+
+    Args:
+        known: Keys whose shapes are known.
+        n_lanes: Rows of the others, which are taken for numbers.
+    """
+
+    def __init__(self, known: dict[str, torch.Tensor], n_lanes: int) -> None:
+        super().__init__(known)
+        self._n_lanes = n_lanes
+
+    def __missing__(self, key: str) -> torch.Tensor:
+        return torch.zeros(self._n_lanes, 0)
+
+
+def _empty_history(env: VecEnv, own: Mapping[str, TensorSpec]) -> TemporalDictTensor:
+    """A history without steps, with as many of the agent's own keys as are known."""
     specs = row_specs(env.current)
     specs.update({successor_key(key): spec for key, spec in list(specs.items())})
     specs.update({key: leaf.spec for key, leaf in (env.action_leaves or {}).items()})
+    specs.update(own)
     rows = {
         key: torch.zeros(env.n_lanes, 0, *spec.shape, dtype=spec.torch_dtype)
         for key, spec in specs.items()
     }
-    return TemporalDictTensor(rows, torch.zeros(env.n_lanes, dtype=torch.int64))
+    lengths = torch.zeros(env.n_lanes, dtype=torch.int64)
+    return TemporalDictTensor._wrap(_NoSteps(rows, env.n_lanes), lengths, DictTensor())
 
 
 def _refuse_misfit(key: str, given: TensorSpec | None, wanted: TensorSpec | None) -> None:

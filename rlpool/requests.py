@@ -10,7 +10,7 @@ import torch
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import RlpoolError
+from rlpool.errors import RlpoolError, SpecError, compose
 from rlpool.seeding import LaneSeeds, episode_seeds
 from rlpool.slots import Block
 from rlpool.specs import join_key
@@ -271,11 +271,24 @@ class WindowRequest(Request):
 
 
 def as_infos(agent_info: DictTensor | None, env_info: DictTensor | None) -> Infos:
-    """Infos as arrays, copied, so that the caller may change its tensors afterwards."""
-    return _arrays(agent_info), _arrays(env_info)
+    """Infos as arrays, copied, so that the caller may change its tensors afterwards.
+
+    Raises:
+        SpecError: For a dtype that NumPy lacks.
+    """
+    return _arrays("agent_info", agent_info), _arrays("env_info", env_info)
 
 
-def _arrays(info: DictTensor | None) -> dict[str, Array]:
-    if info is None:
-        return {}
-    return {key: tensor.detach().cpu().numpy().copy() for key, tensor in info.items()}
+def _arrays(name: str, info: DictTensor | None) -> dict[str, Array]:
+    arrays = {}
+    for key, tensor in ({} if info is None else info).items():
+        try:
+            arrays[key] = tensor.detach().cpu().numpy().copy()
+        except TypeError:
+            raise SpecError(
+                compose(
+                    f"{key!r} in {name} has dtype {tensor.dtype}, which NumPy lacks",
+                    fix="convert it, for instance to float32",
+                )
+            ) from None
+    return arrays

@@ -24,7 +24,7 @@ import torch
 from rlpool.agent import Agent
 from rlpool.agent_driver import AgentDriver
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.envs.vec_env import LaneError, Options, VecEnv
+from rlpool.envs.vec_env import FLAGS, LaneError, Options, VecEnv
 from rlpool.errors import Where
 from rlpool.failures import agent_error, env_error
 from rlpool.history import History
@@ -150,6 +150,10 @@ class Rollout:
         if self._noise is not None:
             self._current[NOISE_KEY] = self._noise.tensor.numpy()
         self._observation = {key: torch.from_numpy(a) for key, a in self._current.items()}
+        # What a step does not rewrite is shown as a copy, in case the agent changes it.
+        self._shown_flags = np.array(env.flags)
+        for key, flags in zip(FLAGS, self._shown_flags, strict=True):
+            self._observation[key] = torch.from_numpy(flags)
         self._writer = SlotWriter(layout, plan.arrays, self._current, driver.state)
         self._running = memoryview(plan.arrays.control["running"][self._worker])
         self._n_finished = memoryview(plan.arrays.control["n_finished"])
@@ -159,7 +163,7 @@ class Rollout:
         spare = np.arange(self._n_lanes) % layout.n_timesteps
         self._spare_rows = layout.n_slots * layout.n_timesteps + spare
         if self._wants_history and self._history is None:
-            self._history = History(layout)
+            self._history = History(layout.step)
         self._waiting = list(range(self._n_lanes))
         self._take_stock()
 
@@ -168,11 +172,9 @@ class Rollout:
         if self._noise is not None:
             self._noise.draw()
         self._writer.write_before(rows)
+        np.copyto(self._shown_flags, self._env.flags)
         outputs = self._act()
         self._writer.write_outputs(rows, outputs)
-        if self._history is not None:
-            values = {**self._current, **self._driver.state, **outputs}
-            self._history.record(values, self._live)
         self._driver.commit()
         try:
             ended = self._env.step_lanes(self._live, outputs)
@@ -189,16 +191,22 @@ class Rollout:
         """Call the agent."""
         driver = self._driver
         starting = driver.starting
-        history = None
+        history, before = None, {}
         if self._history is not None:
             history = self._history.view({**self._current, **driver.state})
+            # Copied before the agent can change it.
+            before = {key: np.array(array) for key, array in self._current.items()}
         try:
             outputs = driver.act(self._observation, self._agent_info_tensors, history)
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
             raise agent_error(error, self._where(self._live[0])) from error
         if driver.state:
             for lane in starting:
                 self._writer.write_state(int(self._rows[lane]), lane)
+        if self._history is not None:
+            self._history.record({**before, **driver.state, **outputs}, self._live)
         return outputs
 
     # When an episode or a slot ends ---------------------------------------------------------
@@ -300,6 +308,8 @@ class Rollout:
             self._set_agent_info(plan.agent_info, {k: e.number for k, e in episodes.items()})
         try:
             self._driver.start(lanes, self._agent_info_tensors)
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
             raise agent_error(error, self._where(lanes[0]), "agent.initial_state") from error
         for lane, episode in episodes.items():
@@ -324,9 +334,7 @@ class Rollout:
         steps = self._rows[self._live] - np.array(slots, np.int64) * self._n_timesteps
         self._steps_until_full = self._n_timesteps - int(steps.max(initial=0))
 
-    def _set_agent_info(
-        self, agent_info: dict[str, Array] | None, rows: dict[int, int]
-    ) -> None:
+    def _set_agent_info(self, agent_info: dict[str, Array] | None, rows: dict[int, int]) -> None:
         """Give lanes their rows of ``agent_info``: lane to row."""
         if agent_info is None:
             self._agent_info, self._agent_info_tensors = {}, None

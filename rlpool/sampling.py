@@ -30,8 +30,9 @@ def sample_categorical(
     log_probabilities = torch.log_softmax(logits, -1)
     with torch.no_grad():
         cumulative = log_probabilities.exp().cumsum(-1)
-        # The last entry is left out: rounding may end the sum below the noise.
-        samples = (cumulative[:, :-1] <= noise.reshape(-1, 1)).sum(-1)
+        # Scaled by what the sum really is after rounding, so that no impossible category is hit.
+        threshold = noise.reshape(-1, 1) * cumulative[:, -1:]
+        samples = (cumulative[:, :-1] <= threshold).sum(-1)
     return samples, log_probabilities.gather(-1, samples.unsqueeze(-1)).squeeze(-1)
 
 

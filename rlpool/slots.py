@@ -26,15 +26,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from rlpool.envs.vec_env import FLAGS
 from rlpool.errors import SpecError, compose
 from rlpool.specs import TensorSpec, refuse_collisions
 from rlpool.storage import Array, Memory, carve, carved_bytes
 
-FLAGS = ("terminated", "truncated", "done", "initial_state")
 FINAL = "final/"  # prefix of the values after a slot's last step
 NOISE_KEY = "noise"
 

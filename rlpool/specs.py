@@ -92,9 +92,7 @@ def structure_of_space(space: Any, *, keep_float64: bool, name: str) -> Structur
     kinds = {base.__name__ for base in type(space).__mro__}
     if "Dict" in kinds:
         return {
-            key: structure_of_space(
-                inner, keep_float64=keep_float64, name=f"{name}[{key!r}]"
-            )
+            key: structure_of_space(inner, keep_float64=keep_float64, name=f"{name}[{key!r}]")
             for key, inner in space.spaces.items()
         }
     if "Tuple" in kinds:
@@ -129,9 +127,7 @@ def structure_of_value(value: Any, *, keep_float64: bool, name: str) -> Structur
     """
     if isinstance(value, Mapping):
         return {
-            str(key): structure_of_value(
-                inner, keep_float64=keep_float64, name=f"{name}[{key!r}]"
-            )
+            str(key): structure_of_value(inner, keep_float64=keep_float64, name=f"{name}[{key!r}]")
             for key, inner in value.items()
         }
     if isinstance(value, tuple):
@@ -164,10 +160,18 @@ def leaves_of(structure: Structure, default_key: str) -> dict[str, Leaf]:
     """Name the leaves of a structure.
 
     A dict at the top gives its own keys; anything else stands under ``default_key``.
+
+    Raises:
+        SpecError: If joining makes two keys the same.
     """
-    if isinstance(structure, Mapping):
-        return dict(_walk(structure, ""))
-    return dict(_walk(structure, default_key))
+    leaves: dict[str, Leaf] = {}
+    for key, leaf in _walk(structure, "" if isinstance(structure, Mapping) else default_key):
+        if key in leaves:
+            raise SpecError(
+                compose(f"two parts of one space are both called {key!r}", fix="rename one of them")
+            )
+        leaves[key] = leaf
+    return leaves
 
 
 def _walk(structure: Structure, prefix: str) -> Iterator[tuple[str, Leaf]]:
@@ -175,7 +179,7 @@ def _walk(structure: Structure, prefix: str) -> Iterator[tuple[str, Leaf]]:
         yield prefix, structure
     elif isinstance(structure, Mapping):
         for key, inner in structure.items():
-            yield from _walk(inner, join_key(prefix, key))
+            yield from _walk(inner, join_key(prefix, str(key)))
     else:
         for number, inner in enumerate(structure):
             yield from _walk(inner, join_key(prefix, str(number)))
@@ -193,7 +197,9 @@ def flattener(structure: Structure, name: str) -> Callable[[Any], list[Any]]:
             return
         if isinstance(node, Mapping):
             if not isinstance(value, Mapping) or value.keys() != node.keys():
-                got = sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
+                got = (
+                    sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
+                )
                 raise SpecError(f"{path} should have the keys {sorted(node)}, got {got}")
             for key, inner in node.items():
                 visit(inner, value[key], f"{path}[{key!r}]", out)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.slots import FLAGS, Arrays, Layout, successor_key
+from rlpool.envs.vec_env import FLAGS
+from rlpool.slots import Arrays, Layout, successor_key
 from rlpool.storage import Array
 
 Derivation = Callable[[], Tensor]

@@ -69,8 +69,7 @@ class AncestorEnv(gymnasium.Env[Any, Any]):
 def modernised(env: Any) -> Any:
     """Make an environment understand ``reset(seed=, options=)`` and five-fold steps.
 
-    Wrappers are looked through: where only the innermost environment is old, it is replaced
-    within its wrapper.
+    Gymnasium's own wrappers are looked through: what is inside them is replaced within them.
 
     Args:
         env: An environment of whatever age.
@@ -79,35 +78,23 @@ def modernised(env: Any) -> Any:
         ``env`` itself where nothing is to do.
     """
     layer, wrapper = env, None
-    while True:
-        arguments, takes_anything = _reset_signature(layer)
-        inner = _wrapped(layer)
-        if {"seed", "options"} <= arguments or takes_anything:
-            if inner is None:
-                return env if isinstance(layer, gymnasium.Env) else _around(layer, wrapper, env)
-            layer, wrapper = inner, layer
-            continue
-        return _around(layer, wrapper, env)
-
-
-def _around(layer: Any, wrapper: Any, outermost: Any) -> Any:
-    arguments, takes_anything = _reset_signature(layer)
-    adapter = AncestorEnv(layer, {"seed", "options"} if takes_anything else arguments)
+    while isinstance(layer, gymnasium.Wrapper) and not isinstance(layer, AncestorEnv):
+        layer, wrapper = layer.env, layer
+    arguments = _reset_arguments(layer)
+    if isinstance(layer, gymnasium.Env) and arguments == {"seed", "options"}:
+        return env
+    adapter = AncestorEnv(layer, arguments)
     if wrapper is None:
         return adapter
     wrapper.env = adapter
-    return outermost
+    return env
 
 
-def _wrapped(layer: Any) -> Any:
-    """The environment that a wrapper holds, ``None`` for an innermost environment."""
-    if isinstance(layer, gymnasium.Env) and not isinstance(layer, gymnasium.Wrapper):
-        return None
-    inner = getattr(layer, "env", None)
-    return inner if hasattr(inner, "reset") and hasattr(inner, "step") else None
-
-
-def _reset_signature(env: Any) -> tuple[set[str], bool]:
+def _reset_arguments(env: Any) -> set[str]:
+    """Which arguments ``reset`` takes, by itself or by handing them on to what it wraps."""
     parameters = inspect.signature(env.reset).parameters
-    takes_anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {name for name in _RESET_ARGUMENTS if name in parameters}, takes_anything
+    arguments = {name for name in _RESET_ARGUMENTS if name in parameters}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        inner = getattr(env, "env", None)
+        arguments |= _reset_arguments(inner) if hasattr(inner, "reset") else {"seed", "options"}
+    return arguments

@@ -16,6 +16,7 @@ from rlpool.errors import SpecError
 from rlpool.specs import Leaf, Structure, TensorSpec, flattener, leaves_of
 from rlpool.storage import Array, batch_array
 
+
 def converted(value: Any, spec: TensorSpec, key: str) -> Array:
     """A value as an array of the wanted shape and dtype.
 
@@ -30,14 +31,19 @@ def converted(value: Any, spec: TensorSpec, key: str) -> Array:
         raise SpecError(f"{key!r} should have shape {list(spec.shape)}, got {list(array.shape)}")
     if array.dtype == spec.dtype:
         return array
-    declared = isinstance(value, np.ndarray | np.generic)
-    turns_to_float = array.dtype.kind in "iu" and spec.dtype.kind == "f"
-    if not declared and array.dtype.kind in "iu":
-        # Python numbers have no dtype of their own: they fit if their values do.
-        if turns_to_float or np.array_equal(array, array.astype(spec.dtype)):
-            return array.astype(spec.dtype)
-    elif not turns_to_float and np.can_cast(array.dtype, spec.dtype, "same_kind"):
+    is_float, wants_float = array.dtype.kind == "f", spec.dtype.kind == "f"
+    # Python numbers have no dtype of their own: any int may stand for a float.
+    has_dtype = isinstance(value, np.ndarray | np.generic)
+    if wants_float and (is_float or (not has_dtype and array.dtype.kind in "iub")):
         return array.astype(spec.dtype)
+    if (
+        not is_float
+        and not wants_float
+        and (not has_dtype or np.can_cast(array.dtype, spec.dtype, "same_kind"))
+    ):
+        narrowed = array.astype(spec.dtype)
+        if np.array_equal(narrowed, array):
+            return narrowed
     raise SpecError(f"{key!r} should have dtype {spec.dtype}, got {array.dtype}")
 
 
@@ -80,9 +86,7 @@ class Column:
         shape, dtype, wider = self.spec.shape, self.spec.dtype, self._wider
         try:
             for value in values:
-                if value.shape != shape or (
-                    value.dtype is not dtype and value.dtype is not wider
-                ):
+                if value.shape != shape or (value.dtype is not dtype and value.dtype is not wider):
                     break
             else:
                 if len(values) == self._n_lanes:

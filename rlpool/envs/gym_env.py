@@ -19,11 +19,11 @@ from rlpool.specs import (
     Structure,
     leaves_of,
     nester,
+    refuse_collisions,
     structure_of_space,
     structure_of_value,
 )
 from rlpool.storage import Array
-
 
 _NO_LIMIT = 2**62  # steps
 
@@ -121,6 +121,8 @@ class GymEnv(VecEnv):
                 self._columns.write(lanes, observations)
         except BadValue as error:
             raise LaneError(error.lane, "reset") from error
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
             raise LaneError(lane, "reset") from error
 
@@ -140,6 +142,8 @@ class GymEnv(VecEnv):
                 self._columns.write(lanes, observations)
         except BadValue as error:
             raise LaneError(error.lane, "step") from error
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
             raise LaneError(lane, "step") from (_explained(results) or error)
         if len(lanes) == self.n_lanes:
@@ -173,6 +177,8 @@ class GymEnv(VecEnv):
 
     def _declare_observations(self, structure: Structure) -> None:
         self._columns = Columns(structure, DEFAULT_OBSERVATION_KEY, self.n_lanes)
+        keys = list(self._columns.leaves)
+        refuse_collisions({"rlpool": [*self.current, "last_action"], "the observation": keys})
         self.current = {**self._columns.arrays, **self.current}
 
     def _structure(self, space: Any, name: str) -> Structure:
@@ -187,7 +193,7 @@ class GymEnv(VecEnv):
         for number, env in enumerate(self._envs):
             for name in ("observation_space", "action_space"):
                 first, space = getattr(self, name), getattr(env, name, None)
-                if _shapes(first) != _shapes(space):
+                if _shapes(first, name) != _shapes(space, name):
                     raise SpecError(
                         compose(
                             f"{name} of environment {number} is {space}, "
@@ -223,9 +229,9 @@ def _limited(env: Any, max_episode_steps: int) -> Any:
     return gymnasium.wrappers.TimeLimit(env, max_episode_steps)
 
 
-def _shapes(space: Any) -> Structure | None:
+def _shapes(space: Any, name: str) -> Structure | None:
     """What must agree between environments: kinds, shapes and dtypes, not bounds."""
-    return None if space is None else structure_of_space(space, keep_float64=True, name="space")
+    return None if space is None else structure_of_space(space, keep_float64=True, name=name)
 
 
 def _decoder(
@@ -237,16 +243,20 @@ def _decoder(
     """
 
     # Arrays are copied: environments may keep their action, and the agent may reuse its tensor.
-    if isinstance(structure, Leaf):
-        (key,) = leaves
-        dtype = dtypes[0]
-        return lambda actions: list(np.array(actions[key], dtype))
+    def split(array: Array, leaf: Leaf, dtype: np.dtype[Any]) -> list[Any]:
+        values = list(np.array(array, dtype))
+        if leaf.is_scalar or leaf.spec.shape:
+            return values
+        return [np.asarray(value) for value in values]  # a Box without dimensions
 
+    parts = [(key, leaf, dtype) for (key, leaf), dtype in zip(leaves.items(), dtypes, strict=True)]
+    if isinstance(structure, Leaf):
+        key, leaf, dtype = parts[0]
+        return lambda actions: split(actions[key], leaf, dtype)
     nest = nester(structure)
-    parts = list(zip(leaves, dtypes, strict=True))
 
     def decode(actions: Mapping[str, Array]) -> list[Any]:
-        columns = [list(np.array(actions[key], dtype)) for key, dtype in parts]
+        columns = [split(actions[key], leaf, dtype) for key, leaf, dtype in parts]
         return [nest(row) for row in zip(*columns, strict=True)]
 
     return decode

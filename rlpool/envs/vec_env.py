@@ -25,7 +25,9 @@ Options = Mapping[str, Any] | None
 """One row of ``env_info`` as Python values: the ``options`` of a reset."""
 
 _ALL = slice(None)
-_FLAGS = ("terminated", "truncated", "done", "initial_state")
+_NO_NUMBERS = np.empty((), object)
+FLAGS = ("terminated", "truncated", "done", "initial_state")
+"""Rows of ``VecEnv.flags``."""
 
 
 class LaneError(Exception):
@@ -59,6 +61,8 @@ class VecEnv(ABC):
             float32, ``terminated``, ``truncated``, ``done``, ``initial_state`` bool, and
             ``last_action`` (or ``last_action/...``). Rewritten in place. Complete after the first
             reset, the last actions after ``declare_actions``.
+        flags: bool ``[4, n_lanes]``, what ``terminated``, ``truncated``, ``done`` and
+            ``initial_state`` of ``current`` are views on.
         lane_in_use: One element that holds the lane whose environment is running, for whoever
             has to explain the death of this process.
     """
@@ -67,9 +71,10 @@ class VecEnv(ABC):
 
     def __init__(self, n_lanes: int, seed: int | Sequence[int] | None = None) -> None:
         self.n_lanes = n_lanes
+        self.flags = np.zeros((len(FLAGS), n_lanes), bool)
         self.current: dict[str, Array] = {
             "reward": batch_array(TensorSpec((), np.dtype(np.float32)), n_lanes),
-            **{key: batch_array(TensorSpec((), np.dtype(bool)), n_lanes) for key in _FLAGS},
+            **dict(zip(FLAGS, self.flags, strict=True)),
         }
         self.lane_in_use: MutableSequence[int] | memoryview = [0]
         self._reward = self.current["reward"]
@@ -120,9 +125,7 @@ class VecEnv(ABC):
         """
         if self._last_actions:
             return
-        self._last_actions = {
-            key: batch_array(spec, self.n_lanes) for key, spec in specs.items()
-        }
+        self._last_actions = {key: batch_array(spec, self.n_lanes) for key, spec in specs.items()}
         for key, array in self._last_actions.items():
             self.current[f"last_{key}"] = array
             self._cleared.append(array)
@@ -164,9 +167,12 @@ class VecEnv(ABC):
         all_step = len(lanes) == self.n_lanes
         rows: Any = _ALL if all_step else lanes
         try:
-            self._reward[rows] = rewards
-        except (ValueError, TypeError):
-            self._explain_rewards(lanes, rewards)
+            values = np.array(rewards)
+        except ValueError:  # not all of one shape
+            values = _NO_NUMBERS
+        if values.ndim != 1 or values.dtype.kind not in "fiub":
+            self._refuse_rewards(lanes, rewards)
+        self._reward[rows] = values
         for key, array in self._last_actions.items():
             array[rows] = actions[key][rows]
         if self._some_lane_is_initial:
@@ -188,13 +194,14 @@ class VecEnv(ABC):
                 ended.append(lane)
         return ended
 
-    def _explain_rewards(self, lanes: Sequence[int], rewards: Sequence[Any]) -> None:
+    def _refuse_rewards(self, lanes: Sequence[int], rewards: Sequence[Any]) -> None:
         for lane, reward in zip(lanes, rewards, strict=True):
             try:
-                self._reward[lane] = reward
-            except (ValueError, TypeError) as error:
+                is_number = np.array(reward).ndim == 0 and np.array(reward).dtype.kind in "fiub"
+            except ValueError:
+                is_number = False
+            if not is_number:
                 cause = SpecError(f"'reward' should be a number, got {reward!r}")
-                cause.__cause__ = error
                 raise LaneError(lane, "step") from cause
 
     # The rlstructures-style interface ------------------------------------------------------
@@ -285,6 +292,11 @@ class VecEnv(ABC):
                     f"{key!r} should have one row for each of {len(self._running)} running "
                     f"environments, got shape {list(values.shape)}"
                 )
+            if leaves is not None and values.shape[1:] != leaves[key].spec.shape:
+                raise SpecError(
+                    f"{key!r} should have shape {list(leaves[key].spec.shape)} per row, "
+                    f"got {list(values.shape[1:])}"
+                )
             batch = np.zeros((self.n_lanes, *values.shape[1:]), values.dtype)
             batch[self._running] = values
             actions[key] = batch
@@ -329,6 +341,4 @@ def options_of(info: DictTensor | None, n_rows: int, name: str) -> list[Options]
             )
         )
     lists = {key: value.tolist() for key, value in info.items()}
-    return [
-        dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)
-    ]
+    return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]

@@ -12,7 +12,7 @@ import torch
 
 from rlpool.agent import Agent
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.errors import Where, WorkerError, WorkerStartupError
+from rlpool.errors import RlpoolError, Where, WorkerError, WorkerStartupError
 from rlpool.failures import agent_error, text_of
 from rlpool.rollout import Rollout
 from rlpool.seeding import LaneSeeds, probe_seed, worker_seed
@@ -94,10 +94,7 @@ class Collector:
     def start(self) -> bool:
         """Create environments and agent and report; False if that failed."""
         try:
-            env, agent = self._create()
-            self._env, self._agent = env, agent
-            env.lane_in_use = self._lane_in_use
-            self._rollout = Rollout(agent, env, self._setup.worker, self._progress)
+            self._create()
         except WorkerError as error:
             self._link.send(Failed(error))
             return False
@@ -108,6 +105,10 @@ class Collector:
         """Carry out messages until told to close."""
         while self.handle(*self.next_message()):
             pass
+
+    def has_messages(self) -> bool:
+        """Whether ``next_message`` would return at once."""
+        return bool(self._inbox) or self._link.poll()
 
     def next_message(self) -> tuple[Message, Memory | None]:
         """The next message, waiting for it if need be."""
@@ -140,7 +141,7 @@ class Collector:
                 # Nobody can act on it any more, and the caller is waiting for the end.
                 continue
 
-    def _create(self) -> tuple[VecEnv, Agent]:
+    def _create(self) -> None:
         setup = self._setup
         seed = worker_seed(setup.root, setup.worker)
         if setup.owns_process:
@@ -152,10 +153,14 @@ class Collector:
             if isinstance(functions, bytes):
                 functions = pickle.loads(functions)
             create_env, env_args, create_agent, agent_args = functions
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
             raise _startup_error("loading create_env and create_agent", error, where) from error
         try:
             env = create_env(seed=seed, **env_args)
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
             raise _startup_error("create_env", error, where) from error
         if not isinstance(env, VecEnv):
@@ -164,10 +169,14 @@ class Collector:
                 where=where,
                 fix="return GymEnv([...environments...], seed)",
             )
+        self._env = env
+        env.lane_in_use = self._lane_in_use
         try:
             agent = create_agent(**agent_args)
             if isinstance(agent, Agent):
                 agent.seed(seed)
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
             raise _startup_error("create_agent", error, where) from error
         if not isinstance(agent, Agent):
@@ -176,7 +185,8 @@ class Collector:
                 where=where,
                 fix="subclass rlpool.Agent",
             )
-        return env, agent
+        self._agent = agent
+        self._rollout = Rollout(agent, env, setup.worker, self._progress)
 
     def _probed(self, infos: Infos | None) -> Ready:
         """Learn the keys, with the infos of the first lanes if there are any."""
@@ -195,7 +205,7 @@ class Collector:
         rows = {key: array[lanes % len(array)] for key, array in agent_info.items()}
         try:
             specs = rollout.probe(probe_seed(self._setup.root), options, rows or None)
-        except WorkerError as error:
+        except RlpoolError as error:
             return Ready(env.n_lanes, None, error)
         return Ready(env.n_lanes, specs)
 
@@ -217,6 +227,11 @@ class Collector:
             rollout.run(self._plan(message, memory))
         except WorkerError as error:
             self._link.send(Failed(error, request=message.request))
+        except KeyboardInterrupt:
+            failure = WorkerError("interrupted", where=Where(worker=self._setup.worker))
+            self._link.send(Failed(failure, request=message.request))
+            self._link.send(RequestDone(message.request))
+            raise
         except BaseException as error:
             failure = WorkerError(
                 f"the worker failed with {type(error).__name__}: {error}",
@@ -226,9 +241,7 @@ class Collector:
             self._link.send(Failed(failure, request=message.request))
         self._link.send(RequestDone(message.request))
 
-    def _plan(
-        self, message: Execute | Window, memory: Memory | None
-    ) -> EpisodePlan | WindowPlan:
+    def _plan(self, message: Execute | Window, memory: Memory | None) -> EpisodePlan | WindowPlan:
         setup, block = self._setup, self._blocks[message.block]
         infos = _infos(message.parcel, memory)
         if isinstance(message, Execute):

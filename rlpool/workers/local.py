@@ -71,11 +71,11 @@ class LocalWorker:
 
     def poll(self, timeout_s: float | None) -> None:
         """Carry out one message, however long that takes."""
-        if not self._link.poll() and timeout_s != 0.0:
-            raise LookupError("waiting for a local worker that has nothing to do")
-        if self._link.poll():
+        if self._collector.has_messages():
             with _one_thread():
-                self._collector.handle(*self._link.receive())
+                self._collector.handle(*self._collector.next_message())
+        elif timeout_s != 0.0:
+            raise LookupError("waiting for a local worker that has nothing to do")
 
     def progress(self) -> list[int]:
         """Steps done."""

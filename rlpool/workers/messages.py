@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlpool.errors import WorkerError
+from rlpool.errors import RlpoolError, WorkerError
 from rlpool.slots import Layout, StepSpecs
 from rlpool.storage import Memory
 from rlpool.workers.parcel import Parcel
@@ -135,12 +135,13 @@ class Ready:
     Attributes:
         n_lanes: Number of its environments.
         specs: What a step consists of, or ``None`` if that could not be found out.
-        error: Why not.
+        error: Why not: a ``WorkerError`` if the user's code failed, which may go better with
+            infos, any other error if it never can.
     """
 
     n_lanes: int
     specs: StepSpecs | None
-    error: WorkerError | None = None
+    error: RlpoolError | None = None
 
 
 @dataclass(frozen=True)

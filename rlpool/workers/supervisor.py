@@ -18,7 +18,7 @@ import numpy as np
 
 from rlpool.errors import UsageError, compose
 from rlpool.storage import Array, Memory
-from rlpool.workers import child
+from rlpool.workers.child import CONTROL_COLUMNS, main
 from rlpool.workers.collector import Deliver
 from rlpool.workers.messages import Close, Message, Pipe, Setup
 
@@ -70,7 +70,7 @@ class Supervisor:
         self._deliver = deliver
         self._pipes: list[Pipe | None] = []
         self._processes: list[SpawnProcess] = []
-        n_bytes = len(setups) * child.CONTROL_COLUMNS * np.dtype(np.int64).itemsize
+        n_bytes = len(setups) * CONTROL_COLUMNS * np.dtype(np.int64).itemsize
         self._control = Memory.shared(n_bytes, "rlpool-control")
         self._numbers: Array = self._control.root().view(np.int64).reshape(len(setups), -1)
         # Runs once: on close(), when this object is collected, or before multiprocessing waits for
@@ -98,7 +98,7 @@ class Supervisor:
         here, there = context.Pipe(duplex=True)
         try:
             worker = context.Process(
-                target=child.main,
+                target=main,
                 args=(setup, there, _Inherited(self._control.fd)),
                 name=f"rlpool-worker-{setup.worker}",
                 daemon=False,  # environments may start processes of their own
@@ -203,7 +203,7 @@ def missing_guard_error(died: Died) -> UsageError | None:
         compose(
             "the script starts workers when it is imported: each worker imports the main module "
             'and would start workers in turn, for want of an `if __name__ == "__main__":` guard',
-            fix='put everything but definitions into a function and call it below '
+            fix="put everything but definitions into a function and call it below "
             '`if __name__ == "__main__":`',
         )
     )
