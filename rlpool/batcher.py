@@ -2,150 +2,28 @@
 
 from __future__ import annotations
 
-import logging
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
-import cloudpickle
-
-from rlpool.agent import Agent
+from rlpool.batcher_base import (
+    DEFAULT_TIMEOUT_S,
+    BatcherBase,
+    CreateAgent,
+    CreateEnv,
+    Seeds,
+    check_count,
+    check_rows,
+)
 from rlpool.coordinator import Coordinator
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.envs.vec_env import VecEnv
-from rlpool.errors import SpecError, UsageError, WorkerStartupError, compose
-from rlpool.requests import EpisodeRequest, Packed, WindowRequest, as_infos
-from rlpool.seeding import root_from
+from rlpool.errors import UsageError, compose
+from rlpool.requests import EpisodeRequest, WindowRequest, as_infos
 from rlpool.slots import Layout, StepSpecs
 from rlpool.workers.collector import Infos
-from rlpool.workers.messages import Setup
-from rlpool.workers.supervisor import refuse_during_import
-
-_LOG = logging.getLogger("rlpool")
-
-_DEFAULT_TIMEOUT_S = 600.0
-"""Without a single step for so long, a worker counts as hanging: far beyond any slow ``step``."""
-
-CreateEnv = Callable[..., VecEnv]
-CreateAgent = Callable[..., Agent]
-Seeds = int | Sequence[int] | None
-_Self = TypeVar("_Self", bound="_BatcherBase")
 
 
-class _BatcherBase:
-    """What all batchers share: workers, updates, closing."""
-
-    def __init__(
-        self,
-        n_timesteps: int,
-        n_slots: int | None,
-        create_agent: CreateAgent | None,
-        agent_args: Mapping[str, Any] | None,
-        create_env: CreateEnv | None,
-        env_args: Mapping[str, Any] | None,
-        n_threads: int,
-        seeds: Seeds,
-        timeout: float | None,
-    ) -> None:
-        self._coordinator: Coordinator | None = None
-        refuse_during_import()
-        _check_count("n_timesteps", n_timesteps, 1)
-        _check_count("n_threads", n_threads, 0)
-        if n_slots is not None:
-            _check_count("n_slots", n_slots, 1)
-        if timeout is not None and not timeout > 0:
-            raise SpecError(f"timeout should be a positive number of seconds, got {timeout!r}")
-        for name, function in (("create_agent", create_agent), ("create_env", create_env)):
-            if not callable(function):
-                raise SpecError(
-                    compose(f"{name} is {function!r}", fix=f"pass a function as {name}")
-                )
-        self._root = root_from(_checked_seeds(seeds, n_threads))
-        if seeds is None:
-            _LOG.info("drew the root seed %d", self._root)
-        self._n_timesteps = n_timesteps
-        self._n_slots = n_slots
-        self._n_workers = max(1, n_threads)
-        self._policy_version = 0
-        self._update: Packed | None = None
-        functions: Any = (create_env, dict(env_args or {}), create_agent, dict(agent_args or {}))
-        if n_threads:
-            functions = _pickled(functions)
-        setups = [
-            Setup(functions, worker, self._n_workers, self._root, owns_process=n_threads > 0)
-            for worker in range(self._n_workers)
-        ]
-        self._coordinator = Coordinator(
-            setups,
-            in_process=n_threads == 0,
-            make_layout=self._layout,
-            timeout_s=timeout if n_threads else None,
-        )
-
-    def _layout(self, specs: StepSpecs) -> Layout:
-        raise NotImplementedError
-
-    @property
-    def closed(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._coordinator is None or self._coordinator.is_closed
-
-    def update(self, info: Any) -> None:
-        """Hand new parameters to every worker's ``agent.update``.
-
-        The object is copied now, once for all workers, and takes effect with the next
-        ``execute``: episodes that were requested before keep the policy they were requested with.
-        Of several updates between two ``execute`` only the last one is sent. What ``agent.update``
-        raises surfaces in the ``get`` of that ``execute``.
-
-        Args:
-            info: Any object that cloudpickle can pickle, such as ``model.state_dict()``. Tensors
-                arrive on the CPU, without gradients.
-
-        Raises:
-            UsageError: If the batcher is closed.
-        """
-        self._update = self._open().pack(info)
-        self._policy_version += 1
-
-    def close(self) -> None:
-        """End the workers, whatever they are doing, within a few seconds. May be repeated.
-
-        Results that were handed out stay valid.
-        """
-        if self._coordinator is not None:
-            self._coordinator.close()
-
-    def __enter__(self: _Self) -> _Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_coordinator", None) is not None:
-            self.close()
-
-    def _open(self) -> Coordinator:
-        if self._coordinator is None or self._coordinator.is_closed:
-            raise UsageError(
-                compose("the batcher is closed", fix="make a new one, or close it later")
-            )
-        return self._coordinator
-
-    def _take_update(self) -> Packed | None:
-        update, self._update = self._update, None
-        return update
-
-
-class EpisodeBatcher(_BatcherBase):
+class EpisodeBatcher(BatcherBase):
     """Collects complete episodes in worker processes.
 
     Row *i* of a result is episode *i* of its ``execute``: it ran with row *i* of ``agent_info``
@@ -200,7 +78,7 @@ class EpisodeBatcher(_BatcherBase):
         n_threads: int = 1,
         seeds: Seeds = None,
         *,
-        timeout: float | None = _DEFAULT_TIMEOUT_S,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         super().__init__(
             n_timesteps,
@@ -236,9 +114,9 @@ class EpisodeBatcher(_BatcherBase):
             WorkerDiedError: If a worker died meanwhile.
         """
         self._open()
-        _check_count("n_episodes", n_episodes, 1)
-        _check_rows("agent_info", agent_info, n_episodes)
-        _check_rows("env_info", env_info, n_episodes)
+        check_count("n_episodes", n_episodes, 1)
+        check_rows("agent_info", agent_info, n_episodes)
+        check_rows("env_info", env_info, n_episodes)
         self._submit(n_episodes, as_infos(agent_info, env_info))
 
     def _submit(self, n_episodes: int, infos: Infos) -> None:
@@ -327,7 +205,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         env_args: Mapping[str, Any] | None = None,
         seeds: Seeds = None,
     ) -> None:
-        _BatcherBase.__init__(
+        BatcherBase.__init__(
             self,
             self._N_TIMESTEPS,
             None,
@@ -343,7 +221,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         self._last = None
 
 
-class Batcher(_BatcherBase):
+class Batcher(BatcherBase):
     """Collects windows: the next ``n_timesteps`` steps of every lane, in lane order.
 
     A lane is one environment of one worker; lanes of worker 0 come first. With environments that
@@ -372,7 +250,7 @@ class Batcher(_BatcherBase):
         n_threads: int = 1,
         seeds: Seeds = None,
         *,
-        timeout: float | None = _DEFAULT_TIMEOUT_S,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         super().__init__(
             n_timesteps,
@@ -416,8 +294,8 @@ class Batcher(_BatcherBase):
             SpecError: If an info has another number of rows.
         """
         coordinator = self._open()
-        _check_rows("agent_info", agent_info, self.n_lanes)
-        _check_rows("env_info", env_info, self.n_lanes)
+        check_rows("agent_info", agent_info, self.n_lanes)
+        check_rows("env_info", env_info, self.n_lanes)
         coordinator.drop_pending()
         self._infos = as_infos(agent_info, env_info)
         self._is_first = self._is_reset = True
@@ -497,59 +375,3 @@ class Batcher(_BatcherBase):
     def _layout(self, specs: StepSpecs) -> Layout:
         n_slots = specs.n_lanes * self._n_workers
         return Layout(specs, n_slots, self._n_timesteps, self._n_workers, specs.auto_reset)
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise SpecError(f"{name} should be an int of at least {least}, got {value!r}")
-
-
-def _check_rows(name: str, info: DictTensor | None, n_rows: int) -> None:
-    if info is None:
-        return
-    if not isinstance(info, DictTensor):
-        raise SpecError(f"{name} should be a DictTensor, got {type(info).__name__}")
-    if not info.empty() and info.n_elems() != n_rows:
-        raise SpecError(
-            compose(
-                f"{name} has {info.n_elems()} rows, {n_rows} were expected",
-                fix=f"give one row per row of the result, or leave {name} out",
-            )
-        )
-
-
-def _checked_seeds(seeds: Any, n_threads: int) -> Seeds:
-    if seeds is None:
-        return None
-    try:
-        numbers = [operator.index(seeds)] if _is_number(seeds) else list(map(operator.index, seeds))
-    except TypeError:
-        numbers = [-1]
-    if not numbers or min(numbers) < 0:
-        raise SpecError(f"seeds should be a non-negative int or a list of them, got {seeds!r}")
-    if _is_number(seeds):
-        return numbers[0]
-    # In this process any list will do: that of a run with workers gives the same data.
-    if n_threads and len(numbers) != n_threads:
-        raise SpecError(
-            compose(
-                f"seeds has {len(numbers)} entries, n_threads is {n_threads}",
-                fix="give one int, or one per worker",
-            )
-        )
-    return numbers
-
-
-def _is_number(value: Any) -> bool:
-    return hasattr(value, "__index__") and not getattr(value, "shape", ())
-
-
-def _pickled(functions: Any) -> bytes:
-    try:
-        pickled: bytes = cloudpickle.dumps(functions)
-    except Exception as error:
-        raise WorkerStartupError(
-            f"create_env, create_agent or their arguments cannot be pickled: {error}",
-            fix="create what cannot be pickled inside create_env or create_agent",
-        ) from error
-    return pickled

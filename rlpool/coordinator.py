@@ -8,7 +8,6 @@ cancelled, and its block is used again when every worker is done with it.
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +26,7 @@ from rlpool.errors import (
 from rlpool.requests import Packed, Request
 from rlpool.slots import BlockPool, Layout, StepSpecs
 from rlpool.storage import Memory, check_size, human
+from rlpool.workers.hang_watch import HangWatch
 from rlpool.workers.local import LocalWorker
 from rlpool.workers.messages import (
     ChunksDone,
@@ -78,6 +78,7 @@ class Coordinator:
     ) -> None:
         self._make_layout = make_layout
         self._timeout_s = timeout_s
+        self._watch = HangWatch(timeout_s)
         self._queued: deque[Request] = deque()  # not sent yet
         self._sent: list[Request] = []  # sent, and not yet done in every worker
         self._pending: deque[Request] = deque()  # not yet handed to the user
@@ -87,6 +88,7 @@ class Coordinator:
         self._fatal: RlpoolError | None = None
         self._blocks: BlockPool | None = None
         self._warned = False
+        self._unsent_update: Packed | None = None  # of a request that failed before it was sent
         self._n_requests = 0
         self.n_lanes = 0
         self.specs: StepSpecs | None = None
@@ -120,6 +122,8 @@ class Coordinator:
             RlpoolError: If a worker died.
         """
         self._refuse_if_dead()
+        if request.update is None:
+            request.update, self._unsent_update = self._unsent_update, None
         self._pending.append(request)
         self._queued.append(request)
         self._advance()
@@ -136,6 +140,7 @@ class Coordinator:
         request = self._pending[0]
         self._poll(0.0)
         if not blocking and not self._is_settled(request):
+            self._look_for_hang(request.remaining)
             return None
         self._wait_until(lambda: self._is_settled(request), request.remaining)
         self._pending.popleft()
@@ -278,16 +283,18 @@ class Coordinator:
         control["cancelled"][:] = 0
         gone = blocks.forget_surplus()
         if is_new or gone:
-            memory = block.memory if is_new else None
-            self._broadcast(MapBlock(block.number, block.layout, gone), memory)
-            if memory is not None:
-                memory.close_fd()
+            self._broadcast(
+                MapBlock(block.number, block.layout, gone), block.memory if is_new else None
+            )
+            block.memory.close_fd()
         if request.update is not None:
-            parcel, memory = request.update
-            self._broadcast(Update(request.policy_version, parcel), memory)
-            memory.close_fd()
+            update, update_memory = request.update
+            self._broadcast(Update(request.policy_version, update), update_memory)
+            update_memory.close_fd()
             request.update = None
-        parcel, memory = self.pack(request.infos) if any(request.infos) else (None, None)
+        parcel, memory = None, None
+        if any(request.infos):
+            parcel, memory = self.pack(request.infos)
         request.remaining.update(range(self._workers.n_workers))
         self._sent.append(request)
         for worker in range(self._workers.n_workers):
@@ -379,7 +386,10 @@ class Coordinator:
                 lane = int(busy[0])
             row = int(running[lane])
             env_info = {key: array[row].tolist() for key, array in request.infos[1].items()}
-            return Where(worker, lane, row, None, request.seed_of(row), env_info or None)
+            control, layout = request.running_block.arrays.control, request.running_block.layout
+            step = int(control["row"][worker, lane]) % layout.n_timesteps
+            step += int(control["steps_before"][worker, lane])
+            return Where(worker, lane, row, step, request.seed_of(row), env_info or None)
         return Where(worker)
 
     def _end_probe(self) -> None:
@@ -397,7 +407,19 @@ class Coordinator:
     def _fail_queued(self, error: RlpoolError) -> None:
         """Fail the request that was to run next: its infos did not even give the keys."""
         if self._queued:
-            self._queued.popleft().error = error
+            request = self._queued.popleft()
+            request.error = error
+            self._keep_update(request)
+
+    def _keep_update(self, request: Request) -> None:
+        """Let the next request bring the update that a failed one did not."""
+        if request.update is not None:
+            later = next((other for other in self._queued if other.update is None), None)
+            if later is not None and not any(other.update for other in self._queued):
+                later.update = request.update
+            elif later is None and not self._queued:
+                self._unsent_update = request.update
+            request.update = None
 
     # Waiting ---------------------------------------------------------------------------------
 
@@ -415,30 +437,21 @@ class Coordinator:
             is_over: The condition.
             watched: The workers that have something to do; may shrink meanwhile.
         """
-        steps = self._workers.progress()
-        since = [time.monotonic()] * len(steps)
         while not is_over():
-            if self._timeout_s is None:
-                self._poll(None)
-                continue
-            now = time.monotonic()
-            for worker, n_steps in enumerate(self._workers.progress()):
-                if n_steps != steps[worker] or worker not in watched:
-                    steps[worker], since[worker] = n_steps, now
-            late = [w for w in range(len(since)) if now - since[w] > self._timeout_s]
-            if late:
-                self._give_up(late[0])
-            else:
-                self._poll(max(0.0, min(since) + self._timeout_s - now) + 0.01)
+            self._poll(self._watch.patience_s)
+            if not is_over():
+                self._look_for_hang(watched)
 
-    def _give_up(self, worker: int) -> None:
-        """Kill a worker that hangs."""
-        self._fatal = WorkerTimeoutError(
-            f"worker {worker} made no progress for {self._timeout_s:g} s",
-            where=self._where(worker),
-            fix="look for an endless wait in the environment or the agent, or raise timeout",
-        )
-        self._workers.kill(worker)
+    def _look_for_hang(self, watched: set[int]) -> None:
+        """Kill a watched worker that makes no progress."""
+        worker = self._watch.hanging(self._workers.progress(), watched)
+        if worker is not None and self._fatal is None:
+            self._fatal = WorkerTimeoutError(
+                f"worker {worker} made no progress for {self._timeout_s:g} s",
+                where=self._where(worker),
+                fix="look for an endless wait in the environment or the agent, or raise timeout",
+            )
+            self._workers.kill(worker)
 
     # Ending a request ------------------------------------------------------------------------
 
@@ -454,6 +467,7 @@ class Coordinator:
         """Give up a request; its block is used again when no worker writes into it any more."""
         if request in self._queued:
             self._queued.remove(request)
+            self._keep_update(request)
         if request in self._sent:
             self._cancel(request)
         else:

@@ -3,8 +3,8 @@
 ::
 
     RlpoolError
-    ├ UsageError(RuntimeError)        order of calls, closed, nothing pending, missing __main__ guard
-    ├ SpecError(ValueError)           shape, dtype, device, key, space; names the key and both sides
+    ├ UsageError(RuntimeError)        order of calls, closed, nothing pending, no __main__ guard
+    ├ SpecError(ValueError)           shape, dtype, device, key, space; names both sides
     ├ NotEnoughDataError(ValueError)  a pool cannot fill the sample
     └ WorkerError(RuntimeError)       has .where (worker, lane, episode, step, seed, env_info)
       ├ WorkerStartupError            create_env or create_agent raised, or could not be pickled
@@ -58,7 +58,7 @@ class UsageError(RlpoolError, RuntimeError):
 
 
 class SpecError(RlpoolError, ValueError):
-    """A shape, dtype, device, key or space does not fit; the message names the key and both sides."""
+    """A shape, dtype, device, key or space does not fit; the message names both sides."""
 
 
 class NotEnoughDataError(RlpoolError, ValueError):

@@ -155,8 +155,11 @@ class Rollout:
         for key, flags in zip(FLAGS, self._shown_flags, strict=True):
             self._observation[key] = torch.from_numpy(flags)
         self._writer = SlotWriter(layout, plan.arrays, self._current, driver.state)
-        self._running = memoryview(plan.arrays.control["running"][self._worker])
-        self._n_finished = memoryview(plan.arrays.control["n_finished"])
+        self._running = plan.arrays.control["running"][self._worker].data
+        # The rows' numbers themselves are shared: they tell how far a worker got that died.
+        self._rows = plan.arrays.control["row"][self._worker]
+        self._steps_before = plan.arrays.control["steps_before"][self._worker].data
+        self._n_finished = plan.arrays.control["n_finished"].data
         self._n_timesteps = layout.n_timesteps
         self._restarts = layout.restarts
         # Idle lanes write into the slot behind the last, each into a row of its own if it can.
@@ -294,6 +297,7 @@ class Rollout:
             running = self._lanes[lane]
             running.episode = episodes[lane] = plan.restarted(lane, running.episode)
             running.steps_before = -self._steps_in_slot(lane)
+            self._steps_before[lane] = running.steps_before
         self._begin_episodes(plan, episodes)
 
     def _begin_episodes(self, plan: Plan, episodes: dict[int, Episode]) -> None:
@@ -322,6 +326,7 @@ class Rollout:
         self._lanes[lane] = running
         self._rows[lane] = running.slot * self._n_timesteps
         self._running[lane] = running.episode.number
+        self._steps_before[lane] = running.steps_before
 
     def _take_stock(self) -> None:
         """Find the lanes that step, and for how long none of them fills its slot."""

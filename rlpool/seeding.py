@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-Words = np.ndarray[Any, np.dtype[np.uint64]]
-Floats = np.ndarray[Any, np.dtype[np.float32]]
+Words = np.ndarray[Any, np.dtype[Any]]
+Floats = np.ndarray[Any, np.dtype[Any]]
 
 NOISE_CHUNK = 128
 """Steps of noise computed at once: so many that lanes seldom need the next chunk."""
@@ -54,7 +54,8 @@ def root_from(seeds: int | Sequence[int] | None) -> int:
     # A list is told apart from an int, [7] from 7: their lengths are part of the hash.
     words = [1, int(seeds)] if isinstance(seeds, int) else [2, len(seeds), *map(int, seeds)]
     low, high = np.random.SeedSequence(words).generate_state(2, np.uint64).tolist()
-    return (high << 64) | low
+    root: int = (high << 64) | low
+    return root
 
 
 def episode_seeds(root: int, execution: int, n_episodes: int) -> list[int]:
@@ -209,12 +210,14 @@ def _chunks(starts: Words, streams: Words, steps: Any, n_noise: int) -> Floats:
     counters = first + np.arange(NOISE_CHUNK * n_noise, dtype=np.uint64)
     words = (starts.reshape(-1, 1) + counters * _GOLDEN) ^ streams.reshape(-1, 1)
     numbers = (_mix(words) >> _NOISE_SHIFT).astype(np.float32) * _NOISE_UNIT
-    return numbers.reshape(-1, NOISE_CHUNK, n_noise)
+    chunks: Floats = numbers.reshape(-1, NOISE_CHUNK, n_noise)
+    return chunks
 
 
 def _derive(root: int, *path: int) -> Words:
     """Two words for a path below the root."""
-    return np.random.SeedSequence(root, spawn_key=path).generate_state(2, np.uint64)
+    words: Words = np.random.SeedSequence(root, spawn_key=path).generate_state(2, np.uint64)
+    return words
 
 
 def _mix_int(word: int) -> int:
@@ -228,4 +231,5 @@ def _mix_int(word: int) -> int:
 def _mix(words: Words) -> Words:
     for shift, factor in _ROUNDS:
         words = (words ^ (words >> shift)) * factor
-    return words ^ (words >> _LAST_SHIFT)
+    mixed: Words = words ^ (words >> _LAST_SHIFT)
+    return mixed

@@ -134,6 +134,8 @@ class Layout:
             "dirty": (self.n_slots + 1,),  # rows that may differ from zero
             "cursor": (self.step.n_lanes,),  # next episode of each row of the batch
             "running": (self.n_workers, self.step.n_lanes),  # episode that runs there, -1 if none
+            "row": (self.n_workers, self.step.n_lanes),  # slot * n_timesteps + step, of each lane
+            "steps_before": (self.n_workers, self.step.n_lanes),  # steps in earlier slots
             "n_finished": (self.n_workers,),  # episodes each worker has finished
             "cancelled": (1,),
         }

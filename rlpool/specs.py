@@ -59,15 +59,10 @@ class Leaf:
     Attributes:
         spec: What is stored.
         is_scalar: The environment hands out and expects Python numbers, not arrays.
-        kind: NumPy kind of the values, as ``np.dtype.kind``: ``"f"``, ``"i"``, ``"u"``, ``"b"``.
     """
 
     spec: TensorSpec
     is_scalar: bool
-
-    @property
-    def kind(self) -> str:
-        return self.spec.dtype.kind
 
 
 Structure = Leaf | Mapping[str, "Structure"] | tuple["Structure", ...]
@@ -205,8 +200,8 @@ def flattener(structure: Structure, name: str) -> Callable[[Any], list[Any]]:
                 visit(inner, value[key], f"{path}[{key!r}]", out)
             return
         if not isinstance(value, tuple | list) or len(value) != len(node):
-            got = len(value) if isinstance(value, tuple | list) else type(value).__name__
-            raise SpecError(f"{path} should be a tuple of {len(node)} parts, got {got}")
+            n_parts = len(value) if isinstance(value, tuple | list) else type(value)
+            raise SpecError(f"{path} should be a tuple of {len(node)} parts, got {n_parts}")
         for number, inner in enumerate(node):
             visit(inner, value[number], f"{path}[{number}]", out)
 

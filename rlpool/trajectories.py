@@ -33,11 +33,12 @@ class DerivedTensors(dict[str, Tensor]):
             super().__setitem__(key, derive)  # type: ignore[assignment]
 
     def __getitem__(self, key: str) -> Tensor:
-        value = super().__getitem__(key)
+        value: Any = super().__getitem__(key)
         if not isinstance(value, Tensor):
             value = value()
             super().__setitem__(key, value)
-        return value
+        tensor: Tensor = value
+        return tensor
 
     # Copies such as dict(...) and {**...} take the fast path around __getitem__ unless __iter__
     # is overridden.
@@ -54,7 +55,7 @@ class DerivedTensors(dict[str, Tensor]):
 
     def get(self, key: str, default: Any = None) -> Any:
         """The tensor of a key, or the default."""
-        return self[key] if key in self else default
+        return self[key] if key in self else default  # noqa: SIM401  (that would be this)
 
     def copy(self) -> dict[str, Tensor]:
         """A plain dict of all tensors, computed."""

@@ -100,4 +100,4 @@ class SlotWriter:
 
 def _numbers(arrays: Arrays, name: str) -> Any:
     """A control array as a memoryview: single numbers are read and written faster that way."""
-    return memoryview(arrays.control[name])  # type: ignore[arg-type]
+    return arrays.control[name].data

@@ -77,7 +77,8 @@ def modernised(env: Any) -> Any:
     Returns:
         ``env`` itself where nothing is to do.
     """
-    layer, wrapper = env, None
+    layer: Any = env
+    wrapper: Any = None
     while isinstance(layer, gymnasium.Wrapper) and not isinstance(layer, AncestorEnv):
         layer, wrapper = layer.env, layer
     arguments = _reset_arguments(layer)

@@ -153,7 +153,7 @@ class Columns:
         self.arrays: dict[str, Array] = {column.key: column.array for column in self._columns}
         self._flatten = flattener(structure, "observation")
         if isinstance(structure, Leaf):
-            self.write = self._columns[0].write  # type: ignore[method-assign]
+            self.write = self._columns[0].write  # type: ignore[method-assign, assignment]
 
     def write(self, lanes: Sequence[int], observations: Sequence[Any]) -> None:
         """Write one observation per lane.

@@ -137,7 +137,7 @@ class GymEnv(VecEnv):
             for lane in lanes:
                 lane_in_use[0] = lane
                 results.append(steps[lane](decoded[lane]))
-            observations, rewards, terminated, truncated, _ = zip(*results, strict=True)
+            observations, rewards, terminated, cut, _ = zip(*results, strict=True)
             if self._columns is not None:
                 self._columns.write(lanes, observations)
         except BadValue as error:
@@ -150,9 +150,10 @@ class GymEnv(VecEnv):
             self._elapsed += 1
         else:
             self._elapsed[list(lanes)] += 1
+        truncated: Sequence[Any] = cut
         self._until_limit -= 1
         if self._until_limit <= 0:
-            truncated = self._truncated(lanes, truncated)
+            truncated = self._truncated(lanes, cut)
         return rewards, terminated, truncated
 
     def _unwrap(self, lanes: Sequence[int]) -> None:

@@ -114,7 +114,7 @@ class VecEnv(ABC):
     ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         """Step lanes, write their observations; return rewards, terminated, truncated."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (not every environment has something to close)
         """Close the environments."""
 
     def declare_actions(self, specs: Mapping[str, TensorSpec]) -> None:
@@ -279,7 +279,7 @@ class VecEnv(ABC):
         return DictTensor(values), torch.from_numpy(rows)
 
     def _actions_of(self, policy_output: DictTensor) -> dict[str, Array]:
-        keys = [k for k in policy_output.keys() if k == "action" or k.startswith("action/")]
+        keys = [k for k in policy_output if k == "action" or k.startswith("action/")]
         leaves = self.action_leaves
         expected = list(leaves) if leaves is not None else keys
         if not expected or sorted(keys) != sorted(expected):

@@ -146,7 +146,7 @@ class Collector:
         seed = worker_seed(setup.root, setup.worker)
         if setup.owns_process:
             torch.manual_seed(seed)
-            np.random.seed(seed & 0xFFFFFFFF)
+            np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  (for environments that use it)
         where = Where(worker=setup.worker)
         try:
             functions = setup.functions

@@ -34,7 +34,7 @@ _TEST_SEEDS = (0, 1, 2**32 - 1, 2**32, 3320729392990590247, 2**63 - 1)
 Words = np.ndarray[Any, Any]
 
 
-class HashedSeed(ISpawnableSeedSequence):  # type: ignore[misc]
+class HashedSeed(ISpawnableSeedSequence):
     """A seed whose hash is known, as far as a ``PCG64`` asks for it.
 
     Args:
@@ -51,7 +51,8 @@ class HashedSeed(ISpawnableSeedSequence):  # type: ignore[misc]
         """The hash, computed here if it is another one than was prepared."""
         if n_words == _STATE_WORDS and dtype == np.uint64:
             return self._words
-        return self._sequence().generate_state(n_words, dtype)
+        words: Words = self._sequence().generate_state(n_words, dtype)
+        return words
 
     def spawn(self, n_children: int) -> list[SeedSequence]:
         """Children as of NumPy's own sequence."""
@@ -81,7 +82,8 @@ class FastSeeding:
         row = self._rows.get(seed) if seed is not None else None
         if row is None or seed is None:
             return self._original(seed)
-        return np.random.Generator(np.random.PCG64(HashedSeed(seed, self._words[row]))), seed
+        hashed_seed: Any = HashedSeed(seed, self._words[row])
+        return np.random.Generator(np.random.PCG64(hashed_seed)), seed
 
     def install(self) -> bool:
         """Replace Gymnasium's function if this one gives the same; returns whether it does."""
@@ -115,7 +117,8 @@ def hashed(seeds: Words) -> Words:
         value = value ^ np.uint32(constant)
         constant = (constant * _MULT_A) & _MASK
         value = value * np.uint32(constant)
-        return value ^ (value >> _SHIFT)
+        mixed: Words = value ^ (value >> _SHIFT)
+        return mixed
 
     zero = np.zeros(len(seeds), np.uint32)
     entropy = [seeds.astype(np.uint32), (seeds >> np.uint64(32)).astype(np.uint32), zero, zero]
@@ -132,4 +135,5 @@ def hashed(seeds: Words) -> Words:
         constant = (constant * _MULT_B) & _MASK
         value = value * np.uint32(constant)
         state[:, number] = value ^ (value >> _SHIFT)
-    return state.view("<u8").astype(np.uint64)
+    words: Words = state.view("<u8").astype(np.uint64)
+    return words

@@ -66,7 +66,7 @@ def unpack(parcel: Parcel, memory: Memory) -> Any:
     """Read an object; its tensors are views on the memory and keep it alive."""
     root = memory.root()
     buffers = [root[start : start + size] for start, size in parcel.buffers]
-    return pickle.loads(root[: parcel.n_pickle], buffers=buffers)
+    return pickle.loads(root[: parcel.n_pickle].data, buffers=buffers)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -104,8 +104,9 @@ class EpisodePlan:
         self._noise = NoiseStarts(self._seeds, n_noise) if n_noise else None
         self._n_lanes = self.layout.step.n_lanes
         self._free = list(reversed(message.slots))
-        self._cursor = memoryview(self.arrays.control["cursor"])
-        self._cancelled = memoryview(self.arrays.control["cancelled"])
+        self._owns_slots = bool(message.slots)
+        self._cursor = self.arrays.control["cursor"].data
+        self._cancelled = self.arrays.control["cancelled"].data
         self._claim_divisor = 4 * self.layout.n_workers
         self._claimed: list[list[Episode]] = [[] for _ in range(self._n_lanes)]
         self._exhausted: set[int] = set()
@@ -119,7 +120,8 @@ class EpisodePlan:
         """The lane's next episode, if it has a slot to write to."""
         in_place = self._message.in_place
         if not in_place and not self._free:
-            self._refused = lane not in self._exhausted or self._refused
+            # Its slots come back when they are emptied; a worker that has none takes no part.
+            self._refused = self._refused or (self._owns_slots and lane not in self._exhausted)
             return None
         if not self._claimed[lane] and (lane in self._exhausted or not self._claim(lane)):
             return None
@@ -226,7 +228,7 @@ class WindowPlan:
         self._slots = dict(message.slots)
         self._starts = message.is_first
         self._first_lane = worker * self.layout.step.n_lanes
-        self._cancelled = memoryview(self.arrays.control["cancelled"])
+        self._cancelled = self.arrays.control["cancelled"].data
 
     def next_episode(self, lane: int) -> Episode | None:
         """In the first window after a reset: the lane's episode."""

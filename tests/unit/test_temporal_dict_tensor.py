@@ -469,6 +469,7 @@ def test_flatten_can_repeat_the_info() -> None:
         pytest.param(lambda block: block[:, :T].requires_grad_(), id="with gradients"),
         pytest.param(lambda block: block[:, :T, :0], id="no features"),
         pytest.param(lambda block: block[:, ::2], id="every other step"),
+        pytest.param(lambda block: block[:, ::3], id="pitch that is no multiple of a step"),
     ],
 )
 def test_steps_are_found_in_any_memory_layout(view: Callable[[Any], Any]) -> None:
@@ -753,7 +754,7 @@ def test_pickle_keeps_steps_lengths_and_info() -> None:
 
 
 def test_view_pickles_its_values_and_not_the_storage() -> None:
-    block = make_trajectories([100] * 100, 100)
+    block = make_trajectories([10] * 1000, 10)
     part = block[3:5].temporal_slice(0, 4)
     file = io.BytesIO()
     torch.save(part, file)
@@ -761,7 +762,8 @@ def test_view_pickles_its_values_and_not_the_storage() -> None:
     file.seek(0)
     for again in (pickle.loads(pickle.dumps(part)), torch.load(file, weights_only=False)):
         assert rows(again) == [[400, 401, 402, 403], [500, 501, 502, 503]]
-    assert len(pickle.dumps(part)) < 4000  # the block has 170,000 bytes
+    assert len(pickle.dumps(block[3:5])) < 4000  # lengths are a view here
+    assert len(pickle.dumps(part)) < 4000  # the block has 178,000 bytes, its lengths 8,000
     assert file_size < 8000
 
 

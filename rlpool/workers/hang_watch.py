@@ -1,0 +1,50 @@
+"""Notices workers that make no progress."""
+
+from __future__ import annotations
+
+import time
+
+_LONGEST_LOOK_S = 0.5
+"""Time between two looks counts up to so much: who looks seldom cannot tell a worker that hangs
+from one that waited for him."""
+
+
+class HangWatch:
+    """Adds up how long each worker was watched without making a step.
+
+    Args:
+        timeout_s: Seconds after which a worker counts as hanging, ``None`` for never.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self._steps: list[int] = []
+        self._idle_s: list[float] = []
+        self._last_look_s = time.monotonic()
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long to wait at most before the next look, ``None`` for ever."""
+        return None if self._timeout_s is None else min(_LONGEST_LOOK_S, self._timeout_s / 4)
+
+    def hanging(self, steps: list[int], watched: set[int]) -> int | None:
+        """A worker that hangs, if there is one.
+
+        Args:
+            steps: Steps that each worker has done.
+            watched: The workers that have something to do.
+        """
+        if self._timeout_s is None:
+            return None
+        if len(self._steps) != len(steps):
+            self._steps, self._idle_s = [-1] * len(steps), [0.0] * len(steps)
+        now_s = time.monotonic()
+        passed_s = min(now_s - self._last_look_s, _LONGEST_LOOK_S)
+        self._last_look_s = now_s
+        for worker, n_steps in enumerate(steps):
+            if n_steps != self._steps[worker] or worker not in watched:
+                self._steps[worker], self._idle_s[worker] = n_steps, 0.0
+            else:
+                self._idle_s[worker] += passed_s
+        late = [worker for worker, idle_s in enumerate(self._idle_s) if idle_s > self._timeout_s]
+        return late[0] if late else None

@@ -1,0 +1,355 @@
+"""Environments written for the old gym, and other signatures of ``reset``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from rlpool import DictTensor, EpisodeBatcher, GymEnv, GymEnvInf, SpecError
+
+from support.agents import StepCounter
+from support.envs import (
+    AncestorCountingEnv,
+    AncestorInfoEnv,
+    AncestorWrapper,
+    CountingEnv,
+    InfoEnv,
+    SpacedAncestorEnv,
+    assert_same_tensors,
+    counting_trajectories,
+)
+
+KINDS = [AncestorCountingEnv, SpacedAncestorEnv]
+both_kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def action(*values: Any) -> DictTensor:
+    return DictTensor({"action": torch.tensor(values)})
+
+
+def collect(make_env: Any, n_episodes: int, n_envs: int = 2, **arguments: Any) -> Any:
+    """Episodes of a ``StepCounter``, in this process."""
+    infos = arguments.pop("infos", {})
+    with EpisodeBatcher(
+        n_timesteps=2,
+        n_slots=4,
+        create_agent=StepCounter,
+        create_env=lambda seed: GymEnv([make_env() for _ in range(n_envs)], seed, **arguments),
+        n_threads=0,
+        seeds=0,
+    ) as batcher:
+        batcher.execute(n_episodes, **infos)
+        return batcher.get()
+
+
+@both_kinds
+def test_reset_and_step_work_as_with_a_modern_environment(kind: Any) -> None:
+    env = GymEnv([kind(length=1, number=3), kind(length=2, number=4)], seed=0)
+    observation, running = env.reset()
+    assert running.tolist() == [0, 1]
+    assert observation["frame"].tolist() == [[0, 3], [0, 4]]
+    assert observation["frame"].dtype == torch.float32
+    assert observation["initial_state"].tolist() == [True, True]
+    (observation, ran), (after, running) = env.step(action(8, 9))
+    assert ran.tolist() == [0, 1]
+    assert running.tolist() == [1]
+    assert observation["frame"].tolist() == [[1, 3], [1, 4]]
+    assert observation["reward"].tolist() == [301, 401]
+    assert observation["terminated"].tolist() == [True, False]
+    assert observation["truncated"].tolist() == [False, False]
+    assert observation["done"].tolist() == [True, False]
+    assert observation["last_action"].tolist() == [8, 9]
+    assert after["frame"].tolist() == [[1, 4]]
+
+
+@both_kinds
+def test_a_batcher_gives_the_same_trajectories_as_for_modern_environments(kind: Any) -> None:
+    trajectories = collect(lambda: kind(length=5, number=2), 3)
+    assert_same_tensors(trajectories, counting_trajectories([5, 5, 5], [2, 2, 2]))
+
+
+@both_kinds
+def test_every_reset_is_seeded_before(kind: Any) -> None:
+    inner = kind(length=1)
+    env = GymEnvInf([inner], seed=0)
+    env.reset()
+    for _ in range(3):
+        env.step(action(0))
+    assert len(inner.seeds) == 4
+    assert len(set(inner.seeds)) == 4
+    assert all(0 <= seed < 2**32 for seed in inner.seeds)
+    np.random.RandomState(inner.seeds[0])
+
+
+def test_the_same_seed_seeds_ancestors_alike() -> None:
+    first, second = SpacedAncestorEnv(), SpacedAncestorEnv()
+    GymEnv([first], seed=4).reset()
+    GymEnv([second], seed=4).reset()
+    assert first.seeds == second.seeds
+
+
+def test_an_environment_without_seed_method_works() -> None:
+    class Env:
+        def reset(self) -> float:
+            return 0.5
+
+        def step(self, action: Any) -> tuple[float, int, bool, dict[str, Any]]:
+            return 1.5, 1, True, {}
+
+    env = GymEnv([Env()], seed=0)
+    observation, _ = env.reset()
+    assert observation["frame"].tolist() == [0.5]
+    assert observation["frame"].dtype == torch.float32
+    (observation, _), (_, running) = env.step(action(0))
+    assert observation["frame"].tolist() == [1.5]
+    assert running.tolist() == []
+    env.close()
+
+
+def test_a_time_limit_that_the_info_reports_is_a_truncation() -> None:
+    env = GymEnv([SpacedAncestorEnv(length=1, is_limited=True)], seed=0)
+    env.reset()
+    (observation, _), _ = env.step(action(0))
+    assert observation["truncated"].tolist() == [True]
+    assert observation["terminated"].tolist() == [False]
+    assert observation["done"].tolist() == [True]
+
+
+@both_kinds
+def test_a_time_limit_can_be_put_on_top(kind: Any) -> None:
+    trajectories = collect(lambda: kind(length=9), 2, max_episode_steps=4)
+    assert trajectories.lengths.tolist() == [4, 4]
+    assert_same_tensors(trajectories, counting_trajectories([4, 4], [0, 0], ["truncated"] * 2))
+
+
+@both_kinds
+def test_ancestors_restart_on_their_own(kind: Any) -> None:
+    env = GymEnvInf([kind(length=2)], seed=0)
+    env.reset()
+    env.step(action(1))
+    (observation, _), (after, running) = env.step(action(1))
+    assert running.tolist() == [0]
+    assert observation["frame"].tolist() == [[2, 0]]
+    assert observation["done"].tolist() == [True]
+    assert after["frame"].tolist() == [[0, 0]]
+    assert after["reward"].tolist() == [0]
+    assert after["initial_state"].tolist() == [True]
+    assert after["done"].tolist() == [False]
+
+
+@both_kinds
+def test_ancestors_are_closed(kind: Any) -> None:
+    inner = kind()
+    GymEnv([inner], seed=0).close()
+    assert inner.is_closed
+
+
+def test_without_an_action_space_the_last_action_takes_its_shape_from_the_first() -> None:
+    env = GymEnv([AncestorCountingEnv(), AncestorCountingEnv()], seed=0)
+    env.reset()
+    (observation, _), _ = env.step(DictTensor({"action": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}))
+    assert observation["last_action"].tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.tensor([3]), 3),
+        (torch.tensor([1.5]), 1.5),
+        (torch.tensor([[1.5, 2.5]]), [1.5, 2.5]),
+    ],
+)
+def test_without_an_action_space_actions_arrive_as_numbers_or_arrays(
+    tensor: torch.Tensor, expected: Any
+) -> None:
+    given: list[Any] = []
+
+    class Env(AncestorCountingEnv):
+        def step(self, action: Any) -> Any:
+            given.append(action)
+            return super().step(action)
+
+    env = GymEnv([Env()], seed=0)
+    env.reset()
+    env.step(DictTensor({"action": tensor}))
+    if isinstance(expected, list):
+        assert isinstance(given[0], np.ndarray)
+        assert given[0].dtype == np.float32
+        assert given[0].tolist() == expected
+    else:
+        assert type(given[0]) is type(expected)
+        assert given[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        (3, {"frame": ("int64", 3)}),
+        (2.5, {"frame": ("float32", 2.5)}),
+        ([1, 2], {"frame": ("int64", [1, 2])}),
+        (np.arange(2, dtype=np.uint8), {"frame": ("uint8", [0, 1])}),
+        ((1, 2.5), {"frame/0": ("int64", 1), "frame/1": ("float32", 2.5)}),
+        ({"a": 1, "b": {"c": [0.5]}}, {"a": ("int64", 1), "b/c": ("float32", [0.5])}),
+    ],
+)
+def test_undeclared_observations_are_described_by_the_first(first: Any, expected: Any) -> None:
+    class Env(AncestorCountingEnv):
+        def reset(self) -> Any:
+            super().reset()
+            return first
+
+        def step(self, action: Any) -> Any:
+            return (first, *super().step(action)[1:])
+
+    env = GymEnv([Env(), Env()], seed=0)
+    (observation, _), _ = env.reset(), env.step(action(0, 0))
+    for key, (dtype, value) in expected.items():
+        assert str(observation[key].numpy().dtype) == dtype
+        assert observation[key].tolist() == [value, value]
+
+
+def test_undeclared_observations_that_change_are_refused() -> None:
+    class Env(AncestorCountingEnv):
+        def step(self, action: Any) -> Any:
+            return (np.zeros(3, np.float32), *super().step(action)[1:])
+
+    env = GymEnv([Env()], seed=0)
+    env.reset()
+    with pytest.raises(SpecError, match=r"'frame' should have shape \[2\], got \[3\]"):
+        env.step(action(0))
+
+
+# env_info
+
+
+def test_a_reset_that_takes_env_info_gets_it_at_every_reset() -> None:
+    envs = [AncestorInfoEnv(length=1), AncestorInfoEnv(length=1)]
+    env = GymEnvInf(envs, seed=0)
+    env.reset(DictTensor({"id": torch.tensor([5, 6])}))
+    env.step(action(0, 0))
+    assert [inner.infos for inner in envs] == [[{"id": 5}] * 2, [{"id": 6}] * 2]
+
+
+def test_a_reset_that_takes_env_info_gets_an_empty_one_without() -> None:
+    inner = AncestorInfoEnv()
+    GymEnv([inner], seed=0).reset()
+    assert inner.infos == [{}]
+
+
+def test_env_info_reaches_ancestors_in_a_batcher() -> None:
+    info = DictTensor({"length": torch.tensor([3, 1, 5]), "id": torch.tensor([7, 8, 9])})
+    trajectories = collect(AncestorInfoEnv, 3, infos={"env_info": info})
+    assert_same_tensors(trajectories, counting_trajectories([3, 1, 5], [7, 8, 9]))
+
+
+def test_env_info_is_seen_through_gymnasiums_wrappers() -> None:
+    class Env(gymnasium.Env[Any, Any]):
+        observation_space = spaces.Box(-9, 9, (1,), np.float32)
+        action_space = spaces.Discrete(2)
+        got: Any = None
+
+        def reset(self, env_info: Any = None) -> Any:  # type: ignore[override]
+            Env.got = env_info
+            return np.zeros(1, np.float32)
+
+        def step(self, action: Any) -> Any:
+            return np.zeros(1, np.float32), 0.0, True, {}
+
+    wrapped = gymnasium.wrappers.TimeLimit(gymnasium.wrappers.FlattenObservation(Env()), 10)
+    env = GymEnv([wrapped], seed=0)
+    env.reset(DictTensor({"task": torch.tensor([4])}))
+    assert Env.got == {"task": 4}
+    (observation, _), _ = env.step(action(0))
+    assert observation["terminated"].tolist() == [True]
+
+
+def test_a_modern_reset_that_also_takes_env_info_gets_it_there() -> None:
+    inner = InfoEnv()
+    observation, _ = GymEnv([inner], seed=0).reset(DictTensor({"id": torch.tensor([4])}))
+    assert inner.infos == [{"id": 4}]
+    assert observation["frame"].tolist() == [[0, 4]]
+
+
+def test_a_reset_that_takes_env_info_and_anything_else_gets_it_there() -> None:
+    class Env(CountingEnv):
+        got: Any = None
+
+        def reset(self, env_info: Any = None, **arguments: Any) -> Any:  # type: ignore[override]
+            Env.got = env_info
+            return super().reset()
+
+    GymEnv([Env()], seed=0).reset(DictTensor({"task": torch.tensor([4])}))
+    assert Env.got == {"task": 4}
+
+
+@pytest.mark.parametrize("names", ["", "seed", "options", "seed options"])
+def test_a_reset_gets_what_it_takes_of_seed_and_options(names: str) -> None:
+    got: dict[str, Any] = {}
+
+    class NoArguments(CountingEnv):
+        def reset(self) -> Any:  # type: ignore[override]
+            return super().reset()
+
+    class Seed(CountingEnv):
+        def reset(self, seed: Any = None) -> Any:  # type: ignore[override]
+            got["seed"] = seed
+            return super().reset(seed=seed)
+
+    class Options(CountingEnv):
+        def reset(self, options: Any = None) -> Any:  # type: ignore[override]
+            got["options"] = options
+            return super().reset(options=options)
+
+    class Both(CountingEnv):
+        def reset(self, seed: Any = None, options: Any = None) -> Any:  # type: ignore[override]
+            got.update(seed=seed, options=options)
+            return super().reset(seed=seed, options=options)
+
+    kinds = {"": NoArguments, "seed": Seed, "options": Options, "seed options": Both}
+    env = GymEnv([kinds[names]()], seed=0)
+    observation, _ = env.reset(DictTensor({"id": torch.tensor([4])}))
+    assert observation["frame"].tolist() == [[0, 4 if "options" in names else 0]]
+    assert set(got) == set(names.split())
+    assert got.get("options", {"id": 4}) == {"id": 4}
+    assert got.get("seed", 1) is not None
+
+
+# Wrappers of the same age
+
+
+def test_an_old_wrapper_around_an_old_environment_works() -> None:
+    env = GymEnv([AncestorWrapper(SpacedAncestorEnv(length=2, number=1))], seed=0)
+    observation, _ = env.reset()
+    assert observation["frame"].tolist() == [[0, 1]]
+    (observation, _), _ = env.step(action(0))
+    assert observation["frame"].tolist() == [[1, 1]]
+    (observation, _), (_, running) = env.step(action(0))
+    assert observation["terminated"].tolist() == [True]
+    assert running.tolist() == []
+
+
+def test_an_old_time_limit_around_an_old_environment_truncates() -> None:
+    inner = AncestorCountingEnv(length=9)
+    env = GymEnv([AncestorWrapper(inner, max_episode_steps=2)], seed=0)
+    env.reset()
+    env.step(action(0))
+    (observation, _), _ = env.step(action(0))
+    assert observation["truncated"].tolist() == [True]
+    assert len(inner.seeds) == 1
+
+
+def test_old_wrappers_in_a_batcher_give_right_trajectories() -> None:
+    trajectories = collect(lambda: AncestorWrapper(AncestorWrapper(AncestorCountingEnv(5))), 3)
+    assert_same_tensors(trajectories, counting_trajectories([5, 5, 5], [0, 0, 0]))
+
+
+def test_a_time_limit_can_be_put_on_an_old_wrapper() -> None:
+    env = GymEnv([AncestorWrapper(AncestorCountingEnv(length=9))], seed=0, max_episode_steps=1)
+    env.reset()
+    (observation, _), _ = env.step(action(0))
+    assert observation["truncated"].tolist() == [True]

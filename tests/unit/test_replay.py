@@ -1,0 +1,318 @@
+"""An agent replayed over trajectories puts out what it put out when they were collected."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import gymnasium as gym
+import pytest
+import torch
+from torch import nn
+
+from rlpool import (
+    Agent,
+    Batcher,
+    DictTensor,
+    EpisodeBatcher,
+    GymEnv,
+    GymEnvInf,
+    SpecError,
+    TemporalDictTensor,
+    replay_agent,
+    sample_categorical,
+)
+
+N_LANES = 3
+STANDARD_KEYS = {"frame", "reward", "terminated", "truncated", "done", "initial_state"}
+
+
+def create_env(seed, kind=GymEnv):
+    return kind([gym.make("CartPole-v1") for _ in range(N_LANES)], seed, max_episode_steps=25)
+
+
+class RecurrentAgent(nn.Module, Agent):
+    """A GRU that starts from zeros when it is called with ``state=None``."""
+
+    n_noise = 1
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = nn.GRUCell(4, 8)
+        self.head = nn.Linear(8, 2)
+
+    def start(self, agent_info, n):
+        return DictTensor({"hidden": torch.zeros(n, 8)})
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        if state is None:
+            state = self.start(agent_info, observation.n_elems())
+        hidden = self.cell(observation["frame"], state["hidden"])
+        logits = self.head(hidden)
+        action, log_probability = sample_categorical(logits, observation["noise"])
+        output = {"action": action, "logits": logits, "log_probability": log_probability}
+        return state, DictTensor(output), DictTensor({"hidden": hidden})
+
+
+class LearnedStartAgent(RecurrentAgent):
+    """One whose initial state is a parameter, per kind of agent."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(6, 8)
+
+    def initial_state(self, agent_info, n):
+        kinds = torch.zeros(n, dtype=torch.int64) if agent_info is None else agent_info["kind"]
+        return DictTensor({"hidden": self.table(kinds)})
+
+
+class CalledForStartAgent(LearnedStartAgent):
+    """The same, but started by a call with ``state=None``."""
+
+    def initial_state(self, agent_info, n):
+        raise NotImplementedError
+
+    def start(self, agent_info, n):
+        return LearnedStartAgent.initial_state(self, agent_info, n)
+
+
+CalledForStartAgent.initial_state = Agent.initial_state
+
+
+class FeedForwardAgent(nn.Module, Agent):
+    n_noise = 1
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(4, 2)
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        logits = self.head(observation["frame"])
+        if agent_info is not None:
+            logits = logits * agent_info["kind"].unsqueeze(1)
+        action, log_probability = sample_categorical(logits, observation["noise"])
+        output = {"action": action, "logits": logits, "log_probability": log_probability}
+        return DictTensor(), DictTensor(output), DictTensor()
+
+
+class HistoryAgent(FeedForwardAgent):
+    """Decides by the sum of all frames so far and by its last action."""
+
+    def require_history(self):
+        return True
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        frames = observation["frame"]
+        if history.n_timesteps():
+            mask = history.mask().unsqueeze(-1)
+            frames = frames - (history["_frame"] * mask).sum(1) - (history["frame"] * mask).sum(1)
+            frames = frames + history["action"].sum(1, keepdim=True) * 0.1
+        seen = DictTensor({"frame": frames, "noise": observation["noise"]})
+        return super().__call__(state, seen, agent_info)
+
+
+RECURRENT = [RecurrentAgent, LearnedStartAgent, CalledForStartAgent]
+AGENTS = [*RECURRENT, FeedForwardAgent, HistoryAgent]
+each_agent = pytest.mark.parametrize("create_agent", AGENTS)
+each_source = pytest.mark.parametrize("state", ["recompute", "stored"])
+
+
+def collect_episodes(create_agent, n_episodes=8, agent_info=None):
+    with EpisodeBatcher(7, 16, create_agent, {}, create_env, {}, n_threads=0, seeds=0) as batcher:
+        batcher.execute(n_episodes, agent_info)
+        return batcher.get()
+
+
+def collect_windows(create_agent, n_windows, n_timesteps=30, agent_info=None, kind=GymEnvInf):
+    windows = []
+    with Batcher(
+        n_timesteps,
+        None,
+        create_agent,
+        {},
+        partial(create_env, kind=kind),
+        {},
+        n_threads=0,
+        seeds=0,
+    ) as batcher:
+        batcher.reset(agent_info)
+        for _ in range(n_windows):
+            batcher.execute()
+            windows.append(batcher.get())
+    return windows
+
+
+def kinds(n):
+    return DictTensor({"kind": torch.arange(n) % 6})
+
+
+def assert_replayed(replayed, collected):
+    assert torch.equal(replayed.lengths, collected.lengths)
+    assert replayed.n_timesteps() == collected.n_timesteps()
+    assert set(replayed.keys()) == {"action", "logits", "log_probability"}
+    for key in replayed:
+        assert replayed[key].dtype == collected[key].dtype
+        torch.testing.assert_close(replayed[key], collected[key])
+
+
+@each_source
+@each_agent
+def test_replay_of_episodes_equals_what_was_collected(create_agent, state):
+    collected = collect_episodes(create_agent)
+    assert not collected.full()
+    assert_replayed(replay_agent(create_agent(), collected, state=state), collected)
+
+
+@each_source
+@each_agent
+def test_replay_gives_every_row_its_agent_info(create_agent, state):
+    collected = collect_episodes(create_agent, agent_info=kinds(8))
+    replayed = replay_agent(create_agent(), collected, state=state)
+    assert_replayed(replayed, collected)
+    assert torch.equal(replayed.info["agent_info/kind"], kinds(8)["kind"])
+
+
+@each_source
+@each_agent
+def test_replay_of_windows_restarts_where_episodes_begin(create_agent, state):
+    windows = collect_windows(create_agent, 3, agent_info=kinds(N_LANES))
+    assert all(window["initial_state"][:, 1:].any(1).all() for window in windows)
+    n_starting = [int(window["initial_state"][:, 0].sum()) for window in windows]
+    assert n_starting[0] == N_LANES
+    assert min(n_starting) == 0
+    # What an agent that looks back saw before a window is not in it.
+    for window in windows[:1] if create_agent is HistoryAgent else windows:
+        assert_replayed(replay_agent(create_agent(), window, state=state), window)
+
+
+@each_source
+@pytest.mark.parametrize("create_agent", RECURRENT)
+def test_replay_of_windows_goes_on_from_the_stored_state(create_agent, state):
+    windows = collect_windows(create_agent, 3, n_timesteps=6, kind=GymEnv)
+    assert not any(window["initial_state"].any() for window in windows[1:])
+    for window in windows:
+        assert_replayed(replay_agent(create_agent(), window, state=state), window)
+
+
+@pytest.mark.parametrize("create_agent", RECURRENT)
+def test_replay_of_rows_of_which_only_some_start_an_episode(create_agent):
+    first, second = collect_windows(create_agent, 2, n_timesteps=6, kind=GymEnv)
+    mixed = TemporalDictTensor.cat([second, first])
+    assert_replayed(replay_agent(create_agent(), mixed), mixed)
+
+
+@pytest.mark.parametrize("create_agent", RECURRENT)
+def test_replay_of_later_steps_leaves_rows_without_any_at_zero(create_agent):
+    episodes = collect_episodes(create_agent)
+    later = episodes.temporal_slice(int(episodes.lengths.min()), episodes.n_timesteps())
+    assert 0 in later.lengths
+    assert later.lengths.any()
+    for state in ("recompute", "stored"):
+        assert_replayed(replay_agent(create_agent(), later, state=state), later)
+
+
+@each_source
+def test_replay_keeps_steps_that_are_padding_in_every_row(state):
+    collected = collect_episodes(RecurrentAgent)
+    shortest = collected[collected.lengths == collected.lengths.min()]
+    assert shortest.n_timesteps() > shortest.lengths.max()
+    assert_replayed(replay_agent(RecurrentAgent(), shortest, state=state), shortest)
+
+
+@each_source
+@each_agent
+def test_every_parameter_receives_a_gradient(create_agent, state):
+    collected = collect_episodes(create_agent, agent_info=kinds(8))
+    agent = create_agent()
+    replay_agent(agent, collected, state=state)["log_probability"].sum().backward()
+    for name, parameter in agent.named_parameters():
+        if state == "stored" and name == "table.weight":
+            assert parameter.grad is None  # stored states are constants
+        else:
+            assert parameter.grad.abs().sum() > 0, name
+
+
+def test_recomputed_states_carry_gradients_back_to_the_start():
+    collected = collect_episodes(LearnedStartAgent)
+    agent = LearnedStartAgent()
+    logits = replay_agent(agent, collected)["logits"]
+    last = logits[torch.arange(8), collected.lengths - 1]
+    last.sum().backward()
+    assert agent.table.weight.grad.abs().sum() > 0
+
+
+@each_source
+def test_gradient_is_that_of_the_unpadded_rows(state):
+    collected = collect_episodes(RecurrentAgent)
+    whole, parts = RecurrentAgent(), RecurrentAgent()
+    replay_agent(whole, collected, state=state)["log_probability"].sum().backward()
+    for row in collected.unfold():
+        replay_agent(parts, row.shorten(), state=state)["log_probability"].sum().backward()
+    for left, right in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(left.grad, right.grad, rtol=1e-4, atol=1e-4)
+
+
+class DirectionAgent(FeedForwardAgent):
+    """Divides by what is zero in padding."""
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        frame = observation["frame"]
+        direction = frame / frame.norm(dim=1, keepdim=True)
+        seen = DictTensor({"frame": direction, "noise": observation["noise"]})
+        return super().__call__(state, seen)
+
+
+@each_source
+def test_padding_cannot_spoil_the_gradient(state):
+    collected = collect_episodes(DirectionAgent)
+    agent = DirectionAgent()
+    replay_agent(agent, collected, state=state)["logits"].sum().backward()
+    assert agent.head.weight.grad.isfinite().all()
+
+
+class CuriousAgent(LearnedStartAgent):
+    """Notes what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        self.seen.append((set(state.keys()), set(observation.keys()), observation.n_elems()))
+        return super().__call__(state, observation, agent_info, history)
+
+
+def test_agent_gets_the_keys_and_the_whole_batch_as_in_collection():
+    collected = collect_episodes(CuriousAgent)
+    agent = CuriousAgent()
+    collected.set("advantage", torch.zeros(8, collected.n_timesteps()))  # a key of the user's
+    replay_agent(agent, collected)
+    keys = STANDARD_KEYS | {"last_action", "noise"}
+    assert agent.seen == [({"hidden"}, keys, 8)] * collected.n_timesteps()
+
+
+def test_stored_states_take_one_call_on_all_transitions():
+    collected = collect_episodes(CuriousAgent)
+    agent = CuriousAgent()
+    replay_agent(agent, collected, state="stored")
+    assert [n_rows for _, _, n_rows in agent.seen] == [int(collected.lengths.sum())]
+
+
+def test_trajectories_without_steps_are_refused():
+    empty = collect_episodes(RecurrentAgent).temporal_slice(0, 0)
+    with pytest.raises(SpecError, match="no steps"):
+        replay_agent(RecurrentAgent(), empty)
+
+
+def test_unknown_state_source_is_refused():
+    collected = collect_episodes(RecurrentAgent, n_episodes=1)
+    with pytest.raises(SpecError, match="'recompute' or state='stored'"):
+        replay_agent(RecurrentAgent(), collected, state="zero")
+
+
+def test_missing_noise_is_named():
+    collected = collect_episodes(RecurrentAgent, n_episodes=1)
+    keys = [key for key in collected if key != "noise"]
+    with pytest.raises(KeyError, match="noise"):
+        replay_agent(RecurrentAgent(), collected.get(keys))

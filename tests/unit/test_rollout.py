@@ -1,0 +1,359 @@
+"""The step loop, seen from its two ends: which lane runs which episode, what ends where.
+
+Whatever the loop is made of, the environments and the agent must see exactly these calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from rlpool import (
+    DictTensor,
+    EnvError,
+    EnvSpecError,
+    EpisodeBatcher,
+    GymEnv,
+    SpecError,
+    TemporalDictTensor,
+)
+
+from support.agents import ConstantAgent, FunctionAgent, Recorder, StepCounter, zeros
+from support.envs import (
+    AncestorCountingEnv,
+    CountingEnv,
+    EchoEnv,
+    FailingEnv,
+    ValueEnv,
+    assert_same_tensors,
+    counting_trajectories,
+)
+
+
+def info_of(lengths: list[int]) -> DictTensor:
+    return DictTensor({"length": torch.tensor(lengths), "id": torch.arange(len(lengths))})
+
+
+def make(envs: list[Any], agent: Any = None, **arguments: Any) -> EpisodeBatcher:
+    given = {"n_timesteps": 4, "n_slots": 50, "seeds": 0, **arguments}
+    return EpisodeBatcher(
+        create_agent=lambda: agent or StepCounter(),
+        create_env=lambda seed: GymEnv(envs, seed),
+        n_threads=0,
+        **given,
+    )
+
+
+class Logged(CountingEnv):
+    """Notes every call in ``log``: ``(lane, "reset" or action, id)``."""
+
+    def __init__(self, lane: int, log: list[Any]) -> None:
+        super().__init__()
+        self.lane, self.log = lane, log
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        result = super().reset(seed=seed, options=options)
+        self.log.append((self.lane, "reset", self.number))
+        return result
+
+    def step(self, action: Any) -> Any:
+        self.log.append((self.lane, action, self.number))
+        return super().step(action)
+
+
+def calls(n_lanes: int, lengths: list[int], **arguments: Any) -> list[Any]:
+    """All calls that the environments get for one request."""
+    log: list[Any] = []
+    with make([Logged(lane, log) for lane in range(n_lanes)], **arguments) as batcher:
+        log.clear()
+        batcher.execute(len(lengths), env_info=info_of(lengths))
+        trajectories = batcher.get()
+        assert trajectories is not None
+        assert trajectories.lengths.tolist() == lengths
+    return log
+
+
+def test_a_lane_that_ends_starts_its_next_episode_at_once() -> None:
+    log = calls(2, [2, 3, 1, 1])
+    # Lane 0 runs episodes 0 and 2, lane 1 runs 1 and 3: one batched step after the other.
+    assert log[:2] == [(0, "reset", 0), (1, "reset", 1)]
+    assert log[2:] == [
+        (0, 1, 0),
+        (1, 1, 1),
+        (0, 2, 0),
+        (1, 2, 1),
+        (0, "reset", 2),
+        (0, 1, 2),
+        (1, 3, 1),
+        (1, "reset", 3),
+        (1, 1, 3),
+    ]
+
+
+@pytest.mark.parametrize("n_lanes", [1, 2, 3, 7])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3), (100, 1), (100, 100)])
+def test_every_episode_is_reset_once_and_stepped_to_its_end(
+    n_lanes: int, shape: tuple[int, int]
+) -> None:
+    lengths = [3, 1, 4, 1, 5, 9, 2, 6]
+    n_timesteps, n_slots = shape
+    log = calls(n_lanes, lengths, n_timesteps=n_timesteps, n_slots=n_slots)
+    for number, length in enumerate(lengths):
+        mine = [(lane, what) for lane, what, episode in log if episode == number]
+        assert [what for _, what in mine] == ["reset", *range(1, length + 1)]
+        assert {lane for lane, _ in mine} == {number % n_lanes}
+
+
+def test_lanes_without_an_episode_are_left_alone() -> None:
+    log = calls(5, [2, 3])
+    assert {lane for lane, _, _ in log} == {0, 1}
+
+
+def test_actions_of_different_lanes_are_not_mixed_up() -> None:
+    def agent(state: Any, observation: DictTensor, agent_info: Any, history: Any) -> Any:
+        action = observation["id"] * 100 + observation["step"]
+        return DictTensor(), DictTensor({"action": action}), DictTensor()
+
+    lengths = [5, 2, 7, 1, 3]
+    with make([EchoEnv() for _ in range(3)], FunctionAgent(agent), n_slots=2) as batcher:
+        batcher.execute(5, env_info=info_of(lengths))
+        got = batcher.get()
+    for row, length in enumerate(lengths):
+        expected = [row * 100 + t for t in range(length)]
+        assert got["action"][row, :length].tolist() == expected
+        assert got["_last"][row, :length].tolist() == expected
+        assert got["last"][row, :length].tolist() == [-1, *expected[:-1]]
+
+
+def test_environments_run_in_the_same_lane_over_all_requests() -> None:
+    with make([EchoEnv() for _ in range(2)], ConstantAgent()) as batcher:
+        n_resets = []
+        for _ in range(3):
+            batcher.execute(4)
+            n_resets.append(batcher.get()["n_resets"][:, 0].tolist())
+    first = n_resets[0][0]
+    assert n_resets == [
+        [first + 2 * k, first + 2 * k, first + 2 * k + 1, first + 2 * k + 1] for k in range(3)
+    ]
+
+
+def test_every_seed_of_every_request_is_new_and_repeats_with_the_root() -> None:
+    def seeds(root: Any) -> list[int]:
+        with make([EchoEnv() for _ in range(2)], ConstantAgent(), seeds=root) as batcher:
+            found = []
+            batcher.execute(5)
+            found += batcher.get()["seed"][:, 0].tolist()
+            for _ in range(2):
+                batcher.reexecute()
+                found += batcher.get()["seed"][:, 0].tolist()
+            return found
+
+    assert len(set(seeds(7))) == 15
+    assert seeds(7) == seeds(7)
+    assert not set(seeds(7)) & set(seeds(8))
+    assert not set(seeds(None)) & set(seeds(None))
+
+
+def test_the_agent_is_called_with_the_same_rows_whatever_the_slots() -> None:
+    def observed(n_timesteps: int, n_slots: int) -> list[Any]:
+        agent = Recorder(StepCounter())
+        envs = [CountingEnv() for _ in range(3)]
+        arguments = {"n_timesteps": n_timesteps, "n_slots": n_slots}
+        with make(envs, agent, **arguments) as batcher:
+            agent.calls.clear()
+            batcher.execute(6, env_info=info_of([4, 2, 7, 3, 3, 1]))
+            batcher.get()
+        return [call.observation["frame"].tolist() for call in agent.calls]
+
+    assert observed(100, 100) == observed(2, 100) == observed(1, 100) == observed(3, 8)
+
+
+# Keys that are only known later
+
+
+def test_environments_without_spaces_work() -> None:
+    with make([AncestorCountingEnv(length=5), AncestorCountingEnv(length=5)]) as batcher:
+        batcher.execute(3)
+        assert_same_tensors(batcher.get(), counting_trajectories([5, 5, 5], [0, 0, 0]))
+
+
+def test_an_environment_that_cannot_reset_without_env_info_works_with_it() -> None:
+    class Env(CountingEnv):
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            options["length"]
+            return super().reset(seed=seed, options=options)
+
+    with make([Env(), Env()]) as batcher:
+        batcher.execute(3, env_info=info_of([2, 9, 3]))
+        assert_same_tensors(batcher.get(), counting_trajectories([2, 9, 3], [0, 1, 2]))
+        batcher.execute(2, env_info=info_of([1, 2]))
+        assert_same_tensors(batcher.get(), counting_trajectories([1, 2], [0, 1]))
+
+
+def test_an_environment_that_can_never_reset_says_so_in_every_get() -> None:
+    class Env(CountingEnv):
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            raise OSError("no display")
+
+    with make([Env(), Env()]) as batcher:
+        batcher.execute(3)
+        batcher.execute(3)
+        for _ in range(2):
+            with pytest.raises(EnvError, match=r"env\.reset raised OSError: no display") as caught:
+                batcher.get()
+            assert caught.value.where.step == 0
+        batcher.execute(1)
+        with pytest.raises(EnvError, match="no display"):
+            batcher.get()
+
+
+def test_an_environment_that_resets_at_the_second_attempt_works() -> None:
+    class Env(CountingEnv):
+        n_attempts = 0
+
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            Env.n_attempts += 1
+            if Env.n_attempts == 1:
+                raise OSError("not ready")
+            return super().reset(seed=seed, options=options)
+
+    with make([Env(), Env()]) as batcher:
+        batcher.execute(3, env_info=info_of([2, 9, 3]))
+        assert_same_tensors(batcher.get(), counting_trajectories([2, 9, 3], [0, 1, 2]))
+
+
+# Errors
+
+
+@pytest.mark.parametrize("call", ["reset", "step"])
+@pytest.mark.parametrize("n_timesteps", [2, 100])
+def test_an_environments_error_says_where(call: str, n_timesteps: int) -> None:
+    envs = [FailingEnv(KeyError("goal"), call, fails_at=3, step=4) for _ in range(2)]
+    with make(envs, n_timesteps=n_timesteps) as batcher:
+        batcher.execute(6, env_info=info_of([6, 2, 3, 9, 5, 5]))
+        with pytest.raises(EnvError) as caught:
+            batcher.get()
+        where = caught.value.where
+        assert (where.worker, where.lane, where.episode) == (0, 1, 3)
+        assert where.step == (4 if call == "step" else 0)
+        assert where.env_info == {"length": 9, "id": 3}
+        assert isinstance(caught.value.__cause__, KeyError)
+        assert "KeyError: 'goal'" in caught.value.traceback_text
+        assert "raise self.error" in caught.value.traceback_text
+        lines = str(caught.value).splitlines()
+        assert lines[0] == f"env.{call} raised KeyError: 'goal'"
+        assert lines[1] == (
+            f"  where: worker 0, lane 1, episode 3, step {where.step}, seed {where.seed}, "
+            "env_info {'length': 9, 'id': 3}"
+        )
+        assert lines[2].startswith("  fix:   ")
+        assert len(lines) == 3
+
+
+def test_the_seed_of_an_error_is_the_episodes() -> None:
+    def collect(fails_at: int) -> Any:
+        envs = [FailingEnv(KeyError("goal"), "step", fails_at=fails_at) for _ in range(2)]
+        with make(envs) as batcher:
+            batcher.execute(4, env_info=info_of([2, 2, 2, 2]))
+            return batcher.get()
+
+    with pytest.raises(EnvError) as caught:
+        collect(3)
+    assert caught.value.where.seed == collect(99).info["seed"][3].item()
+
+
+def test_after_an_environments_error_the_batcher_works() -> None:
+    envs = [FailingEnv(KeyError("goal"), "step", fails_at=3, step=1) for _ in range(2)]
+    with make(envs, n_slots=4) as batcher:
+        for _ in range(3):
+            batcher.execute(4, env_info=info_of([9, 2, 3, 9]))
+            batcher.execute(3, env_info=info_of([1, 7, 2]))
+            with pytest.raises(EnvError):
+                batcher.get()
+            assert_same_tensors(batcher.get(), counting_trajectories([1, 7, 2], [0, 1, 2]))
+
+
+def test_an_error_does_not_change_what_other_requests_give() -> None:
+    def collect(fails_at: int) -> TemporalDictTensor:
+        envs = [FailingEnv(KeyError("goal"), "step", fails_at=fails_at, step=1) for _ in range(2)]
+        with make(envs) as batcher:
+            batcher.execute(4, env_info=info_of([9, 2, 3, 9]))
+            if fails_at < 4:
+                with pytest.raises(EnvError):
+                    batcher.get()
+            else:
+                batcher.get()
+            batcher.reexecute() if fails_at > 3 else batcher.execute(3, env_info=info_of([1, 7, 2]))
+            return batcher.get()
+
+    assert collect(3).info["seed"].tolist() == collect(99).info["seed"][:3].tolist()
+
+
+def test_a_bad_observation_is_an_environment_spec_error() -> None:
+    space = spaces.Box(-9, 9, (2,), np.float32)
+    good, bad = np.zeros(2, np.float32), np.zeros((2, 2), np.float32)
+    with make([ValueEnv([good, good, bad], space, length=9)]) as batcher:
+        batcher.execute(1)
+        with pytest.raises(EnvSpecError) as caught:
+            batcher.get()
+        assert isinstance(caught.value, SpecError)
+        assert caught.value.where.step == 1
+        lines = str(caught.value).splitlines()
+        assert lines[0] == "env.step: 'frame' should have shape [2], got [2, 2]"
+        assert len(lines) == 3
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt])
+@pytest.mark.parametrize("call", ["reset", "step"])
+def test_an_interrupt_in_this_process_stays_an_interrupt(
+    kind: type[BaseException], call: str
+) -> None:
+    envs = [FailingEnv(kind(), call, fails_at=1)]
+    with make(envs) as batcher:
+        batcher.execute(2, env_info=info_of([2, 2]))
+        with pytest.raises(kind):
+            batcher.get()
+
+
+def test_an_interrupt_of_the_agent_in_this_process_stays_an_interrupt() -> None:
+    class Interrupted(StepCounter):
+        armed = False
+
+        def __call__(self, *arguments: Any) -> Any:
+            if self.armed:
+                raise KeyboardInterrupt
+            return super().__call__(*arguments)
+
+    agent = Interrupted()
+    with make([CountingEnv()], agent) as batcher:
+        agent.armed = True
+        batcher.execute(2)
+        with pytest.raises(KeyboardInterrupt):
+            batcher.get()
+
+
+def test_a_very_large_request_goes_through_few_slots() -> None:
+    lengths = [1 + number % 3 for number in range(2000)]
+    with make([CountingEnv() for _ in range(16)], n_timesteps=2, n_slots=5) as batcher:
+        batcher.execute(2000, env_info=info_of(lengths))
+        got = batcher.get()
+    assert got.lengths.tolist() == lengths
+    assert got["frame"][:, 0, 1].tolist() == list(range(2000))
+
+
+def test_three_hundred_keys_work() -> None:
+    space = spaces.Dict({f"key{i:03}": spaces.Box(-9, 9, (2,), np.float32) for i in range(300)})
+    value = {f"key{i:03}": np.full(2, i / 100, np.float32) for i in range(300)}
+
+    def agent(state: Any, observation: DictTensor, agent_info: Any, history: Any) -> Any:
+        return DictTensor(), DictTensor({"action": zeros(observation)}), DictTensor()
+
+    with make([ValueEnv([value], space)], FunctionAgent(agent)) as batcher:
+        batcher.execute(2)
+        got = batcher.get()
+    for i in range(300):
+        assert got[f"key{i:03}"].eq(np.float32(i / 100)).all()

@@ -1,0 +1,263 @@
+"""Blocks of slots: what they hold, where it lies, who owns them."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from rlpool.errors import SpecError
+from rlpool.slots import Block, BlockPool, Layout, StepSpecs, flat, successor_key
+from rlpool.specs import TensorSpec
+from rlpool.storage import PAGE_BYTES, Memory
+
+FLAGS = ("terminated", "truncated", "done", "initial_state")
+
+
+def spec(dtype: str, *shape: int) -> TensorSpec:
+    return TensorSpec(shape, np.dtype(dtype))
+
+
+OBSERVATION = {
+    "frame": spec("uint8", 4, 4),
+    "reward": spec("float32"),
+    **{key: spec("bool") for key in FLAGS},
+    "last_action": spec("int64"),
+}
+
+
+def step_specs(n_noise: int = 2, auto_reset: bool = False) -> StepSpecs:
+    return StepSpecs(
+        n_lanes=3,
+        auto_reset=auto_reset,
+        observation=OBSERVATION,
+        output={"action": spec("int64"), "value": spec("float32")},
+        state={"hidden": spec("float32", 5)},
+        n_noise=n_noise,
+    )
+
+
+def layout(n_slots: int = 6, n_timesteps: int = 7, restarts: bool = False) -> Layout:
+    return Layout(step_specs(), n_slots, n_timesteps, n_workers=2, restarts=restarts)
+
+
+# Layout
+
+
+def test_a_row_holds_what_cannot_be_derived() -> None:
+    assert set(layout().rows) == {
+        "frame",
+        "reward",
+        "last_action",
+        "action",
+        "value",
+        "hidden",
+        "noise",
+    }
+    assert layout().rows["noise"] == spec("float32", 2)
+    assert set(layout().finals) >= {"frame", "reward", "last_action", "hidden", "done"}
+    assert not set(layout().finals) & {"action", "value", "noise"}
+
+
+def test_rows_of_lanes_that_restart_hold_the_values_after_the_step_too() -> None:
+    rows = layout(restarts=True).rows
+    for key in (*OBSERVATION, "hidden"):
+        assert rows[key] == rows[successor_key(key)]
+    assert not {"_action", "_value", "_noise"} & set(rows)
+    assert not layout(restarts=True).finals
+
+
+def test_without_noise_there_is_no_key_for_it() -> None:
+    assert step_specs(n_noise=0).noise == {}
+    assert "noise" not in Layout(step_specs(n_noise=0), 1, 1, 1).rows
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_the_arrays_of_a_block_have_one_slot_more_than_asked_for(restarts: bool) -> None:
+    it = layout(restarts=restarts)
+    arrays = it.arrays(Memory.local(it.n_bytes).root())
+    for key, row in it.rows.items():
+        assert arrays.rows[key].shape == (7, 7, *row.shape)
+        assert arrays.rows[key].dtype == row.dtype
+    for key, row in it.finals.items():
+        assert arrays.finals[key].shape == (6, *row.shape)
+    assert all(array.dtype == np.int64 for array in arrays.control.values())
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_the_arrays_of_a_block_do_not_overlap_and_fill_its_bytes(restarts: bool) -> None:
+    it = layout(restarts=restarts)
+    root = Memory.local(it.n_bytes).root()
+    arrays = it.arrays(root)
+    everything = [
+        *arrays.rows.values(),
+        *arrays.finals.values(),
+        *arrays.control.values(),
+    ]
+    for number, array in enumerate(everything):
+        array.view(np.uint8 if array.dtype != bool else bool)[...] = number % 2 + 1
+    start = root.__array_interface__["data"][0]
+    spans = sorted((a.__array_interface__["data"][0] - start, a.nbytes) for a in everything)
+    assert all(first + size <= then for (first, size), (then, _) in pairwise(spans))
+    assert spans[-1][0] + spans[-1][1] <= it.n_bytes
+
+
+def test_the_bytes_of_a_key_count_its_rows_and_finals() -> None:
+    it = Layout(step_specs(), 1000, 10, n_workers=1)
+    n_bytes = it.bytes_of_key()
+    assert n_bytes["frame"] >= 1000 * 10 * 16 + 1000 * 16
+    assert n_bytes["frame"] <= 1001 * 10 * 16 + 1000 * 16 + 2 * PAGE_BYTES
+    assert sum(n_bytes.values()) < it.n_bytes
+
+
+def test_layouts_travel() -> None:
+    again = pickle.loads(pickle.dumps(layout()))
+    assert again == layout()
+    assert again.n_bytes == layout().n_bytes
+
+
+@pytest.mark.parametrize(
+    ("output", "state"),
+    [
+        ("frame", "s"),
+        ("reward", "s"),
+        ("done", "s"),
+        ("_frame", "s"),
+        ("_s", "s"),
+        ("s", "s"),
+        ("v", "frame"),
+        ("v", "_reward"),
+        ("noise", "s"),
+        ("v", "noise"),
+        ("last_action", "s"),
+    ],
+)
+def test_keys_that_collide_are_refused(output: str, state: str) -> None:
+    number = spec("float32")
+    with pytest.raises(SpecError, match="rename it"):
+        StepSpecs(3, False, OBSERVATION, {output: number}, {state: number}, n_noise=1)
+
+
+# Rows as opaque elements
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bool", "float32", "float64", "int64"])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (0,)])
+def test_flat_rows_can_be_assigned_by_index(dtype: str, shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    target = np.zeros((4, 5, *shape), dtype)
+    source = rng.integers(0, 2, (3, *shape)).astype(dtype)
+    flat(target, 2)[np.array([0, 7, 19])] = flat(source, 1)
+    expected = np.zeros((20, *shape), dtype)
+    expected[[0, 7, 19]] = source
+    assert target.reshape(20, *shape).tolist() == expected.tolist()
+
+
+# Blocks
+
+
+def pool(limit: int | None = None) -> tuple[BlockPool, list[int]]:
+    made: list[int] = []
+
+    def allocate(n_bytes: int) -> Memory:
+        if limit is not None and len(made) >= limit:
+            raise OSError("Cannot allocate memory")
+        made.append(n_bytes)
+        return Memory.local(n_bytes)
+
+    return BlockPool(layout(), allocate), made
+
+
+def test_a_block_is_used_again_when_its_last_user_is_gone() -> None:
+    blocks, made = pool()
+    block, is_new = blocks.take()
+    assert is_new
+    tensor = torch.from_numpy(block.arrays.rows["frame"])[2, 3]
+    block.release()
+    assert not block.is_free
+    other, is_new = blocks.take()
+    assert is_new
+    assert other is not block
+    other.release()
+    del tensor
+    gc.collect()
+    assert block.is_free
+    again, is_new = blocks.take()
+    assert not is_new
+    assert again in (block, other)
+    assert len(made) == 2
+
+
+def test_a_taken_block_is_not_given_twice() -> None:
+    blocks, _ = pool()
+    taken = [blocks.take()[0] for _ in range(4)]
+    assert len({block.number for block in taken}) == 4
+    assert len({id(block) for block in taken}) == 4
+
+
+@pytest.mark.parametrize("part", ["rows", "finals", "control"])
+def test_every_array_of_a_block_keeps_it_from_being_free(part: str) -> None:
+    blocks, _ = pool()
+    block, _ = blocks.take()
+    array = next(iter(getattr(block.arrays, part).values()))[:1]
+    block.release()
+    gc.collect()
+    assert not block.is_free
+    del array
+    gc.collect()
+    assert block.is_free
+
+
+def test_surplus_blocks_are_forgotten_and_named() -> None:
+    blocks, _ = pool()
+    taken = [blocks.take()[0] for _ in range(6)]
+    held = torch.from_numpy(taken[0].arrays.rows["frame"])
+    for block in taken:
+        block.release()
+    gone = blocks.forget_surplus()
+    assert len(gone) == 3
+    assert len(set(gone)) == 3
+    assert taken[0].number not in gone
+    assert blocks.forget_surplus() == []
+    assert held.shape[0] == 7
+
+
+def test_the_number_of_blocks_is_that_of_results_held_plus_a_few() -> None:
+    blocks, made = pool()
+    for _ in range(100):
+        block, _ = blocks.take()
+        tensor = torch.from_numpy(block.arrays.rows["frame"])
+        block.release()
+        blocks.forget_surplus()
+    del tensor
+    assert len(made) <= 3
+
+
+def test_a_discarded_block_is_never_used_again() -> None:
+    blocks, made = pool()
+    block, _ = blocks.take()
+    block.release()
+    blocks.discard(block)
+    other, is_new = blocks.take()
+    assert is_new
+    assert other is not block
+    assert len(made) == 2
+
+
+def test_a_system_without_memory_is_an_error_that_says_what_to_lower() -> None:
+    blocks, _ = pool(limit=1)
+    blocks.take()
+    with pytest.raises(SpecError, match="lower n_slots or n_timesteps"):
+        blocks.take()
+
+
+def test_a_block_that_is_released_can_be_read_anew() -> None:
+    it = layout()
+    block = Block(0, it, Memory.local(it.n_bytes))
+    block.arrays.rows["frame"][0, 0] = 7
+    block.release()
+    assert (block.arrays.rows["frame"][0, 0] == 7).all()

@@ -1,0 +1,399 @@
+"""Trajectories: every key worked out by hand, glueing, what is derived when it is looked at."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlpool import DictTensor, EpisodeBatcher, GymEnv, TemporalDictTensor
+from rlpool.slots import Layout, StepSpecs
+from rlpool.specs import TensorSpec
+from rlpool.trajectories import Glue, Slice, trajectories_of
+from rlpool.workers.collector import Collector
+
+from support.agents import ConstantAgent, NoisyAgent, StepCounter
+from support.envs import (
+    CountingEnv,
+    EchoEnv,
+    assert_same_tensors,
+    counting_trajectories,
+    create_counting,
+)
+
+LENGTHS = [3, 1, 7, 2, 12, 4]
+IDS = [1, 2, 3, 4, 5, 6]
+
+
+def infos(
+    lengths: Sequence[int], ids: Sequence[int], ends: Sequence[str] | None = None
+) -> DictTensor:
+    info = {"length": torch.tensor(lengths), "id": torch.tensor(ids)}
+    if ends is not None:
+        info["ends"] = torch.tensor([CountingEnv.ENDS.index(end) for end in ends])
+    return DictTensor(info)
+
+
+def collect(
+    lengths: Sequence[int] = LENGTHS,
+    ids: Sequence[int] = IDS,
+    ends: Sequence[str] | None = None,
+    n_timesteps: int = 100,
+    n_slots: int = 100,
+    n_envs: int = 2,
+    agent: Any = StepCounter,
+) -> TemporalDictTensor:
+    with EpisodeBatcher(
+        n_timesteps,
+        n_slots,
+        create_agent=agent,
+        create_env=create_counting,
+        env_args={"n_envs": n_envs},
+        n_threads=0,
+        seeds=0,
+    ) as batcher:
+        batcher.execute(len(lengths), env_info=infos(lengths, ids, ends))
+        trajectories = batcher.get()
+    assert trajectories is not None
+    return trajectories
+
+
+# By hand
+
+
+def test_every_key_of_one_episode_is_as_written_here() -> None:
+    got = collect([3], [5], n_envs=1)
+    assert got.lengths.tolist() == [3]
+    expected = {
+        "frame": [[0, 5], [1, 5], [2, 5]],
+        "_frame": [[1, 5], [2, 5], [3, 5]],
+        "reward": [0, 501, 502],
+        "_reward": [501, 502, 503],
+        "action": [1, 2, 3],
+        "last_action": [0, 1, 2],
+        "_last_action": [1, 2, 3],
+        "steps": [10, 11, 12],
+        "_steps": [11, 12, 13],
+        "initial_state": [True, False, False],
+        "_initial_state": [False, False, False],
+        "done": [False, False, False],
+        "_done": [False, False, True],
+        "terminated": [False, False, False],
+        "_terminated": [False, False, True],
+        "truncated": [False, False, False],
+        "_truncated": [False, False, False],
+    }
+    assert set(got.keys()) == set(expected)
+    for key, values in expected.items():
+        assert got[key][0].tolist() == values, key
+
+
+def test_every_key_has_its_dtype() -> None:
+    got = collect()
+    dtypes = {
+        "frame": torch.float32,
+        "reward": torch.float32,
+        "action": torch.int64,
+        "last_action": torch.int64,
+        "steps": torch.int64,
+        "done": torch.bool,
+        "terminated": torch.bool,
+        "truncated": torch.bool,
+        "initial_state": torch.bool,
+    }
+    for key, dtype in dtypes.items():
+        assert got[key].dtype == dtype, key
+        if key != "action":
+            assert got[f"_{key}"].dtype == dtype, key
+    assert got.lengths.dtype == torch.int64
+
+
+@pytest.mark.parametrize("ends", CountingEnv.ENDS)
+def test_termination_and_truncation_are_kept_apart(ends: str) -> None:
+    got = collect(ends=[ends] * 6)
+    assert_same_tensors(got, counting_trajectories(LENGTHS, IDS, [ends] * 6))
+
+
+def test_done_is_at_the_last_step_only() -> None:
+    got = collect(ends=["terminated", "truncated", "both"] * 2)
+    for row, length in enumerate(LENGTHS):
+        assert got["_done"][row].tolist() == [t == length - 1 for t in range(12)]
+    assert not got["done"].any()
+
+
+def test_a_value_after_a_step_is_the_value_before_the_next() -> None:
+    got = collect()
+    for key in ("frame", "reward", "last_action", "steps", "done", "terminated", "initial_state"):
+        for row, length in enumerate(LENGTHS):
+            assert got[f"_{key}"][row, : length - 1].tolist() == got[key][row, 1:length].tolist()
+
+
+def test_past_its_length_every_key_of_a_row_is_zero() -> None:
+    got = collect()
+    padding = got.mask() == 0
+    assert padding.sum() == 12 * 6 - sum(LENGTHS)
+    for key in got:
+        assert not got[key][padding].any(), key
+
+
+def test_the_time_is_that_of_the_longest_episode() -> None:
+    assert collect(n_timesteps=1000)["frame"].shape == (6, 12, 2)
+    assert collect(n_timesteps=5)["frame"].shape == (6, 12, 2)
+
+
+def test_zeros_stay_where_a_longer_episode_was_before() -> None:
+    with EpisodeBatcher(
+        20,
+        6,
+        create_agent=StepCounter,
+        create_env=create_counting,
+        n_threads=0,
+        seeds=0,
+    ) as batcher:
+        for lengths in ([20] * 6, [3, 9, 1, 1, 15, 2], [2, 1, 14, 3, 1, 20], [1] * 6, [5] * 6):
+            batcher.execute(6, env_info=infos(lengths, IDS))
+            got = batcher.get()
+            assert_same_tensors(got, counting_trajectories(lengths, IDS))
+            del got
+
+
+# Shapes of requests
+
+
+@pytest.mark.parametrize("n_envs", [1, 2, 5, 6, 7, 20])
+@pytest.mark.parametrize("n_slots", [1, 2, 3, 6, 9, 50])
+def test_slots_lanes_and_lengths_of_slots_make_no_difference(n_envs: int, n_slots: int) -> None:
+    ends = ["terminated", "truncated", "both"] * 2
+    for n_timesteps in (1, 2, 5, 12, 30):
+        got = collect(ends=ends, n_envs=n_envs, n_slots=n_slots, n_timesteps=n_timesteps)
+        assert got.lengths.tolist() == LENGTHS
+        assert_same_tensors(got, counting_trajectories(LENGTHS, IDS, ends))
+        assert got.info["episode"].tolist() == [0, 1, 2, 3, 4, 5]
+        assert got.info["env_info/id"].tolist() == IDS
+
+
+@pytest.mark.parametrize("n_envs", [1, 4])
+@pytest.mark.parametrize("length", [1, 4, 5, 8, 13])
+def test_one_episode_is_enough(length: int, n_envs: int) -> None:
+    got = collect([length], [3], n_envs=n_envs, n_timesteps=4, n_slots=2)
+    assert_same_tensors(got, counting_trajectories([length], [3]))
+
+
+def let_slots_come_late(monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
+    """In this process emptied slots come back at once; now they come late, as from another."""
+    receive = Collector._receive_credit
+
+    def receive_late(self: Collector, request: int, blocking: bool) -> list[int] | None:
+        is_late = not blocking and chance.random() < 0.6
+        return None if is_late else receive(self, request, blocking)
+
+    monkeypatch.setattr(Collector, "_receive_credit", receive_late)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_lanes_that_wait_for_a_slot_while_others_step_lose_nothing(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(seed)
+    let_slots_come_late(monkeypatch, chance)
+    lengths = [chance.randint(1, 12) for _ in range(15)]
+    for n_slots in (2, 3, 7, 20):
+        for n_timesteps in (1, 2, 5):
+            got = collect(lengths, range(15), n_slots=n_slots, n_timesteps=n_timesteps, n_envs=4)
+            assert_same_tensors(got, counting_trajectories(lengths, range(15)))
+
+
+def test_lanes_that_wait_for_a_slot_keep_their_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [5, 9, 2, 12, 7, 3, 70, 4, 8]
+    expected = collect(lengths, range(9), n_envs=4, agent=NoisyAgent)["noise"].tolist()
+    let_slots_come_late(monkeypatch, random.Random(0))
+    for n_slots in (2, 3, 7):
+        shape = {"n_slots": n_slots, "n_timesteps": 2, "n_envs": 4}
+        got = collect(lengths, range(9), agent=NoisyAgent, **shape)
+        assert got["noise"].tolist() == expected
+
+
+def test_a_hundred_episodes_go_through_one_slot() -> None:
+    lengths = [number % 7 + 1 for number in range(100)]
+    got = collect(lengths, range(100), n_slots=1, n_timesteps=3, n_envs=4)
+    assert_same_tensors(got, counting_trajectories(lengths, range(100)))
+
+
+# info
+
+
+def test_info_has_a_row_for_every_episode() -> None:
+    agent_info = DictTensor({"id": torch.arange(6), "goal": torch.rand(6, 2)})
+    with EpisodeBatcher(
+        4, 8, create_agent=ConstantAgent, create_env=create_counting, n_threads=0, seeds=0
+    ) as batcher:
+        batcher.execute(6, agent_info, infos(LENGTHS, IDS))
+        info = batcher.get().info
+    assert set(info.keys()) == {
+        "agent_info/id",
+        "agent_info/goal",
+        "env_info/length",
+        "env_info/id",
+        "episode",
+        "seed",
+        "policy_version",
+    }
+    assert torch.equal(info["agent_info/goal"], agent_info["goal"])
+    assert info["env_info/length"].tolist() == LENGTHS
+    for key in ("episode", "seed", "policy_version"):
+        assert info[key].dtype == torch.int64
+    assert info["policy_version"].tolist() == [0] * 6
+    assert len(set(info["seed"].tolist())) == 6
+
+
+def test_the_seed_in_info_is_the_one_the_episode_was_reset_with() -> None:
+    with EpisodeBatcher(
+        2,
+        3,
+        create_agent=ConstantAgent,
+        create_env=lambda seed: GymEnv([EchoEnv(), EchoEnv()], seed),
+        n_threads=0,
+        seeds=0,
+    ) as batcher:
+        batcher.execute(9)
+        got = batcher.get()
+    assert got["seed"].tolist() == got.info["seed"].unsqueeze(1).expand(-1, 3).tolist()
+    assert got["has_options"].sum() == 0
+
+
+# What is derived
+
+
+def test_looking_at_a_key_again_gives_the_same_tensor() -> None:
+    got = collect()
+    assert got["_frame"].data_ptr() == got["_frame"].data_ptr()
+    got["_frame"][0, 0, 0] = 77
+    assert got["_frame"][0, 0, 0] == 77
+
+
+def test_all_ways_of_reading_give_the_same_tensors() -> None:
+    got = collect()
+    expected = counting_trajectories(LENGTHS, IDS)
+    ways: list[Any] = [
+        {key: got[key] for key in got},
+        dict(got.items()),
+        dict(zip(got.keys(), got.values(), strict=True)),
+        got.clone(),
+        got.get(list(got.keys())),
+        got.slice(0, 6),
+        got.shorten(),
+        got.index(torch.arange(6)),
+        TemporalDictTensor.cat([got.slice(0, 2), got.slice(2, 6)]),
+        TemporalDictTensor.cat(got.unfold()),
+        pickle.loads(pickle.dumps(collect())),
+        copy.copy(collect()),
+        copy.deepcopy(collect()),
+        collect().to("cpu"),
+    ]
+    for way in ways:
+        assert_same_tensors(way, expected)
+
+
+def test_a_pickled_result_has_its_values_and_not_its_block() -> None:
+    got = collect([2, 3], [1, 2], n_timesteps=10_000, n_slots=50)
+    assert len(pickle.dumps(got)) < 20_000
+    stream = io.BytesIO()
+    torch.save(got["frame"].clone(), stream)
+    assert len(stream.getvalue()) < 5_000
+    again = pickle.loads(pickle.dumps(got))
+    assert_same_tensors(again, counting_trajectories([2, 3], [1, 2]))
+    assert again.info["env_info/id"].tolist() == [1, 2]
+
+
+def test_a_result_can_be_flattened_into_transitions() -> None:
+    flat = collect().flatten()
+    assert flat.n_elems() == sum(LENGTHS)
+    steps = [t for length in LENGTHS for t in range(length)]
+    assert flat["frame"][:, 0].tolist() == steps
+    assert flat["_frame"][:, 0].tolist() == [t + 1 for t in steps]
+    assert flat["_done"].sum() == 6
+
+
+def test_a_result_may_be_changed_in_place() -> None:
+    got = collect()
+    kept = got.clone()
+    got["frame"].zero_()
+    got["_reward"].fill_(5.0)
+    assert not got["frame"].any()
+    assert torch.equal(kept["frame"], counting_trajectories(LENGTHS, IDS)["frame"])
+
+
+# The parts they are made of
+
+
+def small_layout(n_timesteps: int = 3, restarts: bool = False) -> Layout:
+    number, flag = TensorSpec((), np.dtype(np.float32)), TensorSpec((), np.dtype(bool))
+    flags = dict.fromkeys(("terminated", "truncated", "done", "initial_state"), flag)
+    step = StepSpecs(2, restarts, {"frame": number, **flags}, {"action": number}, {}, 0)
+    return Layout(step, 4, n_timesteps, 1, restarts=restarts)
+
+
+def chunk(values: Sequence[Sequence[float]], n_timesteps: int, ends: Sequence[bool]) -> Slice:
+    """A slice whose frames are ``values`` and whose final frame is one more than the last."""
+    lengths = np.array([len(row) for row in values])
+    longest = max(map(len, values), default=0)
+    frame = np.zeros((len(values), longest), np.float32)
+    for row, numbers in zip(frame, values, strict=True):
+        row[: len(numbers)] = numbers
+    last = np.array([numbers[-1] + 1 if numbers else 0 for numbers in values], np.float32)
+    done = np.array(ends, bool)
+    finals = {"frame": last, "done": done, "terminated": done, "truncated": ~done & False}
+    starts = np.array([int(bool(numbers) and numbers[0] == 0) for numbers in values])
+    return Slice({"frame": frame, "action": -frame}, finals, lengths, starts)
+
+
+def test_chunks_are_glued_in_the_order_of_their_numbers_whenever_they_come() -> None:
+    glue = Glue(small_layout(), 3)
+    glue.add(np.array([2, 0]), 1, chunk([[3, 4], [3, 4, 5]], 3, [True, False]))
+    glue.add(np.array([0]), 2, chunk([[6]], 3, [True]))
+    glue.add(np.array([1, 0]), 0, chunk([[0, 1], [0, 1, 2]], 3, [True, False]))
+    glue.add(np.array([2]), 0, chunk([[0, 1, 2]], 3, [False]))
+    whole = glue.join()
+    assert whole.lengths.tolist() == [7, 2, 5]
+    assert whole.starts.tolist() == [1, 1, 1]
+    got = trajectories_of(small_layout(), whole)
+    assert got["frame"].tolist() == [
+        [0, 1, 2, 3, 4, 5, 6],
+        [0, 1, 0, 0, 0, 0, 0],
+        [0, 1, 2, 3, 4, 0, 0],
+    ]
+    assert got["_frame"].tolist() == [
+        [1, 2, 3, 4, 5, 6, 7],
+        [1, 2, 0, 0, 0, 0, 0],
+        [1, 2, 3, 4, 5, 0, 0],
+    ]
+    assert got["_done"].nonzero().tolist() == [[0, 6], [1, 1], [2, 4]]
+    assert got["initial_state"].nonzero().tolist() == [[0, 0], [1, 0], [2, 0]]
+
+
+def test_rows_without_steps_are_zero() -> None:
+    got = trajectories_of(small_layout(), chunk([[], [0, 1], []], 3, [True, True, True]))
+    assert got.lengths.tolist() == [0, 2, 0]
+    for key in got:
+        assert not got[key][[0, 2]].any(), key
+    assert got["_done"].nonzero().tolist() == [[1, 1]]
+
+
+def test_a_request_without_any_step_has_no_time() -> None:
+    got = trajectories_of(small_layout(), chunk([[], []], 3, [False, False]))
+    assert got["frame"].shape == got["_frame"].shape == got["_done"].shape == (2, 0)
+    assert got["initial_state"].shape == (2, 0)
+
+
+def test_rows_that_do_not_start_an_episode_have_no_initial_state() -> None:
+    got = trajectories_of(small_layout(), chunk([[4, 5], [0, 1]], 3, [False, True]))
+    assert got["initial_state"].tolist() == [[False, False], [True, False]]
+    assert got["_done"].tolist() == [[False, False], [False, True]]
+    assert got["_frame"].tolist() == [[5, 6], [1, 2]]
