@@ -96,7 +96,8 @@ class BatcherBase:
         The object is copied now, once for all workers, and takes effect with the next
         ``execute``: episodes that were requested before keep the policy they were requested with.
         Of several updates between two ``execute`` only the last one is sent. What ``agent.update``
-        raises surfaces in the ``get`` of that ``execute``.
+        raises surfaces in the ``get`` of that ``execute``, and of every further one until an
+        update succeeds.
 
         Args:
             info: Any object that cloudpickle can pickle, such as ``model.state_dict()``. Tensors

@@ -100,6 +100,7 @@ class Coordinator:
         try:
             self._start()
         except BaseException:
+            self._workers.abort()  # those that are slow to start are not waited for
             self.close()
             raise
 
@@ -289,7 +290,7 @@ class Coordinator:
             block.memory.close_fd()
         if request.update is not None:
             update, update_memory = request.update
-            self._broadcast(Update(request.policy_version, update), update_memory)
+            self._broadcast(Update(update), update_memory)
             update_memory.close_fd()
             request.update = None
         parcel, memory = None, None
@@ -347,16 +348,13 @@ class Coordinator:
                 self._release(request)
 
     def _note_failure(self, message: Failed) -> None:
-        if message.request is None and message.version is None:
+        if message.request is None:
             self._failed_start = self._failed_start or message.error
             return
-        for request in list(self._sent):
-            is_meant = request.number == message.request or (
-                message.version is not None and request.policy_version >= message.version
-            )
-            if is_meant and request.error is None:
-                request.error = message.error
-                self._cancel(request)
+        request = self._find(message.request)
+        if request is not None and request.error is None:
+            request.error = message.error
+            self._cancel(request)
 
     def _note_death(self, worker: int, died: Died) -> None:
         guard = missing_guard_error(died)

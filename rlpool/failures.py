@@ -30,9 +30,18 @@ def text_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
+def described(error: BaseException) -> str:
+    """Class and text of an exception in one line, even if it cannot be turned into text."""
+    try:
+        text = " ".join(str(error).split("\n"))
+    except Exception:
+        text = "<its text cannot be had>"
+    return f"{type(error).__name__}: {text}"
+
+
 def _what_and_fix(who: str, error: BaseException) -> tuple[str, str]:
     """What happened and what to do, in one line each."""
     if isinstance(error, SpecError):
         what, _, fix = str(error).partition("\n  fix:   ")
         return f"{who}: {what}", fix or DEBUG_HINT
-    return f"{who} raised {type(error).__name__}: {error}", DEBUG_HINT
+    return f"{who} raised {described(error)}", DEBUG_HINT

@@ -178,8 +178,11 @@ class VecEnv(ABC):
         if self._some_lane_is_initial:
             self._initial_state[rows] = False
             self._some_lane_is_initial = not all_step
-        if not (any(terminated) or any(truncated)):
-            return []
+        try:
+            if not (any(terminated) or any(truncated)):
+                return []
+        except ValueError:
+            pass  # an array among them, which is refused below
         return self._note_ends(lanes, terminated, truncated)
 
     def _note_ends(
@@ -187,6 +190,10 @@ class VecEnv(ABC):
     ) -> list[int]:
         ended = []
         for lane, is_terminated, is_truncated in zip(lanes, terminated, truncated, strict=True):
+            for key, flag in (("terminated", is_terminated), ("truncated", is_truncated)):
+                if np.ndim(flag) or np.asarray(flag).dtype.kind not in "biuf":
+                    cause = SpecError(f"{key!r} should be True or False, got {flag!r}")
+                    raise LaneError(lane, "step") from cause
             if is_terminated or is_truncated:
                 self.current["terminated"][lane] = is_terminated
                 self.current["truncated"][lane] = is_truncated

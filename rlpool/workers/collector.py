@@ -13,7 +13,7 @@ import torch
 from rlpool.agent import Agent
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import RlpoolError, Where, WorkerError, WorkerStartupError
-from rlpool.failures import agent_error, text_of
+from rlpool.failures import agent_error, described, text_of
 from rlpool.rollout import Rollout
 from rlpool.seeding import LaneSeeds, probe_seed, worker_seed
 from rlpool.slots import Block
@@ -90,6 +90,7 @@ class Collector:
         self._rollout: Rollout | None = None
         self._lane_seeds: LaneSeeds | None = None
         self._window_infos: Infos | None = None
+        self._failed_update: WorkerError | None = None
 
     def start(self) -> bool:
         """Create environments and agent and report; False if that failed."""
@@ -217,11 +218,18 @@ class Collector:
         except BaseException as error:
             failure = agent_error(error, Where(worker=self._setup.worker), "agent.update")
             failure.__cause__ = error
-            self._link.send(Failed(failure, version=message.version))
+            self._failed_update = failure
+        else:
+            self._failed_update = None
 
     def _run(self, message: Execute | Window, memory: Memory | None) -> None:
         rollout = self._rollout
         if rollout is None:
+            return
+        if self._failed_update is not None:
+            # The request was to run with the policy that could not be taken over.
+            self._link.send(Failed(self._failed_update, request=message.request))
+            self._link.send(RequestDone(message.request))
             return
         try:
             rollout.run(self._plan(message, memory))
@@ -234,7 +242,7 @@ class Collector:
             raise
         except BaseException as error:
             failure = WorkerError(
-                f"the worker failed with {type(error).__name__}: {error}",
+                f"the worker failed with {described(error)}",
                 where=Where(worker=self._setup.worker),
                 traceback_text=text_of(error),
             )
@@ -287,7 +295,7 @@ def _infos(parcel: Parcel | None, memory: Memory | None) -> Infos | None:
 
 def _startup_error(what: str, error: BaseException, where: Where) -> WorkerStartupError:
     return WorkerStartupError(
-        f"{what} raised {type(error).__name__}: {error}",
+        f"{what} raised {described(error)}",
         where=where,
         traceback_text=text_of(error),
     )

@@ -88,6 +88,9 @@ class LocalWorker:
     def kill(self, worker: int) -> None:
         """A worker in this process cannot be killed."""
 
+    def abort(self) -> None:
+        """Nothing runs in this process when this is called."""
+
     def close(self) -> None:
         """Close environments and agent."""
         if not self._is_closed:

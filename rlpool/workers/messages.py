@@ -116,7 +116,6 @@ class Credit:
 class Update:
     """Call ``agent.update`` with the object in the parcel, whose memory follows."""
 
-    version: int
     parcel: Parcel
 
 
@@ -166,12 +165,10 @@ class Failed:
     Attributes:
         error: The error, as text and integers.
         request: The request that cannot be completed, ``None`` outside of requests.
-        version: Of a failed update: every request that was to run with it cannot be completed.
     """
 
     error: WorkerError
     request: int | None = None
-    version: int | None = None
 
 
 Message = Any
