@@ -20,6 +20,7 @@ from rlpool import (
     GymEnv,
     SpecError,
     TemporalDictTensor,
+    WorkerError,
 )
 
 from support.agents import ConstantAgent, FunctionAgent, Recorder, StepCounter, zeros
@@ -334,6 +335,31 @@ def test_an_interrupt_of_the_agent_in_this_process_stays_an_interrupt() -> None:
         batcher.execute(2)
         with pytest.raises(KeyboardInterrupt):
             batcher.get()
+
+
+@pytest.mark.parametrize("call", ["reset", "step"])
+def test_after_an_interrupt_the_batcher_works(call: str) -> None:
+    envs = [FailingEnv(KeyboardInterrupt(), call, fails_at=2, step=1)]
+    with make(envs, n_slots=3) as batcher:
+        batcher.execute(3, env_info=info_of([2, 2, 2]))
+        batcher.execute(2, env_info=info_of([3, 9]))
+        with pytest.raises(KeyboardInterrupt):
+            batcher.get()
+        with pytest.raises(WorkerError, match="interrupted"):
+            batcher.get()  # the request is lost, those behind it are not
+        assert_same_tensors(batcher.get(), counting_trajectories([3, 9], [0, 1]))
+        batcher.execute(2, env_info=info_of([1, 2]))
+        assert_same_tensors(batcher.get(), counting_trajectories([1, 2], [0, 1]))
+
+
+def test_after_an_interrupt_the_batcher_can_be_closed() -> None:
+    batcher = make([FailingEnv(KeyboardInterrupt(), "step", fails_at=1)])
+    batcher.execute(2, env_info=info_of([2, 2]))
+    batcher.execute(2)
+    with pytest.raises(KeyboardInterrupt):
+        batcher.get()
+    batcher.close()
+    assert batcher.closed
 
 
 def test_a_very_large_request_goes_through_few_slots() -> None:

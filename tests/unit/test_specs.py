@@ -12,7 +12,6 @@ from gymnasium import spaces
 
 from rlpool.errors import SpecError
 from rlpool.specs import (
-    Leaf,
     TensorSpec,
     flattener,
     join_key,
@@ -177,7 +176,7 @@ def test_the_order_of_the_keys_of_a_value_does_not_matter() -> None:
         ({"a": 1, "b": (1, 2), "c": 3}, "should have the keys"),
         (5, r"observation should have the keys \['a', 'b'\], got int"),
         ({"a": 1, "b": (1,)}, r"observation\['b'\] should be a tuple of 2 parts, got 1"),
-        ({"a": 1, "b": 7}, r"observation\['b'\] should be a tuple of 2 parts, got int"),
+        ({"a": 1, "b": 7}, r"observation\['b'\] should be a tuple of 2 parts, got .*int"),
     ],
 )
 def test_values_that_do_not_fit_their_structure_are_refused(value: Any, text: str) -> None:
@@ -216,7 +215,6 @@ def test_a_spec_has_the_torch_dtype_and_the_bytes_of_a_row(dtype: str) -> None:
     assert spec.torch_dtype == getattr(torch, dtype)
     assert spec.n_bytes == torch.zeros(2, 3, dtype=spec.torch_dtype).nbytes
     assert TensorSpec((), np.dtype(dtype)).n_bytes == np.dtype(dtype).itemsize
-    assert Leaf(spec, is_scalar=False).kind == np.dtype(dtype).kind
 
 
 def test_specs_are_printed_as_dtype_and_shape() -> None:

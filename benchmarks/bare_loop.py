@@ -1,0 +1,176 @@
+"""The bare loop: what the same processes could do if nothing had to be kept or sent.
+
+As many spawned processes as there would be workers, each with its own environments and its own
+copy of the policy. A step is: call the policy on the batch under ``torch.inference_mode``, step
+every environment, reset those that ended, write the observations into the buffer that the policy
+looks at. Rewards are dropped.
+
+Environments are stepped as ``gymnasium.make`` returned them, or, as the tightest loop that still
+makes the same episodes, without its wrappers, the loop keeping their time limit itself.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from workloads import Workload, seeded_policy
+
+_START_S = 120.0
+_END_S = 5.0
+
+
+class Lanes:
+    """The environments and the policy of one process.
+
+    Args:
+        workload: What to run.
+        unwrapped: Step the environments without their wrappers.
+    """
+
+    def __init__(self, workload: Workload, *, unwrapped: bool = False) -> None:
+        self.envs = [workload.make_env() for _ in range(workload.n_lanes)]
+        self.policy = seeded_policy(workload.make_policy)
+        self._unwrapped = unwrapped
+        self._limit: float = math.inf  # steps per episode, where no wrapper looks after it
+        if unwrapped and self.envs[0].spec is not None:
+            self._limit = self.envs[0].spec.max_episode_steps or math.inf
+        space = self.envs[0].observation_space
+        if space.shape is None or space.dtype is None:
+            raise ValueError(f"the bare loop has no buffer for observations of {space}")
+        # As rlpool does: float64 becomes float32, everything else is kept.
+        dtype = np.dtype(np.float32) if space.dtype == np.float64 else space.dtype
+        self._batch = np.zeros((len(self.envs), *space.shape), dtype)
+        self._noise = torch.zeros(len(self.envs), self.policy.n_noise)
+        self._n_batches = 0
+        self._starts = [0] * len(self.envs)  # value of _n_batches when the episode began
+        for row, env in zip(self._batch, self.envs, strict=True):
+            row[...] = env.reset()[0]
+
+    def run(self, seconds: float) -> tuple[int, float]:
+        """Step for so long.
+
+        Returns:
+            Environment steps made, and the seconds they took.
+        """
+        frame, noise, policy = torch.from_numpy(self._batch), self._noise, self.policy
+        envs = [env.unwrapped for env in self.envs] if self._unwrapped else self.envs
+        lanes = [
+            (lane, env.step, env.reset, row)
+            for lane, (env, row) in enumerate(zip(envs, self._batch, strict=True))
+        ]
+        starts, limit = self._starts, self._limit
+        n_batches = first = self._n_batches
+        next_look = n_batches  # no lane reaches its limit earlier
+        clock = time.perf_counter
+        with torch.inference_mode():
+            start = clock()
+            end = start + seconds
+            while clock() < end:
+                torch.rand(noise.shape, out=noise)
+                action = policy(frame, noise)["action"].numpy()
+                # Scalars as Python numbers, as environments like them best; vectors as views.
+                actions = action.tolist() if action.ndim == 1 else action
+                n_batches += 1
+                for (lane, step, reset, row), action in zip(lanes, actions, strict=True):
+                    observation, _, terminated, truncated, _ = step(action)
+                    if terminated or truncated:
+                        observation, _ = reset()
+                        starts[lane] = n_batches
+                    row[...] = observation
+                if n_batches >= next_look:
+                    for lane, _, reset, row in lanes:
+                        if n_batches - starts[lane] >= limit:
+                            row[...] = reset()[0]
+                            starts[lane] = n_batches
+                    next_look = min(starts) + limit
+            elapsed_s = clock() - start
+        self._n_batches = n_batches
+        return (n_batches - first) * len(lanes), elapsed_s
+
+    def close(self) -> None:
+        """Close the environments."""
+        for env in self.envs:
+            env.close()
+
+
+class BareLoop:
+    """The processes of the bare loop; blocked in a read outside of windows.
+
+    Args:
+        workload: What they run.
+        unwrapped: Step the environments without their wrappers.
+    """
+
+    def __init__(self, workload: Workload, *, unwrapped: bool = False) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        try:
+            for _ in range(workload.n_workers):
+                here, there = context.Pipe()
+                self._pipes.append(here)
+                process = context.Process(
+                    target=_serve, args=(workload, unwrapped, there), daemon=True
+                )
+                process.start()
+                self._processes.append(process)
+                there.close()
+            for pipe in self._pipes:
+                if not pipe.poll(_START_S):
+                    raise TimeoutError(f"the bare loop was not ready after {_START_S:g} s")
+                pipe.recv()
+        except BaseException:
+            self.close()
+            raise
+
+    def window(self, seconds: float) -> float:
+        """Let all processes run at the same time; returns their steps per second together."""
+        for pipe in self._pipes:
+            pipe.send(seconds)
+        counts: list[tuple[int, float]] = [pipe.recv() for pipe in self._pipes]
+        return sum(n_steps / elapsed_s for n_steps, elapsed_s in counts)
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            pipe.close()  # the end of the file is what ends them
+        for process in self._processes:
+            process.join(_END_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._pipes.clear()
+        self._processes.clear()
+
+    def __enter__(self) -> BareLoop:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _serve(workload: Workload, unwrapped: bool, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    lanes = Lanes(workload, unwrapped=unwrapped)
+    report: Callable[[Any], None] = pipe.send
+    try:
+        report("ready")
+        while True:
+            report(lanes.run(pipe.recv()))
+    except (EOFError, OSError, KeyboardInterrupt):
+        pass  # the benchmark is over
+    finally:
+        lanes.close()

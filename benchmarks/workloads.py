@@ -1,0 +1,308 @@
+"""What the benchmarks run: environments, policies and the sizes that go with them.
+
+Everything is at module level, so that spawned processes can import it by name. A policy knows
+nothing of rlpool: the bare loop calls the very same object on the very same batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+
+from rlpool import (
+    Agent,
+    DictTensor,
+    EpisodeBatcher,
+    GymEnv,
+    TemporalDictTensor,
+    sample_categorical,
+    sample_tanh_normal,
+)
+
+SEED = 0
+
+# Environments -----------------------------------------------------------------------------------
+
+
+class FramesEnv(gymnasium.Env[Any, Any]):
+    """Image frames without any work: what a step costs is what is done with its observation.
+
+    Args:
+        episode_steps: Length of every episode.
+    """
+
+    N_FRAMES = 4
+    """Frames that take turns, so that two steps in a row never look the same."""
+
+    N_ACTIONS = 6
+
+    def __init__(self, episode_steps: int = 100) -> None:
+        self.observation_space = gymnasium.spaces.Box(0, 255, (84, 84, 4), np.uint8)
+        self.action_space = gymnasium.spaces.Discrete(self.N_ACTIONS)
+        generator = np.random.default_rng(SEED)
+        self._frames = list(generator.integers(0, 256, (self.N_FRAMES, 84, 84, 4), dtype=np.uint8))
+        self._episode_steps = episode_steps
+        self._n_steps = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        self._n_steps = 0
+        return self._frames[0], {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._n_steps = n_steps = self._n_steps + 1
+        frame = self._frames[n_steps % self.N_FRAMES]
+        return frame, 1.0, n_steps == self._episode_steps, False, {}
+
+
+class StragglerEnv(gymnasium.Env[Any, Any]):
+    """Sleeps through episodes of very different lengths.
+
+    Args:
+        sleep_s: Seconds per step.
+        shortest: Steps of the shortest episode.
+        longest: Steps of the longest episode.
+    """
+
+    def __init__(self, sleep_s: float = 1e-3, shortest: int = 10, longest: int = 200) -> None:
+        self.observation_space = gymnasium.spaces.Box(0.0, 1.0, (1,), np.float32)
+        self.action_space = gymnasium.spaces.Discrete(2)
+        self._observation = np.zeros(1, np.float32)
+        self._sleep_s = sleep_s
+        self._bounds = (shortest, longest + 1)
+        self._steps_left = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps_left = int(self.np_random.integers(*self._bounds))
+        return self._observation, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        time.sleep(self._sleep_s)
+        self._steps_left -= 1
+        return self._observation, 1.0, not self._steps_left, False, {}
+
+
+def make_cartpole() -> gymnasium.Env[Any, Any]:
+    return gymnasium.make("CartPole-v1")
+
+
+def make_half_cheetah() -> gymnasium.Env[Any, Any]:
+    import mujoco  # only where it is needed: it is slow to import
+
+    # Its model makes newer versions of MuJoCo warn, on stderr and into a file, for every instance.
+    before = mujoco.get_mju_user_warning()
+    mujoco.set_mju_user_warning(lambda _: None)
+    try:
+        return gymnasium.make("HalfCheetah-v5")
+    finally:
+        mujoco.set_mju_user_warning(before)
+
+
+# Policies ---------------------------------------------------------------------------------------
+
+
+class CartPolePolicy(torch.nn.Module):
+    """Categorical, 4-64-64-2."""
+
+    n_noise = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = _mlp(4, 64, 64, 2)
+
+    def forward(self, frame: torch.Tensor, noise: torch.Tensor) -> dict[str, torch.Tensor]:
+        action, log_probability = sample_categorical(self.layers(frame), noise)
+        return {"action": action, "log_probability": log_probability}
+
+
+class HalfCheetahPolicy(torch.nn.Module):
+    """Normal squashed by tanh, 17-256-256-6, standard deviations that do not depend on the state.
+
+    Deviations of 1 keep an untrained policy moving, as exploration does.
+    """
+
+    n_noise = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = _mlp(17, 256, 256, 6)
+        self.log_std = torch.nn.Parameter(torch.zeros(6))
+
+    def forward(self, frame: torch.Tensor, noise: torch.Tensor) -> dict[str, torch.Tensor]:
+        action, log_probability = sample_tanh_normal(self.layers(frame), self.log_std, noise)
+        return {"action": action, "log_probability": log_probability}
+
+
+class RandomPolicy(torch.nn.Module):
+    """Any action, whatever is seen."""
+
+    n_noise = 1
+
+    def __init__(self, n_actions: int) -> None:
+        super().__init__()
+        self._n_actions = n_actions
+
+    def forward(self, frame: torch.Tensor, noise: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"action": (noise[:, 0] * self._n_actions).long()}
+
+
+def make_frames_policy() -> RandomPolicy:
+    return RandomPolicy(FramesEnv.N_ACTIONS)
+
+
+def make_straggler_policy() -> RandomPolicy:
+    return RandomPolicy(2)
+
+
+def _mlp(*sizes: int) -> torch.nn.Sequential:
+    layers: list[torch.nn.Module] = []
+    for n_in, n_out in itertools.pairwise(sizes):
+        layers += [torch.nn.Linear(n_in, n_out), torch.nn.Tanh()]
+    return torch.nn.Sequential(*layers[:-1])
+
+
+# Workloads --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Workload:
+    """An environment, a policy and how many of them.
+
+    Attributes:
+        name: Short name.
+        make_env: Creates one environment.
+        make_policy: Creates the policy; its parameters follow from ``SEED``.
+        n_workers: Processes that collect.
+        n_lanes: Environments in each of them.
+        n_episodes: Episodes per request: enough of them that its last ones, during which lanes
+            run out of work, hardly count.
+        n_timesteps: Longest episode.
+    """
+
+    name: str
+    make_env: Callable[[], gymnasium.Env[Any, Any]]
+    make_policy: Callable[[], Any]
+    n_workers: int
+    n_lanes: int
+    n_episodes: int
+    n_timesteps: int
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("W1", make_cartpole, CartPolePolicy, 2, 16, 2000, 500),
+        Workload("W2", make_half_cheetah, HalfCheetahPolicy, 2, 8, 32, 1000),
+        Workload("W3", FramesEnv, make_frames_policy, 2, 8, 64, 100),
+        Workload("W4", StragglerEnv, make_straggler_policy, 8, 1, 256, 200),
+    )
+}
+
+
+class PolicyAgent(Agent):
+    """A policy as an agent without state.
+
+    Args:
+        make_policy: Creates the policy.
+    """
+
+    def __init__(self, make_policy: Callable[[], Any]) -> None:
+        self.policy = seeded_policy(make_policy)
+        self.n_noise = self.policy.n_noise
+        self._no_state = DictTensor({})
+
+    def __call__(
+        self,
+        state: DictTensor | None,
+        observation: DictTensor,
+        agent_info: DictTensor | None = None,
+        history: TemporalDictTensor | None = None,
+    ) -> tuple[DictTensor, DictTensor, DictTensor]:
+        output = self.policy(observation["frame"], observation["noise"])
+        return self._no_state, DictTensor(output), self._no_state
+
+
+def seeded_policy(make_policy: Callable[[], Any]) -> Any:
+    """A policy with the same parameters in every process."""
+    torch.manual_seed(SEED)
+    return make_policy()
+
+
+def create_env(
+    make_env: Callable[[], gymnasium.Env[Any, Any]], n_lanes: int, seed: int | None = None
+) -> GymEnv:
+    return GymEnv([make_env() for _ in range(n_lanes)], seed)
+
+
+def make_batcher(
+    workload: Workload,
+    n_episodes: int | None = None,
+    n_threads: int | None = None,
+    n_in_flight: int = 1,
+) -> EpisodeBatcher:
+    """A batcher with one slot for every episode.
+
+    Args:
+        workload: What to run.
+        n_episodes: Episodes per request, instead of the workload's own.
+        n_threads: Worker processes, instead of the workload's own.
+        n_in_flight: Requests that shall fit at the same time.
+    """
+    return EpisodeBatcher(
+        n_timesteps=workload.n_timesteps,
+        n_slots=n_in_flight * (n_episodes or workload.n_episodes),
+        create_agent=PolicyAgent,
+        agent_args={"make_policy": workload.make_policy},
+        create_env=create_env,
+        env_args={"make_env": workload.make_env, "n_lanes": workload.n_lanes},
+        n_threads=workload.n_workers if n_threads is None else n_threads,
+        seeds=SEED,
+    )
+
+
+# Figures ----------------------------------------------------------------------------------------
+
+
+def versions(*more: str) -> dict[str, Any]:
+    """What the figures were measured with.
+
+    Args:
+        more: Further distributions to name.
+    """
+    names = ("rlpool", "torch", "gymnasium", "numpy", *more)
+    return {
+        **{name: metadata.version(name) for name in names},
+        "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+
+
+def quartiles(values: Sequence[float], n_digits: int = 3) -> dict[str, Any]:
+    """Median and quartiles of some values, and how many they were."""
+    if not values:
+        return {"median": None, "quartiles": None, "n": 0}
+    low, middle, high = (
+        statistics.quantiles(values, n=4, method="inclusive")
+        if len(values) > 1
+        else [values[0]] * 3
+    )
+    return {
+        "median": round(middle, n_digits),
+        "quartiles": [round(low, n_digits), round(high, n_digits)],
+        "n": len(values),
+    }

@@ -1,0 +1,49 @@
+"""Fixtures of the tests of processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from process.watching import Script, Struck
+
+
+@pytest.fixture
+def struck(tmp_path: Path) -> Struck:
+    return Struck(str(tmp_path / "struck"))
+
+
+@pytest.fixture
+def no_shared_memory_left() -> Iterator[None]:
+    """Fail a test that leaves a file in /dev/shm, or anonymous shared memory mapped by name."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    left = set(os.listdir("/dev/shm")) - before
+    assert not left, f"left in /dev/shm: {left}"
+
+
+@pytest.fixture
+def run_script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
+    """A function that starts a script: its source, and how to run it."""
+    scripts: list[Script] = []
+
+    def run(
+        source: str, *arguments: str, mode: str = "file", prefix: tuple[str, ...] = ()
+    ) -> Script:
+        directory = tmp_path / f"output_{len(scripts)}"
+        if mode == "file":
+            path = tmp_path / f"script_{len(scripts)}.py"
+            path.write_text(source)
+            script = Script(directory, [str(path), *arguments], prefix=prefix)
+        elif mode == "stdin":
+            script = Script(directory, ["-", *arguments], stdin=source, prefix=prefix)
+        else:
+            script = Script(directory, ["-c", source, *arguments], prefix=prefix)
+        scripts.append(script)
+        return script
+
+    yield run
+    for script in scripts:
+        script.kill()

@@ -1,0 +1,186 @@
+"""Waiting for conditions, looking at processes, running scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+TESTS = Path(__file__).resolve().parents[1]
+
+POLL_S = 0.005
+"""How often a condition is looked at."""
+
+START_S = 60.0
+"""Longest wait for what has no bar of its own, such as a script's start on a busy machine."""
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = START_S) -> float:
+    """Wait for a condition; returns how long that took, in seconds."""
+    start = time.monotonic()
+    while not condition():
+        waited = time.monotonic() - start
+        assert waited < timeout_s, f"still waiting after {waited:.1f} s"
+        time.sleep(POLL_S)
+    return time.monotonic() - start
+
+
+def worker_pids(pid: int | None = None) -> set[int]:
+    """Processes that a process has, but for the tracker that multiprocessing keeps."""
+    return {
+        child.pid for child in psutil.Process(pid).children(recursive=True) if not is_tracker(child)
+    }
+
+
+def is_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("resource_tracker" in part for part in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and not just waiting to be reaped."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def n_descriptors() -> int:
+    """Descriptors of this process."""
+    return len(os.listdir("/proc/self/fd")) - 1  # one is the listing's own
+
+
+@dataclass
+class Struck:
+    """The file in which a fault leaves its note.
+
+    Attributes:
+        path: Its path.
+    """
+
+    path: str
+
+    @property
+    def is_there(self) -> bool:
+        return os.path.exists(self.path)
+
+    @property
+    def seed(self) -> int:
+        return self._note["seed"]
+
+    @property
+    def pid(self) -> int:
+        return self._note["pid"]
+
+    @property
+    def seconds_ago(self) -> float:
+        return time.time() - self._note["time"]
+
+    @property
+    def _note(self) -> dict[str, Any]:
+        return json.loads(Path(self.path).read_text())
+
+    def clear(self) -> None:
+        Path(self.path).unlink(missing_ok=True)
+
+
+class Script:
+    """A Python script that runs in a process and a session of its own.
+
+    What it prints goes into files: waiting for the end of a pipe would be waiting for everyone
+    who holds its other end, orphaned workers included.
+
+    Args:
+        directory: Where to put the files.
+        arguments: What follows the interpreter's name.
+        stdin: Text for its standard input.
+        prefix: A command that runs the interpreter.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        arguments: list[str],
+        stdin: str | None = None,
+        prefix: tuple[str, ...] = (),
+    ) -> None:
+        directory.mkdir()
+        self._out, self._err = directory / "stdout", directory / "stderr"
+        (directory / "stdin").write_text(stdin or "")
+        path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+        with (
+            open(directory / "stdin") as stdin_file,
+            open(self._out, "w") as out,
+            open(self._err, "w") as err,
+        ):
+            self._process = subprocess.Popen(
+                [*prefix, sys.executable, *arguments],
+                stdin=stdin_file,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            )
+        self.pid = self._process.pid
+        self.family: list[psutil.Process] = []
+
+    @property
+    def stdout(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._err.read_text()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    def wait_for_line(self, line: str) -> None:
+        """Wait until the script prints a line; notes what processes it has by then."""
+        wait_until(lambda: line in self.stdout.split() or self.returncode is not None)
+        assert self.returncode is None, self.stderr
+        self.note_family()
+
+    def note_family(self) -> None:
+        """Note the processes that must be gone in the end."""
+        self.family = psutil.Process(self.pid).children(recursive=True)
+
+    def signal(self, number: int, *, group: bool = False) -> None:
+        """Send a signal to the script, or to all processes of its session, as Ctrl-C does."""
+        (os.killpg if group else os.kill)(self.pid, number)
+
+    def finish(self, timeout_s: float = START_S) -> float:
+        """Wait for the end of the script; returns how long that took."""
+        return wait_until(lambda: self.returncode is not None, timeout_s)
+
+    def state(self) -> str:
+        return psutil.Process(self.pid).status()
+
+    def left_after(self, timeout_s: float) -> list[psutil.Process]:
+        """Processes of its family that still run some time later."""
+        deadline = time.monotonic() + timeout_s
+        while left := [process for process in self.family if is_running(process.pid)]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S)
+        return left
+
+    def kill(self) -> None:
+        """End the script and all its family."""
+        if self.returncode is None:
+            self.note_family()
+            self._process.kill()
+            self._process.wait()
+        for process in self.left_after(0.0):
+            process.kill()

@@ -1,0 +1,1 @@
+"""Environments and agents for tests: importable, because spawned workers pickle by name."""

@@ -1,0 +1,236 @@
+"""Agents of every style that the contract allows, and some that break it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlpool import Agent, DictTensor, TemporalDictTensor, sample_categorical
+
+from support.envs import FIRST_STATE
+
+Step = tuple[DictTensor, DictTensor, DictTensor]
+
+
+def zeros(observation: DictTensor) -> Tensor:
+    """One int64 zero per row."""
+    return torch.zeros(observation.n_elems(), dtype=torch.int64)
+
+
+class ConstantAgent(Agent):
+    """Always the same action, no state."""
+
+    def __init__(self, action: int = 0) -> None:
+        self.action = action
+
+    def __call__(
+        self,
+        state: DictTensor | None,
+        observation: DictTensor,
+        agent_info: DictTensor | None = None,
+        history: TemporalDictTensor | None = None,
+    ) -> Step:
+        return (
+            DictTensor({}),
+            DictTensor({"action": zeros(observation) + self.action}),
+            DictTensor(),
+        )
+
+
+class StepCounter(Agent):
+    """Counts its steps in its state, from ``FIRST_STATE``; the action is the count from 1."""
+
+    def __call__(
+        self,
+        state: DictTensor | None,
+        observation: DictTensor,
+        agent_info: DictTensor | None = None,
+        history: TemporalDictTensor | None = None,
+    ) -> Step:
+        if state is None:
+            state = DictTensor({"steps": zeros(observation) + FIRST_STATE})
+        steps = state["steps"] + 1
+        return state, DictTensor({"action": steps - FIRST_STATE}), DictTensor({"steps": steps})
+
+
+class InitialStateCounter(StepCounter):
+    """A ``StepCounter`` that makes its initial states itself."""
+
+    def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor:
+        return DictTensor({"steps": torch.full((n,), FIRST_STATE)})
+
+    def __call__(
+        self,
+        state: DictTensor | None,
+        observation: DictTensor,
+        agent_info: DictTensor | None = None,
+        history: TemporalDictTensor | None = None,
+    ) -> Step:
+        if state is None:
+            raise RuntimeError("called with None although it makes its initial states")
+        return super().__call__(state, observation, agent_info, history)
+
+
+@dataclass
+class Call:
+    """The arguments of one call, copied."""
+
+    state: dict[str, Tensor] | None
+    observation: dict[str, Tensor]
+    agent_info: dict[str, Tensor] | None
+    history: TemporalDictTensor | None
+
+
+class Recorder(Agent):
+    """Passes calls on to another agent and keeps their arguments in ``calls``."""
+
+    def __init__(self, inner: Agent) -> None:
+        self.inner = inner
+        self.n_noise = inner.n_noise
+        self.calls: list[Call] = []
+        self.seeds: list[int] = []
+        self.n_closed = 0
+
+    def require_history(self) -> bool:
+        return self.inner.require_history()
+
+    def seed(self, seed: int) -> None:
+        self.seeds.append(seed)
+
+    def close(self) -> None:
+        self.n_closed += 1
+
+    def __call__(
+        self,
+        state: DictTensor | None,
+        observation: DictTensor,
+        agent_info: DictTensor | None = None,
+        history: TemporalDictTensor | None = None,
+    ) -> Step:
+        self.calls.append(
+            Call(
+                None if state is None else dict(state.clone().items()),
+                dict(observation.clone().items()),
+                None if agent_info is None else dict(agent_info.clone().items()),
+                None if history is None else history.clone(),
+            )
+        )
+        return self.inner(state, observation, agent_info, history)
+
+
+class InfoEcho(Agent):
+    """Outputs ``agent_info["id"]`` as ``info_id``, -1 without; remembers it in its state."""
+
+    def __call__(
+        self,
+        state: DictTensor | None,
+        observation: DictTensor,
+        agent_info: DictTensor | None = None,
+        history: TemporalDictTensor | None = None,
+    ) -> Step:
+        ids = zeros(observation) - 1 if agent_info is None else agent_info["id"].clone()
+        if state is None:
+            state = DictTensor({"first_id": ids})
+        output = DictTensor({"action": zeros(observation), "info_id": ids})
+        return state, output, state
+
+
+class HistoryAgent(Agent):
+    """Outputs what it sees of its history.
+
+    ``seen`` is its length, ``frames`` and ``actions`` are the sums of ``frame[..., 0]`` and of
+    ``action`` over it.
+    """
+
+    def require_history(self) -> bool:
+        return True
+
+    def __call__(
+        self,
+        state: DictTensor | None,
+        observation: DictTensor,
+        agent_info: DictTensor | None = None,
+        history: TemporalDictTensor | None = None,
+    ) -> Step:
+        if history is None:
+            raise RuntimeError("no history")
+        output = {
+            "action": history.lengths + 1,
+            "seen": history.lengths.clone(),
+            "frames": history["frame"][..., 0].sum(1),
+            "actions": history["action"].sum(1),
+        }
+        return DictTensor({}), DictTensor(output), DictTensor({})
+
+
+class NoisyAgent(Agent):
+    """Outputs its noise; the action is a sample of three."""
+
+    def __init__(self, n_noise: int = 2) -> None:
+        self.n_noise = n_noise
+
+    def __call__(
+        self,
+        state: DictTensor | None,
+        observation: DictTensor,
+        agent_info: DictTensor | None = None,
+        history: TemporalDictTensor | None = None,
+    ) -> Step:
+        noise = observation["noise"]
+        logits = torch.zeros(observation.n_elems(), 3)
+        action, log_probability = sample_categorical(logits, noise[:, 0])
+        output = {"action": action, "log_probability": log_probability, "seen": noise.clone()}
+        return DictTensor({}), DictTensor(output), DictTensor({})
+
+
+class GruAgent(Agent):
+    """A recurrent policy over ``frame`` that draws its actions from its noise."""
+
+    n_noise = 1
+
+    def __init__(self, n_inputs: int = 2, n_actions: int = 3, n_hidden: int = 4) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.cell = torch.nn.GRUCell(n_inputs, n_hidden)
+        self.head = torch.nn.Linear(n_hidden, n_actions)
+        for module in (self.cell, self.head):
+            for parameter in module.parameters():
+                parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+        self.n_hidden = n_hidden
+
+    def __call__(
+        self,
+        state: DictTensor | None,
+        observation: DictTensor,
+        agent_info: DictTensor | None = None,
+        history: TemporalDictTensor | None = None,
+    ) -> Step:
+        if state is None:
+            state = DictTensor({"hidden": torch.ones(observation.n_elems(), self.n_hidden)})
+        hidden = self.cell(observation["frame"], state["hidden"])
+        action, log_probability = sample_categorical(self.head(hidden), observation["noise"])
+        output = DictTensor({"action": action, "log_probability": log_probability})
+        return state, output, DictTensor({"hidden": hidden})
+
+    def update(self, info: Any) -> None:
+        self.cell.load_state_dict(info)
+
+
+class FunctionAgent(Agent):
+    """Calls a function ``(state, observation, agent_info, history)``."""
+
+    def __init__(self, function: Callable[..., Any], n_noise: int = 0) -> None:
+        self.function = function
+        self.n_noise = n_noise
+
+    def __call__(
+        self,
+        state: DictTensor | None,
+        observation: DictTensor,
+        agent_info: DictTensor | None = None,
+        history: TemporalDictTensor | None = None,
+    ) -> Any:
+        return self.function(state, observation, agent_info, history)

@@ -1,0 +1,376 @@
+"""Environments whose every observation can be worked out by hand, and environments of every kind.
+
+All of them are classes at module level, so that spawned workers can unpickle them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from rlpool import GymEnv, GymEnvInf
+
+COUNTING_SPACE = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+MANY = 1_000_000
+
+FIRST_STATE = 10
+"""What ``support.agents.StepCounter`` counts from: not 0, which is what padding is."""
+
+
+class CountingEnv(gymnasium.Env[Any, Any]):
+    """The observation is ``[step, id]``, the reward of a step ``100 * id + step``.
+
+    The options ``length``, ``id`` and ``ends`` of a reset override the arguments, ``ends`` as the
+    number of one of ``ENDS``.
+
+    Args:
+        length: Steps of an episode.
+        number: The id, without options.
+        ends: How an episode ends, one of ``ENDS``.
+    """
+
+    ENDS = ("terminated", "truncated", "both")
+
+    observation_space = COUNTING_SPACE
+    action_space = spaces.Discrete(MANY)
+
+    def __init__(self, length: int = 3, number: int = 0, ends: str = "terminated") -> None:
+        self.default = {"length": length, "id": number, "ends": self.ENDS.index(ends)}
+        self.t = 0
+        self.is_closed = False
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        given = {**self.default, **(options or {})}
+        self.length, self.number = int(given["length"]), int(given["id"])
+        self.ends = self.ENDS[int(given["ends"])]
+        self.t = 0
+        return self.observation(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        is_over = self.t >= self.length
+        terminated = is_over and self.ends in ("terminated", "both")
+        truncated = is_over and self.ends in ("truncated", "both")
+        return self.observation(), 100.0 * self.number + self.t, terminated, truncated, {}
+
+    def observation(self) -> Any:
+        return np.array([self.t, self.number], np.float32)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class SelfishCountingEnv(CountingEnv):
+    """Hands out one and the same array, updated in place."""
+
+    def observation(self) -> Any:
+        if not hasattr(self, "array"):
+            self.array = np.zeros(2, np.float32)
+        self.array[:] = self.t, self.number
+        return self.array
+
+
+class EchoEnv(CountingEnv):
+    """The observation says what the environment was reset with.
+
+    Its keys, all int64 scalars: ``step``, ``id``, ``seed`` (-1 without), ``n_resets`` (of this
+    environment, 1 in the first episode), ``has_options``, ``last`` (the action).
+    """
+
+    KEYS = ("step", "id", "seed", "n_resets", "has_options", "last")
+
+    observation_space = spaces.Dict(
+        {key: spaces.Box(-(2**63), 2**63 - 1, (), np.int64) for key in KEYS}
+    )
+
+    def __init__(self, length: int = 3, number: int = 0, ends: str = "terminated") -> None:
+        super().__init__(length, number, ends)
+        self.n_resets = 0
+        self.resets: list[tuple[int | None, Any]] = []
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        self.n_resets += 1
+        self.resets.append((seed, None if options is None else dict(options)))
+        self.seed_given = -1 if seed is None else seed
+        self.has_options = options is not None
+        self.last = -1
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.last = action
+        return super().step(action)
+
+    def observation(self) -> Any:
+        values = (self.t, self.number, self.seed_given, self.n_resets, self.has_options, self.last)
+        return {k: np.array(v, np.int64) for k, v in zip(self.KEYS, values, strict=True)}
+
+
+class SpaceEnv(gymnasium.Env[Any, Any]):
+    """Samples its observations from any space, and keeps them and the actions that it gets.
+
+    Args:
+        observation_space: Any space.
+        action_space: Any space.
+        length: Steps of an episode.
+    """
+
+    def __init__(
+        self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], length: int = 3
+    ) -> None:
+        self.observation_space = observation_space
+        self.action_space = action_space
+        self.length = length
+        self.observations: list[Any] = []
+        self.actions: list[Any] = []
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.observation_space.seed(None if seed is None else seed % 2**32)
+        self.t = 0
+        self.observations, self.actions = [], []
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        self.actions.append(action)
+        return self.observe(), 1.0, self.t >= self.length, False, {}
+
+    def observe(self) -> Any:
+        self.observations.append(self.observation_space.sample())
+        return self.observations[-1]
+
+
+class ValueEnv(CountingEnv):
+    """Its observation is what a function of the step says; the space may be missing.
+
+    Args:
+        values: One value per step; the last one stays.
+        space: The observation space, or ``None``.
+    """
+
+    observation_space = None  # type: ignore[assignment]
+
+    def __init__(self, values: Sequence[Any], space: Any = None, length: int = 3) -> None:
+        super().__init__(length)
+        self.values = list(values)
+        if space is not None:
+            self.observation_space = space
+
+    def observation(self) -> Any:
+        return self.values[min(self.t, len(self.values) - 1)]
+
+
+class AncestorCountingEnv:
+    """``CountingEnv`` as it was written for the old gym, without spaces.
+
+    ``seed()``, ``reset()`` that returns the observation alone, ``step`` with four results.
+    """
+
+    def __init__(self, length: int = 3, number: int = 0, is_limited: bool = False) -> None:
+        self.length, self.number, self.is_limited = length, number, is_limited
+        self.seeds: list[int] = []
+        self.is_closed = False
+        self.t = -1
+
+    def seed(self, seed: int | None = None) -> list[Any]:
+        self.seeds.append(-1 if seed is None else seed)
+        return [seed]
+
+    def reset(self) -> Any:
+        self.t = 0
+        return np.array([self.t, self.number], np.float32)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, dict[str, Any]]:
+        self.t += 1
+        observation = np.array([self.t, self.number], np.float32)
+        done = self.t >= self.length
+        info = {"TimeLimit.truncated": True} if done and self.is_limited else {}
+        return observation, 100.0 * self.number + self.t, done, info
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class SpacedAncestorEnv(AncestorCountingEnv):
+    """An ancestor-style environment that declares its spaces."""
+
+    observation_space = COUNTING_SPACE
+    action_space = spaces.Discrete(MANY)
+
+
+class AncestorInfoEnv(AncestorCountingEnv):
+    """An ancestor-style environment whose ``reset`` takes ``env_info``."""
+
+    def __init__(self, length: int = 3, number: int = 0) -> None:
+        super().__init__(length, number)
+        self.infos: list[Any] = []
+
+    def reset(self, env_info: Any = None) -> Any:  # type: ignore[override]
+        self.infos.append(env_info)
+        info = env_info or {}
+        self.length = int(info.get("length", self.length))
+        self.number = int(info.get("id", self.number))
+        return super().reset()
+
+
+class AncestorWrapper:
+    """A wrapper as the old gym had them: passes on what it gets, expects four results."""
+
+    def __init__(self, env: Any, max_episode_steps: int | None = None) -> None:
+        self.env = env
+        self.limit = max_episode_steps
+        self.n_steps = 0
+
+    def seed(self, seed: int | None = None) -> Any:
+        return self.env.seed(seed)
+
+    def reset(self, **arguments: Any) -> Any:
+        self.n_steps = 0
+        return self.env.reset(**arguments)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, dict[str, Any]]:
+        observation, reward, done, info = self.env.step(action)
+        self.n_steps += 1
+        if self.limit is not None and self.n_steps >= self.limit:
+            info["TimeLimit.truncated"] = not done
+            done = True
+        return observation, reward, done, info
+
+    def close(self) -> None:
+        self.env.close()
+
+
+class InfoEnv(CountingEnv):
+    """Takes ``env_info`` beside Gymnasium's arguments."""
+
+    def __init__(self, length: int = 3) -> None:
+        super().__init__(length)
+        self.infos: list[Any] = []
+
+    def reset(  # type: ignore[override]
+        self,
+        *,
+        seed: int | None = None,
+        options: Mapping[str, Any] | None = None,
+        env_info: Any = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        self.infos.append(env_info)
+        return super().reset(seed=seed, options=env_info)
+
+
+class FailingEnv(CountingEnv):
+    """Raises in ``step`` or ``reset`` of the episode whose id is ``fails_at``.
+
+    Args:
+        error: What is raised.
+        call: ``"reset"`` or ``"step"``.
+        fails_at: Id of the failing episode.
+        step: The failing step, 0-based.
+    """
+
+    def __init__(
+        self,
+        error: BaseException,
+        call: str = "step",
+        fails_at: int = 1,
+        step: int = 0,
+        length: int = 3,
+    ) -> None:
+        super().__init__(length)
+        self.error, self.call, self.fails_at, self.fails_in = error, call, fails_at, step
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        result = super().reset(seed=seed, options=options)
+        if self.call == "reset" and self.number == self.fails_at:
+            raise self.error
+        return result
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self.call == "step" and self.number == self.fails_at and self.t == self.fails_in:
+            raise self.error
+        return super().step(action)
+
+
+# Functions for create_env --------------------------------------------------------------------
+
+
+def create_counting(seed: int, n_envs: int = 2, restarts: bool = False, **arguments: Any) -> GymEnv:
+    """``CountingEnv`` lanes."""
+    kind = GymEnvInf if restarts else GymEnv
+    return kind([CountingEnv(**arguments) for _ in range(n_envs)], seed)
+
+
+def create_echo(seed: int, n_envs: int = 2, restarts: bool = False, **arguments: Any) -> GymEnv:
+    """``EchoEnv`` lanes."""
+    kind = GymEnvInf if restarts else GymEnv
+    return kind([EchoEnv(**arguments) for _ in range(n_envs)], seed)
+
+
+# What must come out --------------------------------------------------------------------------
+
+
+def counting_trajectories(
+    lengths: Sequence[int], ids: Sequence[int], ends: Sequence[str] | None = None
+) -> dict[str, Tensor]:
+    """Every key of the trajectories of a ``StepCounter`` on ``CountingEnv``, step by step.
+
+    Args:
+        lengths: Length of each episode.
+        ids: Id of each episode.
+        ends: How each ends, ``"terminated"`` by default.
+    """
+    shape = (len(lengths), max(lengths))
+    as_bool, as_int = torch.bool, torch.int64
+    expected = {
+        "frame": torch.zeros(*shape, 2),
+        "reward": torch.zeros(shape),
+        "last_action": torch.zeros(shape, dtype=as_int),
+        "action": torch.zeros(shape, dtype=as_int),
+        "steps": torch.zeros(shape, dtype=as_int),
+        "_frame": torch.zeros(*shape, 2),
+        "_reward": torch.zeros(shape),
+        "_last_action": torch.zeros(shape, dtype=as_int),
+        "_steps": torch.zeros(shape, dtype=as_int),
+    }
+    for flag in ("terminated", "truncated", "done", "initial_state"):
+        expected[flag] = torch.zeros(shape, dtype=as_bool)
+        expected[f"_{flag}"] = torch.zeros(shape, dtype=as_bool)
+    for row, (length, number) in enumerate(zip(lengths, ids, strict=True)):
+        for t in range(length):
+            expected["frame"][row, t] = torch.tensor([t, number])
+            expected["_frame"][row, t] = torch.tensor([t + 1, number])
+            expected["reward"][row, t] = 100 * number + t if t else 0
+            expected["_reward"][row, t] = 100 * number + t + 1
+            expected["action"][row, t] = expected["_last_action"][row, t] = t + 1
+            expected["last_action"][row, t] = t
+            expected["steps"][row, t] = FIRST_STATE + t
+            expected["_steps"][row, t] = FIRST_STATE + t + 1
+        expected["initial_state"][row, 0] = True
+        end = ends[row] if ends is not None else "terminated"
+        expected["_done"][row, length - 1] = True
+        expected["_terminated"][row, length - 1] = end in ("terminated", "both")
+        expected["_truncated"][row, length - 1] = end in ("truncated", "both")
+    return expected
+
+
+def assert_same_tensors(got: Any, expected: Mapping[str, Tensor]) -> None:
+    """Keys, dtypes, shapes and values agree, exactly."""
+    assert set(got.keys()) == set(expected)
+    for key, tensor in expected.items():
+        assert got[key].dtype == tensor.dtype, key
+        assert got[key].tolist() == tensor.tolist(), key

@@ -1,0 +1,295 @@
+"""Environments and agents that fail at a chosen place in a chosen way.
+
+Where an episode fails is chosen per episode, through ``env_info`` and ``agent_info``, so that one
+batcher can be hit many times::
+
+    fault       index into ``KINDS``, see ``code``
+    fault_step  -1: in ``reset``, k: in the step (or agent call) that starts from step k
+
+An observation is ``(identity, step)``, the identity being the episode's ``id`` in ``env_info``, so
+that every expected row can be written down by hand. Before a fault strikes, time, seed and process
+are noted in the file ``struck_at``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+
+from rlpool import Agent, DictTensor, GymEnv
+
+KINDS = (
+    "none",
+    "raise",
+    "unpicklable",
+    "unprintable",
+    "sys_exit",
+    "os_exit",
+    "sigkill",
+    "segfault",
+    "hang",
+    "hold_the_lock",
+    "fork_and_sigkill",
+    "wrong_shape",
+    "wrong_dtype",
+    "wrong_reward",
+    "wrong_flag",
+)
+
+EXIT_CODE = 17
+"""What ``os_exit`` exits with."""
+
+_FOREVER_S = 1000.0
+
+
+def code(kind: str) -> int:
+    """A kind as a number, for infos."""
+    return KINDS.index(kind)
+
+
+class UnpicklableError(Exception):
+    """Cannot travel between processes: neither can its lock."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class UnprintableError(Exception):
+    """Fails when it is turned into text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def strike(kind: str, struck_at: str | None = None, seed: int | None = None) -> None:
+    """Fail; returns for kinds that are wrong results rather than failures."""
+    if kind == "none":
+        return
+    if struck_at is not None:
+        note = {"time": time.time(), "seed": seed, "pid": os.getpid()}
+        partial = Path(f"{struck_at}.{os.getpid()}")
+        partial.write_text(json.dumps(note))
+        partial.replace(struck_at)  # whoever sees the file sees all of it
+    if kind == "raise":
+        raise KeyError("struck")
+    if kind == "unpicklable":
+        raise UnpicklableError("struck")
+    if kind == "unprintable":
+        raise UnprintableError
+    if kind == "sys_exit":
+        sys.exit("struck")
+    if kind == "os_exit":
+        os._exit(EXIT_CODE)
+    if kind == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "segfault":
+        ctypes.string_at(0)
+    if kind == "hang":
+        time.sleep(_FOREVER_S)
+    if kind == "hold_the_lock":
+        sum(range(10**13))  # one call in C: no other Python thread runs before it is over
+    if kind == "fork_and_sigkill":
+        _leave_a_child_behind(f"{struck_at}.child")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leave_a_child_behind(note: str) -> None:
+    """Fork a process that inherits all descriptors, as environments' helpers do."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(_FOREVER_S)
+        os._exit(0)
+    Path(note).write_text(str(pid))
+
+
+class FaultyEnv(gymnasium.Env):
+    """Counts its steps and fails where ``env_info`` says so.
+
+    Args:
+        struck_at: File to note a fault in.
+        close_fault: How ``close`` fails.
+        created_in: Directory in which each process that makes an environment leaves a file.
+        ran_in: Directory in which each reset with an ``id`` leaves a line.
+    """
+
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def __init__(
+        self,
+        struck_at: str | None = None,
+        close_fault: str = "none",
+        created_in: str | None = None,
+        ran_in: str | None = None,
+    ) -> None:
+        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        self._struck_at = struck_at
+        self._close_fault = close_fault
+        self._ran_in = ran_in
+        self._options: dict[str, Any] = {}
+        self._seed: int | None = None
+        self._step = 0
+        if created_in is not None:
+            (Path(created_in) / str(os.getpid())).touch()
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        self._options = dict(options or {})
+        self._seed, self._step = seed, 0
+        if self._ran_in is not None and "id" in self._options:
+            with open(Path(self._ran_in) / str(os.getpid()), "a") as file:
+                file.write(f"{self._options['id']}\n")
+        self._wait()
+        return self._observation(self._strike(-1)), {}
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, bool, dict[str, Any]]:
+        kind = self._strike(self._step)
+        self._step += 1
+        self._wait()
+        reward: Any = float(self._step)
+        terminated: Any = self._step >= self._options.get("length", 3)
+        if kind == "wrong_reward":
+            reward = np.zeros(2)
+        if kind == "wrong_flag":
+            terminated = np.array([True, False])
+        return self._observation(kind), reward, terminated, False, {}
+
+    def close(self) -> None:
+        strike(self._close_fault, self._struck_at)
+
+    def _strike(self, step: int) -> str:
+        kind = KINDS[self._options.get("fault", 0)]
+        if kind == "none" or self._options["fault_step"] != step:
+            return "none"
+        strike(kind, self._struck_at, self._seed)
+        return kind
+
+    def _wait(self) -> None:
+        time.sleep(self._options.get("sleep_ms", 0) / 1000)
+
+    def _observation(self, kind: str) -> Any:
+        if kind == "wrong_shape":
+            return np.zeros(5, np.float32)
+        if kind == "wrong_dtype":
+            return np.zeros(2, np.complex64)
+        return np.array([self._options.get("id", 0), self._step], np.float32)
+
+
+class FaultyAgent(Agent):
+    """Fails where ``agent_info`` says so; ``update`` and ``close`` in the way they are told.
+
+    Its outputs are the action, which is 1, and the last number it was updated with.
+    """
+
+    def __init__(self, struck_at: str | None = None, close_fault: str = "none") -> None:
+        self._struck_at = struck_at
+        self._close_fault = close_fault
+        self._version = 0
+
+    def __call__(
+        self,
+        state: DictTensor | None,
+        observation: DictTensor,
+        agent_info: DictTensor | None = None,
+        history: Any = None,
+    ) -> tuple[DictTensor, DictTensor, DictTensor]:
+        n = observation.n_elems()
+        kind = self._kind(observation["frame"][:, 1], agent_info)
+        strike(kind, self._struck_at)
+        action = torch.ones(n, dtype=torch.int64)
+        if kind == "wrong_shape":
+            action = torch.ones(n, 2, dtype=torch.int64)
+        if kind == "wrong_dtype":
+            action = torch.ones(n, dtype=torch.complex64)
+        version = torch.full((n,), self._version)
+        return DictTensor({}), DictTensor({"action": action, "version": version}), DictTensor({})
+
+    def update(self, info: Any) -> None:
+        if isinstance(info, str):
+            strike(info, self._struck_at)
+        self._version = int(info)
+
+    def close(self) -> None:
+        strike(self._close_fault, self._struck_at)
+
+    @staticmethod
+    def _kind(step: torch.Tensor, agent_info: DictTensor | None) -> str:
+        if agent_info is None:
+            return "none"
+        hit = (agent_info["fault"] > 0) & (agent_info["fault_step"] == step)
+        return KINDS[int(agent_info["fault"][hit][0])] if bool(hit.any()) else "none"
+
+
+def create_env(
+    seed: int,
+    n_lanes: int = 1,
+    fault: str = "none",
+    first: str | None = None,
+    struck_at: str | None = None,
+    **env_args: Any,
+) -> Any:
+    """Make a ``GymEnv`` of ``n_lanes`` environments, or fail.
+
+    Args:
+        seed: Ignored.
+        n_lanes: Number of environments.
+        fault: How this call fails.
+        first: A file; only the process that can create it fails, any other hangs.
+        struck_at: As for ``FaultyEnv``.
+        env_args: For ``FaultyEnv``.
+    """
+    if fault != "none" and first is not None and not _is_first(first):
+        strike("hang")
+    strike(fault, struck_at)
+    if fault == "wrong_shape":
+        return [FaultyEnv()]
+    return GymEnv([FaultyEnv(struck_at, **env_args) for _ in range(n_lanes)], seed)
+
+
+def create_agent(fault: str = "none", struck_at: str | None = None, **agent_args: Any) -> Any:
+    """Make a ``FaultyAgent``, or fail."""
+    strike(fault, struck_at)
+    if fault == "wrong_shape":
+        return lambda *arguments: None
+    return FaultyAgent(struck_at, **agent_args)
+
+
+def _is_first(path: str) -> bool:
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def faults_at(n_rows: int, row: int, kind: str, step: int, **columns: int) -> DictTensor:
+    """An info of ``n_rows`` rows, one of which fails at a step.
+
+    Args:
+        n_rows: Rows.
+        row: The row that fails.
+        kind: How.
+        step: Where; -1 for ``reset``.
+        columns: Further columns, the same in all rows.
+    """
+    fault = torch.zeros(n_rows, dtype=torch.int64)
+    fault[row] = code(kind)
+    return DictTensor(
+        {
+            "fault": fault,
+            "fault_step": torch.full((n_rows,), step),
+            **{key: torch.full((n_rows,), value) for key, value in columns.items()},
+        }
+    )

@@ -1,0 +1,199 @@
+"""Environments: how every kind of Gymnasium space becomes named tensors.
+
+You will learn
+
+- how to step a ``GymEnv`` yourself, without a batcher: what it is made of is easier to see so,
+- which keys, shapes and dtypes observations and actions of any space have,
+- how environments written for the old ``gym`` interface work,
+- how ``env_info`` reaches an environment, and how to limit the time of episodes,
+- what ``GymEnvInf`` does when an episode ends.
+"""
+
+import argparse
+
+import ale_py
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
+from tqdm import tqdm
+
+from rlpool import DictTensor, GymEnv, GymEnvInf, SpecError
+
+gym.register_envs(ale_py)
+
+N_ENVS = 3
+
+
+def random_actions(env, n_rows):
+    """One random action per row. A dict space has several keys, "action/" before each."""
+    if isinstance(env.action_space, Dict):
+        spaces = {f"action/{key}": space for key, space in env.action_space.items()}
+    else:
+        spaces = {"action": env.action_space}
+    samples = {key: [space.sample() for _ in range(n_rows)] for key, space in spaces.items()}
+    return DictTensor({key: torch.from_numpy(np.stack(rows)) for key, rows in samples.items()})
+
+
+def run_episodes(env, n_steps):
+    """Step until all environments have ended, or ``n_steps`` times; gives the sums of rewards."""
+    # "running" are the numbers of the environments that take part: all of them after a reset.
+    observation, running = env.reset()
+    assert torch.equal(running, torch.arange(env.n_envs()))
+    assert observation["initial_state"].all()
+    returns = torch.zeros(env.n_envs())
+    for _ in range(n_steps):
+        if not len(running):
+            break
+        # One action per running environment. Back come the observations of those that were
+        # stepped, and of those that go on, which is where the next step starts from.
+        actions = random_actions(env, len(running))
+        (stepped, were_running), (_, running) = env.step(actions)
+        returns[were_running] += stepped["reward"]
+        assert torch.equal(running, were_running[~stepped["done"]])
+        assert torch.equal(stepped["done"], stepped["terminated"] | stepped["truncated"])
+    return returns
+
+
+# A dict keeps its keys, a tuple gives numbers, and whatever has no name is "frame". Beside them are
+# always reward, terminated, truncated, done, initial_state and last_action.
+OBSERVATIONS = {
+    "CartPole-v1": {"frame": ((4,), torch.float32)},
+    "FrozenLake-v1": {"frame": ((), torch.int64)},  # Discrete: a number per environment
+    "Pendulum-v1": {"frame": ((3,), torch.float32)},
+    "Blackjack-v1": {f"frame/{i}": ((), torch.int64) for i in range(3)},  # a tuple
+    "HalfCheetah-v5": {"frame": ((17,), torch.float32)},  # float64 becomes float32
+    "ALE/Pong-v5": {"frame": ((210, 160, 3), torch.uint8)},  # images stay bytes
+}
+
+
+def real_environments(n_steps):
+    for name, expected in tqdm(OBSERVATIONS.items(), desc="real environments", unit="kind"):
+        env = GymEnv([gym.make(name) for _ in range(N_ENVS)], seed=0)
+        env.action_space.seed(0)
+        observation = env.reset()[0]
+        for key, (shape, dtype) in expected.items():
+            assert observation[key].shape == (N_ENVS, *shape)
+            assert observation[key].dtype == dtype
+        returns = run_episodes(env, n_steps)
+        tqdm.write(f"{name:15} average return {returns.mean():.1f}")
+        env.close()
+
+    exact = GymEnv([gym.make("HalfCheetah-v5")], seed=0, keep_float64=True)
+    assert exact.reset()[0]["frame"].dtype == torch.float64
+    exact.close()
+
+
+class Robot(gym.Env):
+    """Nested spaces, for observations and for actions."""
+
+    observation_space = Dict(
+        {
+            "camera": Box(0, 255, (8, 8), np.uint8),
+            "arm": Dict({"angle": Box(-1.0, 1.0, (2,)), "holds": Discrete(2)}),
+        }
+    )
+    action_space = Dict({"turn": Box(-1.0, 1.0, (2,)), "lights": MultiBinary(4)})
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        # Whatever env_info holds is here, at every reset.
+        self.holds = 0 if options is None else options["holds"]
+        self.angle = np.zeros(2, np.float32)
+        return self.observation(), {}
+
+    def step(self, action):
+        self.angle = np.clip(self.angle + 0.1 * action["turn"], -1.0, 1.0).astype(np.float32)
+        return self.observation(), float(action["lights"].sum()), False, False, {}
+
+    def observation(self):
+        camera = np.full((8, 8), self.holds, np.uint8)
+        return {"camera": camera, "arm": {"angle": self.angle, "holds": self.holds}}
+
+
+def nested_spaces_and_env_info():
+    # Row n of env_info goes to environment n.
+    env = GymEnv([Robot() for _ in range(N_ENVS)], seed=0, max_episode_steps=10)
+    observation, _ = env.reset(DictTensor({"holds": torch.tensor([0, 1, 1])}))
+    assert {"camera", "arm/angle", "arm/holds"} <= set(observation.keys())
+    assert observation["arm/holds"].tolist() == [0, 1, 1]
+
+    actions = random_actions(env, N_ENVS)
+    assert set(actions.keys()) == {"action/turn", "action/lights"}
+    (stepped, _), _ = env.step(actions)
+    assert torch.equal(stepped["last_action/turn"], actions["action/turn"])
+
+    # The robot itself never ends. Its time limit does it: truncated, not terminated.
+    for _ in range(9):
+        (stepped, _), (_, running) = env.step(random_actions(env, N_ENVS))
+    assert stepped["truncated"].all()
+    assert not stepped["terminated"].any()
+    assert len(running) == 0
+
+    # Spaces without a fixed shape cannot become tensors.
+    talker = Robot()
+    talker.observation_space = gym.spaces.Text(10)
+    try:
+        GymEnv([talker])
+    except SpecError as error:
+        print(f"refused: {error}")
+
+
+class OldCountdown:
+    """As before Gymnasium: no spaces, ``seed()``, ``reset(env_info)``, four values per step."""
+
+    def seed(self, seed=None):
+        self.generator = np.random.default_rng(seed)
+
+    def reset(self, env_info):
+        self.left = env_info.get("left", int(self.generator.integers(2, 6)))
+        return {"left": self.left}
+
+    def step(self, action):
+        self.left -= 1
+        return {"left": self.left}, 1.0, self.left == 0, {}
+
+
+def old_environments():
+    env = GymEnv([OldCountdown() for _ in range(N_ENVS)], seed=0)
+    observation, running = env.reset(DictTensor({"left": torch.tensor([2, 4, 3])}))
+    # Without a declared space, a Python int is an int64, a float is a float32.
+    assert observation["left"].dtype == torch.int64
+    lengths = torch.zeros(N_ENVS).long()
+    while len(running):
+        lengths[running] += 1
+        _, (_, running) = env.step(DictTensor({"action": torch.zeros(len(running))}))
+    assert lengths.tolist() == [2, 4, 3]
+
+
+def environments_that_restart():
+    env = GymEnvInf([OldCountdown() for _ in range(N_ENVS)], seed=0)
+    env.reset()
+    wait = DictTensor({"action": torch.zeros(N_ENVS)})
+    n_ended = 0
+    for _ in range(20):
+        (stepped, _), (observation, running) = env.step(wait)
+        # Nobody ever stops: the first result shows how an episode ended ...
+        assert len(running) == N_ENVS
+        ended = stepped["done"]
+        assert (stepped["left"][ended] == 0).all()
+        # ... and the second how the next one begins.
+        assert (observation["left"][ended] >= 2).all()
+        assert torch.equal(observation["initial_state"], ended)
+        assert not observation["done"].any()
+        n_ended += int(ended.sum())
+    print(f"restarting: {n_ended} episodes ended and were followed by the next")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--n-steps", type=int, default=300, help="at most, per environment")
+    arguments = parser.parse_args()
+    real_environments(arguments.n_steps)
+    nested_spaces_and_env_info()
+    old_environments()
+    environments_that_restart()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Many agents on many environments, in worker processes.
+
+You will learn
+
+- how ``env_info`` makes one class of environments into many, and ``agent_info`` one agent,
+- how ``execute`` asks worker processes for episodes and ``get`` hands them over as tensors,
+- what is in these tensors, and that row *i* is the episode of row *i* of the infos,
+- that ``reexecute`` collects new episodes with the same infos,
+- that real environments (CartPole-v1) work the same way, with more episodes than slots.
+
+Run it with ``python tutorials/multiprocess_episode_batcher.py``.
+"""
+
+import argparse
+import time
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium.spaces import Box, Dict, Discrete
+from tqdm import tqdm
+
+from rlpool import Agent, DictTensor, EpisodeBatcher, GymEnv, sample_categorical
+
+
+class WindyLine(gym.Env):
+    """Stay on a line of length 2. Which wind blows is the environment's identity."""
+
+    def __init__(self):
+        self.observation_space = Dict({"x": Box(-2.0, 2.0, ()), "env_id": Discrete(1000)})
+        self.action_space = Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        # One row of env_info arrives here as a dict of Python numbers, together with a seed.
+        super().reset(seed=seed)
+        self.env_id = 0 if options is None else options["env_id"]
+        self.x = self.np_random.uniform(-0.5, 0.5)
+        return self.observation(), {}
+
+    def step(self, action):
+        wind = 0.05 * (self.env_id % 5)
+        self.x += (0.2 if action == 1 else -0.2) + wind
+        return self.observation(), 1.0, abs(self.x) > 1.0, False, {}
+
+    def observation(self):
+        return {"x": np.float32(np.clip(self.x, -2.0, 2.0)), "env_id": self.env_id}
+
+
+class LeftwardAgent(Agent):
+    """Goes left with a probability that depends on its identity."""
+
+    # Random numbers come from rlpool, one per step, so that the same seeds give the same episodes
+    # for any number of processes.
+    n_noise = 1
+
+    def __init__(self, n_agents):
+        self.n_agents = n_agents
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        n_rows = observation.n_elems()
+        # Without agent_info in execute() there is none here.
+        ids = torch.zeros(n_rows).long() if agent_info is None else agent_info["agent_id"]
+        # None says that all these rows start an episode.
+        if state is None:
+            state = DictTensor({"timestep": torch.zeros(n_rows).long()})
+        left = (ids + 1) / (self.n_agents + 1)
+        logits = torch.stack([left, 1.0 - left], dim=1).log()
+        action, _ = sample_categorical(logits, observation["noise"])
+        output = DictTensor({"action": action, "agent_id": ids, "left": left})
+        return state, output, DictTensor({"timestep": state["timestep"] + 1})
+
+
+class CarefulAgent(LeftwardAgent):
+    """For CartPole: pushes to where the pole falls, and now and then to anywhere."""
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        state, output, new_state = super().__call__(state, observation, agent_info)
+        angle, angular_velocity = observation["frame"][:, 2], observation["frame"][:, 3]
+        careful = (angle + 0.5 * angular_velocity > 0).long()
+        is_careless = observation["noise"][:, 0] < 0.5 * output["left"]
+        output.set("action", torch.where(is_careless, 1 - careful, careful))
+        return state, output, new_state
+
+
+# These functions run in the workers. The first also gets a seed, for what reset() cannot seed.
+
+
+def create_env(seed, max_episode_steps, n_envs=4):
+    return GymEnv([WindyLine() for _ in range(n_envs)], seed, max_episode_steps=max_episode_steps)
+
+
+def create_cartpole(seed, n_envs=8):
+    return GymEnv([gym.make("CartPole-v1") for _ in range(n_envs)], seed)
+
+
+def create_agent(n_agents):
+    return LeftwardAgent(n_agents)
+
+
+def get_with_progress(batcher, description):
+    """Do what ``batcher.get()`` does, and show how far it is meanwhile."""
+    with tqdm(total=batcher.progress[1], desc=description, unit="episode") as bar:
+        while (trajectories := batcher.get(blocking=False)) is None:
+            bar.update(batcher.progress[0] - bar.n)
+            time.sleep(0.02)
+        bar.update(bar.total - bar.n)
+    return trajectories
+
+
+def average_return(trajectories):
+    return trajectories["_reward"].sum(dim=1).mean().item()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--n-episodes", type=int, default=32, help="on the windy line")
+    parser.add_argument("--n-cartpole-episodes", type=int, default=500)
+    parser.add_argument("--n-threads", type=int, default=2, help="worker processes")
+    arguments = parser.parse_args()
+    n, n_threads = arguments.n_episodes, arguments.n_threads
+
+    # One agent and one environment per episode.
+    agent_info = DictTensor({"agent_id": torch.arange(n)})
+    env_info = DictTensor({"env_id": torch.arange(n)})
+
+    with EpisodeBatcher(
+        n_timesteps=100,  # steps in a slot
+        n_slots=128,  # slots, which bound the memory
+        n_threads=n_threads,
+        seeds=list(range(n_threads)),
+        create_agent=create_agent,
+        agent_args={"n_agents": n},
+        create_env=create_env,
+        env_args={"max_episode_steps": 100},
+    ) as batcher:
+        # The episodes are collected from now on; this process could do something else.
+        batcher.execute(n_episodes=n, agent_info=agent_info, env_info=env_info)
+        first = get_with_progress(batcher, "windy line")
+
+        # Row i is the episode of agent i on environment i, whichever worker ran it.
+        assert torch.equal(first["env_id"][:, 0], env_info["env_id"])
+        assert torch.equal(first["agent_id"][:, 0], agent_info["agent_id"])
+        # "reward" came with the observation of a step, before there was an action; "_reward" is
+        # what the action earned: 1 per step here, and zero behind the end of an episode.
+        assert (first["reward"][:, 0] == 0.0).all()
+        assert torch.equal(first["_reward"], first.mask())
+        # Every row ends once, at its last step.
+        assert torch.equal(first["_done"].sum(dim=1), torch.ones(n).long())
+        assert first["_done"][torch.arange(n), first.lengths - 1].all()
+        # What the agent remembers is stored, too.
+        assert torch.equal(first["timestep"][0, : first.lengths[0]], torch.arange(first.lengths[0]))
+
+        # The same agents on the same environments again: other seeds, so other episodes.
+        batcher.reexecute()
+        second = get_with_progress(batcher, "once more")
+        assert torch.equal(second["env_id"][:, 0], env_info["env_id"])
+        assert not torch.equal(second.info["seed"], first.info["seed"])
+    # Results outlive their batcher.
+    print(f"windy line: average returns {average_return(first):.1f}, {average_return(second):.1f}")
+
+    # On CartPole-v1, env_info are the bounds of its random first state, options of its reset().
+    n = arguments.n_cartpole_episodes
+    agent_info = DictTensor({"agent_id": torch.arange(n)})
+    width = torch.linspace(0.01, 0.2, n)
+    env_info = DictTensor({"low": -width, "high": width})
+    with EpisodeBatcher(
+        # Episodes are up to 500 steps long, and there are more of them than slots: slots are
+        # emptied and used again while get() waits.
+        n_timesteps=100,
+        n_slots=128,
+        n_threads=n_threads,
+        seeds=42,
+        create_agent=CarefulAgent,
+        agent_args={"n_agents": n},
+        create_env=create_cartpole,
+    ) as batcher:
+        batcher.execute(n_episodes=n, agent_info=agent_info, env_info=env_info)
+        episodes = get_with_progress(batcher, "CartPole-v1")
+
+    assert (episodes["frame"][:, 0].abs().amax(dim=1) <= width).all()
+    print(episodes)
+    print(f"CartPole-v1: {n} episodes, {episodes.lengths.sum()} steps")
+    most, least = average_return(episodes[: n // 4]), average_return(episodes[-n // 4 :])
+    print(f"average return of the most careful quarter {most:.1f}, of the least {least:.1f}")
+    assert most > least
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Learning and evaluation at the same time.
+
+You will learn
+
+- that ``execute`` returns at once, so that two batchers can work at the same time,
+- how ``get(blocking=False)`` asks whether a result is there, and ``None`` says: not yet,
+- that a batch is collected with one version of the parameters, whatever is sent meanwhile, and
+  how ``policy_version`` tells which one it was.
+
+A policy is evaluated on many long episodes without exploration. Learning does not wait for that:
+it goes on with newer parameters, and looks after each step whether an evaluation is finished.
+"""
+
+import argparse
+
+import gymnasium as gym
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from rlpool import (
+    Agent,
+    DictTensor,
+    EpisodeBatcher,
+    GymEnv,
+    categorical_log_probability,
+    replay_agent,
+    sample_categorical,
+)
+
+
+class PolicyAgent(nn.Module, Agent):
+    n_noise = 1
+
+    def __init__(self, is_greedy):
+        super().__init__()
+        self.is_greedy = is_greedy
+        self.model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        logits = self.model(observation["frame"])
+        action, _ = sample_categorical(logits, observation["noise"])
+        if self.is_greedy:
+            action = logits.argmax(dim=1)
+        return DictTensor(), DictTensor({"action": action, "logits": logits}), DictTensor()
+
+    def update(self, info):
+        self.load_state_dict(info)
+
+
+def create_agent(is_greedy=False):
+    return PolicyAgent(is_greedy)
+
+
+def create_env(seed, n_envs=8):
+    return GymEnv([gym.make("CartPole-v1") for _ in range(n_envs)], seed)
+
+
+def create_batcher(n_episodes, seed, is_greedy):
+    return EpisodeBatcher(
+        n_timesteps=500,
+        n_slots=2 * n_episodes,
+        n_threads=1,
+        seeds=seed,
+        create_agent=create_agent,
+        agent_args={"is_greedy": is_greedy},
+        create_env=create_env,
+    )
+
+
+def learn(agent, optimizer, episodes):
+    """One step of REINFORCE: see ``reinforce.py``, which explains it."""
+    mask = episodes.mask()
+    returns = episodes["_reward"].flip(1).cumsum(1).flip(1)
+    advantages = (returns - (returns * mask).sum(0) / mask.sum(0)) * mask
+    advantages = advantages / advantages[mask.bool()].std()
+    logits = replay_agent(agent, episodes, state="stored")["logits"]
+    log_probabilities = categorical_log_probability(logits, episodes["action"])
+    loss = -(log_probabilities * advantages).sum() / mask.sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def average_return(episodes):
+    return episodes["_reward"].sum(dim=1).mean().item()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--n-epochs", type=int, default=25, help="steps of learning")
+    parser.add_argument("--n-episodes", type=int, default=32, help="episodes per step")
+    parser.add_argument("--n-evaluation-episodes", type=int, default=100)
+    arguments = parser.parse_args()
+
+    torch.set_num_threads(1)  # the workers need the other cores
+    torch.manual_seed(0)
+    agent = create_agent()
+    optimizer = torch.optim.Adam(agent.parameters(), lr=1e-2)
+    epoch_of_version = {}
+    evaluations = {}
+
+    def evaluate(batcher, epoch):
+        """Ask for episodes with the present parameters, without waiting for them."""
+        batcher.update(agent.state_dict())
+        batcher.execute(arguments.n_evaluation_episodes)
+        # The first update of a batcher makes version 1, the next one version 2, and so on.
+        epoch_of_version[len(epoch_of_version) + 1] = epoch
+
+    def note(episodes):
+        versions = episodes.info["policy_version"].unique()
+        assert len(versions) == 1  # one batch, one policy
+        evaluations[epoch_of_version[versions.item()]] = average_return(episodes)
+
+    with (
+        create_batcher(arguments.n_episodes, seed=0, is_greedy=False) as learning,
+        create_batcher(arguments.n_evaluation_episodes, seed=1, is_greedy=True) as evaluation,
+    ):
+        evaluate(evaluation, epoch=0)
+        progress = tqdm(range(1, arguments.n_epochs + 1), desc="learning", unit="epoch")
+        for epoch in progress:
+            learning.update(agent.state_dict())
+            learning.execute(arguments.n_episodes)
+            episodes = learning.get()
+            learn(agent, optimizer, episodes)
+
+            # Is the evaluation of some earlier parameters finished? If not, ask again later.
+            finished = evaluation.get(blocking=False)
+            if finished is not None:
+                note(finished)
+                evaluate(evaluation, epoch)
+            progress.set_postfix(
+                learning=f"{average_return(episodes):.0f}",
+                evaluation=f"{list(evaluations.values())[-1]:.0f}" if evaluations else "...",
+            )
+        # The last one we do wait for.
+        note(evaluation.get())
+
+    for epoch, value in evaluations.items():
+        print(f"after {epoch:3} epochs: average return {value:.1f}")
+    # Every evaluation that was asked for has arrived, in order, under the epoch of its policy.
+    assert list(evaluations) == list(epoch_of_version.values())
+    assert list(evaluations) == sorted(evaluations)
+    if arguments.n_epochs >= 25:
+        values = list(evaluations.values())
+        assert values[-1] > values[0] + 100.0, "no improvement"
+
+
+if __name__ == "__main__":
+    main()
