@@ -206,7 +206,7 @@ class Workload:
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("W1", make_cartpole, CartPolePolicy, 2, 16, 2000, 500),
+        Workload("W1", make_cartpole, CartPolePolicy, 2, 16, 8000, 500),
         Workload("W2", make_half_cheetah, HalfCheetahPolicy, 2, 8, 32, 1000),
         Workload("W3", FramesEnv, make_frames_policy, 2, 8, 64, 100),
         Workload("W4", StragglerEnv, make_straggler_policy, 8, 1, 256, 200),

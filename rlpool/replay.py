@@ -24,8 +24,9 @@ def replay_agent(
     """Call an agent again on every step that it was called on, this time with gradients.
 
     With the parameters that collected the trajectories the outputs are the collected ones, except
-    for the last bits: batches have other sizes here. The agent gets what it got then: the
-    observation's keys, ``noise`` if it has ``n_noise``, ``agent_info`` if there was one, and
+    for the last bits: batches have other sizes here. (A last bit can turn a sampled action into
+    another one: for log-probabilities, take the collected actions.) The agent gets what it got
+    then: the observation's keys, ``noise`` if it has ``n_noise``, ``agent_info`` if there was one, and
     ``history`` if it wants it. At steps without a row of its own (past the row's length) its
     row holds a copy of a real step, so that it never sees padding.
 
@@ -62,8 +63,9 @@ def replay_agent(
     Example::
 
         trajectories = batcher.get()
-        outputs = replay_agent(agent, trajectories)
-        loss = -(outputs["log_probability"].sum(1) * returns).mean()
+        logits = replay_agent(agent, trajectories)["logits"]
+        log_probabilities = categorical_log_probability(logits, trajectories["action"])
+        loss = -(log_probabilities * advantages * trajectories.mask()).sum()
     """
     if state not in ("recompute", "stored"):
         raise SpecError(

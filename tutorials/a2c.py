@@ -104,12 +104,13 @@ def main():
     parser.add_argument("--n-epochs", type=int, default=300, help="windows to learn from")
     parser.add_argument("--n-timesteps", type=int, default=32, help="steps per window")
     parser.add_argument("--n-threads", type=int, default=2, help="worker processes")
+    parser.add_argument("--seed", type=int, default=0, help="another one is another run")
     parser.add_argument("--n-envs", type=int, default=16, help="environments per worker")
     parser.add_argument("--max-episode-steps", type=int, default=200, help="time limit")
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)  # the workers need the other cores
-    torch.manual_seed(0)
+    torch.manual_seed(arguments.seed)
     agent = create_agent()
     optimizer = torch.optim.Adam(agent.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, arguments.n_epochs)
@@ -119,7 +120,7 @@ def main():
     with Batcher(
         n_timesteps=arguments.n_timesteps,
         n_threads=arguments.n_threads,
-        seeds=0,
+        seeds=arguments.seed,
         create_agent=create_agent,
         create_env=create_env,
         env_args={"n_envs": arguments.n_envs, "max_episode_steps": arguments.max_episode_steps},

@@ -98,7 +98,7 @@ def create_env(seed, n_envs=16):
 
 def train(create_agent, description, arguments):
     """REINFORCE (see ``reinforce.py``) for any agent; gives the average return of each epoch."""
-    torch.manual_seed(0)
+    torch.manual_seed(arguments.seed)
     agent = create_agent(arguments.n_hidden)
     optimizer = torch.optim.Adam(agent.parameters(), lr=1e-2)
     average_returns = []
@@ -106,7 +106,7 @@ def train(create_agent, description, arguments):
         n_timesteps=N_TIMESTEPS,
         n_slots=2 * arguments.n_episodes,
         n_threads=arguments.n_threads,
-        seeds=0,
+        seeds=arguments.seed,
         create_agent=create_agent,
         agent_args={"n_hidden": arguments.n_hidden},
         create_env=create_env,
@@ -120,8 +120,10 @@ def train(create_agent, description, arguments):
             average_returns.append(episodes["_reward"].sum(1).mean().item())
             progress.set_postfix({"average return": f"{average_returns[-1]:.0f}"})
 
-            # All rewards that come later, compared with what is usual at this step.
-            returns = episodes["_reward"].flip(1).cumsum(1).flip(1)
+            # All rewards that come later, the sooner the more they count, compared with what is
+            # usual at this step.
+            discounts = 0.99 ** torch.arange(episodes.n_timesteps())
+            returns = (episodes["_reward"] * discounts).flip(1).cumsum(1).flip(1) / discounts
             advantages = (returns - (returns * mask).sum(0) / mask.sum(0)) * mask
             advantages = advantages / advantages[mask.bool()].std()
 
@@ -160,6 +162,7 @@ def main():
     parser.add_argument("--n-epochs", type=int, default=60)
     parser.add_argument("--n-episodes", type=int, default=32, help="episodes per epoch")
     parser.add_argument("--n-threads", type=int, default=2, help="worker processes")
+    parser.add_argument("--seed", type=int, default=0, help="another one is another run")
     parser.add_argument("--n-hidden", type=int, default=32, help="size of the memory")
     parser.add_argument("--output", default="recurrent_policy.png", help="where the curves go")
     arguments = parser.parse_args()

@@ -78,13 +78,14 @@ def main():
     parser.add_argument("--n-epochs", type=int, default=150, help="at most so many")
     parser.add_argument("--n-episodes", type=int, default=32, help="episodes per epoch")
     parser.add_argument("--n-threads", type=int, default=2, help="worker processes")
+    parser.add_argument("--seed", type=int, default=0, help="another one is another run")
     parser.add_argument("--target", type=float, default=200.0, help="average return to reach")
     parser.add_argument("--output", default="reinforce.png", help="where the curve goes")
     arguments = parser.parse_args()
 
     # The workers need the other cores, and these networks are too small to gain from threads.
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.manual_seed(arguments.seed)
     agent = create_agent()
     optimizer = torch.optim.Adam(agent.parameters(), lr=1e-2)
     average_returns = []
@@ -94,7 +95,7 @@ def main():
         n_timesteps=500,  # CartPole-v1 ends after 500 steps at the latest: one slot per episode
         n_slots=2 * arguments.n_episodes,
         n_threads=arguments.n_threads,
-        seeds=0,
+        seeds=arguments.seed,
         create_agent=create_agent,
         create_env=create_env,
     ) as batcher:

@@ -253,6 +253,8 @@ def _decoder(
     parts = [(key, leaf, dtype) for (key, leaf), dtype in zip(leaves.items(), dtypes, strict=True)]
     if isinstance(structure, Leaf):
         key, leaf, dtype = parts[0]
+        if leaf.is_scalar or leaf.spec.shape:
+            return lambda actions: list(np.array(actions[key], dtype))
         return lambda actions: split(actions[key], leaf, dtype)
     nest = nester(structure)
 

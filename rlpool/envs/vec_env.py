@@ -189,16 +189,19 @@ class VecEnv(ABC):
         self, lanes: Sequence[int], terminated: Sequence[Any], truncated: Sequence[Any]
     ) -> list[int]:
         ended = []
+        flags = self.current
         for lane, is_terminated, is_truncated in zip(lanes, terminated, truncated, strict=True):
-            for key, flag in (("terminated", is_terminated), ("truncated", is_truncated)):
-                if np.ndim(flag) or np.asarray(flag).dtype.kind not in "biuf":
-                    cause = SpecError(f"{key!r} should be True or False, got {flag!r}")
-                    raise LaneError(lane, "step") from cause
-            if is_terminated or is_truncated:
-                self.current["terminated"][lane] = is_terminated
-                self.current["truncated"][lane] = is_truncated
-                self.current["done"][lane] = True
-                ended.append(lane)
+            try:
+                if not (is_terminated or is_truncated):
+                    continue
+            except ValueError:
+                pass  # an array, refused below
+            _refuse_flag("terminated", is_terminated, lane)
+            _refuse_flag("truncated", is_truncated, lane)
+            flags["terminated"][lane] = is_terminated
+            flags["truncated"][lane] = is_truncated
+            flags["done"][lane] = True
+            ended.append(lane)
         return ended
 
     def _refuse_rewards(self, lanes: Sequence[int], rewards: Sequence[Any]) -> None:
@@ -322,6 +325,13 @@ class VecEnv(ABC):
             if error.__cause__ is None:
                 raise
             raise error.__cause__ from None
+
+
+def _refuse_flag(key: str, flag: Any, lane: int) -> None:
+    """Refuse a flag that is neither true nor false."""
+    if np.ndim(flag) or np.asarray(flag).dtype.kind not in "biuf":
+        cause = SpecError(f"{key!r} should be True or False, got {flag!r}")
+        raise LaneError(lane, "step") from cause
 
 
 def options_of(info: DictTensor | None, n_rows: int, name: str) -> list[Options]:

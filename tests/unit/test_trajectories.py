@@ -220,6 +220,26 @@ def test_lanes_that_wait_for_a_slot_keep_their_noise(monkeypatch: pytest.MonkeyP
         assert got["noise"].tolist() == expected
 
 
+def test_lanes_that_wait_for_a_slot_keep_their_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [5, 9, 2, 12, 7, 3, 8, 70, 4, 8]
+    let_slots_come_late(monkeypatch, random.Random(0))
+    for n_slots in (2, 3, 7):
+        with EpisodeBatcher(
+            2,
+            n_slots,
+            create_agent=StepCounter,
+            create_env=lambda seed: GymEnv(
+                [CountingEnv() for _ in range(4)], seed, max_episode_steps=8
+            ),
+            n_threads=0,
+            seeds=0,
+        ) as batcher:
+            batcher.execute(10, env_info=infos(lengths, range(10)))
+            got = batcher.get()
+            assert got.lengths.tolist() == [min(length, 8) for length in lengths]
+            assert got["_truncated"].any(1).tolist() == [length >= 8 for length in lengths]
+
+
 def test_a_hundred_episodes_go_through_one_slot() -> None:
     lengths = [number % 7 + 1 for number in range(100)]
     got = collect(lengths, range(100), n_slots=1, n_timesteps=3, n_envs=4)
