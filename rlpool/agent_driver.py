@@ -281,9 +281,9 @@ def _refuse_changes(arrays: Mapping[str, Array], expected: Expectation, name: st
 
 def _rows_repeating(lanes: Sequence[int], n_lanes: int) -> torch.Tensor:
     """Row numbers that keep ``lanes`` in their places and fill the others with the first."""
-    rows = torch.full((n_lanes,), lanes[0])
-    rows[list(lanes)] = torch.tensor(list(lanes))
-    return rows
+    rows = np.full(n_lanes, lanes[0])
+    rows[list(lanes)] = list(lanes)
+    return torch.from_numpy(rows)
 
 
 def _at(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from rlpool.coordinator import Coordinator
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import UsageError, compose
-from rlpool.requests import EpisodeRequest, WindowRequest, as_infos
+from rlpool.requests import EpisodeRequest, Packed, WindowRequest, as_infos
 from rlpool.slots import Layout, StepSpecs
 from rlpool.workers.collector import Infos
 
@@ -28,7 +29,7 @@ class EpisodeBatcher(BatcherBase):
 
     Row *i* of a result is episode *i* of its ``execute``: it ran with row *i* of ``agent_info``
     and of ``env_info``. With the same ``seeds`` and the same number of environments per worker,
-    results are bitwise the same for any ``n_threads``.
+    results are bitwise the same for any ``n_threads``. Use a batcher from one thread at a time.
 
     Args:
         n_timesteps: Length of a slot in steps. Longer episodes go on in further slots.
@@ -115,6 +116,7 @@ class EpisodeBatcher(BatcherBase):
         """
         self._open()
         check_count("n_episodes", n_episodes, 1)
+        n_episodes = int(n_episodes)
         check_rows("agent_info", agent_info, n_episodes)
         check_rows("env_info", env_info, n_episodes)
         self._submit(n_episodes, as_infos(agent_info, env_info))
@@ -268,7 +270,7 @@ class Batcher(BatcherBase):
         self._running: list[int] = []
         self._is_first = False
         self._is_reset = False  # false again after an error, which ends all episodes
-        self._n_queued = 0
+        self._queued: deque[tuple[Packed | None, int]] = deque()
 
     @property
     def n_lanes(self) -> int:
@@ -300,7 +302,7 @@ class Batcher(BatcherBase):
         self._infos = as_infos(agent_info, env_info)
         self._is_first = self._is_reset = True
         self._n_resets += 1
-        self._n_queued = 0
+        self._queued.clear()
         self._running = list(range(self.n_lanes))
 
     def execute(self) -> None:
@@ -315,9 +317,10 @@ class Batcher(BatcherBase):
                 compose("the lanes have no episodes to go on with", fix="call reset() first")
             )
         if coordinator.n_pending:
-            self._n_queued += 1  # which lanes run is known when the window before is there
+            # Which lanes run is known when the window before is there; the policy is that of now.
+            self._queued.append((self._take_update(), self._policy_version))
         elif self._running:
-            self._submit(coordinator)
+            self._submit(coordinator, self._take_update(), self._policy_version)
 
     def get(self, blocking: bool = True) -> TemporalDictTensor | None:
         """Take the oldest window.
@@ -344,26 +347,25 @@ class Batcher(BatcherBase):
         except Exception:
             coordinator.drop_pending()
             self._is_reset = False
-            self._n_queued = 0
+            self._queued.clear()
             raise
         if result is None:
             return None
         request, trajectories = result
         if isinstance(request, WindowRequest):
             self._running = request.lanes_left
-        if self._n_queued and self._running:
-            self._n_queued -= 1
-            self._submit(coordinator)
+        if self._queued and self._running:
+            self._submit(coordinator, *self._queued.popleft())
         return trajectories
 
-    def _submit(self, coordinator: Coordinator) -> None:
+    def _submit(self, coordinator: Coordinator, update: Packed | None, policy_version: int) -> None:
         coordinator.submit(
             WindowRequest(
                 coordinator.next_number(),
                 self._running,
                 self._infos,
-                self._policy_version,
-                self._take_update(),
+                policy_version,
+                update,
                 n_lanes=coordinator.n_lanes,
                 n_resets=self._n_resets - 1,
                 is_first=self._is_first,

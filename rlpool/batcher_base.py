@@ -6,7 +6,7 @@ import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import cloudpickle
 
@@ -117,6 +117,14 @@ class BatcherBase:
         if self._coordinator is not None:
             self._coordinator.close()
 
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            compose(
+                f"a {type(self).__name__} owns processes and cannot be copied or pickled",
+                fix="copy what it was made with, and make another one",
+            )
+        )
+
     def __enter__(self: _Self) -> _Self:
         return self
 
@@ -146,7 +154,7 @@ class BatcherBase:
 
 def check_count(name: str, value: Any, least: int) -> None:
     """Refuse what is not an int of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if isinstance(value, bool) or not _is_number(value) or operator.index(value) < least:
         raise SpecError(f"{name} should be an int of at least {least}, got {value!r}")
 
 

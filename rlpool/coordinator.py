@@ -182,6 +182,8 @@ class Coordinator:
             return
         self.is_closed = True
         for request in self._sent:
+            # Also for a get() that waits in another thread.
+            request.error = request.error or UsageError("the batcher was closed meanwhile")
             request.running_block.arrays.control["cancelled"][0] = 1
         self._workers.close()
         self._sent.clear()

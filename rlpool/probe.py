@@ -103,7 +103,7 @@ class _NoSteps(dict[str, torch.Tensor]):
         self._n_lanes = n_lanes
 
     def __missing__(self, key: str) -> torch.Tensor:
-        return torch.zeros(self._n_lanes, 0)
+        return torch.zeros(self._n_lanes, 0, device="cpu")
 
 
 def _empty_history(env: VecEnv, own: Mapping[str, TensorSpec]) -> TemporalDictTensor:
@@ -113,10 +113,10 @@ def _empty_history(env: VecEnv, own: Mapping[str, TensorSpec]) -> TemporalDictTe
     specs.update({key: leaf.spec for key, leaf in (env.action_leaves or {}).items()})
     specs.update(own)
     rows = {
-        key: torch.zeros(env.n_lanes, 0, *spec.shape, dtype=spec.torch_dtype)
+        key: torch.zeros(env.n_lanes, 0, *spec.shape, dtype=spec.torch_dtype, device="cpu")
         for key, spec in specs.items()
     }
-    lengths = torch.zeros(env.n_lanes, dtype=torch.int64)
+    lengths = torch.zeros(env.n_lanes, dtype=torch.int64, device="cpu")
     return TemporalDictTensor._wrap(_NoSteps(rows, env.n_lanes), lengths, DictTensor())
 
 

@@ -26,9 +26,9 @@ def replay_agent(
     With the parameters that collected the trajectories the outputs are the collected ones, except
     for the last bits: batches have other sizes here. (A last bit can turn a sampled action into
     another one: for log-probabilities, take the collected actions.) The agent gets what it got
-    then: the observation's keys, ``noise`` if it has ``n_noise``, ``agent_info`` if there was one, and
-    ``history`` if it wants it. At steps without a row of its own (past the row's length) its
-    row holds a copy of a real step, so that it never sees padding.
+    then: the observation's keys, ``noise`` if it has ``n_noise``, ``agent_info`` if there was one,
+    ``history`` if it wants it. A row that has ended stays in the batch with a copy of its last
+    step: the agent never sees padding.
 
     Rows that start an episode, at the first step or inside the window of a ``Batcher``, start as
     in collection: with ``agent.initial_state`` if the agent overrides it, else with a call with

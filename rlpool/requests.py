@@ -99,13 +99,13 @@ class Request(ABC):
         """The result's ``info``."""
         agent_info, env_info = self.infos
         info = {
-            join_key(prefix, key): torch.from_numpy(array)
+            join_key(prefix, key): torch.from_numpy(array.copy())
             for prefix, arrays in (("agent_info", agent_info), ("env_info", env_info))
             for key, array in arrays.items()
         }
         info.update(columns)
         n_rows = next(iter(columns.values())).shape[0]
-        info["policy_version"] = torch.full((n_rows,), self.policy_version)
+        info["policy_version"] = torch.from_numpy(np.full(n_rows, self.policy_version))
         return info
 
 
@@ -188,8 +188,10 @@ class EpisodeRequest(Request):
                 self._glue.add(at_home, 0, copied_slots(block.arrays, at_home))
             part = self._glue.join()
         info = self._info(
-            episode=torch.arange(self.n_rows),
-            seed=torch.tensor(episode_seeds(self._root, self._execution, self.n_rows)),
+            episode=torch.from_numpy(np.arange(self.n_rows)),
+            seed=torch.from_numpy(
+                np.asarray(episode_seeds(self._root, self._execution, self.n_rows), np.int64)
+            ),
         )
         return trajectories_of(block.layout, part, info)
 
@@ -258,15 +260,17 @@ class WindowRequest(Request):
         running = block.arrays.control["running"].reshape(-1)
         self.lanes_left = np.flatnonzero(running >= 0).tolist()
         part = slots_in_place(block.arrays, self.n_rows)
-        rows = torch.tensor(self._lanes)
+        rows = torch.from_numpy(np.asarray(self._lanes, np.int64))
         info = {key: values[rows] for key, values in self._whole_info().items()}
         return trajectories_of(block.layout, part, info)
 
     def _whole_info(self) -> dict[str, torch.Tensor]:
         n_lanes = self.running_block.layout.n_workers * self._n_lanes
         return self._info(
-            episode=torch.arange(n_lanes),
-            seed=torch.tensor([self._seeds.seed(lane, 0) for lane in range(n_lanes)]),
+            episode=torch.from_numpy(np.arange(n_lanes)),
+            seed=torch.from_numpy(
+                np.asarray([self._seeds.seed(lane, 0) for lane in range(n_lanes)], np.int64)
+            ),
         )
 
 

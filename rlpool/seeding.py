@@ -159,7 +159,7 @@ class NoiseStream:
     """
 
     def __init__(self, n_lanes: int, n_noise: int) -> None:
-        self.tensor = torch.zeros(n_lanes, n_noise)
+        self.tensor = torch.zeros(n_lanes, n_noise, dtype=torch.float32, device="cpu")
         self._numbers = self.tensor.numpy()
         self._chunks = np.zeros((n_lanes, NOISE_CHUNK, n_noise), np.float32)
         self._rows = self._chunks.reshape(-1, n_noise)

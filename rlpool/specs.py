@@ -250,7 +250,7 @@ def refuse_collisions(groups: Mapping[str, Sequence[str]]) -> None:
                 raise SpecError(
                     compose(
                         f"key {key!r} is given by {owner[key]} and by {group}",
-                        fix=f"rename it in {group}",
+                        fix="give it another name in the environment or in the agent",
                     )
                 )
             owner[key] = group

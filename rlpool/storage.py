@@ -102,7 +102,9 @@ def _anonymous_file(name: str) -> int:
 def _map(fd: int, n_bytes: int, *, private: bool = False) -> torch.Tensor:
     # torch closes its own descriptor after mapping, mmap.mmap() would keep one open per block.
     directory = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
-    return torch.from_file(f"{directory}/{fd}", shared=not private, size=n_bytes, dtype=torch.uint8)
+    return torch.from_file(
+        f"{directory}/{fd}", shared=not private, size=n_bytes, dtype=torch.uint8, device="cpu"
+    )
 
 
 def carved_bytes(specs: Mapping[str, TensorSpec], n_rows: int) -> dict[str, int]:
@@ -137,7 +139,8 @@ def batch_array(spec: TensorSpec, n_lanes: int) -> Array:
 
     The last bits of a matrix product can depend on the alignment of its operands.
     """
-    array: Array = torch.zeros(n_lanes, *spec.shape, dtype=spec.torch_dtype).numpy()
+    shape = (n_lanes, *spec.shape)
+    array: Array = torch.zeros(shape, dtype=spec.torch_dtype, device="cpu").numpy()
     return array
 
 

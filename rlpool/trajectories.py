@@ -13,6 +13,7 @@ from torch import Tensor
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import FLAGS
+from rlpool.errors import UsageError, compose
 from rlpool.slots import Arrays, Layout, successor_key
 from rlpool.storage import Array
 
@@ -35,7 +36,8 @@ class DerivedTensors(dict[str, Tensor]):
     def __getitem__(self, key: str) -> Tensor:
         value: Any = super().__getitem__(key)
         if not isinstance(value, Tensor):
-            value = value()
+            with torch.inference_mode(False):  # kept, and used elsewhere perhaps
+                value = value()
             super().__setitem__(key, value)
         tensor: Tensor = value
         return tensor
@@ -167,17 +169,17 @@ def trajectories_of(
     if not layout.restarts:
         n_rows, longest = part.lengths.shape[0], _longest(part)
         shape = (n_rows, longest)
-        finals = {key: torch.from_numpy(array) for key, array in part.finals.items()}
-        starts = torch.from_numpy(part.starts)
+        # Copies: the lengths that the user gets may be changed.
+        starts, own_lengths = part.starts, part.lengths.copy()
         for key in FLAGS:
             derived[key] = _never(shape)
-        derived["initial_state"] = _first(shape, starts, lengths)
+        derived["initial_state"] = _first(shape, starts, own_lengths)
         derived[successor_key("initial_state")] = _never(shape)
-        for key, final in finals.items():
+        for key, final in part.finals.items():
             if key in rows:
-                derived[successor_key(key)] = _successor(rows[key], final, lengths)
+                derived[successor_key(key)] = _successor(key, rows[key], final, own_lengths)
             else:
-                derived[successor_key(key)] = _last(shape, final, lengths)
+                derived[successor_key(key)] = _last(shape, final, own_lengths)
     ordered = {key: derived.get(key) for key in layout.step.succeeded if key in derived}
     tensors = DerivedTensors(rows, {**ordered, **derived})  # type: ignore[dict-item]
     return TemporalDictTensor._wrap(tensors, lengths, DictTensor(info))
@@ -187,38 +189,54 @@ def _longest(part: Slice) -> int:
     return int(part.lengths.max(initial=0))
 
 
+def _version(tensor: Tensor) -> int:
+    """Counts the changes in place, as far as torch does."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
 def _never(shape: tuple[int, int]) -> Derivation:
-    return lambda: torch.zeros(shape, dtype=torch.bool)
+    return lambda: torch.from_numpy(np.zeros(shape, bool))
 
 
-def _first(shape: tuple[int, int], starts: Tensor, lengths: Tensor) -> Derivation:
+def _first(shape: tuple[int, int], starts: Array, lengths: Array) -> Derivation:
     def derive() -> Tensor:
-        flags = torch.zeros(shape, dtype=torch.bool)
+        flags = np.zeros(shape, bool)
         if shape[1]:
-            flags[:, 0] = starts.bool() & (lengths > 0)
-        return flags
+            flags[:, 0] = (starts > 0) & (lengths > 0)
+        return torch.from_numpy(flags)
 
     return derive
 
 
-def _last(shape: tuple[int, int], final: Tensor, lengths: Tensor) -> Derivation:
+def _last(shape: tuple[int, int], final: Array, lengths: Array) -> Derivation:
     def derive() -> Tensor:
-        flags = torch.zeros(shape, dtype=torch.bool)
-        filled = torch.nonzero(lengths).squeeze(-1)
+        flags = np.zeros(shape, bool)
+        filled = np.flatnonzero(lengths)
         flags[filled, lengths[filled] - 1] = final[filled]
-        return flags
+        return torch.from_numpy(flags)
 
     return derive
 
 
-def _successor(values: Tensor, final: Tensor, lengths: Tensor) -> Derivation:
+def _successor(key: str, values: Tensor, final: Array, lengths: Array) -> Derivation:
+    version = _version(values)
+
     def derive() -> Tensor:
-        shifted = torch.empty(values.shape, dtype=values.dtype)
+        if _version(values) != version:
+            raise UsageError(
+                compose(
+                    f"{key!r} was changed in place before {successor_key(key)!r}, which is "
+                    "derived from it, was looked at",
+                    fix=f"look at {successor_key(key)!r} first, or change a clone",
+                )
+            )
+        source = values.numpy()
+        shifted = np.empty_like(source, order="C")
         if shifted.shape[1]:
-            shifted[:, :-1] = values[:, 1:]
+            shifted[:, :-1] = source[:, 1:]
             shifted[:, -1] = 0
-            filled = torch.nonzero(lengths).squeeze(-1)
+            filled = np.flatnonzero(lengths)
             shifted[filled, lengths[filled] - 1] = final[filled]
-        return shifted
+        return torch.from_numpy(shifted)
 
     return derive
