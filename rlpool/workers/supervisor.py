@@ -85,7 +85,7 @@ class Supervisor:
         """Start all processes; returns before they are ready."""
         context = multiprocessing.get_context("spawn")
         try:
-            with _interrupts_blocked():
+            with _interrupts_blocked(), _start_method_kept():
                 for setup in self._setups:
                     self._start_one(context, setup)
         except BaseException:
@@ -254,6 +254,17 @@ def _end_all(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None:
             worker.close()  # frees its descriptors
     processes.clear()
     pipes.clear()
+
+
+@contextmanager
+def _start_method_kept() -> Iterator[None]:
+    """Leave the caller's choice of a start method open if it was: spawning fixes the default."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    try:
+        yield
+    finally:
+        if before is None:
+            multiprocessing.set_start_method(None, force=True)
 
 
 @contextmanager
