@@ -259,7 +259,7 @@ def _end_all(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None:
 @contextmanager
 def _start_method_kept() -> Iterator[None]:
     """Leave the caller's choice of a start method open if it was: spawning fixes the default."""
-    before = multiprocessing.get_start_method(allow_none=True)
+    before: Any = multiprocessing.get_start_method(allow_none=True)  # None, whatever its type
     try:
         yield
     finally:
