@@ -141,9 +141,9 @@ class Coordinator:
         request = self._pending[0]
         self._poll(0.0)
         if not blocking and not self._is_settled(request):
-            self._look_for_hang(request.remaining)
+            self._look_for_hang()
             return None
-        self._wait_until(lambda: self._is_settled(request), request.remaining)
+        self._wait_until(lambda: self._is_settled(request))
         self._pending.popleft()
         if not request.is_complete:
             error = request.error or self._fatal
@@ -201,14 +201,13 @@ class Coordinator:
         self._agree()
 
     def _await_reports(self) -> None:
-        everyone = set(range(self._workers.n_workers))
+        n_workers = self._workers.n_workers
         self._wait_until(
             lambda: (
-                len(self._reports) == len(everyone)
+                len(self._reports) == n_workers
                 or self._failed_start is not None
                 or self._fatal is not None
-            ),
-            everyone,
+            )
         )
 
     def _agree(self) -> None:
@@ -430,21 +429,22 @@ class Coordinator:
         self._workers.poll(timeout_s)
         self._advance()
 
-    def _wait_until(self, is_over: Callable[[], bool], watched: set[int]) -> None:
-        """Handle messages until a condition holds or a watched worker makes no progress.
-
-        Args:
-            is_over: The condition.
-            watched: The workers that have something to do; may shrink meanwhile.
-        """
+    def _wait_until(self, is_over: Callable[[], bool]) -> None:
+        """Handle messages until a condition holds or a worker hangs."""
         while not is_over():
             self._poll(self._watch.patience_s)
             if not is_over():
-                self._look_for_hang(watched)
+                self._look_for_hang()
 
-    def _look_for_hang(self, watched: set[int]) -> None:
-        """Kill a watched worker that makes no progress."""
-        worker = self._watch.hanging(self._workers.progress(), watched)
+    def _look_for_hang(self) -> None:
+        """Kill a worker that has something to do and makes no progress.
+
+        Also one that hangs in a request that was given up: it keeps the slots of the next.
+        """
+        busy = {worker for request in self._sent for worker in request.remaining}
+        if self._is_probing or self.n_lanes == 0:
+            busy = set(range(self._workers.n_workers)) - self._reports.keys()
+        worker = self._watch.hanging(self._workers.progress(), busy)
         if worker is not None and self._fatal is None:
             self._fatal = WorkerTimeoutError(
                 f"worker {worker} made no progress for {self._timeout_s:g} s",

@@ -22,7 +22,7 @@ from rlpool.workers.messages import Message, Pipe, Setup
 from rlpool.workers.plans import ClaimLock
 
 CONTROL_COLUMNS = 2
-"""Shared int64 numbers per worker: steps done, lane in use."""
+"""Shared int64 numbers per worker: steps done (1 when it begins), lane in use."""
 
 _PARENT_CHECK_S = 1.0
 """How often a worker looks whether its parent changed, in case the pipe's other end lives on in
@@ -71,6 +71,7 @@ def main(setup: Setup, connection: Connection, control_fd: Any) -> None:
     n_bytes = setup.n_workers * CONTROL_COLUMNS * np.dtype(np.int64).itemsize
     control = Memory.attach(fd, n_bytes).root().view(np.int64).reshape(-1, CONTROL_COLUMNS)
     mine = memoryview(control[setup.worker])
+    mine[0] = 1  # from here on no progress means a hang
     link = PipeLink(Pipe(connection))
     fast_seeding = FastSeeding()
     fast_seeding.install()

@@ -23,15 +23,15 @@ class HangWatch:
         self._last_look_s = time.monotonic()
 
     @property
-    def patience_s(self) -> float | None:
-        """How long to wait at most before the next look, ``None`` for ever."""
-        return None if self._timeout_s is None else min(_LONGEST_LOOK_S, self._timeout_s / 4)
+    def patience_s(self) -> float:
+        """How long to wait at most before the next look."""
+        return min(_LONGEST_LOOK_S, (self._timeout_s or 1.0) / 4)
 
     def hanging(self, steps: list[int], watched: set[int]) -> int | None:
         """A worker that hangs, if there is one.
 
         Args:
-            steps: Steps that each worker has done.
+            steps: Steps that each worker has done; 0 while it is still importing.
             watched: The workers that have something to do.
         """
         if self._timeout_s is None:
@@ -42,7 +42,8 @@ class HangWatch:
         passed_s = min(now_s - self._last_look_s, _LONGEST_LOOK_S)
         self._last_look_s = now_s
         for worker, n_steps in enumerate(steps):
-            if n_steps != self._steps[worker] or worker not in watched:
+            has_begun = n_steps > 0  # importing takes as long as the machine pleases
+            if n_steps != self._steps[worker] or worker not in watched or not has_begun:
                 self._steps[worker], self._idle_s[worker] = n_steps, 0.0
             else:
                 self._idle_s[worker] += passed_s

@@ -133,6 +133,9 @@ class Supervisor:
         if not waiting:
             return
         ready = {waiting[handle] for handle in wait(list(waiting), timeout_s)}
+        if not ready:
+            # A process that the dead worker had forked may keep its descriptors open.
+            ready = {n for n in waiting.values() if not self._processes[n].is_alive()}
         for number in sorted(ready):
             self._deliver_from(number)
 
