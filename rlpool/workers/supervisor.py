@@ -233,6 +233,27 @@ def _as_is(value: Any) -> Any:
 
 def _end_all(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None:
     """Close all workers; also run when a forgotten supervisor is collected or Python exits."""
+    try:
+        _ask_to_end(pipes, processes)
+    except BaseException:
+        # Interrupted while waiting, by a second Ctrl-C: there is no other chance to end them.
+        for worker in processes:
+            worker.kill()
+            worker.join(_TERMINATE_S)
+        raise
+    finally:
+        for pipe in pipes:
+            if pipe is not None:
+                pipe.close()
+        for worker in processes:
+            with suppress(ValueError):  # not ended although killed: the kernel is not done with it
+                worker.close()  # frees its descriptors
+        processes.clear()
+        pipes.clear()
+
+
+def _ask_to_end(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None:
+    """Tell all workers to close, then terminate, then kill those that do not."""
     for pipe in pipes:
         if pipe is not None:
             with suppress(OSError):
@@ -248,15 +269,6 @@ def _end_all(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None:
         deadline = time.monotonic() + _TERMINATE_S
         for worker in late:
             worker.join(max(0.0, deadline - time.monotonic()))
-    for number, pipe in enumerate(pipes):
-        if pipe is not None:
-            pipe.close()
-            pipes[number] = None
-    for worker in processes:
-        with suppress(ValueError):  # not ended although killed: the kernel is not done with it
-            worker.close()  # frees its descriptors
-    processes.clear()
-    pipes.clear()
 
 
 @contextmanager
