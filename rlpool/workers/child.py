@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -95,6 +96,7 @@ def _end_with_parent() -> None:
     if parent is None:
         return
     parent_pid = os.getppid()
+    _kill_when_closed(parent.sentinel)
 
     def watch() -> None:
         while not wait([parent.sentinel], timeout=_PARENT_CHECK_S):
@@ -103,3 +105,15 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="rlpool-parent-watch", daemon=True).start()
+
+
+def _kill_when_closed(fd: int) -> None:
+    """Let the kernel end this process when the other end of a pipe is closed, where it can.
+
+    That needs no thread of ours, which an environment that never gives Python's lock back would
+    keep from running.
+    """
+    if hasattr(fcntl, "F_SETSIG"):
+        fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | fcntl.FASYNC)
