@@ -8,6 +8,7 @@ cancelled, and its block is used again when every worker is done with it.
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -89,6 +90,7 @@ class Coordinator:
         self._blocks: BlockPool | None = None
         self._warned = False
         self._unsent_update: Packed | None = None  # of a request that failed before it was sent
+        self._owner_pid = os.getpid()
         self._n_requests = 0
         self.n_lanes = 0
         self.specs: StepSpecs | None = None
@@ -181,6 +183,8 @@ class Coordinator:
         if self.is_closed:
             return
         self.is_closed = True
+        if os.getpid() != self._owner_pid:
+            return  # a forked copy: workers, pipes and blocks are those of the process it came from
         for request in self._sent:
             # Also for a get() that waits in another thread.
             request.error = request.error or UsageError("the batcher was closed meanwhile")
