@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -85,7 +87,7 @@ class Supervisor:
         """Start all processes; returns before they are ready."""
         context = multiprocessing.get_context("spawn")
         try:
-            with _interrupts_blocked(), _start_method_kept():
+            with _interrupts_blocked(), _start_method_kept(), _missing_main_hidden():
                 for setup in self._setups:
                     self._start_one(context, setup)
         except BaseException:
@@ -280,6 +282,21 @@ def _start_method_kept() -> Iterator[None]:
     finally:
         if before is None:
             multiprocessing.set_start_method(None, force=True)
+
+
+@contextmanager
+def _missing_main_hidden() -> Iterator[None]:
+    """Keep children from importing a main module that is no file, such as ``<stdin>``."""
+    main_module = sys.modules["__main__"]
+    path = getattr(main_module, "__file__", None)
+    if path is None or os.path.exists(path):
+        yield
+        return
+    del main_module.__file__
+    try:
+        yield
+    finally:
+        main_module.__file__ = path
 
 
 @contextmanager

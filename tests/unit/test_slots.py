@@ -138,7 +138,7 @@ def test_layouts_travel() -> None:
 )
 def test_keys_that_collide_are_refused(output: str, state: str) -> None:
     number = spec("float32")
-    with pytest.raises(SpecError, match="is given by .* and by "):
+    with pytest.raises(SpecError, match=r"is given by .* and by "):
         StepSpecs(3, False, OBSERVATION, {output: number}, {state: number}, n_noise=1)
 
 
