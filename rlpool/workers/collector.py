@@ -138,7 +138,7 @@ class Collector:
             try:
                 if part is not None:
                     part.close()
-            except Exception:
+            except (Exception, SystemExit):
                 # Nobody can act on it any more, and the caller is waiting for the end.
                 continue
 

@@ -175,6 +175,8 @@ class EpisodePlan:
         if self._chunks:
             self._send(ChunksDone(self._message.request, self._chunks))
             self._chunks = []
+            # Read what came back, needed or not: a pipe that fills up would stop both sides.
+            self._free.extend(self._receive_credit(self._message.request, False) or ())
 
     def wait(self) -> bool:
         """Wait for slots, if any lane lacks one."""
