@@ -176,7 +176,7 @@ class EpisodePlan:
             self._send(ChunksDone(self._message.request, self._chunks))
             self._chunks = []
             # Read what came back, needed or not: a pipe that fills up would stop both sides.
-            self._free.extend(self._receive_credit(self._message.request, False) or ())
+            self._take_credit(blocking=False)
 
     def wait(self) -> bool:
         """Wait for slots, if any lane lacks one."""
