@@ -18,7 +18,8 @@ from rlpool.batcher_base import (
 from rlpool.coordinator import Coordinator
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import UsageError, compose
+from rlpool.errors import RlpoolError, UsageError, compose
+from rlpool.interrupts import InterruptsHeld
 from rlpool.requests import EpisodeRequest, Packed, WindowRequest, as_infos
 from rlpool.slots import Layout, StepSpecs
 from rlpool.workers.collector import Infos
@@ -123,18 +124,19 @@ class EpisodeBatcher(BatcherBase):
 
     def _submit(self, n_episodes: int, infos: Infos) -> None:
         coordinator = self._open()
-        request = EpisodeRequest(
-            coordinator.next_number(),
-            n_episodes,
-            infos,
-            self._policy_version,
-            self._take_update(),
-            execution=self._n_executions,
-            root=self._root,
-        )
-        self._n_executions += 1
-        self._last = (n_episodes, infos)
-        coordinator.submit(request)
+        with InterruptsHeld():
+            request = EpisodeRequest(
+                coordinator.next_number(),
+                n_episodes,
+                infos,
+                self._policy_version,
+                self._take_update(),
+                execution=self._n_executions,
+                root=self._root,
+            )
+            self._n_executions += 1
+            self._last = (n_episodes, infos)
+            coordinator.submit(request)
 
     def reexecute(self) -> None:
         """Request new episodes with the arguments of the last ``execute``.
@@ -170,8 +172,10 @@ class EpisodeBatcher(BatcherBase):
                 still works.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
-        result = self._open().result(blocking=blocking)
-        return None if result is None else result[1]
+        coordinator = self._open()
+        if coordinator.wait(blocking=blocking) is None:
+            return None
+        return coordinator.hand_out()
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -269,6 +273,7 @@ class Batcher(BatcherBase):
         self._infos = as_infos(None, None)
         self._running: list[int] = []
         self._is_first = False
+        self._last_window = 0  # number of the newest request whose lanes_left was taken over
         self._is_reset = False  # false again after an error, which ends all episodes
         self._queued: deque[tuple[Packed | None, int]] = deque()
 
@@ -316,11 +321,12 @@ class Batcher(BatcherBase):
             raise UsageError(
                 compose("the lanes have no episodes to go on with", fix="call reset() first")
             )
-        if coordinator.n_pending:
-            # Which lanes run is known when the window before is there; the policy is that of now.
-            self._queued.append((self._take_update(), self._policy_version))
-        elif self._running:
-            self._submit(coordinator, self._take_update(), self._policy_version)
+        with InterruptsHeld():
+            if coordinator.n_pending:
+                # Which lanes run is known when the window before is there; the policy is today's.
+                self._queued.append((self._take_update(), self._policy_version))
+            elif self._running:
+                self._submit(coordinator, self._take_update(), self._policy_version)
 
     def get(self, blocking: bool = True) -> TemporalDictTensor | None:
         """Take the oldest window.
@@ -341,22 +347,23 @@ class Batcher(BatcherBase):
         if self.all_stopped:
             return None
         try:
-            result = coordinator.result(blocking=blocking)
+            request = coordinator.wait(blocking=blocking)
         except UsageError:
             raise
-        except Exception:
+        except RlpoolError:
             coordinator.drop_pending()
             self._is_reset = False
             self._queued.clear()
             raise
-        if result is None:
+        if request is None:
             return None
-        request, trajectories = result
-        if isinstance(request, WindowRequest):
-            self._running = request.lanes_left
-        if self._queued and self._running:
-            self._submit(coordinator, *self._queued.popleft())
-        return trajectories
+        if isinstance(request, WindowRequest) and request.number != self._last_window:
+            with InterruptsHeld():
+                self._last_window = request.number
+                self._running = request.lanes_left
+                if self._queued and self._running:
+                    self._submit(coordinator, *self._queued.popleft())
+        return coordinator.hand_out()
 
     def _submit(self, coordinator: Coordinator, update: Packed | None, policy_version: int) -> None:
         coordinator.submit(

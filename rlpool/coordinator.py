@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
@@ -24,6 +25,7 @@ from rlpool.errors import (
     WorkerTimeoutError,
     compose,
 )
+from rlpool.interrupts import InterruptsHeld
 from rlpool.requests import Packed, Request
 from rlpool.slots import BlockPool, Layout, StepSpecs
 from rlpool.storage import Memory, check_size, human
@@ -125,14 +127,17 @@ class Coordinator:
             RlpoolError: If a worker died.
         """
         self._refuse_if_dead()
-        if request.update is None:
-            request.update, self._unsent_update = self._unsent_update, None
-        self._pending.append(request)
-        self._queued.append(request)
-        self._advance()
+        with self._whole():
+            if request.update is None:
+                request.update, self._unsent_update = self._unsent_update, None
+            self._pending.append(request)
+            self._queued.append(request)
+            self._advance()
 
-    def result(self, *, blocking: bool) -> tuple[Request, TemporalDictTensor] | None:
-        """The oldest request and its result; ``None`` if it is not complete and not waited for.
+    def wait(self, *, blocking: bool) -> Request | None:
+        """The oldest request, finished; ``None`` if it is not complete and not waited for.
+
+        It stays the oldest until ``hand_out``.
 
         Raises:
             RlpoolError: If it failed; it is dropped then.
@@ -141,28 +146,44 @@ class Coordinator:
             self._refuse_if_dead()
             raise UsageError(compose("nothing is pending", fix="call execute() before get()"))
         request = self._pending[0]
-        self._poll(0.0)
-        if not blocking and not self._is_settled(request):
-            self._look_for_hang()
-            return None
-        self._wait_until(lambda: self._is_settled(request))
-        self._pending.popleft()
-        if not request.is_complete:
-            error = request.error or self._fatal
-            self._forget(request)
+        if request.trajectories is None:
+            self._poll(0.0)
+            if not blocking and not self._is_settled(request):
+                self._look_for_hang()
+                return None
+            self._wait_until(lambda: self._is_settled(request))
+            with self._whole():
+                self._settle(request)
+        return request
+
+    def _settle(self, request: Request) -> None:
+        """Take the result of the oldest request and give its slots to the next."""
+        if request.is_complete:
+            request.trajectories = request.result()
+            self._release(request)
             self._advance()
-            raise error or UsageError("the request was given up")
-        trajectories = request.result()
-        self._release(request)
+            return
+        self._pending.popleft()
+        error = request.error or self._fatal
+        self._forget(request)
         self._advance()
-        return request, trajectories
+        raise error or UsageError("the request was given up")
+
+    def hand_out(self) -> TemporalDictTensor:
+        """The result of the request that ``wait`` returned, which is dropped here."""
+        # The last thing that a get() does: interrupted before it, a get() may be repeated.
+        trajectories = self._pending.popleft().trajectories
+        if trajectories is None:
+            raise LookupError("handed out before it was finished")
+        return trajectories
 
     def drop_pending(self) -> None:
         """Give up all requests that were not handed out; their episodes stop."""
-        for request in list(self._pending):
-            request.error = UsageError("the request was given up")
-            self._forget(request)
-        self._pending.clear()
+        with self._whole():
+            for request in list(self._pending):
+                request.error = UsageError("the request was given up")
+                self._forget(request)
+            self._pending.clear()
 
     def finished_episodes(self) -> tuple[int, int]:
         """Episodes finished and requested, of the oldest request."""
@@ -429,9 +450,23 @@ class Coordinator:
     def _is_settled(self, request: Request) -> bool:
         return request.is_complete or request.error is not None or self._fatal is not None
 
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """A section that is done as a whole or not at all: signals wait, anything else is fatal."""
+        with InterruptsHeld():
+            try:
+                yield
+            except RlpoolError:
+                raise
+            except BaseException:
+                self._workers.abort()  # they may have got half a message
+                raise
+
     def _poll(self, timeout_s: float | None) -> None:
         self._workers.poll(timeout_s)
-        self._advance()
+        if self._queued:
+            with self._whole():
+                self._advance()
 
     def _wait_until(self, is_over: Callable[[], bool]) -> None:
         """Handle messages until a condition holds or a worker hangs."""

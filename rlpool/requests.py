@@ -38,6 +38,7 @@ class Request(ABC):
         n_slots: Slots that it takes.
         remaining: Workers that have not said that they are done.
         error: Why it cannot be completed.
+        trajectories: Its result, once the caller has waited for it.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Request(ABC):
         self.n_slots = 0
         self.remaining: set[int] = set()
         self.error: RlpoolError | None = None
+        self.trajectories: TemporalDictTensor | None = None
 
     @property
     def is_running(self) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from rlpool.errors import UsageError, compose
+from rlpool.interrupts import InterruptsHeld
 from rlpool.storage import Array, Memory
 from rlpool.workers.child import CONTROL_COLUMNS, main
 from rlpool.workers.collector import Deliver
@@ -138,8 +139,15 @@ class Supervisor:
         if not ready:
             # A process that the dead worker had forked may keep its descriptors open.
             ready = {n for n in waiting.values() if not self._processes[n].is_alive()}
-        for number in sorted(ready):
-            self._deliver_from(number)
+        if not ready:
+            return
+        with InterruptsHeld():
+            try:
+                for number in sorted(ready):
+                    self._deliver_from(number)
+            except BaseException:
+                self.abort()  # a message may be lost; their deaths will be told
+                raise
 
     def _deliver_from(self, number: int) -> None:
         """Deliver a worker's messages, its last words before its death."""
@@ -182,7 +190,7 @@ class Supervisor:
         self._processes[worker].kill()
 
     def abort(self) -> None:
-        """Let ``close`` not wait for anybody."""
+        """End all workers at once: ``close`` will not wait, ``poll`` will tell of their deaths."""
         for worker in self._processes:
             worker.kill()
 

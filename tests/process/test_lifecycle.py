@@ -322,14 +322,15 @@ class Interrupt(Exception):
     pass
 
 def interrupt(number, frame):
-    raise Interrupt
+    if batcher._coordinator.n_pending:  # else get() has its result, and is about to return it
+        raise Interrupt
 
 def open_batcher(n_threads):
     return EpisodeBatcher(
         2, 3, create_agent, {}, create_env, {}, n_threads=n_threads, seeds=1
     )
 
-def get(batcher, rng):
+def get(rng):
     n_interrupts = 0
     while True:
         try:
@@ -341,6 +342,7 @@ def get(batcher, rng):
             n_interrupts += 1
 
 def main():
+    global batcher
     import random
     rng = random.Random(1)
     signal.signal(signal.SIGALRM, interrupt)
@@ -349,7 +351,7 @@ def main():
     with open_batcher(1) as batcher:
         for _ in range(100):
             batcher.execute(5, env_info=info)
-            result, n = get(batcher, rng)
+            result, n = get(rng)
             n_interrupts += n
             assert result.lengths.tolist() == [50, 1, 80, 3, 20], result.lengths
             for row, length in enumerate(result.lengths.tolist()):

@@ -15,6 +15,7 @@ PACKAGE = REPOSITORY / "rlpool"
 # where it belongs.
 ORDER = (
     "errors",
+    "interrupts",
     "specs",
     "seeding",
     "sampling",

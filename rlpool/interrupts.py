@@ -1,0 +1,100 @@
+"""Bookkeeping that Ctrl-C and other signals do not tear apart.
+
+Python runs signal handlers between any two instructions of the main thread, and a handler that
+raises, as the one of Ctrl-C does, leaves half-done whatever it hits: a message taken off a pipe
+and acted upon by nobody. Waiting may be interrupted anywhere; what follows waiting may not.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any
+
+_PATIENCE_S = 1.0
+"""A section takes microseconds to milliseconds. One that takes longer is stuck, and whoever
+presses Ctrl-C then wants out of it."""
+
+_SIGNALS = tuple(
+    getattr(signal, name)
+    for name in (
+        "SIGINT",
+        "SIGTERM",
+        "SIGALRM",
+        "SIGHUP",
+        "SIGQUIT",
+        "SIGUSR1",
+        "SIGUSR2",
+        "SIGVTALRM",
+        "SIGPROF",
+        "SIGCHLD",
+        "SIGCONT",
+        "SIGTSTP",
+        "SIGWINCH",
+        "SIGXCPU",
+    )
+    if hasattr(signal, name)
+)
+"""Signals that programs handle; asking for the handlers of all 64 takes four times as long."""
+
+
+class InterruptsHeld:
+    """A ``with`` section that the caller's Python signal handlers wait for.
+
+    They run, in order, when the section ends, and may raise there. Sections may be nested: the
+    outermost one counts. In other threads than the main one it does nothing, as handlers only run
+    in the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+        self._held: list[int] = []
+        self._is_active = False
+        self._deadline = 0.0
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._is_active = True
+        self._deadline = time.monotonic() + _PATIENCE_S
+        try:
+            for number in _SIGNALS:
+                handler = signal.getsignal(number)
+                if callable(handler) and not _is_holding(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._hold)
+        except BaseException:  # a handler that was not held yet
+            self._restore()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_active:
+            return
+        self._restore()
+        if self._held:
+            with ExitStack() as last_to_first:  # all of them, even if one raises
+                for number in reversed(self._held):
+                    last_to_first.callback(signal.raise_signal, number)
+
+    def _restore(self) -> None:
+        # First, so that a handler that raises during the loop leaves none of them held.
+        self._is_active = False
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        if self._is_active and time.monotonic() < self._deadline:
+            self._held.append(number)
+            return
+        handler = self._handlers[number]
+        if not self._is_active:
+            signal.signal(number, handler)
+        handler(number, frame)
+
+
+def _is_holding(handler: Any) -> bool:
+    section = getattr(handler, "__self__", None)
+    return isinstance(section, InterruptsHeld) and section._is_active

@@ -1,0 +1,96 @@
+"""What signals do to a section that holds them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+
+from rlpool import interrupts
+from rlpool.interrupts import InterruptsHeld
+
+
+class Interrupt(Exception):
+    pass
+
+
+@pytest.fixture
+def handled() -> Iterator[list[int]]:
+    """Signals that a handler saw; the handler of SIGUSR2 raises, too."""
+    seen: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        if number == signal.SIGUSR2:
+            raise Interrupt
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    yield seen
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_handlers_run_at_the_end_of_the_section_and_may_raise(handled: list[int]) -> None:
+    seen_within: list[int] = [0]
+
+    def strike() -> None:
+        with InterruptsHeld():
+            signal.raise_signal(signal.SIGUSR2)
+            signal.raise_signal(signal.SIGUSR1)
+            seen_within[:] = handled
+
+    with pytest.raises(Interrupt):
+        strike()
+    assert seen_within == []
+    assert handled == [signal.SIGUSR2, signal.SIGUSR1]  # also what came after the one that raised
+
+
+def test_handlers_are_as_before_after_the_section(handled: list[int]) -> None:
+    numbers = set(signal.valid_signals())
+    before = {number: signal.getsignal(number) for number in numbers}
+    with pytest.raises(ValueError, match="within"), InterruptsHeld():
+        raise ValueError("within")
+    assert {number: signal.getsignal(number) for number in numbers} == before
+
+
+def test_the_outermost_section_counts(handled: list[int]) -> None:
+    with InterruptsHeld():
+        with InterruptsHeld():
+            signal.raise_signal(signal.SIGUSR1)
+        assert handled == []
+    assert handled == [signal.SIGUSR1]
+
+
+def test_a_section_that_is_stuck_may_be_interrupted(
+    handled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupts, "_PATIENCE_S", 0.0)
+    steps: list[str] = []
+
+    def strike() -> None:
+        with InterruptsHeld():
+            signal.raise_signal(signal.SIGUSR2)
+            steps.append("not reached")
+
+    with pytest.raises(Interrupt):
+        strike()
+    assert steps == []
+
+
+def test_other_threads_are_left_alone() -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with InterruptsHeld():
+                pass
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert errors == []
