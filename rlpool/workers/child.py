@@ -18,6 +18,7 @@ import torch
 from rlpool.seeding import worker_seed
 from rlpool.storage import Memory
 from rlpool.workers.collector import Collector
+from rlpool.workers.fast_checks import install_fast_checks
 from rlpool.workers.fast_seeding import FastSeeding
 from rlpool.workers.messages import Message, Pipe, Setup
 from rlpool.workers.plans import ClaimLock
@@ -76,6 +77,7 @@ def main(setup: Setup, connection: Connection, control_fd: Any) -> None:
     link = PipeLink(Pipe(connection))
     fast_seeding = FastSeeding()
     fast_seeding.install()
+    install_fast_checks()
     collector = Collector(setup, link, lock, mine[1:], mine[:1], fast_seeding.announce)
     try:
         if collector.start():

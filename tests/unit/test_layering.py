@@ -44,6 +44,7 @@ ORDER = (
     "workers.plans",
     "workers.collector",
     "workers.fast_seeding",
+    "workers.fast_checks",
     "workers.hang_watch",
     "workers.child",
     "workers.local",
