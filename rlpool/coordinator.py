@@ -26,9 +26,10 @@ from rlpool.errors import (
     compose,
 )
 from rlpool.interrupts import InterruptsHeld
+from rlpool.limits import check_size, human
 from rlpool.requests import Packed, Request
 from rlpool.slots import BlockPool, Layout, StepSpecs
-from rlpool.storage import Memory, check_size, human
+from rlpool.storage import Memory
 from rlpool.workers.hang_watch import HangWatch
 from rlpool.workers.local import LocalWorker
 from rlpool.workers.messages import (
@@ -55,6 +56,21 @@ about them fit into the pipes, so that no side ever waits for the other to read.
 LayoutMaker = Callable[[StepSpecs], Layout]
 
 
+class WorkersDisagree(SpecError):
+    """Workers whose steps consist of different things.
+
+    Attributes:
+        specs: What each worker reports.
+    """
+
+    def __init__(self, message: str, specs: list[StepSpecs]) -> None:
+        super().__init__(message)
+        self.specs = specs
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.specs)
+
+
 class Coordinator:
     """Sends requests to workers and collects their results, in order.
 
@@ -68,7 +84,8 @@ class Coordinator:
     Raises:
         WorkerStartupError, WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
         UsageError: If the caller's script lacks its ``__main__`` guard.
-        SpecError: If workers disagree about their keys, or blocks are larger than the machine.
+        WorkersDisagree: If workers disagree about their keys, shapes or dtypes.
+        SpecError: If blocks are larger than the machine.
     """
 
     def __init__(
@@ -253,26 +270,17 @@ class Coordinator:
             if report.specs is None:
                 _LOG.debug("keys are unknown until the first execute: %s", report.error)
                 return
-            if report.specs != reports[0].specs:
-                raise SpecError(
-                    compose(
-                        f"workers 0 and {worker} disagree about their steps: "
-                        f"{reports[0].specs} and {report.specs}",
-                        fix="create_env and create_agent must not depend on the worker",
-                    )
-                )
-        self.specs = reports[0].specs
-        if self.specs is not None:
-            layout = self._make_layout(self.specs)
-            sizes = layout.bytes_of_key()
-            if not check_size(sizes, "lower n_slots or n_timesteps") and not self._warned:
-                self._warned = True
-                _LOG.warning(
-                    "a block of slots takes up to %s, more than is free now: "
-                    "lower n_slots or n_timesteps if memory runs out",
-                    human(sum(sizes.values())),
-                )
-            self._blocks = BlockPool(layout, self._workers.allocate)
+        self.specs = _common_specs([report.specs for report in reports if report.specs])
+        layout = self._make_layout(self.specs)
+        sizes = layout.bytes_of_key()
+        if not check_size(sizes, "lower n_slots or n_timesteps") and not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "a block of slots takes up to %s, more than is free now: "
+                "lower n_slots or n_timesteps if memory runs out",
+                human(sum(sizes.values())),
+            )
+        self._blocks = BlockPool(layout, self._workers.allocate)
 
     # Sending ---------------------------------------------------------------------------------
 
@@ -521,3 +529,19 @@ class Coordinator:
     def _refuse_if_dead(self) -> None:
         if self._fatal is not None:
             raise self._fatal
+
+
+def _common_specs(specs: list[StepSpecs]) -> StepSpecs:
+    """What all workers report.
+
+    Raises:
+        WorkersDisagree: If they do not report the same.
+    """
+    for worker, other in enumerate(specs):
+        if other != specs[0]:
+            message = compose(
+                f"workers 0 and {worker} disagree about their steps: {specs[0]} and {other}",
+                fix="create_env and create_agent must not depend on the worker",
+            )
+            raise WorkersDisagree(message, specs)
+    return specs[0]

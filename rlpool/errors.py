@@ -105,6 +105,15 @@ class WorkerError(RlpoolError, RuntimeError):
             "traceback_text": self.traceback_text,
         }
 
+    def reworded(self, *, what: str, fix: str) -> WorkerError:
+        """The same error in the words of whoever the user called.
+
+        Args:
+            what: One line that says what happened.
+            fix: One line that says what to do about it.
+        """
+        return _rebuild(type(self), {**self._constructor_arguments(), "what": what, "fix": fix})
+
     def __reduce__(self) -> tuple[Callable[..., WorkerError], tuple[Any, ...]]:
         return _rebuild, (type(self), self._constructor_arguments())
 

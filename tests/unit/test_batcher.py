@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-import rlpool.storage
+import rlpool.limits
 from rlpool import (
     Agent,
     AgentError,
@@ -514,7 +514,7 @@ def test_blocks_larger_than_the_machine_are_refused_with_advice() -> None:
 def test_blocks_larger_than_free_memory_are_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rlpool.storage, "free_bytes", lambda: 1)
+    monkeypatch.setattr(rlpool.limits, "free_bytes", lambda: 1)
     with caplog.at_level(logging.WARNING, logger="rlpool"):
         make().close()
     assert "lower n_slots or n_timesteps" in caplog.text

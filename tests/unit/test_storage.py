@@ -11,20 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from rlpool import storage
+from rlpool import limits
 from rlpool.errors import SpecError
+from rlpool.limits import check_size, free_bytes, human, machine_bytes
 from rlpool.specs import TensorSpec
-from rlpool.storage import (
-    PAGE_BYTES,
-    Memory,
-    batch_array,
-    carve,
-    carved_bytes,
-    check_size,
-    free_bytes,
-    human,
-    machine_bytes,
-)
+from rlpool.storage import PAGE_BYTES, Memory, batch_array, carve, carved_bytes
 
 SPECS = {
     "flag": TensorSpec((), np.dtype(bool)),
@@ -177,8 +168,8 @@ def test_what_fits_into_free_memory_is_accepted() -> None:
 
 
 def test_what_fits_into_the_machine_only_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "machine_bytes", lambda: 1000)
-    monkeypatch.setattr(storage, "free_bytes", lambda: 500)
+    monkeypatch.setattr(limits, "machine_bytes", lambda: 1000)
+    monkeypatch.setattr(limits, "free_bytes", lambda: 500)
     assert check_size({"a": 400, "b": 100}, "")
     assert not check_size({"a": 400, "b": 200}, "")
 
