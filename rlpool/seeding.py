@@ -40,7 +40,7 @@ _ROUNDS = ((np.uint64(30), _MIX_A), (np.uint64(27), _MIX_B))
 _LAST_SHIFT = np.uint64(31)
 
 # First word of a spawn key: what the derived words are for.
-_EPISODES, _LANES, _WORKERS, _PROBES = range(4)
+_EPISODES, _LANES, _WORKERS, _PROBES, _STREAMS, _TASKS = range(6)
 
 
 def root_from(seeds: int | Sequence[int] | None) -> int:
@@ -64,6 +64,14 @@ def episode_seeds(root: int, execution: int, n_episodes: int) -> list[int]:
     mixed = _mix(_mix(key + np.arange(n_episodes, dtype=np.uint64) * _GOLDEN) ^ salt)
     seeds: list[int] = (mixed & _SEED_MASK).tolist()
     return seeds
+
+
+def task_draws(root: int, collection: int, n_rollouts: int, n_tasks: int) -> list[int]:
+    """Which of ``n_tasks`` tasks each rollout of a collection gets, int in ``[0, n_tasks)``."""
+    key, salt = _derive(root, _TASKS, collection)
+    mixed = _mix(_mix(key + np.arange(n_rollouts, dtype=np.uint64) * _GOLDEN) ^ salt)
+    draws: list[int] = (mixed % np.uint64(n_tasks)).tolist()
+    return draws
 
 
 class LaneSeeds:
@@ -94,6 +102,18 @@ def worker_seed(root: int, worker: int) -> int:
 def probe_seed(root: int) -> int:
     """Seed of the reset that tells a worker which keys there are; its data are dropped."""
     return int(_derive(root, _PROBES)[0] & _SEED_MASK)
+
+
+def stream_seed(seed: int, stream: int) -> int:
+    """Seed of a further generator of an episode, in ``[0, 2**63)``.
+
+    With the episode's own seed, it would draw the same numbers as the environment does.
+
+    Args:
+        seed: The episode's seed.
+        stream: Number of the generator.
+    """
+    return int(_derive(seed, _STREAMS, stream)[0] & _SEED_MASK)
 
 
 def fold_seed(seed: int) -> int:
@@ -180,12 +200,19 @@ class NoiseStream:
         else:
             self._chunks[lane] = noise.head
 
-    def draw(self) -> None:
-        """Write the next step's numbers of every lane into ``tensor``."""
+    def draw(self, lanes: Sequence[int] | None = None) -> None:
+        """Write the next step's numbers of every lane into ``tensor``.
+
+        Args:
+            lanes: Those that take this step, all by default; the others get theirs again later.
+        """
         if not self._n_left:
             self._next_chunks()
         np.take(self._rows, self._next_rows, 0, self._numbers, "clip")
-        np.add(self._next_rows, 1, out=self._next_rows)
+        if lanes is None:
+            np.add(self._next_rows, 1, out=self._next_rows)
+        else:
+            self._next_rows[lanes] += 1
         self._n_left -= 1
 
     def _next_chunks(self) -> None:

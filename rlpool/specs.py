@@ -11,6 +11,7 @@ as well and neither package has to be imported here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,7 @@ class TensorSpec:
     @property
     def n_bytes(self) -> int:
         """Bytes of one row."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -142,6 +143,61 @@ def structure_of_value(value: Any, *, keep_float64: bool, name: str) -> Structur
         )
     dtype = stored_dtype(array.dtype, keep_float64=keep_float64)
     return Leaf(TensorSpec(array.shape, dtype), is_scalar=array.ndim == 0)
+
+
+def merged_structures(first: Structure, second: Structure, name: str) -> Structure:
+    """One structure for two values of the same kind: dtypes that hold both without loss.
+
+    Args:
+        first: The structure of one value.
+        second: That of the other.
+        name: How an error calls the values.
+
+    Raises:
+        SpecError: If keys, lengths or shapes differ, naming both sides.
+    """
+    if isinstance(first, Leaf) and isinstance(second, Leaf):
+        if first.spec.shape != second.spec.shape:
+            shapes = f"{list(first.spec.shape)} and then {list(second.spec.shape)}"
+            raise SpecError(f"{name} should keep its shape, got {shapes}")
+        dtype = np.result_type(first.spec.dtype, second.spec.dtype)
+        return Leaf(TensorSpec(first.spec.shape, dtype), is_scalar=first.is_scalar)
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        if first.keys() != second.keys():
+            raise SpecError(
+                f"{name} should keep its keys, got {sorted(first)} and then {sorted(second)}"
+            )
+        return {
+            key: merged_structures(inner, second[key], f"{name}[{key!r}]")
+            for key, inner in first.items()
+        }
+    if isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second):
+        return tuple(
+            merged_structures(inner, other, f"{name}[{number}]")
+            for number, (inner, other) in enumerate(zip(first, second, strict=True))
+        )
+    raise SpecError(f"{name} should keep its structure, got {first} and then {second}")
+
+
+def with_dtypes(
+    structure: Structure, dtypes: Mapping[str, np.dtype[Any]], key: str = ""
+) -> Structure:
+    """A structure with other dtypes for some leaves.
+
+    Args:
+        structure: The structure.
+        dtypes: Key of a leaf, as ``leaves_of`` names it, to dtype.
+        key: Key of ``structure`` itself.
+    """
+    if isinstance(structure, Leaf):
+        dtype = dtypes.get(key, structure.spec.dtype)
+        return Leaf(TensorSpec(structure.spec.shape, dtype), structure.is_scalar)
+    if isinstance(structure, Mapping):
+        return {k: with_dtypes(inner, dtypes, join_key(key, k)) for k, inner in structure.items()}
+    return tuple(
+        with_dtypes(inner, dtypes, join_key(key, str(number)))
+        for number, inner in enumerate(structure)
+    )
 
 
 def stored_dtype(dtype: np.dtype[Any], *, keep_float64: bool) -> np.dtype[Any]:

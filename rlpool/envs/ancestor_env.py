@@ -1,8 +1,9 @@
 """Environments with older or other signatures than Gymnasium's, made to look like Gymnasium's.
 
 Understood are: ``reset()`` without arguments that returns the observation alone, ``seed(seed)``,
-``step`` with four results, ``reset(env_info=...)``, missing spaces, and any subset of ``seed`` and
-``options`` among the arguments of ``reset``.
+``step`` with four results, ``reset(env_info=...)``, ``reset(task=...)`` which gets the option of
+that name, missing spaces, and any subset of ``seed`` and ``options`` among the arguments of
+``reset``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import gymnasium
 
 from rlpool.seeding import fold_seed
 
-_RESET_ARGUMENTS = ("seed", "options", "env_info")
+_RESET_ARGUMENTS = ("seed", "options", "env_info", "task")
+_OWN_ARGUMENTS = {"env_info", "task"}  # those that no wrapper of Gymnasium's hands on
 
 
 class AncestorEnv(gymnasium.Env[Any, Any]):
@@ -22,13 +24,12 @@ class AncestorEnv(gymnasium.Env[Any, Any]):
 
     Args:
         inner: The environment.
-        reset_arguments: Which of ``seed``, ``options``, ``env_info`` its ``reset`` takes.
+        reset_arguments: Which of ``seed``, ``options``, ``env_info``, ``task`` its ``reset`` takes.
     """
 
     def __init__(self, inner: Any, reset_arguments: set[str]) -> None:
         self.inner = inner
         self._reset_arguments = reset_arguments
-        self._seed = None if "seed" in reset_arguments else getattr(inner, "seed", None)
         for name in ("observation_space", "action_space", "metadata", "render_mode", "spec"):
             if getattr(inner, name, None) is not None:
                 setattr(self, name, getattr(inner, name))
@@ -37,10 +38,7 @@ class AncestorEnv(gymnasium.Env[Any, Any]):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """Seed the environment the way it wants, reset it, hand over ``options``."""
-        if seed is not None and callable(self._seed):
-            self._seed(fold_seed(seed))  # environments of that age expect 32 bits
-        given = {"seed": seed, "options": options, "env_info": options or {}}
-        result = self.inner.reset(**{name: given[name] for name in self._reset_arguments})
+        result = call_reset(self.inner, self._reset_arguments, seed, options)
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
             return result
         return result, {}
@@ -79,9 +77,9 @@ def modernised(env: Any) -> Any:
     """
     layer: Any = env
     wrapper: Any = None
-    while isinstance(layer, gymnasium.Wrapper) and not isinstance(layer, AncestorEnv):
+    while isinstance(layer, gymnasium.Wrapper) and not _wants_more(layer):
         layer, wrapper = layer.env, layer
-    arguments = _reset_arguments(layer)
+    arguments = reset_arguments(layer)
     if isinstance(layer, gymnasium.Env) and arguments == {"seed", "options"}:
         return env
     adapter = AncestorEnv(layer, arguments)
@@ -91,11 +89,41 @@ def modernised(env: Any) -> Any:
     return env
 
 
-def _reset_arguments(env: Any) -> set[str]:
+def call_reset(
+    env: Any, arguments: set[str], seed: int | None, options: dict[str, Any] | None = None
+) -> Any:
+    """Seed an environment the way it wants, and reset it.
+
+    Args:
+        env: The environment.
+        arguments: What ``reset_arguments`` says of it.
+        seed: The seed; ``None`` for none.
+        options: Handed over as ``options`` or ``env_info``; ``"task"`` among them as ``task``
+            where there is such an argument.
+
+    Returns:
+        Whatever its ``reset`` returns.
+    """
+    own_seed = None if "seed" in arguments else getattr(env, "seed", None)
+    if seed is not None and callable(own_seed):
+        own_seed(fold_seed(seed))  # environments of that age expect 32 bits
+    given: dict[str, Any] = {"seed": seed, "options": options, "env_info": options or {}}
+    if "task" in arguments:
+        others = dict(options or {})
+        given.update(task=others.pop("task", None), options=others or None)
+    return env.reset(**{name: given[name] for name in arguments})
+
+
+def _wants_more(wrapper: Any) -> bool:
+    """Whether a wrapper's own ``reset`` takes what Gymnasium's does not."""
+    return not _OWN_ARGUMENTS.isdisjoint(inspect.signature(wrapper.reset).parameters)
+
+
+def reset_arguments(env: Any) -> set[str]:
     """Which arguments ``reset`` takes, by itself or by handing them on to what it wraps."""
     parameters = inspect.signature(env.reset).parameters
     arguments = {name for name in _RESET_ARGUMENTS if name in parameters}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         inner = getattr(env, "env", None)
-        arguments |= _reset_arguments(inner) if hasattr(inner, "reset") else {"seed", "options"}
+        arguments |= reset_arguments(inner) if hasattr(inner, "reset") else {"seed", "options"}
     return arguments

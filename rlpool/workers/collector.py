@@ -160,7 +160,7 @@ class Collector:
             raise _startup_error("loading create_env and create_agent", error, where) from error
         try:
             env = create_env(seed=seed, **env_args)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, WorkerStartupError):
             raise
         except BaseException as error:
             raise _startup_error("create_env", error, where) from error
@@ -176,7 +176,7 @@ class Collector:
             agent = create_agent(**agent_args)
             if isinstance(agent, Agent):
                 agent.seed(seed)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, WorkerStartupError):
             raise
         except BaseException as error:
             raise _startup_error("create_agent", error, where) from error
@@ -232,7 +232,10 @@ class Collector:
             self._link.send(RequestDone(message.request))
             return
         try:
-            rollout.run(self._plan(message, memory))
+            plan = self._plan(message, memory)
+            if isinstance(plan, EpisodePlan) and self._setup.n_workers == 1 and self._env:
+                plan.announce_to(self._env)
+            rollout.run(plan)
         except WorkerError as error:
             self._link.send(Failed(error, request=message.request))
         except KeyboardInterrupt:

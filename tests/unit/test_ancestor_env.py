@@ -18,6 +18,7 @@ from support.envs import (
     AncestorInfoEnv,
     AncestorWrapper,
     CountingEnv,
+    EchoEnv,
     InfoEnv,
     SpacedAncestorEnv,
     assert_same_tensors,
@@ -353,3 +354,31 @@ def test_a_time_limit_can_be_put_on_an_old_wrapper() -> None:
     env.reset()
     (observation, _), _ = env.step(action(0))
     assert observation["truncated"].tolist() == [True]
+
+
+class TaskWrapper(gymnasium.Wrapper):  # type: ignore[type-arg]
+    """Takes a task, though what it wraps does not."""
+
+    def reset(self, *, task: Any = None, **arguments: Any) -> Any:
+        self.task = task
+        self.given = arguments
+        return self.env.reset(**arguments)
+
+
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_a_task_among_the_options_reaches_a_reset_that_takes_one(is_limited: bool) -> None:
+    wrapper = TaskWrapper(CountingEnv())
+    env: Any = gymnasium.wrappers.TimeLimit(wrapper, 5) if is_limited else wrapper
+    vec_env = GymEnv([env])
+    vec_env.reset_lanes([0], [3], [{"task": 4, "length": 9}])
+    assert (wrapper.task, wrapper.given) == (4, {"seed": 3, "options": {"length": 9}})
+    vec_env.reset_lanes([0], [3], [{"task": 5}])
+    assert (wrapper.task, wrapper.given) == (5, {"seed": 3, "options": None})
+    vec_env.reset_lanes([0], [3], [None])
+    assert (wrapper.task, wrapper.given) == (None, {"seed": 3, "options": None})
+
+
+def test_a_task_stays_an_option_of_a_reset_that_takes_none() -> None:
+    env = EchoEnv()
+    GymEnv([env]).reset_lanes([0], [3], [{"task": 4}])
+    assert env.resets == [(3, {"task": 4})]

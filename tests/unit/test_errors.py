@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rlpool import errors
+from rlpool.coordinator import WorkersDisagree
 from rlpool.errors import (
     AgentError,
     AgentSpecError,
@@ -148,3 +149,18 @@ def test_a_place_names_what_it_knows() -> None:
 
 def test_an_error_without_a_place_has_an_empty_one() -> None:
     assert WorkerError("x").where == Where()
+
+
+@pytest.mark.parametrize("error", WORKER_ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_can_be_told_in_other_words(error: WorkerError) -> None:
+    other = error.reworded(what="it broke down", fix="look here")
+    assert type(other) is type(error)
+    assert (other.what, other.fix, other.where) == ("it broke down", "look here", error.where)
+    assert str(other.__cause__) == str(error.__cause__)
+    assert vars(other).keys() == vars(error).keys()
+
+
+def test_a_disagreement_of_workers_survives_pickling() -> None:
+    again = pickle.loads(pickle.dumps(WorkersDisagree("workers 0 and 1 disagree", [])))
+    assert isinstance(again, SpecError)
+    assert (str(again), again.specs) == ("workers 0 and 1 disagree", [])

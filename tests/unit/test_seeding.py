@@ -16,6 +16,7 @@ from rlpool.seeding import (
     fold_seed,
     probe_seed,
     root_from,
+    stream_seed,
     worker_seed,
 )
 
@@ -209,3 +210,10 @@ def test_the_most_significant_and_the_least_significant_bits_are_random(n_noise:
     for bit in range(24):
         share = float(((words >> bit) & 1).double().mean())
         assert abs(share - 0.5) < 0.04, bit
+
+
+def test_the_streams_of_an_episode_share_no_seed() -> None:
+    seeds = {stream_seed(seed, stream) for seed in range(100) for stream in range(5)}
+    assert len(seeds | set(range(100))) == 600
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert stream_seed(2**62 + 1, 3) == stream_seed(2**62 + 1, 3)

@@ -16,11 +16,13 @@ from rlpool.specs import (
     flattener,
     join_key,
     leaves_of,
+    merged_structures,
     nester,
     refuse_collisions,
     row_specs,
     structure_of_space,
     structure_of_value,
+    with_dtypes,
 )
 
 NESTED = spaces.Dict(
@@ -240,3 +242,46 @@ def test_colliding_keys_are_refused_naming_key_and_both_sides() -> None:
         refuse_collisions({"one": ["a", "b"], "two": ["c", "b"]})
     with pytest.raises(SpecError, match="key 'a'"):
         refuse_collisions({"one": ["a", "a"]})
+
+
+def described(value: Any) -> Any:
+    return structure_of_value(value, keep_float64=True, name="value")
+
+
+def test_merged_structures_hold_both_values() -> None:
+    first = described({"a": 1, "b": (np.zeros(2, np.float32), np.uint8(3))})
+    second = described({"a": 0.5, "b": (np.zeros(2), np.int8(3))})
+    merged = leaves_of(merged_structures(first, second, "value"), "value")
+    assert {key: str(leaf.spec) for key, leaf in merged.items()} == {
+        "a": "float64[]",
+        "b/0": "float64[2]",
+        "b/1": "int16[]",
+    }
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ({"a": [1, 2]}, {"a": [1, 2, 3]}, ("value['a']", "[2]", "[3]")),
+        ({"a": 1}, {"b": 1}, ("value", "'a'", "'b'")),
+        ((1, (2, 3)), (1, (2,)), ("value[1]",)),
+        ((1, 2), {"a": 1}, ("value",)),
+        (1, (1,), ("value",)),
+    ],
+)
+def test_structures_that_cannot_be_merged_are_refused(
+    first: Any, second: Any, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        merged_structures(described(first), described(second), "value")
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_dtypes_can_be_replaced_by_key() -> None:
+    structure = described({"a": 1, "b": (np.zeros(2), 1)})
+    replaced = with_dtypes(structure, {"x/b/0": np.dtype(np.float32)}, "x")
+    assert {key: str(leaf.spec) for key, leaf in leaves_of(replaced, "").items()} == {
+        "a": "int64[]",
+        "b/0": "float32[2]",
+        "b/1": "int64[]",
+    }

@@ -1,0 +1,360 @@
+"""Episodes of a list of environments, each in a worker process of its own.
+
+::
+
+    caller                                     process p, for environment p
+    run()
+      window requests  ---- Coordinator --->   Rollout.run(WindowPlan) over OneEnv(environment p)
+      rows of a window <--- shared memory --   step after step
+      ... until every environment's episode has ended
+    one ``Transitions`` per process
+
+Workers, watching, errors and the step loop are those of the batchers; what is here decides what
+each worker gets and puts the windows of an episode together. A worker has one lane, and a run
+restarts all lanes: so it holds exactly one episode of each environment, however long.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, NoReturn
+
+import cloudpickle
+import numpy as np
+
+from rlpool.batcher_base import DEFAULT_TIMEOUT_S, check_count
+from rlpool.coordinator import Coordinator, WorkersDisagree
+from rlpool.envs.one_env import ACTION_KEY, STATE_KEY
+from rlpool.errors import (
+    AgentError,
+    SpecError,
+    UsageError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+    compose,
+)
+from rlpool.pool.acting import Policy, Station
+from rlpool.pool.environments import (
+    check_environments,
+    digest_of,
+    pickled,
+    pickled_environments,
+)
+from rlpool.pool.transitions import EpisodeParts, Transitions, is_part
+from rlpool.requests import Packed, WindowRequest, as_infos
+from rlpool.seeding import LaneSeeds, root_from
+from rlpool.slots import Layout, StepSpecs
+from rlpool.specs import TensorSpec
+from rlpool.workers.messages import Setup
+from rlpool.workers.supervisor import refuse_during_import
+
+_LOG = logging.getLogger("rlpool")
+
+_WINDOW_BYTES = 2**22  # per process: a few of them fit into any cache of pages
+_SHORTEST_WINDOW, _LONGEST_WINDOW = 16, 1024  # steps: a round trip costs as much as a few steps
+
+
+class EpisodeRunner:
+    """Runs one episode in every environment, all at the same time, as often as it is asked to.
+
+    Environment p always runs in process p, which is started by the first ``run`` and keeps the
+    environment, with whatever it remembers, until ``close``. If an environment of the list was
+    changed or replaced since it was sent there, the next run starts with the new ones.
+
+    The noise of an episode derives from ``seed``, the number of the run and that of the process:
+    it is handed to environments that take seeds, and seeds the action space and the process's
+    ``random``, NumPy and torch generators. With the same seed, the same sequence of runs gives
+    the same data.
+
+    Args:
+        envs: One environment per process, of either protocol (see ``rlpool.envs.one_env``).
+        processes: How many there are, to be compared with ``envs``; ``None`` for as many.
+        seed: A non-negative int; ``None`` draws one and logs it.
+        policy: Called in the workers with a state for an action, for Gymnasium environments;
+            ``None`` samples their action spaces. It may be replaced or change between runs.
+        timeout: Seconds without a step after which a process counts as hanging, ``None`` for
+            never.
+
+    Attributes:
+        envs: The list that was given.
+        policy: The policy for the next run.
+        n_runs: Runs so far, failed ones included.
+
+    Raises:
+        SpecError: For environments that are none, or another number of them.
+        WorkerStartupError: If an environment or the policy cannot be pickled.
+    """
+
+    def __init__(
+        self,
+        envs: Sequence[Any],
+        processes: int | None = None,
+        seed: int | None = None,
+        policy: Policy | None = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self._coordinator: Coordinator | None = None
+        self._is_closed = False
+        check_environments(envs, processes)
+        if policy is not None and not callable(policy):
+            raise SpecError(
+                compose(f"policy is {policy!r}", fix="pass a function from state to action")
+            )
+        if seed is not None:
+            check_count("seed", seed, 0)
+        if timeout is not None and not timeout > 0:
+            raise SpecError(f"timeout should be a positive number of seconds, got {timeout!r}")
+        self.envs = envs
+        self.policy = policy
+        self.n_runs = 0
+        self._n_processes = len(envs)
+        self._timeout_s = timeout
+        self._root = root_from(seed)
+        if seed is None:
+            _LOG.info("drew the root seed %d", self._root)
+        self._sent: list[bytes] = []  # digests of the environments that workers last got
+        self._sent_policy = b""
+        self._unstable: list[bool] = []  # environments whose pickles differ from time to time
+        self._dtypes: dict[str, np.dtype[Any]] = {}
+        self._owner_pid = os.getpid()
+        pickled_environments(envs)  # refused now rather than by the first run
+        pickled("policy", policy)
+
+    def run(self) -> list[Transitions]:
+        """Run one episode in every environment and wait for all of them.
+
+        Returns:
+            The episodes, by number of the process.
+
+        Raises:
+            EnvError: If an environment fails. The others' episodes of this run are dropped, and
+                the next run starts new episodes everywhere.
+            AgentError: If the policy fails; likewise.
+            SpecError: If environments disagree about the shapes of states or actions.
+            WorkerStartupError: If an environment or the policy cannot be pickled or loaded.
+            WorkerDiedError, WorkerTimeoutError: If a process dies or hangs. The next run starts
+                new ones, with the environments as they are here.
+            UsageError: If the runner is closed, or the script lacks its ``__main__`` guard.
+        """
+        if self._is_closed:
+            raise UsageError(compose("the runner is closed", fix="make a new one"))
+        number, self.n_runs = self.n_runs, self.n_runs + 1
+        try:
+            return self._run_agreeing(number)
+        except WorkerError as error:
+            if isinstance(error, WorkerDiedError | WorkerTimeoutError):
+                self._stop()
+            reworded = _in_words_of_the_pool(error)
+            raise reworded from reworded.__cause__
+
+    def state_dict(self) -> dict[str, int]:
+        """What the noise of further runs derives from: ``root`` and ``n_runs``."""
+        return {"root": self._root, "n_runs": self.n_runs}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where another runner was; the workers start anew.
+
+        Args:
+            state: What its ``state_dict`` returned. What environments remember is not in it.
+        """
+        self._stop()
+        self._root, self.n_runs = int(state["root"]), int(state["n_runs"])
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._is_closed
+
+    def close(self) -> None:
+        """End the workers within a few seconds, whatever they are doing. May be repeated."""
+        self._is_closed = True
+        self._stop()
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            compose(
+                f"a {type(self).__name__} owns processes and cannot be copied or pickled",
+                fix="copy what it was made with, and make another one",
+            )
+        )
+
+    def __enter__(self) -> EpisodeRunner:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_coordinator", None) is not None:
+            self.close()
+
+    # Workers --------------------------------------------------------------------------------
+
+    def _run_agreeing(self, number: int) -> list[Transitions]:
+        try:
+            return self._run(number)
+        except WorkersDisagree as error:
+            specs = error.specs
+        # Of one shape but several dtypes: start again with dtypes that hold them all.
+        self._dtypes = _common_dtypes(specs)
+        self._stop()
+        return self._run(number)
+
+    def _run(self, number: int) -> list[Transitions]:
+        coordinator, update = self._started(number)
+        try:
+            return self._collected(coordinator, number, update)
+        except BaseException:
+            if update is not None:
+                self._sent_policy = b""  # who knows whether it arrived
+            if not coordinator.is_closed:
+                coordinator.drop_pending()
+            raise
+
+    def _started(self, number: int) -> tuple[Coordinator, Packed | None]:
+        """Workers that have today's environments, and the policy to send them if it is new."""
+        if os.getpid() != self._owner_pid:  # a forked copy: the workers are not its own
+            self._coordinator, self._owner_pid = None, os.getpid()
+        check_environments(self.envs, self._n_processes)
+        pickles, policy = pickled_environments(self.envs), pickled("policy", self.policy)
+        digests = self._digests(pickles)
+        policy_digest = digest_of(policy)
+        coordinator, is_new_policy = self._coordinator, policy_digest != self._sent_policy
+        # Before the first step that works, workers know no other policy than they started with.
+        can_update = coordinator is not None and (coordinator.specs or not is_new_policy)
+        if coordinator is not None and digests == self._sent and can_update:
+            self._sent_policy = policy_digest
+            return coordinator, coordinator.pack(policy) if is_new_policy else None
+        self._stop()
+        refuse_during_import()
+        again = pickled_environments(self.envs)
+        self._unstable = [a != b for a, b in zip(pickles, again, strict=True)]
+        digests = self._digests(pickles)
+        if digests != self._sent:
+            self._dtypes = {}
+        self._sent, self._sent_policy = digests, policy_digest
+        setups = [self._setup(p, env, policy, number) for p, env in enumerate(pickles)]
+        self._coordinator = Coordinator(
+            setups, in_process=False, make_layout=_Windows(len(setups)), timeout_s=self._timeout_s
+        )
+        return self._coordinator, None
+
+    def _digests(self, pickles: Sequence[bytes]) -> list[bytes]:
+        """What tells whether environments are those that were sent."""
+        digests = [digest_of(words) for words in pickles]
+        for number, is_unstable in enumerate(self._unstable):
+            if is_unstable:  # then only whether it is the same object
+                digests[number] = id(self.envs[number]).to_bytes(8, "little")
+        return digests
+
+    def _setup(self, process: int, env: bytes, policy: bytes, number: int) -> Setup:
+        first_seed = LaneSeeds(self._root, number).seed(process, 0)
+        station = Station(process, env, policy, first_seed, self._dtypes)
+        functions = cloudpickle.dumps((station.create_env, {}, station.create_agent, {}))
+        return Setup(functions, process, self._n_processes, self._root, owns_process=True)
+
+    def _stop(self) -> None:
+        coordinator, self._coordinator = self._coordinator, None
+        if coordinator is not None:
+            coordinator.close()
+
+    # Episodes -------------------------------------------------------------------------------
+
+    def _collected(
+        self, coordinator: Coordinator, number: int, update: Packed | None
+    ) -> list[Transitions]:
+        """One episode of every lane, window by window."""
+        episodes = [EpisodeParts() for _ in range(self._n_processes)]
+        lanes, is_first = list(range(self._n_processes)), True
+        while lanes:
+            request = WindowRequest(
+                coordinator.next_number(),
+                lanes,
+                as_infos(None, None),
+                0,
+                update,
+                n_lanes=1,
+                n_resets=number,
+                is_first=is_first,
+                root=self._root,
+            )
+            coordinator.submit(request)
+            coordinator.wait(blocking=True)
+            window = coordinator.hand_out()
+            for row, lane in enumerate(lanes):
+                episodes[lane].add(window, row, is_last=lane not in request.lanes_left)
+            lanes, is_first, update = request.lanes_left, False, None
+        return [episode.joined() for episode in episodes]
+
+
+class _Windows:
+    """Makes the layout of windows: one slot per process, of as many steps as are worth while.
+
+    Args:
+        n_processes: Number of processes.
+    """
+
+    def __init__(self, n_processes: int) -> None:
+        self._n_processes = n_processes
+
+    def __call__(self, specs: StepSpecs) -> Layout:
+        step_bytes = sum(spec.n_bytes for spec in {**specs.succeeded, **specs.output}.values())
+        n_timesteps = min(_LONGEST_WINDOW, max(_SHORTEST_WINDOW, _WINDOW_BYTES // step_bytes))
+        return Layout(specs, self._n_processes, n_timesteps, self._n_processes)
+
+
+def _common_dtypes(specs: Sequence[StepSpecs]) -> dict[str, np.dtype[Any]]:
+    """Dtypes that hold the values of all environments.
+
+    Raises:
+        SpecError: If they disagree about more than dtypes, naming environments and shapes.
+    """
+    dtypes: dict[str, np.dtype[Any]] = {}
+    keys = [{**spec.observation, **spec.output} for spec in specs]
+    for name in (STATE_KEY, ACTION_KEY):
+        parts = [{k: s for k, s in each.items() if is_part(k, name)} for each in keys]
+        for number, part in enumerate(parts):
+            if _shapes(part) != _shapes(parts[0]):
+                raise SpecError(
+                    compose(
+                        f"{name} of environment 0 is {_text_of(parts[0])}, "
+                        f"that of environment {number} is {_text_of(part)}",
+                        fix="put only environments with states and actions of equal shapes into "
+                        "one pool",
+                    )
+                )
+        for key in parts[0]:
+            dtypes[key] = np.result_type(*(part[key].dtype for part in parts))
+    return dtypes
+
+
+def _shapes(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, ...]]:
+    return {key: spec.shape for key, spec in specs.items()}
+
+
+def _text_of(specs: Mapping[str, TensorSpec]) -> str:
+    if len(specs) == 1:
+        return str(next(iter(specs.values())))
+    return ", ".join(f"{key} {spec}" for key, spec in specs.items())
+
+
+def _in_words_of_the_pool(error: WorkerError) -> WorkerError:
+    """An error of the workers, without the names of functions that the user never wrote."""
+    worker = error.where.worker
+    what, fix = error.what, error.fix
+    if isinstance(error, AgentError):
+        what = what.replace("the agent", "policy", 1).replace("agent.update", "loading policy", 1)
+    if "n_threads=0" in fix:
+        who = "the policy" if isinstance(error, AgentError) else "reset() and step()"
+        fix = f"call {who} of environment {worker} in this process to debug"
+    return error.reworded(what=what, fix=fix)
