@@ -42,6 +42,11 @@ class DerivedTensors(dict[str, Tensor]):
         tensor: Tensor = value
         return tensor
 
+    def derivation(self, key: str) -> Derivation | None:
+        """What will compute a tensor that nobody has looked at yet."""
+        value: Any = super().get(key)
+        return None if value is None or isinstance(value, Tensor) else value
+
     # Copies such as dict(...) and {**...} take the fast path around __getitem__ unless __iter__
     # is overridden.
     def __iter__(self) -> Iterator[str]:
@@ -177,7 +182,7 @@ def trajectories_of(
         derived[successor_key("initial_state")] = _never(shape)
         for key, final in part.finals.items():
             if key in rows:
-                derived[successor_key(key)] = _successor(key, rows[key], final, own_lengths)
+                derived[successor_key(key)] = Successor(key, rows[key], final, own_lengths)
             else:
                 derived[successor_key(key)] = _last(shape, final, own_lengths)
     ordered = {key: derived.get(key) for key in layout.step.succeeded if key in derived}
@@ -218,25 +223,51 @@ def _last(shape: tuple[int, int], final: Array, lengths: Array) -> Derivation:
     return derive
 
 
-def _successor(key: str, values: Tensor, final: Array, lengths: Array) -> Derivation:
-    version = _version(values)
+class Successor:
+    """Computes ``_x``, the values after each step, from ``x`` and the values after the last step.
 
-    def derive() -> Tensor:
-        if _version(values) != version:
+    Args:
+        key: The name of ``x``.
+        values: ``x``: ``[B, T, ...]``, zero from each row's length on.
+        finals: ``[B, ...]``: the value after each row's last step.
+        lengths: int64 ``[B]``.
+
+    Attributes:
+        lengths: As given; ``finals`` belongs to these.
+    """
+
+    def __init__(self, key: str, values: Tensor, finals: Array, lengths: Array) -> None:
+        self._key = key
+        self._values = values
+        self._finals = finals
+        self.lengths = lengths
+        self._version = _version(values)
+
+    def finals(self) -> Array:
+        """The values after each row's last step, no copy.
+
+        Raises:
+            UsageError: If ``x`` was changed in place, so that they do not follow it any more.
+        """
+        if _version(self._values) != self._version:
+            after = successor_key(self._key)
             raise UsageError(
                 compose(
-                    f"{key!r} was changed in place before {successor_key(key)!r}, which is "
+                    f"{self._key!r} was changed in place before {after!r}, which is "
                     "derived from it, was looked at",
-                    fix=f"look at {successor_key(key)!r} first, or change a clone",
+                    fix=f"look at {after!r} first, or change a clone",
                 )
             )
-        source = values.numpy()
+        return self._finals
+
+    def __call__(self) -> Tensor:
+        """The values after each step, zero from each row's length on; a copy."""
+        finals = self.finals()
+        source = self._values.numpy()
         shifted = np.empty_like(source, order="C")
         if shifted.shape[1]:
             shifted[:, :-1] = source[:, 1:]
             shifted[:, -1] = 0
-            filled = np.flatnonzero(lengths)
-            shifted[filled, lengths[filled] - 1] = final[filled]
+            filled = np.flatnonzero(self.lengths)
+            shifted[filled, self.lengths[filled] - 1] = finals[filled]
         return torch.from_numpy(shifted)
-
-    return derive

@@ -1,0 +1,257 @@
+"""How fast the pool is beside other replay buffers, and what memory it takes.
+
+    python benchmarks/pool.py [--sizes 10000 1000000] [--rounds 15] [--threads 1] [--frames 200000]
+
+The peers are TorchRL, Stable-Baselines3, tianshou and cpprb (``requirements-pool.txt``); one that
+is not installed is reported as missing. Everybody stores the same five keys and is given the same
+trajectory batch, so flattening it counts for everybody; see ``pool_peers.py`` for how each is used.
+
+- ``extend``: 10,000 transitions of CartPole-v1, episodes of an untrained policy. The pools are
+  full, so these replace the oldest ones.
+- ``extend_result``: the same of the pool for what ``EpisodeBatcher.get()`` returned, of which
+  nothing was looked at. The peers are timed as for ``extend``: computing ``_frame`` is free for
+  them.
+- ``sample``: 256 transitions, uniformly.
+- ``sequences``: 32 pieces of episodes, of at most 64 steps. The others have no such thing (frame
+  stacking gives observations only).
+- ``prioritised``: 256 transitions in proportion to their priorities and their importance weights,
+  and then new priorities for them.
+
+In each round every contender does every operation, one after the other in an order that is drawn
+anew, each for ``--window`` seconds. ``ratio`` is the time of the peer by that of the pool in the
+same round, so the pool is faster above 1. ``returns`` says what samples are made of; nothing is
+converted.
+
+- ``memory``: a pool of image frames 84 × 84 of uint8 in episodes of 100 steps, filled. Its
+  ``nbytes``, and the growth of this process, by the bytes of one frame per transition.
+
+Prints JSON lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from pool_peers import KEYS, PEERS, Contender, RlPool
+from workloads import SEED, WORKLOADS, make_batcher, quartiles, versions
+
+from rlpool import Pool, TemporalDictTensor
+
+N_TRANSITIONS = 10_000
+N_EPISODES = 600  # more than enough for so many transitions
+EPISODE_FRAMES = 100
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def episodes() -> tuple[TemporalDictTensor, TemporalDictTensor]:
+    """Exactly ``N_TRANSITIONS`` in ordinary tensors; and a batcher's own result of nearly as many.
+
+    The latter has ``_frame`` not computed. It is the same episodes but for the last one.
+    """
+    with make_batcher(WORKLOADS["W1"], N_EPISODES, n_threads=0) as batcher:
+        batcher.execute(N_EPISODES)
+        ends = batcher.get().lengths.cumsum(0)
+    n_whole = int((ends <= N_TRANSITIONS).sum())
+    with make_batcher(WORKLOADS["W1"], n_whole + 1, n_threads=0) as batcher:
+        batcher.execute(n_whole + 1)
+        result = batcher.get()
+    lengths = result.lengths.clone()
+    lengths[-1] = N_TRANSITIONS - int(lengths[:-1].sum())
+    tensors = {key: result[key].contiguous() for key in KEYS}
+    with make_batcher(WORKLOADS["W1"], n_whole, n_threads=0) as batcher:
+        batcher.execute(n_whole)
+        untouched = batcher.get()
+    return TemporalDictTensor(tensors, lengths), untouched
+
+
+class Stopwatch:
+    """Times calls of a function, again and again.
+
+    Args:
+        function: What is timed.
+        window_s: How long one measurement takes, roughly.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self, function: Callable[[], Any], window_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._function, self._clock, self._n_calls = function, clock, 1
+        function()  # compiled, allocated and cached by now
+        self._n_calls = max(1, int(window_s / min(self.seconds() for _ in range(3))))
+
+    def seconds(self) -> float:
+        """Mean time of a call."""
+        start = self._clock()
+        for _ in range(self._n_calls):
+            self._function()
+        return (self._clock() - start) / self._n_calls
+
+
+def contenders(
+    size: int, batch: TemporalDictTensor, *, prioritised: bool
+) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Filled stores by name, and why others are missing."""
+    made: dict[str, Contender] = {}
+    missing: dict[str, str] = {}
+    for kind in (RlPool, *PEERS):
+        if prioritised and "prioritised" not in kind.operations:
+            continue
+        try:
+            made[kind.name] = contender = kind(size, prioritised=prioritised)
+        except (ImportError, RuntimeError) as error:  # RuntimeError: TorchRL without its C++
+            missing[kind.name] = str(error)
+            continue
+        for _ in range(-(-size // N_TRANSITIONS)):
+            contender.extend(batch)
+        note(f"{kind.name} of {size} is filled")
+    return made, missing
+
+
+def watches(size: int, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+    """Operation to contender to stopwatch."""
+    batch, result = episodes()
+    uniform, missing = contenders(size, batch, prioritised=False)
+    by_priority, missing_too = contenders(size, batch, prioritised=True)
+    functions: dict[str, dict[str, Callable[[], Any]]] = {
+        "sample": {name: c.sample for name, c in uniform.items()},
+        "sequences": {n: c.sequences for n, c in uniform.items() if "sequences" in c.operations},
+        "prioritised": {name: c.prioritised for name, c in by_priority.items()},
+        "extend": {name: lambda c=c: c.extend(batch) for name, c in uniform.items()},
+    }
+    pool = uniform[RlPool.name]
+    functions["extend_result"] = {
+        **functions["extend"],
+        RlPool.name: lambda: pool.extend(result),
+    }
+    return {
+        operation: {
+            name: Stopwatch(function, args.window, CLOCKS[args.clock])
+            for name, function in named.items()
+        }
+        for operation, named in functions.items()
+        if operation in args.operations
+    }, missing | missing_too
+
+
+def compare(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Figures of all operations on pools of one size."""
+    timed, missing = watches(size, args)
+    seconds: dict[tuple[str, str], list[float]] = {}
+    order = random.Random(SEED)
+    for number in range(args.rounds):
+        for operation, named in timed.items():
+            for name in order.sample(list(named), len(named)):
+                seconds.setdefault((operation, name), []).append(named[name].seconds())
+        note(f"pools of {size}: round {number + 1} of {args.rounds}")
+    kinds = {kind.name: kind for kind in PEERS}
+    figures: list[dict[str, Any]] = [
+        {"pool_size": size, "peer": name, "missing": why} for name, why in missing.items()
+    ]
+    for (operation, name), peer_s in seconds.items():
+        if name == RlPool.name:
+            continue
+        own_s = seconds[operation, RlPool.name]
+        ratio = quartiles([peer / own for peer, own in zip(peer_s, own_s, strict=True)], 2)
+        figures.append(
+            {
+                "operation": operation,
+                "pool_size": size,
+                "peer": name,
+                "ratio": ratio["median"],
+                "quartiles": ratio["quartiles"],
+                "n_rounds": ratio["n"],
+                "rlpool_us": round(quartiles(own_s, 9)["median"] * 1e6, 1),
+                "peer_us": round(quartiles(peer_s, 9)["median"] * 1e6, 1),
+                "rlpool_returns": RlPool.returns,
+                "peer_returns": kinds[name].returns,
+                "threads": torch.get_num_threads(),
+                "clock": args.clock,
+                "versions": versions(*kinds[name].packages),
+            }
+        )
+    return figures
+
+
+def memory(n_frames: int) -> dict[str, Any]:
+    """What a pool of frames takes, by the bytes of its frames."""
+    generator = np.random.default_rng(SEED)
+    # One step more than there are, as the frame after each step is the one before the next.
+    shape = (10, EPISODE_FRAMES + 1, 84, 84)
+    frames = torch.from_numpy(generator.integers(0, 256, shape, dtype=np.uint8))
+    done = torch.zeros(shape[0], EPISODE_FRAMES, dtype=torch.bool)
+    done[:, -1] = True
+    batch = TemporalDictTensor(
+        {
+            "frame": frames[:, :-1],
+            "action": torch.zeros(done.shape, dtype=torch.int64),
+            "_reward": torch.zeros(done.shape),
+            "_frame": frames[:, 1:],
+            "_done": done,
+        }
+    )
+    process = psutil.Process()
+    pool = Pool(pool_size=n_frames, seed=0)
+    Pool(pool_size=done.numel(), seed=0).extend(batch)  # what adding takes for a moment
+    before = process.memory_info().rss
+    # Twice as many as fit, so that evicted frames count as well.
+    for _ in range(-(-2 * n_frames // done.numel())):
+        pool.extend(batch)
+    growth = process.memory_info().rss - before
+    raw = n_frames * frames[0, 0].nbytes
+    return {
+        "measure": "memory",
+        "n_frames": n_frames,
+        "nbytes_ratio": round(pool.nbytes / raw, 4),
+        "rss_ratio": round(growth / raw, 4),
+        "raw_mb": round(raw / 1e6, 1),
+        "nbytes_mb": round(pool.nbytes / 1e6, 1),
+        "rss_mb": round(growth / 1e6, 1),
+        "versions": versions(),
+    }
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    operations = ["extend", "extend_result", "sample", "sequences", "prioritised"]
+    parser.add_argument("--sizes", type=int, nargs="*", default=[10_000, 1_000_000])
+    parser.add_argument("--operations", nargs="+", choices=operations, default=operations)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--window", type=float, default=0.05, help="seconds per measurement")
+    parser.add_argument(
+        "--clock",
+        choices=list(CLOCKS),
+        default="wall",
+        help="cpu counts the time of this process, all its threads: for machines that are shared",
+    )
+    parser.add_argument("--threads", type=int, default=1, help="torch threads; 0 for its default")
+    parser.add_argument(
+        "--frames", type=int, default=200_000, help="of the memory test; 0 for none"
+    )
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.frames:
+        print(json.dumps(memory(args.frames)), flush=True)
+    for size in args.sizes:
+        for figures in compare(size, args):
+            print(json.dumps(figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()

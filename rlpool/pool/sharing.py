@@ -1,0 +1,110 @@
+"""What a pool's writer and its readers in other processes agree on.
+
+The writer counts its changes: the version is odd while it writes. A reader reads without asking,
+and again if the version has changed meanwhile. If that goes on, it takes the lock that the writer
+holds while it writes. The lock is the kernel's: it is free again when its owner dies.
+
+Whenever the writer dies, ``oldest`` and ``next`` of each sub-pool enclose whole transitions: it
+first gives up what it will write over, then writes, then says that it is there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+
+from rlpool.errors import UsageError, compose
+from rlpool.storage import Array, Memory
+
+_N_OPTIMISTIC = 8  # reads before the lock is taken; a read takes microseconds, a write too
+
+_T = TypeVar("_T")
+
+
+class Sync:
+    """Numbers that the writer changes and readers look at.
+
+    Args:
+        memory: What ``Sync.make`` made.
+        n_rings: Sub-pools.
+
+    Attributes:
+        memory: Where the numbers are.
+        numbers: int64 ``[n_rings, 2]``: ``oldest`` and ``next`` of each sub-pool.
+    """
+
+    def __init__(self, memory: Memory, n_rings: int) -> None:
+        self.memory = memory
+        self._fd = None if memory.kind == "local" else memory.fd
+        self._writer_pid = os.getpid()
+        table: Array = memory.root().view(np.int64).reshape(n_rings + 1, 2)
+        self.numbers = table[:-1]
+        self._version = table[-1].data
+
+    @classmethod
+    def make(cls, storage: str, n_rings: int) -> Sync:
+        """Numbers for a new pool."""
+        n_bytes = (n_rings + 1) * 2 * np.dtype(np.int64).itemsize
+        local = storage == "local"
+        return cls(Memory.local(n_bytes) if local else Memory.shared(n_bytes), n_rings)
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process may write: the one that made it, if others see the memory too."""
+        return self._fd is None or os.getpid() == self._writer_pid
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Change rows and numbers within this.
+
+        Raises:
+            UsageError: In a process that was forked from the writer's.
+        """
+        if self._fd is None:
+            yield
+            return
+        if not self.is_writer:
+            raise UsageError(
+                compose(
+                    "a pool is filled by the process that made it, and this is another one",
+                    fix="send trajectories to that process, or make a pool of your own here",
+                )
+            )
+        fcntl.lockf(self._fd, fcntl.LOCK_EX)
+        self._version[0] |= 1  # odd already if a writer before died while it wrote
+        try:
+            yield
+        finally:
+            self._version[0] += 1
+            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+    def read(self, look: Callable[[], _T]) -> _T:
+        """The result of looking at rows and numbers, none of which changed meanwhile.
+
+        Args:
+            look: Called once or more.
+        """
+        for _ in range(_N_OPTIMISTIC):
+            version = self._version[0]
+            if version % 2:
+                continue
+            try:
+                result = look()
+            except Exception:
+                if self._version[0] == version:
+                    raise
+            else:
+                if self._version[0] == version:
+                    return result
+        if self._fd is None:
+            return look()
+        fcntl.lockf(self._fd, fcntl.LOCK_EX)
+        try:
+            return look()
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN)

@@ -1,0 +1,184 @@
+"""A pool that other processes read."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from rlpool import NotEnoughDataError, Pool, UsageError
+
+from support.transitions import add_numbers, is_whole, trajectories_of_numbers
+
+methods = pytest.mark.parametrize("method", ["spawn", "fork"])
+storages = pytest.mark.parametrize("storage", ["shared", "memmap"])
+
+TIMEOUT_S = 60.0
+
+
+def read_until_told(pool: Any, pipe: Connection) -> None:
+    """Sample until a message comes; sends how often, and how often that was not whole."""
+    n_read = n_torn = 0
+    pipe.send("ready")
+    while not pipe.poll():
+        n_read += 1
+        n_torn += not is_whole(pool.sample(64))
+    pipe.send((n_read, n_torn))
+
+
+def answer(pool: Any, pipe: Connection) -> None:
+    """Send what the pool holds, whenever a message comes."""
+    while pipe.recv() != "end":
+        try:
+            pipe.send(pool.transitions()["action"].tolist())
+        except NotEnoughDataError as error:
+            pipe.send(error)
+
+
+def write(pool: Any, pipe: Connection) -> None:
+    try:
+        add_numbers(pool, 0, 1)
+    except (AttributeError, TypeError, UsageError) as error:
+        pipe.send(type(error).__name__)
+
+
+def fill_and_die(pipe: Connection) -> None:
+    """Make a pool, send it, and be killed while filling it."""
+    pool = Pool(pool_size=200, storage="shared", seed=0)
+    add_numbers(pool, 0, 200)
+    pipe.send(pool)
+    pipe.recv()
+    number = 200
+    while True:
+        pool.extend(trajectories_of_numbers(number, [7, 50, 3]))
+        number += 60
+
+
+@contextmanager
+def child(method: str, target: Any, *arguments: Any) -> Iterator[tuple[Any, Connection]]:
+    context: Any = multiprocessing.get_context(method)
+    here, there = context.Pipe()
+    process = context.Process(target=target, args=(*arguments, there))
+    process.start()
+    there.close()
+    try:
+        yield process, here
+    finally:
+        process.join(TIMEOUT_S) if process.exitcode is None and here.closed else process.kill()
+        process.join(TIMEOUT_S)
+
+
+def received(pipe: Connection) -> Any:
+    assert pipe.poll(TIMEOUT_S), "no answer"
+    return pipe.recv()
+
+
+@methods
+@storages
+def test_a_reader_never_sees_half_a_transition(method: str, storage: str) -> None:
+    pool = Pool(pool_size=150, storage=storage, seed=0)
+    add_numbers(pool, 0, 150)
+    with child(method, read_until_told, pool) as (_, pipe):
+        assert received(pipe) == "ready"
+        for number in range(150, 18_150, 60):
+            pool.extend(trajectories_of_numbers(number, [7, 50, 3]))
+            add_numbers(pool, number, number + 3)
+        pipe.send("end")
+        n_read, n_torn = received(pipe)
+    assert n_read > 10
+    assert n_torn == 0
+
+
+@methods
+def test_a_reader_sees_what_is_added_and_cleared(method: str) -> None:
+    pool = Pool(pool_size=10, storage="shared")
+    add_numbers(pool, 0, 3)
+    with child(method, answer, pool) as (_, pipe):
+        for expected, change in (
+            ([0, 1, 2], lambda: add_numbers(pool, 3, 12)),
+            (list(range(2, 12)), pool.clear),
+            ([], lambda: None),
+        ):
+            pipe.send("go")
+            assert received(pipe) == expected
+            change()
+        pipe.send("end")
+
+
+def test_a_pool_travels_through_a_queue_as_a_few_hundred_bytes() -> None:
+    context = multiprocessing.get_context("spawn")
+    pool = Pool(pool_size=10, storage="shared")
+    add_numbers(pool, 0, 3)
+    assert len(pickle.dumps(pool)) < 1024
+    queue: Any = context.Queue()
+    queue.put(pool)
+    reader = queue.get(timeout=TIMEOUT_S)
+    assert reader.transitions()["action"].tolist() == [0, 1, 2]
+    add_numbers(pool, 3, 4)
+    assert reader.transitions()["action"].tolist() == [0, 1, 2, 3]
+    queue.close()
+    queue.join_thread()
+
+
+@methods
+def test_a_reader_cannot_write(method: str) -> None:
+    pool = Pool(pool_size=10, storage="shared")
+    add_numbers(pool, 0, 3)
+    with child(method, write, pool) as (_, pipe):
+        assert received(pipe) in {"AttributeError", "TypeError", "UsageError"}
+    assert len(pool) == 3
+
+
+def test_a_writer_that_is_killed_leaves_whole_transitions() -> None:
+    with child("spawn", fill_and_die) as (writer, pipe):
+        reader = received(pipe)
+        pipe.send("go")
+        newest = reader.transitions()["action"].max()
+        while reader.transitions()["action"].max() == newest:
+            pass
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join(TIMEOUT_S)
+        for _ in range(50):
+            assert is_whole(reader.sample(64))
+        assert is_whole(reader.transitions())
+
+
+def test_a_reader_that_is_killed_does_not_stop_the_writer() -> None:
+    pool = Pool(pool_size=150, storage="shared", seed=0)
+    add_numbers(pool, 0, 150)
+    for _ in range(3):
+        with child("fork", read_until_told, pool) as (reader, pipe):
+            assert received(pipe) == "ready"
+            add_numbers(pool, 0, 200)
+            os.kill(reader.pid, signal.SIGKILL)
+    add_numbers(pool, 0, 10)
+    assert len(pool) == 150
+
+
+def test_local_pools_cannot_be_sent() -> None:
+    pool = Pool(pool_size=10)
+    add_numbers(pool, 0, 3)
+    with pytest.raises(UsageError, match='storage="shared"'):
+        pickle.dumps(pool)
+
+
+def test_a_pool_without_transitions_cannot_be_sent() -> None:
+    with pytest.raises(UsageError, match="keys"):
+        pickle.dumps(Pool(pool_size=10, storage="shared"))
+
+
+def test_readers_draw_differently_and_may_be_seeded() -> None:
+    pool = Pool(pool_size=1000, storage="shared")
+    add_numbers(pool, 0, 1000)
+    one, other = (pickle.loads(pickle.dumps(pool)) for _ in range(2))
+    assert one.sample(50)["action"].tolist() != other.sample(50)["action"].tolist()
+    one.seed(3)
+    other.seed(3)
+    assert one.sample(50)["action"].tolist() == other.sample(50)["action"].tolist()

@@ -1,0 +1,241 @@
+"""Saving a pool and going on from there."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlpool import Pool, SpecError
+
+from support.transitions import add_numbers, trajectories_of_numbers
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "three sub-pools": {"processes": 3},
+    "priorities": {"priority_exponent": 0.6},
+    "windows": {"window_size": 7, "clearing_freq": 5, "window_size_": 2},
+    "shared": {"storage": "shared"},
+    "memmap": {"storage": "memmap"},
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def through_tensors(pool: Pool, other: Pool) -> None:
+    file = io.BytesIO()
+    torch.save(pool.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+
+
+def through_file(pool: Pool, other: Pool, path: Path) -> None:
+    pool.save(path)
+    other.load(path)
+
+
+def go_on(pool: Pool) -> list[torch.Tensor]:
+    """Add, sample and set priorities; gives all that was seen."""
+    seen: list[torch.Tensor] = []
+    for start in (100, 120, 140):
+        batch = pool.sample(8, n_step=2)
+        if "index" in batch:
+            pool.update_priorities(batch["index"], torch.rand(8, generator=_generator(start)))
+        seen += batch.values()
+        seen += pool.sample_sequences(4, 3).values()
+        add_numbers(pool, start, start + 10)
+        pool.extend(trajectories_of_numbers(start + 10, [3, 5]))
+        seen += pool.transitions().values()
+    return seen
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@kinds
+@pytest.mark.parametrize("way", ["tensors", "file"])
+@pytest.mark.parametrize("n_before", [0, 40])
+def test_a_pool_goes_on_where_the_saved_one_was(
+    kind: str, way: str, n_before: int, tmp_path: Path
+) -> None:
+    pool = Pool(pool_size=30, seed=1, **KINDS[kind])
+    add_numbers(pool, 0, 33)
+    pool.extend(trajectories_of_numbers(40, [4, 9]))
+    pool.sample(5)
+    other = Pool(pool_size=30, seed=2, **KINDS[kind])
+    add_numbers(other, 500, 500 + n_before)
+    if way == "file":
+        through_file(pool, other, tmp_path / "pool")
+    else:
+        through_tensors(pool, other)
+    for mine, its in zip(go_on(other), go_on(pool), strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_an_empty_pool_can_be_saved(tmp_path: Path) -> None:
+    pool, other = Pool(pool_size=5, seed=1), Pool(pool_size=5, seed=2)
+    through_file(pool, other, tmp_path / "pool")
+    assert len(other) == 0
+    add_numbers(pool, 0, 5)
+    add_numbers(other, 0, 5)
+    assert torch.equal(pool.sample(5)["action"], other.sample(5)["action"])
+
+
+def test_a_uniform_pools_transitions_have_equal_priorities_elsewhere(tmp_path: Path) -> None:
+    pool, other = Pool(pool_size=9), Pool(pool_size=9, priority_exponent=1.0)
+    add_numbers(pool, 0, 12)
+    through_file(pool, other, tmp_path / "pool")
+    assert other.sample(9)["weight"].tolist() == [1.0] * 9
+
+
+def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    pool = Pool(pool_size=8, seed=0)
+    add_numbers(pool, 0, 11)
+    pool.save(tmp_path / "pool")
+    arrays = safetensors.load_file(tmp_path / "pool")
+    actions = [arrays[key] for key in sorted(arrays) if key.startswith("columns/action/")]
+    assert np.concatenate(actions).tolist() == list(range(3, 11))
+
+
+def test_state_dict_copies_nothing() -> None:
+    pool = Pool(pool_size=8)
+    add_numbers(pool, 0, 5)
+    frames = pool.state_dict()["columns/frame/0.0"]
+    assert frames.data_ptr() == pool.state_dict()["columns/frame/0.0"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"pool_size": 31}, "pool_size"),
+        ({"pool_size": 30, "processes": 2}, "processes"),
+    ],
+)
+def test_a_pool_of_another_size_is_refused_and_kept(
+    other: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    pool, there = Pool(pool_size=30), Pool(**other)
+    add_numbers(pool, 0, 3)
+    add_numbers(there, 7, 9)
+    pool.save(tmp_path / "pool")
+    with pytest.raises(SpecError, match=named):
+        there.load(tmp_path / "pool")
+    assert sorted(there.transitions()["action"].tolist()) == [7, 8]
+
+
+def test_a_pool_of_other_keys_is_refused_and_kept(tmp_path: Path) -> None:
+    pool, there = Pool(pool_size=30), Pool(pool_size=30)
+    add_numbers(pool, 0, 3)
+    there(np.zeros(2), 1, np.ones(2), 0.0, False)
+    pool.save(tmp_path / "pool")
+    with pytest.raises(SpecError, match="'frame' of the saved pool"):
+        there.load(tmp_path / "pool")
+    assert there.transitions()["action"].tolist() == [1]
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "empty", "header"])
+def test_a_damaged_file_is_refused_and_the_pool_kept(damage: str, tmp_path: Path) -> None:
+    pool, there, path = Pool(pool_size=30), Pool(pool_size=30), tmp_path / "pool"
+    add_numbers(pool, 0, 3)
+    add_numbers(there, 7, 9)
+    pool.save(path)
+    whole = path.read_bytes()
+    header = json.dumps({"__metadata__": {}}).encode()
+    damaged = {
+        "cut": whole[:-1],
+        "text": b"not a pool at all, but longer than eight bytes",
+        "empty": b"",
+        "header": len(header).to_bytes(8, "little") + header,
+    }
+    path.write_bytes(damaged[damage])
+    with pytest.raises(SpecError, match="pool"):
+        there.load(path)
+    assert there.transitions()["action"].tolist() == [7, 8]
+
+
+def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Pool(pool_size=3).load(tmp_path / "nothing")
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="nowhere"):
+        Pool(pool_size=3).save(tmp_path / "nowhere" / "pool")
+
+
+FULL_DISK = """
+import pathlib, resource, signal, sys
+from support.transitions import add_numbers
+from rlpool import Pool, SpecError
+path = pathlib.Path(sys.argv[1])
+pool = Pool(pool_size=2000)
+add_numbers(pool, 0, 10)
+pool.save(path)
+before = path.read_bytes()
+add_numbers(pool, 10, 2000)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+try:
+    pool.save(path)
+except SpecError as error:
+    print("refused", str(path) in str(error))
+print("kept", path.read_bytes() == before, "alone", len(list(path.parent.iterdir())))
+"""
+
+MEMORY = """
+import resource, sys
+import numpy as np, torch
+from rlpool import Pool, TemporalDictTensor
+N = 4000
+frames = torch.zeros(1, N, 84, 84, dtype=torch.uint8)
+frames[0, :, 0, 0] = torch.arange(N) % 251
+def pool():
+    return Pool(pool_size=N, seed=0)
+def high_water():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+if sys.argv[2] == "save":
+    full = pool()
+    full.extend(TemporalDictTensor({"frame": frames, "action": torch.zeros(1, N)}))
+    del frames
+    before, n = high_water(), full.nbytes
+    full.save(sys.argv[1])
+else:
+    n = frames.nbytes
+    del frames
+    before = high_water()
+    empty = pool()
+    empty.load(sys.argv[1])
+    before -= 0
+    assert empty.transitions(["action"])["action"].shape == (N,)
+    assert empty.sample(5)["frame"].shape == (5, 84, 84)
+print((high_water() - before) / n)
+"""
+
+
+def run(source: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", source, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_full_disk_keeps_the_file_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=":")
+    printed = run(FULL_DISK, str(tmp_path / "pool"))
+    assert printed == "refused True\nkept True alone 1\n"
+
+
+def test_saving_and_loading_need_hardly_more_memory_than_the_pool(tmp_path: Path) -> None:
+    # Relative to the pool: nothing for saving, and for loading the pool itself at most, whose
+    # memory can be what the tensor from before has given back.
+    assert float(run(MEMORY, str(tmp_path / "pool"), "save")) < 0.2
+    assert float(run(MEMORY, str(tmp_path / "pool"), "load")) < 1.2

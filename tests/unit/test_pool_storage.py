@@ -1,0 +1,181 @@
+"""Where a pool keeps its transitions: memory that is asked for, and a disk that is full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from rlpool import DictTensor, Pool, SpecError, TemporalDictTensor
+
+MB = 2**20
+
+
+def trajectories(n: int, value: int = 0, size: int = 100) -> TemporalDictTensor:
+    frame = (torch.arange(n) % 256).to(torch.uint8)[None, :, None].repeat(1, 1, size)
+    steps = {"frame": frame, "_frame": frame + 1, "number": torch.arange(n)[None] + 1000 * value}
+    return TemporalDictTensor(steps)
+
+
+def same(first: DictTensor, second: DictTensor) -> bool:
+    return set(first.keys()) == set(second.keys()) and all(
+        torch.equal(tensor, second[key]) for key, tensor in first.items()
+    )
+
+
+def full(fd: int, start: int, length: int) -> None:
+    """A disk that has no room."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@contextmanager
+def largest_file(n_bytes: int) -> Iterator[None]:
+    """No file of this process grows beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# A full disk ---------------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_too_small_for_the_file_is_refused(tmp_path: Path) -> None:
+    pool = Pool(pool_size=10_000, storage="memmap", directory=tmp_path, seed=0)
+    with largest_file(MB), pytest.raises(SpecError, match="disk"):
+        pool.extend(trajectories(10))
+    assert len(pool) == 0
+    assert not pool.specs  # nothing was decided: others may come first
+    pool.extend(TemporalDictTensor({"other": torch.ones(1, 4)}))
+    assert list(pool.transitions().keys()) == ["other"]
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_disk_that_fills_up_loses_nothing_that_is_stored(
+    tmp_path: Path, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Pool(None, processes, 30_000, storage="memmap", directory=tmp_path, seed=0)
+    pool.extend(trajectories(100, 1))
+    before, n_bytes = pool.transitions(), pool.nbytes
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    for _ in range(2):
+        with pytest.raises(SpecError, match=r"disk.*\n.*free some space"):
+            pool.extend(trajectories(9000, 2), 0)
+    assert same(pool.transitions(), before)
+    assert pool.sample(50)["number"].min() >= 1000
+    assert pool.sample_sequences(50, 4)["number"][:, 0].min() >= 1000
+    assert pool.nbytes == n_bytes
+    monkeypatch.undo()
+    pool.extend(trajectories(9000, 2), 0)
+    assert len(pool) == 9100
+
+
+def test_a_disk_that_fills_up_refuses_a_single_transition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Pool(pool_size=10_000, storage="memmap", directory=tmp_path, seed=0)
+    steps = [torch.full((100,), step, dtype=torch.uint8) for step in range(200)]
+    n_added, error = 0, ""
+    for step, after in pairwise(steps[:151]):
+        if step[0] == 20:
+            monkeypatch.setattr(os, "posix_fallocate", full)
+        try:
+            pool(step, 0, after, 1.0, False)
+        except SpecError as refused:
+            error = str(refused)
+            break
+        n_added += 1
+    assert "No space left on device" in error
+    assert 20 < n_added < 150  # room is asked for somewhat ahead of need
+    assert pool.transitions()["frame"][:, 0].tolist() == list(range(n_added))
+    monkeypatch.undo()
+    for step in range(n_added, 150):
+        pool(steps[step], 0, steps[step + 1], 1.0, False)
+    assert pool.transitions()["_frame"][:, 0].tolist() == list(range(1, 151))
+    assert max(pool.sample_sequences(100, 150).lengths) > 100  # still one episode
+
+
+def test_a_memmap_takes_no_room_on_the_disk_before_it_is_needed(tmp_path: Path) -> None:
+    pool = Pool(pool_size=10_000_000, storage="memmap", directory=tmp_path)
+    free = psutil.disk_usage(str(tmp_path)).free
+    pool.extend(trajectories(10, size=10_000))  # 100 GB when full
+    assert free - psutil.disk_usage(str(tmp_path)).free < 2**30
+    assert pool.transitions()["number"].tolist() == list(range(10))
+    assert not list(tmp_path.iterdir())  # the file has no name
+
+
+# Memory --------------------------------------------------------------------------------------
+
+
+def test_more_than_the_machine_has_is_refused_with_the_size_it_would_need() -> None:
+    pool = Pool(pool_size=10**12, seed=0)
+    with pytest.raises(SpecError, match="storage='local' would need"):
+        pool.extend(trajectories(10))
+    assert not pool.specs
+
+
+@pytest.mark.parametrize("storage", ["local", "shared", "memmap"])
+def test_memory_is_taken_as_it_is_filled(storage: str, tmp_path: Path) -> None:
+    process = psutil.Process()
+    options: dict[str, Any] = {"directory": tmp_path} if storage == "memmap" else {}
+    size, per_batch, n_batches = 84 * 84, 500, 30
+    raw = n_batches * per_batch * size  # 100 MB
+    batch = trajectories(per_batch, size=size)
+    _ = batch.flatten()
+    before = process.memory_info().rss
+    pool = Pool(pool_size=n_batches * per_batch, storage=storage, seed=0, **options)
+    pool.extend(batch)
+    assert process.memory_info().rss - before < 0.2 * raw
+    for _ in range(2 * n_batches):
+        pool.extend(batch)
+    taken = process.memory_info().rss - before
+    assert len(pool) * size == raw
+    assert 0.9 * raw < taken < 1.2 * raw  # what the interpreter keeps of copies included
+    assert raw < pool.nbytes < 1.05 * raw
+
+
+@pytest.mark.parametrize("storage", ["local", "shared", "memmap"])
+def test_the_memory_of_a_pool_goes_with_it(storage: str) -> None:
+    process, batch = psutil.Process(), trajectories(20_000, size=1000)
+
+    def use_a_pool() -> None:
+        pool = Pool(pool_size=20_000, storage=storage, seed=0)
+        pool.extend(batch)
+
+    use_a_pool()
+    n_files, before = process.num_fds(), process.memory_info().rss
+    for _ in range(5):
+        use_a_pool()
+    assert process.num_fds() == n_files
+    assert process.memory_info().rss - before < 50 * MB
+
+
+def test_giving_values_back_one_by_one_takes_no_memory_of_its_own() -> None:
+    n, state = 1500, np.zeros((2, 3))
+    pool = Pool(pool_size=n, seed=0)
+    for number in range(n):  # none follows from the one before, so all have a value after them
+        state[:] = [[2 * number], [2 * number + 1]]
+        pool(state[0], 0, state[1], 0.0, False)
+    n_bytes = pool.nbytes
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for number in range(n):  # all follow, so that only the last one needs its value
+        state[:] = [[-number], [-number - 1]]
+        pool(state[0], 0, state[1], 0.0, False)
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert taken < 20 * n
+    assert pool.nbytes == n_bytes
