@@ -100,10 +100,17 @@ class AgentDriver:
         self._new_state = self._read(new_state, self._expected_state, "state")
         return self._read(output, self._expected_output, "output")
 
-    def commit(self) -> None:
-        """Make the new state of the last call the state."""
+    def commit(self, lanes: Sequence[int] | None = None) -> None:
+        """Make the new state of the last call the state.
+
+        Args:
+            lanes: Those that take this step, all by default.
+        """
         for key, array in self._new_state.items():
-            np.copyto(self.state[key], array)
+            if lanes is None:
+                np.copyto(self.state[key], array)
+            else:
+                self.state[key][lanes] = array[lanes]
 
     def _act_with_starts(
         self,

@@ -13,6 +13,10 @@ DEBUG_HINT = "run it in this process to debug: EpisodeBatcher(..., n_threads=0)"
 def env_error(error: LaneError, where: Where) -> EnvError:
     """The error for an environment that raised, or returned what does not fit."""
     cause = error.__cause__ or error
+    if isinstance(error, EnvError):  # put together in the process where it happened
+        kind = EnvSpecError if isinstance(error, SpecError) else EnvError
+        where = where._replace(worker=error.where.worker)
+        return kind(error.what, where=where, fix=error.fix, traceback_text=error.traceback_text)
     kind = EnvSpecError if isinstance(cause, SpecError) else EnvError
     what, fix = _what_and_fix(f"env.{error.call}", cause)
     return kind(what, where=where, fix=fix, traceback_text=text_of(cause))

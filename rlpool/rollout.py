@@ -87,6 +87,7 @@ class Rollout:
         self._lanes: dict[int, _Lane] = {}
         self._live: list[int] = []
         self._waiting: list[int] = []  # idle or parked
+        self._stepping: set[int] = set()  # those that were let step and are not ready yet
         self._rows = np.zeros(env.n_lanes, np.int64)
         self._strides = np.zeros(env.n_lanes, np.int64)
 
@@ -117,11 +118,13 @@ class Rollout:
             EnvError, AgentError: If the user's code fails. All lanes are idle afterwards.
         """
         self._bind(plan)
+        waits_for_all = self._env.min_ready is None or self._history is not None
+        step = self._step if waits_for_all else self._step_some
         try:
             self._fill_lanes(plan)
             while not plan.is_cancelled():
                 if self._live:
-                    self._step(plan)
+                    step(plan)
                     if self._waiting and plan.has_news():
                         self._fill_lanes(plan)
                 elif plan.wait():
@@ -140,6 +143,7 @@ class Rollout:
                 self._writer.abandon(running.slot, self._steps_in_slot(lane))
                 self._running[lane] = -1
         self._lanes.clear()
+        self._stepping.clear()
 
     # The loop -------------------------------------------------------------------------------
 
@@ -187,6 +191,45 @@ class Rollout:
         np.add(rows, self._strides, out=rows)
         self._progress[0] += 1
         self._steps_until_full -= 1
+        if ended or not self._steps_until_full:
+            self._turn_over(plan, ended)
+
+    def _step_some(self, plan: Plan) -> None:
+        """Step lanes that are ready, without waiting for those that are slow.
+
+        Every lane keeps its row of the batch, its noise and its state, and the rows of lanes that
+        are stepping are written where nobody reads: an episode has the same bits as with
+        ``_step``, whoever was ready beside it.
+        """
+        env, driver = self._env, self._driver
+        free = [lane for lane in self._live if lane not in self._stepping]
+        outputs: dict[str, Array] = {}
+        if free:
+            rows = self._spare_rows.copy()
+            rows[free] = self._rows[free]
+            if self._noise is not None:
+                self._noise.draw(free)
+            self._writer.write_before(rows)
+            np.copyto(self._shown_flags, env.flags)
+            outputs = self._act()
+            self._writer.write_outputs(rows, outputs)
+            driver.commit(free)
+        try:
+            ready = env.step_some(env.min_ready or 1, free, outputs)
+        except LaneError as error:
+            raise env_error(error, self._where(error.lane)) from error.__cause__
+        self._stepping.update(free)
+        # A lane may still be stepping for a plan that was given up.
+        ready = [lane for lane in ready if lane in self._stepping]
+        self._stepping.difference_update(ready)
+        rows = self._spare_rows.copy()
+        rows[ready] = self._rows[ready]
+        self._writer.write_after(rows)
+        self._rows[ready] += 1
+        self._progress[0] += 1
+        self._steps_until_full -= 1
+        done = env.current["done"]
+        ended = [lane for lane in ready if done[lane]]
         if ended or not self._steps_until_full:
             self._turn_over(plan, ended)
 

@@ -7,7 +7,7 @@ with a clear error where they are not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,12 +63,17 @@ class Column:
         self.key = key
         self.spec = leaf.spec
         self._n_lanes = n_lanes
-        self.array = batch_array(leaf.spec, n_lanes)
         # Written without a detour: what float32 is most often narrowed from.
         is_float32 = leaf.spec.dtype == np.float32
         self._wider = np.dtype(np.float64) if is_float32 else leaf.spec.dtype
-        self._rows = list(self.array)  # views, except of scalars, which write_scalars serves
-        self._joined = self.array.reshape(-1, *leaf.spec.shape[1:]) if leaf.spec.shape else None
+        self.place(batch_array(leaf.spec, n_lanes))
+
+    def place(self, array: Array) -> None:
+        """Keep the values in another array ``[n_lanes, *shape]`` from now on."""
+        self.array = array
+        self._rows = list(array)  # views, except of scalars, which write_scalars serves
+        shape = self.spec.shape
+        self._joined = array.reshape(-1, *shape[1:]) if shape else None
 
     def write(self, lanes: Sequence[int], values: Sequence[Any]) -> None:
         """Write one value per lane.
@@ -143,17 +148,25 @@ class Columns:
         n_lanes: Number of rows.
 
     Attributes:
+        structure: How an observation falls into keys.
         leaves: Key to leaf, in the order of the structure.
         arrays: Key to array ``[n_lanes, *shape]``, rewritten in place.
     """
 
     def __init__(self, structure: Structure, default_key: str, n_lanes: int) -> None:
+        self.structure = structure
         self.leaves = leaves_of(structure, default_key)
         self._columns = [Column(key, leaf, n_lanes) for key, leaf in self.leaves.items()]
         self.arrays: dict[str, Array] = {column.key: column.array for column in self._columns}
         self._flatten = flattener(structure, "observation")
         if isinstance(structure, Leaf):
             self.write = self._columns[0].write  # type: ignore[method-assign, assignment]
+
+    def place(self, arrays: Mapping[str, Array]) -> None:
+        """Keep the values in other arrays from now on, by key; others than its own are ignored."""
+        for column in self._columns:
+            column.place(arrays[column.key])
+            self.arrays[column.key] = column.array
 
     def write(self, lanes: Sequence[int], observations: Sequence[Any]) -> None:
         """Write one observation per lane.

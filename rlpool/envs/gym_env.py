@@ -17,6 +17,7 @@ from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
     Leaf,
     Structure,
+    TensorSpec,
     leaves_of,
     nester,
     refuse_collisions,
@@ -43,6 +44,12 @@ class GymEnv(VecEnv):
         keep_float64: Store float64 as it is. By default it becomes float32; every other dtype
             is kept.
 
+    Attributes:
+        action_structure: How an action falls into keys, ``None`` without an action space.
+        keeps_results: Whether ``results`` is filled.
+        results: What the environments returned from the last call, one entry per lane that it
+            was for.
+
     Raises:
         SpecError: For no environments, spaces that have no tensors, or spaces that differ.
     """
@@ -68,18 +75,23 @@ class GymEnv(VecEnv):
         self._steps: list[Callable[[Any], Any]] = [env.step for env in self._envs]
         self._resets: list[Callable[..., Any]] = [env.reset for env in self._envs]
         self._wrapped_lanes = set(range(len(envs)))  # still called through all their wrappers
+        self._closed_lanes: set[int] = set()
         self._elapsed = np.zeros(len(envs), np.int64)  # steps of each lane's episode
         self._limits = np.full(len(envs), _NO_LIMIT)  # of the lanes whose time limit is kept here
         self._until_limit = _NO_LIMIT  # lower bound of the steps before a lane reaches its limit
         self._columns: Columns | None = None
         if self.observation_space is not None:
             self._declare_observations(self._structure(self.observation_space, "observation_space"))
+        self.keeps_results = False
+        self.results: list[Any] = []
+        self.action_structure: Structure | None = None
         self._action_leaves: dict[str, Leaf] | None = None
-        self._decode: Callable[[Mapping[str, Array]], list[Any]] = _undeclared_actions
+        self._decode: Callable[[Mapping[str, Array]], list[Any]] = undeclared_actions
         if self.action_space is not None:
             structure = self._structure(self.action_space, "action_space")
+            self.action_structure = structure
             self._action_leaves = leaves_of({"action": structure}, "")
-            self._decode = _decoder(structure, self._action_leaves, self._action_dtypes())
+            self._decode = action_decoder(structure, self._action_leaves, self._action_dtypes())
 
     @property
     def columns(self) -> Columns | None:
@@ -93,19 +105,49 @@ class GymEnv(VecEnv):
 
     def close(self) -> None:
         """Close all environments."""
-        for env in self._envs:
-            env.close()
+        for lane in range(self.n_lanes):
+            self.close_lane(lane)
+
+    def close_lane(self, lane: int) -> None:
+        """Close one environment, once."""
+        if lane not in self._closed_lanes:
+            self._closed_lanes.add(lane)
+            self._envs[lane].close()
+
+    def attribute(self, lane: int, name: str) -> Any:
+        """An attribute of an environment or, where that lacks it, of what it wraps."""
+        env = self._envs[lane]
+        getter = getattr(env, "get_wrapper_attr", None)
+        return getter(name) if callable(getter) else getattr(env, name)
+
+    def share_elapsed(self, elapsed: Array) -> None:
+        """Count the steps of each lane's episode in another array, int64 ``[n_lanes]``."""
+        elapsed[:] = self._elapsed
+        self._elapsed = elapsed
+
+    def native_action_specs(self) -> dict[str, TensorSpec] | None:
+        """Keys of the actions with the dtypes that the environments take."""
+        if self._action_leaves is None:
+            return None
+        return {
+            key: TensorSpec(leaf.spec.shape, dtype)
+            for (key, leaf), dtype in zip(
+                self._action_leaves.items(), self._action_dtypes(), strict=True
+            )
+        }
 
     def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> None:
         observations = []
+        infos = []
         lane = lanes[0]
         try:
             for lane, seed, option in zip(lanes, seeds, options, strict=True):
                 self.lane_in_use[0] = lane
-                observation, _ = self._resets[lane](seed=seed, options=option)
+                observation, info = self._resets[lane](seed=seed, options=option)
                 observations.append(observation)
+                infos.append(info)
                 self._elapsed[lane] = 0
                 self._until_limit = min(self._until_limit, int(self._limits[lane]))
             if self._wrapped_lanes:
@@ -119,6 +161,8 @@ class GymEnv(VecEnv):
                 )
             if self._columns is not None:
                 self._columns.write(lanes, observations)
+            if self.keeps_results:
+                self.results = list(zip(observations, infos, strict=True))
         except BadValue as error:
             raise LaneError(error.lane, "reset") from error
         except KeyboardInterrupt:
@@ -137,6 +181,8 @@ class GymEnv(VecEnv):
             for lane in lanes:
                 lane_in_use[0] = lane
                 results.append(steps[lane](decoded[lane]))
+            if self.keeps_results:
+                self.results = results
             observations, rewards, terminated, cut, _ = zip(*results, strict=True)
             if self._columns is not None:
                 self._columns.write(lanes, observations)
@@ -235,7 +281,7 @@ def _shapes(space: Any, name: str) -> Structure | None:
     return None if space is None else structure_of_space(space, keep_float64=True, name=name)
 
 
-def _decoder(
+def action_decoder(
     structure: Structure, leaves: Mapping[str, Leaf], dtypes: Sequence[np.dtype[Any]]
 ) -> Callable[[Mapping[str, Array]], list[Any]]:
     """Compile the way from action arrays ``[B, ...]`` to one action per lane.
@@ -265,7 +311,7 @@ def _decoder(
     return decode
 
 
-def _undeclared_actions(actions: Mapping[str, Array]) -> list[Any]:
+def undeclared_actions(actions: Mapping[str, Array]) -> list[Any]:
     """Actions for environments without an action space: Python numbers, or arrays."""
     array = np.array(actions["action"])
     return array.tolist() if array.ndim == 1 else list(array)

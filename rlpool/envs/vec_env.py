@@ -16,7 +16,7 @@ import torch
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.columns import Columns
-from rlpool.errors import SpecError, UsageError, compose
+from rlpool.errors import RlpoolError, SpecError, UsageError, compose
 from rlpool.seeding import LaneSeeds, root_from
 from rlpool.specs import Leaf, TensorSpec
 from rlpool.storage import Array, batch_array
@@ -26,6 +26,7 @@ Options = Mapping[str, Any] | None
 
 _ALL = slice(None)
 _NO_NUMBERS = np.empty((), object)
+REWARD_SPEC = TensorSpec((), np.dtype(np.float32))
 FLAGS = ("terminated", "truncated", "done", "initial_state")
 """Rows of ``VecEnv.flags``."""
 
@@ -57,31 +58,32 @@ class VecEnv(ABC):
     Attributes:
         n_lanes: Number of environments.
         auto_reset: Whether lanes of a ``Batcher`` or of ``step`` restart on their own.
-        current: Key to array ``[n_lanes, ...]``: each lane's current observation, ``reward``
-            float32, ``terminated``, ``truncated``, ``done``, ``initial_state`` bool, and
+        reward_dtype: In what ``reward`` is stored, float32 unless a subclass says otherwise.
+        current: Key to array ``[n_lanes, ...]``: each lane's current observation, ``reward``,
+            ``terminated``, ``truncated``, ``done``, ``initial_state`` bool, and
             ``last_action`` (or ``last_action/...``). Rewritten in place. Complete after the first
             reset, the last actions after ``declare_actions``.
         flags: bool ``[4, n_lanes]``, what ``terminated``, ``truncated``, ``done`` and
             ``initial_state`` of ``current`` are views on.
+        min_ready: How many lanes the rollout loop waits for at a time, ``None`` for all.
         lane_in_use: One element that holds the lane whose environment is running, for whoever
             has to explain the death of this process.
     """
 
     auto_reset = False
+    reward_dtype: np.dtype[Any] = np.dtype(np.float32)
+    min_ready: int | None = None
 
     def __init__(self, n_lanes: int, seed: int | Sequence[int] | None = None) -> None:
         self.n_lanes = n_lanes
-        self.flags = np.zeros((len(FLAGS), n_lanes), bool)
-        self.current: dict[str, Array] = {
-            "reward": batch_array(TensorSpec((), np.dtype(np.float32)), n_lanes),
-            **dict(zip(FLAGS, self.flags, strict=True)),
-        }
+        self.current: dict[str, Array] = {}
         self.lane_in_use: MutableSequence[int] | memoryview = [0]
-        self._reward = self.current["reward"]
-        self._initial_state = self.current["initial_state"]
         self._some_lane_is_initial = False
-        self._cleared = list(self.current.values())  # what a reset sets to zero
         self._last_actions: dict[str, Array] = {}
+        self._place_results(
+            batch_array(TensorSpec((), self.reward_dtype), n_lanes),
+            np.zeros((len(FLAGS), n_lanes), bool),
+        )
         self._all_lanes = list(range(n_lanes))
         self._root = root_from(seed)
         self._n_resets = 0
@@ -89,6 +91,29 @@ class VecEnv(ABC):
         self._restarts = [0] * n_lanes
         self._running: list[int] = []
         self._env_options: list[Options] = [None] * n_lanes
+
+    def place(self, arrays: Mapping[str, Array], reward: Array, flags: Array) -> None:
+        """Keep ``current`` in other memory from now on, such as memory shared with a process.
+
+        What it holds is lost: all lanes need a reset.
+
+        Args:
+            arrays: The observations' keys, ``[n_lanes, ...]``, as declared.
+            reward: float32 ``[n_lanes]``.
+            flags: bool ``[4, n_lanes]``.
+        """
+        if self.columns is not None:
+            self.columns.place(arrays)
+            self.current.update(self.columns.arrays)
+        self._place_results(reward, flags)
+
+    def _place_results(self, reward: Array, flags: Array) -> None:
+        self.flags = flags
+        results = {"reward": reward, **dict(zip(FLAGS, flags, strict=True))}
+        self.current.update(results)
+        self._reward = reward
+        self._initial_state = self.current["initial_state"]
+        self._cleared = [*results.values(), *self._last_actions.values()]  # zero after a reset
 
     # The lane contract ---------------------------------------------------------------------
 
@@ -125,10 +150,26 @@ class VecEnv(ABC):
         """
         if self._last_actions:
             return
-        self._last_actions = {key: batch_array(spec, self.n_lanes) for key, spec in specs.items()}
+        self._last_actions = self._action_arrays(specs)
         for key, array in self._last_actions.items():
             self.current[f"last_{key}"] = array
             self._cleared.append(array)
+
+    def _action_arrays(self, specs: Mapping[str, TensorSpec]) -> dict[str, Array]:
+        """Where the last actions are kept."""
+        return {key: batch_array(spec, self.n_lanes) for key, spec in specs.items()}
+
+    def announce_episodes(  # noqa: B027  (a hint that most have no use for)
+        self, seeds: Sequence[int], env_info: Mapping[str, Array]
+    ) -> None:
+        """Be told which resets will come, if that is any use: episode *i* in lane *i* % n_lanes.
+
+        It is a hint: episodes of a lane may be given up, and other resets may come instead.
+
+        Args:
+            seeds: Seed of each episode.
+            env_info: ``[len(seeds), ...]`` per key: what the options will be made of.
+        """
 
     def reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
@@ -184,6 +225,28 @@ class VecEnv(ABC):
         except ValueError:
             pass  # an array among them, which is refused below
         return self._note_ends(lanes, terminated, truncated)
+
+    def step_some(
+        self,
+        min_ready: int = 1,
+        lanes: Sequence[int] = (),
+        actions: Mapping[str, Array] | None = None,
+    ) -> list[int]:
+        """Let some lanes step, and return those that are ready, whoever they are.
+
+        Args:
+            min_ready: Wait until so many of the lanes that are stepping are ready, or all of them
+                if they are fewer.
+            lanes: Ascending numbers of lanes to step that are not stepping.
+            actions: Their actions as for ``step_lanes``.
+
+        Returns:
+            Lanes that have made their step, ascending. Here they are those that were asked for:
+            environments that run in this process are ready when the call is over.
+        """
+        if lanes:
+            self.step_lanes(lanes, actions or {})
+        return list(lanes)
 
     def _note_ends(
         self, lanes: Sequence[int], terminated: Sequence[Any], truncated: Sequence[Any]
@@ -322,7 +385,7 @@ class VecEnv(ABC):
         try:
             return method(*arguments)
         except LaneError as error:
-            if error.__cause__ is None:
+            if error.__cause__ is None or isinstance(error, RlpoolError):
                 raise
             raise error.__cause__ from None
 

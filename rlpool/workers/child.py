@@ -62,18 +62,11 @@ def main(setup: Setup, connection: Connection, control_fd: Any) -> None:
         connection: The worker's end of its pipe.
         control_fd: Descriptor of the memory for progress, duplicated for this process.
     """
-    # Ctrl-C goes to the whole foreground group; the caller decides what becomes of its workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _end_with_parent()
-    torch.set_num_threads(1)
-    random.seed(worker_seed(setup.root, setup.worker))
+    settle_in(setup.worker, setup.root)
     fd = control_fd.detach()
     # A second descriptor stays open for the lock, which lives on the file behind it.
     lock = ClaimLock(os.dup(fd) if setup.n_workers > 1 else None)
-    n_bytes = setup.n_workers * CONTROL_COLUMNS * np.dtype(np.int64).itemsize
-    control = Memory.attach(fd, n_bytes).root().view(np.int64).reshape(-1, CONTROL_COLUMNS)
-    mine = memoryview(control[setup.worker])
-    mine[0] = 1  # from here on no progress means a hang
+    mine = control_row(fd, setup.worker, setup.n_workers)
     link = PipeLink(Pipe(connection))
     fast_seeding = FastSeeding()
     fast_seeding.install()
@@ -90,6 +83,24 @@ def main(setup: Setup, connection: Connection, control_fd: Any) -> None:
         pass
     finally:
         collector.close()
+
+
+def settle_in(worker: int, root: int) -> None:
+    """Do what every worker process begins with: signals, the parent's end, threads, seeds."""
+    # Ctrl-C goes to the whole foreground group; the caller decides what becomes of its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with_parent()
+    torch.set_num_threads(1)
+    random.seed(worker_seed(root, worker))
+
+
+def control_row(fd: int, worker: int, n_workers: int) -> memoryview:
+    """Map the memory for progress; returns a worker's row of it. Closes the descriptor."""
+    n_bytes = n_workers * CONTROL_COLUMNS * np.dtype(np.int64).itemsize
+    control = Memory.attach(fd, n_bytes).root().view(np.int64).reshape(-1, CONTROL_COLUMNS)
+    mine = memoryview(control[worker])
+    mine[0] = 1  # from here on no progress means a hang
+    return mine
 
 
 def _end_with_parent() -> None:

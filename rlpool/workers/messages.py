@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import socket
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -183,6 +184,8 @@ class Pipe:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        self._poller = select.poll()
+        self._poller.register(connection.fileno(), select.POLLIN)
 
     def send(self, message: Message, memory: Memory | None = None) -> None:
         """Send a message, and with it the descriptor of its memory.
@@ -214,7 +217,8 @@ class Pipe:
 
     def poll(self) -> bool:
         """Whether a message, or the end, can be read without waiting."""
-        return self.connection.poll()
+        # Connection.poll() makes a new selector for every call, which costs 20 times as much.
+        return not self.connection.closed and bool(self._poller.poll(0))
 
     def close(self) -> None:
         """Close this end."""

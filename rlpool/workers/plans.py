@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Callable, Sequence
 
-from rlpool.envs.vec_env import Options
+from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.plan import Episode
 from rlpool.seeding import LaneSeeds, NoiseStarts, episode_seeds
 from rlpool.slots import Block
@@ -52,6 +52,7 @@ class _Infos:
     def __init__(self, infos: tuple[dict[str, Array], dict[str, Array]] | None) -> None:
         agent_info, env_info = infos or ({}, {})
         self.agent_info = agent_info or None
+        self.env_info = env_info
         self._env_columns = {key: array.tolist() for key, array in env_info.items()}
 
     def options(self, row: int) -> Options:
@@ -115,6 +116,10 @@ class EpisodePlan:
         self._receive_credit = receive_credit
         self._chunks: list[tuple[int, int, int]] = []
         self._refused = False
+
+    def announce_to(self, env: VecEnv) -> None:
+        """Tell the environments which episodes will come, where no other worker takes any."""
+        env.announce_episodes(self._seeds, self._infos.env_info)
 
     def next_episode(self, lane: int) -> Episode | None:
         """The lane's next episode, if it has a slot to write to."""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import process
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import DupFd
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from rlpool.interrupts import InterruptsHeld
 from rlpool.storage import Array, Memory
 from rlpool.workers.child import CONTROL_COLUMNS, main
 from rlpool.workers.collector import Deliver
-from rlpool.workers.messages import Close, Message, Pipe, Setup
+from rlpool.workers.messages import Close, Message, Pipe
 
 _GUARD_EXIT_CODE = 76
 """Exit code by which a child says that it would have spawned children of its own on import."""
@@ -33,6 +34,18 @@ _CLOSE_S = 3.0
 
 _TERMINATE_S = 1.0
 """How long they may then take to end before they are killed."""
+
+
+class WorkerSetup(Protocol):
+    """What a worker is given when it is spawned."""
+
+    @property
+    def worker(self) -> int:
+        """The worker's number."""
+
+
+WorkerMain = Callable[[Any, Connection, Any], None]
+"""``(setup, connection, control_fd)``: what a worker process runs."""
 
 
 class Died:
@@ -65,12 +78,20 @@ class Supervisor:
     Args:
         setups: What each worker creates.
         deliver: Takes the workers' messages, and ``Died`` when one ended.
+        run: The main function of a worker process.
     """
 
-    def __init__(self, setups: list[Setup], deliver: Deliver) -> None:
+    def __init__(
+        self,
+        setups: Sequence[WorkerSetup],
+        deliver: Deliver,
+        run: WorkerMain = main,
+    ) -> None:
         self.n_workers = len(setups)
         self._setups = setups
         self._deliver = deliver
+        self._run = run
+        self._poller: select.poll | None = None
         self._pipes: list[Pipe | None] = []
         self._processes: list[SpawnProcess] = []
         n_bytes = len(setups) * CONTROL_COLUMNS * np.dtype(np.int64).itemsize
@@ -97,11 +118,11 @@ class Supervisor:
         finally:
             self._control.close_fd()
 
-    def _start_one(self, context: Any, setup: Setup) -> None:
+    def _start_one(self, context: Any, setup: WorkerSetup) -> None:
         here, there = context.Pipe(duplex=True)
         try:
             worker = context.Process(
-                target=main,
+                target=self._run,
                 args=(setup, there, _Inherited(self._control.fd)),
                 name=f"rlpool-worker-{setup.worker}",
                 daemon=False,  # environments may start processes of their own
@@ -115,6 +136,11 @@ class Supervisor:
             there.close()
         self._pipes.append(Pipe(here))
         self._processes.append(worker)
+
+    @property
+    def processes(self) -> list[SpawnProcess]:
+        """The processes, until ``close``."""
+        return list(self._processes)
 
     def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
         """Send a message; to a worker that is gone it is lost, which ``poll`` will tell."""
@@ -149,6 +175,34 @@ class Supervisor:
                 self.abort()  # a message may be lost; their deaths will be told
                 raise
 
+    def wait_for(self, fd: int, timeout_s: float) -> bool:
+        """Wait until a descriptor can be read, delivering what workers send meanwhile.
+
+        Args:
+            fd: The descriptor, the same in every call.
+            timeout_s: Longest wait in seconds.
+
+        Returns:
+            Whether it can be read now.
+        """
+        if self._poller is None:
+            self._poller = self._new_poller(fd)
+        ready = self._poller.poll(timeout_s * 1000)
+        if len(ready) == 1 and ready[0][0] == fd:
+            return True
+        self.poll(0.0)
+        return any(handle == fd for handle, _ in ready)
+
+    def _new_poller(self, fd: int) -> select.poll:
+        # Kept from call to call, which multiprocessing.connection.wait() cannot do.
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        for pipe, worker in zip(self._pipes, self._processes, strict=True):
+            if pipe is not None:
+                poller.register(pipe.connection.fileno(), select.POLLIN)
+                poller.register(worker.sentinel, select.POLLIN)
+        return poller
+
     def _deliver_from(self, number: int) -> None:
         """Deliver a worker's messages, its last words before its death."""
         pipe = self._pipes[number]
@@ -169,9 +223,10 @@ class Supervisor:
 
     def _bury(self, number: int) -> None:
         pipe = self._pipes[number]
+        self._pipes[number] = None
+        self._poller = None  # it watches descriptors that are closed now
         if pipe is not None:
             pipe.close()
-        self._pipes[number] = None
         worker = self._processes[number]
         worker.join(_TERMINATE_S)  # its pipe is at its end: it is ending or has ended
         self._deliver(number, Died(worker.exitcode))

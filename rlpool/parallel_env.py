@@ -1,0 +1,408 @@
+"""Environments in worker processes, the policy in the caller's.
+
+The caller's rollout loop runs over a ``ParallelEnvManager`` as over any other ``VecEnv``: a step
+of all lanes is one wake-up of each worker and one back, and everything else lies in shared memory.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+
+from rlpool.batcher_base import check_count
+from rlpool.envs.columns import Columns
+from rlpool.envs.vec_env import Options, VecEnv
+from rlpool.errors import SpecError, UsageError, compose
+from rlpool.remotes import Remote, WorkerHandle
+from rlpool.seeding import root_from
+from rlpool.specs import (
+    DEFAULT_OBSERVATION_KEY,
+    Leaf,
+    TensorSpec,
+    leaves_of,
+    refuse_collisions,
+)
+from rlpool.storage import Array
+from rlpool.workers.arena import ArenaLayout
+from rlpool.workers.env_crew import EnvCrew
+from rlpool.workers.orders import Orders
+from rlpool.workers.supervisor import refuse_during_import
+
+DEFAULT_TIMEOUT_S = 600.0
+"""Without progress for so long, a worker counts as hanging: far beyond any slow ``step``."""
+
+_ALL = slice(None)
+
+
+class ParallelEnvManager(VecEnv):
+    """Gymnasium environments in spawned processes that all step at the same time.
+
+    It is a ``VecEnv``: pass it to a batcher with ``n_threads=0``, whose agent then runs in this
+    process, on the whole batch of lanes at once::
+
+        def create_env(seed):
+            return ParallelEnvManager([make_env] * 8, seed=seed)
+
+
+        batcher = EpisodeBatcher(..., create_env=create_env, n_threads=0)
+
+    gives bitwise the same episodes as the same number of environments in a ``GymEnv``. It can also
+    be driven by hand: with ``reset`` and ``step``, with ``reset_lanes`` and ``step_lanes``, or one
+    environment at a time through ``remotes``. Use it from one thread at a time.
+
+    A task is an option of a reset: ``{"task": task}`` reaches an environment whose ``reset`` takes
+    ``task`` there, any other as ``options["task"]``.
+
+    Environments of lanes whose next episodes are known may be reset for them as soon as an
+    episode ends, which saves the way there and back.
+
+    Args:
+        env_fns: Functions without arguments that make one environment each, in the workers.
+            Lambdas, closures and classes defined in a script or notebook are fine.
+        envs_per_worker: Environments of each worker process, which steps them one after another.
+        seed: Root of the seeds of ``reset`` and of remotes. A batcher brings its own seeds.
+        timeout: Seconds without progress after which a worker counts as hanging, ``None`` for
+            never.
+        max_episode_steps: Truncate episodes after so many steps.
+        keep_float64: Store float64 as it is, by default it becomes float32.
+        auto_reset: Whether lanes of a ``Batcher`` or of ``step`` restart on their own.
+        min_ready: How many lanes a batcher's loop waits for; the default is all of them. With
+            fewer, lanes that are slow do not hold the others, the agent is called more often, and
+            results are the same. Agents that require a history always wait for all.
+
+    Attributes:
+        num_envs: Number of environments, ``n_lanes`` by another name.
+        remotes: One ``Remote`` per environment.
+        workers: One handle per worker process.
+        observation_space: The environments', ``None`` if they declare none.
+        action_space: Likewise.
+        n_tasks: The environments' attribute of that name, ``None`` if they have none.
+        horizon_bamdp: Likewise.
+
+    Raises:
+        SpecError: For arguments of the wrong kind, more workers than descriptors or memory
+            allow, or environments that differ.
+        WorkerStartupError: If an environment cannot be made.
+        WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
+        UsageError: If the script lacks its ``if __name__ == "__main__":`` guard.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], Any]],
+        *,
+        envs_per_worker: int = 1,
+        seed: int | Sequence[int] | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+        max_episode_steps: int | None = None,
+        keep_float64: bool = False,
+        auto_reset: bool = False,
+        min_ready: int | None = None,
+    ) -> None:
+        refuse_during_import()
+        env_fns = _checked_functions(env_fns)
+        _check_numbers(envs_per_worker, timeout)
+        for name, number in (("min_ready", min_ready), ("max_episode_steps", max_episode_steps)):
+            if number is not None:
+                check_count(name, number, 1)
+        super().__init__(len(env_fns), seed)
+        self.auto_reset = auto_reset
+        self.min_ready = min_ready
+        options = {"max_episode_steps": max_episode_steps, "keep_float64": keep_float64}
+        self._crew = EnvCrew(env_fns, envs_per_worker, root_from(seed), options, timeout)
+        try:
+            self._agree()
+        except BaseException:
+            self._crew.close()
+            raise
+        self.num_envs = self.n_lanes
+        self.workers = [WorkerHandle(process) for process in self._crew.processes]
+        self.remotes = [
+            Remote(self._crew, self._orders, lane, self.action_space)
+            for lane in range(self.n_lanes)
+        ]
+
+    def _agree(self) -> None:
+        """Take over what the workers report, which must be the same, and make the arena."""
+        first, crew = self._crew.reports[0], self._crew
+        for worker, report in enumerate(crew.reports):
+            for name, mine, theirs in (
+                ("observation_space", first.observation, report.observation),
+                ("action_space", first.action, report.action),
+            ):
+                if mine != theirs:
+                    raise SpecError(
+                        compose(
+                            f"{name} of environment {crew.lanes_of[worker][0]} is {theirs}, "
+                            f"that of environment 0 is {mine}",
+                            fix="put only environments with equal spaces into one manager",
+                        )
+                    )
+        self.observation_space, self.action_space = pickle.loads(first.spaces)
+        self.n_tasks, self.horizon_bamdp = first.n_tasks, first.horizon_bamdp
+        self._columns = Columns(first.observation, DEFAULT_OBSERVATION_KEY, self.n_lanes)
+        keys = list(self._columns.leaves)
+        refuse_collisions({"rlpool": [*self.current, "last_action"], "the observation": keys})
+        self._action_leaves = None
+        if first.action is not None:
+            self._action_leaves = leaves_of({"action": first.action}, "")
+        layout = ArenaLayout(
+            self.n_lanes, crew.n_workers, self._columns.leaves, first.native_action or {}
+        )
+        self.current = {**self._columns.arrays, **self.current}
+        arena = crew.map(layout)
+        self._arena = arena
+        self._orders = Orders(crew)
+        self.place(arena.observation, arena.reward, arena.flags)
+        self._handed = arena.action  # where actions are handed over
+        self._copied: dict[str, Array] = {}  # last actions that are kept elsewhere
+        self._announced: tuple[list[int], dict[str, Array]] = ([], {})
+
+    # The lane contract ---------------------------------------------------------------------
+
+    @property
+    def columns(self) -> Columns:
+        """The observations' columns."""
+        return self._columns
+
+    @property
+    def action_leaves(self) -> dict[str, Leaf] | None:
+        """Keys of the actions, ``None`` if the environments declare no action space."""
+        return self._action_leaves
+
+    def announce_episodes(self, seeds: Sequence[int], env_info: Mapping[str, Array]) -> None:
+        """Let the workers know which episodes will come, so that they begin them on their own."""
+        self._crew.check_open()
+        self._announced = (list(seeds), dict(env_info))
+        self._orders.announce(seeds, env_info)
+
+    def _action_arrays(self, specs: Mapping[str, TensorSpec]) -> dict[str, Array]:
+        if not self._handed:  # no action space: what the agent gives is what there is
+            self._handed = self._crew.map_actions(specs)
+        arrays = super()._action_arrays(specs)
+        for key, array in self._handed.items():
+            if key in specs and array.dtype == specs[key].dtype:
+                arrays[key] = array  # the last action is where it was handed over
+        self._copied = {k: a for k, a in arrays.items() if a is not self._handed.get(k)}
+        return arrays
+
+    def _reset_lanes(
+        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
+    ) -> None:
+        crew, arena = self._crew, self._arena
+        crew.check_open()
+        crew.refuse_bad_lanes(lanes)
+        self._orders.settle(lanes)
+        rest, begun = [], []
+        for row, lane in enumerate(lanes):
+            number = int(arena.is_ahead[lane])
+            if number >= 0 and self._is_announced(number, seeds[row], options[row]):
+                begun.append(lane)
+                crew.options[lane] = options[row]
+            else:
+                rest.append(row)
+        if begun:
+            for key, array in arena.observation.items():
+                array[begun] = arena.ahead[key][begun]
+            arena.is_ahead[begun] = -1
+            self._orders.note_reset(begun)
+        if rest:
+            self._orders.reset(
+                [lanes[row] for row in rest],
+                [seeds[row] for row in rest],
+                [options[row] for row in rest],
+            )
+
+    def _is_announced(self, number: int, seed: int, options: Options) -> bool:
+        """Whether an episode that is begun already is the one that is asked for."""
+        seeds, env_info = self._announced
+        if seeds[number] != seed:
+            return False
+        announced = {key: array[number].tolist() for key, array in env_info.items()}
+        return (options or {}) == announced
+
+    def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> list[int]:
+        """Step some lanes, those of all workers at the same time.
+
+        Args:
+            lanes: Ascending lane numbers.
+            actions: Action key to array ``[n_lanes, ...]``; only the rows of ``lanes`` are read.
+
+        Returns:
+            The lanes whose episode ended with this step.
+
+        Raises:
+            EnvError: If an environment raises or returns what does not fit; it is a ``LaneError``,
+                too. Its lane, and with several environments per worker the lanes of the same
+                worker that took part, need a reset, without which they are refused; all others
+                have made their step.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+            UsageError: If the manager is closed.
+        """
+        self._crew.check_open()
+        if type(lanes) is not list:
+            lanes = list(lanes)
+        all_step = len(lanes) == self.n_lanes
+        self._hand_over(lanes, actions, all_step)
+        if self._some_lane_is_initial:
+            self._initial_state[_ALL if all_step else lanes] = False
+            self._some_lane_is_initial = not all_step
+        if not self._orders.step(lanes):
+            return []
+        done: list[int] = np.flatnonzero(self.current["done"]).tolist()
+        return done if all_step else sorted(set(done).intersection(lanes))
+
+    def step_some(
+        self,
+        min_ready: int = 1,
+        lanes: Sequence[int] = (),
+        actions: Mapping[str, Array] | None = None,
+    ) -> list[int]:
+        """Let some lanes step, and return those that are ready, whoever they are.
+
+        Lanes that are slow do not hold the others: they are returned by a later call::
+
+            ready = list(range(manager.num_envs))
+            while True:
+                actions = policy(manager.current, ready)  # rows of lanes that step are in motion
+                ready = manager.step_some(4, ready, actions)
+
+        With several environments per worker, all those of a worker that step are ready together.
+
+        Args:
+            min_ready: Wait until so many of the lanes that are stepping are ready, or all of them
+                if they are fewer. 0 does not wait.
+            lanes: Ascending numbers of lanes to step that are not stepping; none, by default.
+            actions: Their actions as for ``step_lanes``.
+
+        Returns:
+            Lanes that have made their step, ascending; ``current["done"]`` tells whose episode
+            ended. No lane is returned twice for one step.
+
+        Raises:
+            EnvError: As ``step_lanes``. What became of lanes of other workers is told by the next
+                call.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+            UsageError: If one of the lanes is stepping, or the manager is closed.
+        """
+        crew, orders = self._crew, self._orders
+        crew.check_open()
+        check_count("min_ready", min_ready, 0)
+        lanes = list(lanes)
+        if lanes:
+            crew.refuse_bad_lanes(lanes)
+            orders.refuse_stepping(lanes)
+            self._hand_over(lanes, actions or {}, False)
+            self._initial_state[lanes] = False
+            orders.begin_some(lanes)
+        return orders.take_ready(min_ready)
+
+    def _hand_over(
+        self, lanes: Sequence[int], actions: Mapping[str, Array], all_step: bool
+    ) -> None:
+        """Put actions where the workers read them."""
+        try:
+            if not self._handed:
+                self.declare_actions(_specs_of(actions))
+            for arrays in (self._handed, self._copied):
+                for key, array in arrays.items():
+                    values = actions[key]
+                    if values.shape != array.shape:
+                        raise ValueError(f"got shape {list(values.shape)}")
+                    if all_step:
+                        np.copyto(array, values, "unsafe")
+                    else:
+                        array[lanes] = values[lanes]
+        except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
+            wanted = {key: [self.n_lanes, *a.shape[1:]] for key, a in self._handed.items()}
+            raise SpecError(
+                compose(
+                    f"actions should be arrays of the shapes {wanted}: {error}",
+                    fix="pass one row per lane, also for lanes that do not step",
+                )
+            ) from error
+
+    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Any:
+        raise NotImplementedError  # step_lanes does all of it: results are in the arena already
+
+    # Life and end --------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called, or every environment was closed by its remote."""
+        return self._crew.closed
+
+    def reset(self, *arguments: Any, **named: Any) -> Any:
+        """Reset all environments, see ``VecEnv.reset``."""
+        self._crew.check_open()
+        return super().reset(*arguments, **named)
+
+    def step(self, *arguments: Any, **named: Any) -> Any:
+        """Step the running environments, see ``VecEnv.step``."""
+        self._crew.check_open()
+        return super().step(*arguments, **named)
+
+    def close(self) -> None:
+        """Close all environments and end the workers, within a few seconds. May be repeated."""
+        self._crew.close()
+
+    def __enter__(self) -> ParallelEnvManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if "_crew" in self.__dict__:
+            self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            compose(
+                "a ParallelEnvManager owns processes and cannot be copied or pickled",
+                fix="copy what it was made with, and make another one",
+            )
+        )
+
+
+def _checked_functions(env_fns: Any) -> list[Callable[[], Any]]:
+    try:
+        functions = list(env_fns)
+    except TypeError:
+        functions = []
+    bad = [number for number, function in enumerate(functions) if not callable(function)]
+    if not functions or bad:
+        what = f"env_fns[{bad[0]}] is {functions[bad[0]]!r}" if bad else f"env_fns is {env_fns!r}"
+        raise SpecError(
+            compose(
+                f"{what}, not a list of functions",
+                fix="pass functions without arguments that make one environment each, "
+                "such as [lambda: gymnasium.make('CartPole-v1')] * 4",
+            )
+        )
+    return functions
+
+
+def _check_numbers(envs_per_worker: Any, timeout: Any) -> None:
+    check_count("envs_per_worker", envs_per_worker, 1)
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (is_number and timeout > 0):
+        raise SpecError(f"timeout should be a positive number of seconds, got {timeout!r}")
+
+
+def _specs_of(actions: Mapping[str, Array]) -> dict[str, TensorSpec]:
+    """Specs of actions for which there is no space."""
+    return {
+        key: TensorSpec(array.shape[1:], array.dtype)
+        for key, array in actions.items()
+        if key == "action" or key.startswith("action/")
+    }

@@ -1,0 +1,177 @@
+"""Single environments and processes of a ``ParallelEnvManager``."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from rlpool.errors import SpecError, compose
+from rlpool.workers.env_crew import EnvCrew
+from rlpool.workers.orders import Orders
+
+_COMMANDS = ("reset", "step", "get_attr", "seed", "close")
+
+
+class Remote:
+    """One environment in a worker process: send a request, receive its reply.
+
+    ====================================== ======================================================
+    request                                reply
+    ====================================== ======================================================
+    ``("reset", {"task": task})``          ``("obs", observation)``
+    ``("reset", None)``                    the same, without a task
+    ``("step", action)``,                  ``("transition", (observation, reward, done, info))``
+    ``("step", {"action": action})``
+    ``("get_attr", {"attr": name})``       ``("attr", value)``
+    ``("seed", {"seed": seed})``           ``("done", None)``; the next reset uses the seed
+    ``("close", None)``                    none
+    ====================================== ======================================================
+
+    If the environment fails the reply is ``("error", text)``, with the remote traceback; it can be
+    reset again. ``done`` is terminated or truncated; of an episode that was only truncated,
+    ``info["TimeLimit.truncated"]`` is True. Each reset gets a seed that follows from the
+    manager's; ``"seed"`` and ``"options"`` may stand beside ``"task"``.
+
+    Args:
+        crew: The workers.
+        orders: What they were asked for.
+        lane: Number of the environment.
+        action_space: Its action space, or ``None``.
+    """
+
+    def __init__(self, crew: EnvCrew, orders: Orders, lane: int, action_space: Any) -> None:
+        self._crew = crew
+        self._orders = orders
+        self._lane = lane
+        self._action_space = action_space
+
+    def send(self, request: tuple[str, Any]) -> None:
+        """Send a request; returns at once.
+
+        Raises:
+            SpecError: If it is none of those above, or cannot be pickled.
+            UsageError: If the reply to the last one was not received, or the environment is
+                closed.
+            WorkerDiedError, WorkerTimeoutError: If a worker died.
+        """
+        self._crew.check_open()
+        self._crew.refuse_bad_lanes([self._lane])
+        self._orders.refuse_stepping([self._lane])
+        self._orders.settle([self._lane])
+        try:
+            command, data = request
+        except (TypeError, ValueError):
+            raise SpecError(f"a request is (command, data), got {request!r}") from None
+        if command not in _COMMANDS:
+            raise SpecError(f"a request is one of {', '.join(_COMMANDS)}, got {command!r}")
+        if command == "reset":
+            data = self._reset_data(data)
+        elif command == "step":
+            data = self._action(data)
+        elif command == "get_attr":
+            data = _named(data, "attr", command)
+            if not isinstance(data, str):
+                raise SpecError(f"the name of an attribute should be a str, got {data!r}")
+        elif command == "seed":
+            data = _checked_seed(_named(data, "seed", command))
+        self._crew.call(self._lane, command, data)
+        if command == "reset":
+            self._orders.note_reset([self._lane])
+
+    def recv(self) -> tuple[str, Any]:
+        """Wait for the reply to the request.
+
+        Raises:
+            UsageError: If there is no request, or the environments are closed.
+            WorkerDiedError, WorkerTimeoutError: If the worker died or hangs.
+        """
+        reply: tuple[str, Any] = self._crew.reply(self._lane)
+        return reply
+
+    def poll(self, timeout: float = 0.0) -> bool:
+        """Whether a reply is there, waiting for it for ``timeout`` seconds at most."""
+        return self._crew.has_reply(self._lane, timeout)
+
+    def _reset_data(self, data: Any) -> tuple[int | None, dict[str, Any] | None]:
+        if data is None:
+            data = {}
+        if not isinstance(data, Mapping) or not set(data) <= {"task", "seed", "options"}:
+            raise SpecError(
+                compose(
+                    f"the data of a reset should be None or a dict of 'task', got {data!r}",
+                    fix="pass ('reset', {'task': task})",
+                )
+            )
+        options = dict(data.get("options") or {})
+        if data.get("task") is not None:
+            options["task"] = data["task"]
+        seed = data.get("seed")
+        self._crew.options[self._lane] = options or None
+        return None if seed is None else _checked_seed(seed), options or None
+
+    def _action(self, data: Any) -> Any:
+        is_named = isinstance(data, Mapping) and list(data) == ["action"]
+        space = self._action_space
+        if is_named and isinstance(space, gymnasium.spaces.Dict) and list(space) == ["action"]:
+            is_named = isinstance(data["action"], Mapping)
+        action = data["action"] if is_named else data
+        return action.detach().cpu().numpy() if hasattr(action, "detach") else action
+
+
+class WorkerHandle:
+    """A worker process, for whoever wants to look at it.
+
+    Attributes:
+        pid: Its process id.
+        exitcode: Its exit code, ``None`` while it runs.
+    """
+
+    def __init__(self, process: SpawnProcess) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        try:
+            return self._process.is_alive()
+        except ValueError:  # the manager is closed
+            return False
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, which ``close`` brings about."""
+        with suppress(ValueError):
+            self._process.join(timeout)
+
+    @property
+    def exitcode(self) -> int | None:
+        """Its exit code, ``None`` while it runs or once the manager is closed."""
+        try:
+            return self._process.exitcode
+        except ValueError:
+            return None
+
+    def __repr__(self) -> str:
+        return f"WorkerHandle(pid={self.pid}, {'alive' if self.is_alive() else 'ended'})"
+
+
+def _named(data: Any, key: str, command: str) -> Any:
+    """The one entry of a request's data."""
+    if not isinstance(data, Mapping) or set(data) != {key}:
+        raise SpecError(f"the data of {command!r} should be {{{key!r}: ...}}, got {data!r}")
+    return data[key]
+
+
+def _checked_seed(seed: Any) -> int:
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        number = -1
+    if number < 0 or number > np.iinfo(np.int64).max:
+        raise SpecError(f"a seed should be an int in [0, 2**63), got {seed!r}")
+    return number

@@ -1,0 +1,155 @@
+"""What travels between the caller and workers that only hold environments.
+
+Steps are no messages: they are asked for in the arena, and both sides wake each other. Everything
+that is rare travels through the pipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlpool.envs.vec_env import Options
+from rlpool.errors import EnvError
+from rlpool.specs import Structure, TensorSpec
+from rlpool.storage import Array
+from rlpool.workers.arena import ArenaLayout
+from rlpool.workers.wake import Wake
+
+
+@dataclass(frozen=True)
+class EnvSetup:
+    """What a worker that holds environments needs to begin.
+
+    Attributes:
+        functions: The functions that make its environments, pickled by cloudpickle.
+        options: Keyword arguments of its ``GymEnv``.
+        worker: The worker's number.
+        n_workers: How many there are.
+        first_lane: Number of its first environment.
+        root: Root of all seeds.
+        wake: What the worker waits for, beside its pipe: a step was asked for.
+        done: What it signals when an order is carried out.
+    """
+
+    functions: bytes
+    options: Mapping[str, Any]
+    worker: int
+    n_workers: int
+    first_lane: int
+    root: int
+    wake: Wake
+    done: Wake
+
+
+# From the caller to a worker ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MapArena:
+    """Use this arena from now on; its memory follows."""
+
+    layout: ArenaLayout
+
+
+@dataclass(frozen=True)
+class MapActions:
+    """Take actions from these arrays, whose memory follows."""
+
+    specs: Mapping[str, TensorSpec]
+    n_lanes: int
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Episodes that will come, in the order of each lane.
+
+    Attributes:
+        stride: Episode *i* runs in lane ``i % stride`` of all lanes.
+        numbers: int64: the episodes of this worker's lanes, ascending.
+        seeds: int64: their seeds.
+        env_info: Their rows.
+    """
+
+    stride: int
+    numbers: Array
+    seeds: Array
+    env_info: Mapping[str, Array]
+
+
+@dataclass(frozen=True)
+class Reset:
+    """Reset lanes. Lanes are numbered within the worker, here and below.
+
+    Attributes:
+        order: Number of the order.
+        lanes: Ascending.
+        seeds: One per lane.
+        options: One per lane.
+    """
+
+    order: int
+    lanes: Sequence[int]
+    seeds: Sequence[int]
+    options: Sequence[Options]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request of a remote, to be answered with a ``Reply``, except ``close``."""
+
+    lane: int
+    command: str
+    data: Any
+
+
+# From a worker to the caller ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EnvReady:
+    """The worker has its environments.
+
+    Attributes:
+        n_lanes: Number of them.
+        observation: How an observation falls into keys.
+        action: How an action falls into keys, ``None`` without an action space.
+        native_action: The actions' keys with the dtypes that the environments take, or ``None``.
+        spaces: ``(observation_space, action_space)``, pickled by cloudpickle.
+        n_tasks: The environments' attribute of that name, ``None`` if they have none.
+        horizon_bamdp: Likewise.
+    """
+
+    n_lanes: int
+    observation: Structure
+    action: Structure | None
+    native_action: Mapping[str, TensorSpec] | None
+    spaces: bytes
+    n_tasks: int | None
+    horizon_bamdp: int | None
+
+
+@dataclass(frozen=True)
+class LaneFailed:
+    """An environment failed.
+
+    Attributes:
+        order: Number of the order.
+        lane: The lane.
+        call: ``"reset"`` or ``"step"``.
+        error: What happened, its ``where`` without lane.
+    """
+
+    order: int
+    lane: int
+    call: str
+    error: EnvError
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer to a ``Call``: the tuple that the remote receives, pickled by cloudpickle."""
+
+    lane: int
+    reply: bytes

@@ -1,0 +1,280 @@
+"""Steps and resets of environments in workers: who is asked, who is waited for, who failed.
+
+An order is a step or a reset of some of a worker's lanes. Each worker has one at a time; the
+numbers of the order it was given last and of the one it finished last tell whether it is busy. A
+step is asked for by writing into the arena and waking the worker; a reset travels through its
+pipe. Either way the worker says that it is done by a number in the arena and a wake, so that what
+was interrupted can be waited for again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from rlpool.envs.vec_env import LaneError, Options
+from rlpool.errors import EnvError, EnvSpecError, SpecError, UsageError, Where, compose
+from rlpool.failures import DEBUG_HINT
+from rlpool.storage import Array
+from rlpool.workers.arena import ALL_LANES, FAILED, SOME_LANES
+from rlpool.workers.env_crew import ENV_HINT, EnvCrew
+from rlpool.workers.env_messages import Announce, Reset
+
+
+class Orders:
+    """Gives the workers orders and waits for them.
+
+    Args:
+        crew: The workers, their arena mapped.
+    """
+
+    def __init__(self, crew: EnvCrew) -> None:
+        self._crew = crew
+        self._arena = crew.arena
+        self._issued, self._finished = crew.issued, crew.arena.finished
+        self._last_lanes: list[int] | None = None  # of the last step
+        self._last_workers: list[int] = []
+        self._ordered: dict[int, Sequence[int]] = {}  # worker: lanes of its last order
+        self._stale: set[int] = set()  # lanes that took part in an order that failed
+        # What was asked for and not waited for yet:
+        self._in_flight: dict[int, list[int]] = {}  # worker: lanes that are stepping
+        self._ready: list[int] = []  # lanes that have stepped
+        self._failed: dict[int, list[int]] = {}  # worker that failed: lanes that were stepping
+
+    def announce(self, seeds: Sequence[int], env_info: Mapping[str, Array]) -> None:
+        """Tell every worker which episodes will come in its lanes."""
+        crew = self._crew
+        self.settle(range(crew.n_lanes))
+        self._arena.is_ahead[:] = -1
+        lanes = np.arange(len(seeds)) % crew.n_lanes
+        words = np.asarray(seeds, np.int64)
+        for worker, own in enumerate(crew.lanes_of):
+            rows = np.flatnonzero((lanes >= own[0]) & (lanes <= own[-1]))
+            infos = {key: array[rows] for key, array in env_info.items()}
+            crew.send(worker, Announce(crew.n_lanes, rows, words[rows], infos))
+
+    # All together -----------------------------------------------------------------------------
+
+    def step(self, lanes: list[int]) -> bool:
+        """Let lanes step with the actions in the arena, and wait for all of them.
+
+        Returns:
+            Whether any episode ended.
+
+        Raises:
+            LaneFailure: If an environment failed.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+        """
+        if lanes != self._last_lanes or self._crew.has_called:
+            self._last_workers = self._divide(lanes)
+            self._last_lanes = lanes[:]
+        self._issue(self._last_workers)
+        return self._finish(self._last_workers)
+
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]) -> None:
+        """Reset lanes, whose workers have settled, and wait for them.
+
+        Raises:
+            LaneFailure: If an environment failed.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+        """
+        crew = self._crew
+        rows: dict[int, list[int]] = {}
+        for row, lane in enumerate(lanes):
+            crew.options[lane] = options[row]
+            rows.setdefault(crew.worker_of[lane], []).append(row)
+        for worker, mine in rows.items():
+            first = crew.lanes_of[worker].start
+            message = Reset(
+                self._issued[worker] + 1,
+                [lanes[row] - first for row in mine],
+                [seeds[row] for row in mine],
+                [options[row] for row in mine],
+            )
+            crew.send(worker, message)
+            self._issued[worker] += 1
+            self._ordered[worker] = [lanes[row] for row in mine]
+        self._last_lanes = None
+        self._stale.difference_update(lanes)
+        self._finish(list(rows))
+
+    def settle(self, lanes: Sequence[int]) -> None:
+        """Wait for what was asked of the workers of lanes and given up, and forget it."""
+        if self._in_flight or self._ready or self._failed:
+            self._drop(lanes)
+        self._settle({self._crew.worker_of[lane] for lane in lanes})
+
+    def _settle(self, workers: Iterable[int]) -> None:
+        busy = [worker for worker in workers if self._issued[worker] != self._finished[worker]]
+        if busy:
+            with suppress(EnvError):
+                self._finish(busy)
+
+    def _issue(self, workers: Sequence[int]) -> None:
+        """Wake workers for a step."""
+        issued, order, wakes = self._issued, self._arena.order, self._crew.wakes
+        for worker in workers:
+            if issued[worker] != self._finished[worker]:
+                self._settle([worker])
+            issued[worker] += 1
+            order[worker] = issued[worker]
+            wakes[worker].signal()
+
+    def _finish(self, workers: Sequence[int]) -> bool:
+        """Wait until workers have carried out their orders; returns whether an episode ended."""
+        self._crew.wait_idle(workers)
+        outcome, some_ended = self._arena.outcome, False
+        for worker in workers:
+            if outcome[worker]:
+                some_ended = True
+        if some_ended:
+            failed = [worker for worker in workers if outcome[worker] == FAILED]
+            for worker in failed:
+                self._note_failure(worker)
+            if failed:
+                self._raise_failure(failed[0])
+        return some_ended
+
+    def note_reset(self, lanes: Sequence[int]) -> None:
+        """Take note that lanes were reset in another way than by ``reset``."""
+        self._stale.difference_update(lanes)
+
+    def _note_failure(self, worker: int) -> None:
+        """Nobody knows what the lanes of a failed order have done: they need a reset."""
+        self._stale.update(self._ordered[worker])
+        self._last_lanes = None
+
+    def _divide(self, lanes: Sequence[int]) -> list[int]:
+        """Find the workers of lanes, and mark the lanes of those that shall not step all."""
+        crew, arena = self._crew, self._arena
+        crew.refuse_bad_lanes(lanes)
+        self.refuse_stepping(lanes)
+        self._refuse_stale(lanes)
+        crew.has_called = False
+        asked = np.zeros(crew.n_lanes, bool)
+        asked[list(lanes)] = True
+        workers = []
+        for worker, own in enumerate(crew.lanes_of):
+            mine = asked[own.start : own.stop]
+            if mine.any():
+                self._settle([worker])
+                arena.asked[own.start : own.stop] = mine
+                arena.partial[worker] = ALL_LANES if mine.all() else SOME_LANES
+                self._ordered[worker] = [lane for lane in lanes if lane in own]
+                workers.append(worker)
+        return workers
+
+    def _raise_failure(self, worker: int) -> None:
+        crew = self._crew
+        failure = crew.failure_of(worker)
+        lane = crew.lanes_of[worker][failure.lane]
+        where = crew.where(lane)
+        if failure.call == "reset":
+            where = where._replace(step=0)
+        raise lane_failure(failure.error, lane, failure.call, where)
+
+    # First come, first served -----------------------------------------------------------------
+
+    def begin_some(self, lanes: Sequence[int]) -> None:
+        """Let lanes step with the actions in the arena, while others may be stepping."""
+        workers = self._divide(lanes)
+        self._last_lanes = None
+        for worker in workers:
+            self._in_flight[worker] = list(self._ordered[worker])
+        self._issue(workers)
+
+    def take_ready(self, min_ready: int) -> list[int]:
+        """Wait until so many lanes have stepped, or all that are stepping; returns all that have.
+
+        Raises:
+            LaneFailure: If an environment failed; lanes of other workers are told the next time.
+        """
+        n_stepping = sum(map(len, self._in_flight.values()))
+        wanted = min(min_ready, len(self._ready) + n_stepping)
+        self._collect()
+        while len(self._ready) < wanted and not self._failed:
+            self._crew.wait_for_any(self._in_flight)
+            self._collect()
+        if self._failed:
+            self._raise_failure(self._failed.popitem()[0])
+        ready, self._ready = sorted(self._ready), []
+        return ready
+
+    def refuse_stepping(self, lanes: Sequence[int]) -> None:
+        """Refuse to use lanes that are stepping, or whose step was not taken notice of."""
+        if not self._in_flight and not self._ready:
+            return
+        busy = {lane for worker in self._in_flight for lane in self._crew.lanes_of[worker]}
+        busy = busy.union(self._ready).intersection(lanes)
+        if busy:
+            raise UsageError(
+                compose(
+                    f"lane {min(busy)} is stepping already, or another lane of its worker is",
+                    fix="wait until step_some() returns it, or reset it",
+                )
+            )
+
+    def _refuse_stale(self, lanes: Sequence[int]) -> None:
+        stale = self._stale.intersection(lanes)
+        if stale:
+            raise UsageError(
+                compose(
+                    f"lane {min(stale)} cannot go on: an environment of its worker failed in its "
+                    "last step or reset",
+                    fix="reset it",
+                )
+            )
+
+    def _collect(self) -> None:
+        """Note which of the workers that are stepping are done."""
+        for worker in list(self._in_flight):
+            if self._finished[worker] == self._issued[worker]:
+                lanes = self._in_flight.pop(worker)
+                if self._arena.outcome[worker] == FAILED:
+                    self._failed[worker] = lanes
+                    self._note_failure(worker)
+                else:
+                    self._ready.extend(lanes)
+
+    def _drop(self, lanes: Sequence[int]) -> None:
+        """Wait for the workers of lanes that are stepping, and forget what became of those."""
+        workers = {self._crew.worker_of[lane] for lane in lanes}
+        self._crew.wait_idle([worker for worker in workers if worker in self._in_flight])
+        self._collect()
+        self._ready = [lane for lane in self._ready if lane not in lanes]
+        for worker in workers.intersection(self._failed):
+            self._failed[worker] = [lane for lane in self._failed[worker] if lane not in lanes]
+            if not self._failed[worker]:
+                del self._failed[worker]
+
+
+class LaneFailure(EnvError, LaneError):
+    """An ``EnvError`` of a lane, as callers of the lane contract expect it.
+
+    Attributes:
+        lane: The lane.
+        call: ``"reset"`` or ``"step"``.
+    """
+
+    lane: int
+    call: str
+
+    def __reduce__(self) -> Any:
+        kind = EnvSpecError if isinstance(self, EnvSpecError) else EnvError
+        return kind(**self._constructor_arguments()).__reduce__()
+
+
+class LaneSpecFailure(LaneFailure, EnvSpecError):
+    """An ``EnvSpecError`` of a lane."""
+
+
+def lane_failure(error: EnvError, lane: int, call: str, where: Where) -> LaneFailure:
+    """A worker's report about a lane as an exception."""
+    kind = LaneSpecFailure if isinstance(error, SpecError) else LaneFailure
+    fix = ENV_HINT if error.fix == DEBUG_HINT else error.fix
+    failure = kind(error.what, where=where, fix=fix, traceback_text=error.traceback_text)
+    failure.lane, failure.call = lane, call
+    return failure

@@ -1,0 +1,151 @@
+"""Environments for ``ParallelEnvManager``, and functions that make managers.
+
+All at module level, so that spawned workers can unpickle them by name.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from rlpool import GymEnv, GymEnvInf, ParallelEnvManager
+
+from support.envs import CountingEnv, SpaceEnv
+
+EnvFn = Callable[[], Any]
+
+
+class TaskEnv(gymnasium.Env[Any, Any]):
+    """Its observation is ``[step, task]``; the task is an argument of ``reset``, -1 without."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+    n_tasks = 7
+    horizon_bamdp = 3
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.lock = None
+        self.last_action: Any = None
+        self.given_options: Any = "never reset"
+
+    def reset(
+        self,
+        *,
+        task: Any = None,
+        seed: int | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        self.task, self.given_options = task, options
+        self.t = 0
+        return self._observation(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        self.last_action = action
+        return self._observation(), float(self.t), self.t >= 3, False, {"t": self.t}
+
+    def _observation(self) -> Any:
+        return np.array([self.t, -1 if self.task is None else self.task], np.float32)
+
+
+class SleepyEnv(CountingEnv):
+    """A ``CountingEnv`` whose steps take ``sleep_ms``, an option of the reset."""
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        self.sleep_s = (options or {}).get("sleep_ms", 0) / 1000
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        time.sleep(self.sleep_s)
+        return super().step(action)
+
+
+class LimitedEnv(CountingEnv):
+    """A ``CountingEnv`` without an end, to be truncated from outside."""
+
+    def __init__(self) -> None:
+        super().__init__(10**6)
+
+
+class WideEnv(CountingEnv):
+    """A ``CountingEnv`` with another observation space."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+
+
+NESTED = spaces.Dict(
+    {
+        "image": spaces.Box(0, 255, (4, 3), np.uint8),
+        "pose": spaces.Tuple((spaces.Box(-1.0, 1.0, (3,), np.float64), spaces.Discrete(5))),
+        "bits": spaces.MultiBinary(4),
+    }
+)
+NESTED_ACTION = spaces.Dict(
+    {
+        "drive": spaces.Box(-1.0, 1.0, (2,), np.float64),
+        "gear": spaces.Tuple((spaces.Discrete(3), spaces.MultiDiscrete([2, 4]))),
+    }
+)
+
+
+def make_nested() -> SpaceEnv:
+    """An environment with spaces of its own: it seeds them."""
+    return SpaceEnv(deepcopy(NESTED), deepcopy(NESTED_ACTION))
+
+
+make_cartpole = partial(gymnasium.make, "CartPole-v1")
+
+
+def make_raising() -> Any:
+    raise KeyError("struck")
+
+
+def create_serial(
+    seed: int, make_env: EnvFn, n_lanes: int, restarts: bool = False, **options: Any
+) -> GymEnv:
+    """The environments of ``create_manager`` in this process."""
+    kind = GymEnvInf if restarts else GymEnv
+    return kind([make_env() for _ in range(n_lanes)], seed, **options)
+
+
+def create_manager(
+    seed: int,
+    make_env: EnvFn,
+    n_lanes: int,
+    envs_per_worker: int = 1,
+    restarts: bool = False,
+    **options: Any,
+) -> ParallelEnvManager:
+    """Environments in processes."""
+    return ParallelEnvManager(
+        [make_env] * n_lanes,
+        envs_per_worker=envs_per_worker,
+        seed=seed,
+        auto_reset=restarts,
+        **options,
+    )
+
+
+def open_manager(make_env: EnvFn, n_lanes: int = 2, **options: Any) -> ParallelEnvManager:
+    """Environments in processes, with a seed."""
+    return create_manager(1, make_env, n_lanes, **options)
+
+
+def no_actions(manager: ParallelEnvManager) -> dict[str, Any]:
+    """Actions that are all zero."""
+    leaves = manager.action_leaves or {}
+    return {
+        key: np.zeros((manager.num_envs, *leaf.spec.shape), leaf.spec.dtype)
+        for key, leaf in leaves.items()
+    }
