@@ -1,0 +1,1 @@
+"""Meta-reinforcement learning: tasks, trials of several episodes, rollouts with a task each."""

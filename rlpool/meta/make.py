@@ -1,0 +1,99 @@
+"""Makes environments of trials, one in this process or several in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium
+
+from rlpool.meta.trials import VariBadWrapper
+from rlpool.parallel_env import DEFAULT_TIMEOUT_S, ParallelEnvManager
+from rlpool.seeding import root_from, worker_seed
+from rlpool.worker_limits import worker_count
+
+
+def make_env(
+    env_id: str | Callable[..., Any],
+    episodes_per_task: int,
+    seed: int | None = None,
+    oracle: bool = False,
+    **kwargs: Any,
+) -> VariBadWrapper:
+    """Make one environment of trials, see ``VariBadWrapper``.
+
+    Args:
+        env_id: An id for ``gymnasium.make``, also ``"module:EnvId"``, which imports the module
+            first; or a callable that makes the environment, such as its class.
+        episodes_per_task: Episodes of a trial.
+        seed: Seeds the environment and its action space. A later ``reset(seed=...)`` overrides it.
+        oracle: Append the task to the observations.
+        **kwargs: For the environment; ``max_episode_steps`` is its time limit.
+
+    Returns:
+        The environment. It needs a ``reset`` before the first step.
+    """
+    env = gymnasium.make(env_id, **kwargs) if isinstance(env_id, str) else env_id(**kwargs)
+    trials = VariBadWrapper(env, episodes_per_task, oracle)
+    if seed is not None:
+        trials.reset(seed=seed)
+        trials.action_space.seed(seed & 0xFFFFFFFF)  # all that old spaces take
+    return trials
+
+
+def make_parallel_env(
+    env_id: str | Callable[..., Any],
+    episodes_per_task: int,
+    num_workers: int | str,
+    seed: int | None = None,
+    oracle: bool = False,
+    *,
+    envs_per_worker: int = 1,
+    timeout: float | None = DEFAULT_TIMEOUT_S,
+    min_ready: int | None = None,
+    **kwargs: Any,
+) -> ParallelEnvManager:
+    """Make environments of trials in processes of their own.
+
+    Args:
+        env_id: As for ``make_env``; it is resolved in the workers, where its module is imported.
+        episodes_per_task: Episodes of a trial.
+        num_workers: Number of processes; ``"auto"`` leaves two cores to others,
+            ``max(1, cores - 2)``.
+        seed: Determines all seeds; no two environments share a stream.
+        oracle: Append the task to the observations.
+        envs_per_worker: Environments in each process.
+        timeout: Seconds without progress after which a worker counts as hanging; ``None`` for
+            never.
+        min_ready: How many environments a collection waits for at a time, so that a slow one does
+            not hold the others; ``None`` for all of them. Results do not depend on it.
+        **kwargs: For the environment.
+
+    Returns:
+        A ``VecEnv`` of ``num_workers * envs_per_worker`` lanes.
+
+    Raises:
+        SpecError: For a number that is none, or more processes than the system allows.
+        WorkerStartupError: If an environment cannot be made.
+    """
+    n_workers = worker_count(num_workers)
+    root = root_from(seed)
+    env_fns = [
+        partial(
+            make_env,
+            env_id,
+            episodes_per_task,
+            seed=worker_seed(root, lane),
+            oracle=oracle,
+            **kwargs,
+        )
+        for lane in range(n_workers * envs_per_worker)
+    ]
+    return ParallelEnvManager(
+        env_fns,
+        envs_per_worker=envs_per_worker,
+        seed=seed,
+        timeout=timeout,
+        min_ready=min_ready,
+    )

@@ -1,0 +1,269 @@
+"""Environments with tasks, storages and agents with ``act``, for what is about meta-RL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from rlpool import DictTensor, GymEnv, VariBadWrapper
+
+
+class TaskEnv(gymnasium.Env[Any, Any]):
+    """The observation is ``[step, task]``, the reward ``10 * task + step``, plus noise if asked.
+
+    Args:
+        length: Steps after which an episode terminates; ``None`` for never.
+        limit: Its time limit, which it leaves to whoever wraps it.
+        noise: Standard deviation of what is added to the observation.
+        n_tasks: Number of tasks.
+        bounds: Of the two actions.
+    """
+
+    def __init__(
+        self,
+        length: int | None = None,
+        limit: int | None = 3,
+        noise: float = 0.0,
+        n_tasks: int = 7,
+        bounds: tuple[float, float] = (-2.0, 4.0),
+    ) -> None:
+        self.observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        self.action_space = spaces.Box(*bounds, (2,), np.float32)
+        if limit is not None:
+            self.max_episode_steps = limit
+        self.n_tasks = n_tasks
+        self.length, self.noise = length, noise
+        self.task = -1
+        self.t = -1
+        self.calls: list[Any] = []
+        self.actions: list[Any] = []
+
+    def get_all_task_idx(self) -> list[int]:
+        return list(range(self.n_tasks))
+
+    def get_current_task(self) -> Any:
+        return np.array([self.task, -self.task], np.float32)
+
+    def reset_task(self, task: Any = None) -> None:
+        self.calls.append(("reset_task", task))
+        self.task = int(self.np_random.integers(self.n_tasks)) if task is None else task
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        self.calls.append(("reset", seed, options))
+        super().reset(seed=seed)
+        self.t = 0
+        return self.observation(), {"n_resets": len(self.calls)}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.actions.append(action)
+        self.t += 1
+        # What an action does can be seen, so that a wrong one is.
+        reward = 10.0 * self.task + self.t + 0.25 * float(np.sum(action))
+        terminated = self.length is not None and self.t >= self.length
+        return self.observation(), reward, terminated, False, {}
+
+    def observation(self) -> Any:
+        noise = self.noise * self.np_random.normal() if self.noise else 0.0
+        return np.array([self.t + noise, self.task], np.float32)
+
+
+class RaggedTaskEnv(TaskEnv):
+    """Each episode has a length of its own, drawn from the environment's generator."""
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        result = super().reset(seed=seed, options=options)
+        self.length = int(self.np_random.integers(1, 8))
+        return result
+
+
+def ragged_trials(episodes_per_task: int = 2, noise: float = 1.0) -> VariBadWrapper:
+    """Trials of noisy episodes that terminate or are truncated, whatever comes first."""
+    return VariBadWrapper(RaggedTaskEnv(limit=6, noise=noise), episodes_per_task)
+
+
+class AncestorTaskEnv:
+    """A ``TaskEnv`` as it was written for the old gym: four results, ``reset`` without arguments.
+
+    It is wrapped by nothing and keeps its limit where the old ones kept it.
+    """
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+    n_tasks = 5
+    _max_episode_steps = 2
+
+    def __init__(self) -> None:
+        self.task = -1
+        self.seeds: list[Any] = []
+
+    def seed(self, seed: int | None = None) -> list[Any]:
+        self.seeds.append(seed)
+        return [seed]
+
+    def reset_task(self, task: Any) -> None:
+        self.task = 0 if task is None else task
+
+    def get_current_task(self) -> Any:
+        return np.array([self.task], np.float64)
+
+    def reset(self) -> Any:
+        self.t = 0
+        return np.array([self.t, self.task], np.float64)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, dict[str, Any]]:
+        self.t += 1
+        return np.array([self.t, self.task], np.float64), 1.0, False, {}
+
+
+class Storage:
+    """Keeps what it is given, in order."""
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[Any, ...]] = []
+        self.episodes: list[tuple[Any, ...]] = []
+
+    def add_sample(
+        self, observation: Any, action: Any, reward: Any, terminal: Any, next_observation: Any
+    ) -> None:
+        self.samples.append((observation, action, reward, terminal, next_observation))
+
+    def add_episode(
+        self, observations: Any, actions: Any, rewards: Any, terminals: Any, next_observations: Any
+    ) -> None:
+        self.episodes.append((observations, actions, rewards, terminals, next_observations))
+
+    def as_bytes(self) -> list[list[bytes]]:
+        """Everything, bit by bit."""
+        rows = [*self.samples, *self.episodes]
+        return [[np.asarray(value).tobytes() for value in row] for row in rows]
+
+
+class MarkovActor(nn.Module):
+    """Acts by the observation, without noise."""
+
+    def __init__(self, n_observed: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(n_observed, 2)
+        self.n_rows: list[int] = []
+
+    def act(self, obs: Tensor, deterministic: bool = False) -> tuple[Any, ...]:
+        self.n_rows.append(obs.shape[0])
+        return torch.tanh(self.linear(obs)), None, None, None
+
+
+class MemoryActor(nn.Module):
+    """Acts by its memory; which kind of memory is the first argument.
+
+    Args:
+        kind: ``"gru"`` (a tensor ``[1, B, H]``), ``"cell"`` (a tensor ``[B, H]``), ``"lstm"`` (a
+            pair) or ``"dict"`` (a DictTensor).
+    """
+
+    N_HIDDEN = 5
+
+    def __init__(self, kind: str = "gru", n_observed: int = 3) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            body = {"gru": nn.GRU, "lstm": nn.LSTM}.get(kind, nn.GRUCell)
+            self.body: nn.Module = body(n_observed + 3, self.N_HIDDEN)
+            self.head = nn.Linear(self.N_HIDDEN, 2)
+        self.kind = kind
+        self.n_initial = 0
+        self.calls: list[dict[str, Any]] = []
+
+    def get_initial_info(self) -> tuple[Tensor, Tensor, Any]:
+        self.n_initial += 1
+        zeros = torch.zeros(1, self.N_HIDDEN)
+        state: Any = {
+            "gru": zeros[None],
+            "lstm": (zeros[None], zeros[None].clone()),
+            "cell": zeros,
+            "dict": DictTensor({"hidden": zeros}),
+        }[self.kind]
+        return torch.zeros(1, 2), torch.zeros(1, 1), state
+
+    def act(
+        self,
+        prev_internal_state: Any,
+        prev_action: Tensor,
+        reward: Tensor,
+        obs: Tensor,
+        deterministic: bool = False,
+    ) -> tuple[tuple[Any, ...], Any]:
+        arguments = (prev_action, reward, obs)
+        self.calls.append(
+            dict(zip(("action", "reward", "obs"), (t.clone() for t in arguments), strict=True))
+        )
+        inputs = torch.cat([obs, prev_action, reward], -1)
+        if self.kind in ("gru", "lstm"):
+            output, state = self.body(inputs[None], prev_internal_state)
+            output = output[0]
+        elif self.kind == "cell":
+            output = state = self.body(inputs, prev_internal_state)
+        else:
+            output = self.body(inputs, prev_internal_state["hidden"])
+            state = DictTensor({"hidden": output})
+        return (torch.tanh(self.head(output)), None, None, None), state
+
+
+class CountingActor:
+    """The action is how often it was called in this rollout, on every dimension, / 100."""
+
+    def get_initial_info(self) -> tuple[Tensor, Tensor, Any]:
+        return torch.zeros(1, 2), torch.zeros(1, 1), torch.zeros(1, 1)
+
+    def act(
+        self,
+        prev_internal_state: Any,
+        prev_action: Tensor,
+        reward: Tensor,
+        obs: Tensor,
+        deterministic: bool = False,
+    ) -> tuple[Any, Any]:
+        steps = prev_internal_state + 1
+        return steps.expand(-1, 2) / 100, steps
+
+
+gymnasium.register(id="Ragged-v0", entry_point="support.meta:RaggedTaskEnv")
+
+
+class LaggingLanes(GymEnv):
+    """With ``step_some``, the lane that was asked for last is ready first.
+
+    Args:
+        envs: The environments.
+        min_ready: How many lanes are waited for.
+    """
+
+    def __init__(self, envs: list[Any], min_ready: int) -> None:
+        super().__init__(envs)
+        self.min_ready = min_ready
+        self.queue: list[tuple[int, dict[str, Any]]] = []
+        self.n_ready: list[int] = []
+
+    def step_some(
+        self, min_ready: int = 1, lanes: Any = (), actions: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        for lane in lanes:
+            given = {key: values[lane].copy() for key, values in (actions or {}).items()}
+            self.queue.append((lane, given))
+        ready = []
+        while self.queue and len(ready) < min_ready:
+            lane, given = self.queue.pop()
+            arrays = {key: np.stack([value] * self.n_lanes) for key, value in given.items()}
+            self.step_lanes([lane], arrays)
+            ready.append(lane)
+        self.n_ready.append(len(ready))
+        return sorted(ready)
