@@ -2,8 +2,10 @@
 
 from rlpool.agent import Agent
 from rlpool.batcher import Batcher, EpisodeBatcher, MonoThreadEpisodeBatcher
+from rlpool.data.array import Array
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor, masked_tensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.device_agent import DeviceAgent
 from rlpool.envs.gym_env import GymEnv, GymEnvInf
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import (
@@ -21,6 +23,11 @@ from rlpool.errors import (
     WorkerStartupError,
     WorkerTimeoutError,
 )
+from rlpool.meta.learner import AGENT_ARCHS, Learner, collect_rollouts_parallel
+from rlpool.meta.make import make_env, make_parallel_env
+from rlpool.meta.trials import VariBadWrapper
+from rlpool.parallel_env import ParallelEnvManager
+from rlpool.pool.pool import Pool
 from rlpool.replay import replay_agent
 from rlpool.sampling import (
     categorical_log_probability,
@@ -29,26 +36,34 @@ from rlpool.sampling import (
     sample_normal,
     sample_tanh_normal,
 )
+from rlpool.worker_limits import worker_count
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AGENT_ARCHS",
     "Agent",
     "AgentError",
     "AgentSpecError",
+    "Array",
     "Batcher",
+    "DeviceAgent",
     "DictTensor",
     "EnvError",
     "EnvSpecError",
     "EpisodeBatcher",
     "GymEnv",
     "GymEnvInf",
+    "Learner",
     "MonoThreadEpisodeBatcher",
     "NotEnoughDataError",
+    "ParallelEnvManager",
+    "Pool",
     "RlpoolError",
     "SpecError",
     "TemporalDictTensor",
     "UsageError",
+    "VariBadWrapper",
     "VecEnv",
     "Where",
     "WorkerDiedError",
@@ -57,6 +72,9 @@ __all__ = [
     "WorkerTimeoutError",
     "__version__",
     "categorical_log_probability",
+    "collect_rollouts_parallel",
+    "make_env",
+    "make_parallel_env",
     "masked_dicttensor",
     "masked_tensor",
     "normal_log_probability",
@@ -64,4 +82,5 @@ __all__ = [
     "sample_categorical",
     "sample_normal",
     "sample_tanh_normal",
+    "worker_count",
 ]
