@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import cloudpickle
 
@@ -15,6 +14,7 @@ from rlpool.coordinator import Coordinator
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError, WorkerStartupError, compose
+from rlpool.ownership import ProcessOwner
 from rlpool.requests import Packed
 from rlpool.seeding import root_from
 from rlpool.slots import Layout, StepSpecs
@@ -29,10 +29,9 @@ DEFAULT_TIMEOUT_S = 600.0
 CreateEnv = Callable[..., VecEnv]
 CreateAgent = Callable[..., Agent]
 Seeds = int | Sequence[int] | None
-_Self = TypeVar("_Self", bound="BatcherBase")
 
 
-class BatcherBase:
+class BatcherBase(ProcessOwner):
     """What all batchers share: workers, updates, closing."""
 
     def __init__(
@@ -117,28 +116,8 @@ class BatcherBase:
         if self._coordinator is not None:
             self._coordinator.close()
 
-    def __reduce__(self) -> NoReturn:
-        raise UsageError(
-            compose(
-                f"a {type(self).__name__} owns processes and cannot be copied or pickled",
-                fix="copy what it was made with, and make another one",
-            )
-        )
-
-    def __enter__(self: _Self) -> _Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_coordinator", None) is not None:
-            self.close()
+    def _has_processes(self) -> bool:
+        return getattr(self, "_coordinator", None) is not None
 
     def _open(self) -> Coordinator:
         if self._coordinator is None or self._coordinator.is_closed:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from rlpool.batcher_base import check_count
 from rlpool.envs.columns import Columns
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.errors import SpecError, UsageError, compose
+from rlpool.errors import SpecError, compose
+from rlpool.ownership import ProcessOwner
 from rlpool.remotes import Remote, WorkerHandle
 from rlpool.seeding import root_from
 from rlpool.specs import (
@@ -38,7 +38,7 @@ DEFAULT_TIMEOUT_S = 600.0
 _ALL = slice(None)
 
 
-class ParallelEnvManager(VecEnv):
+class ParallelEnvManager(ProcessOwner, VecEnv):
     """Gymnasium environments in spawned processes that all step at the same time.
 
     It is a ``VecEnv``: pass it to a batcher with ``n_threads=0``, whose agent then runs in this
@@ -350,28 +350,8 @@ class ParallelEnvManager(VecEnv):
         """Close all environments and end the workers, within a few seconds. May be repeated."""
         self._crew.close()
 
-    def __enter__(self) -> ParallelEnvManager:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if "_crew" in self.__dict__:
-            self.close()
-
-    def __reduce__(self) -> NoReturn:
-        raise UsageError(
-            compose(
-                "a ParallelEnvManager owns processes and cannot be copied or pickled",
-                fix="copy what it was made with, and make another one",
-            )
-        )
+    def _has_processes(self) -> bool:
+        return "_crew" in self.__dict__
 
 
 def _checked_functions(env_fns: Any) -> list[Callable[[], Any]]:

@@ -19,8 +19,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -37,6 +36,7 @@ from rlpool.errors import (
     WorkerTimeoutError,
     compose,
 )
+from rlpool.ownership import ProcessOwner
 from rlpool.pool.acting import Policy, Station
 from rlpool.pool.environments import (
     check_environments,
@@ -58,7 +58,7 @@ _WINDOW_BYTES = 2**22  # per process: a few of them fit into any cache of pages
 _SHORTEST_WINDOW, _LONGEST_WINDOW = 16, 1024  # steps: a round trip costs as much as a few steps
 
 
-class EpisodeRunner:
+class EpisodeRunner(ProcessOwner):
     """Runs one episode in every environment, all at the same time, as often as it is asked to.
 
     Environment p always runs in process p, which is started by the first ``run`` and keeps the
@@ -175,28 +175,8 @@ class EpisodeRunner:
         self._is_closed = True
         self._stop()
 
-    def __reduce__(self) -> NoReturn:
-        raise UsageError(
-            compose(
-                f"a {type(self).__name__} owns processes and cannot be copied or pickled",
-                fix="copy what it was made with, and make another one",
-            )
-        )
-
-    def __enter__(self) -> EpisodeRunner:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_coordinator", None) is not None:
-            self.close()
+    def _has_processes(self) -> bool:
+        return getattr(self, "_coordinator", None) is not None
 
     # Workers --------------------------------------------------------------------------------
 

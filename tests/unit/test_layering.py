@@ -16,6 +16,7 @@ PACKAGE = REPOSITORY / "rlpool"
 ORDER = (
     "errors",
     "interrupts",
+    "ownership",
     "limits",
     "descriptors",
     "specs",
