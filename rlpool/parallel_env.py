@@ -82,6 +82,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         action_space: Likewise.
         n_tasks: The environments' attribute of that name, ``None`` if they have none.
         horizon_bamdp: Likewise.
+        all_tasks: The tasks that the environments know, ``None`` if they have none.
 
     Raises:
         SpecError: For arguments of the wrong kind, more workers than descriptors or memory
@@ -144,6 +145,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
                     )
         self.observation_space, self.action_space = pickle.loads(first.spaces)
         self.n_tasks, self.horizon_bamdp = first.n_tasks, first.horizon_bamdp
+        self.all_tasks = first.all_tasks
         self._columns = Columns(first.observation, DEFAULT_OBSERVATION_KEY, self.n_lanes)
         keys = list(self._columns.leaves)
         refuse_collisions({"rlpool": [*self.current, "last_action"], "the observation": keys})
@@ -313,8 +315,10 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
                     values = actions[key]
                     if values.shape != array.shape:
                         raise ValueError(f"got shape {list(values.shape)}")
+                    if not np.can_cast(values.dtype, array.dtype, "same_kind"):
+                        raise TypeError(f"{key!r} is {values.dtype}, {array.dtype} is taken")
                     if all_step:
-                        np.copyto(array, values, "unsafe")
+                        np.copyto(array, values, "same_kind")
                     else:
                         array[lanes] = values[lanes]
         except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:

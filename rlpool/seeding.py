@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlpool.errors import SpecError, compose
+
 Words = np.ndarray[Any, np.dtype[Any]]
 Floats = np.ndarray[Any, np.dtype[Any]]
 
@@ -48,11 +50,18 @@ def root_from(seeds: int | Sequence[int] | None) -> int:
 
     Args:
         seeds: A non-negative int, a sequence of them, or ``None`` for fresh entropy.
+
+    Raises:
+        SpecError: For anything else.
     """
     if seeds is None:
         return secrets.randbits(128)
+    each = list(seeds) if isinstance(seeds, Sequence) else [seeds]
+    if not all(isinstance(seed, int | np.integer) and seed >= 0 for seed in each):
+        raise SpecError(compose(f"a seed should be an int of at least 0, got {seeds!r}"))
     # A list is told apart from an int, [7] from 7: their lengths are part of the hash.
-    words = [1, int(seeds)] if isinstance(seeds, int) else [2, len(seeds), *map(int, seeds)]
+    words = [2, len(each)] if isinstance(seeds, Sequence) else [1]
+    words += map(int, each)
     low, high = np.random.SeedSequence(words).generate_state(2, np.uint64).tolist()
     root: int = (high << 64) | low
     return root

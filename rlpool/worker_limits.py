@@ -64,8 +64,7 @@ def check_workers(n_workers: int, descriptors_each: int, advice: str) -> None:
             compose(
                 f"{n_workers} workers need {wanted} file descriptors, but of the {limit} that "
                 f"this process may open {n_open} are in use",
-                fix=f"{advice}, or raise the limit before starting Python: "
-                f"ulimit -n {_rounded(wanted + n_open, most)}",
+                fix=f"{advice}, or {_how_to_raise(wanted + n_open, most)}",
             )
         )
     n_bytes = n_workers * WORKER_BYTES
@@ -88,7 +87,12 @@ def _n_open_descriptors() -> int:
     return 64
 
 
-def _rounded(n_descriptors: int, most: Any) -> int:
-    """A limit worth setting: a power of two, if that is allowed."""
+def _how_to_raise(n_descriptors: int, most: Any) -> str:
+    """How to get a limit of so many: the next power of two, if that is allowed."""
+    if 0 <= most < n_descriptors:
+        return f"let the administrator raise the hard limit, which is {most}"
     power = 1 << (n_descriptors - 1).bit_length()
-    return n_descriptors if 0 <= most < power else power
+    return (
+        "raise the limit before starting Python: "
+        f"ulimit -n {n_descriptors if 0 <= most < power else power}"
+    )

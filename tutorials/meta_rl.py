@@ -398,7 +398,11 @@ def main():
         "--num-iters-baselines", type=int, help="the same for agents without memory"
     )
     parser.add_argument("--num-rollouts-per-iter", type=int, help="trials per iteration")
-    parser.add_argument("--num-parallel-workers", type=int, help="1 or less: no processes")
+    parser.add_argument(
+        "--num-parallel-workers",
+        type=lambda text: text if text == "auto" else int(text),
+        help="1 or less: no processes; auto: all cores but two",
+    )
     parser.add_argument("--seed", type=int, help="another one is another run")
     parser.add_argument("--output", default="meta_rl.png", help="where the curves go")
     arguments = vars(parser.parse_args())

@@ -2,8 +2,8 @@
 
 Understood are: ``reset()`` without arguments that returns the observation alone, ``seed(seed)``,
 ``step`` with four results, ``reset(env_info=...)``, ``reset(task=...)`` which gets the option of
-that name, missing spaces, and any subset of ``seed`` and ``options`` among the arguments of
-``reset``.
+that name, ``reset_task(task)`` which gets it where ``reset`` takes none, missing spaces, and any
+subset of ``seed`` and ``options`` among the arguments of ``reset``.
 """
 
 from __future__ import annotations
@@ -58,19 +58,30 @@ class AncestorEnv(gymnasium.Env[Any, Any]):
         if callable(close):
             close()
 
+    def has_wrapper_attr(self, name: str) -> bool:
+        """Whether the environment, or what it wraps, has an attribute."""
+        inner = getattr(self.inner, "has_wrapper_attr", None)
+        return bool(inner(name)) if callable(inner) else hasattr(self.inner, name)
+
+    def get_wrapper_attr(self, name: str) -> Any:
+        """An attribute of the environment or of what it wraps."""
+        inner = getattr(self.inner, "get_wrapper_attr", None)
+        return inner(name) if callable(inner) else getattr(self.inner, name)
+
     def __getattr__(self, name: str) -> Any:
         if name == "inner" or name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
 
-def modernised(env: Any) -> Any:
+def modernised(env: Any, *, with_tasks: bool = True) -> Any:
     """Make an environment understand ``reset(seed=, options=)`` and five-fold steps.
 
     Gymnasium's own wrappers are looked through: what is inside them is replaced within them.
 
     Args:
         env: An environment of whatever age.
+        with_tasks: Whether an environment with ``reset_task`` shall get the option ``task`` there.
 
     Returns:
         ``env`` itself where nothing is to do.
@@ -80,7 +91,11 @@ def modernised(env: Any) -> Any:
     while isinstance(layer, gymnasium.Wrapper) and not _wants_more(layer):
         layer, wrapper = layer.env, layer
     arguments = reset_arguments(layer)
-    if isinstance(layer, gymnasium.Env) and arguments == {"seed", "options"}:
+    if (
+        isinstance(layer, gymnasium.Env)
+        and arguments == {"seed", "options"}
+        and not (with_tasks and callable(getattr(layer, "reset_task", None)))
+    ):
         return env
     adapter = AncestorEnv(layer, arguments)
     if wrapper is None:
@@ -99,7 +114,7 @@ def call_reset(
         arguments: What ``reset_arguments`` says of it.
         seed: The seed; ``None`` for none.
         options: Handed over as ``options`` or ``env_info``; ``"task"`` among them as ``task``
-            where there is such an argument.
+            where there is such an argument, else to ``reset_task`` before, if there is that.
 
     Returns:
         Whatever its ``reset`` returns.
@@ -108,9 +123,12 @@ def call_reset(
     if seed is not None and callable(own_seed):
         own_seed(fold_seed(seed))  # environments of that age expect 32 bits
     given: dict[str, Any] = {"seed": seed, "options": options, "env_info": options or {}}
+    reset_task = getattr(env, "reset_task", None)
     if "task" in arguments:
         others = dict(options or {})
         given.update(task=others.pop("task", None), options=others or None)
+    elif options and "task" in options and callable(reset_task):
+        reset_task(options["task"])
     return env.reset(**{name: given[name] for name in arguments})
 
 

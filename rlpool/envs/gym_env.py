@@ -250,6 +250,24 @@ class GymEnv(VecEnv):
                     )
 
 
+def all_tasks(attribute: Callable[[str], Any]) -> list[Any] | None:
+    """The tasks that an environment knows.
+
+    Args:
+        attribute: Gives an attribute of the environment, ``None`` if it lacks it.
+
+    Returns:
+        What its ``get_all_task_idx()`` lists, or the numbers below its ``n_tasks``; ``None`` if it
+        has neither.
+    """
+    listing = attribute("get_all_task_idx")
+    tasks = listing() if callable(listing) else None
+    if tasks is not None:
+        return list(tasks)
+    n_tasks = attribute("n_tasks")
+    return None if n_tasks is None else list(range(int(n_tasks)))
+
+
 class GymEnvInf(GymEnv):
     """A ``GymEnv`` whose environments restart on their own.
 

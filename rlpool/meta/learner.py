@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
-import gymnasium
 import numpy as np
 
 from rlpool.agent import Agent
-from rlpool.envs.gym_env import GymEnv
+from rlpool.envs.gym_env import GymEnv, all_tasks
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import AgentError, EnvError, SpecError, UsageError, WorkerError, compose
 from rlpool.failures import DEBUG_HINT
@@ -327,6 +326,10 @@ def _tasks(learner: Any, lanes: VecEnv) -> list[Any] | None:
         if tasks is None:
             tasks = _all_tasks(lanes)
         return tasks
+    if not isinstance(tasks, Iterable):
+        raise SpecError(
+            compose(f"train_tasks is {tasks!r}", fix="give a list of tasks to draw from")
+        )
     tasks = list(tasks)
     if not tasks:
         raise SpecError(
@@ -339,18 +342,25 @@ def _tasks(learner: Any, lanes: VecEnv) -> list[Any] | None:
 
 
 def _all_tasks(env: Any) -> list[Any] | None:
-    for name in ("get_all_task_idx", "n_tasks"):
-        value = _attribute(env, name)
-        if value is not None:
-            return list(value()) if callable(value) else list(range(int(value)))
-    return None
+    """The tasks that an environment, or the first of several, knows; ``None`` if it has none."""
+    if isinstance(env, ParallelEnvManager):
+        return env.all_tasks
+    if env is None:
+        return None
 
+    def attribute(name: str) -> Any:
+        try:
+            if isinstance(env, GymEnv):
+                return env.attribute(0, name)
+            return (
+                env.get_wrapper_attr(name)
+                if hasattr(env, "get_wrapper_attr")
+                else getattr(env, name)
+            )
+        except AttributeError:
+            return None
 
-def _attribute(env: Any, name: str) -> Any:
-    """An attribute of an environment, looked for behind its wrappers, too."""
-    if isinstance(env, gymnasium.Env):
-        return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else None
-    return getattr(env, name, None)
+    return all_tasks(attribute)
 
 
 def _root(learner: Any) -> int:

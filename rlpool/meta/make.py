@@ -8,6 +8,7 @@ from typing import Any
 
 import gymnasium
 
+from rlpool.batcher_base import check_count
 from rlpool.meta.trials import VariBadWrapper
 from rlpool.parallel_env import DEFAULT_TIMEOUT_S, ParallelEnvManager
 from rlpool.seeding import root_from, worker_seed
@@ -34,10 +35,13 @@ def make_env(
     Returns:
         The environment. It needs a ``reset`` before the first step.
     """
+    check_count("episodes_per_task", episodes_per_task, 1)
+    if seed is not None:
+        check_count("seed", seed, 0)
     env = gymnasium.make(env_id, **kwargs) if isinstance(env_id, str) else env_id(**kwargs)
     trials = VariBadWrapper(env, episodes_per_task, oracle)
     if seed is not None:
-        trials.reset(seed=seed)
+        trials.env.reset(seed=seed)  # without a task: nobody asked for one yet
         trials.action_space.seed(seed & 0xFFFFFFFF)  # all that old spaces take
     return trials
 
@@ -77,6 +81,8 @@ def make_parallel_env(
         SpecError: For a number that is none, or more processes than the system allows.
         WorkerStartupError: If an environment cannot be made.
     """
+    check_count("episodes_per_task", episodes_per_task, 1)
+    check_count("envs_per_worker", envs_per_worker, 1)
     n_workers = worker_count(num_workers)
     root = root_from(seed)
     env_fns = [

@@ -65,7 +65,7 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
 
     def __init__(self, env: Any, episodes_per_task: int, oracle: bool = False) -> None:
         RecordConstructorArgs.__init__(self, episodes_per_task=episodes_per_task, oracle=oracle)
-        gymnasium.Wrapper.__init__(self, modernised(env))
+        gymnasium.Wrapper.__init__(self, modernised(env, with_tasks=False))
         if not isinstance(episodes_per_task, int | np.integer) or episodes_per_task < 1:
             raise SpecError(f"episodes_per_task should be at least 1, got {episodes_per_task!r}")
         self.episodes_per_task = int(episodes_per_task)
@@ -113,8 +113,13 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         return self.env.get_wrapper_attr("get_current_task")()
 
     def get_all_task_idx(self) -> Any:
-        """The numbers of all tasks."""
-        return self.env.get_wrapper_attr("get_all_task_idx")()
+        """All tasks: those that the environment lists, or the numbers below ``n_tasks``.
+
+        ``None`` for an environment that tells neither.
+        """
+        if self.env.has_wrapper_attr("get_all_task_idx"):
+            return self.env.get_wrapper_attr("get_all_task_idx")()
+        return None if self.n_tasks is None else list(range(self.n_tasks))
 
     def reset(
         self,
@@ -278,7 +283,7 @@ def _time_limit(env: Any) -> int:
     while layer is not None:
         for name in _LIMIT_NAMES:
             limit = getattr(layer, name, None)
-            if limit is not None:
+            if limit is not None and limit < np.inf:
                 limits.append(int(limit))
         if isinstance(layer, gymnasium.Wrapper):
             layer = layer.env

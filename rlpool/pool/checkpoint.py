@@ -64,7 +64,7 @@ def state_of(pool: TransitionWriter, more: Mapping[str, Any]) -> tuple[str, dict
     store, schema = pool._store, pool._schema
     state: dict[str, Any] = {
         "format": _FORMAT,
-        "pool_size": pool._pool_size,
+        **_arguments(pool),
         "rings": [[ring.oldest, ring.next] for ring in pool._rings],
         "fed": pool._fed,
         "open_rows": {str(index): row for index, row in pool._open_rows.items()},
@@ -98,35 +98,28 @@ def restore(
         The text, parsed.
 
     Raises:
-        SpecError: If the pool has another size, another number of sub-pools or other keys, or if
-            arrays are missing. The pool is as before then.
+        SpecError: If the pool was made with other arguments, holds other keys, or if arrays are
+            missing. The pool is as before then.
     """
     state = _checked(pool, text)
-    has_priorities = any(name.startswith("priorities/") for name in specs)
     with pool._first_decides():
-        targets = _targets(pool, state, specs, has_priorities=has_priorities)
+        targets = _targets(pool, state, specs)
     pool.clear()
     with pool._sync.writing():
         for name, target in targets.items():
             read(name, target)
-        _take_over(pool, state, has_priorities=has_priorities)
+        _take_over(pool, state)
     return state
 
 
 def _targets(
-    pool: TransitionWriter,
-    state: Mapping[str, Any],
-    specs: Mapping[str, TensorSpec],
-    *,
-    has_priorities: bool,
+    pool: TransitionWriter, state: Mapping[str, Any], specs: Mapping[str, TensorSpec]
 ) -> dict[str, Array]:
     """Where the arrays of a state go, with room for them; refuses what does not fit."""
     if state["schema"] is None:
         return {}
     pool._admit(_schema(state["schema"]).specs, "the saved pool")
     targets = _arrays(pool, state)
-    if not has_priorities:
-        targets = {k: array for k, array in targets.items() if not k.startswith("priorities/")}
     for name, target in targets.items():
         if specs.get(name) != TensorSpec(target.shape, target.dtype):
             raise SpecError(f"the saved pool has {name!r} as {specs.get(name)}: it is damaged")
@@ -160,7 +153,7 @@ def _arrays(pool: TransitionWriter, state: Mapping[str, Any]) -> dict[str, Array
     return arrays
 
 
-def _take_over(pool: TransitionWriter, state: Mapping[str, Any], *, has_priorities: bool) -> None:
+def _take_over(pool: TransitionWriter, state: Mapping[str, Any]) -> None:
     """Set everything but the arrays, which are there."""
     pieces = []
     for ring, (oldest, after) in zip(pool._rings, state["rings"], strict=True):
@@ -175,27 +168,18 @@ def _take_over(pool: TransitionWriter, state: Mapping[str, Any], *, has_prioriti
         pool._store.recover_finals(state["n_finals"], pieces)
     if pool._tree is not None:
         for piece in pieces:
-            # Those that were read are filled in again, for the sums above them.
-            values = pool._tree.leaves[piece].copy() if has_priorities else pool._max_priority
-            pool._tree.fill(piece, values)
+            # Filled in again, for the sums above them.
+            pool._tree.fill(piece, pool._tree.leaves[piece].copy())
 
 
 def _checked(pool: TransitionWriter, text: str) -> dict[str, Any]:
     """The parsed text, if it fits the pool."""
     try:
         state: dict[str, Any] = json.loads(text)
-        found = {
-            "format": state["format"],
-            "pool_size": state["pool_size"],
-            "processes": len(state["rings"]),
-        }
+        found = {name: state[name] for name in ("format", *_arguments(pool))}
     except (ValueError, KeyError, TypeError) as error:
         raise SpecError("this is not the state of a pool") from error
-    expected = {
-        "format": _FORMAT,
-        "pool_size": pool._pool_size,
-        "processes": len(pool._rings),
-    }
+    expected = {"format": _FORMAT, **_arguments(pool)}
     for name, value in expected.items():
         if found[name] != value:
             raise SpecError(
@@ -205,6 +189,21 @@ def _checked(pool: TransitionWriter, text: str) -> dict[str, Any]:
                 )
             )
     return state
+
+
+def _arguments(pool: TransitionWriter) -> dict[str, Any]:
+    """The arguments of a pool that decide what it holds and draws."""
+    rules = pool._rules
+    return {
+        "pool_size": pool._pool_size,
+        "processes": len(pool._rings),
+        "window_size": rules.window_size,
+        "clearing_freq": rules.clearing_freq,
+        "window_size_": rules.clearing_size,
+        "random": pool._random,
+        "priority_exponent": pool._alpha,
+        "keys": pool._keys,
+    }
 
 
 def _schema(state: Mapping[str, Any]) -> Schema:
@@ -250,7 +249,9 @@ def write_file(path: str | Path, text: str, arrays: Mapping[str, Array]) -> None
     Raises:
         SpecError: If the disk is full or the path cannot be written; what was there is kept.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))  # through a link, to the file that it means
+    if path.exists() and not path.is_file():
+        raise SpecError(compose(f"{str(path)!r} is not a file", fix="save to another path"))
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         try:
@@ -264,7 +265,10 @@ def write_file(path: str | Path, text: str, arrays: Mapping[str, Array]) -> None
             raise
     except OSError as error:
         raise SpecError(
-            compose(f"the pool could not be saved to {str(path)!r}: {error}", fix="make room there")
+            compose(
+                f"the pool could not be saved to {str(path)!r}: {error.strerror}",
+                fix="make room there, or choose another path",
+            )
         ) from error
 
 

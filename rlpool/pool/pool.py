@@ -54,8 +54,9 @@ class Pool(TransitionWriter):
     is, and never moves what is there.
 
     Not for use by several threads at once. Other processes may read a pool with
-    ``storage="shared"``: send it through a pipe, a queue or the arguments of a process, and what
-    arrives is a ``PoolReader``.
+    ``storage="shared"``: send it through a pipe, a queue or the arguments of a process, once it
+    holds a transition, and what arrives is a ``PoolReader``. In a forked process it is the pool
+    itself, which only reads there.
 
     Args:
         env: Environments for ``store()``, one per process; see ``store``.
@@ -147,7 +148,8 @@ class Pool(TransitionWriter):
         """Add every step of some trajectories, in row-then-time order.
 
         Values after a step that follow from the next step, such as ``_frame``, are not stored
-        twice. Nothing refers to the trajectories afterwards; their ``info`` is not stored.
+        twice. Nothing refers to the trajectories afterwards. Their ``info`` is not stored, nor are
+        keys that the transitions before did not have.
 
         Args:
             trajectories: ``[B, T, ...]`` with the keys of the pool, on any device.
@@ -239,6 +241,8 @@ class Pool(TransitionWriter):
             raise UsageError(
                 compose("the pool has no environments", fix="pass env=[...], or use extend()")
             )
+        if self._runner.closed:
+            raise UsageError(compose("the pool was closed", fix="make another one, close it later"))
         episodes = self._runner.run()
         trajectories = [trajectory_of(episode) for episode in episodes]
         if not self._random or len(self._rings) == 1:
@@ -274,6 +278,7 @@ class Pool(TransitionWriter):
                 f"index has shape {list(index.shape)}, priorities have {list(priorities.shape)}"
             )
         powers = checked_powers(priorities, self._alpha)
+        self._sync.refuse_others()
         if self._tree is None or not index.size:
             return
         numbers, rings = np.divmod(index, len(self._rings))
@@ -344,7 +349,7 @@ class Pool(TransitionWriter):
             state: What its ``state_dict`` returned; copied.
 
         Raises:
-            SpecError: If this pool has another size, another number of sub-pools, or other keys.
+            SpecError: If this pool was made with other arguments, or holds other keys.
                 It is as before then.
         """
         self._resume(from_tensors(self, state))
@@ -370,8 +375,8 @@ class Pool(TransitionWriter):
             path: A file that ``save`` wrote.
 
         Raises:
-            SpecError: If the file is damaged, or its pool had another size, another number of
-                sub-pools, or other keys. This one is as before then.
+            SpecError: If the file is damaged, or its pool was made with other arguments or held
+                other keys. This one is as before then.
             OSError: If the file cannot be read.
         """
         self._resume(read_file(self, path))

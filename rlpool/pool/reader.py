@@ -28,7 +28,8 @@ RETURN_KEY = "n_step_return"
 DISCOUNT_KEY = "n_step_discount"
 RESULT_KEYS = (INDEX_KEY, WEIGHT_KEY, RETURN_KEY, DISCOUNT_KEY)
 _MOST = float(np.finfo(np.float64).max)
-_REWARD, _TERMINATED, _DONE = "_reward", "_terminated", "_done"
+_REWARD, _DONE = "_reward", "_done"
+_TERMINATED, _TRUNCATED = "_terminated", "_truncated"
 
 _T = TypeVar("_T")
 
@@ -116,7 +117,8 @@ class TransitionReader(ABC):
                 steps, but for ``_reward``; and there are ``n_step_return``, the discounted sum of
                 the rewards of these steps, and ``n_step_discount``, the factor for the value of
                 what comes after, both float32 ``[batch_size]``. The factor is
-                ``discount ** steps``, or 0 after a termination; after a truncation, which is none,
+                ``discount ** steps``, or 0 after a termination (``_terminated``, or where that is
+                not stored ``_done`` without ``_truncated``); after a truncation, which is none,
                 the value of the last observation counts.
             discount: Discount per step, for ``n_step``.
             beta: Exponent of the importance weights, for a pool with priorities: 1 corrects
@@ -329,6 +331,8 @@ class TransitionReader(ABC):
         batch[RETURN_KEY] = np.where(is_step, rewards * factors, 0).sum(axis=1).astype(np.float32)
         last: Array = every[np.arange(len(rows)), n_steps - 1]
         is_end = store.take(end, last).astype(bool).reshape(-1)
+        if end == _DONE and _TRUNCATED in store.specs:
+            is_end &= ~store.take(_TRUNCATED, last).astype(bool).reshape(-1)
         batch[DISCOUNT_KEY] = np.where(is_end, 0, np.float64(discount) ** n_steps).astype(
             np.float32
         )

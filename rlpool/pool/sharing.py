@@ -58,6 +58,20 @@ class Sync:
         """Whether this process may write: the one that made it, if others see the memory too."""
         return self._fd is None or os.getpid() == self._writer_pid
 
+    def refuse_others(self) -> None:
+        """Refuse to go on in a process that was forked from the writer's.
+
+        Raises:
+            UsageError: There.
+        """
+        if not self.is_writer:
+            raise UsageError(
+                compose(
+                    "a pool is filled by the process that made it, and this is another one",
+                    fix="send trajectories to that process, or make a pool of your own here",
+                )
+            )
+
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Change rows and numbers within this.
@@ -68,13 +82,7 @@ class Sync:
         if self._fd is None:
             yield
             return
-        if not self.is_writer:
-            raise UsageError(
-                compose(
-                    "a pool is filled by the process that made it, and this is another one",
-                    fix="send trajectories to that process, or make a pool of your own here",
-                )
-            )
+        self.refuse_others()
         fcntl.lockf(self._fd, fcntl.LOCK_EX)
         self._version[0] |= 1  # odd already if a writer before died while it wrote
         try:

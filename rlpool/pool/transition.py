@@ -50,8 +50,11 @@ def transition_of(
         values[key] = state.astype(dtype, copy=False)
         values[successor_key(key)] = after[key].astype(dtype, copy=False)
     reward = _single("r", r)
-    # Rewards of 1 may be followed by one of 0.5.
-    values[REWARD_KEY] = reward if reward.dtype.kind == "f" else reward.astype(np.float32)
+    # Rewards of 1 may be followed by one of 0.5; what float32 cannot hold becomes float64.
+    if reward.dtype.kind != "f":
+        exact = isinstance(r, np.generic) and reward.astype(np.float32) != reward
+        reward = reward.astype(np.float64 if exact else np.float32)
+    values[REWARD_KEY] = reward
     values[DONE_KEY] = _single("done", done).astype(bool)
     values[TERMINATED_KEY] = _single("terminated", terminated).astype(bool)
     if values[TERMINATED_KEY] and not values[DONE_KEY]:
@@ -136,7 +139,9 @@ def as_array(name: str, value: Any) -> Array:
                 fix="pass arrays of one shape",
             )
         )
-    return array.astype(np.float32) if isinstance(value, float) else array
+    if type(value) is float:  # not a NumPy scalar, which says what it wants
+        return array.astype(np.float32)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def _shapes(arrays: Mapping[str, Array]) -> str:

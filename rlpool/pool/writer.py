@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,6 +63,8 @@ class TransitionWriter(TransitionReader):
         self._keys = None if keys is None else list(dict.fromkeys(keys))
         self._random = random
         self._alpha = alpha
+        self._rules = rules
+        self._pid = os.getpid()
         self._sync = Sync.make(storage, n_rings)
         rings, offset = [], 0
         for number, capacity in enumerate(capacities(pool_size, n_rings)):
@@ -75,7 +78,13 @@ class TransitionWriter(TransitionReader):
 
     def _unchanged(self, look: Callable[[], _T]) -> _T:
         # In a process that was forked from the writer's, the pool is a reader like any other.
-        return look() if self._sync.is_writer else self._sync.read(look)
+        if self._sync.is_writer:
+            return look()
+        if self._pid != os.getpid():
+            # Not the draws of its siblings and of the process that it came from.
+            self._pid = os.getpid()
+            self._generator = np.random.Generator(np.random.PCG64())
+        return self._sync.read(look)
 
     def clear(self) -> None:
         """Drop all transitions; their keys stay fixed."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rlpool.envs.columns import converted
-from rlpool.envs.gym_env import GymEnv
+from rlpool.envs.gym_env import GymEnv, all_tasks
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import RlpoolError, SpecError, Where, WorkerError, WorkerStartupError
 from rlpool.failures import described, env_error, text_of
@@ -195,13 +195,17 @@ class EnvServer:
             spaces,
             self._number("n_tasks"),
             self._number("horizon_bamdp"),
+            all_tasks(self._attribute),
         )
 
-    def _number(self, name: str) -> int | None:
+    def _attribute(self, name: str) -> Any:
         try:
-            value = self._env.attribute(0, name)
+            return self._env.attribute(0, name)
         except Exception:
             return None  # environments without tasks
+
+    def _number(self, name: str) -> int | None:
+        value = self._attribute(name)
         return int(value) if isinstance(value, int | np.integer) else None
 
     # Messages ---------------------------------------------------------------------------------

@@ -119,6 +119,7 @@ class EnvReady:
         spaces: ``(observation_space, action_space)``, pickled by cloudpickle.
         n_tasks: The environments' attribute of that name, ``None`` if they have none.
         horizon_bamdp: Likewise.
+        all_tasks: The tasks that they know, ``None`` if they have none.
     """
 
     n_lanes: int
@@ -128,6 +129,7 @@ class EnvReady:
     spaces: bytes
     n_tasks: int | None
     horizon_bamdp: int | None
+    all_tasks: list[Any] | None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlpool import (
@@ -14,6 +15,7 @@ from rlpool import (
     EnvError,
     Learner,
     ParallelEnvManager,
+    SpecError,
     UsageError,
     WorkerDiedError,
     WorkerStartupError,
@@ -45,6 +47,21 @@ def three() -> Iterator[ParallelEnvManager]:
 def test_the_manager_knows_what_the_trials_are(three: ParallelEnvManager) -> None:
     assert (three.num_envs, three.n_tasks, three.horizon_bamdp) == (3, 7, 12)
     assert three.observation_space == make_env(RAGGED, 2, **ARGUMENTS).observation_space
+
+
+def test_the_manager_knows_the_tasks_and_what_lies_behind_the_wrappers(
+    three: ParallelEnvManager,
+) -> None:
+    assert three.all_tasks == list(range(7))
+    for name, value in (("noise", 1.0), ("horizon_bamdp", 12)):
+        three.remotes[1].send(("get_attr", {"attr": name}))
+        assert three.remotes[1].recv() == ("attr", value)
+
+
+def test_actions_of_another_kind_are_refused(three: ParallelEnvManager) -> None:
+    three.reset()
+    with pytest.raises(SpecError, match="'action' is complex64"):
+        three.step_lanes([0], {"action": np.zeros((3, 2), np.complex64)})
 
 
 def test_a_task_reaches_its_environment_by_remote(three: ParallelEnvManager) -> None:

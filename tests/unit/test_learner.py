@@ -22,6 +22,7 @@ from rlpool import (
     UsageError,
     VariBadWrapper,
     collect_rollouts_parallel,
+    make_env,
 )
 
 from support.agents import GruAgent, InitialStateCounter, NoisyAgent, Recorder, StepCounter
@@ -245,6 +246,40 @@ def test_without_train_tasks_all_tasks_of_the_environment_are_drawn() -> None:
     learner = learner_of(MarkovActor(2), BOTH, VariBadWrapper(TaskEnv(limit=1, n_tasks=4), 1))
     learner.collect_rollouts_parallel(60)
     assert set(tasks_of(learner)) == {0, 1, 2, 3}
+
+
+class SomeTasks(TaskEnv):
+    """Lists tasks that are not the numbers below ``n_tasks``."""
+
+    def get_all_task_idx(self) -> list[int]:
+        return [3, 5]
+
+
+@pytest.mark.parametrize("kind", ["one", "lanes", "parallel"])
+def test_the_tasks_that_are_drawn_do_not_depend_on_who_holds_the_environment(kind: str) -> None:
+    def make() -> VariBadWrapper:
+        return VariBadWrapper(SomeTasks(limit=1), 1)
+
+    env = make() if kind == "one" else GymEnv([make(), make()])
+    train_env, parallel_env = (None, env) if kind == "parallel" else (env, None)
+    learner = Learner(MarkovActor(2), Storage(), train_env, None, BOTH, seed=5)
+    learner.collect_rollouts_parallel(20, parallel_env=parallel_env)
+    assert set(tasks_of(learner)) == {3, 5}
+
+
+@pytest.mark.parametrize("episodes_per_task", [1, 2])
+def test_without_train_tasks_environments_without_tasks_get_none(episodes_per_task: int) -> None:
+    env = make_env("CartPole-v1", episodes_per_task)
+    assert env.n_tasks is None
+    learner = Learner(None, Storage(), env, None, BOTH, seed=5)
+    assert learner.collect_rollouts_parallel(2, random_actions=True) > 0
+
+
+def test_a_task_reaches_an_environment_that_is_no_trial() -> None:
+    env = TaskEnv(limit=None)
+    learner = learner_of(MarkovActor(2), BOTH, gymnasium.wrappers.TimeLimit(env, 1), tasks=[6])
+    learner.collect_rollouts_parallel(2)
+    assert tasks_of(learner) == [6, 6]
 
 
 def test_a_task_may_be_any_object() -> None:

@@ -88,13 +88,6 @@ def test_an_empty_pool_can_be_saved(tmp_path: Path) -> None:
     assert torch.equal(pool.sample(5)["action"], other.sample(5)["action"])
 
 
-def test_a_uniform_pools_transitions_have_equal_priorities_elsewhere(tmp_path: Path) -> None:
-    pool, other = Pool(pool_size=9), Pool(pool_size=9, priority_exponent=1.0)
-    add_numbers(pool, 0, 12)
-    through_file(pool, other, tmp_path / "pool")
-    assert other.sample(9)["weight"].tolist() == [1.0] * 9
-
-
 def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.numpy")
     pool = Pool(pool_size=8, seed=0)
@@ -117,9 +110,14 @@ def test_state_dict_copies_nothing() -> None:
     [
         ({"pool_size": 31}, "pool_size"),
         ({"pool_size": 30, "processes": 2}, "processes"),
+        ({"pool_size": 30, "priority_exponent": 1.0}, "priority_exponent"),
+        ({"pool_size": 30, "window_size": 7}, "window_size"),
+        ({"pool_size": 30, "clearing_freq": 7, "window_size_": 2}, "clearing_freq"),
+        ({"pool_size": 30, "random": False}, "random"),
+        ({"pool_size": 30, "keys": ["frame", "_frame", "action", "_reward", "_done"]}, "keys"),
     ],
 )
-def test_a_pool_of_another_size_is_refused_and_kept(
+def test_a_pool_of_other_arguments_is_refused_and_kept(
     other: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     pool, there = Pool(pool_size=30), Pool(**other)

@@ -371,3 +371,14 @@ def test_n_step_returns_of_several_rewards_per_step_are_refused() -> None:
     pool = pool_of(episodes([4], _reward=torch.zeros(1, 4, 2)))
     with pytest.raises(SpecError, match="'_reward' is float32"):
         pool.sample(2, n_step=2)
+
+
+def test_without_terminated_an_end_that_is_truncated_is_no_termination() -> None:
+    flags = torch.tensor([[False, False, True]])
+    trajectories = TemporalDictTensor(
+        {"_reward": torch.ones(1, 3), "_done": flags, "_truncated": flags}
+    )
+    pool = Pool(pool_size=3, seed=0)
+    pool.extend(trajectories)
+    discounts = pool.sample(3, n_step=1, discount=0.5)["n_step_discount"]
+    assert discounts.tolist() == [0.5] * 3

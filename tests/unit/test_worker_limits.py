@@ -7,14 +7,14 @@ import resource
 
 import pytest
 
-from rlpool import SpecError, limits, worker_count
+from rlpool import SpecError, worker_count, worker_limits
 
 
 @pytest.mark.parametrize(("n_cores", "expected"), [(1, 1), (2, 1), (3, 1), (4, 2), (64, 62)])
 def test_auto_leaves_two_cores(
     monkeypatch: pytest.MonkeyPatch, n_cores: int, expected: int
 ) -> None:
-    monkeypatch.setattr(limits, "n_cores", lambda: n_cores)
+    monkeypatch.setattr(worker_limits, "n_cores", lambda: n_cores)
     assert worker_count("auto") == expected
 
 
@@ -22,10 +22,10 @@ def test_cores_are_those_that_this_process_may_use() -> None:
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
-        assert limits.n_cores() == 1
+        assert worker_limits.n_cores() == 1
     finally:
         os.sched_setaffinity(0, before)
-    assert limits.n_cores() == len(before)
+    assert worker_limits.n_cores() == len(before)
 
 
 @pytest.mark.parametrize("number", [0, -1, True, "many", 1.5, None])
@@ -37,10 +37,10 @@ def test_counts_that_are_none_are_refused(number: object) -> None:
 
 def test_more_workers_than_descriptors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 4096))
-    monkeypatch.setattr(limits, "_n_open_descriptors", lambda: 44)
-    limits.check_workers(10, 4, "use fewer")  # 10 * 4 + 16 are just those that are left
+    monkeypatch.setattr(worker_limits, "_n_open_descriptors", lambda: 44)
+    worker_limits.check_workers(10, 4, "use fewer")  # 10 * 4 + 16 are just those that are left
     with pytest.raises(SpecError) as caught:
-        limits.check_workers(11, 4, "use fewer")
+        worker_limits.check_workers(11, 4, "use fewer")
     text = str(caught.value)
     assert "11 workers need 60 file descriptors, but of the 100" in text
     assert "44 are in use" in text
@@ -48,13 +48,19 @@ def test_more_workers_than_descriptors_are_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_more_workers_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "free_bytes", lambda: 3 * limits.WORKER_BYTES)
-    limits.check_workers(3, 4, "use fewer")
+    monkeypatch.setattr(worker_limits, "free_bytes", lambda: 3 * worker_limits.WORKER_BYTES)
+    worker_limits.check_workers(3, 4, "use fewer")
     with pytest.raises(SpecError, match=r"4 workers need at least 400 MiB .* 300 MiB are free"):
-        limits.check_workers(4, 4, "use fewer")
+        worker_limits.check_workers(4, 4, "use fewer")
+
+
+def test_the_remedy_is_one_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_limits.resource, "getrlimit", lambda _: (64, 64))
+    with pytest.raises(SpecError, match="hard limit, which is 64"):
+        worker_limits.check_workers(100, 4, "use fewer")
 
 
 def test_no_limit_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     infinite = resource.RLIM_INFINITY
     monkeypatch.setattr(resource, "getrlimit", lambda _: (infinite, infinite))
-    limits.check_workers(1, 10**9, "use fewer")
+    worker_limits.check_workers(1, 10**9, "use fewer")
