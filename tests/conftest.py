@@ -6,6 +6,8 @@ import contextlib
 import gc
 import importlib.util
 import sys
+import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +46,39 @@ settings.register_profile(
     "rlpool", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("rlpool")
+
+
+MANY_VARIANTS = 2
+SHARE = 4  # one variant in so many runs where there are many
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the cross products of the process tests be run in full: they take minutes."""
+    parser.addoption(
+        "--variants",
+        choices=("some", "rest", "all"),
+        default="some",
+        help="of a process test with many variants run a quarter (default), the others, or all",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out variants of process tests that have many, always the same ones."""
+    wanted = config.getoption("--variants")
+    named = {argument for argument in config.args if "::" in argument}
+    if wanted == "all" or named:
+        return
+    n_variants = Counter(item.nodeid.partition("[")[0] for item in items)
+    kept, dropped = [], []
+    for item in items:
+        is_one_of_many = (
+            "/process/" in item.nodeid and n_variants[item.nodeid.partition("[")[0]] > MANY_VARIANTS
+        )
+        is_in_share = not is_one_of_many or zlib.crc32(item.nodeid.encode()) % SHARE == 0
+        (kept if is_in_share == (wanted == "some") else dropped).append(item)
+    items[:] = kept
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
 
 
 def pytest_report_header() -> list[str]:

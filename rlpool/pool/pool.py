@@ -68,7 +68,9 @@ class Pool(TransitionWriter):
             ``window_size_`` oldest.
         window_size_: See ``clearing_freq``; only together with it.
         random: Whether a transition of ``store()`` goes to a sub-pool at random, with probability
-            proportional to 1 / (its length + 1); otherwise to that of its process.
+            proportional to 1 / (its length + 1); otherwise to that of its process. Where
+            transitions of several processes mix, none is known to follow another: each keeps its
+            next state, sequences and n-step returns end with it.
         policy: For ``store()`` with Gymnasium environments: called in the workers with a state for
             an action. By default the action space is sampled.
         seed: Root of the randomness of sampling, of distributing and of ``store()``; ``None`` draws

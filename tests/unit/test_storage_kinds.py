@@ -29,14 +29,19 @@ def descriptors_open() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def no_descriptor_left() -> Iterator[None]:
-    gc.collect()
+    close_kept()
     before = descriptors_open()
     yield
+    close_kept()
+    assert descriptors_open() == before
+
+
+def close_kept() -> None:
+    """Close what waits for a receiver, as tests send without anybody to receive."""
     gc.collect()
-    for kept in list(descriptors._kept):  # tests that send without anybody to receive
+    for kept in list(descriptors._kept):
         descriptors._kept.remove(kept)
         os.close(kept[1])
-    assert descriptors_open() == before
 
 
 # Kinds ----------------------------------------------------------------------------------------
