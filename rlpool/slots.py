@@ -285,7 +285,3 @@ class BlockPool:
         surplus = [block for block in self._blocks if block.is_free][self._MAX_FREE :]
         self._blocks = [block for block in self._blocks if block not in surplus]
         return [block.number for block in surplus]
-
-    def discard(self, block: Block) -> None:
-        """Never use a block again: a dead worker left it in an unknown state."""
-        self._blocks = [other for other in self._blocks if other is not block]

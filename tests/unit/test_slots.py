@@ -237,17 +237,6 @@ def test_the_number_of_blocks_is_that_of_results_held_plus_a_few() -> None:
     assert len(made) <= 3
 
 
-def test_a_discarded_block_is_never_used_again() -> None:
-    blocks, made = pool()
-    block, _ = blocks.take()
-    block.release()
-    blocks.discard(block)
-    other, is_new = blocks.take()
-    assert is_new
-    assert other is not block
-    assert len(made) == 2
-
-
 def test_a_system_without_memory_is_an_error_that_says_what_to_lower() -> None:
     blocks, _ = pool(limit=1)
     blocks.take()
