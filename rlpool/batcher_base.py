@@ -78,8 +78,8 @@ class BatcherBase(ProcessOwner):
         self._coordinator = Coordinator(
             setups,
             in_process=n_threads == 0,
-            # Not the method itself: a batcher that is dropped shall end its workers at once, such as
-            # the one of a notebook's cell that is run again, and not wait for the garbage collector.
+            # Not the method itself: a batcher that is dropped, such as that of a notebook's cell
+            # that is run again, ends its workers at once if nothing refers back to it.
             make_layout=_Weakly(self._layout),
             timeout_s=timeout if n_threads else None,
         )

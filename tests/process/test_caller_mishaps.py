@@ -191,7 +191,8 @@ def main(struck):
                 check(own.get(), 9)
             managed.close()
             del managed
-            sys.stderr = open(os.devnull, "w")  # multiprocessing tries to join its parent's children
+            # multiprocessing tries to join the children of its parent, and says so.
+            sys.stderr = open(os.devnull, "w")
             sys.exit(4)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
         check(batcher.get(), 5)
