@@ -65,6 +65,7 @@ class Plan:
         strike_s: Mean seconds between two strikes of the environments of a worker.
         signal_s: Mean seconds between two signals to any worker.
         rounds: Requests in the life of a batcher.
+        sizes: Episodes per request to choose from.
         timeout_s: After which a stopped worker counts as hanging.
         least_episodes: Go on until there were so many.
         least_faults: Go on until there were so many.
@@ -73,9 +74,10 @@ class Plan:
     seconds: float = 600.0
     seed: int = 0
     n_workers: int = 4
-    strike_s: float = 10.0
-    signal_s: float = 4.0
+    strike_s: float = 20.0
+    signal_s: float = 6.0
     rounds: int = 60
+    sizes: tuple[int, ...] = (1, 12, 100, 400)
     timeout_s: float = 3.0
     least_episodes: int = 0
     least_faults: int = 0
@@ -118,6 +120,7 @@ class Sniper:
         signals: Where to count.
 
     Attributes:
+        has_peace: Whether nobody is shot at for a while.
         spared: Processes that are not shot at.
     """
 
@@ -126,6 +129,7 @@ class Sniper:
         self._notes = notes
         self._signals = signals
         self._rng = random.Random(plan.seed)
+        self.has_peace = False
         self.spared: set[psutil.Process] = set()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -142,21 +146,29 @@ class Sniper:
 
     def _run(self) -> None:
         while not self._over.wait(self._rng.expovariate(1 / self._mean_s)):
-            alive = [worker for worker in workers() if worker not in self.spared]
-            if alive:
+            if not self.has_peace:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    self._shoot(self._rng.choice(alive))
+                    self._shoot()
 
-    def _shoot(self, worker: psutil.Process) -> None:
+    def _shoot(self) -> None:
+        alive = [worker for worker in workers() if worker not in self.spared]
+        at_work = [worker for worker in alive if self._has_begun(worker)]
         names = ["SIGKILL", "SIGKILL", "SIGSEGV"]
-        if os.path.exists(os.path.join(self._notes, f"{worker.pid}.notes")):
-            names += ["SIGSTOP", "SIGSTOP+SIGCONT"]  # else it is imports that would be waited for
-        name = self._rng.choice(names)
+        if self._rng.random() < 0.9:
+            # Seldom those that are starting: a worker that never gets ready is given up.
+            alive = at_work
+            names += ["SIGSTOP", "SIGSTOP+SIGCONT"]
+        if not alive:
+            return
+        worker, name = self._rng.choice(alive), self._rng.choice(names)
         worker.send_signal(getattr(signal, name.partition("+")[0]))
         self._signals[name] += 1
         if name.endswith("SIGCONT"):
             self._over.wait(0.1)
             worker.resume()
+
+    def _has_begun(self, worker: psutil.Process) -> bool:
+        return os.path.exists(os.path.join(self._notes, f"{worker.pid}.notes"))
 
 
 # Lives ------------------------------------------------------------------------------------------
@@ -219,7 +231,7 @@ class Lives:
             self._open(EpisodeBatcher, seed, self._plan.n_workers, True) as batcher,
         ):
             for number in range(0, self._plan.rounds, 2):
-                sizes = [self._rng.choice((1, 7, self.N_SLOTS, 5 * self.N_SLOTS)) for _ in "ab"]
+                sizes = [self._rng.choice(self._plan.sizes) for _ in "ab"]
                 for offset, n_episodes in enumerate(sizes):  # two requests in flight
                     for one in (batcher, twin):
                         one.update(rough.parameters(number + offset))
@@ -231,14 +243,14 @@ class Lives:
 
     def _windows(self, seed: int) -> None:
         n_workers = self._plan.n_windows_workers
-        others = set(workers())
         # A twin in this process would have another number of lanes in its only worker, and
         # arithmetic depends on that in the last bit.
+        self._sniper.has_peace = True
         with self._open(Batcher, seed, n_workers, False) as twin:
-            self._sniper.spared = set(workers()) - others
+            self._sniper.spared = set(workers())
+            self._sniper.has_peace = False
             with self._open(Batcher, seed, n_workers, True) as batcher:
                 self._collect_windows(batcher, twin)
-        self._sniper.spared = set()
 
     def _collect_windows(self, batcher: Batcher, twin: Batcher) -> None:
         n_lanes = twin.n_lanes
@@ -361,8 +373,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--strike-every", type=float, default=10.0, help="per worker, mean seconds")
-    parser.add_argument("--signal-every", type=float, default=4.0, help="mean seconds")
+    parser.add_argument("--strike-every", type=float, default=20.0, help="per worker, mean seconds")
+    parser.add_argument("--signal-every", type=float, default=6.0, help="mean seconds")
     args = parser.parse_args()
     torch.set_num_threads(1)
     plan = Plan(
