@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -64,10 +65,13 @@ class Plan:
         n_workers: Workers of the ``EpisodeBatcher``; the ``Batcher`` has half as many.
         strike_s: Mean seconds between two strikes of the environments of a worker.
         signal_s: Mean seconds between two signals to any worker.
+        at_starting: Share of the signals that may hit a worker that is still starting. One that
+            fails again and again before it is ready is given up, so it must not be large.
         rounds: Requests in the life of a batcher.
         sizes: Episodes per request to choose from.
         timeout_s: After which a stopped worker counts as hanging.
         least_episodes: Go on until there were so many.
+        least_windows: Go on until there were so many.
         least_faults: Go on until there were so many.
     """
 
@@ -76,10 +80,12 @@ class Plan:
     n_workers: int = 4
     strike_s: float = 20.0
     signal_s: float = 6.0
+    at_starting: float = 0.1
     rounds: int = 60
     sizes: tuple[int, ...] = (1, 12, 100, 400)
     timeout_s: float = 3.0
     least_episodes: int = 0
+    least_windows: int = 0
     least_faults: int = 0
 
     @property
@@ -126,6 +132,7 @@ class Sniper:
 
     def __init__(self, plan: Plan, notes: str, signals: Counter[str]) -> None:
         self._mean_s = plan.signal_s
+        self._at_starting = plan.at_starting
         self._notes = notes
         self._signals = signals
         self._rng = random.Random(plan.seed)
@@ -154,8 +161,7 @@ class Sniper:
         alive = [worker for worker in workers() if worker not in self.spared]
         at_work = [worker for worker in alive if self._has_begun(worker)]
         names = ["SIGKILL", "SIGKILL", "SIGSEGV"]
-        if self._rng.random() < 0.9:
-            # Seldom those that are starting: a worker that never gets ready is given up.
+        if self._rng.random() >= self._at_starting:
             alive = at_work
             names += ["SIGSTOP", "SIGSTOP+SIGCONT"]
         if not alive:
@@ -191,6 +197,8 @@ class Lives:
         self._tally = tally
         self._sniper = sniper
         self._rng = random.Random(plan.seed)
+        self._notes = notes
+        self._start_s = time.monotonic()
         self._strikes = {"notes": notes, "mean_s": plan.strike_s, "kinds": KINDS}
         most = memory_mib(psutil.Process())["rss"] + HOARDERS_MIB
         self._options = {
@@ -203,10 +211,21 @@ class Lives:
         }
 
     def run(self) -> None:
-        """One life of each kind."""
-        for run in (self._episodes, self._windows):
+        """Go on until there was enough."""
+        kinds = itertools.cycle((self._episodes, self._windows))
+        while not self._tally.errors and not self._is_enough():
             self._tally.lives += 1
-            run(self._plan.seed + self._tally.lives)
+            next(kinds)(self._plan.seed + self._tally.lives)
+
+    def _is_enough(self) -> bool:
+        tally, faults = self._tally, rough.noted(self._notes)
+        faults.pop("created", None)
+        return (
+            time.monotonic() - self._start_s > self._plan.seconds
+            and tally.episodes >= self._plan.least_episodes
+            and tally.windows >= self._plan.least_windows
+            and sum(faults.values()) + sum(tally.signals.values()) >= self._plan.least_faults
+        )
 
     def _open(self, kind: type[Any], seed: int, n_workers: int, disturbed: bool) -> Any:
         env_args: dict[str, Any] = {"n_lanes": self.N_LANES, "restarts": kind is Batcher}
@@ -238,7 +257,7 @@ class Lives:
                         one.execute(n_episodes, **rough.infos(n_episodes, number))
                 for n_episodes in sizes:
                     self._tally.episodes += self._compare(batcher, twin, n_episodes)
-                if self._tally.errors:
+                if self._tally.errors or self._is_enough():
                     return
 
     def _windows(self, seed: int) -> None:
@@ -261,7 +280,7 @@ class Lives:
                 one.update(rough.parameters(number))
                 one.execute()
             self._tally.windows += bool(self._compare(batcher, twin, n_lanes))
-            if self._tally.errors:
+            if self._tally.errors or self._is_enough():
                 return
 
     def _compare(self, batcher: Any, twin: Any, n_rows: int) -> int:
@@ -311,14 +330,14 @@ def run(plan: Plan) -> dict[str, Any]:
         sniper = Sniper(plan, notes, tally.signals)
         lives = Lives(plan, notes, tally, sniper)
         with sniper.at_work():
-            while not tally.errors and not is_enough(plan, tally, notes, start_s):
-                lives.run()
+            lives.run()
         noted = rough.noted(notes)
     finally:
         shutil.rmtree(notes)
     passed_s = time.monotonic() - start_s
     left = before_and_after(before)
-    n_started = tally.lives // 2 * (plan.n_workers + plan.n_windows_workers)
+    n_pairs, is_odd = divmod(tally.lives, 2)
+    n_started = (n_pairs + is_odd) * plan.n_workers + n_pairs * plan.n_windows_workers
     restarts = noted.pop("created", 0) - n_started
     faults = dict(sorted((noted + tally.signals).items()))
     is_sound = not (tally.lost or tally.wrong or tally.errors or any(left.values()))
@@ -336,17 +355,6 @@ def run(plan: Plan) -> dict[str, Any]:
         "errors": tally.errors,
         "lives": tally.lives,
     }
-
-
-def is_enough(plan: Plan, tally: Tally, notes: str, start_s: float) -> bool:
-    """Whether chaos may end."""
-    faults = rough.noted(notes)
-    faults.pop("created", None)
-    return (
-        time.monotonic() - start_s > plan.seconds
-        and tally.episodes >= plan.least_episodes
-        and sum(faults.values()) + sum(tally.signals.values()) >= plan.least_faults
-    )
 
 
 def warm_up() -> None:
