@@ -28,8 +28,9 @@ def test_nothing_is_lost_in_chaos(chaos: object) -> None:
         chaos.Plan(
             seconds=0.0,
             seed=3,
-            strike_s=4.0,
+            strike_s=6.0,
             signal_s=1.0,
+            signals_per_result=2,
             at_starting=0.0,
             rounds=30,
             timeout_s=2.0,
