@@ -170,6 +170,7 @@ class EnvCrew:
             raise UsageError(
                 compose("the environments are closed", fix="make a new manager, or close it later")
             )
+        self._supervisor.deliver_logs()
         if self._fatal is not None:
             raise self._fatal
 

@@ -1,0 +1,196 @@
+"""Logging in worker processes ends in the caller's ``logging``.
+
+In a worker every record that its logger lets through is written to the outbox, whatever handlers
+there are and whoever configured them; handlers that print to the worker's own stdout or stderr are
+left out, as the caller has handlers of its own. In the caller the records go to the loggers of
+the same names, whose levels, filters and handlers decide. Nothing runs in the background there:
+records are handed over whenever the caller is inside of rlpool.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from rlpool.interrupts import InterruptsHeld
+from rlpool.log_records import decode, encode, notice
+from rlpool.workers.outbox import Outbox
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The caller's levels, by which workers tell what is worth sending.
+
+    Attributes:
+        root: Level of the root logger.
+        named: Levels of the loggers that have one.
+        disabled: What ``logging.disable`` was called with.
+    """
+
+    root: int
+    named: dict[str, int]
+    disabled: int
+
+    @classmethod
+    def now(cls) -> Levels:
+        """The levels of this process."""
+        manager = logging.root.manager
+        named = {
+            name: logger.level
+            for name, logger in list(manager.loggerDict.items())
+            if isinstance(logger, logging.Logger) and logger.level
+        }
+        return cls(logging.root.level, named, manager.disable)
+
+    def apply(self) -> None:
+        """Set them in this process."""
+        logging.root.setLevel(self.root)
+        for name, level in self.named.items():
+            logging.getLogger(name).setLevel(level)
+        logging.disable(self.disabled)
+
+
+def send_logs(outbox: Outbox, worker: int, levels: Levels) -> None:
+    """Let this worker process log into the outbox.
+
+    Handlers that exist already came with the caller's main module, which a worker imports before
+    anything else. They are taken away: what they handle the caller's handle, too.
+    """
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    for logger in loggers:
+        if isinstance(logger, logging.Logger):
+            logger.handlers.clear()
+    levels.apply()
+
+    def call_handlers(self: logging.Logger, record: logging.LogRecord) -> None:
+        try:
+            line = encode(record, worker)
+        except Exception:  # nobody can be told but by its number
+            outbox.drop(worker)
+        else:
+            outbox.append(worker, line)
+        _call_own_handlers(self, record)
+
+    # Not a handler of the root logger, which loggers that do not propagate would not reach and a
+    # user's configuration may remove.
+    logging.Logger.callHandlers = call_handlers  # type: ignore[method-assign]
+    logging.captureWarnings(True)
+
+
+def _call_own_handlers(logger: logging.Logger | None, record: logging.LogRecord) -> None:
+    """Call handlers that the user added in the worker, but for those that print."""
+    while logger is not None:
+        for handler in logger.handlers:
+            if record.levelno >= handler.level and not _prints(handler):
+                handler.handle(record)
+        logger = logger.parent if logger.propagate else None
+
+
+def _prints(handler: logging.Handler) -> bool:
+    stream: Any = getattr(handler, "stream", None)
+    streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    return stream is not None and any(stream is other for other in streams)
+
+
+class LogReader:
+    """Hands the workers' records to the caller's loggers.
+
+    Args:
+        outbox: What the workers write to.
+    """
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._records: deque[logging.LogRecord] = deque()  # read and not handed over yet
+        self._n_told = [0] * outbox.n_workers
+        self._n_torn = 0
+        self._owner_pid = os.getpid()
+        self._lock = threading.Lock()
+
+    def expect_last_words(self) -> None:
+        """A worker died: look for records that it had no time to point out."""
+        self._outbox.expect_news()
+
+    def deliver(self) -> None:
+        """Hand over what was written since the last time, or a megabyte of it.
+
+        Raises:
+            Exception: What a filter or handler of the caller raises, as if the caller had logged.
+                The record is gone, those after it will be handed over by the next call.
+        """
+        if not self._outbox.has_news() and not self._records:
+            return
+        # Someone else's handler may call rlpool again, from this thread or another.
+        if os.getpid() != self._owner_pid or not self._lock.acquire(blocking=False):
+            return
+        try:
+            with InterruptsHeld():
+                self._fetch()
+            self._hand_over()
+        finally:
+            self._lock.release()
+
+    def finish(self) -> None:
+        """Hand over all that is left, now that all workers have ended, and close the outbox.
+
+        Raises:
+            Exception: The first that a filter or handler of the caller raised.
+        """
+        if os.getpid() != self._owner_pid or self._outbox.closed:
+            return
+        first_error = None
+        try:
+            self.expect_last_words()
+            while self._outbox.has_news() or self._records:
+                self._fetch()
+                if not self._outbox.has_news():
+                    self._n_torn += bool(self._outbox.take_rest())
+                    self._tell_losses()
+                try:
+                    self._hand_over()
+                except Exception as error:
+                    first_error = first_error or error
+        finally:
+            self._outbox.close()
+        if first_error is not None:
+            raise first_error
+
+    def _fetch(self) -> None:
+        if not self._outbox.has_news():
+            return
+        for line in self._outbox.read():
+            record = decode(line)
+            if record is None:
+                self._n_torn += 1
+            else:
+                self._records.append(record)
+        if not self._outbox.has_news():
+            self._tell_losses()
+
+    def _tell_losses(self) -> None:
+        """Report what was lost, once all that was not is read."""
+        for worker, n_dropped in enumerate(self._outbox.dropped()):
+            n_new = n_dropped - self._n_told[worker]
+            if n_new:
+                self._n_told[worker] = n_dropped
+                message = (
+                    f"{n_new} log records of worker {worker} were dropped: "
+                    "more than could be kept came while nobody called rlpool"
+                )
+                self._records.append(notice(logging.WARNING, message, worker))
+        if self._n_torn:
+            message = f"{self._n_torn} log records were cut off by the end of their worker"
+            self._n_torn = 0
+            self._records.append(notice(logging.WARNING, message, None))
+
+    def _hand_over(self) -> None:
+        while self._records:
+            record = self._records.popleft()
+            logger = logging.getLogger(record.name)
+            if logger.isEnabledFor(record.levelno):
+                logger.handle(record)

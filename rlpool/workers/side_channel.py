@@ -1,0 +1,63 @@
+"""What a supervisor knows of its workers beside their messages: their logs and their stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from rlpool.workers.logs import Levels, LogReader, send_logs
+from rlpool.workers.outbox import Outbox
+from rlpool.workers.stacks import Stacks, ask, register_stacks
+
+
+class SideChannel:
+    """The caller's end of logs and stacks, for all workers of a supervisor, one descriptor.
+
+    Args:
+        n_workers: Number of workers.
+    """
+
+    def __init__(self, n_workers: int) -> None:
+        self._outbox = Outbox(n_workers)
+        self.logs = LogReader(self._outbox)
+
+    def of_worker(self, worker: int) -> WorkerSide:
+        """What a worker is given when it is spawned."""
+        return WorkerSide(self._outbox, worker, Levels.now())
+
+    def stacks(self, processes: Sequence[SpawnProcess]) -> list[Stacks]:
+        """What each worker is doing."""
+        return [] if self._outbox.closed else ask(processes, self._outbox)
+
+
+class WorkerSide:
+    """A worker's end; pickled, it is that of the process that was spawned with it.
+
+    Args:
+        outbox: Where to write.
+        worker: Number of the worker.
+        levels: The caller's levels.
+    """
+
+    def __init__(self, outbox: Outbox, worker: int, levels: Levels) -> None:
+        self._outbox = outbox
+        self._worker = worker
+        self._levels = levels
+
+    def connect(self) -> None:
+        """Let this process tell its logs and stacks."""
+        self._outbox.announce_stacks(self._worker, register_stacks())
+        send_logs(self._outbox, self._worker, self._levels)
+
+
+def run_connected(
+    side: WorkerSide, run: Any, setup: Any, connection: Connection, control_fd: Any
+) -> None:
+    """The main function of every worker process: ``run``, with its logs and stacks connected.
+
+    Nothing of the user's was made yet when this is called.
+    """
+    side.connect()
+    run(setup, connection, control_fd)
