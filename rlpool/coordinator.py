@@ -29,6 +29,7 @@ from rlpool.interrupts import InterruptsHeld
 from rlpool.limits import check_size, human
 from rlpool.requests import Packed, Request
 from rlpool.slots import BlockPool, Layout, StepSpecs
+from rlpool.stack_dumps import described, note_source
 from rlpool.storage import Memory
 from rlpool.workers.hang_watch import HangWatch
 from rlpool.workers.local import LocalWorker
@@ -118,6 +119,7 @@ class Coordinator:
             self._workers: LocalWorker | Supervisor = LocalWorker(setups[0], self._handle)
         else:
             self._workers = Supervisor(setups, self._handle)
+            note_source(self)
         try:
             self._start()
         except BaseException:
@@ -215,6 +217,23 @@ class Coordinator:
     def pack(self, value: Any) -> Packed:
         """Put an object where all workers can read it."""
         return pack(value, self._workers.allocate)
+
+    def deliver_logs(self) -> None:
+        """Hand what workers logged to this process's loggers."""
+        if not self.is_closed:
+            self._workers.deliver_logs()
+
+    def stacks(self) -> str:
+        """What the workers are doing, and with ``in_process`` this process."""
+        text = described(self._workers.stacks(), self._where)
+        if isinstance(self._workers, LocalWorker):
+            text += self._workers.stacks_of_environments()
+        return text
+
+    def worker_stacks(self) -> str:
+        """What the worker processes are doing, for a signal handler: it may come at any time."""
+        is_owner = os.getpid() == self._owner_pid
+        return self.stacks() if is_owner and not self.is_closed else ""
 
     def close(self) -> None:
         """Stop what runs and end the workers."""

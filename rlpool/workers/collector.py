@@ -92,6 +92,11 @@ class Collector:
         self._window_infos: Infos | None = None
         self._failed_update: WorkerError | None = None
 
+    @property
+    def env(self) -> VecEnv | None:
+        """The environments, once they are created."""
+        return self._env
+
     def start(self) -> bool:
         """Create environments and agent and report; False if that failed."""
         try:

@@ -128,7 +128,8 @@ def test_a_worker_costs_at_most_three_descriptors(n_threads: int) -> None:
     open_closing.close()
     before = n_descriptors()
     with open_batcher(n_threads) as batcher:
-        assert n_descriptors() - before <= 3 * n_threads
+        # The memory and the log that all workers share are open once, whatever their number.
+        assert n_descriptors() - before <= 3 * n_threads + 2
         (worker, *_) = worker_pids()
         run(batcher, 4)
         at_work = n_descriptors(), psutil.Process(worker).num_fds()
@@ -139,7 +140,8 @@ def test_a_worker_costs_at_most_three_descriptors(n_threads: int) -> None:
             batcher.execute(4, env_info=faults_at(4, 1, "raise", 1))
             with pytest.raises(EnvError):
                 batcher.get()
-        assert n_descriptors() - before <= 3 * n_threads
+        # The memory and the log that all workers share are open once, whatever their number.
+        assert n_descriptors() - before <= 3 * n_threads + 2
         assert (n_descriptors(), psutil.Process(worker).num_fds()) == at_work
     assert n_descriptors() == before
 
