@@ -16,6 +16,8 @@ from typing import Any
 MAX_CHARACTERS = 2**20
 """Longest message, traceback or stack of a record, in characters; the rest is cut off."""
 
+_PLAIN = (str, int, float, type(None))
+
 _TOLD_OTHERWISE = frozenset(vars(logging.LogRecord("", 0, "", 0, "", (), None))) | {
     "message",
     "asctime",
@@ -54,7 +56,10 @@ def encode(record: logging.LogRecord, worker: int) -> bytes:
     try:
         text = json.dumps(fields, default=_text_of, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError):  # keys that are no text, circles
-        fields["extra"] = {key: _text_of(value) for key, value in extra.items()}
+        fields["extra"] = {
+            key: value if isinstance(value, _PLAIN) else _text_of(value)
+            for key, value in extra.items()
+        }
         text = json.dumps(fields, default=_text_of, separators=(",", ":"))
     return text.encode("ascii")
 

@@ -117,7 +117,7 @@ class LogReader:
         self._outbox.expect_news()
 
     def deliver(self) -> None:
-        """Hand over what was written since the last time, or a megabyte of it.
+        """Hand over what was written since the last time.
 
         Raises:
             Exception: What a filter or handler of the caller raises, as if the caller had logged.
@@ -129,9 +129,15 @@ class LogReader:
         if os.getpid() != self._owner_pid or not self._lock.acquire(blocking=False):
             return
         try:
-            with InterruptsHeld():
-                self._fetch()
+            # What is written from here on is left to the next call: workers may write faster.
+            stop = self._outbox.size()
             self._hand_over()
+            while self._outbox.has_news():
+                with InterruptsHeld():
+                    self._fetch()
+                self._hand_over()
+                if self._outbox.has_read(stop):
+                    break
         finally:
             self._lock.release()
 

@@ -113,6 +113,14 @@ class Outbox:
         """Whether something may have been written since the last ``read``."""
         return self._shared[1] != 0
 
+    def size(self) -> int:
+        """Where the next line will be."""
+        return os.fstat(self._open_fd()).st_size
+
+    def has_read(self, stop: int) -> bool:
+        """Whether everything before a place was read."""
+        return bool(self._shared[0] >= stop)
+
     def expect_news(self) -> None:
         """Have ``has_news`` say so: a worker that was killed could not."""
         self._shared[1] = 1
@@ -124,7 +132,7 @@ class Outbox:
         """
         fd, start = self._open_fd(), self._shared[0]
         self._shared[1] = 0  # before looking: what comes after is told again
-        size = os.fstat(fd).st_size
+        size = self.size()
         data = os.pread(fd, min(_READ_BYTES, size - start), start)
         *lines, self._tail = (self._tail + data).split(b"\n")
         self._shared[0] = start + len(data)
