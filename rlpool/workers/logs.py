@@ -9,32 +9,32 @@ records are handed over whenever the caller is inside of rlpool.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import threading
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 from rlpool.interrupts import InterruptsHeld
 from rlpool.log_records import decode, encode, notice
-from rlpool.workers.outbox import Outbox
+from rlpool.workers.outbox import MAX_TEXT_BYTES, Outbox
 
 
-@dataclass(frozen=True)
-class Levels:
+class Levels(NamedTuple):
     """The caller's levels, by which workers tell what is worth sending.
 
     Attributes:
         root: Level of the root logger.
-        named: Levels of the loggers that have one.
         disabled: What ``logging.disable`` was called with.
+        named: Levels of the loggers that have one.
     """
 
     root: int
-    named: dict[str, int]
     disabled: int
+    named: dict[str, int]
 
     @classmethod
     def now(cls) -> Levels:
@@ -45,17 +45,51 @@ class Levels:
             for name, logger in list(manager.loggerDict.items())
             if isinstance(logger, logging.Logger) and logger.level
         }
-        return cls(logging.root.level, named, manager.disable)
+        return cls(logging.root.level, manager.disable, named)
 
-    def apply(self) -> None:
-        """Set them in this process."""
+    def encoded(self) -> bytes:
+        """As bytes, for workers. What does not fit is sent, and left to the caller to sort out."""
+        text = json.dumps(self).encode()
+        if len(text) > MAX_TEXT_BYTES:
+            least = min(self.root, *self.named.values())
+            text = json.dumps(Levels(least, self.disabled, {})).encode()
+        return text
+
+    def apply(self, before: Levels | None) -> None:
+        """Set them in this process, where others may have been set before."""
+        logging.disable(self.disabled)
         logging.root.setLevel(self.root)
+        for name in before.named.keys() - self.named.keys() if before else ():
+            logging.getLogger(name).setLevel(logging.NOTSET)
         for name, level in self.named.items():
             logging.getLogger(name).setLevel(level)
-        logging.disable(self.disabled)
 
 
-def send_logs(outbox: Outbox, worker: int, levels: Levels) -> None:
+class _Published:
+    """In a worker: levels follow the caller's.
+
+    Args:
+        outbox: Where the caller publishes them.
+    """
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._edition = -1
+        self._levels: Levels | None = None
+
+    def follow(self) -> None:
+        """Take over what the caller has changed."""
+        edition = self._outbox.edition
+        if edition == self._edition or edition % 2:
+            return
+        text = self._outbox.text()
+        if self._outbox.edition == edition:
+            self._edition = edition
+            before, self._levels = self._levels, Levels(*json.loads(text))
+            self._levels.apply(before)
+
+
+def send_logs(outbox: Outbox, worker: int) -> None:
     """Let this worker process log into the outbox.
 
     Handlers that exist already came with the caller's main module, which a worker imports before
@@ -65,7 +99,13 @@ def send_logs(outbox: Outbox, worker: int, levels: Levels) -> None:
     for logger in loggers:
         if isinstance(logger, logging.Logger):
             logger.handlers.clear()
-    levels.apply()
+    published = _Published(outbox)
+    published.follow()
+    is_enabled_for_ = logging.Logger.isEnabledFor
+
+    def is_enabled_for(self: logging.Logger, level: int) -> bool:
+        published.follow()
+        return is_enabled_for_(self, level)
 
     def call_handlers(self: logging.Logger, record: logging.LogRecord) -> None:
         try:
@@ -79,6 +119,7 @@ def send_logs(outbox: Outbox, worker: int, levels: Levels) -> None:
     # Not a handler of the root logger, which loggers that do not propagate would not reach and a
     # user's configuration may remove.
     logging.Logger.callHandlers = call_handlers  # type: ignore[method-assign]
+    logging.Logger.isEnabledFor = is_enabled_for  # type: ignore[method-assign]
     logging.captureWarnings(True)
 
 
@@ -97,6 +138,11 @@ def _prints(handler: logging.Handler) -> bool:
     return stream is not None and any(stream is other for other in streams)
 
 
+_unused_levels = count(-20260101, -1)
+"""Levels that nobody logs at. Whether logging remembers that it was asked about such a level tells
+whether any level has been changed since: it forgets all answers then."""
+
+
 class LogReader:
     """Hands the workers' records to the caller's loggers.
 
@@ -111,22 +157,39 @@ class LogReader:
         self._n_torn = 0
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
+        self._levels: Levels | None = None
+        self._unused_level = next(_unused_levels)
+        self._publish_levels()
+
+    def _publish_levels(self) -> None:
+        """Let the workers know this process's levels, if they have changed."""
+        if self._unused_level in getattr(logging.root, "_cache", ()):
+            return
+        with InterruptsHeld():
+            logging.root.isEnabledFor(self._unused_level)
+            levels = Levels.now()
+            if levels != self._levels:
+                self._levels = levels
+                self._outbox.publish(levels.encoded())
 
     def expect_last_words(self) -> None:
         """A worker died: look for records that it had no time to point out."""
         self._outbox.expect_news()
 
     def deliver(self) -> None:
-        """Hand over what was written since the last time.
+        """Hand over what was written since the last time, and let workers know today's levels.
 
         Raises:
             Exception: What a filter or handler of the caller raises, as if the caller had logged.
                 The record is gone, those after it will be handed over by the next call.
         """
+        if os.getpid() != self._owner_pid:
+            return
+        self._publish_levels()
         if not self._outbox.has_news() and not self._records:
             return
         # Someone else's handler may call rlpool again, from this thread or another.
-        if os.getpid() != self._owner_pid or not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             return
         try:
             # What is written from here on is left to the next call: workers may write faster.

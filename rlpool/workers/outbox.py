@@ -6,8 +6,8 @@ for a reader. What was written is there even if its writer is killed in the next
 caller reads behind them, from where it had come to, and gives back the pages that it has read, so
 that the file takes no more memory than what is unread, although it only ever grows.
 
-The first pages are shared numbers: how far the caller has read, whether there is something new,
-and a row per worker.
+The first pages are shared numbers, how far the caller has read, whether there is something new, and
+a row per worker, and a short text from the caller to the workers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _COLUMNS = 4
 _DROPPED, _STACKS_FD, _PID = range(3)
 
 _FIRST_ROW = 1
-"""Row 0 of the shared numbers is the file's: read to, has news."""
+"""Row 0 of the shared numbers is the file's: read to, has news, edition and length of the text."""
+
+MAX_TEXT_BYTES = 64 * 2**10
+"""Longest text from the caller. Pages of it that nobody writes to cost nothing."""
 
 
 class Outbox:
@@ -50,15 +53,16 @@ class Outbox:
     def __init__(self, n_workers: int, fd: int | None = None) -> None:
         self.n_workers = n_workers
         n_bytes = (_FIRST_ROW + n_workers) * _COLUMNS * np.dtype(np.int64).itemsize
-        self._start = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._start = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES + MAX_TEXT_BYTES
         self._is_new = fd is None
         self._fd: int | None = anonymous_file("rlpool-logs") if fd is None else fd
         if self._is_new:
             os.ftruncate(self._fd, self._start)
             flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_APPEND)
-        numbers = Memory.attach(os.dup(self._fd), self._start).root().view(np.int64)
-        self._row = numbers[: (_FIRST_ROW + n_workers) * _COLUMNS].reshape(-1, _COLUMNS)
+        root = Memory.attach(os.dup(self._fd), self._start).root()
+        self._row = root[:n_bytes].view(np.int64).reshape(-1, _COLUMNS)
+        self._text = root[self._start - MAX_TEXT_BYTES :].data
         self._shared = memoryview(self._row[0])  # read faster than an array
         self._tail = b""
         if self._is_new:
@@ -102,12 +106,29 @@ class Outbox:
         """Count a line that is not written."""
         self._row[_FIRST_ROW + worker, _DROPPED] += 1
 
+    @property
+    def edition(self) -> int:
+        """A number that changes whenever the caller's text does; odd while it is written."""
+        return self._shared[2]
+
+    def text(self) -> bytes:
+        """The caller's text, to be trusted if the edition was the same even number all the time."""
+        return bytes(self._text[: self._shared[3]])
+
     def announce_stacks(self, worker: int, stacks_fd: int) -> None:
         """Tell that this process, worker so-and-so, writes its stacks to that descriptor."""
         self._row[_FIRST_ROW + worker, _STACKS_FD] = stacks_fd
         self._row[_FIRST_ROW + worker, _PID] = os.getpid()
 
     # In the caller ----------------------------------------------------------------------------
+
+    def publish(self, text: bytes) -> None:
+        """Give the workers another text, of at most ``MAX_TEXT_BYTES``."""
+        odd = self._shared[2] | 1
+        self._shared[2] = odd
+        self._text[: len(text)] = text
+        self._shared[3] = len(text)
+        self._shared[2] = odd + 1
 
     def has_news(self) -> bool:
         """Whether something may have been written since the last ``read``."""

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from rlpool.workers.logs import Levels, LogReader, send_logs
+from rlpool.workers.logs import LogReader, send_logs
 from rlpool.workers.outbox import Outbox
 from rlpool.workers.stacks import Stacks, ask, register_stacks
 
@@ -25,7 +25,7 @@ class SideChannel:
 
     def of_worker(self, worker: int) -> WorkerSide:
         """What a worker is given when it is spawned."""
-        return WorkerSide(self._outbox, worker, Levels.now())
+        return WorkerSide(self._outbox, worker)
 
     def stacks(self, processes: Sequence[SpawnProcess]) -> list[Stacks]:
         """What each worker is doing."""
@@ -38,18 +38,16 @@ class WorkerSide:
     Args:
         outbox: Where to write.
         worker: Number of the worker.
-        levels: The caller's levels.
     """
 
-    def __init__(self, outbox: Outbox, worker: int, levels: Levels) -> None:
+    def __init__(self, outbox: Outbox, worker: int) -> None:
         self._outbox = outbox
         self._worker = worker
-        self._levels = levels
 
     def connect(self) -> None:
         """Let this process tell its logs and stacks."""
         self._outbox.announce_stacks(self._worker, register_stacks())
-        send_logs(self._outbox, self._worker, self._levels)
+        send_logs(self._outbox, self._worker)
 
 
 def run_connected(

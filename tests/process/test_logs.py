@@ -147,9 +147,11 @@ def test_last_words_before_a_kill_arrive(seen: Seen, tmp_path: Path) -> None:
         assert seen.messages("talk.last") == ["my last words"]
 
 
-def test_records_arrive_while_get_waits(seen: Seen, tmp_path: Path) -> None:
+def test_records_arrive_while_get_waits_at_the_level_of_now(seen: Seen, tmp_path: Path) -> None:
     seen.react = (tmp_path / "answered").touch
+    logging.getLogger("talk").setLevel(logging.ERROR)
     with open_batcher("converse", tmp_path, n_threads=2) as batcher:
+        logging.getLogger("talk").setLevel(logging.INFO)
         begin(batcher, 2)
         assert batcher.get() is not None
     assert {record.worker for record in seen.of("talk.question")} <= {0, 1}

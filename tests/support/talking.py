@@ -87,7 +87,7 @@ def last_words(directory: Path) -> None:
 
 def converse(directory: Path) -> None:
     """Log, and wait until somebody who saw it makes a file."""
-    logging.getLogger("talk.question").warning("are you there?")
+    logging.getLogger("talk.question").info("are you there?")
     while not (directory / "answered").exists():
         time.sleep(0.002)
 
