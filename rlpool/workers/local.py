@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import torch
 
+from rlpool.claims import ClaimLock
 from rlpool.storage import Memory
 from rlpool.workers.collector import Collector, Deliver
 from rlpool.workers.messages import Close, Message, Setup
-from rlpool.workers.plans import ClaimLock
 from rlpool.workers.stacks import Stacks, own_stacks
 
 
@@ -49,6 +49,8 @@ class LocalWorker:
     """
 
     n_workers = 1
+    is_aborted = False
+    claim_lock = ClaimLock(None)
 
     def __init__(self, setup: Setup, deliver: Deliver) -> None:
         self._link = LocalLink(deliver)
@@ -98,6 +100,14 @@ class LocalWorker:
         """What processes are doing that environments run in, if they do."""
         dump = getattr(self._collector.env, "dump_stacks", None)
         return "" if dump is None else str(dump(file=None))
+
+    def holder_of_claims(self, otherwise: int) -> int:
+        """Nobody else is there to hold the lock."""
+        return otherwise
+
+    def replace(self, worker: int) -> None:
+        """A worker in this process does not die."""
+        raise LookupError("a local worker has no successor")
 
     def kill(self, worker: int) -> None:
         """A worker in this process cannot be killed."""
