@@ -88,7 +88,7 @@ def _record(fields: dict[str, Any]) -> logging.LogRecord:
     created = fields["created"]
     record.relativeCreated -= 1000 * (record.created - created)
     record.created = created
-    record.msecs = (created - int(created)) * 1000
+    record.msecs = float(int((created - int(created)) * 1000))
     record.levelname = fields.get("level_name", record.levelname)
     record.process, record.processName = fields["pid"], fields.get("process_name")
     record.thread, record.threadName = fields["thread"]

@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from rlpool.errors import SpecError, UsageError, Where, compose
 from rlpool.interrupts import mark_as_harmless
-from rlpool.workers.stacks import Stacks
+from rlpool.workers.stacks import Stacks, printing_signals
 
 StackFile = Any
 """Where stacks go: a text file, ``STDERR``, or ``None`` for nowhere."""
@@ -129,7 +129,7 @@ class _Registration:
         """Restore the signal's handler. May be repeated."""
         if _registered.get(self._signum) is self:
             _refuse_other_threads()
-            del _registered[self._signum]
+            del _registered[self._signum], printing_signals[self._signum]
             faulthandler.unregister(self._signum)
             self._restore()
 
@@ -168,7 +168,8 @@ def dump_stacks_on_signal(signum: int = signal.SIGUSR1, file: Any = None) -> Cal
 
     This process's own stacks are printed whatever it is doing. The workers' follow as soon as
     Python can run its signal handlers: not before C code that holds Python's lock, or blocks the
-    main thread, returns.
+    main thread, returns. Until then workers that were started after this call print their stacks
+    when the same signal is sent to them: ``pkill -USR1 -P <pid> -f spawn_main``.
 
     Args:
         signum: The signal. What it did before it does not do any more.
@@ -200,6 +201,7 @@ def dump_stacks_on_signal(signum: int = signal.SIGUSR1, file: Any = None) -> Cal
             )
         ) from error
     _registered[number] = registration
+    printing_signals[number] = file.fileno()
     return registration.undo
 
 

@@ -138,6 +138,9 @@ def _prints(handler: logging.Handler) -> bool:
     return stream is not None and any(stream is other for other in streams)
 
 
+_PATIENCE_S = 1.0
+"""How long to wait for a thread that hands records over to a slow handler."""
+
 _unused_levels = count(-20260101, -1)
 """Levels that nobody logs at. Whether logging remembers that it was asked about such a level tells
 whether any level has been changed since: it forgets all answers then."""
@@ -157,6 +160,8 @@ class LogReader:
         self._n_torn = 0
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
+        self._deliverer = 0  # the thread that has the lock
+        self._is_finishing = False
         self._levels: Levels | None = None
         self._unused_level = next(_unused_levels)
         self._publish_levels()
@@ -183,7 +188,7 @@ class LogReader:
             Exception: What a filter or handler of the caller raises, as if the caller had logged.
                 The record is gone, those after it will be handed over by the next call.
         """
-        if os.getpid() != self._owner_pid:
+        if os.getpid() != self._owner_pid or self._outbox.closed:
             return
         self._publish_levels()
         if not self._outbox.has_news() and not self._records:
@@ -191,17 +196,19 @@ class LogReader:
         # Someone else's handler may call rlpool again, from this thread or another.
         if not self._lock.acquire(blocking=False):
             return
+        self._deliverer = threading.get_ident()
         try:
             # What is written from here on is left to the next call: workers may write faster.
             stop = self._outbox.size()
             self._hand_over()
-            while self._outbox.has_news():
+            while not self._outbox.closed and self._outbox.has_news():
                 with InterruptsHeld():
                     self._fetch()
                 self._hand_over()
                 if self._outbox.has_read(stop):
                     break
         finally:
+            self._deliverer = 0
             self._lock.release()
 
     def finish(self) -> None:
@@ -210,9 +217,13 @@ class LogReader:
         Raises:
             Exception: The first that a filter or handler of the caller raised.
         """
-        if os.getpid() != self._owner_pid or self._outbox.closed:
+        if os.getpid() != self._owner_pid or self._outbox.closed or self._is_finishing:
             return
+        self._is_finishing = True
         first_error = None
+        # Another thread may be handing records over. If this one is, a handler has called close().
+        is_mine = self._deliverer == threading.get_ident()
+        is_locked = not is_mine and self._lock.acquire(timeout=_PATIENCE_S)
         try:
             self.expect_last_words()
             while self._outbox.has_news() or self._records:
@@ -226,6 +237,8 @@ class LogReader:
                     first_error = first_error or error
         finally:
             self._outbox.close()
+            if is_locked:
+                self._lock.release()
         if first_error is not None:
             raise first_error
 
@@ -248,12 +261,12 @@ class LogReader:
             if n_new:
                 self._n_told[worker] = n_dropped
                 message = (
-                    f"{n_new} log records of worker {worker} were dropped: "
-                    "more than could be kept came while nobody called rlpool"
+                    f"{_n_records(n_new)} dropped: worker {worker} logged more than is kept while "
+                    "nobody calls rlpool"
                 )
                 self._records.append(notice(logging.WARNING, message, worker))
         if self._n_torn:
-            message = f"{self._n_torn} log records were cut off by the end of their worker"
+            message = f"{_n_records(self._n_torn)} cut off by the end of a worker"
             self._n_torn = 0
             self._records.append(notice(logging.WARNING, message, None))
 
@@ -263,3 +276,7 @@ class LogReader:
             logger = logging.getLogger(record.name)
             if logger.isEnabledFor(record.levelno):
                 logger.handle(record)
+
+
+def _n_records(number: int) -> str:
+    return f"{number} log record{'' if number == 1 else 's'}"

@@ -7,9 +7,16 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+from rlpool.workers.inherited import Inherited
 from rlpool.workers.logs import LogReader, send_logs
 from rlpool.workers.outbox import Outbox
-from rlpool.workers.stacks import Stacks, ask, register_stacks
+from rlpool.workers.stacks import (
+    Stacks,
+    ask,
+    printing_signals,
+    register_signals,
+    register_stacks,
+)
 
 
 class SideChannel:
@@ -25,7 +32,8 @@ class SideChannel:
 
     def of_worker(self, worker: int) -> WorkerSide:
         """What a worker is given when it is spawned."""
-        return WorkerSide(self._outbox, worker)
+        signals = {number: Inherited(fd) for number, fd in printing_signals.items()}
+        return WorkerSide(self._outbox, worker, signals)
 
     def stacks(self, processes: Sequence[SpawnProcess]) -> list[Stacks]:
         """What each worker is doing."""
@@ -38,14 +46,17 @@ class WorkerSide:
     Args:
         outbox: Where to write.
         worker: Number of the worker.
+        signals: Signals on which it is to print its stacks, and descriptors to which.
     """
 
-    def __init__(self, outbox: Outbox, worker: int) -> None:
+    def __init__(self, outbox: Outbox, worker: int, signals: dict[int, Any]) -> None:
         self._outbox = outbox
         self._worker = worker
+        self._signals = signals
 
     def connect(self) -> None:
         """Let this process tell its logs and stacks."""
+        register_signals({number: fd.detach() for number, fd in self._signals.items()})
         self._outbox.announce_stacks(self._worker, register_stacks())
         send_logs(self._outbox, self._worker)
 

@@ -36,6 +36,10 @@ _OWN_THREAD = re.compile(r'workers/child\.py", line \d+ in watch$', re.MULTILINE
 """A line in the stack of the thread by which a worker watches its parent."""
 
 
+printing_signals: dict[int, int] = {}
+"""Signals on which this process prints stacks, and the descriptors to which it does."""
+
+
 @dataclass(frozen=True)
 class Stacks:
     """What a worker answered.
@@ -59,6 +63,16 @@ def register_stacks() -> int:
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
     faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
     return fd
+
+
+def register_signals(signals: dict[int, int]) -> None:
+    """Let this worker print its stacks on the signals on which its caller does.
+
+    Args:
+        signals: Signal to descriptor.
+    """
+    for number, fd in signals.items():
+        faulthandler.register(number, file=fd, all_threads=True, chain=False)
 
 
 def own_stacks() -> str:

@@ -33,40 +33,30 @@ def open_batcher(struck: Struck, **options: Any) -> EpisodeBatcher:
     )
 
 
-def is_stopped(pid: int) -> bool:
-    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
-
-
-def test_stacks_of_workers_that_sleep_hold_the_lock_stop_and_are_gone(struck: Struck) -> None:
-    with open_batcher(struck, n_threads=2) as batcher:
-        # One of them for each worker, and nothing else to do.
-        fault = faults_at(2, 0, "hang", 1, length=3)
-        fault["fault"][1] = code("hold_the_lock")
-        batcher.execute(2, env_info=fault)
-        pids: set[int] = set()
-        while len(pids) < 2:
-            wait_until(lambda: struck.is_there)
-            pids.add(struck.pid)
+@pytest.mark.parametrize("kind", ["hang", "hold_the_lock"])
+def test_a_worker_tells_where_it_is_unless_it_is_stopped_or_gone(kind: str, struck: Struck) -> None:
+    with open_batcher(struck, n_threads=1) as batcher:
+        batcher.execute(2, env_info=faults_at(2, 1, kind, 1, length=3))
+        wait_until(lambda: struck.is_there)
+        pid = struck.pid
+        # That the note is there says that it is about to hang, not that it hangs.
+        wait_until(lambda: " in strike\n" in batcher.dump_stacks(file=None))
         text = batcher.dump_stacks(file=None)
-        head, other = sorted(text.split("\n\n"), key=lambda part: "sum(range" in part)
-        for pid in pids:
-            assert f"(pid {pid}): lane 0, episode " in text
-        assert text.count(", step 1, seed ") == 2
-        assert text.count('support/faults.py", line ') == 2 * 3  # strike, _strike, step
-        assert text.count(" in strike\n") == 2
-        assert "parent" not in text.lower()  # nothing of threads that every worker has
-        assert head != other
+        head, threads, *stack = text.splitlines()
+        place = f"lane 0, episode 1, step 1, seed {struck.seed}, env_info {{"
+        assert head.startswith(f"worker 0 (pid {pid}): {place}")
+        assert threads.endswith("(most recent call first):")
+        assert [line.rpartition(" in ")[2] for line in stack[:3]] == ["strike", "_strike", "step"]
+        assert text.count("(most recent call first)") == 1  # no threads that every worker has
 
-        stopped, gone = sorted(pids)
-        os.kill(stopped, signal.SIGSTOP)
-        wait_until(lambda: is_stopped(stopped))
-        os.kill(gone, signal.SIGKILL)
-        wait_until(lambda: psutil.Process(gone).status() == psutil.STATUS_ZOMBIE)
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
         text = batcher.dump_stacks(file=None)
-        assert f"(pid {stopped}) is stopped, as by SIGSTOP" in text
-        assert f"(pid {gone}) is gone" in text
-        assert "in strike" not in text
-        os.kill(stopped, signal.SIGKILL)
+        assert text.startswith(f"worker 0 (pid {pid}) is stopped, as by SIGSTOP")
+        assert "most recent" not in text
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+        assert batcher.dump_stacks(file=None).startswith(f"worker 0 (pid {pid}) is gone")
 
 
 def test_asking_again_and_again_disturbs_nothing(struck: Struck) -> None:
@@ -136,17 +126,18 @@ def test_stacks_of_a_pool() -> None:
 
 SCRIPT = """
 import signal
+import sys
 
 import rlpool
 from rlpool import EpisodeBatcher
 from support.faults import create_agent, create_env, faults_at
 
 def main(struck, kind):
+    undo = rlpool.dump_stacks_on_signal()
     batcher = EpisodeBatcher(
         n_timesteps=4, n_slots=8, create_agent=create_agent, create_env=create_env,
         env_args={"struck_at": struck}, seeds=7,
     )
-    undo = rlpool.dump_stacks_on_signal()
     batcher.execute(1, env_info=faults_at(1, 0, "hang", 1, length=3))
     print("ready", flush=True)
     if kind == "hold_the_lock":
@@ -169,6 +160,9 @@ def test_a_signal_tells_where_caller_and_workers_are(
         script.signal(signal.SIGUSR1)
         wait_until(partial(_has_dumps, script, 1))
         assert f'script_0.py", line {_line_of("sum(range", SCRIPT)} in main' in script.stderr
+        # Nobody in that process can ask the worker, but it can be asked itself.
+        os.kill(struck.pid, signal.SIGUSR1)
+        wait_until(lambda: " in strike\n" in script.stderr)
     else:
         for n_asked in (1, 2):
             script.signal(signal.SIGUSR1)

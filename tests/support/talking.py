@@ -109,6 +109,8 @@ class TalkingEnv(gymnasium.Env):
     action_space = gymnasium.spaces.Discrete(3)
 
     def __init__(self, deed: str, directory: str) -> None:
+        if deed not in DEEDS:
+            logging.getLogger("talk.made").error("what is %r?", deed)
         self._deed, self._directory = DEEDS[deed], Path(directory)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
