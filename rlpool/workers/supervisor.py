@@ -28,6 +28,7 @@ from rlpool.workers.collector import Deliver
 from rlpool.workers.inherited import Inherited
 from rlpool.workers.logs import LogReader
 from rlpool.workers.messages import Close, Message, Pipe
+from rlpool.workers.shipment import Shipment
 from rlpool.workers.side_channel import SideChannel, run_connected
 from rlpool.workers.stacks import Stacks
 
@@ -50,6 +51,10 @@ class WorkerSetup(Protocol):
     @property
     def worker(self) -> int:
         """The worker's number."""
+
+    @property
+    def functions(self) -> Any:
+        """What makes its environments, a ``Shipment`` if it may be large."""
 
 
 WorkerMain = Callable[[Any, Connection, Any], None]
@@ -320,6 +325,9 @@ class Supervisor:
         """Tell all workers to close, wait for them, end those that take too long."""
         self._end()
         self._control.close_fd()
+        for setup in self._setups:
+            if isinstance(setup.functions, Shipment):
+                setup.functions.close()
 
 
 def refuse_during_import() -> None:

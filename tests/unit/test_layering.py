@@ -60,6 +60,7 @@ ORDER = (
     "resumption",
     "rollout",
     "workers.parcel",
+    "workers.shipment",
     "workers.wake",
     "workers.messages",
     "workers.wear",
