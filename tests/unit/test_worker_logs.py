@@ -210,12 +210,12 @@ def test_a_handler_may_close(kept: Kept, outbox: Outbox) -> None:
     closing = Closing()
     logging.getLogger("talk").addHandler(closing)
     try:
-        for number in range(3):
+        for number in range(2000):  # more than calls can be nested
             post(outbox, f"record {number}")
         reader.deliver()
     finally:
         logging.getLogger("talk").removeHandler(closing)
-    assert kept.messages == ["record 0", "record 1", "record 2"]
+    assert kept.messages == [f"record {number}" for number in range(2000)]
     assert outbox.closed
 
 
