@@ -352,7 +352,8 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         return super().step(*arguments, **named)
 
     def _stacks(self) -> str:
-        self._crew.check_open()
+        if self._crew.closed:
+            self._crew.check_open()  # which says so
         return self._crew.worker_stacks()
 
     def close(self) -> None:

@@ -109,6 +109,8 @@ def test_stacks_of_environments_in_processes(struck: Struck) -> None:
         assert busy.startswith(f"worker 1 (pid {struck.pid}): lane 1, ")
         assert "in strike\n" in busy
         os.kill(struck.pid, signal.SIGKILL)
+        wait_until(lambda: psutil.Process(struck.pid).status() == psutil.STATUS_ZOMBIE)
+        assert f"worker 1 (pid {struck.pid}) is gone" in manager.dump_stacks(file=None)
     with pytest.raises(UsageError, match="closed"):
         manager.dump_stacks()
 

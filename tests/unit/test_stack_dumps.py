@@ -128,6 +128,7 @@ def test_a_signal_prints_own_stacks_and_those_of_workers_until_undone(tmp_path: 
             undo()
             undo()
         assert printing_signals == {}
+        assert not faulthandler.unregister(signal.SIGUSR2)
         assert signal.getsignal(signal.SIGUSR2) is mine
         signal.raise_signal(signal.SIGUSR2)
         assert calls == [signal.SIGUSR2]
