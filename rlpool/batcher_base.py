@@ -20,6 +20,7 @@ from rlpool.requests import Packed
 from rlpool.restarts import FailurePolicy
 from rlpool.seeding import root_from
 from rlpool.slots import Layout, StepSpecs
+from rlpool.stack_dumps import DumpsStacks
 from rlpool.workers.messages import Setup
 from rlpool.workers.shipment import Shipment
 from rlpool.workers.supervisor import refuse_during_import
@@ -34,7 +35,7 @@ CreateAgent = Callable[..., Agent]
 Seeds = int | Sequence[int] | None
 
 
-class BatcherBase(ProcessOwner):
+class BatcherBase(ProcessOwner, DumpsStacks):
     """What all batchers share: workers, updates, closing."""
 
     def __init__(
@@ -124,6 +125,9 @@ class BatcherBase(ProcessOwner):
         self._update = self._open().pack(info)
         self._policy_version += 1
 
+    def _stacks(self) -> str:
+        return self._open().stacks()
+
     def close(self) -> None:
         """End the workers, whatever they are doing, within a few seconds. May be repeated.
 
@@ -144,6 +148,7 @@ class BatcherBase(ProcessOwner):
             raise UsageError(
                 compose("the batcher is closed", fix="make a new one, or close it later")
             )
+        self._coordinator.deliver_logs()
         return self._coordinator
 
     def _take_update(self) -> Packed | None:

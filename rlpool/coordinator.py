@@ -25,6 +25,7 @@ from rlpool.limits import check_size, human
 from rlpool.requests import Packed, Request
 from rlpool.restarts import FailurePolicy
 from rlpool.slots import BlockPool, Layout, StepSpecs
+from rlpool.stack_dumps import note_source
 from rlpool.storage import Array, Memory
 from rlpool.workers.messages import (
     ChunksDone,
@@ -91,6 +92,8 @@ class Coordinator:
         self._workers = Workforce(
             setups, in_process=in_process, policy=policy, timeout_s=timeout_s, client=self
         )
+        if not in_process:
+            note_source(self)
         try:
             self._workers.start()
             self._make_blocks()
@@ -212,6 +215,20 @@ class Coordinator:
         if os.getpid() == self._owner_pid:
             for request in self._sent:
                 request.running_block.arrays.control["cancelled"][0] = 1
+
+    def deliver_logs(self) -> None:
+        """Hand what workers logged to this process's loggers."""
+        if not self.is_closed:
+            self._workers.deliver_logs()
+
+    def stacks(self) -> str:
+        """What the workers are doing, and with ``in_process`` this process."""
+        return self._workers.stacks()
+
+    def worker_stacks(self) -> str:
+        """What the worker processes are doing, for a signal handler: it may come at any time."""
+        is_owner = os.getpid() == self._owner_pid
+        return self.stacks() if is_owner and not self.is_closed else ""
 
     def close(self) -> None:
         """Stop what runs and end the workers."""

@@ -98,6 +98,11 @@ class Collector:
         self._failed_update: WorkerError | None = None
         self._wear = Wear(setup.max_episodes, setup.max_rss_bytes)
 
+    @property
+    def env(self) -> VecEnv | None:
+        """The environments, once they are created."""
+        return self._env
+
     def start(self) -> bool:
         """Create environments and agent and report; False if that failed."""
         try:
