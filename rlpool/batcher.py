@@ -16,6 +16,7 @@ from rlpool.batcher_base import (
     check_rows,
 )
 from rlpool.coordinator import Coordinator
+from rlpool.crash_files import CrashDir
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError, compose
@@ -48,6 +49,9 @@ class EpisodeBatcher(BatcherBase):
             ``None`` draws one and logs it.
         timeout: Seconds without a step after which a worker counts as hanging, ``None`` for
             never.
+        crash_dir: A directory, made if it is missing: if an environment or an agent fails, this
+            process writes what ``rlpool.replay_crash`` needs into a file there, which the
+            message of the error names.
 
     Raises:
         SpecError: For arguments of the wrong kind or size, or keys that collide.
@@ -81,6 +85,7 @@ class EpisodeBatcher(BatcherBase):
         seeds: Seeds = None,
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
+        crash_dir: CrashDir = None,
     ) -> None:
         super().__init__(
             n_timesteps,
@@ -92,6 +97,7 @@ class EpisodeBatcher(BatcherBase):
             n_threads,
             seeds,
             timeout,
+            crash_dir,
         )
         self._n_executions = 0
         self._last: tuple[int, Infos] | None = None
@@ -243,6 +249,7 @@ class Batcher(BatcherBase):
         n_threads: As for ``EpisodeBatcher``.
         seeds: As for ``EpisodeBatcher``.
         timeout: As for ``EpisodeBatcher``.
+        crash_dir: As for ``EpisodeBatcher``.
     """
 
     def __init__(
@@ -257,6 +264,7 @@ class Batcher(BatcherBase):
         seeds: Seeds = None,
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
+        crash_dir: CrashDir = None,
     ) -> None:
         super().__init__(
             n_timesteps,
@@ -268,6 +276,7 @@ class Batcher(BatcherBase):
             n_threads,
             seeds,
             timeout,
+            crash_dir,
         )
         self._n_resets = 0
         self._infos = as_infos(None, None)

@@ -11,6 +11,7 @@ import cloudpickle
 
 from rlpool.agent import Agent
 from rlpool.coordinator import Coordinator
+from rlpool.crash_files import CrashDir
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError, WorkerStartupError, compose
@@ -45,6 +46,7 @@ class BatcherBase(ProcessOwner):
         n_threads: int,
         seeds: Seeds,
         timeout: float | None,
+        crash_dir: CrashDir = None,
     ) -> None:
         self._coordinator: Coordinator | None = None
         refuse_during_import()
@@ -79,6 +81,7 @@ class BatcherBase(ProcessOwner):
             in_process=n_threads == 0,
             make_layout=self._layout,
             timeout_s=timeout if n_threads else None,
+            crash_dir=crash_dir,
         )
 
     def _layout(self, specs: StepSpecs) -> Layout:

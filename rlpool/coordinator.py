@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rlpool.crash_files import CrashDir, CrashFiles
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import (
     RlpoolError,
@@ -80,6 +81,7 @@ class Coordinator:
         make_layout: Makes the blocks' layout once the workers know their keys.
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
+        crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
 
     Raises:
         WorkerStartupError, WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
@@ -95,8 +97,10 @@ class Coordinator:
         in_process: bool,
         make_layout: LayoutMaker,
         timeout_s: float | None,
+        crash_dir: CrashDir = None,
     ) -> None:
         self._make_layout = make_layout
+        self._crash_files = CrashFiles(crash_dir)
         self._timeout_s = timeout_s
         self._watch = HangWatch(timeout_s)
         self._queued: deque[Request] = deque()  # not sent yet
@@ -387,7 +391,7 @@ class Coordinator:
             return
         request = self._find(message.request)
         if request is not None and request.error is None:
-            request.error = message.error
+            request.error = self._crash_files.with_file(message.error)
             self._cancel(request)
 
     def _note_death(self, worker: int, died: Died) -> None:
@@ -433,7 +437,7 @@ class Coordinator:
         if self._blocks is None:
             errors = [report.error for report in self._reports.values() if report.error]
             if errors:
-                self._fail_queued(errors[0])
+                self._fail_queued(self._crash_files.with_file(errors[0]))
         self._advance()
 
     def _fail_queued(self, error: RlpoolError) -> None:

@@ -187,7 +187,7 @@ class Collector:
                 fix="subclass rlpool.Agent",
             )
         self._agent = agent
-        self._rollout = Rollout(agent, env, setup.worker, self._progress)
+        self._rollout = Rollout(agent, env, setup.worker, self._progress, seed)
 
     def _probed(self, infos: Infos | None) -> Ready:
         """Learn the keys, with the infos of the first lanes if there are any."""

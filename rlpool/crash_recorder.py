@@ -1,0 +1,233 @@
+"""Keeps what a crash capsule needs while episodes run, at next to no cost.
+
+The actions of a lane's current slot are in the block anyway. What has left it, the earlier chunks
+of a long episode, is copied once per chunk when the lane gives its slot up. So a step costs
+nothing, and the memory per step of an episode longer than a slot is that of an action and a reward.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rlpool.envs.vec_env import FLAGS, VecEnv
+from rlpool.failures import Scene, described
+from rlpool.storage import Array
+
+_LOG = logging.getLogger("rlpool")
+
+MAX_PAST_BYTES = 2**26
+"""What the lanes of a worker keep together of chunks that have left the block: beside what a
+worker takes anyway, little; for a lane of 16 with a number as action, 300,000 steps."""
+
+_REWARD = "reward"
+
+
+@dataclass(slots=True)
+class Past:
+    """What an episode did in slots that it has left.
+
+    Attributes:
+        chunks: Actions and rewards of each, by key.
+        n_bytes: What they take.
+        n_dropped: Steps before them that were not kept.
+    """
+
+    chunks: list[dict[str, Array]] = field(default_factory=list)
+    n_bytes: int = 0
+    n_dropped: int = 0
+
+
+class SlotRows(NamedTuple):
+    """Where an episode is.
+
+    Attributes:
+        slot: Its slot.
+        start: The first row that is its own.
+        stop: The row of the step that failed.
+    """
+
+    slot: int
+    start: int
+    stop: int
+
+
+class CrashRecorder:
+    """Puts together what a rollout knows about an episode that failed.
+
+    Args:
+        env: The environments.
+        worker_seed: The ``seed`` that they were created with, ``None`` if that is not known.
+    """
+
+    def __init__(self, env: VecEnv, worker_seed: int | None) -> None:
+        self._env = env
+        self._worker_seed = worker_seed
+        self._rows: Mapping[str, Array] = {}
+        self._kept: list[str] = []
+        self._current: Mapping[str, Array] = {}
+        self._state: Mapping[str, Array] = {}
+        self._numbers: Array = np.zeros(0, np.int64)
+        self._agent_info: Mapping[str, Array] = {}
+        self._most_bytes = MAX_PAST_BYTES // env.n_lanes
+
+    def bind(
+        self,
+        rows: Mapping[str, Array],
+        current: Mapping[str, Array],
+        state: Mapping[str, Array],
+        numbers: Array,
+        agent_info: Mapping[str, Array] | None,
+    ) -> None:
+        """Read from another block from now on.
+
+        Args:
+            rows: Its rows by key, ``[n_slots + 1, T, ...]``.
+            current: Key to array ``[n_lanes, ...]``: what the agent is shown, rewritten in place.
+            state: Likewise: the agent's state.
+            numbers: Number of each lane's row, ``slot * T + step``, rewritten in place.
+            agent_info: ``[n, ...]`` by episode, or ``None``.
+        """
+        self._rows = rows
+        self._kept = [key for key in rows if key == _REWARD or _is_action(key)]
+        self._current, self._state, self._numbers = current, state, numbers
+        self._agent_info = agent_info or {}
+
+    def keep(self, past: Past, slot: int, start: int, stop: int) -> None:
+        """Copy the steps ``start <= t < stop`` of a slot that a lane leaves in mid-episode."""
+        chunk = {key: np.array(self._rows[key][slot, start:stop]) for key in self._kept}
+        past.chunks.append(chunk)
+        past.n_bytes += _bytes_of(chunk)
+        while past.n_bytes > self._most_bytes and len(past.chunks) > 1:
+            dropped = past.chunks.pop(0)
+            past.n_bytes -= _bytes_of(dropped)
+            past.n_dropped += len(dropped[_REWARD])
+
+    def scene(
+        self,
+        call: str,
+        lane: int,
+        episode: int,
+        past: Past,
+        at: SlotRows,
+        shown_info: Mapping[str, Array],
+    ) -> Scene | None:
+        """What is known about an episode whose step, or whose start, failed.
+
+        Args:
+            call: What failed, one of ``capsule.CALLS``.
+            lane: Its lane.
+            episode: Its number.
+            past: What it did in earlier slots.
+            at: Where it is.
+            shown_info: ``[n_lanes, ...]``: the ``agent_info`` that the agent is shown.
+        """
+        try:
+            if call in ("reset", "initial_state"):
+                parts = self._start(lane, call == "initial_state")
+            else:
+                parts = self._step(past, at, call == "step")
+            if call in ("agent", "initial_state"):
+                parts["batch"] = self._batch_shown(shown_info, call == "agent")
+            info = {key: np.array(array[episode]) for key, array in self._agent_info.items()}
+            return self._made(lane, agent_info=info, **parts)
+        except Exception as error:
+            # It must not hide the failure itself.
+            _LOG.warning("a failure has no crash capsule: %s", described(error))
+            return None
+
+    def scene_of_probe(
+        self, lane: int, agent_info: Mapping[str, torch.Tensor] | None, has_begun: bool
+    ) -> Scene:
+        """What is known when the reset or the call fails that tell what a step consists of.
+
+        Args:
+            lane: The lane.
+            agent_info: ``[n_lanes, ...]`` or ``None``.
+            has_begun: Whether the environments were reset.
+        """
+        current = self._env.current if has_begun else {}
+        infos = {key: np.array(tensor) for key, tensor in (agent_info or {}).items()}
+        return self._made(
+            lane,
+            agent_info={key: array[lane] for key, array in infos.items()},
+            observation={key: np.array(array[lane]) for key, array in current.items()},
+            batch=_batch(current, infos, {}) if has_begun else {},
+        )
+
+    def _batch_shown(self, agent_info: Mapping[str, Array], is_step: bool) -> dict[str, Array]:
+        """What the agent was called with; in a step, as it was before the agent could change it."""
+        if not is_step:
+            return _batch({}, agent_info, {})
+        current = {key: self._stored(key, array) for key, array in self._current.items()}
+        state = {key: self._stored(key, array) for key, array in self._state.items()}
+        return _batch(current, agent_info, state)
+
+    def _stored(self, key: str, array: Array) -> Array:
+        """A key's values as the block has them, which only lacks flags."""
+        rows = self._rows.get(key)
+        if rows is None:
+            return array
+        slots, steps = np.divmod(self._numbers, rows.shape[1])
+        found: Array = rows[slots, steps]
+        return found
+
+    def _start(self, lane: int, has_begun: bool) -> dict[str, Any]:
+        actions = {key: np.array(self._rows[key][0, :0]) for key in self._kept if key != _REWARD}
+        current = self._env.current if has_begun else {}
+        observation = {key: np.array(array[lane]) for key, array in current.items()}
+        return {"actions": actions, "observation": observation}
+
+    def _step(self, past: Past, at: SlotRows, has_acted: bool) -> dict[str, Any]:
+        here = {key: self._rows[key][at.slot, at.start : at.stop + 1] for key in self._kept}
+        joined = {
+            key: np.concatenate([chunk[key] for chunk in (*past.chunks, here)])
+            for key in self._kept
+        }
+        rewards = joined.pop(_REWARD)
+        n_steps = len(rewards) - 1  # each row has the reward of the step before
+        shown = [key for key in self._current if key in self._rows]
+        observation = {key: np.array(self._rows[key][at.slot, at.stop]) for key in shown}
+        for key in FLAGS:  # while an episode runs, no other flag is True
+            is_first = past.n_dropped == 0 and n_steps == 0
+            observation[key] = np.array(key == "initial_state" and is_first)
+        return {
+            "actions": {key: array[: n_steps + has_acted] for key, array in joined.items()},
+            "rewards": rewards[1:],
+            "first_step": past.n_dropped,
+            "observation": observation,
+        }
+
+    def _made(self, lane: int, **parts: Any) -> Scene:
+        env = self._env
+        return Scene(
+            seed=env.seed_used(lane),
+            worker_seed=self._worker_seed,
+            n_lanes=env.n_lanes,
+            env_type=type(env).__name__,
+            **parts,
+        )
+
+
+def _batch(
+    current: Mapping[str, Array], agent_info: Mapping[str, Array], state: Mapping[str, Array]
+) -> dict[str, Array]:
+    groups = {"observation": current, "agent_info": agent_info, "state": state}
+    return {
+        f"{group}/{key}": np.array(array)
+        for group, arrays in groups.items()
+        for key, array in arrays.items()
+    }
+
+
+def _is_action(key: str) -> bool:
+    return key == "action" or key.startswith("action/")
+
+
+def _bytes_of(chunk: Mapping[str, Array]) -> int:
+    return sum(array.nbytes for array in chunk.values())
