@@ -153,7 +153,7 @@ class CrashCapsule:
             SpecError: If there is no such file, or it is not a capsule or not whole.
         """
         try:
-            with np.load(path, allow_pickle=False) as archive:
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
                 arrays = {key: archive[key] for key in archive.files}
             return cls._of(arrays)
         except (

@@ -8,12 +8,11 @@ nothing, and the memory per step of an episode longer than a slot is that of an 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from rlpool.envs.vec_env import FLAGS, VecEnv
 from rlpool.failures import Scene, described
@@ -127,37 +126,36 @@ class CrashRecorder:
             at: Where it is.
             shown_info: ``[n_lanes, ...]``: the ``agent_info`` that the agent is shown.
         """
-        try:
+
+        def known() -> dict[str, Any]:
             if call in ("reset", "initial_state"):
                 parts = self._start(lane, call == "initial_state")
             else:
                 parts = self._step(past, at, call == "step")
             if call in ("agent", "initial_state"):
                 parts["batch"] = self._batch_shown(shown_info, call == "agent")
-            info = {key: np.array(array[episode]) for key, array in self._agent_info.items()}
-            return self._made(lane, agent_info=info, **parts)
-        except Exception as error:
-            # It must not hide the failure itself.
-            _LOG.warning("a failure has no crash capsule: %s", described(error))
-            return None
+            return {**parts, "agent_info": _row(self._agent_info, episode)}
+
+        return self._made(lane, known)
 
     def scene_of_probe(
-        self, lane: int, agent_info: Mapping[str, torch.Tensor] | None, has_begun: bool
-    ) -> Scene:
+        self, agent_info: Mapping[str, Array], lane: int, has_begun: bool
+    ) -> Scene | None:
         """What is known when the reset or the call fails that tell what a step consists of.
 
         Args:
+            agent_info: ``[n_lanes, ...]``, empty if there is none.
             lane: The lane.
-            agent_info: ``[n_lanes, ...]`` or ``None``.
             has_begun: Whether the environments were reset.
         """
         current = self._env.current if has_begun else {}
-        infos = {key: np.array(tensor) for key, tensor in (agent_info or {}).items()}
         return self._made(
             lane,
-            agent_info={key: array[lane] for key, array in infos.items()},
-            observation={key: np.array(array[lane]) for key, array in current.items()},
-            batch=_batch(current, infos, {}) if has_begun else {},
+            lambda: {
+                "agent_info": _row(agent_info, lane),
+                "observation": _row(current, lane),
+                "batch": _batch(current, agent_info, {}) if has_begun else {},
+            },
         )
 
     def _batch_shown(self, agent_info: Mapping[str, Array], is_step: bool) -> dict[str, Array]:
@@ -180,8 +178,7 @@ class CrashRecorder:
     def _start(self, lane: int, has_begun: bool) -> dict[str, Any]:
         actions = {key: np.array(self._rows[key][0, :0]) for key in self._kept if key != _REWARD}
         current = self._env.current if has_begun else {}
-        observation = {key: np.array(array[lane]) for key, array in current.items()}
-        return {"actions": actions, "observation": observation}
+        return {"actions": actions, "observation": _row(current, lane)}
 
     def _step(self, past: Past, at: SlotRows, has_acted: bool) -> dict[str, Any]:
         here = {key: self._rows[key][at.slot, at.start : at.stop + 1] for key in self._kept}
@@ -203,15 +200,24 @@ class CrashRecorder:
             "observation": observation,
         }
 
-    def _made(self, lane: int, **parts: Any) -> Scene:
+    def _made(self, lane: int, parts: Callable[[], dict[str, Any]]) -> Scene | None:
         env = self._env
-        return Scene(
-            seed=env.seed_used(lane),
-            worker_seed=self._worker_seed,
-            n_lanes=env.n_lanes,
-            env_type=type(env).__name__,
-            **parts,
-        )
+        try:
+            return Scene(
+                seed=env.seed_used(lane),
+                worker_seed=self._worker_seed,
+                n_lanes=env.n_lanes,
+                env_type=type(env).__name__,
+                **parts(),
+            )
+        except Exception as error:
+            # It must not hide the failure itself.
+            _LOG.warning("a failure has no crash capsule: %s", described(error))
+            return None
+
+
+def _row(arrays: Mapping[str, Array], number: int) -> dict[str, Array]:
+    return {key: np.array(array[number]) for key, array in arrays.items()}
 
 
 def _batch(

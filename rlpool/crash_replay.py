@@ -157,10 +157,10 @@ class _Course:
             for key, array in capsule.actions.items()
         }
         try:
-            _declare_actions(env, actions)
             if stops_before and capsule.call == "reset":
                 sys.breakpointhook()  # noqa: T100  (step into the next line)
             env.reset_lanes([lane], [capsule.seed or 0], [capsule.options])
+            _declare_actions(env, actions)
             for step in range(last):
                 self._act(actions, step)
                 ended = env.step_lanes([lane], actions)

@@ -15,8 +15,8 @@ from rlpool.failures import Scene, agent_error, env_error
 from rlpool.slots import NOISE_KEY, StepSpecs, successor_key
 from rlpool.specs import TensorSpec, row_specs
 
-SceneMaker = Callable[[int, Mapping[str, torch.Tensor] | None, bool], Scene]
-"""``(lane, agent_info, whether the environments were reset)`` to what a crash capsule holds."""
+SceneMaker = Callable[[int, bool], Scene | None]
+"""``(lane, whether the environments were reset)`` to what a crash capsule holds."""
 
 
 def probe(
@@ -46,14 +46,13 @@ def probe(
         SpecError: If keys collide.
     """
     lanes = range(env.n_lanes)
-    info = None if agent_info is None else dict(agent_info.items())
     if env.action_leaves is not None:
         env.declare_actions({key: leaf.spec for key, leaf in env.action_leaves.items()})
     try:
         env.reset_lanes(lanes, [seed] * env.n_lanes, options)
     except LaneError as error:
         where = Where(worker, error.lane, error.lane, 0, seed, options[error.lane])
-        known = scene(error.lane, info, False)
+        known = scene(error.lane, False)
         raise env_error(error, where, known) from error.__cause__
     observation = {key: torch.from_numpy(array) for key, array in env.current.items()}
     if noise is not None:
@@ -75,7 +74,7 @@ def probe(
         raise
     except BaseException as error:
         where = Where(worker, 0, 0, 0, seed, options[0])
-        raise agent_error(error, where, scene=scene(0, info, True)) from error
+        raise agent_error(error, where, scene=scene(0, True)) from error
     return StepSpecs(
         n_lanes=env.n_lanes,
         auto_reset=env.auto_reset,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -112,7 +113,7 @@ class Rollout:
         self._set_agent_info(agent_info, {lane: lane for lane in lanes})
         noise = None if self._noise is None else self._noise.tensor
         info = self._agent_info_tensors
-        scene = self._recorder.scene_of_probe
+        scene = partial(self._recorder.scene_of_probe, self._agent_info)
         return probe(self._env, self._driver, noise, seed, options, info, self._worker, scene)
 
     @torch.inference_mode()
