@@ -1,4 +1,4 @@
-"""Worker processes: spawn, watch, end."""
+"""Worker processes: spawn, watch, replace, end."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from rlpool.errors import UsageError, compose
 from rlpool.interrupts import InterruptsHeld
+from rlpool.limits import process_activity
 from rlpool.storage import Array, Memory
 from rlpool.workers.child import CONTROL_COLUMNS, main
 from rlpool.workers.collector import Deliver
@@ -73,7 +74,8 @@ class Supervisor:
     """Worker processes and the caller's ends of their pipes.
 
     Each worker costs the caller three descriptors: its pipe, and two that multiprocessing keeps
-    to notice its end and to let it notice the caller's.
+    to notice its end and to let it notice the caller's. One more is that of the control memory,
+    which successors of dead workers get as well.
 
     Args:
         setups: What each worker creates.
@@ -107,18 +109,33 @@ class Supervisor:
 
     def start(self) -> None:
         """Start all processes; returns before they are ready."""
-        context = multiprocessing.get_context("spawn")
         try:
-            with _interrupts_blocked(), _start_method_kept(), _missing_main_hidden():
+            with _spawning():
                 for setup in self._setups:
-                    self._start_one(context, setup)
+                    pipe, worker = self._spawned(setup)
+                    self._pipes.append(pipe)
+                    self._processes.append(worker)
         except BaseException:
             self.close()
             raise
-        finally:
-            self._control.close_fd()
 
-    def _start_one(self, context: Any, setup: WorkerSetup) -> None:
+    def replace(self, worker: int) -> None:
+        """Start the successor of a worker that died; returns before it is ready.
+
+        Raises:
+            OSError: If the system allows no further process or descriptor.
+        """
+        self._numbers[worker] = 0
+        with _spawning():
+            pipe, process = self._spawned(self._setups[worker])
+        late, self._processes[worker] = self._processes[worker], process
+        self._pipes[worker] = pipe
+        self._poller = None  # it does not watch the new descriptors
+        with suppress(ValueError):  # not ended although killed: the kernel is not done with it
+            late.close()
+
+    def _spawned(self, setup: WorkerSetup) -> tuple[Pipe, SpawnProcess]:
+        context = multiprocessing.get_context("spawn")
         here, there = context.Pipe(duplex=True)
         try:
             worker = context.Process(
@@ -134,8 +151,7 @@ class Supervisor:
         finally:
             # The child's end must not stay open here: its death shall be an end of file.
             there.close()
-        self._pipes.append(Pipe(here))
-        self._processes.append(worker)
+        return Pipe(here), worker
 
     @property
     def processes(self) -> list[SpawnProcess]:
@@ -232,8 +248,15 @@ class Supervisor:
         self._deliver(number, Died(worker.exitcode))
 
     def progress(self) -> list[int]:
-        """Steps that each worker has done."""
+        """Steps that each worker has done; while it is starting, a negative number that changes.
+
+        0 for a worker about which nothing is known: one that died, or starts where the system
+        does not tell what a process does.
+        """
         steps: list[int] = self._numbers[:, 0].tolist()
+        for worker, pipe in enumerate(self._pipes):
+            if not steps[worker] and pipe is not None:
+                steps[worker] = -process_activity(self._processes[worker].pid)
         return steps
 
     def lane_in_use(self, worker: int) -> int:
@@ -334,6 +357,13 @@ def _ask_to_end(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None
         deadline = time.monotonic() + _TERMINATE_S
         for worker in late:
             worker.join(max(0.0, deadline - time.monotonic()))
+
+
+@contextmanager
+def _spawning() -> Iterator[None]:
+    """What surrounds the start of processes."""
+    with _interrupts_blocked(), _start_method_kept(), _missing_main_hidden():
+        yield
 
 
 @contextmanager
