@@ -77,7 +77,8 @@ class CrashCapsule:
         actions: ``"action"`` (or ``"action/..."``) to array ``[step, ...]``: the actions from
             ``first_step`` on, the last one being that of the step that failed if ``call`` is
             ``"step"``, and that of the step before if the agent failed.
-        rewards: ``[step]``: what the steps that worked gave, from ``first_step`` on.
+        rewards: ``[step]``: what the steps that worked gave, from ``first_step`` on; NaN where
+            that is not known, as the worker took over an episode that another one had begun.
         first_step: 0, or more if the episode was so long that its first actions were not kept.
         observation: Key to array: what the agent was shown last in this lane. Empty if the reset
             failed.

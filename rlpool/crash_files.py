@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 from pathlib import Path
+from typing import overload
 
 from rlpool.capsule import CrashCapsule
 from rlpool.errors import RlpoolError, SpecError, WorkerError, compose
@@ -43,6 +44,12 @@ class CrashFiles:
                 )
             ) from error
         self._directory = path
+
+    @overload
+    def with_file(self, error: WorkerError) -> WorkerError: ...
+
+    @overload
+    def with_file(self, error: RlpoolError) -> RlpoolError: ...
 
     def with_file(self, error: RlpoolError) -> RlpoolError:
         """Write the capsule of an error, if it has one, and let its message name the file.

@@ -16,6 +16,7 @@ import numpy as np
 
 from rlpool.envs.vec_env import FLAGS, VecEnv
 from rlpool.failures import Scene, described
+from rlpool.plan import Episode, Resumed
 from rlpool.storage import Array
 
 _LOG = logging.getLogger("rlpool")
@@ -106,6 +107,43 @@ class CrashRecorder:
             dropped = past.chunks.pop(0)
             past.n_bytes -= _bytes_of(dropped)
             past.n_dropped += len(dropped[_REWARD])
+
+    def resumed(self, done: Resumed) -> Past:
+        """What an episode did that another worker had begun; its rewards are not known."""
+        past = Past()
+        if done.n_steps:
+            past.chunks.append(_chunk_of(done, done.n_steps))
+            past.n_bytes = _bytes_of(past.chunks[0])
+        return past
+
+    def scene_of_repetition(
+        self,
+        agent_info: Mapping[str, Array] | None,
+        episode: Episode,
+        done: Resumed,
+        call: str,
+        n_done: int,
+    ) -> Scene | None:
+        """What is known when an episode fails that is repeated to go on with it.
+
+        Args:
+            agent_info: ``[n, ...]`` by episode, or ``None``.
+            episode: The episode.
+            done: What it did before.
+            call: What failed.
+            n_done: Steps that were repeated.
+        """
+
+        def known() -> dict[str, Any]:
+            n_actions = n_done + (call == "step")
+            actions = _chunk_of(done, n_actions)
+            return {
+                "agent_info": _row(agent_info or {}, episode.number),
+                "rewards": actions.pop(_REWARD)[:n_done],
+                "actions": actions,
+            }
+
+        return self._made(done.lane, known)
 
     def scene(
         self,
@@ -214,6 +252,12 @@ class CrashRecorder:
             # It must not hide the failure itself.
             _LOG.warning("a failure has no crash capsule: %s", described(error))
             return None
+
+
+def _chunk_of(done: Resumed, n_steps: int) -> dict[str, Array]:
+    """Actions of an episode that was begun elsewhere; a reward that is not known is NaN."""
+    actions = {key: np.array(array[:n_steps]) for key, array in done.actions.items()}
+    return {**actions, _REWARD: np.full(n_steps, np.nan, np.float32)}
 
 
 def _row(arrays: Mapping[str, Array], number: int) -> dict[str, Array]:

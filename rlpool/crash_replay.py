@@ -194,7 +194,7 @@ class _Course:
     def _compare_reward(self, step: int) -> None:
         recorded = self._capsule.rewards[step]
         reward = self._env.current["reward"][self._lane].astype(recorded.dtype)
-        if not _is_same(reward, recorded):
+        if not _is_same(reward, recorded) and not np.isnan(recorded):
             self._note(step, f"reward {reward}, it was {recorded}")
 
     def _compare_observation(self, step: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rlpool.errors import SpecError, WorkerDiedError, WorkerError, compose
+from rlpool.errors import EnvError, SpecError, WorkerDiedError, WorkerError, compose
 
 DEFAULT_MAX_RESTARTS = 16
 """Restarts of all workers of one owner: enough for odd deaths, few enough to be noticed."""
@@ -69,6 +69,12 @@ class FailurePolicy:
         """Whether workers that died or hang are replaced."""
         return self.on_worker_failure == "restart"
 
+    def restarts_on(self, failure: WorkerError) -> bool:
+        """Whether the worker that a failure put an end to is replaced."""
+        if isinstance(failure, EnvError):
+            return self.restarts_on_env_errors
+        return self.restarts_workers
+
     @property
     def restarts_on_env_errors(self) -> bool:
         """Whether workers whose environment raised are replaced."""
@@ -78,6 +84,11 @@ class FailurePolicy:
     def recycles(self) -> bool:
         """Whether healthy workers are ever replaced."""
         return self.max_episodes_per_worker is not None or self.max_rss_bytes is not None
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether workers are ever replaced, for whatever reason."""
+        return self.restarts_workers or self.restarts_on_env_errors or self.recycles
 
 
 class Restarts:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlpool.claims import ClaimLock
 from rlpool.errors import UsageError, compose
 from rlpool.interrupts import InterruptsHeld
 from rlpool.limits import process_activity
@@ -32,6 +33,9 @@ _GUARD_EXIT_CODE = 76
 
 _CLOSE_S = 3.0
 """How long workers may take to close their environments before they are terminated."""
+
+_LOOKS_AT_LOCK = 4
+"""The lock of claims is held for microseconds; who has it in so many looks does not go on."""
 
 _TERMINATE_S = 1.0
 """How long they may then take to end before they are killed."""
@@ -81,6 +85,10 @@ class Supervisor:
         setups: What each worker creates.
         deliver: Takes the workers' messages, and ``Died`` when one ended.
         run: The main function of a worker process.
+
+    Attributes:
+        is_aborted: Whether ``abort`` was called.
+        claim_lock: The lock that the workers share, on this side.
     """
 
     def __init__(
@@ -90,6 +98,7 @@ class Supervisor:
         run: WorkerMain = main,
     ) -> None:
         self.n_workers = len(setups)
+        self.is_aborted = False
         self._setups = setups
         self._deliver = deliver
         self._run = run
@@ -98,6 +107,7 @@ class Supervisor:
         self._processes: list[SpawnProcess] = []
         n_bytes = len(setups) * CONTROL_COLUMNS * np.dtype(np.int64).itemsize
         self._control = Memory.shared(n_bytes, "rlpool-control")
+        self.claim_lock = ClaimLock(self._control.fd)
         self._numbers: Array = self._control.root().view(np.int64).reshape(len(setups), -1)
         # Runs once: on close(), when this object is collected, or before multiprocessing waits for
         # its children at exit; never in a process that was forked from this one.
@@ -263,12 +273,24 @@ class Supervisor:
         """The lane whose environment a worker ran last."""
         return int(self._numbers[worker, 1])
 
+    def holder_of_claims(self, otherwise: int) -> int:
+        """The worker that keeps the lock of claims and is stuck with it, if there is one."""
+        holders = set()
+        for _ in range(_LOOKS_AT_LOCK):
+            holders.add(self.claim_lock.holder())
+            time.sleep(0.001)
+        for number, worker in enumerate(self._processes):
+            if self._pipes[number] is not None and {worker.pid} == holders:
+                return number
+        return otherwise
+
     def kill(self, worker: int) -> None:
         """End a worker at once; ``poll`` will tell of its death."""
         self._processes[worker].kill()
 
     def abort(self) -> None:
         """End all workers at once: ``close`` will not wait, ``poll`` will tell of their deaths."""
+        self.is_aborted = True
         for worker in self._processes:
             worker.kill()
 
