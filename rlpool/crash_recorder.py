@@ -33,13 +33,13 @@ class Past:
     """What an episode did in slots that it has left.
 
     Attributes:
-        chunks: Actions and rewards of each, by key.
-        n_bytes: What they take.
+        chunks: Actions and rewards of each, ``[step, ...]``, in the order of their keys.
+        n_steps: Steps of all of them.
         n_dropped: Steps before them that were not kept.
     """
 
-    chunks: list[dict[str, Array]] = field(default_factory=list)
-    n_bytes: int = 0
+    chunks: list[list[Array]] = field(default_factory=list)
+    n_steps: int = 0
     n_dropped: int = 0
 
 
@@ -69,12 +69,12 @@ class CrashRecorder:
         self._env = env
         self._worker_seed = worker_seed
         self._rows: Mapping[str, Array] = {}
-        self._kept: list[str] = []
+        self._kept: dict[str, Array] = {}  # of the rows, those of actions and rewards
         self._current: Mapping[str, Array] = {}
         self._state: Mapping[str, Array] = {}
         self._numbers: Array = np.zeros(0, np.int64)
         self._agent_info: Mapping[str, Array] = {}
-        self._most_bytes = MAX_PAST_BYTES // env.n_lanes
+        self._most_steps = 0  # that are kept of a lane's episode
 
     def bind(
         self,
@@ -94,26 +94,28 @@ class CrashRecorder:
             agent_info: ``[n, ...]`` by episode, or ``None``.
         """
         self._rows = rows
-        self._kept = [key for key in rows if key == _REWARD or _is_action(key)]
+        self._kept = {key: rows[key] for key in sorted(rows) if key == _REWARD or _is_action(key)}
+        step_bytes = sum(array[0, :1].nbytes for array in self._kept.values())
+        self._most_steps = MAX_PAST_BYTES // self._env.n_lanes // step_bytes
         self._current, self._state, self._numbers = current, state, numbers
         self._agent_info = agent_info or {}
 
     def keep(self, past: Past, slot: int, start: int, stop: int) -> None:
         """Copy the steps ``start <= t < stop`` of a slot that a lane leaves in mid-episode."""
-        chunk = {key: np.array(self._rows[key][slot, start:stop]) for key in self._kept}
-        past.chunks.append(chunk)
-        past.n_bytes += _bytes_of(chunk)
-        while past.n_bytes > self._most_bytes and len(past.chunks) > 1:
-            dropped = past.chunks.pop(0)
-            past.n_bytes -= _bytes_of(dropped)
-            past.n_dropped += len(dropped[_REWARD])
+        past.chunks.append([array[slot, start:stop].copy() for array in self._kept.values()])
+        past.n_steps += stop - start
+        while past.n_steps > self._most_steps and len(past.chunks) > 1:
+            n_dropped = len(past.chunks.pop(0)[0])
+            past.n_steps -= n_dropped
+            past.n_dropped += n_dropped
 
     def resumed(self, done: Resumed) -> Past:
         """What an episode did that another worker had begun; its rewards are not known."""
         past = Past()
         if done.n_steps:
-            past.chunks.append(_chunk_of(done, done.n_steps))
-            past.n_bytes = _bytes_of(past.chunks[0])
+            chunk = _chunk_of(done, done.n_steps)
+            past.chunks.append([chunk[key] for key in sorted(chunk)])
+            past.n_steps = done.n_steps
         return past
 
     def scene_of_repetition(
@@ -214,16 +216,14 @@ class CrashRecorder:
         return found
 
     def _start(self, lane: int, has_begun: bool) -> dict[str, Any]:
-        actions = {key: np.array(self._rows[key][0, :0]) for key in self._kept if key != _REWARD}
+        actions = {key: a[0, :0].copy() for key, a in self._kept.items() if key != _REWARD}
         current = self._env.current if has_begun else {}
         return {"actions": actions, "observation": _row(current, lane)}
 
     def _step(self, past: Past, at: SlotRows, has_acted: bool) -> dict[str, Any]:
-        here = {key: self._rows[key][at.slot, at.start : at.stop + 1] for key in self._kept}
-        joined = {
-            key: np.concatenate([chunk[key] for chunk in (*past.chunks, here)])
-            for key in self._kept
-        }
+        here = [array[at.slot, at.start : at.stop + 1] for array in self._kept.values()]
+        columns = zip(*past.chunks, here, strict=True)
+        joined = {key: np.concatenate(c) for key, c in zip(self._kept, columns, strict=True)}
         rewards = joined.pop(_REWARD)
         n_steps = len(rewards) - 1  # each row has the reward of the step before
         shown = [key for key in self._current if key in self._rows]
@@ -277,7 +277,3 @@ def _batch(
 
 def _is_action(key: str) -> bool:
     return key == "action" or key.startswith("action/")
-
-
-def _bytes_of(chunk: Mapping[str, Array]) -> int:
-    return sum(array.nbytes for array in chunk.values())

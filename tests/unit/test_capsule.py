@@ -297,7 +297,7 @@ def test_nested_and_undeclared_actions_have_their_keys() -> None:
 
 
 def test_what_is_kept_of_long_episodes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Per lane 200 bytes: a chunk of 4 steps is 4 * (8 + 4) bytes, so that 4 of them fit.
+    # Per lane 200 bytes: a step takes 8 + 4 bytes, so that 4 chunks of 4 steps fit.
     monkeypatch.setattr(crash_recorder, "MAX_PAST_BYTES", 400)
     envs = [FailingEnv(KeyError("goal"), step=42, fails_at=0) for _ in range(2)]
     found = failure_of(make(envs), 1, env_info=DictTensor({"length": torch.tensor([99])})).capsule
