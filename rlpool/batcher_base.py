@@ -21,6 +21,7 @@ from rlpool.restarts import FailurePolicy
 from rlpool.seeding import root_from
 from rlpool.slots import Layout, StepSpecs
 from rlpool.workers.messages import Setup
+from rlpool.workers.shipment import Shipment
 from rlpool.workers.supervisor import refuse_during_import
 
 _LOG = logging.getLogger("rlpool")
@@ -73,7 +74,7 @@ class BatcherBase(ProcessOwner):
         self._update: Packed | None = None
         functions: Any = (create_env, dict(env_args or {}), create_agent, dict(agent_args or {}))
         if n_threads:
-            functions = _pickled(functions)
+            functions = Shipment(_pickled(functions))
         setups = [
             Setup(
                 functions,

@@ -223,9 +223,19 @@ class Coordinator:
             request.error = request.error or UsageError("the batcher was closed meanwhile")
             request.running_block.arrays.control["cancelled"][0] = 1
         self._workers.close()
+        for _, memory in self._kept_for_successors():
+            memory.close_fd()
+        if self._blocks is not None:
+            self._blocks.close()
         self._sent.clear()
         self._queued.clear()
         self._pending.clear()
+
+    def _kept_for_successors(self) -> list[Packed]:
+        packed = [request.packed for request in self._sent]
+        packed += [request.policy for request in self._sent]
+        packed += [self._policy, self._workers.infos]
+        return [each for each in packed if each is not None]
 
     # Starting --------------------------------------------------------------------------------
 

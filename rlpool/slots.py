@@ -305,6 +305,11 @@ class BlockPool:
             block.memory.close_fd()
         return [block.number for block in surplus]
 
+    def close(self) -> None:
+        """Close all descriptors; what was mapped stays."""
+        for block in self._blocks:
+            block.memory.close_fd()
+
     def forget_worker(self, worker: int) -> None:
         """Take note that a worker is gone, and its mappings with it."""
         for block in self._blocks:

@@ -91,6 +91,7 @@ class Workforce:
         fatal: Why nothing will work any more.
         n_lanes: Lanes of each worker, once they have started.
         specs: What a step consists of, once the workers have agreed on it.
+        infos: What the workers were probed with, if they were.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Workforce:
         self._reports: dict[int, Ready] = {}
         self._failed_start: WorkerError | None = None
         self._has_started = False
-        self._infos: Packed | None = None  # what the workers were probed with
+        self.infos: Packed | None = None
         self._is_probing = False
         self._last_words: dict[int, WorkerError] = {}
         self._retiring: dict[int, str] = {}
@@ -278,13 +279,13 @@ class Workforce:
         if self._is_probing:
             return
         self._is_probing = True
-        self._infos = infos
+        self.infos = infos
         for worker in self.ready:
             self._ask(worker)
 
     def _ask(self, worker: int) -> None:
-        if self._infos is not None:
-            parcel, memory = self._infos
+        if self.infos is not None:
+            parcel, memory = self.infos
             self.send(worker, Probe(parcel), memory)
             self._states[worker] = _PROBING
             self._reports.pop(worker, None)
@@ -321,7 +322,7 @@ class Workforce:
         was_starting = self._states[worker] == _STARTING
         self._states[worker] = _UP
         self._restarts.ready(worker)
-        wants_infos = report.specs is None and self._infos is not None
+        wants_infos = report.specs is None and self.infos is not None
         if was_starting and wants_infos and (self._is_probing or self.specs is not None):
             self._ask(worker)
             return

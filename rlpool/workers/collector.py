@@ -37,6 +37,7 @@ from rlpool.workers.messages import (
 )
 from rlpool.workers.parcel import Parcel, unpack
 from rlpool.workers.plans import AnnounceSeeds, EpisodePlan, WindowPlan
+from rlpool.workers.shipment import arrived
 from rlpool.workers.wear import Wear
 
 Infos = tuple[dict[str, Array], dict[str, Array]]
@@ -156,8 +157,8 @@ class Collector:
         where = Where(worker=setup.worker)
         try:
             functions = setup.functions
-            if isinstance(functions, bytes):
-                functions = pickle.loads(functions)
+            if not isinstance(functions, tuple):
+                functions = pickle.loads(arrived(functions))
             create_env, env_args, create_agent, agent_args = functions
         except KeyboardInterrupt:
             raise

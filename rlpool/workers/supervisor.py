@@ -27,6 +27,7 @@ from rlpool.storage import Array, Memory
 from rlpool.workers.child import CONTROL_COLUMNS, main
 from rlpool.workers.collector import Deliver
 from rlpool.workers.messages import Close, Message, Pipe
+from rlpool.workers.shipment import Shipment
 
 _GUARD_EXIT_CODE = 76
 """Exit code by which a child says that it would have spawned children of its own on import."""
@@ -47,6 +48,10 @@ class WorkerSetup(Protocol):
     @property
     def worker(self) -> int:
         """The worker's number."""
+
+    @property
+    def functions(self) -> Any:
+        """What makes its environments, a ``Shipment`` if it may be large."""
 
 
 WorkerMain = Callable[[Any, Connection, Any], None]
@@ -298,6 +303,9 @@ class Supervisor:
         """Tell all workers to close, wait for them, end those that take too long."""
         self._end()
         self._control.close_fd()
+        for setup in self._setups:
+            if isinstance(setup.functions, Shipment):
+                setup.functions.close()
 
 
 def refuse_during_import() -> None:

@@ -56,6 +56,7 @@ ORDER = (
     "resumption",
     "rollout",
     "workers.parcel",
+    "workers.shipment",
     "workers.wake",
     "workers.messages",
     "workers.wear",
