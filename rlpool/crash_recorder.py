@@ -1,14 +1,15 @@
 """Keeps what a crash capsule needs while episodes run, at next to no cost.
 
 The actions of a lane's current slot are in the block anyway. What has left it, the earlier chunks
-of a long episode, is copied once per chunk when the lane gives its slot up. So a step costs
-nothing, and the memory per step of an episode longer than a slot is that of an action and a reward.
+of a long episode, is copied once per chunk when the lane gives its slot up, together with those of
+all lanes that do so in the same step. So a step costs nothing, and a step of an episode longer than
+a slot takes the memory of an action and a reward.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,17 +29,36 @@ worker takes anyway, little; for a lane of 16 with a number as action, 300,000 s
 _REWARD = "reward"
 
 
+class Chunk(NamedTuple):
+    """What a lane did in one slot.
+
+    Attributes:
+        columns: Actions and rewards, ``[lanes, step, ...]`` each, in the order of their keys: of
+            all lanes that left their slots in the same step, as they were copied at once.
+        row: Whose row of them it is.
+        start: The first step that belongs to the episode.
+    """
+
+    columns: Sequence[Array]
+    row: int
+    start: int
+
+    def read(self) -> list[Array]:
+        """Actions and rewards, ``[step, ...]`` each."""
+        return [column[self.row, self.start :] for column in self.columns]
+
+
 @dataclass(slots=True)
 class Past:
     """What an episode did in slots that it has left.
 
     Attributes:
-        chunks: Actions and rewards of each, ``[step, ...]``, in the order of their keys.
+        chunks: What it did in each.
         n_steps: Steps of all of them.
         n_dropped: Steps before them that were not kept.
     """
 
-    chunks: list[list[Array]] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
     n_steps: int = 0
     n_dropped: int = 0
 
@@ -100,21 +120,30 @@ class CrashRecorder:
         self._current, self._state, self._numbers = current, state, numbers
         self._agent_info = agent_info or {}
 
-    def keep(self, past: Past, slot: int, start: int, stop: int) -> None:
-        """Copy the steps ``start <= t < stop`` of a slot that a lane leaves in mid-episode."""
-        past.chunks.append([array[slot, start:stop].copy() for array in self._kept.values()])
-        past.n_steps += stop - start
-        while past.n_steps > self._most_steps and len(past.chunks) > 1:
-            n_dropped = len(past.chunks.pop(0)[0])
-            past.n_steps -= n_dropped
-            past.n_dropped += n_dropped
+    def keep(self, leaving: Sequence[tuple[Past, int, int]]) -> None:
+        """Copy the slots that lanes leave in mid-episode, one copy per key for all of them.
+
+        Args:
+            leaving: Of each lane what it did before, its slot, and the first row of the slot that
+                belongs to its episode.
+        """
+        slots = [slot for _, slot, _ in leaving]
+        columns = [array[slots] for array in self._kept.values()]
+        n_timesteps = columns[0].shape[1]
+        for row, (past, _, start) in enumerate(leaving):
+            past.chunks.append(Chunk(columns, row, start))
+            past.n_steps += n_timesteps - start
+            while past.n_steps > self._most_steps and len(past.chunks) > 1:
+                n_dropped = len(past.chunks.pop(0).read()[0])
+                past.n_steps -= n_dropped
+                past.n_dropped += n_dropped
 
     def resumed(self, done: Resumed) -> Past:
         """What an episode did that another worker had begun; its rewards are not known."""
         past = Past()
         if done.n_steps:
             chunk = _chunk_of(done, done.n_steps)
-            past.chunks.append([chunk[key] for key in sorted(chunk)])
+            past.chunks.append(Chunk([chunk[key][None] for key in sorted(chunk)], 0, 0))
             past.n_steps = done.n_steps
         return past
 
@@ -222,7 +251,7 @@ class CrashRecorder:
 
     def _step(self, past: Past, at: SlotRows, has_acted: bool) -> dict[str, Any]:
         here = [array[at.slot, at.start : at.stop + 1] for array in self._kept.values()]
-        columns = zip(*past.chunks, here, strict=True)
+        columns = zip(*(chunk.read() for chunk in past.chunks), here, strict=True)
         joined = {key: np.concatenate(c) for key, c in zip(self._kept, columns, strict=True)}
         rewards = joined.pop(_REWARD)
         n_steps = len(rewards) - 1  # each row has the reward of the step before

@@ -311,9 +311,14 @@ class Rollout:
             for lane in ended:
                 self._finish(plan, lane)
         if not self._steps_until_full:
-            for lane in self._live:
-                if lane in self._lanes and self._steps_in_slot(lane) == self._n_timesteps:
-                    self._park(plan, lane)
+            full = [
+                lane
+                for lane in self._live
+                if lane in self._lanes and self._steps_in_slot(lane) == self._n_timesteps
+            ]
+            self._keep_actions(full)
+            for lane in full:
+                self._park(plan, lane)
         plan.flush()
         self._fill_lanes(plan)
 
@@ -336,11 +341,15 @@ class Rollout:
         self._waiting.append(lane)
         self._writer.complete(running.slot, lane, self._n_timesteps, running.steps_before == 0)
         plan.chunk_done(running.episode.number, running.slot, running.chunk, False)
-        start = max(0, -running.steps_before)
-        self._recorder.keep(running.past, running.slot, start, self._n_timesteps)
         running.steps_before += self._n_timesteps
         running.chunk += 1
         running.parked = self._kept_rows(lane)
+
+    def _keep_actions(self, lanes: Sequence[int]) -> None:
+        """Keep what a crash capsule would need of slots that lanes are about to leave."""
+        leaving = [self._lanes[lane] for lane in lanes]
+        if leaving:
+            self._recorder.keep([(r.past, r.slot, max(0, -r.steps_before)) for r in leaving])
 
     def _kept_rows(self, lane: int) -> list[tuple[Array, Array]]:
         arrays = [*self._env.current.values(), *self._driver.state.values()]
