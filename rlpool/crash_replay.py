@@ -116,7 +116,7 @@ def replay_crash(
         _LOG.warning("the replay went another way: %s", course.divergence)
     if course.n_done != len(capsule.rewards) or described(failure) not in capsule.error:
         _LOG.warning("the replay failed in another way than the episode did: %s", capsule.error)
-    if debug is True:
+    if debug and debug != "before":
         pdb.post_mortem(failure.__traceback__)
     raise failure
 

@@ -21,6 +21,7 @@ import torch
 from gymnasium import spaces
 
 from rlpool import (
+    AGENT_ARCHS,
     AgentError,
     Batcher,
     CrashCapsule,
@@ -28,6 +29,7 @@ from rlpool import (
     EnvError,
     EpisodeBatcher,
     GymEnv,
+    Learner,
     Replay,
     SpecError,
     UsageError,
@@ -39,6 +41,7 @@ from rlpool import (
 
 from support.agents import ConstantAgent, FunctionAgent, StepCounter, zeros
 from support.envs import AncestorCountingEnv, CountingEnv, FailingEnv
+from support.meta import Storage
 from support.unlucky import UnluckyEnv, UnluckyError, create_unlucky
 
 
@@ -88,56 +91,7 @@ def ids(n: int = 40) -> dict[str, Any]:
     return {"env_info": DictTensor({"id": torch.arange(n)})}
 
 
-# The same again ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_failure_that_depends_on_everything_comes_again(seed: int, tmp_path: Path) -> None:
-    infos = {"env_info": DictTensor({"task": torch.arange(40)})}
-    error = crash(create_unlucky, seeds=seed, infos=infos)
-    text = error.what.removeprefix("env.step raised UnluckyError: ")
-    assert text.isdigit()
-    path = error.capsule.save(tmp_path / "x")
-    for given in (error, error.capsule, path, str(path)):
-        with pytest.raises(UnluckyError) as caught:
-            replay_crash(given, create_unlucky)
-        assert str(caught.value) == text
-        assert frames(caught.value)[-2:] == ["step", "drawn"]
-        assert caught.value.__cause__ is None
-
-
-def test_failing_resets_come_again() -> None:
-    env_args = {"reset_chance": 0.2, "chance": 0.0, "n_envs": 3}
-    error = crash(create_unlucky, env_args=env_args)
-    assert error.capsule.call == "reset"
-    with pytest.raises(UnluckyError) as caught:
-        replay_crash(error, create_unlucky, env_args)
-    assert str(caught.value) in error.what
-    assert frames(caught.value)[-2:] == ["reset", "drawn"]
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_failures_in_windows_of_lanes_that_restart_come_again(seed: int) -> None:
-    env_args = {"restarts": True, "chance": 0.02, "end": 0.1, "reset_chance": 0.05 * (seed % 2)}
-    batcher = Batcher(
-        n_timesteps=4,
-        create_agent=StepCounter,
-        create_env=create_unlucky,
-        env_args=env_args,
-        n_threads=0,
-        seeds=seed,
-    )
-    with batcher:
-        batcher.reset()
-        with pytest.raises(EnvError) as caught:
-            run_windows(batcher)
-    error = caught.value
-    with pytest.raises(UnluckyError) as again:
-        replay_crash(error, create_unlucky, env_args)
-    assert error.what.endswith(f": {again.value}")
-
-
-SPACES = {
+SPACES: dict[str, Any] = {
     "nested": spaces.Dict(
         a=spaces.Tuple((spaces.Discrete(3), spaces.Box(-1, 1, (2,)))),
         b=spaces.MultiBinary(2),
@@ -175,6 +129,69 @@ def random_agent(space: Any) -> FunctionAgent:
     return FunctionAgent(act, n_noise=4)
 
 
+# The same again ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_failure_that_depends_on_everything_comes_again(
+    seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    infos = {"env_info": DictTensor({"task": torch.arange(40)})}
+    env_args = {"chance": 0.02, "n_envs": 3}
+    agent = random_agent(spaces.Discrete(1000))
+    error = crash(create_unlucky, agent, env_args=env_args, seeds=seed, infos=infos, n_slots=9)
+    text = error.what.removeprefix("env.step raised UnluckyError: ")
+    assert text.isdigit()
+    path = error.capsule.save(tmp_path / "x")
+    for given in (error, error.capsule, path, str(path)):
+        with pytest.raises(UnluckyError) as caught:
+            replay_crash(given, create_unlucky, env_args)
+        assert str(caught.value) == text
+        assert frames(caught.value)[-2:] == ["step", "drawn"]
+        assert caught.value.__cause__ is None
+    assert not caplog.records  # rewards and the last observation were the same
+
+
+def test_failing_resets_come_again() -> None:
+    env_args = {"reset_chance": 0.2, "chance": 0.0, "n_envs": 3}
+    error = crash(create_unlucky, env_args=env_args)
+    assert error.capsule.call == "reset"
+    with pytest.raises(UnluckyError) as caught:
+        replay_crash(error, create_unlucky, env_args)
+    assert str(caught.value) in error.what
+    assert frames(caught.value)[-2:] == ["reset", "drawn"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_failures_in_windows_of_lanes_that_restart_come_again(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    env_args = {
+        "restarts": True,
+        "n_envs": 3,
+        "chance": 0.02,
+        "end": 0.1,
+        "reset_chance": 0.05 * (seed % 2),
+    }
+    batcher = Batcher(
+        n_timesteps=4,
+        create_agent=lambda: random_agent(spaces.Discrete(1000)),
+        create_env=create_unlucky,
+        env_args=env_args,
+        n_threads=0,
+        seeds=seed,
+    )
+    with batcher:
+        batcher.reset()
+        with pytest.raises(EnvError) as caught:
+            run_windows(batcher)
+    error = caught.value
+    with pytest.raises(UnluckyError) as again:
+        replay_crash(error, create_unlucky, env_args)
+    assert error.what.endswith(f": {again.value}")
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("name", SPACES)
 def test_actions_of_every_structure_come_again(name: str) -> None:
     space = SPACES[name]
@@ -186,6 +203,23 @@ def test_actions_of_every_structure_come_again(name: str) -> None:
     # One environment alone will do, and takes the same actions.
     with pytest.raises(UnluckyError, match=str(caught.value)):
         replay_crash(error, lambda: UnluckyEnv(**env_args))
+
+
+def test_failures_of_a_learners_rollouts_come_again(caplog: pytest.LogCaptureFixture) -> None:
+    tasks = [3, 4, 5]
+    agent = random_agent(spaces.Discrete(1000))
+    learner = Learner(agent, Storage(), None, tasks, AGENT_ARCHS.Memory, seed=5)
+    envs = GymEnv([UnluckyEnv() for _ in range(3)])
+    with pytest.raises(EnvError) as caught:
+        learner.collect_rollouts_parallel(50, parallel_env=envs)
+    found = caught.value.capsule
+    assert found.where == caught.value.where
+    assert found.options["task"] in tasks
+    for create_env in (UnluckyEnv, lambda: GymEnv([UnluckyEnv() for _ in range(3)])):
+        with pytest.raises(UnluckyError) as again:
+            replay_crash(caught.value, create_env)
+        assert caught.value.what.endswith(f": {again.value}")
+    assert not caplog.records
 
 
 def test_environments_without_spaces_come_again() -> None:
