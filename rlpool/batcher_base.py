@@ -12,6 +12,7 @@ import cloudpickle
 
 from rlpool.agent import Agent
 from rlpool.coordinator import Coordinator
+from rlpool.crash_files import CrashDir
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError, WorkerStartupError, compose
@@ -50,6 +51,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         seeds: Seeds,
         timeout: float | None,
         policy: FailurePolicy,
+        crash_dir: CrashDir = None,
     ) -> None:
         self._coordinator: Coordinator | None = None
         refuse_during_import()
@@ -96,6 +98,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             make_layout=_Weakly(self._layout),
             policy=policy,
             timeout_s=timeout if n_threads else None,
+            crash_dir=crash_dir,
         )
 
     def _layout(self, specs: StepSpecs) -> Layout:

@@ -205,7 +205,7 @@ class Collector:
                 fix="set n_noise to an int of at least 0",
             )
         self._agent = agent
-        self._rollout = Rollout(agent, env, setup.worker, self._progress)
+        self._rollout = Rollout(agent, env, setup.worker, self._progress, seed)
 
     def _probed(self, infos: Infos | None) -> Ready:
         """Learn the keys, with the infos of the first lanes if there are any."""
