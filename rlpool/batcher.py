@@ -20,6 +20,7 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError, compose
 from rlpool.interrupts import InterruptsHeld
+from rlpool.preflight import checked
 from rlpool.requests import EpisodeRequest, Packed, WindowRequest, as_infos
 from rlpool.slots import Layout, StepSpecs
 from rlpool.workers.collector import Infos
@@ -68,6 +69,9 @@ class EpisodeBatcher(BatcherBase):
             batcher.execute(n_episodes=32)
             trajectories = batcher.get()
     """
+
+    _LOWERABLE: tuple[str, ...] = ("n_slots", "n_timesteps")
+    """Arguments that make blocks smaller."""
 
     def __init__(
         self,
@@ -184,7 +188,8 @@ class EpisodeBatcher(BatcherBase):
 
     def _layout(self, specs: StepSpecs) -> Layout:
         n_slots = self._n_slots or 4 * specs.n_lanes
-        return Layout(specs, n_slots, self._n_timesteps, self._n_workers)
+        layout = Layout(specs, n_slots, self._n_timesteps, self._n_workers)
+        return checked(layout, self._LOWERABLE, private=self._is_private)
 
 
 class MonoThreadEpisodeBatcher(EpisodeBatcher):
@@ -202,6 +207,8 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
 
     _N_TIMESTEPS = 128
     """Steps per slot; longer episodes are glued."""
+
+    _LOWERABLE = ()
 
     def __init__(
         self,
@@ -383,4 +390,5 @@ class Batcher(BatcherBase):
 
     def _layout(self, specs: StepSpecs) -> Layout:
         n_slots = specs.n_lanes * self._n_workers
-        return Layout(specs, n_slots, self._n_timesteps, self._n_workers, specs.auto_reset)
+        layout = Layout(specs, n_slots, self._n_timesteps, self._n_workers, specs.auto_reset)
+        return checked(layout, ("n_timesteps",), private=self._is_private)

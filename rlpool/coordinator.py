@@ -26,7 +26,6 @@ from rlpool.errors import (
     compose,
 )
 from rlpool.interrupts import InterruptsHeld
-from rlpool.limits import check_size, human
 from rlpool.requests import Packed, Request
 from rlpool.slots import BlockPool, Layout, StepSpecs
 from rlpool.storage import Memory
@@ -77,7 +76,8 @@ class Coordinator:
     Args:
         setups: One per worker process; with ``in_process`` the only one.
         in_process: Run the one worker in this process.
-        make_layout: Makes the blocks' layout once the workers know their keys.
+        make_layout: Makes the blocks' layout once the workers know their keys, and refuses one
+            that is larger than the machine.
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
 
@@ -107,7 +107,6 @@ class Coordinator:
         self._is_probing = False
         self._fatal: RlpoolError | None = None
         self._blocks: BlockPool | None = None
-        self._warned = False
         self._unsent_update: Packed | None = None  # of a request that failed before it was sent
         self._owner_pid = os.getpid()
         self._n_requests = 0
@@ -271,16 +270,7 @@ class Coordinator:
                 _LOG.debug("keys are unknown until the first execute: %s", report.error)
                 return
         self.specs = _common_specs([report.specs for report in reports if report.specs])
-        layout = self._make_layout(self.specs)
-        sizes = layout.bytes_of_key()
-        if not check_size(sizes, "lower n_slots or n_timesteps") and not self._warned:
-            self._warned = True
-            _LOG.warning(
-                "a block of slots takes up to %s, more than is free now: "
-                "lower n_slots or n_timesteps if memory runs out",
-                human(sum(sizes.values())),
-            )
-        self._blocks = BlockPool(layout, self._workers.allocate)
+        self._blocks = BlockPool(self._make_layout(self.specs), self._workers.allocate)
 
     # Sending ---------------------------------------------------------------------------------
 

@@ -17,7 +17,9 @@ ORDER = (
     "errors",
     "interrupts",
     "ownership",
+    "cgroups",
     "limits",
+    "pickling",
     "descriptors",
     "specs",
     "seeding",
@@ -42,6 +44,7 @@ ORDER = (
     "envs.handed_out",
     "envs.one_env",
     "slots",
+    "preflight",
     "writer",
     "trajectories",
     "history",
@@ -94,6 +97,9 @@ ORDER = (
     "meta.agents",
     "meta.rollouts",
     "meta.learner",
+    "worker_trial",
+    "doctor",
+    "__main__",
 )
 
 # Their __init__.py holds a docstring and no import.
