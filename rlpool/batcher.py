@@ -51,7 +51,8 @@ class EpisodeBatcher(BatcherBase):
             never.
 
     Raises:
-        SpecError: For arguments of the wrong kind or size, or keys that collide.
+        SpecError: For arguments of the wrong kind or size, keys that collide, or more workers or
+            memory than this machine allows.
         WorkerStartupError: If ``create_env`` or ``create_agent`` raises or cannot be pickled.
         WorkerDiedError: If a worker dies before it is ready.
         UsageError: If the script lacks its ``if __name__ == "__main__":`` guard.

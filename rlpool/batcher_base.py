@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError, compose
 from rlpool.ownership import ProcessOwner
-from rlpool.pickling import pickled
+from rlpool.pickling import pickled, why_not
 from rlpool.requests import Packed
 from rlpool.seeding import root_from
 from rlpool.slots import Layout, StepSpecs
@@ -113,8 +114,14 @@ class BatcherBase(ProcessOwner):
 
         Raises:
             UsageError: If the batcher is closed.
+            SpecError: If the object cannot be pickled.
         """
-        self._update = self._open().pack(info)
+        coordinator = self._open()
+        try:
+            self._update = coordinator.pack(info)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            fix = "send what its receivers need only, such as model.state_dict()"
+            raise SpecError(compose(why_not({"info": info}, error), fix=fix)) from error
         self._policy_version += 1
 
     def close(self) -> None:

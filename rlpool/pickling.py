@@ -13,7 +13,8 @@ import io
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -26,6 +27,9 @@ _DEPTH = 32
 
 _N_OBJECTS = 200_000
 """Objects that are looked at: a fraction of a second."""
+
+_TRAIL = 64
+"""Objects that a pickler began with last: enough to hold what is around the culprit."""
 
 _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), types.ModuleType)
 """What refers to nothing that could be a culprit."""
@@ -68,30 +72,59 @@ def why_not(
     """
     for name, part in parts.items():
         failure = _failure(part, kind)
-        if failure is None:
-            continue
-        culprit, cause = failure
-        path = _path(part, culprit)
-        place = "it" if path == "" else f"{name}{path}"
-        if path is None:
-            place = f"something in {name}"
-        return f"{what or name} cannot be pickled: {place} is {_kind_of(culprit)} ({_text(cause)})"
+        if failure is not None:
+            place = _place(name, part, failure, kind)
+            cause = _text(failure.error)
+            return (
+                f"{what or name} cannot be pickled: {place} {_kind_of(failure.culprit)} ({cause})"
+            )
     return f"{what or ', '.join(parts)} cannot be pickled: {_text(error)}"
 
 
-def _failure(value: Any, kind: type[Any]) -> tuple[Any, Exception] | None:
-    """The object that a pickler fails at, and how; ``None`` if it does not fail."""
-    last: list[Any] = [value]
+@dataclass(frozen=True)
+class _Failure:
+    """How a pickler failed.
+
+    Attributes:
+        trail: The last objects that it began with; the very last is the culprit.
+        error: What it raised.
+    """
+
+    trail: Sequence[Any]
+    error: Exception
+
+    @property
+    def culprit(self) -> Any:
+        return self.trail[-1]
+
+
+def _failure(value: Any, kind: type[Any]) -> _Failure | None:
+    """How a pickler fails at a value; ``None`` if it does not fail."""
+    trail: deque[Any] = deque([value], maxlen=_TRAIL)
 
     class Announcing(kind):  # type: ignore[misc]
         def persistent_id(self, inner: Any) -> None:
-            last[0] = inner
+            if not isinstance(inner, _ATOMS):
+                trail.append(inner)
 
     try:
         Announcing(_Nowhere()).dump(value)
     except Exception as error:
-        return last[0], error
+        return _Failure(trail, error)
     return None
+
+
+def _place(name: str, part: Any, failure: _Failure, kind: type[Any]) -> str:
+    """Where the culprit is, up to and including the verb."""
+    path = _path(part, failure.culprit)
+    if path is not None:
+        return f"{name}{path} is" if path else "it is"
+    # Made while pickling, such as by a __getstate__: the nearest of its holders must do.
+    for holder in reversed(failure.trail):
+        path = None if _failure(holder, kind) is None else _path(part, holder)
+        if path is not None:
+            return f"what {name}{path} hands to the pickler has"
+    return "something in it is"
 
 
 class _Nowhere(io.RawIOBase):
@@ -119,13 +152,23 @@ def _shortest(value: Any, culprit: Any, *, everywhere: bool) -> str | None:
             return path
         if depth == _DEPTH or len(seen) > _N_OBJECTS:
             continue
-        for step, inner in _parts(outer, everywhere=everywhere):
+        for step, inner in _safely(_parts(outer, everywhere=everywhere)):
             if inner is culprit:
                 return path + step
-            if not isinstance(inner, _ATOMS) and id(inner) not in seen:
+            if id(inner) not in seen:
                 seen[id(inner)] = inner
                 queue.append((path + step, inner, depth + 1))
     return None
+
+
+def _safely(parts: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Parts up to the first that cannot be had: a search must not hide the error it explains."""
+    try:
+        for step, inner in parts:
+            if not isinstance(inner, _ATOMS):
+                yield step, inner
+    except Exception:
+        return
 
 
 def _parts(value: Any, *, everywhere: bool) -> Iterator[tuple[str, Any]]:
@@ -164,7 +207,8 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         yield from ((f".{name}", inner) for name, inner in zip(value._fields, value, strict=False))
     elif isinstance(value, list | tuple | deque):
-        yield from ((f"[{number}]", inner) for number, inner in enumerate(value))
+        inners = ((n, inner) for n, inner in enumerate(value) if not isinstance(inner, _ATOMS))
+        yield from ((f"[{number}]", inner) for number, inner in inners)
     elif isinstance(value, set | frozenset):
         yield from ((".<element>", inner) for inner in value)
     elif isinstance(value, np.ndarray) and value.dtype == object:

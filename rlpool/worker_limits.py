@@ -150,7 +150,7 @@ def _descriptor_quotas(n_workers: int, each: int) -> Iterator[Quota]:
     wanted = n_workers * each + _SPARE_DESCRIPTORS + in_use
     yield Quota(
         "file descriptors",
-        "this process may open",
+        "this process may open (RLIMIT_NOFILE)",
         limit,
         in_use,
         each,
@@ -165,7 +165,7 @@ def _task_quotas(n_workers: int, root: Path) -> Iterator[Quota]:
     if limit != resource.RLIM_INFINITY and not _is_exempt(root):
         in_use = _n_tasks(root)
         remedy = how_to_raise("u", wanted + in_use, most)
-        whose = "this user may have"
+        whose = "this user may have (RLIMIT_NPROC)"
         yield Quota(noun, whose, limit, in_use, _WORKER_TASKS, _SPARE_TASKS, remedy)
     for group in task_limits(root):
         whose = f"the control group of this process allows ({group.file})"

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from rlpool.errors import SpecError
-from rlpool.limits import human
 from rlpool.specs import TensorSpec
 from rlpool.storage import PAGE_BYTES, Memory, batch_array, carve, carved_bytes
 
@@ -160,18 +159,3 @@ def test_batch_arrays_are_zero_and_aligned_as_tensors_are(spec: TensorSpec, n_la
     assert array.dtype == spec.dtype
     assert not array.any()
     assert address(array) % 64 == 0 or not array.size
-
-
-@pytest.mark.parametrize(
-    ("n_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        (1536, "1.5 KiB"),
-        (3 << 30, "3 GiB"),
-        (5 << 40, "5 TiB"),
-    ],
-)
-def test_sizes_are_readable(n_bytes: int, text: str) -> None:
-    assert human(n_bytes) == text
