@@ -16,10 +16,12 @@ from rlpool.errors import SpecError, UsageError, compose
 from rlpool.ownership import ProcessOwner
 from rlpool.pickling import pickled, why_not
 from rlpool.requests import Packed
+from rlpool.restarts import FailurePolicy
 from rlpool.seeding import root_from
 from rlpool.slots import Layout, StepSpecs
 from rlpool.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.workers.messages import Setup
+from rlpool.workers.shipment import Shipment
 from rlpool.workers.supervisor import refuse_during_import
 
 _LOG = logging.getLogger("rlpool")
@@ -51,6 +53,7 @@ class BatcherBase(ProcessOwner):
         n_threads: int,
         seeds: Seeds,
         timeout: float | None,
+        policy: FailurePolicy,
     ) -> None:
         self._coordinator: Coordinator | None = None
         refuse_during_import()
@@ -79,15 +82,25 @@ class BatcherBase(ProcessOwner):
             check_workers(n_threads, WORKER_DESCRIPTORS, "lower n_threads")
             names = ("create_env", "env_args", "create_agent", "agent_args")
             parts = dict(zip(names, functions, strict=True))
-            functions = pickled(parts, functions, fix=_HOW_TO_PICKLE)
+            functions = Shipment(pickled(parts, functions, fix=_HOW_TO_PICKLE))
         setups = [
-            Setup(functions, worker, self._n_workers, self._root, owns_process=n_threads > 0)
+            Setup(
+                functions,
+                worker,
+                self._n_workers,
+                self._root,
+                owns_process=n_threads > 0,
+                quits_on_env_error=n_threads > 0 and policy.restarts_on_env_errors,
+                max_episodes=policy.max_episodes_per_worker if n_threads else None,
+                max_rss_bytes=policy.max_rss_bytes if n_threads else None,
+            )
             for worker in range(self._n_workers)
         ]
         self._coordinator = Coordinator(
             setups,
             in_process=n_threads == 0,
             make_layout=self._layout,
+            policy=policy,
             timeout_s=timeout if n_threads else None,
         )
 

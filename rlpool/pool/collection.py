@@ -25,7 +25,7 @@ import cloudpickle
 import numpy as np
 
 from rlpool.batcher_base import DEFAULT_TIMEOUT_S, check_count
-from rlpool.coordinator import Coordinator, WorkersDisagree
+from rlpool.coordinator import Coordinator
 from rlpool.envs.one_env import ACTION_KEY, STATE_KEY
 from rlpool.errors import (
     AgentError,
@@ -47,14 +47,21 @@ from rlpool.pool.environments import (
 from rlpool.pool.transitions import EpisodeParts, Transitions, is_part
 from rlpool.preflight import checked
 from rlpool.requests import Packed, WindowRequest, as_infos
+from rlpool.restarts import FailurePolicy
 from rlpool.seeding import LaneSeeds, root_from
 from rlpool.slots import Layout, StepSpecs
 from rlpool.specs import TensorSpec
 from rlpool.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.workers.messages import Setup
+from rlpool.workers.shipment import Shipment
 from rlpool.workers.supervisor import refuse_during_import
+from rlpool.workforce import WorkersDisagree
 
 _LOG = logging.getLogger("rlpool")
+
+# An environment of a pool may remember anything from run to run: there is no way back to where it
+# was, so the next run starts with the environments of the caller.
+_REPORTING = FailurePolicy(on_worker_failure="raise")
 
 _WINDOW_BYTES = 2**22  # per process: a few of them fit into any cache of pages
 _SHORTEST_WINDOW, _LONGEST_WINDOW = 16, 1024  # steps: a round trip costs as much as a few steps
@@ -228,7 +235,11 @@ class EpisodeRunner(ProcessOwner):
         check_workers(len(pickles), WORKER_DESCRIPTORS, "put fewer environments into the pool")
         setups = [self._setup(p, env, policy, number) for p, env in enumerate(pickles)]
         self._coordinator = Coordinator(
-            setups, in_process=False, make_layout=_Windows(len(setups)), timeout_s=self._timeout_s
+            setups,
+            in_process=False,
+            make_layout=_Windows(len(setups)),
+            policy=_REPORTING,
+            timeout_s=self._timeout_s,
         )
         return self._coordinator, None
 
@@ -244,7 +255,7 @@ class EpisodeRunner(ProcessOwner):
         first_seed = LaneSeeds(self._root, number).seed(process, 0)
         station = Station(process, env, policy, first_seed, self._dtypes)
         functions = cloudpickle.dumps((station.create_env, {}, station.create_agent, {}))
-        return Setup(functions, process, self._n_processes, self._root, owns_process=True)
+        return Setup(Shipment(functions), process, self._n_processes, self._root, owns_process=True)
 
     def _stop(self) -> None:
         coordinator, self._coordinator = self._coordinator, None

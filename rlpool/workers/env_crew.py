@@ -36,6 +36,7 @@ from rlpool.workers.env_messages import (
 )
 from rlpool.workers.hang_watch import HangWatch
 from rlpool.workers.messages import Failed, Message
+from rlpool.workers.shipment import Shipment
 from rlpool.workers.supervisor import Died, Supervisor, missing_guard_error
 from rlpool.workers.wake import Wake
 
@@ -108,7 +109,7 @@ class EnvCrew:
         self.wakes = [Wake() for _ in range(self.n_workers)]
         setups = [
             EnvSetup(
-                pickles[worker],
+                Shipment(pickles[worker]),
                 options,
                 worker,
                 self.n_workers,
