@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import psutil
 import pytest
-from process.watching import Script
+from process.watching import Script, is_tracker
 
 from rlpool import (
     Batcher,
@@ -151,20 +152,88 @@ def test_address_space_is_counted_before_a_block_is_allocated(run_script: RunScr
     assert found[6:] == ["made"]
 
 
+def test_a_process_that_the_system_refuses_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that cannot be known beforehand, such as those of other processes of the user."""
+    before, start = set(psutil.Process().children()), SpawnProcess.start
+    numbers = iter([True, False])
+
+    def start_one(process: SpawnProcess) -> None:
+        if not next(numbers):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        start(process)
+
+    monkeypatch.setattr(SpawnProcess, "start", start_one)
+    with pytest.raises(WorkerStartupError) as caught:
+        EpisodeBatcher(4, 8, StepCounter, {}, create_counting, {}, n_threads=2)
+    assert caught.value.what == (
+        "1 of 2 workers could be started: [Errno 11] Resource temporarily unavailable"
+    )
+    assert "python -m rlpool doctor" in caught.value.fix
+    left = set(psutil.Process().children()) - before
+    assert all(is_tracker(process) for process in left)
+
+
 # The guard ------------------------------------------------------------------------------------
 
 
+MAIN = """
+print("imported")
+def main():
+    with attempt.lock:
+        MAKE
+
+attempt.lock = multiprocessing.Lock()
+main()
+"""
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_missing_guard_is_explained(run_script: RunScript, kind: str) -> None:
-    guarded = script_of("pass")
-    source, _, _ = guarded.partition("if __name__")
-    script = run_script(source + KINDS[kind].replace("N", "2"))
+def test_a_missing_guard_is_told_before_any_process_starts(
+    run_script: RunScript, kind: str
+) -> None:
+    definitions, _, _ = script_of("pass").partition("if __name__")
+    script = run_script(definitions + MAIN.replace("MAKE", KINDS[kind].replace("N", "2")))
     script.finish()
     assert script.returncode == 1
-    assert script.stdout == ""
+    assert script.stdout == "imported\n"  # by no worker
     assert script.stderr.count("Traceback") == 1
     assert "UsageError" in script.stderr
     assert 'if __name__ == "__main__"' in script.stderr
+    n_lines = definitions.count("\n") + MAIN.count("\n")
+    assert f", line {n_lines}\n  fix:" in script.stderr
+
+
+@pytest.mark.parametrize("condition", ["if sys.argv", "while sys.argv"])
+def test_where_a_guard_may_be_another_one_the_workers_tell(
+    run_script: RunScript, condition: str
+) -> None:
+    definitions, _, _ = script_of("pass").partition("if __name__")
+    make = EPISODE_BATCHER.replace("N", "1")
+    script = run_script(f"{definitions}print('imported')\n{condition}:\n    {make}\n")
+    script.finish()
+    assert script.returncode == 1
+    assert script.stdout == "imported\n" * 2
+    assert script.stderr.count("Traceback") == 1
+    assert "UsageError" in script.stderr
+    assert 'if __name__ == "__main__"' in script.stderr
+
+
+GUARDS = {
+    "the other way round": 'if __name__ != "__main__":\n    pass\nelse:\n    main()\n',
+    "noted": 'is_main = __name__ == "__main__"\nis_main and main()\n',
+    "in a function": "main()\n",
+    "of somebody else": "run(main)\n",
+}
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_other_guards_do(run_script: RunScript, guard: str) -> None:
+    make = f"print({EPISODE_BATCHER.replace('N', '1')}.closed)"
+    if guard == "in a function":
+        make = f"if multiprocessing.current_process().name == 'MainProcess': {make}"
+    source, _, _ = script_of(make).partition("if __name__")
+    importing = "from support.guards import run\n"
+    assert lines_of(run_script(importing + source + GUARDS[guard])) == ["False"]
 
 
 # Pickling -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ ORDER = (
     "restarts",
     "interrupts",
     "ownership",
+    "main_guard",
     "cgroups",
     "limits",
     "pickling",
