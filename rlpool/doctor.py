@@ -269,7 +269,7 @@ def _descriptors(quota: Quota, plan: Plan) -> Check:
     if wanted <= quota.limit:
         return Check(quota.noun, OK, what)
     fix = how_to_raise("n", wanted, hard)
-    what += f"; {plan.workers} workers and a training program around them want {wanted}"
+    what += f"; a training program with so many workers ({plan.workers}) wants {wanted}"
     return Check(quota.noun, FAIL, what, fix)
 
 
@@ -279,7 +279,7 @@ def _offer(quota: Quota) -> str:
         amounts = f"{free} are free of the {limit}"
     else:
         amounts = f"{quota.in_use} are in use of the {quota.limit}"
-    return f"{amounts} that {quota.of_limit}: enough for {quota.room} workers"
+    return f"{amounts} that {quota.of_limit}: room for {quota.room} workers"
 
 
 def _own_memory(root: Path) -> Iterator[Check]:

@@ -68,14 +68,15 @@ class Quota:
     def complaint(self, n_workers: int) -> str:
         """What to say if it is not enough."""
         wanted = self.wanted(n_workers)
+        who = "1 worker needs" if n_workers == 1 else f"{n_workers} workers need"
         if self.noun == "memory":
             return (
-                f"{n_workers} workers need at least {human(wanted)} of memory, but of the "
+                f"{who} at least {human(wanted)} of memory, but of the "
                 f"{human(self.limit)} that {self.of_limit} {human(self.limit - self.in_use)} "
                 "are free"
             )
         return (
-            f"{n_workers} workers need {wanted} {self.noun}, but of the {self.limit} that "
+            f"{who} {wanted} {self.noun}, but of the {self.limit} that "
             f"{self.of_limit} {self.in_use} are in use"
         )
 

@@ -66,9 +66,7 @@ def test_nothing_bites_on_a_machine_with_room(root: Path) -> None:
         "worker process",
     ]
     (memory,) = named(checks, "memory")
-    assert memory.what == (
-        "4 GiB are free of the 8 GiB that this machine has: enough for 40 workers"
-    )
+    assert memory.what == ("4 GiB are free of the 8 GiB that this machine has: room for 40 workers")
     assert named(checks, "workers")[0].what == "40 would fit, 4 are asked for"
 
 
