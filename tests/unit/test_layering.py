@@ -66,6 +66,7 @@ ORDER = (
     "workers.fast_seeding",
     "workers.fast_checks",
     "workers.hang_watch",
+    "workers.leash",
     "workers.child",
     "workers.arena",
     "workers.env_messages",
