@@ -18,7 +18,10 @@ ORDER = (
     "restarts",
     "interrupts",
     "ownership",
+    "main_guard",
+    "cgroups",
     "limits",
+    "pickling",
     "descriptors",
     "specs",
     "seeding",
@@ -51,6 +54,7 @@ ORDER = (
     "envs.handed_out",
     "envs.one_env",
     "slots",
+    "preflight",
     "claims",
     "writer",
     "trajectories",
@@ -113,6 +117,9 @@ ORDER = (
     "meta.agents",
     "meta.rollouts",
     "meta.learner",
+    "worker_trial",
+    "doctor",
+    "__main__",
 )
 
 # Their __init__.py holds a docstring and no import.
