@@ -74,13 +74,14 @@ def rows_are_independent(subject: AgentSubject) -> Findings:
     if n < 2:
         raise CannotCheck("batch_sizes has no batch of several rows")
     agent = subject.agent()
-    one, other = subject.trace(agent, n, 0), subject.trace(agent, n, 1)
+    one, *others = (subject.trace(agent, n, variant) for variant in range(4))
     for step in sorted({0, subject.n_steps - 1}):
         alone = call(agent, one[step].copied())
         for row in range(n):
-            mixed = call(agent, other[step].with_row_of(one[step], row))
-            what = difference(alone, mixed, row)
-            if what:
+            companies = [other[step].with_row_of(one[step], row) for other in others]
+            companies.append(one[step].with_all_rows_like(row))
+            whats = (difference(alone, call(agent, inputs), row) for inputs in companies)
+            if what := next(filter(None, whats), ""):
                 yield error(
                     "rows_are_independent",
                     f"row {row} of {n} at step {step}, with other values in the other rows: {what}",
@@ -99,9 +100,8 @@ def deterministic(subject: AgentSubject) -> Findings:
             first = call(agent, one[step].copied())
         call(agent, other[step].copied())
         with seeded_generators(2):
-            again = call(agent, one[step].copied())
-        what = difference(first, again)
-        if what:
+            again = [call(agent, one[step].copied()) for _ in range(2)]
+        if what := difference(first, again[0]) or difference(first, again[1]):
             yield error(
                 "deterministic",
                 f"step {step} twice with the same arguments, another call in between: {what}",

@@ -24,7 +24,7 @@ from rlpool.testing.agent_call_checks import (
     update_takes_state_dict,
 )
 from rlpool.testing.agent_results import specs_of, told
-from rlpool.testing.agent_subject import AgentSubject, call
+from rlpool.testing.agent_subject import AgentSubject, call, step_specs
 from rlpool.testing.findings import (
     CannotCheck,
     Check,
@@ -38,6 +38,10 @@ from rlpool.testing.misfits import misfits
 from rlpool.testing.native_actions import native_actions
 
 Findings = Iterator[Finding]
+
+_RETURN_FIX = (
+    "return (state, output, new_state), DictTensors with a row per lane, 'action' in the output"
+)
 
 
 def creation(subject: AgentSubject) -> Findings:
@@ -91,6 +95,8 @@ def returns(subject: AgentSubject) -> Findings:
                 _run_with_history(subject, agent, n)
             else:
                 _run(subject, agent, n)
+            inputs = subject.trace(agent, n, 0)[0]
+            step_specs(inputs.observation, call(agent, inputs))
         except KeyboardInterrupt:
             raise
         except BaseException as failure:
@@ -133,7 +139,7 @@ def action_fits(subject: AgentSubject) -> Findings:
             try:
                 _refuse_misfit(key, given.get(key), leaves[key].spec if key in leaves else None)
             except SpecError as failure:
-                yield from_spec_error("action_fits", failure)
+                yield from_spec_error("action_fits", failure, "return one action per row")
                 return
         for row, action in enumerate(native_actions(space, actions)):
             for _, what in misfits(space, action, "the action"):
@@ -201,9 +207,9 @@ def _run_with_history(subject: AgentSubject, agent: Agent, n: int) -> None:
 
 def _failure(check: str, failure: BaseException, n: int) -> Finding:
     if isinstance(failure, Failed):
-        return error(check, f"with {n} rows: {failure}", "see rlpool.Agent.__call__")
+        return error(check, f"with {n} rows: {failure}", _RETURN_FIX)
     if isinstance(failure, SpecError):
-        return from_spec_error(check, failure, f" (a batch of {n} rows)")
+        return from_spec_error(check, failure, _RETURN_FIX, f" (a batch of {n} rows)")
     return error(
         check,
         f"a call with {n} rows raised {described(failure)}",

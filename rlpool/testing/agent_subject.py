@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import types
@@ -16,12 +17,13 @@ from rlpool.agent import Agent, overrides_initial_state
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import VecEnv
+from rlpool.errors import SpecError
 from rlpool.failures import described
 from rlpool.history import History
 from rlpool.probe import _empty_history
 from rlpool.seeding import root_from, worker_seed
 from rlpool.slots import NOISE_KEY, StepSpecs
-from rlpool.specs import row_specs
+from rlpool.specs import TensorSpec, row_specs
 from rlpool.testing.findings import Failed
 from rlpool.testing.generators import seeded_generators
 from rlpool.testing.observation_rows import ObservationRows
@@ -50,16 +52,22 @@ class Inputs:
     def with_row_of(self, other: Inputs, row: int) -> Inputs:
         """The same but for one row, which is taken from other inputs of the same kind."""
         mixed = self.copied()
-        for mine, theirs in (
-            (mixed.state, other.state),
-            (mixed.observation, other.observation),
-            (mixed.agent_info, other.agent_info),
-            (mixed.history, other.history),
-        ):
-            if mine is not None and theirs is not None:
-                for key, tensor in mine.items():
-                    tensor[row] = theirs[key][row]
+        for mine, theirs in zip(mixed._parts(), other._parts(), strict=True):
+            for key, tensor in mine.items():
+                tensor[row] = theirs[key][row]
         return mixed
+
+    def with_all_rows_like(self, row: int) -> Inputs:
+        """The same but that every row is a copy of one of them."""
+        alike = self.copied()
+        for part in alike._parts():
+            for tensor in part.values():
+                tensor[:] = tensor[row].clone()
+        return alike
+
+    def _parts(self) -> list[Rows]:
+        history = {} if self.history is None else dict(self.history.items())
+        return [self.state or {}, self.observation, self.agent_info or {}, history]
 
     def n_rows(self) -> int:
         """Number of rows."""
@@ -139,10 +147,7 @@ class AgentSubject:
         with seeded_generators(seed & 0xFFFFFFFF):
             if self.instance is not None:
                 return _copied(self.instance)
-            made = cast(Any, self.factory)(**self.agent_args)
-            if isinstance(made, Agent):
-                made.seed(seed)
-            return made
+            return cast(Any, self.factory)(**self.agent_args)
 
     def agent(self, number: int = 0) -> Agent:
         """Make an agent.
@@ -158,6 +163,8 @@ class AgentSubject:
             raise Failed(f"no agent to check: {described(error)}") from error
         if not isinstance(made, Agent):
             raise Failed(f"no agent to check: {type(made).__name__} is none")
+        with contextlib.suppress(Exception):  # a check of its own complains
+            made.seed(worker_seed(self._root, number))
         return made
 
     def observation(self, agent: Agent, n: int, variant: int, step: int) -> Rows:
@@ -218,16 +225,32 @@ class AgentSubject:
         )
         empty = _empty_history(lanes, {})
         result = call(agent, Inputs(state, observation, self.info(n, variant), empty), copy=False)
-        noise = arrays.pop(NOISE_KEY, None)
-        specs = StepSpecs(
-            n_lanes=n,
-            auto_reset=False,
-            observation=row_specs(arrays),
-            output=row_specs({key: t.numpy() for key, t in result.output.items()}),
-            state=row_specs({key: t.numpy() for key, t in result.new_state.items()}),
-            n_noise=0 if noise is None else noise.shape[1],
-        )
-        return History(specs), {key: torch.zeros_like(t) for key, t in result.new_state.items()}
+        no_state = {key: torch.zeros_like(t) for key, t in result.new_state.items()}
+        try:
+            return History(step_specs(observation, result)), no_state
+        except SpecError as error:
+            raise Failed(str(error)) from error
+
+
+def step_specs(observation: Rows, result: Result) -> StepSpecs:
+    """What a step of such an agent consists of.
+
+    Raises:
+        SpecError: If keys collide.
+    """
+
+    def specs_of(rows: Rows) -> dict[str, TensorSpec]:
+        return row_specs({key: tensor.numpy() for key, tensor in rows.items()})
+
+    noise = observation.get(NOISE_KEY)
+    return StepSpecs(
+        n_lanes=len(next(iter(observation.values()))),
+        auto_reset=False,
+        observation=specs_of({k: t for k, t in observation.items() if k != NOISE_KEY}),
+        output=specs_of(result.output),
+        state=specs_of(result.new_state),
+        n_noise=0 if noise is None else noise.shape[1],
+    )
 
 
 def call(agent: Agent, inputs: Inputs, copy: bool = True) -> Result:
@@ -279,12 +302,12 @@ def initial_state(agent: Agent, info: Rows | None, n: int) -> Rows:
 
 @contextmanager
 def as_in_a_worker() -> Iterator[None]:
-    """``torch.inference_mode`` and one thread."""
+    """``torch.inference_mode``, one thread, global generators of its own."""
     n_threads = torch.get_num_threads()
     if n_threads != 1:
         torch.set_num_threads(1)
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), seeded_generators(0):
             yield
     finally:
         if n_threads != 1:

@@ -9,7 +9,7 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.errors import AgentSpecError, SpecError, compose
 from rlpool.testing.agent_checks import AGENT_CHECKS
 from rlpool.testing.agent_subject import AgentSubject, as_in_a_worker
-from rlpool.testing.findings import Report, run_checks
+from rlpool.testing.findings import Report, refuse_no_mapping, run_checks
 from rlpool.testing.observation_rows import rows_of
 
 
@@ -58,7 +58,8 @@ def check_agent(
     Args:
         agent: What ``create_agent`` of a batcher is, or an agent.
         env: Where observations come from: what ``check_env`` takes, an observation space, or a
-            ``DictTensor`` of example observations.
+            ``DictTensor`` (or dict of tensors ``[R, ...]``) of example observations. Keys that
+            every environment has (``reward``, ``done``, ...) are added.
         agent_args: Arguments of ``create_agent``.
         env_args: Arguments of ``create_env``.
         action_space: The action space, where ``env`` is an observation space or examples.
@@ -80,6 +81,7 @@ def check_agent(
         AgentSpecError: If ``strict`` and there are errors, with all of them.
         SpecError: For arguments that make no sense, or an environment that gives no observations.
     """
+    refuse_no_mapping(agent_args=agent_args, env_args=env_args, options=options)
     if n_steps < 2:
         raise SpecError(compose(f"n_steps is {n_steps}", fix="n_steps should be at least 2"))
     if not batch_sizes or min(batch_sizes) < 1:

@@ -8,7 +8,7 @@ from typing import Any
 from rlpool.errors import EnvSpecError, SpecError, compose
 from rlpool.testing.env_checks import ENV_CHECKS
 from rlpool.testing.env_subject import EnvSubject
-from rlpool.testing.findings import Report, run_checks
+from rlpool.testing.findings import Report, refuse_no_mapping, run_checks
 
 
 def check_env(
@@ -76,6 +76,7 @@ def check_env(
         >>> check_env(CountingEnv).ok
         True
     """
+    refuse_no_mapping(env_args=env_args, options=options)
     _refuse_less_than_1(n_episodes=n_episodes, n_steps=n_steps)
     if actions is not None and not len(actions):
         raise SpecError(compose("actions is empty", fix="give at least one action, or None"))

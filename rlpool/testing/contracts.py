@@ -50,6 +50,7 @@ class EnvContract:
         raise NotImplementedError("define make_env(self) in the test class")
 
     def _check(self, name: str) -> None:
+        __tracebackhide__ = True
         subject = EnvSubject(
             self.make_env,
             None,
@@ -170,6 +171,7 @@ class AgentContract:
         raise NotImplementedError("define make_env(self) in the test class")
 
     def _check(self, name: str) -> None:
+        __tracebackhide__ = True
         rows = rows_of(self.make_env(), None, self.options, self.action_space, self.seed)
         subject = AgentSubject(
             self.make_agent,
@@ -240,6 +242,7 @@ class AgentContract:
 
 def _judge(checks: Sequence[Check[SubjectT]], name: str, subject: SubjectT) -> None:
     """Make one check: fail, skip, warn or pass."""
+    __tracebackhide__ = True  # pytest shows the message, not how it came about
     check = next(check for check in checks if check.name == name)
     try:
         findings = list(check.find(subject))

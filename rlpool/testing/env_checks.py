@@ -33,7 +33,6 @@ from rlpool.testing.env_result_checks import (
 )
 from rlpool.testing.env_subject import EnvSubject, Opened, close_quietly
 from rlpool.testing.findings import (
-    ERROR,
     CannotCheck,
     Check,
     Finding,
@@ -135,7 +134,7 @@ def spaces(subject: EnvSubject) -> Findings:
                 structure_of_space(space, keep_float64=False, name=name)
                 complaints = _complaints_of(check, space)
             except SpecError as failure:
-                yield from_spec_error("spaces", failure)
+                yield from_spec_error("spaces", failure, "wrap the environment")
                 continue
             except Exception as failure:
                 yield error("spaces", f"{name}: {described(failure)}", f"mend self.{name}")
@@ -153,7 +152,7 @@ def _key_findings(opened: Opened) -> Findings:
         GymEnv([opened.made])
     except SpecError as failure:
         if "is given by" in str(failure) or "both called" in str(failure):
-            yield from_spec_error("spaces", failure)
+            yield from_spec_error("spaces", failure, "wrap the environment")
 
 
 def reset_takes_arguments(subject: EnvSubject) -> Findings:
@@ -203,8 +202,6 @@ def closes(subject: EnvSubject) -> Findings:
 
 def gymnasium_checker(subject: EnvSubject) -> Findings:
     """What Gymnasium's own checker has to say beyond the rest."""
-    if any(found.severity == ERROR for check in _RESULTS for found in check(subject)):
-        raise CannotCheck("it would repeat the errors above")
     with subject.opened() as opened:
         env = opened.made._envs[0] if isinstance(opened.made, GymEnv) else opened.made
         if not isinstance(env, gymnasium.Env) or isinstance(opened.env, AncestorEnv):
@@ -240,7 +237,7 @@ def _complaints_of(check: Any, *arguments: Any) -> list[str]:
 _RESULTS = (runs, observations_fit, rewards_are_numbers, flags_are_bools, values_are_finite)
 
 ENV_CHECKS: list[Check[EnvSubject]] = [
-    Check(function.__name__, function)
+    Check(function.__name__, function, is_broad=function is gymnasium_checker)
     for function in (
         creation,
         picklable,

@@ -149,5 +149,5 @@ def _side_by_side(first: Opened, second: Opened) -> VecEnv:
 
 
 def _alone(env: VecEnv, seed: int, subject: EnvSubject, actions: Any) -> Episode:
-    lane = LaneOf(env, 0, ActionArrays(env.action_space))  # type: ignore[attr-defined]
+    lane = LaneOf(env, 0, ActionArrays(getattr(env, "action_space", None), actions[0]))
     return run_episode(lane, seed, subject.options, actions, subject.n_steps)

@@ -239,7 +239,7 @@ def _opened(made: Any) -> Opened:
         space = getattr(made, "action_space", None)
         if space is None:
             raise TypeError(f"{type(made).__name__} has no action_space")
-        return Opened(made, LaneOf(made, 0, ActionArrays(space)), None, made, space)
+        return Opened(made, LaneOf(made, 0, ActionArrays(space, None)), None, made, space)
     if not is_environment(made):
         raise TypeError(f"{type(made).__name__} is no environment")
     env = modernised(made)

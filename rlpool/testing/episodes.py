@@ -13,7 +13,7 @@ import torch
 
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.failures import described
-from rlpool.specs import flattener, leaves_of, structure_of_space
+from rlpool.specs import flattener, leaves_of, structure_of_space, structure_of_value
 
 
 @dataclass
@@ -93,11 +93,15 @@ class ActionArrays:
     """Actions of a space as arrays by key ``[B, ...]``, as ``VecEnv.step_lanes`` takes them.
 
     Args:
-        space: The action space.
+        space: The action space, ``None`` if there is none.
+        example: An action, which says what actions are where there is no space.
     """
 
-    def __init__(self, space: Any) -> None:
-        structure = structure_of_space(space, keep_float64=False, name="action_space")
+    def __init__(self, space: Any, example: Any) -> None:
+        if space is None:
+            structure = structure_of_value(example, keep_float64=False, name="action")
+        else:
+            structure = structure_of_space(space, keep_float64=False, name="action_space")
         self._leaves = leaves_of({"action": structure}, "")
         self._flatten = flattener(structure, "action")
 
@@ -186,7 +190,7 @@ def run_together(
     Raises:
         LaneError: If an environment fails.
     """
-    arrays = ActionArrays(env.action_space)  # type: ignore[attr-defined]
+    arrays = ActionArrays(getattr(env, "action_space", None), actions[0])
     episodes = [Episode(seed) for seed in seeds]
     live = list(range(env.n_lanes))
     env.reset_lanes(live, seeds, [copy.deepcopy(options) for _ in seeds])

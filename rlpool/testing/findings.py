@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from rlpool.errors import SpecError, compose
+from rlpool.failures import described
 
 _LOG = logging.getLogger("rlpool")
 
@@ -105,10 +106,12 @@ class Check(Generic[SubjectT]):
     Attributes:
         name: What reports call it.
         find: Gives the findings; raises ``CannotCheck`` where it cannot say.
+        is_broad: Whether it would repeat what others find; it is made only if they find nothing.
     """
 
     name: str
     find: Callable[[SubjectT], Iterator[Finding]]
+    is_broad: bool = False
 
 
 def error(check: str, what: str, fix: str) -> Finding:
@@ -126,10 +129,17 @@ def failure(check: str, reason: Failed) -> Finding:
     return error(check, f"cannot be checked: {reason}", "mend what fails, then check again")
 
 
-def from_spec_error(check: str, refusal: SpecError, more: str = "") -> Finding:
-    """What rlpool refuses, as a finding."""
-    what, _, fix = str(refusal).partition("\n  fix:   ")
-    return error(check, what + more, fix)
+def from_spec_error(check: str, refusal: SpecError, fix: str, more: str = "") -> Finding:
+    """What rlpool refuses, as a finding.
+
+    Args:
+        check: Name of the check.
+        refusal: The error.
+        fix: What to do, where the error does not say.
+        more: Added to what is wrong.
+    """
+    what, _, own_fix = str(refusal).partition("\n  fix:   ")
+    return error(check, what + more, own_fix or fix)
 
 
 def run_checks(
@@ -155,6 +165,9 @@ def run_checks(
         if check.name in skip:
             not_checked[check.name] = "left out by skip"
             continue
+        if check.is_broad and findings:
+            not_checked[check.name] = "it would repeat the findings above"
+            continue
         before = len(findings)
         try:
             findings.extend(check.find(subject))
@@ -162,6 +175,9 @@ def run_checks(
             not_checked[check.name] = str(reason)
             if isinstance(reason, Failed):
                 failures.append(failure(check.name, reason))
+        except Exception as reason:  # from the user's code, where nobody expected it
+            not_checked[check.name] = described(reason)
+            failures.append(failure(check.name, Failed(described(reason))))
         else:
             if len(findings) == before:
                 passed.append(check.name)
@@ -172,6 +188,15 @@ def run_checks(
     for found in report.warnings:
         _LOG.warning("%s: %s", name, found)
     return report
+
+
+def refuse_no_mapping(**arguments: object) -> None:
+    """Refuse arguments that are neither a dict nor ``None``."""
+    for name, value in arguments.items():
+        if value is not None and not isinstance(value, Mapping):
+            raise SpecError(
+                compose(f"{name} is a {type(value).__name__}", fix=f"{name} should be a dict")
+            )
 
 
 def refuse_unknown(skip: Iterable[str], names: Sequence[str]) -> None:

@@ -14,7 +14,13 @@ from rlpool.envs.columns import Columns
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import FLAGS, REWARD_SPEC, VecEnv
 from rlpool.errors import SpecError, compose
-from rlpool.specs import DEFAULT_OBSERVATION_KEY, Leaf, leaves_of, structure_of_space
+from rlpool.specs import (
+    DEFAULT_OBSERVATION_KEY,
+    Leaf,
+    TensorSpec,
+    leaves_of,
+    structure_of_space,
+)
 from rlpool.storage import batch_array
 from rlpool.testing.env_subject import EnvSubject
 from rlpool.testing.episodes import ActionArrays
@@ -81,7 +87,7 @@ def rows_of(
 
     Args:
         source: An environment or what makes one, as for ``check_env``; an observation space; or a
-            ``DictTensor`` of examples.
+            ``DictTensor`` (or dict) of examples; or a dict of ``TensorSpec``s or of spaces.
         env_args: Arguments of what makes one.
         options: ``options`` of resets.
         action_space: The action space where ``source`` has none.
@@ -90,6 +96,8 @@ def rows_of(
     Raises:
         SpecError: If there is nothing to be had from it.
     """
+    if isinstance(source, Mapping):
+        source = _of_mapping(source)
     if isinstance(source, gymnasium.Space):
         return _of_space(source, action_space, seed)
     if isinstance(source, DictTensor):
@@ -113,7 +121,7 @@ def _collected(
     env: VecEnv, subject: EnvSubject, actions: Any, action_space: Any
 ) -> ObservationRows:
     """Step lane 0 with sampled actions."""
-    arrays = ActionArrays(action_space)
+    arrays = ActionArrays(action_space, actions[0])
     starting: list[dict[str, Any]] = []
     later: list[dict[str, Any]] = []
     n_steps = 0
@@ -142,6 +150,30 @@ def _stacked(rows: list[dict[str, Any]]) -> Rows:
     return {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]}
 
 
+def _of_mapping(source: Mapping[str, Any]) -> Any:
+    """A space, or examples."""
+    values = list(source.values())
+    if values and all(isinstance(value, gymnasium.Space) for value in values):
+        return gymnasium.spaces.Dict(dict(source))
+    if values and all(isinstance(value, TensorSpec) for value in values):
+        return gymnasium.spaces.Dict({key: _box(spec) for key, spec in source.items()})
+    if values and all(isinstance(value, torch.Tensor) for value in values):
+        return DictTensor(dict(source))
+    raise SpecError(
+        compose(
+            f"observations are described by a dict of {sorted({type(v).__name__ for v in values})}",
+            fix="give a dict of tensors [R, ...] (examples), of TensorSpec or of spaces",
+        )
+    )
+
+
+def _box(spec: TensorSpec) -> gymnasium.Space[Any]:
+    if spec.dtype.kind == "b":
+        return gymnasium.spaces.MultiBinary(spec.shape)
+    low, high = (-1, 1) if spec.dtype.kind == "f" else (0, 100)
+    return gymnasium.spaces.Box(low, high, spec.shape, spec.dtype.type)
+
+
 def _of_space(space: Any, action_space: Any, seed: int) -> ObservationRows:
     columns = Columns(
         structure_of_space(space, keep_float64=False, name="observation_space"),
@@ -155,7 +187,7 @@ def _of_space(space: Any, action_space: Any, seed: int) -> ObservationRows:
     later = _completed({key: rows[key][N_ROWS:] for key in rows}, False)
     if action_space is not None:
         action_space.seed(seed)
-        arrays = ActionArrays(action_space).of([action_space.sample() for _ in range(N_ROWS)])
+        arrays = ActionArrays(action_space, None).of([action_space.sample() for _ in range(N_ROWS)])
         for key, array in arrays.items():
             later[f"last_{key}"] = torch.from_numpy(array)
             starting[f"last_{key}"] = torch.zeros_like(later[f"last_{key}"])
