@@ -16,6 +16,7 @@ from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError, WorkerStartupError, compose
 from rlpool.ownership import ProcessOwner
 from rlpool.requests import Packed
+from rlpool.restarts import FailurePolicy
 from rlpool.seeding import root_from
 from rlpool.slots import Layout, StepSpecs
 from rlpool.workers.messages import Setup
@@ -45,6 +46,7 @@ class BatcherBase(ProcessOwner):
         n_threads: int,
         seeds: Seeds,
         timeout: float | None,
+        policy: FailurePolicy,
     ) -> None:
         self._coordinator: Coordinator | None = None
         refuse_during_import()
@@ -71,13 +73,23 @@ class BatcherBase(ProcessOwner):
         if n_threads:
             functions = _pickled(functions)
         setups = [
-            Setup(functions, worker, self._n_workers, self._root, owns_process=n_threads > 0)
+            Setup(
+                functions,
+                worker,
+                self._n_workers,
+                self._root,
+                owns_process=n_threads > 0,
+                quits_on_env_error=n_threads > 0 and policy.restarts_on_env_errors,
+                max_episodes=policy.max_episodes_per_worker if n_threads else None,
+                max_rss_bytes=policy.max_rss_bytes if n_threads else None,
+            )
             for worker in range(self._n_workers)
         ]
         self._coordinator = Coordinator(
             setups,
             in_process=n_threads == 0,
             make_layout=self._layout,
+            policy=policy,
             timeout_s=timeout if n_threads else None,
         )
 

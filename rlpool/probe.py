@@ -75,6 +75,7 @@ def probe(
         output=driver.output_specs or {},
         state=row_specs(driver.state),
         n_noise=0 if noise is None else noise.shape[1],
+        wants_history=bool(driver.agent.require_history()),
     )
 
 

@@ -28,8 +28,9 @@ from rlpool.envs.vec_env import FLAGS, LaneError, Options, VecEnv
 from rlpool.errors import Where
 from rlpool.failures import agent_error, env_error
 from rlpool.history import History
-from rlpool.plan import Episode, Plan
+from rlpool.plan import Episode, Plan, Resumed, ResumingPlan
 from rlpool.probe import probe
+from rlpool.resumption import repeat_episode
 from rlpool.seeding import NoiseStream
 from rlpool.slots import NOISE_KEY, StepSpecs
 from rlpool.specs import row_specs
@@ -135,6 +136,34 @@ class Rollout:
             self.abandon()
             raise
         self.abandon()
+
+    @torch.inference_mode()
+    def resume(self, plan: ResumingPlan, lanes: Sequence[Resumed]) -> None:
+        """Take over episodes that another worker had begun, to go on with the next ``run``.
+
+        Args:
+            plan: Says what episodes they are.
+            lanes: How far they were.
+
+        Raises:
+            EnvError: If an environment does not repeat what it did. All lanes are idle then.
+        """
+        try:
+            for past in lanes:
+                lane, episode = past.lane, plan.resumed(past.lane, past.n_restarts)
+                repeat_episode(self._env, episode, past, self._worker, self._progress)
+                self._set_agent_info(plan.agent_info, {lane: episode.number})
+                if past.n_steps:
+                    for key, value in past.state.items():
+                        self._driver.state[key][lane] = value
+                else:
+                    self._driver.start([lane], self._agent_info_tensors)
+                self._lanes[lane] = _Lane(
+                    episode, episode.slot, 0, past.n_steps, self._kept_rows(lane)
+                )
+        except BaseException:
+            self.abandon()
+            raise
 
     def abandon(self) -> None:
         """Forget all episodes, finished or not."""
@@ -292,8 +321,11 @@ class Rollout:
         plan.chunk_done(running.episode.number, running.slot, running.chunk, False)
         running.steps_before += self._n_timesteps
         running.chunk += 1
+        running.parked = self._kept_rows(lane)
+
+    def _kept_rows(self, lane: int) -> list[tuple[Array, Array]]:
         arrays = [*self._env.current.values(), *self._driver.state.values()]
-        running.parked = [(array, np.array(array[lane])) for array in arrays]
+        return [(array, np.array(array[lane])) for array in arrays]
 
     def _fill_lanes(self, plan: Plan) -> None:
         """Give every lane that does not step something to do, if there is anything."""

@@ -25,7 +25,7 @@ import cloudpickle
 import numpy as np
 
 from rlpool.batcher_base import DEFAULT_TIMEOUT_S, check_count
-from rlpool.coordinator import Coordinator, WorkersDisagree
+from rlpool.coordinator import Coordinator
 from rlpool.envs.one_env import ACTION_KEY, STATE_KEY
 from rlpool.errors import (
     AgentError,
@@ -46,13 +46,19 @@ from rlpool.pool.environments import (
 )
 from rlpool.pool.transitions import EpisodeParts, Transitions, is_part
 from rlpool.requests import Packed, WindowRequest, as_infos
+from rlpool.restarts import FailurePolicy
 from rlpool.seeding import LaneSeeds, root_from
 from rlpool.slots import Layout, StepSpecs
 from rlpool.specs import TensorSpec
 from rlpool.workers.messages import Setup
 from rlpool.workers.supervisor import refuse_during_import
+from rlpool.workforce import WorkersDisagree
 
 _LOG = logging.getLogger("rlpool")
+
+# An environment of a pool may remember anything from run to run: there is no way back to where it
+# was, so the next run starts with the environments of the caller.
+_REPORTING = FailurePolicy(on_worker_failure="raise")
 
 _WINDOW_BYTES = 2**22  # per process: a few of them fit into any cache of pages
 _SHORTEST_WINDOW, _LONGEST_WINDOW = 16, 1024  # steps: a round trip costs as much as a few steps
@@ -225,7 +231,11 @@ class EpisodeRunner(ProcessOwner):
         self._sent, self._sent_policy = digests, policy_digest
         setups = [self._setup(p, env, policy, number) for p, env in enumerate(pickles)]
         self._coordinator = Coordinator(
-            setups, in_process=False, make_layout=_Windows(len(setups)), timeout_s=self._timeout_s
+            setups,
+            in_process=False,
+            make_layout=_Windows(len(setups)),
+            policy=_REPORTING,
+            timeout_s=self._timeout_s,
         )
         return self._coordinator, None
 

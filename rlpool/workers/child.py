@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlpool.claims import ClaimLock
 from rlpool.seeding import worker_seed
 from rlpool.storage import Memory
 from rlpool.workers.collector import Collector
 from rlpool.workers.fast_checks import install_fast_checks
 from rlpool.workers.fast_seeding import FastSeeding
 from rlpool.workers.messages import Message, Pipe, Setup
-from rlpool.workers.plans import ClaimLock
 
 CONTROL_COLUMNS = 2
 """Shared int64 numbers per worker: steps done (1 when it begins), lane in use."""

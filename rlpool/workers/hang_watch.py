@@ -9,6 +9,10 @@ _LONGEST_LOOK_S = 0.5
 from one that waited for him."""
 
 
+_START_S = 20.0
+"""A worker that is starting may be idle so long at least: importing may be slow."""
+
+
 class HangWatch:
     """Adds up how long each worker was watched without making a step.
 
@@ -31,7 +35,8 @@ class HangWatch:
         """A worker that hangs, if there is one.
 
         Args:
-            steps: Steps that each worker has done; 0 while it is still importing.
+            steps: Steps that each worker has done; while it is starting, negative numbers that
+                change as long as it does anything; 0 if that is not known.
             watched: The workers that have something to do.
         """
         if self._timeout_s is None:
@@ -42,10 +47,12 @@ class HangWatch:
         passed_s = min(now_s - self._last_look_s, _LONGEST_LOOK_S)
         self._last_look_s = now_s
         for worker, n_steps in enumerate(steps):
-            has_begun = n_steps > 0  # importing takes as long as the machine pleases
-            if n_steps != self._steps[worker] or worker not in watched or not has_begun:
+            if n_steps != self._steps[worker] or worker not in watched or not n_steps:
                 self._steps[worker], self._idle_s[worker] = n_steps, 0.0
             else:
                 self._idle_s[worker] += passed_s
-        late = [worker for worker, idle_s in enumerate(self._idle_s) if idle_s > self._timeout_s]
-        return late[0] if late else None
+        for worker, idle_s in enumerate(self._idle_s):
+            patience_s = self._timeout_s if steps[worker] > 0 else max(self._timeout_s, _START_S)
+            if idle_s > patience_s:
+                return worker
+        return None

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import torch
 
+from rlpool.claims import ClaimLock
 from rlpool.storage import Memory
 from rlpool.workers.collector import Collector, Deliver
 from rlpool.workers.messages import Close, Message, Setup
-from rlpool.workers.plans import ClaimLock
 
 
 class LocalLink:
@@ -47,6 +47,8 @@ class LocalWorker:
     """
 
     n_workers = 1
+    is_aborted = False
+    claim_lock = ClaimLock(None)
 
     def __init__(self, setup: Setup, deliver: Deliver) -> None:
         self._link = LocalLink(deliver)
@@ -84,6 +86,14 @@ class LocalWorker:
     def lane_in_use(self, worker: int) -> int:
         """The lane whose environment ran last."""
         return self._numbers[1]
+
+    def holder_of_claims(self, otherwise: int) -> int:
+        """Nobody else is there to hold the lock."""
+        return otherwise
+
+    def replace(self, worker: int) -> None:
+        """A worker in this process does not die."""
+        raise LookupError("a local worker has no successor")
 
     def kill(self, worker: int) -> None:
         """A worker in this process cannot be killed."""

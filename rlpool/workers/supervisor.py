@@ -1,4 +1,4 @@
-"""Worker processes: spawn, watch, end."""
+"""Worker processes: spawn, watch, replace, end."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlpool.claims import ClaimLock
 from rlpool.errors import UsageError, compose
 from rlpool.interrupts import InterruptsHeld
+from rlpool.limits import process_activity
 from rlpool.storage import Array, Memory
 from rlpool.workers.child import CONTROL_COLUMNS, main
 from rlpool.workers.collector import Deliver
@@ -31,6 +33,9 @@ _GUARD_EXIT_CODE = 76
 
 _CLOSE_S = 3.0
 """How long workers may take to close their environments before they are terminated."""
+
+_LOOKS_AT_LOCK = 4
+"""The lock of claims is held for microseconds; who has it in so many looks does not go on."""
 
 _TERMINATE_S = 1.0
 """How long they may then take to end before they are killed."""
@@ -73,12 +78,17 @@ class Supervisor:
     """Worker processes and the caller's ends of their pipes.
 
     Each worker costs the caller three descriptors: its pipe, and two that multiprocessing keeps
-    to notice its end and to let it notice the caller's.
+    to notice its end and to let it notice the caller's. One more is that of the control memory,
+    which successors of dead workers get as well.
 
     Args:
         setups: What each worker creates.
         deliver: Takes the workers' messages, and ``Died`` when one ended.
         run: The main function of a worker process.
+
+    Attributes:
+        is_aborted: Whether ``abort`` was called.
+        claim_lock: The lock that the workers share, on this side.
     """
 
     def __init__(
@@ -88,6 +98,7 @@ class Supervisor:
         run: WorkerMain = main,
     ) -> None:
         self.n_workers = len(setups)
+        self.is_aborted = False
         self._setups = setups
         self._deliver = deliver
         self._run = run
@@ -96,6 +107,7 @@ class Supervisor:
         self._processes: list[SpawnProcess] = []
         n_bytes = len(setups) * CONTROL_COLUMNS * np.dtype(np.int64).itemsize
         self._control = Memory.shared(n_bytes, "rlpool-control")
+        self.claim_lock = ClaimLock(self._control.fd)
         self._numbers: Array = self._control.root().view(np.int64).reshape(len(setups), -1)
         # Runs once: on close(), when this object is collected, or before multiprocessing waits for
         # its children at exit; never in a process that was forked from this one.
@@ -107,18 +119,33 @@ class Supervisor:
 
     def start(self) -> None:
         """Start all processes; returns before they are ready."""
-        context = multiprocessing.get_context("spawn")
         try:
-            with _interrupts_blocked(), _start_method_kept(), _missing_main_hidden():
+            with _spawning():
                 for setup in self._setups:
-                    self._start_one(context, setup)
+                    pipe, worker = self._spawned(setup)
+                    self._pipes.append(pipe)
+                    self._processes.append(worker)
         except BaseException:
             self.close()
             raise
-        finally:
-            self._control.close_fd()
 
-    def _start_one(self, context: Any, setup: WorkerSetup) -> None:
+    def replace(self, worker: int) -> None:
+        """Start the successor of a worker that died; returns before it is ready.
+
+        Raises:
+            OSError: If the system allows no further process or descriptor.
+        """
+        self._numbers[worker] = 0
+        with _spawning():
+            pipe, process = self._spawned(self._setups[worker])
+        late, self._processes[worker] = self._processes[worker], process
+        self._pipes[worker] = pipe
+        self._poller = None  # it does not watch the new descriptors
+        with suppress(ValueError):  # not ended although killed: the kernel is not done with it
+            late.close()
+
+    def _spawned(self, setup: WorkerSetup) -> tuple[Pipe, SpawnProcess]:
+        context = multiprocessing.get_context("spawn")
         here, there = context.Pipe(duplex=True)
         try:
             worker = context.Process(
@@ -134,8 +161,7 @@ class Supervisor:
         finally:
             # The child's end must not stay open here: its death shall be an end of file.
             there.close()
-        self._pipes.append(Pipe(here))
-        self._processes.append(worker)
+        return Pipe(here), worker
 
     @property
     def processes(self) -> list[SpawnProcess]:
@@ -232,13 +258,31 @@ class Supervisor:
         self._deliver(number, Died(worker.exitcode))
 
     def progress(self) -> list[int]:
-        """Steps that each worker has done."""
+        """Steps that each worker has done; while it is starting, a negative number that changes.
+
+        0 for a worker about which nothing is known: one that died, or starts where the system
+        does not tell what a process does.
+        """
         steps: list[int] = self._numbers[:, 0].tolist()
+        for worker, pipe in enumerate(self._pipes):
+            if not steps[worker] and pipe is not None:
+                steps[worker] = -process_activity(self._processes[worker].pid)
         return steps
 
     def lane_in_use(self, worker: int) -> int:
         """The lane whose environment a worker ran last."""
         return int(self._numbers[worker, 1])
+
+    def holder_of_claims(self, otherwise: int) -> int:
+        """The worker that keeps the lock of claims and is stuck with it, if there is one."""
+        holders = set()
+        for _ in range(_LOOKS_AT_LOCK):
+            holders.add(self.claim_lock.holder())
+            time.sleep(0.001)
+        for number, worker in enumerate(self._processes):
+            if self._pipes[number] is not None and {worker.pid} == holders:
+                return number
+        return otherwise
 
     def kill(self, worker: int) -> None:
         """End a worker at once; ``poll`` will tell of its death."""
@@ -246,6 +290,7 @@ class Supervisor:
 
     def abort(self) -> None:
         """End all workers at once: ``close`` will not wait, ``poll`` will tell of their deaths."""
+        self.is_aborted = True
         for worker in self._processes:
             worker.kill()
 
@@ -334,6 +379,13 @@ def _ask_to_end(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None
         deadline = time.monotonic() + _TERMINATE_S
         for worker in late:
             worker.join(max(0.0, deadline - time.monotonic()))
+
+
+@contextmanager
+def _spawning() -> Iterator[None]:
+    """What surrounds the start of processes."""
+    with _interrupts_blocked(), _start_method_kept(), _missing_main_hidden():
+        yield
 
 
 @contextmanager
