@@ -12,8 +12,9 @@ import torch
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.columns import Columns
 from rlpool.envs.gym_env import GymEnv
-from rlpool.envs.vec_env import FLAGS, REWARD_SPEC, VecEnv
+from rlpool.envs.vec_env import FLAGS, REWARD_SPEC, LaneError, VecEnv
 from rlpool.errors import SpecError, compose
+from rlpool.failures import described
 from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
     Leaf,
@@ -107,14 +108,17 @@ def rows_of(
         with subject.opened() as opened, seeded_generators(seed):
             env = opened.vec if opened.vec is not None else GymEnv([opened.made])
             return _collected(env, subject, subject.actions(opened, 0), opened.action_space)
-    except CannotCheck as reason:
+    except (CannotCheck, LaneError) as failure:
+        text = str(failure)
+        if isinstance(failure, LaneError) and failure.__cause__ is not None:
+            text = f"{failure.call} raised {described(failure.__cause__)}"
         raise SpecError(
             compose(
-                f"no observations to call the agent with: {reason}",
+                f"no observations to call the agent with: {text}",
                 fix="check_env(create_env) says what is wrong; or give an observation space, or a "
                 "DictTensor of example observations, instead of the environment",
             )
-        ) from reason.__cause__
+        ) from failure.__cause__
 
 
 def _collected(
