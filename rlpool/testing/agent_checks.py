@@ -12,7 +12,7 @@ from rlpool.agent_driver import AgentDriver
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.errors import SpecError, compose
 from rlpool.failures import described
-from rlpool.probe import _refuse_misfit
+from rlpool.probe import refuse_misfit
 from rlpool.specs import TensorSpec
 from rlpool.testing.agent_call_checks import (
     deterministic,
@@ -137,7 +137,7 @@ def action_fits(subject: AgentSubject) -> Findings:
         given = specs_of(actions)
         for key in sorted(leaves.keys() | given.keys()):
             try:
-                _refuse_misfit(key, given.get(key), leaves[key].spec if key in leaves else None)
+                refuse_misfit(key, given.get(key), leaves[key].spec if key in leaves else None)
             except SpecError as failure:
                 yield from_spec_error("action_fits", failure, "return one action per row")
                 return

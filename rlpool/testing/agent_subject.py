@@ -20,11 +20,11 @@ from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError
 from rlpool.failures import described
 from rlpool.history import History
-from rlpool.probe import _empty_history
+from rlpool.probe import empty_history
 from rlpool.seeding import root_from, worker_seed
 from rlpool.slots import NOISE_KEY, StepSpecs
 from rlpool.specs import TensorSpec, row_specs
-from rlpool.testing.findings import Failed
+from rlpool.testing.findings import Failed, refuse_arguments_of_instance
 from rlpool.testing.generators import seeded_generators
 from rlpool.testing.observation_rows import ObservationRows
 
@@ -116,6 +116,7 @@ class AgentSubject:
         n_steps: int = 4,
     ) -> None:
         self.is_instance = isinstance(agent, Agent)
+        refuse_arguments_of_instance(self.is_instance, agent_args=agent_args)
         self.instance = agent if self.is_instance else None
         self.factory = None if self.is_instance else agent
         self.agent_args = dict(agent_args or {})
@@ -223,7 +224,7 @@ class AgentSubject:
             VecEnv,
             types.SimpleNamespace(n_lanes=n, current=arrays, action_leaves=self.rows.action_leaves),
         )
-        empty = _empty_history(lanes, {})
+        empty = empty_history(lanes, {})
         result = call(agent, Inputs(state, observation, self.info(n, variant), empty), copy=False)
         no_state = {key: torch.zeros_like(t) for key, t in result.new_state.items()}
         try:

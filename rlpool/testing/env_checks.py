@@ -73,8 +73,7 @@ def creation(subject: EnvSubject) -> Findings:
         )
         return
     try:
-        with subject.opened():
-            pass
+        subject.closed  # noqa: B018  (whether there is one)
     except CannotCheck as reason:
         yield error(
             "creation",
@@ -115,33 +114,33 @@ def picklable(subject: EnvSubject) -> Findings:
 
 def spaces(subject: EnvSubject) -> Findings:
     """Both spaces are there and have fixed shapes."""
-    with subject.opened() as opened:
-        if opened.env is None:
-            return  # whoever made the VecEnv has read the spaces
-        for name, check in (
-            ("observation_space", passive_env_checker.check_observation_space),
-            ("action_space", passive_env_checker.check_action_space),
-        ):
-            space = getattr(opened.env, name, None)
-            if space is None:
-                yield warning(
-                    "spaces",
-                    f"there is no {name}",
-                    f"declare self.{name}: without it shapes come from the first values",
-                )
-                continue
-            try:
-                structure_of_space(space, keep_float64=False, name=name)
-                complaints = _complaints_of(check, space)
-            except SpecError as failure:
-                yield from_spec_error("spaces", failure, "wrap the environment")
-                continue
-            except Exception as failure:
-                yield error("spaces", f"{name}: {described(failure)}", f"mend self.{name}")
-                continue
-            for complaint in complaints:
-                yield warning("spaces", complaint, f"mend self.{name}")
-        yield from _key_findings(opened)
+    opened = subject.closed
+    if opened.env is None:
+        return  # whoever made the VecEnv has read the spaces
+    for name, check in (
+        ("observation_space", passive_env_checker.check_observation_space),
+        ("action_space", passive_env_checker.check_action_space),
+    ):
+        space = getattr(opened.env, name, None)
+        if space is None:
+            yield warning(
+                "spaces",
+                f"there is no {name}",
+                f"declare self.{name}: without it shapes come from the first values",
+            )
+            continue
+        try:
+            structure_of_space(space, keep_float64=False, name=name)
+            complaints = _complaints_of(check, space)
+        except SpecError as failure:
+            yield from_spec_error("spaces", failure, "wrap the environment")
+            continue
+        except Exception as failure:
+            yield error("spaces", f"{name}: {described(failure)}", f"mend self.{name}")
+            continue
+        for complaint in complaints:
+            yield warning("spaces", complaint, f"mend self.{name}")
+    yield from _key_findings(opened)
 
 
 def _key_findings(opened: Opened) -> Findings:
@@ -157,28 +156,28 @@ def _key_findings(opened: Opened) -> Findings:
 
 def reset_takes_arguments(subject: EnvSubject) -> Findings:
     """``reset`` takes ``seed`` and ``options``."""
-    with subject.opened() as opened:
-        if opened.env is None:
-            raise CannotCheck("only environments of a GymEnv have a reset of their own")
-        inner = opened.env
-        while isinstance(inner, gymnasium.Wrapper):
-            inner = inner.env
-        adapted = inner.inner if isinstance(inner, AncestorEnv) else inner
-        arguments = reset_arguments(adapted)
-        if "seed" not in arguments and not callable(getattr(adapted, "seed", None)):
-            yield error(
-                "reset_takes_arguments",
-                "reset() takes no seed, so that no episode can be repeated",
-                "def reset(self, *, seed=None, options=None): super().reset(seed=seed) ...",
-            )
-        if not arguments & {"options", "env_info", "task"} and not callable(
-            getattr(adapted, "reset_task", None)
-        ):
-            yield warning(
-                "reset_takes_arguments",
-                "reset() takes no options, so that env_info cannot reach the environment",
-                "def reset(self, *, seed=None, options=None): ...",
-            )
+    opened = subject.closed
+    if opened.env is None:
+        raise CannotCheck("only environments of a GymEnv have a reset of their own")
+    inner = opened.env
+    while isinstance(inner, gymnasium.Wrapper):
+        inner = inner.env
+    adapted = inner.inner if isinstance(inner, AncestorEnv) else inner
+    arguments = reset_arguments(adapted)
+    if "seed" not in arguments and not callable(getattr(adapted, "seed", None)):
+        yield error(
+            "reset_takes_arguments",
+            "reset() takes no seed, so that no episode can be repeated",
+            "def reset(self, *, seed=None, options=None): super().reset(seed=seed) ...",
+        )
+    if not arguments & {"options", "env_info", "task"} and not callable(
+        getattr(adapted, "reset_task", None)
+    ):
+        yield warning(
+            "reset_takes_arguments",
+            "reset() takes no options, so that env_info cannot reach the environment",
+            "def reset(self, *, seed=None, options=None): ...",
+        )
 
 
 def closes(subject: EnvSubject) -> Findings:
@@ -202,10 +201,12 @@ def closes(subject: EnvSubject) -> Findings:
 
 def gymnasium_checker(subject: EnvSubject) -> Findings:
     """What Gymnasium's own checker has to say beyond the rest."""
+    if not isinstance(subject.closed.env, gymnasium.Env) or isinstance(
+        subject.closed.env, AncestorEnv
+    ):
+        raise CannotCheck("it only knows Gymnasium environments")
     with subject.opened() as opened:
-        env = opened.made._envs[0] if isinstance(opened.made, GymEnv) else opened.made
-        if not isinstance(env, gymnasium.Env) or isinstance(opened.env, AncestorEnv):
-            raise CannotCheck("it only knows Gymnasium environments")
+        env = opened.env
         skip = {
             name: True
             for name in ("skip_render_check", "skip_close_check")

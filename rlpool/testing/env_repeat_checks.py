@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
 
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.errors import SpecError
 from rlpool.failures import described
-from rlpool.testing.env_subject import EnvSubject, Opened
+from rlpool.testing.env_subject import EnvSubject
 from rlpool.testing.episodes import (
     ActionArrays,
     Episode,
@@ -60,13 +60,10 @@ def fresh_instance_repeats(subject: EnvSubject) -> Findings:
         raise CannotCheck(
             f"the instance cannot be copied ({subject.why_no_copy}): pass what makes it"
         )
-    with subject.opened(0) as opened, seeded_generators(1):
-        subject.run(opened, 1)
-        first = subject.run(opened, 0)
-    with subject.opened(1) as opened, seeded_generators(1):
-        subject.run(opened, 1)
-        again = subject.run(opened, 0)
+    first = subject.episodes[0]
     _refuse_failed(first)
+    with subject.opened(1) as opened, seeded_generators(1):
+        again = subject.run(opened, 0)
     what = difference(first, again)
     if what:
         yield error(
@@ -107,23 +104,17 @@ def lanes_agree(subject: EnvSubject) -> Findings:
         raise CannotCheck(
             f"the instance cannot be copied ({subject.why_no_copy}): pass what makes it"
         )
-    with subject.opened(0) as first, subject.opened(1) as second:
-        both = _side_by_side(first, second)
-        n = min(both.n_lanes, len(subject.seeds))
-        seeds = [subject.seeds[lane % n] for lane in range(both.n_lanes)]
-        actions = subject.actions(first, 0)
-        with seeded_generators(1):
-            try:
-                together = run_together(both, seeds, subject.options, actions, subject.n_steps)
-            except LaneError as failure:
-                raise Failed(f"it fails: {described(failure.__cause__ or failure)}") from None
-    with subject.opened(2) as one, subject.opened(3) as other:
-        both = _side_by_side(one, other)
+    actions = subject.actions(0)
+    with _several_lanes(subject) as env, seeded_generators(1):
+        seeds = [subject.seeds[lane % len(subject.seeds)] for lane in range(env.n_lanes)]
+        try:
+            together = run_together(env, seeds, subject.options, actions, subject.n_steps)
+        except LaneError as failure:
+            raise Failed(f"it fails: {described(failure.__cause__ or failure)}") from None
+        lane_0 = LaneOf(env, 0, ActionArrays(getattr(env, "action_space", None), actions[0]))
         for lane, episode in enumerate(together):
-            with seeded_generators(1):
-                alone = _alone(both, episode.seed, subject, actions)
-            what = difference(alone, episode)
-            if what:
+            alone = run_episode(lane_0, seeds[lane], subject.options, actions, subject.n_steps)
+            if what := difference(alone, episode):
                 yield error(
                     "lanes_agree",
                     f"an episode alone in lane 0, and in lane {lane} beside others: {what}",
@@ -138,16 +129,16 @@ def _refuse_failed(episode: Episode) -> None:
         raise Failed(f"it fails: {episode.failure}")
 
 
-def _side_by_side(first: Opened, second: Opened) -> VecEnv:
-    """Several lanes in one ``VecEnv``."""
-    if first.vec is not None:
-        return first.vec
-    try:
-        return GymEnv([first.made, second.made])
-    except SpecError as failure:
-        raise CannotCheck(f"they make no GymEnv: {described(failure)}") from None
-
-
-def _alone(env: VecEnv, seed: int, subject: EnvSubject, actions: Any) -> Episode:
-    lane = LaneOf(env, 0, ActionArrays(getattr(env, "action_space", None), actions[0]))
-    return run_episode(lane, seed, subject.options, actions, subject.n_steps)
+@contextmanager
+def _several_lanes(subject: EnvSubject) -> Iterator[VecEnv]:
+    """A ``VecEnv`` that was made, or two single environments as one."""
+    with subject.opened(0) as first:
+        if first.vec is not None:
+            yield first.vec
+            return
+        with subject.opened(1) as second:
+            try:
+                both = GymEnv([first.made, second.made])
+            except SpecError as failure:
+                raise CannotCheck(f"they make no GymEnv: {described(failure)}") from None
+            yield both

@@ -37,8 +37,8 @@ def runs(subject: EnvSubject) -> Findings:
 
 def observations_fit(subject: EnvSubject) -> Findings:
     """Every observation is in the space: keys, shape, dtype, bounds."""
-    with subject.opened() as opened:
-        space = getattr(opened.env, "observation_space", None)
+    opened = subject.closed
+    space = getattr(opened.env, "observation_space", None)
     if opened.env is None:
         raise CannotCheck("a VecEnv that is no GymEnv converts observations itself")
     if space is None:

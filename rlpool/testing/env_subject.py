@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -19,11 +20,13 @@ from rlpool.envs.vec_env import VecEnv
 from rlpool.failures import described
 from rlpool.seeding import episode_seeds, root_from, worker_seed
 from rlpool.testing.episodes import ActionArrays, Episode, LaneOf, Runnable, run_episode
-from rlpool.testing.findings import CannotCheck, Failed
+from rlpool.testing.findings import CannotCheck, Failed, refuse_arguments_of_instance
 from rlpool.testing.generators import GeneratorWatch, seeded_generators
 
 N_ACTIONS = 64
 """How many actions are sampled; longer episodes repeat them."""
+
+_UNKNOWN = object()
 
 
 @dataclass
@@ -80,15 +83,17 @@ class EnvSubject:
         self.is_instance = is_environment(env)
         self.factory = None if self.is_instance else env
         self.instance = env if self.is_instance else None
+        refuse_arguments_of_instance(self.is_instance, env_args=env_args)
         self.takes_seed = callable(self.factory) and takes_seed(self.factory)
         self.env_args = dict(env_args or {})
         self.options = options
         self.n_steps = n_steps
         self.sent_to_workers: Any = (self.factory, self.env_args)
         self._root = root_from(seed)
-        # One more than episodes to look at: checks run others in between.
+        # At least two: checks run others in between.
         self.seeds = episode_seeds(self._root, 0, max(n_episodes, 2))
         self._given_actions = actions
+        self._action_space: Any = _UNKNOWN
         self.can_copy, self.why_no_copy = self._try_copy()
 
     @property
@@ -128,25 +133,47 @@ class EnvSubject:
 
     def make(self, number: int) -> Any:
         """Call the factory as worker ``number`` would, or copy the instance."""
-        with warnings.catch_warnings():
+        if self.is_instance:
+            return copy.deepcopy(self.instance) if self.can_copy else self.instance
+        seed = worker_seed(self._root, number)
+        with warnings.catch_warnings(), seeded_generators(seed & 0xFFFFFFFF):
             warnings.simplefilter("ignore")
-            if self.is_instance:
-                return copy.deepcopy(self.instance) if self.can_copy else self.instance
-            return self._called(number)
+            return self._called(seed)
 
-    @functools.cached_property
+    @property
     def episodes(self) -> list[Episode]:
-        """Episodes of one instance, one after another."""
-        with self.opened() as env, seeded_generators(1):
-            watch = GeneratorWatch()
-            episodes = [self.run(env, number) for number in range(len(self.seeds))]
-            self._used_generators = watch.used()
-        return episodes
+        """Episodes of one instance, one after another.
+
+        Raises:
+            CannotCheck: If there are no actions.
+        """
+        if not self._looked_at[1]:
+            self.actions(0)
+        return self._looked_at[1]
 
     @property
     def used_generators(self) -> list[str]:
         """Names of the global generators that ``episodes`` used."""
-        return self._used_generators if self.episodes else []
+        return self._looked_at[2]
+
+    @property
+    def closed(self) -> Opened:
+        """An instance to look at without running it: spaces, signatures."""
+        return self._looked_at[0]
+
+    @functools.cached_property
+    def _looked_at(self) -> tuple[Opened, list[Episode], list[str]]:
+        """One instance serves for all: it may be expensive, such as processes."""
+        with self.opened() as env:
+            episodes: list[Episode] = []
+            self._action_space = copy.deepcopy(env.action_space)
+            with seeded_generators(1):
+                watch = GeneratorWatch()
+                # Without actions there are no episodes, and who asks for actions is told why.
+                with contextlib.suppress(CannotCheck):
+                    episodes.extend(self.run(env, n) for n in range(len(self.seeds)))
+                used = watch.used()
+        return env, episodes, used
 
     def run(self, env: Opened, number: int, n_steps: int | None = None) -> Episode:
         """Run an episode of an instance.
@@ -157,10 +184,10 @@ class EnvSubject:
             n_steps: How far, as far as usual by default.
         """
         limit = self.n_steps if n_steps is None else n_steps
-        actions = self.actions(env, number)
+        actions = self.actions(number)
         return run_episode(env.runs, self.seeds[number], self.options, actions, limit)
 
-    def actions(self, env: Opened, number: int) -> Sequence[Any]:
+    def actions(self, number: int) -> Sequence[Any]:
         """The actions of an episode.
 
         Raises:
@@ -168,21 +195,23 @@ class EnvSubject:
         """
         if self._given_actions is not None:
             return self._given_actions
-        if env.action_space is None:
+        if self._action_space is _UNKNOWN:
+            self._looked_at  # noqa: B018  (finds the space)
+        if self._action_space is None:
             raise CannotCheck("the environment has no action_space: pass actions=[...]")
         try:
-            space = copy.deepcopy(env.action_space)
+            space = copy.deepcopy(self._action_space)
             space.seed(self.seeds[number] & 0xFFFFFFFF)
-            return [space.sample() for _ in range(min(N_ACTIONS, max(1, self.n_steps)))]
+            return [space.sample() for _ in range(min(N_ACTIONS, self.n_steps))]
         except Exception as error:
             raise CannotCheck(f"action_space gives no samples: {described(error)}") from error
 
-    def _called(self, number: int) -> Any:
+    def _called(self, seed: int) -> Any:
         factory: Any = self.factory
         if not callable(factory):
             raise TypeError(f"{type(factory).__name__} is no environment and cannot be called")
         if self.takes_seed:
-            return factory(**{"seed": worker_seed(self._root, number), **self.env_args})
+            return factory(**{"seed": seed, **self.env_args})
         return factory(**self.env_args)
 
     def _try_copy(self) -> tuple[bool, str]:

@@ -199,6 +199,18 @@ def refuse_no_mapping(**arguments: object) -> None:
             )
 
 
+def refuse_arguments_of_instance(is_instance: bool, **arguments: object) -> None:
+    """Refuse arguments for making what was made already."""
+    for name, value in arguments.items():
+        if is_instance and value:
+            raise SpecError(
+                compose(
+                    f"{name} was given, and an instance, which needs none",
+                    fix="give the function or the class instead of the instance",
+                )
+            )
+
+
 def refuse_unknown(skip: Iterable[str], names: Sequence[str]) -> None:
     """Refuse names of checks that there are not."""
     if isinstance(skip, str):

@@ -107,7 +107,7 @@ def rows_of(
     try:
         with subject.opened() as opened, seeded_generators(seed):
             env = opened.vec if opened.vec is not None else GymEnv([opened.made])
-            return _collected(env, subject, subject.actions(opened, 0), opened.action_space)
+            return _collected(env, subject, subject.actions(0), opened.action_space)
     except (CannotCheck, LaneError) as failure:
         text = str(failure)
         if isinstance(failure, LaneError) and failure.__cause__ is not None:

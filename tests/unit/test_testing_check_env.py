@@ -426,13 +426,14 @@ def test_checks_can_be_left_out() -> None:
         ({"n_episodes": 0}, "n_episodes"),
         ({"actions": []}, "actions"),
         ({"env_args": 5}, "env_args"),
+        ({"env": CountingEnv(), "env_args": {"length": 3}}, "env_args"),
         ({"options": [1]}, "options"),
         ({"seed": -1}, "seed"),
     ],
 )
 def test_nonsense_is_refused(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(SpecError, match=named):
-        check_env(CountingEnv, **arguments)
+        check_env(**{"env": CountingEnv, **arguments})
 
 
 def test_a_missing_action_space_asks_for_actions() -> None:
