@@ -6,6 +6,7 @@ import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakMethod
 
 import cloudpickle
 
@@ -20,6 +21,7 @@ from rlpool.restarts import FailurePolicy
 from rlpool.seeding import root_from
 from rlpool.slots import Layout, StepSpecs
 from rlpool.workers.messages import Setup
+from rlpool.workers.shipment import Shipment
 from rlpool.workers.supervisor import refuse_during_import
 
 _LOG = logging.getLogger("rlpool")
@@ -71,7 +73,7 @@ class BatcherBase(ProcessOwner):
         self._update: Packed | None = None
         functions: Any = (create_env, dict(env_args or {}), create_agent, dict(agent_args or {}))
         if n_threads:
-            functions = _pickled(functions)
+            functions = Shipment(_pickled(functions))
         setups = [
             Setup(
                 functions,
@@ -88,7 +90,9 @@ class BatcherBase(ProcessOwner):
         self._coordinator = Coordinator(
             setups,
             in_process=n_threads == 0,
-            make_layout=self._layout,
+            # Not the method itself: a batcher that is dropped, such as that of a notebook's cell
+            # that is run again, ends its workers at once if nothing refers back to it.
+            make_layout=_Weakly(self._layout),
             policy=policy,
             timeout_s=timeout if n_threads else None,
         )
@@ -131,6 +135,10 @@ class BatcherBase(ProcessOwner):
     def _has_processes(self) -> bool:
         return getattr(self, "_coordinator", None) is not None
 
+    def _give_up(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.give_up()
+
     def _open(self) -> Coordinator:
         if self._coordinator is None or self._coordinator.is_closed:
             raise UsageError(
@@ -141,6 +149,19 @@ class BatcherBase(ProcessOwner):
     def _take_update(self) -> Packed | None:
         update, self._update = self._update, None
         return update
+
+
+class _Weakly:
+    """A method that does not keep its object alive."""
+
+    def __init__(self, method: Callable[[StepSpecs], Layout]) -> None:
+        self._method = WeakMethod(method)
+
+    def __call__(self, specs: StepSpecs) -> Layout:
+        method = self._method()
+        if method is None:
+            raise ReferenceError("the batcher is gone")
+        return method(specs)
 
 
 def check_count(name: str, value: Any, least: int) -> None:

@@ -51,6 +51,7 @@ from rlpool.seeding import LaneSeeds, root_from
 from rlpool.slots import Layout, StepSpecs
 from rlpool.specs import TensorSpec
 from rlpool.workers.messages import Setup
+from rlpool.workers.shipment import Shipment
 from rlpool.workers.supervisor import refuse_during_import
 from rlpool.workforce import WorkersDisagree
 
@@ -251,7 +252,7 @@ class EpisodeRunner(ProcessOwner):
         first_seed = LaneSeeds(self._root, number).seed(process, 0)
         station = Station(process, env, policy, first_seed, self._dtypes)
         functions = cloudpickle.dumps((station.create_env, {}, station.create_agent, {}))
-        return Setup(functions, process, self._n_processes, self._root, owns_process=True)
+        return Setup(Shipment(functions), process, self._n_processes, self._root, owns_process=True)
 
     def _stop(self) -> None:
         coordinator, self._coordinator = self._coordinator, None

@@ -37,6 +37,7 @@ from rlpool.workers.messages import (
 )
 from rlpool.workers.parcel import Parcel, unpack
 from rlpool.workers.plans import AnnounceSeeds, EpisodePlan, WindowPlan
+from rlpool.workers.shipment import arrived
 from rlpool.workers.wear import Wear
 
 Infos = tuple[dict[str, Array], dict[str, Array]]
@@ -156,8 +157,8 @@ class Collector:
         where = Where(worker=setup.worker)
         try:
             functions = setup.functions
-            if isinstance(functions, bytes):
-                functions = pickle.loads(functions)
+            if not isinstance(functions, tuple):
+                functions = pickle.loads(arrived(functions))
             create_env, env_args, create_agent, agent_args = functions
         except KeyboardInterrupt:
             raise
@@ -190,6 +191,13 @@ class Collector:
                 f"create_agent returned {type(agent).__name__}, not an Agent",
                 where=where,
                 fix="subclass rlpool.Agent",
+            )
+        n_noise = agent.n_noise
+        if isinstance(n_noise, bool) or not isinstance(n_noise, int) or n_noise < 0:
+            raise WorkerStartupError(
+                f"n_noise of the agent is {n_noise!r}, not a number of random numbers per step",
+                where=where,
+                fix="set n_noise to an int of at least 0",
             )
         self._agent = agent
         self._rollout = Rollout(agent, env, setup.worker, self._progress)

@@ -38,6 +38,7 @@ from rlpool.workers.env_messages import (
 from rlpool.workers.episodes_ahead import EpisodesAhead
 from rlpool.workers.fast_seeding import FastSeeding
 from rlpool.workers.messages import Close, Failed, Message, Pipe
+from rlpool.workers.shipment import arrived
 
 _REMOTE_SEEDS = 2**31
 """Number of the "reset" from which the seeds of remotes derive: one that nobody reaches."""
@@ -135,7 +136,7 @@ class EnvServer:
         np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  (for environments that use it)
         where = Where(worker=setup.worker)
         try:
-            functions = pickle.loads(setup.functions)
+            functions = pickle.loads(arrived(setup.functions))
         except BaseException as error:
             raise _startup_error("loading env_fns", error, where) from error
         envs = []

@@ -38,6 +38,7 @@ from rlpool.workers.env_messages import (
 )
 from rlpool.workers.hang_watch import HangWatch
 from rlpool.workers.messages import Failed, Message
+from rlpool.workers.shipment import Shipment
 from rlpool.workers.supervisor import Died, Supervisor, missing_guard_error
 from rlpool.workers.wake import Wake
 
@@ -106,7 +107,7 @@ class EnvCrew:
         self.wakes = [Wake() for _ in range(self.n_workers)]
         setups = [
             EnvSetup(
-                _pickled([env_fns[lane] for lane in lanes], lanes),
+                Shipment(_pickled([env_fns[lane] for lane in lanes], lanes)),
                 options,
                 worker,
                 self.n_workers,

@@ -15,6 +15,7 @@ from rlpool.errors import EnvError
 from rlpool.specs import Structure, TensorSpec
 from rlpool.storage import Array
 from rlpool.workers.arena import ArenaLayout
+from rlpool.workers.shipment import Shipment
 from rlpool.workers.wake import Wake
 
 
@@ -23,7 +24,8 @@ class EnvSetup:
     """What a worker that holds environments needs to begin.
 
     Attributes:
-        functions: The functions that make its environments, pickled by cloudpickle.
+        functions: The functions that make its environments, pickled by cloudpickle; they arrive
+            as bytes.
         options: Keyword arguments of its ``GymEnv``.
         worker: The worker's number.
         n_workers: How many there are.
@@ -33,7 +35,7 @@ class EnvSetup:
         done: What it signals when an order is carried out.
     """
 
-    functions: bytes
+    functions: Shipment | bytes
     options: Mapping[str, Any]
     worker: int
     n_workers: int

@@ -18,6 +18,7 @@ from rlpool.errors import RlpoolError, WorkerError
 from rlpool.slots import Layout, StepSpecs
 from rlpool.storage import Memory
 from rlpool.workers.parcel import Parcel
+from rlpool.workers.shipment import Shipment
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Setup:
 
     Attributes:
         functions: ``(create_env, env_args, create_agent, agent_args)``, or that pickled by
-            cloudpickle for another process.
+            cloudpickle for another process, where it arrives as bytes.
         worker: The worker's number.
         n_workers: How many there are.
         root: Root of all seeds.
@@ -37,7 +38,7 @@ class Setup:
         max_rss_bytes: Memory of its own at which it does; ``None`` for any size.
     """
 
-    functions: bytes | tuple[Any, Any, Any, Any]
+    functions: Shipment | bytes | tuple[Any, Any, Any, Any]
     worker: int
     n_workers: int
     root: int

@@ -26,19 +26,25 @@ from rlpool.limits import process_activity
 from rlpool.storage import Array, Memory
 from rlpool.workers.child import CONTROL_COLUMNS, main
 from rlpool.workers.collector import Deliver
+from rlpool.workers.leash import Leash, LeashEnd
 from rlpool.workers.messages import Close, Message, Pipe
+from rlpool.workers.shipment import Shipment
 
 _GUARD_EXIT_CODE = 76
 """Exit code by which a child says that it would have spawned children of its own on import."""
 
-_CLOSE_S = 3.0
+_CLOSE_S = 2.0
 """How long workers may take to close their environments before they are terminated."""
 
 _LOOKS_AT_LOCK = 4
 """The lock of claims is held for microseconds; who has it in so many looks does not go on."""
 
-_TERMINATE_S = 1.0
-"""How long they may then take to end before they are killed."""
+_TERMINATE_S = 0.5
+"""How long they may then take to end before they are killed. With that nothing is left three
+seconds after Ctrl-C."""
+
+_REAP_S = 1.0
+"""How long a process that is ending may take to be gone."""
 
 
 class WorkerSetup(Protocol):
@@ -47,6 +53,10 @@ class WorkerSetup(Protocol):
     @property
     def worker(self) -> int:
         """The worker's number."""
+
+    @property
+    def functions(self) -> Any:
+        """What makes its environments, a ``Shipment`` if it may be large."""
 
 
 WorkerMain = Callable[[Any, Connection, Any], None]
@@ -103,6 +113,8 @@ class Supervisor:
         self._deliver = deliver
         self._run = run
         self._poller: select.poll | None = None
+        self._leash: Leash | None = None  # while workers are starting
+        self._tied: set[int] = set()  # those that may not have let go of it
         self._pipes: list[Pipe | None] = []
         self._processes: list[SpawnProcess] = []
         n_bytes = len(setups) * CONTROL_COLUMNS * np.dtype(np.int64).itemsize
@@ -146,21 +158,26 @@ class Supervisor:
 
     def _spawned(self, setup: WorkerSetup) -> tuple[Pipe, SpawnProcess]:
         context = multiprocessing.get_context("spawn")
+        self._leash = self._leash or Leash()
+        leash_end = self._leash.end()
         here, there = context.Pipe(duplex=True)
         try:
             worker = context.Process(
                 target=self._run,
-                args=(setup, there, _Inherited(self._control.fd)),
+                args=(setup, there, _Inherited(self._control.fd, leash_end)),
                 name=f"rlpool-worker-{setup.worker}",
                 daemon=False,  # environments may start processes of their own
             )
             worker.start()
+            leash_end.tie(worker.pid)
         except BaseException:
             here.close()
             raise
         finally:
             # The child's end must not stay open here: its death shall be an end of file.
             there.close()
+            leash_end.close()
+        self._tied.add(setup.worker)
         return Pipe(here), worker
 
     @property
@@ -237,7 +254,9 @@ class Supervisor:
                 # Asked in this order: what was sent before the death is in the pipe by then.
                 is_alive = self._processes[number].is_alive()
                 if pipe.poll():
-                    self._deliver(number, pipe.receive()[0])
+                    message = pipe.receive()[0]
+                    self._untie(number)
+                    self._deliver(number, message)
                 elif is_alive:
                     return
                 else:
@@ -247,6 +266,13 @@ class Supervisor:
                 return
             pipe = self._pipes[number]
 
+    def _untie(self, number: int) -> None:
+        """Close the leash once no starting worker depends on it."""
+        self._tied.discard(number)
+        if not self._tied and self._leash is not None:
+            self._leash.close()
+            self._leash = None
+
     def _bury(self, number: int) -> None:
         pipe = self._pipes[number]
         self._pipes[number] = None
@@ -254,7 +280,8 @@ class Supervisor:
         if pipe is not None:
             pipe.close()
         worker = self._processes[number]
-        worker.join(_TERMINATE_S)  # its pipe is at its end: it is ending or has ended
+        self._untie(number)
+        worker.join(_REAP_S)  # its pipe is at its end: it is ending or has ended
         self._deliver(number, Died(worker.exitcode))
 
     def progress(self) -> list[int]:
@@ -298,6 +325,9 @@ class Supervisor:
         """Tell all workers to close, wait for them, end those that take too long."""
         self._end()
         self._control.close_fd()
+        for setup in self._setups:
+            if isinstance(setup.functions, Shipment):
+                setup.functions.close()
 
 
 def refuse_during_import() -> None:
@@ -328,16 +358,17 @@ def missing_guard_error(died: Died) -> UsageError | None:
 
 
 class _Inherited:
-    """A descriptor that a child gets when it is spawned."""
+    """A descriptor that a child gets when it is spawned, and its leash."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, leash_end: LeashEnd) -> None:
         self._fd = fd
+        self._leash_end = leash_end
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _as_is, (DupFd(self._fd),)
+        return _first, (DupFd(self._fd), self._leash_end)
 
 
-def _as_is(value: Any) -> Any:
+def _first(value: Any, _: Any) -> Any:
     return value
 
 
@@ -349,7 +380,7 @@ def _end_all(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None:
         # Interrupted while waiting, by a second Ctrl-C: there is no other chance to end them.
         for worker in processes:
             worker.kill()
-            worker.join(_TERMINATE_S)
+            worker.join(_REAP_S)
         raise
     finally:
         for pipe in pipes:
@@ -372,11 +403,14 @@ def _ask_to_end(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None
     for worker in processes:
         # A worker that ended frees its siblings' time.
         worker.join(max(0.0, deadline - time.monotonic()))
-    for ending in (SpawnProcess.terminate, SpawnProcess.kill):
+    for ending, patience_s in (
+        (SpawnProcess.terminate, _TERMINATE_S),
+        (SpawnProcess.kill, _REAP_S),
+    ):
         late = [worker for worker in processes if worker.is_alive()]
         for worker in late:
             ending(worker)
-        deadline = time.monotonic() + _TERMINATE_S
+        deadline = time.monotonic() + patience_s
         for worker in late:
             worker.join(max(0.0, deadline - time.monotonic()))
 
