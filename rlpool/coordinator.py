@@ -22,7 +22,6 @@ from rlpool.crash_files import CrashDir, CrashFiles
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import EnvError, RlpoolError, UsageError, Where, WorkerError, compose
 from rlpool.interrupts import InterruptsHeld
-from rlpool.limits import check_size, human
 from rlpool.requests import Packed, Request
 from rlpool.restarts import FailurePolicy
 from rlpool.slots import BlockPool, Layout, StepSpecs
@@ -56,7 +55,8 @@ class Coordinator:
     Args:
         setups: One per worker process; with ``in_process`` the only one.
         in_process: Run the one worker in this process.
-        make_layout: Makes the blocks' layout once the workers know their keys.
+        make_layout: Makes the blocks' layout once the workers know their keys, and refuses one
+            that is larger than the machine.
         policy: What becomes of workers that fail.
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
@@ -86,7 +86,6 @@ class Coordinator:
         self._sent: list[Request] = []  # sent, and not yet done in every worker
         self._pending: deque[Request] = deque()  # not yet handed to the user
         self._blocks: BlockPool | None = None
-        self._warned = False
         self._unsent_update: Packed | None = None  # of a request that failed before it was sent
         self._policy: Packed | None = None  # the last update that was sent
         self._successors: dict[int, WorkerError | None] = {}  # new ones, and what ended the last
@@ -264,18 +263,8 @@ class Coordinator:
 
     def _make_blocks(self) -> None:
         """Lay out the blocks, once the workers know what a step consists of."""
-        if self.specs is None:
-            return
-        layout = self._make_layout(self.specs)
-        sizes = layout.bytes_of_key()
-        if not check_size(sizes, "lower n_slots or n_timesteps") and not self._warned:
-            self._warned = True
-            _LOG.warning(
-                "a block of slots takes up to %s, more than is free now: "
-                "lower n_slots or n_timesteps if memory runs out",
-                human(sum(sizes.values())),
-            )
-        self._blocks = BlockPool(layout, self._workers.allocate)
+        if self.specs is not None:
+            self._blocks = BlockPool(self._make_layout(self.specs), self._workers.allocate)
 
     # Sending ---------------------------------------------------------------------------------
 

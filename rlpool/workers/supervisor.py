@@ -19,9 +19,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlpool.claims import ClaimLock
-from rlpool.errors import UsageError, compose
+from rlpool.errors import UsageError, WorkerStartupError
 from rlpool.interrupts import InterruptsHeld
 from rlpool.limits import process_activity
+from rlpool.main_guard import missing_guard, refuse_missing_guard
 from rlpool.storage import Array, Memory
 from rlpool.workers.child import CONTROL_COLUMNS, main
 from rlpool.workers.collector import Deliver
@@ -137,13 +138,24 @@ class Supervisor:
         return Memory.shared(n_bytes)
 
     def start(self) -> None:
-        """Start all processes; returns before they are ready."""
+        """Start all processes; returns before they are ready.
+
+        Raises:
+            UsageError: If the script surely lacks its ``__main__`` guard.
+            WorkerStartupError: If the system allows no further process or descriptor.
+        """
+        refuse_missing_guard()
         try:
             with _spawning():
                 for setup in self._setups:
                     pipe, worker = self._spawned(setup)
                     self._pipes.append(pipe)
                     self._processes.append(worker)
+        except OSError as error:
+            what = f"{len(self._processes)} of {self.n_workers} workers could be started: {error}"
+            self.close()
+            fix = "python -m rlpool doctor tells which limit that may be"
+            raise WorkerStartupError(what, fix=fix) from error
         except BaseException:
             self.close()
             raise
@@ -373,14 +385,7 @@ def missing_guard_error(died: Died) -> UsageError | None:
     """The error to raise if a worker ended because of a missing ``__main__`` guard."""
     if died.exitcode != _GUARD_EXIT_CODE:
         return None
-    return UsageError(
-        compose(
-            "the script starts workers when it is imported: each worker imports the main module "
-            'and would start workers in turn, for want of an `if __name__ == "__main__":` guard',
-            fix="put everything but definitions into a function and call it below "
-            '`if __name__ == "__main__":`',
-        )
-    )
+    return missing_guard()
 
 
 def _end_all(pipes: list[Pipe | None], processes: list[SpawnProcess], logs: LogReader) -> None:
