@@ -16,6 +16,7 @@ from rlpool.batcher_base import (
     check_rows,
 )
 from rlpool.coordinator import Coordinator
+from rlpool.crash_files import CrashDir
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError, compose
@@ -61,6 +62,9 @@ class EpisodeBatcher(BatcherBase):
             never. Neither this nor the next counts as a failure.
         max_rss_bytes: Replace a worker, between episodes, whose resident memory, shared blocks
             left out, is larger; ``None`` for never.
+        crash_dir: A directory, made if it is missing: if an environment or an agent fails, this
+            process writes what ``rlpool.replay_crash`` needs into a file there, which the
+            message of the error names.
 
     Raises:
         SpecError: For arguments of the wrong kind or size, keys that collide, or more workers or
@@ -103,6 +107,7 @@ class EpisodeBatcher(BatcherBase):
         on_env_error: str = "raise",
         max_episodes_per_worker: int | None = None,
         max_rss_bytes: int | None = None,
+        crash_dir: CrashDir = None,
     ) -> None:
         super().__init__(
             n_timesteps,
@@ -121,6 +126,7 @@ class EpisodeBatcher(BatcherBase):
                 max_episodes_per_worker,
                 max_rss_bytes,
             ),
+            crash_dir,
         )
         self._n_executions = 0
         self._last: tuple[int, Infos] | None = None
@@ -284,6 +290,7 @@ class Batcher(BatcherBase):
         on_env_error: As for ``EpisodeBatcher``.
         max_episodes_per_worker: As for ``EpisodeBatcher``, between windows.
         max_rss_bytes: As for ``EpisodeBatcher``, between windows.
+        crash_dir: As for ``EpisodeBatcher``.
     """
 
     def __init__(
@@ -303,6 +310,7 @@ class Batcher(BatcherBase):
         on_env_error: str = "raise",
         max_episodes_per_worker: int | None = None,
         max_rss_bytes: int | None = None,
+        crash_dir: CrashDir = None,
     ) -> None:
         super().__init__(
             n_timesteps,
@@ -321,6 +329,7 @@ class Batcher(BatcherBase):
                 max_episodes_per_worker,
                 max_rss_bytes,
             ),
+            crash_dir,
         )
         self._n_resets = 0
         self._infos = as_infos(None, None)

@@ -11,6 +11,7 @@ from weakref import WeakMethod
 
 from rlpool.agent import Agent
 from rlpool.coordinator import Coordinator
+from rlpool.crash_files import CrashDir
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError, compose
@@ -20,6 +21,7 @@ from rlpool.requests import Packed
 from rlpool.restarts import FailurePolicy
 from rlpool.seeding import root_from
 from rlpool.slots import Layout, StepSpecs
+from rlpool.stack_dumps import DumpsStacks
 from rlpool.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.workers.messages import Setup
 from rlpool.workers.shipment import Shipment
@@ -40,7 +42,7 @@ CreateAgent = Callable[..., Agent]
 Seeds = int | Sequence[int] | None
 
 
-class BatcherBase(ProcessOwner):
+class BatcherBase(ProcessOwner, DumpsStacks):
     """What all batchers share: workers, updates, closing."""
 
     def __init__(
@@ -55,6 +57,7 @@ class BatcherBase(ProcessOwner):
         seeds: Seeds,
         timeout: float | None,
         policy: FailurePolicy,
+        crash_dir: CrashDir = None,
     ) -> None:
         self._coordinator: Coordinator | None = None
         refuse_during_import()
@@ -105,6 +108,7 @@ class BatcherBase(ProcessOwner):
             make_layout=_Weakly(self._layout),
             policy=policy,
             timeout_s=timeout if n_threads else None,
+            crash_dir=crash_dir,
         )
 
     def _layout(self, specs: StepSpecs) -> Layout:
@@ -140,6 +144,9 @@ class BatcherBase(ProcessOwner):
             raise SpecError(compose(why_not({"info": info}, error), fix=fix)) from error
         self._policy_version += 1
 
+    def _stacks(self) -> str:
+        return self._open().stacks()
+
     def close(self) -> None:
         """End the workers, whatever they are doing, within a few seconds. May be repeated.
 
@@ -160,6 +167,7 @@ class BatcherBase(ProcessOwner):
             raise UsageError(
                 compose("the batcher is closed", fix="make a new one, or close it later")
             )
+        self._coordinator.deliver_logs()
         return self._coordinator
 
     def _take_update(self) -> Packed | None:

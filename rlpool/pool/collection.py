@@ -150,8 +150,7 @@ class EpisodeRunner(ProcessOwner):
                 new ones, with the environments as they are here.
             UsageError: If the runner is closed, or the script lacks its ``__main__`` guard.
         """
-        if self._is_closed:
-            raise UsageError(compose("the runner is closed", fix="make a new one"))
+        self._refuse_if_closed()
         number, self.n_runs = self.n_runs, self.n_runs + 1
         try:
             return self._run_agreeing(number)
@@ -173,6 +172,15 @@ class EpisodeRunner(ProcessOwner):
         """
         self._stop()
         self._root, self.n_runs = int(state["root"]), int(state["n_runs"])
+
+    def stacks(self) -> str:
+        """What the workers are doing; empty before they are started."""
+        self._refuse_if_closed()
+        return "" if self._coordinator is None else self._coordinator.stacks()
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed:
+            raise UsageError(compose("the runner is closed", fix="make a new one"))
 
     @property
     def closed(self) -> bool:

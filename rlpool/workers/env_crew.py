@@ -21,6 +21,7 @@ from rlpool.errors import (
 from rlpool.limits import check_size
 from rlpool.pickling import pickled, why_not
 from rlpool.specs import TensorSpec
+from rlpool.stack_dumps import described, note_source
 from rlpool.storage import Array, Memory, carved_bytes
 from rlpool.worker_limits import check_workers
 from rlpool.workers.arena import Arena, ArenaLayout, carve_actions
@@ -121,6 +122,7 @@ class EnvCrew:
             for worker, lanes in enumerate(self.lanes_of)
         ]
         self._supervisor = Supervisor(setups, self._deliver, main)
+        note_source(self)
         try:
             self._supervisor.start()
             self._wait_until(lambda: len(self._reports) == self.n_workers, self._starting)
@@ -157,6 +159,12 @@ class EnvCrew:
         self._broadcast(MapActions(specs, self.n_lanes), memory)
         return carve_actions(specs, self.n_lanes, memory)
 
+    def worker_stacks(self) -> str:
+        """What the worker processes are doing, also for a signal handler at any time."""
+        if self.closed or os.getpid() != self._owner_pid:
+            return ""
+        return described(self._supervisor.stacks(), self._where)
+
     def close(self) -> None:
         """End the workers. May be repeated."""
         if self.closed:
@@ -179,6 +187,7 @@ class EnvCrew:
             raise UsageError(
                 compose("the environments are closed", fix="make a new manager, or close it later")
             )
+        self._supervisor.deliver_logs()
         if self._fatal is not None:
             raise self._fatal
 
