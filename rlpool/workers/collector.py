@@ -98,6 +98,11 @@ class Collector:
         self._failed_update: WorkerError | None = None
         self._wear = Wear(setup.max_episodes, setup.max_rss_bytes)
 
+    @property
+    def env(self) -> VecEnv | None:
+        """The environments, once they are created."""
+        return self._env
+
     def start(self) -> bool:
         """Create environments and agent and report; False if that failed."""
         try:
@@ -200,7 +205,7 @@ class Collector:
                 fix="set n_noise to an int of at least 0",
             )
         self._agent = agent
-        self._rollout = Rollout(agent, env, setup.worker, self._progress)
+        self._rollout = Rollout(agent, env, setup.worker, self._progress, seed)
 
     def _probed(self, infos: Infos | None) -> Ready:
         """Learn the keys, with the infos of the first lanes if there are any."""

@@ -13,22 +13,26 @@ from contextlib import contextmanager, suppress
 from multiprocessing import process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from multiprocessing.reduction import DupFd
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
 import numpy as np
 
 from rlpool.claims import ClaimLock
-from rlpool.errors import UsageError, compose
+from rlpool.errors import UsageError, WorkerStartupError
 from rlpool.interrupts import InterruptsHeld
 from rlpool.limits import process_activity
+from rlpool.main_guard import missing_guard, refuse_missing_guard
 from rlpool.storage import Array, Memory
 from rlpool.workers.child import CONTROL_COLUMNS, main
 from rlpool.workers.collector import Deliver
-from rlpool.workers.leash import Leash, LeashEnd
+from rlpool.workers.inherited import Inherited
+from rlpool.workers.leash import Leash
+from rlpool.workers.logs import LogReader
 from rlpool.workers.messages import Close, Message, Pipe
 from rlpool.workers.shipment import Shipment
+from rlpool.workers.side_channel import SideChannel, run_connected
+from rlpool.workers.stacks import Stacks
 
 _GUARD_EXIT_CODE = 76
 """Exit code by which a child says that it would have spawned children of its own on import."""
@@ -88,8 +92,8 @@ class Supervisor:
     """Worker processes and the caller's ends of their pipes.
 
     Each worker costs the caller three descriptors: its pipe, and two that multiprocessing keeps
-    to notice its end and to let it notice the caller's. One more is that of the control memory,
-    which successors of dead workers get as well.
+    to notice its end and to let it notice the caller's. One more is that of the control memory
+    and one that of the file for their logs, which successors of dead workers get as well.
 
     Args:
         setups: What each worker creates.
@@ -121,22 +125,37 @@ class Supervisor:
         self._control = Memory.shared(n_bytes, "rlpool-control")
         self.claim_lock = ClaimLock(self._control.fd)
         self._numbers: Array = self._control.root().view(np.int64).reshape(len(setups), -1)
+        self._side = SideChannel(len(setups))
+        self.deliver_logs = self._side.logs.deliver
         # Runs once: on close(), when this object is collected, or before multiprocessing waits for
         # its children at exit; never in a process that was forked from this one.
-        self._end = Finalize(self, _end_all, (self._pipes, self._processes), exitpriority=10)
+        self._end = Finalize(
+            self, _end_all, (self._pipes, self._processes, self._side.logs), exitpriority=10
+        )
 
     def allocate(self, n_bytes: int) -> Memory:
         """Memory that the workers can map."""
         return Memory.shared(n_bytes)
 
     def start(self) -> None:
-        """Start all processes; returns before they are ready."""
+        """Start all processes; returns before they are ready.
+
+        Raises:
+            UsageError: If the script surely lacks its ``__main__`` guard.
+            WorkerStartupError: If the system allows no further process or descriptor.
+        """
+        refuse_missing_guard()
         try:
             with _spawning():
                 for setup in self._setups:
                     pipe, worker = self._spawned(setup)
                     self._pipes.append(pipe)
                     self._processes.append(worker)
+        except OSError as error:
+            what = f"{len(self._processes)} of {self.n_workers} workers could be started: {error}"
+            self.close()
+            fix = "python -m rlpool doctor tells which limit that may be"
+            raise WorkerStartupError(what, fix=fix) from error
         except BaseException:
             self.close()
             raise
@@ -163,8 +182,15 @@ class Supervisor:
         here, there = context.Pipe(duplex=True)
         try:
             worker = context.Process(
-                target=self._run,
-                args=(setup, there, _Inherited(self._control.fd, leash_end)),
+                target=run_connected,
+                args=(
+                    leash_end,
+                    self._side.of_worker(setup.worker),
+                    self._run,
+                    setup,
+                    there,
+                    Inherited(self._control.fd),
+                ),
                 name=f"rlpool-worker-{setup.worker}",
                 daemon=False,  # environments may start processes of their own
             )
@@ -193,11 +219,15 @@ class Supervisor:
                 pipe.send(message, memory)
 
     def poll(self, timeout_s: float | None) -> None:
-        """Deliver what has arrived, waiting for something if nothing has.
+        """Deliver what has arrived, logs included, waiting for a message if there is none.
 
         Args:
             timeout_s: Longest wait in seconds, ``None`` for no limit.
         """
+        self._poll_pipes(timeout_s)
+        self.deliver_logs()
+
+    def _poll_pipes(self, timeout_s: float | None) -> None:
         waiting: dict[Any, int] = {}
         for number, (pipe, worker) in enumerate(zip(self._pipes, self._processes, strict=True)):
             if pipe is not None:
@@ -277,6 +307,7 @@ class Supervisor:
         pipe = self._pipes[number]
         self._pipes[number] = None
         self._poller = None  # it watches descriptors that are closed now
+        self._side.logs.expect_last_words()
         if pipe is not None:
             pipe.close()
         worker = self._processes[number]
@@ -299,6 +330,10 @@ class Supervisor:
     def lane_in_use(self, worker: int) -> int:
         """The lane whose environment a worker ran last."""
         return int(self._numbers[worker, 1])
+
+    def stacks(self) -> list[Stacks]:
+        """What each worker is doing; a signal handler may ask, too."""
+        return self._side.stacks(self._processes)
 
     def holder_of_claims(self, otherwise: int) -> int:
         """The worker that keeps the lock of claims and is stuck with it, if there is one."""
@@ -347,32 +382,10 @@ def missing_guard_error(died: Died) -> UsageError | None:
     """The error to raise if a worker ended because of a missing ``__main__`` guard."""
     if died.exitcode != _GUARD_EXIT_CODE:
         return None
-    return UsageError(
-        compose(
-            "the script starts workers when it is imported: each worker imports the main module "
-            'and would start workers in turn, for want of an `if __name__ == "__main__":` guard',
-            fix="put everything but definitions into a function and call it below "
-            '`if __name__ == "__main__":`',
-        )
-    )
+    return missing_guard()
 
 
-class _Inherited:
-    """A descriptor that a child gets when it is spawned, and its leash."""
-
-    def __init__(self, fd: int, leash_end: LeashEnd) -> None:
-        self._fd = fd
-        self._leash_end = leash_end
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _first, (DupFd(self._fd), self._leash_end)
-
-
-def _first(value: Any, _: Any) -> Any:
-    return value
-
-
-def _end_all(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None:
+def _end_all(pipes: list[Pipe | None], processes: list[SpawnProcess], logs: LogReader) -> None:
     """Close all workers; also run when a forgotten supervisor is collected or Python exits."""
     try:
         _ask_to_end(pipes, processes)
@@ -391,6 +404,7 @@ def _end_all(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None:
                 worker.close()  # frees its descriptors
         processes.clear()
         pipes.clear()
+        logs.finish()  # last: it runs handlers of the user's
 
 
 def _ask_to_end(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None:
