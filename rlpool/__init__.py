@@ -38,6 +38,7 @@ from rlpool.sampling import (
     sample_normal,
     sample_tanh_normal,
 )
+from rlpool.stack_dumps import dump_stacks_on_signal
 from rlpool.worker_limits import worker_count
 
 __version__ = "0.1.0"
@@ -77,6 +78,7 @@ __all__ = [
     "__version__",
     "categorical_log_probability",
     "collect_rollouts_parallel",
+    "dump_stacks_on_signal",
     "make_env",
     "make_parallel_env",
     "masked_dicttensor",

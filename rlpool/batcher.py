@@ -22,6 +22,7 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError, compose
 from rlpool.interrupts import InterruptsHeld
 from rlpool.lane_log import LaneLog
+from rlpool.preflight import checked
 from rlpool.requests import EpisodeRequest, Packed, WindowRequest, as_infos
 from rlpool.restarts import DEFAULT_MAX_RESTARTS, FailurePolicy
 from rlpool.slots import Layout, StepSpecs
@@ -66,7 +67,8 @@ class EpisodeBatcher(BatcherBase):
             message of the error names.
 
     Raises:
-        SpecError: For arguments of the wrong kind or size, or keys that collide.
+        SpecError: For arguments of the wrong kind or size, keys that collide, or more workers or
+            memory than this machine allows.
         WorkerStartupError: If ``create_env`` or ``create_agent`` raises or cannot be pickled.
         WorkerDiedError: If a worker dies before it is ready.
         UsageError: If the script lacks its ``if __name__ == "__main__":`` guard.
@@ -84,6 +86,9 @@ class EpisodeBatcher(BatcherBase):
             batcher.execute(n_episodes=32)
             trajectories = batcher.get()
     """
+
+    _LOWERABLE: tuple[str, ...] = ("n_slots", "n_timesteps")
+    """Arguments that make blocks smaller."""
 
     def __init__(
         self,
@@ -214,7 +219,8 @@ class EpisodeBatcher(BatcherBase):
 
     def _layout(self, specs: StepSpecs) -> Layout:
         n_slots = self._n_slots or 4 * specs.n_lanes
-        return Layout(specs, n_slots, self._n_timesteps, self._n_workers)
+        layout = Layout(specs, n_slots, self._n_timesteps, self._n_workers)
+        return checked(layout, self._LOWERABLE, private=self._is_private)
 
 
 class MonoThreadEpisodeBatcher(EpisodeBatcher):
@@ -232,6 +238,8 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
 
     _N_TIMESTEPS = 128
     """Steps per slot; longer episodes are glued."""
+
+    _LOWERABLE = ()
 
     def __init__(
         self,
@@ -440,4 +448,5 @@ class Batcher(BatcherBase):
 
     def _layout(self, specs: StepSpecs) -> Layout:
         n_slots = specs.n_lanes * self._n_workers
-        return Layout(specs, n_slots, self._n_timesteps, self._n_workers, specs.auto_reset)
+        layout = Layout(specs, n_slots, self._n_timesteps, self._n_workers, specs.auto_reset)
+        return checked(layout, ("n_timesteps",), private=self._is_private)

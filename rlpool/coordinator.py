@@ -22,10 +22,10 @@ from rlpool.crash_files import CrashDir, CrashFiles
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import EnvError, RlpoolError, UsageError, Where, WorkerError, compose
 from rlpool.interrupts import InterruptsHeld
-from rlpool.limits import check_size, human
 from rlpool.requests import Packed, Request
 from rlpool.restarts import FailurePolicy
 from rlpool.slots import BlockPool, Layout, StepSpecs
+from rlpool.stack_dumps import note_source
 from rlpool.storage import Array, Memory
 from rlpool.workers.messages import (
     ChunksDone,
@@ -55,7 +55,8 @@ class Coordinator:
     Args:
         setups: One per worker process; with ``in_process`` the only one.
         in_process: Run the one worker in this process.
-        make_layout: Makes the blocks' layout once the workers know their keys.
+        make_layout: Makes the blocks' layout once the workers know their keys, and refuses one
+            that is larger than the machine.
         policy: What becomes of workers that fail.
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
@@ -85,7 +86,6 @@ class Coordinator:
         self._sent: list[Request] = []  # sent, and not yet done in every worker
         self._pending: deque[Request] = deque()  # not yet handed to the user
         self._blocks: BlockPool | None = None
-        self._warned = False
         self._unsent_update: Packed | None = None  # of a request that failed before it was sent
         self._policy: Packed | None = None  # the last update that was sent
         self._successors: dict[int, WorkerError | None] = {}  # new ones, and what ended the last
@@ -95,6 +95,8 @@ class Coordinator:
         self._workers = Workforce(
             setups, in_process=in_process, policy=policy, timeout_s=timeout_s, client=self
         )
+        if not in_process:
+            note_source(self)
         try:
             self._workers.start()
             self._make_blocks()
@@ -211,6 +213,26 @@ class Coordinator:
         """Put an object where all workers can read it."""
         return pack(value, self._workers.allocate)
 
+    def give_up(self) -> None:
+        """Let the workers stop what they run, without a word to anybody who waits for it."""
+        if os.getpid() == self._owner_pid:
+            for request in self._sent:
+                request.running_block.arrays.control["cancelled"][0] = 1
+
+    def deliver_logs(self) -> None:
+        """Hand what workers logged to this process's loggers."""
+        if not self.is_closed:
+            self._workers.deliver_logs()
+
+    def stacks(self) -> str:
+        """What the workers are doing, and with ``in_process`` this process."""
+        return self._workers.stacks()
+
+    def worker_stacks(self) -> str:
+        """What the worker processes are doing, for a signal handler: it may come at any time."""
+        is_owner = os.getpid() == self._owner_pid
+        return self.stacks() if is_owner and not self.is_closed else ""
+
     def close(self) -> None:
         """Stop what runs and end the workers."""
         if self.is_closed:
@@ -241,18 +263,8 @@ class Coordinator:
 
     def _make_blocks(self) -> None:
         """Lay out the blocks, once the workers know what a step consists of."""
-        if self.specs is None:
-            return
-        layout = self._make_layout(self.specs)
-        sizes = layout.bytes_of_key()
-        if not check_size(sizes, "lower n_slots or n_timesteps") and not self._warned:
-            self._warned = True
-            _LOG.warning(
-                "a block of slots takes up to %s, more than is free now: "
-                "lower n_slots or n_timesteps if memory runs out",
-                human(sum(sizes.values())),
-            )
-        self._blocks = BlockPool(layout, self._workers.allocate)
+        if self.specs is not None:
+            self._blocks = BlockPool(self._make_layout(self.specs), self._workers.allocate)
 
     # Sending ---------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from rlpool.specs import (
     leaves_of,
     refuse_collisions,
 )
+from rlpool.stack_dumps import DumpsStacks
 from rlpool.storage import Array
 from rlpool.workers.arena import ArenaLayout
 from rlpool.workers.env_crew import EnvCrew
@@ -39,7 +40,7 @@ DEFAULT_TIMEOUT_S = 600.0
 _ALL = slice(None)
 
 
-class ParallelEnvManager(ProcessOwner, VecEnv):
+class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
     """Gymnasium environments in spawned processes that all step at the same time.
 
     It is a ``VecEnv``: pass it to a batcher with ``n_threads=0``, whose agent then runs in this
@@ -358,6 +359,11 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         """Step the running environments, see ``VecEnv.step``."""
         self._crew.check_open()
         return super().step(*arguments, **named)
+
+    def _stacks(self) -> str:
+        if self._crew.closed:
+            self._crew.check_open()  # which says so
+        return self._crew.worker_stacks()
 
     def close(self) -> None:
         """Close all environments and end the workers, within a few seconds. May be repeated."""

@@ -21,6 +21,7 @@ from rlpool.errors import (
 from rlpool.interrupts import InterruptsHeld
 from rlpool.restarts import FailurePolicy, Restarts
 from rlpool.slots import StepSpecs
+from rlpool.stack_dumps import described
 from rlpool.storage import Memory
 from rlpool.workers.hang_watch import HangWatch
 from rlpool.workers.local import LocalWorker
@@ -255,6 +256,17 @@ class Workforce:
     def lane_in_use(self, worker: int) -> int:
         """The lane whose environment a worker ran last."""
         return self._workers.lane_in_use(worker)
+
+    def deliver_logs(self) -> None:
+        """Hand what workers logged to this process's loggers."""
+        self._workers.deliver_logs()
+
+    def stacks(self) -> str:
+        """What the workers are doing, in words."""
+        text = described(self._workers.stacks(), self._client.where)
+        if isinstance(self._workers, LocalWorker):
+            text += self._workers.stacks_of_environments()
+        return text
 
     def abort(self) -> None:
         """End all workers at once; none is replaced."""

@@ -98,6 +98,11 @@ class Collector:
         self._failed_update: WorkerError | None = None
         self._wear = Wear(setup.max_episodes, setup.max_rss_bytes)
 
+    @property
+    def env(self) -> VecEnv | None:
+        """The environments, once they are created."""
+        return self._env
+
     def start(self) -> bool:
         """Create environments and agent and report; False if that failed."""
         try:
@@ -191,6 +196,13 @@ class Collector:
                 f"create_agent returned {type(agent).__name__}, not an Agent",
                 where=where,
                 fix="subclass rlpool.Agent",
+            )
+        n_noise = agent.n_noise
+        if isinstance(n_noise, bool) or not isinstance(n_noise, int) or n_noise < 0:
+            raise WorkerStartupError(
+                f"n_noise of the agent is {n_noise!r}, not a number of random numbers per step",
+                where=where,
+                fix="set n_noise to an int of at least 0",
             )
         self._agent = agent
         self._rollout = Rollout(agent, env, setup.worker, self._progress, seed)

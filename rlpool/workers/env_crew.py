@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-import cloudpickle
-
 from rlpool.envs.vec_env import Options
 from rlpool.errors import (
     RlpoolError,
@@ -17,12 +15,13 @@ from rlpool.errors import (
     UsageError,
     Where,
     WorkerDiedError,
-    WorkerStartupError,
     WorkerTimeoutError,
     compose,
 )
 from rlpool.limits import check_size
+from rlpool.pickling import pickled, why_not
 from rlpool.specs import TensorSpec
+from rlpool.stack_dumps import described, note_source
 from rlpool.storage import Array, Memory, carved_bytes
 from rlpool.worker_limits import check_workers
 from rlpool.workers.arena import Arena, ArenaLayout, carve_actions
@@ -87,7 +86,7 @@ class EnvCrew:
         self.lanes_of = [range(s, min(s + envs_per_worker, self.n_lanes)) for s in starts]
         self.worker_of = [w for w, lanes in enumerate(self.lanes_of) for _ in lanes]
         self.n_workers = len(self.lanes_of)
-        advice = "use fewer workers (more envs_per_worker, or fewer environments)"
+        advice = "use fewer workers, by more envs_per_worker or fewer environments"
         check_workers(self.n_workers, _DESCRIPTORS_EACH, advice)
         self.arena: Arena
         self.closed = False
@@ -103,11 +102,15 @@ class EnvCrew:
         self.issued = [0] * self.n_workers
         self.has_called = False
         self._owner_pid = os.getpid()
+        pickles = [
+            _pickled({f"env_fns[{lane}]": env_fns[lane] for lane in lanes})
+            for lanes in self.lanes_of
+        ]
         self._done = Wake()
         self.wakes = [Wake() for _ in range(self.n_workers)]
         setups = [
             EnvSetup(
-                Shipment(_pickled([env_fns[lane] for lane in lanes], lanes)),
+                Shipment(pickles[worker]),
                 options,
                 worker,
                 self.n_workers,
@@ -119,6 +122,7 @@ class EnvCrew:
             for worker, lanes in enumerate(self.lanes_of)
         ]
         self._supervisor = Supervisor(setups, self._deliver, main)
+        note_source(self)
         try:
             self._supervisor.start()
             self._wait_until(lambda: len(self._reports) == self.n_workers, self._starting)
@@ -135,8 +139,14 @@ class EnvCrew:
 
     def map(self, layout: ArenaLayout) -> Arena:
         """Make the arena and let all workers use it."""
-        check_size(layout.bytes_of_key(), "use fewer environments", "the observations")
-        memory = Memory.shared(sum(layout.bytes_of_key().values()), "rlpool-arena")
+        sizes = layout.bytes_of_key()
+        n_bytes = sum(sizes.values())
+        check_size(
+            sizes,
+            lambda n_free: f"use fewer environments ({self.n_lanes * n_free // n_bytes} would fit)",
+            "the observations",
+        )
+        memory = Memory.shared(n_bytes, "rlpool-arena")
         self._broadcast(MapArena(layout), memory)
         self.arena = Arena(layout, memory)
         self.arena.is_ahead[:] = -1
@@ -148,6 +158,12 @@ class EnvCrew:
         memory = Memory.shared(n_bytes, "rlpool-actions")
         self._broadcast(MapActions(specs, self.n_lanes), memory)
         return carve_actions(specs, self.n_lanes, memory)
+
+    def worker_stacks(self) -> str:
+        """What the worker processes are doing, also for a signal handler at any time."""
+        if self.closed or os.getpid() != self._owner_pid:
+            return ""
+        return described(self._supervisor.stacks(), self._where)
 
     def close(self) -> None:
         """End the workers. May be repeated."""
@@ -171,6 +187,7 @@ class EnvCrew:
             raise UsageError(
                 compose("the environments are closed", fix="make a new manager, or close it later")
             )
+        self._supervisor.deliver_logs()
         if self._fatal is not None:
             raise self._fatal
 
@@ -247,7 +264,7 @@ class EnvCrew:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise SpecError(
                 compose(
-                    f"options, tasks or actions that cannot be pickled: {error}",
+                    why_not({"message": message}, error, kind=pickle.Pickler),
                     fix="pass numbers, arrays, or objects of classes at module level",
                 )
             ) from error
@@ -376,15 +393,9 @@ class EnvCrew:
         )
 
 
-def _pickled(functions: list[Callable[[], Any]], lanes: range) -> bytes:
-    try:
-        pickled: bytes = cloudpickle.dumps(functions)
-    except Exception as error:
-        raise WorkerStartupError(
-            f"env_fns[{lanes[0]}] to env_fns[{lanes[-1]}] cannot be pickled: {error}",
-            fix="create what cannot be pickled inside the function",
-        ) from error
-    return pickled
+def _pickled(env_fns: Mapping[str, Callable[[], Any]]) -> bytes:
+    fix = "create it inside the function, which runs in the worker"
+    return pickled(env_fns, list(env_fns.values()), fix=fix)
 
 
 def _is_small(message: Call) -> bool:

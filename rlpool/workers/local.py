@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from rlpool.claims import ClaimLock
 from rlpool.storage import Memory
 from rlpool.workers.collector import Collector, Deliver
 from rlpool.workers.messages import Close, Message, Setup
+from rlpool.workers.stacks import Stacks, own_stacks
 
 
 class LocalLink:
@@ -86,6 +88,18 @@ class LocalWorker:
     def lane_in_use(self, worker: int) -> int:
         """The lane whose environment ran last."""
         return self._numbers[1]
+
+    def deliver_logs(self) -> None:
+        """What is logged in this process is where it belongs."""
+
+    def stacks(self) -> list[Stacks]:
+        """What the threads of this process are doing."""
+        return [Stacks(0, os.getpid(), own_stacks())]
+
+    def stacks_of_environments(self) -> str:
+        """What processes are doing that environments run in, if they do."""
+        dump = getattr(self._collector.env, "dump_stacks", None)
+        return "" if dump is None else str(dump(file=None))
 
     def holder_of_claims(self, otherwise: int) -> int:
         """Nobody else is there to hold the lock."""
