@@ -2,6 +2,8 @@
 
 from rlpool.agent import Agent
 from rlpool.batcher import Batcher, EpisodeBatcher, MonoThreadEpisodeBatcher
+from rlpool.capsule import CrashCapsule
+from rlpool.crash_replay import Replay, replay_crash
 from rlpool.data.array import Array
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor, masked_tensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
@@ -48,6 +50,7 @@ __all__ = [
     "AgentSpecError",
     "Array",
     "Batcher",
+    "CrashCapsule",
     "DeviceAgent",
     "DictTensor",
     "EnvError",
@@ -60,6 +63,7 @@ __all__ = [
     "NotEnoughDataError",
     "ParallelEnvManager",
     "Pool",
+    "Replay",
     "RlpoolError",
     "SpecError",
     "TemporalDictTensor",
@@ -81,6 +85,7 @@ __all__ = [
     "masked_tensor",
     "normal_log_probability",
     "replay_agent",
+    "replay_crash",
     "sample_categorical",
     "sample_normal",
     "sample_tanh_normal",

@@ -16,11 +16,13 @@ from rlpool.batcher_base import (
     check_rows,
 )
 from rlpool.coordinator import Coordinator
+from rlpool.crash_files import CrashDir
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError, compose
 from rlpool.interrupts import InterruptsHeld
 from rlpool.lane_log import LaneLog
+from rlpool.preflight import checked
 from rlpool.requests import EpisodeRequest, Packed, WindowRequest, as_infos
 from rlpool.restarts import DEFAULT_MAX_RESTARTS, FailurePolicy
 from rlpool.slots import Layout, StepSpecs
@@ -60,9 +62,13 @@ class EpisodeBatcher(BatcherBase):
             never. Neither this nor the next counts as a failure.
         max_rss_bytes: Replace a worker, between episodes, whose resident memory, shared blocks
             left out, is larger; ``None`` for never.
+        crash_dir: A directory, made if it is missing: if an environment or an agent fails, this
+            process writes what ``rlpool.replay_crash`` needs into a file there, which the
+            message of the error names.
 
     Raises:
-        SpecError: For arguments of the wrong kind or size, or keys that collide.
+        SpecError: For arguments of the wrong kind or size, keys that collide, or more workers or
+            memory than this machine allows.
         WorkerStartupError: If ``create_env`` or ``create_agent`` raises or cannot be pickled.
         WorkerDiedError: If a worker dies before it is ready.
         UsageError: If the script lacks its ``if __name__ == "__main__":`` guard.
@@ -81,6 +87,9 @@ class EpisodeBatcher(BatcherBase):
             trajectories = batcher.get()
     """
 
+    _LOWERABLE: tuple[str, ...] = ("n_slots", "n_timesteps")
+    """Arguments that make blocks smaller."""
+
     def __init__(
         self,
         n_timesteps: int,
@@ -98,6 +107,7 @@ class EpisodeBatcher(BatcherBase):
         on_env_error: str = "raise",
         max_episodes_per_worker: int | None = None,
         max_rss_bytes: int | None = None,
+        crash_dir: CrashDir = None,
     ) -> None:
         super().__init__(
             n_timesteps,
@@ -116,6 +126,7 @@ class EpisodeBatcher(BatcherBase):
                 max_episodes_per_worker,
                 max_rss_bytes,
             ),
+            crash_dir,
         )
         self._n_executions = 0
         self._last: tuple[int, Infos] | None = None
@@ -208,7 +219,8 @@ class EpisodeBatcher(BatcherBase):
 
     def _layout(self, specs: StepSpecs) -> Layout:
         n_slots = self._n_slots or 4 * specs.n_lanes
-        return Layout(specs, n_slots, self._n_timesteps, self._n_workers)
+        layout = Layout(specs, n_slots, self._n_timesteps, self._n_workers)
+        return checked(layout, self._LOWERABLE, private=self._is_private)
 
 
 class MonoThreadEpisodeBatcher(EpisodeBatcher):
@@ -226,6 +238,8 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
 
     _N_TIMESTEPS = 128
     """Steps per slot; longer episodes are glued."""
+
+    _LOWERABLE = ()
 
     def __init__(
         self,
@@ -276,6 +290,7 @@ class Batcher(BatcherBase):
         on_env_error: As for ``EpisodeBatcher``.
         max_episodes_per_worker: As for ``EpisodeBatcher``, between windows.
         max_rss_bytes: As for ``EpisodeBatcher``, between windows.
+        crash_dir: As for ``EpisodeBatcher``.
     """
 
     def __init__(
@@ -295,6 +310,7 @@ class Batcher(BatcherBase):
         on_env_error: str = "raise",
         max_episodes_per_worker: int | None = None,
         max_rss_bytes: int | None = None,
+        crash_dir: CrashDir = None,
     ) -> None:
         super().__init__(
             n_timesteps,
@@ -313,6 +329,7 @@ class Batcher(BatcherBase):
                 max_episodes_per_worker,
                 max_rss_bytes,
             ),
+            crash_dir,
         )
         self._n_resets = 0
         self._infos = as_infos(None, None)
@@ -431,4 +448,5 @@ class Batcher(BatcherBase):
 
     def _layout(self, specs: StepSpecs) -> Layout:
         n_slots = specs.n_lanes * self._n_workers
-        return Layout(specs, n_slots, self._n_timesteps, self._n_workers, specs.auto_reset)
+        layout = Layout(specs, n_slots, self._n_timesteps, self._n_workers, specs.auto_reset)
+        return checked(layout, ("n_timesteps",), private=self._is_private)

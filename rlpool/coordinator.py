@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from rlpool.crash_files import CrashDir, CrashFiles
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import EnvError, RlpoolError, UsageError, Where, WorkerError, compose
 from rlpool.interrupts import InterruptsHeld
-from rlpool.limits import check_size, human
 from rlpool.requests import Packed, Request
 from rlpool.restarts import FailurePolicy
 from rlpool.slots import BlockPool, Layout, StepSpecs
@@ -55,10 +55,12 @@ class Coordinator:
     Args:
         setups: One per worker process; with ``in_process`` the only one.
         in_process: Run the one worker in this process.
-        make_layout: Makes the blocks' layout once the workers know their keys.
+        make_layout: Makes the blocks' layout once the workers know their keys, and refuses one
+            that is larger than the machine.
         policy: What becomes of workers that fail.
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
+        crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
 
     Raises:
         WorkerStartupError, WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
@@ -75,14 +77,15 @@ class Coordinator:
         make_layout: LayoutMaker,
         policy: FailurePolicy,
         timeout_s: float | None,
+        crash_dir: CrashDir = None,
     ) -> None:
         self._make_layout = make_layout
+        self._crash_files = CrashFiles(crash_dir)
         self._repeats_env_errors = policy.restarts_on_env_errors and not in_process
         self._queued: deque[Request] = deque()  # not sent yet
         self._sent: list[Request] = []  # sent, and not yet done in every worker
         self._pending: deque[Request] = deque()  # not yet handed to the user
         self._blocks: BlockPool | None = None
-        self._warned = False
         self._unsent_update: Packed | None = None  # of a request that failed before it was sent
         self._policy: Packed | None = None  # the last update that was sent
         self._successors: dict[int, WorkerError | None] = {}  # new ones, and what ended the last
@@ -210,6 +213,12 @@ class Coordinator:
         """Put an object where all workers can read it."""
         return pack(value, self._workers.allocate)
 
+    def give_up(self) -> None:
+        """Let the workers stop what they run, without a word to anybody who waits for it."""
+        if os.getpid() == self._owner_pid:
+            for request in self._sent:
+                request.running_block.arrays.control["cancelled"][0] = 1
+
     def deliver_logs(self) -> None:
         """Hand what workers logged to this process's loggers."""
         if not self.is_closed:
@@ -254,18 +263,8 @@ class Coordinator:
 
     def _make_blocks(self) -> None:
         """Lay out the blocks, once the workers know what a step consists of."""
-        if self.specs is None:
-            return
-        layout = self._make_layout(self.specs)
-        sizes = layout.bytes_of_key()
-        if not check_size(sizes, "lower n_slots or n_timesteps") and not self._warned:
-            self._warned = True
-            _LOG.warning(
-                "a block of slots takes up to %s, more than is free now: "
-                "lower n_slots or n_timesteps if memory runs out",
-                human(sum(sizes.values())),
-            )
-        self._blocks = BlockPool(layout, self._workers.allocate)
+        if self.specs is not None:
+            self._blocks = BlockPool(self._make_layout(self.specs), self._workers.allocate)
 
     # Sending ---------------------------------------------------------------------------------
 
@@ -356,7 +355,7 @@ class Coordinator:
                 self._workers.send(worker, Credit(message.request, slots))
         elif isinstance(message, Failed) and message.request is not None:
             if self._repeats_env_errors and isinstance(message.error, EnvError):
-                self._workers.note_last_words(worker, message.error)
+                self._workers.note_last_words(worker, self._crash_files.with_file(message.error))
             else:
                 self._note_failure(message.request, message.error)
 
@@ -374,7 +373,7 @@ class Coordinator:
     def _note_failure(self, number: int, error: WorkerError) -> None:
         request = self._find(number)
         if request is not None and request.error is None:
-            request.error = error
+            request.error = self._crash_files.with_file(error)
             self._cancel(request)
 
     def lost(self, worker: int, failure: WorkerError | None) -> None:
@@ -434,7 +433,7 @@ class Coordinator:
             if error is not None:
                 raise error
         except RlpoolError as error:
-            self._fail_queued(error)
+            self._fail_queued(self._crash_files.with_file(error))
         self._advance()
 
     def _fail_queued(self, error: RlpoolError) -> None:

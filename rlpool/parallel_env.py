@@ -14,6 +14,7 @@ import numpy as np
 
 from rlpool.batcher_base import check_count
 from rlpool.envs.columns import Columns
+from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import SpecError, compose
 from rlpool.ownership import ProcessOwner
@@ -114,8 +115,12 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         super().__init__(len(env_fns), seed)
         self.auto_reset = auto_reset
         self.min_ready = min_ready
-        options = {"max_episode_steps": max_episode_steps, "keep_float64": keep_float64}
-        self._crew = EnvCrew(env_fns, envs_per_worker, root_from(seed), options, timeout)
+        self._env_fns = env_fns
+        self._options: dict[str, Any] = {
+            "max_episode_steps": max_episode_steps,
+            "keep_float64": keep_float64,
+        }
+        self._crew = EnvCrew(env_fns, envs_per_worker, root_from(seed), self._options, timeout)
         try:
             self._agree()
         except BaseException:
@@ -227,6 +232,10 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             return False
         announced = {key: array[number].tolist() for key, array in env_info.items()}
         return (options or {}) == announced
+
+    def in_this_process(self, lane: int) -> GymEnv:
+        """Another environment like that of a lane, made here, for debuggers."""
+        return GymEnv([self._env_fns[lane]()], **self._options)
 
     def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> list[int]:
         """Step some lanes, those of all workers at the same time.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence
+from collections.abc import Callable, MutableSequence
 
 from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.errors import EnvError, Where
-from rlpool.failures import env_error
+from rlpool.failures import Scene, env_error
 from rlpool.plan import Episode, Resumed
 from rlpool.specs import row_specs
 from rlpool.storage import batch_array
@@ -16,6 +16,13 @@ _FIX = (
     "lead to the same observations"
 )
 
+SceneMaker = Callable[[str, int], Scene | None]
+
+
+def _unknown(call: str, n_done: int) -> Scene | None:
+    """Nothing is known."""
+    return None
+
 
 def repeat_episode(
     env: VecEnv,
@@ -23,6 +30,7 @@ def repeat_episode(
     past: Resumed,
     worker: int,
     progress: MutableSequence[int] | memoryview,
+    scene: SceneMaker = _unknown,
 ) -> None:
     """Reset one lane and repeat an episode's actions in it.
 
@@ -32,6 +40,7 @@ def repeat_episode(
         past: Its actions, and what they led to.
         worker: Number of the worker, for errors.
         progress: One element that counts steps.
+        scene: Tells what is known where something fails: ``(call, steps made before)``.
 
     Raises:
         EnvError: If the environment raises, or does not lead to where it led before.
@@ -53,7 +62,7 @@ def repeat_episode(
                 what = "the environment ended an episode that went on before"
                 raise EnvError(what, where=where(), fix=_FIX)
     except LaneError as error:
-        raise env_error(error, where()) from error.__cause__
+        raise env_error(error, where(), scene(error.call, n_done)) from error.__cause__
     for key, value in past.observation.items():
         if env.current[key][lane].tobytes() != value.tobytes():
             what = f"the environment did not repeat {key!r} of an episode's last step"

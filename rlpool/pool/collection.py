@@ -41,15 +41,17 @@ from rlpool.pool.acting import Policy, Station
 from rlpool.pool.environments import (
     check_environments,
     digest_of,
-    pickled,
     pickled_environments,
+    pickled_policy,
 )
 from rlpool.pool.transitions import EpisodeParts, Transitions, is_part
+from rlpool.preflight import checked
 from rlpool.requests import Packed, WindowRequest, as_infos
 from rlpool.restarts import FailurePolicy
 from rlpool.seeding import LaneSeeds, root_from
 from rlpool.slots import Layout, StepSpecs
 from rlpool.specs import TensorSpec
+from rlpool.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.workers.messages import Setup
 from rlpool.workers.shipment import Shipment
 from rlpool.workers.supervisor import refuse_during_import
@@ -130,7 +132,7 @@ class EpisodeRunner(ProcessOwner):
         self._dtypes: dict[str, np.dtype[Any]] = {}
         self._owner_pid = os.getpid()
         pickled_environments(envs)  # refused now rather than by the first run
-        pickled("policy", policy)
+        pickled_policy(policy)
 
     def run(self) -> list[Transitions]:
         """Run one episode in every environment and wait for all of them.
@@ -221,7 +223,7 @@ class EpisodeRunner(ProcessOwner):
         if os.getpid() != self._owner_pid:  # a forked copy: the workers are not its own
             self._coordinator, self._owner_pid = None, os.getpid()
         check_environments(self.envs, self._n_processes)
-        pickles, policy = pickled_environments(self.envs), pickled("policy", self.policy)
+        pickles, policy = pickled_environments(self.envs), pickled_policy(self.policy)
         digests = self._digests(pickles)
         policy_digest = digest_of(policy)
         coordinator, is_new_policy = self._coordinator, policy_digest != self._sent_policy
@@ -238,6 +240,7 @@ class EpisodeRunner(ProcessOwner):
         if digests != self._sent:
             self._dtypes = {}
         self._sent, self._sent_policy = digests, policy_digest
+        check_workers(len(pickles), WORKER_DESCRIPTORS, "put fewer environments into the pool")
         setups = [self._setup(p, env, policy, number) for p, env in enumerate(pickles)]
         self._coordinator = Coordinator(
             setups,
@@ -309,7 +312,7 @@ class _Windows:
     def __call__(self, specs: StepSpecs) -> Layout:
         step_bytes = sum(spec.n_bytes for spec in {**specs.succeeded, **specs.output}.values())
         n_timesteps = min(_LONGEST_WINDOW, max(_SHORTEST_WINDOW, _WINDOW_BYTES // step_bytes))
-        return Layout(specs, self._n_processes, n_timesteps, self._n_processes)
+        return checked(Layout(specs, self._n_processes, n_timesteps, self._n_processes), ())
 
 
 def _common_dtypes(specs: Sequence[StepSpecs]) -> dict[str, np.dtype[Any]]:

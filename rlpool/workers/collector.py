@@ -197,8 +197,15 @@ class Collector:
                 where=where,
                 fix="subclass rlpool.Agent",
             )
+        n_noise = agent.n_noise
+        if isinstance(n_noise, bool) or not isinstance(n_noise, int) or n_noise < 0:
+            raise WorkerStartupError(
+                f"n_noise of the agent is {n_noise!r}, not a number of random numbers per step",
+                where=where,
+                fix="set n_noise to an int of at least 0",
+            )
         self._agent = agent
-        self._rollout = Rollout(agent, env, setup.worker, self._progress)
+        self._rollout = Rollout(agent, env, setup.worker, self._progress, seed)
 
     def _probed(self, infos: Infos | None) -> Ready:
         """Learn the keys, with the infos of the first lanes if there are any."""

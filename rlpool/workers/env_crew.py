@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-import cloudpickle
-
 from rlpool.envs.vec_env import Options
 from rlpool.errors import (
     RlpoolError,
@@ -17,11 +15,11 @@ from rlpool.errors import (
     UsageError,
     Where,
     WorkerDiedError,
-    WorkerStartupError,
     WorkerTimeoutError,
     compose,
 )
 from rlpool.limits import check_size
+from rlpool.pickling import pickled, why_not
 from rlpool.specs import TensorSpec
 from rlpool.stack_dumps import described, note_source
 from rlpool.storage import Array, Memory, carved_bytes
@@ -88,7 +86,7 @@ class EnvCrew:
         self.lanes_of = [range(s, min(s + envs_per_worker, self.n_lanes)) for s in starts]
         self.worker_of = [w for w, lanes in enumerate(self.lanes_of) for _ in lanes]
         self.n_workers = len(self.lanes_of)
-        advice = "use fewer workers (more envs_per_worker, or fewer environments)"
+        advice = "use fewer workers, by more envs_per_worker or fewer environments"
         check_workers(self.n_workers, _DESCRIPTORS_EACH, advice)
         self.arena: Arena
         self.closed = False
@@ -104,11 +102,15 @@ class EnvCrew:
         self.issued = [0] * self.n_workers
         self.has_called = False
         self._owner_pid = os.getpid()
+        pickles = [
+            _pickled({f"env_fns[{lane}]": env_fns[lane] for lane in lanes})
+            for lanes in self.lanes_of
+        ]
         self._done = Wake()
         self.wakes = [Wake() for _ in range(self.n_workers)]
         setups = [
             EnvSetup(
-                Shipment(_pickled([env_fns[lane] for lane in lanes], lanes)),
+                Shipment(pickles[worker]),
                 options,
                 worker,
                 self.n_workers,
@@ -137,8 +139,14 @@ class EnvCrew:
 
     def map(self, layout: ArenaLayout) -> Arena:
         """Make the arena and let all workers use it."""
-        check_size(layout.bytes_of_key(), "use fewer environments", "the observations")
-        memory = Memory.shared(sum(layout.bytes_of_key().values()), "rlpool-arena")
+        sizes = layout.bytes_of_key()
+        n_bytes = sum(sizes.values())
+        check_size(
+            sizes,
+            lambda n_free: f"use fewer environments ({self.n_lanes * n_free // n_bytes} would fit)",
+            "the observations",
+        )
+        memory = Memory.shared(n_bytes, "rlpool-arena")
         self._broadcast(MapArena(layout), memory)
         self.arena = Arena(layout, memory)
         self.arena.is_ahead[:] = -1
@@ -256,7 +264,7 @@ class EnvCrew:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise SpecError(
                 compose(
-                    f"options, tasks or actions that cannot be pickled: {error}",
+                    why_not({"message": message}, error, kind=pickle.Pickler),
                     fix="pass numbers, arrays, or objects of classes at module level",
                 )
             ) from error
@@ -385,15 +393,9 @@ class EnvCrew:
         )
 
 
-def _pickled(functions: list[Callable[[], Any]], lanes: range) -> bytes:
-    try:
-        pickled: bytes = cloudpickle.dumps(functions)
-    except Exception as error:
-        raise WorkerStartupError(
-            f"env_fns[{lanes[0]}] to env_fns[{lanes[-1]}] cannot be pickled: {error}",
-            fix="create what cannot be pickled inside the function",
-        ) from error
-    return pickled
+def _pickled(env_fns: Mapping[str, Callable[[], Any]]) -> bytes:
+    fix = "create it inside the function, which runs in the worker"
+    return pickled(env_fns, list(env_fns.values()), fix=fix)
 
 
 def _is_small(message: Call) -> bool:

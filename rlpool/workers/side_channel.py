@@ -62,11 +62,11 @@ class WorkerSide:
 
 
 def run_connected(
-    side: WorkerSide, run: Any, setup: Any, connection: Connection, control_fd: Any
+    leash: Any, side: WorkerSide, run: Any, setup: Any, connection: Connection, control_fd: Any
 ) -> None:
     """The main function of every worker process: ``run``, with its logs and stacks connected.
 
-    Nothing of the user's was made yet when this is called.
+    Nothing of the user's was made yet when this is called; the leash has only to be received.
     """
     side.connect()
     run(setup, connection, control_fd)

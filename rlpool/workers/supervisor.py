@@ -19,13 +19,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlpool.claims import ClaimLock
-from rlpool.errors import UsageError, compose
+from rlpool.errors import UsageError, WorkerStartupError
 from rlpool.interrupts import InterruptsHeld
 from rlpool.limits import process_activity
+from rlpool.main_guard import missing_guard, refuse_missing_guard
 from rlpool.storage import Array, Memory
 from rlpool.workers.child import CONTROL_COLUMNS, main
 from rlpool.workers.collector import Deliver
 from rlpool.workers.inherited import Inherited
+from rlpool.workers.leash import Leash
 from rlpool.workers.logs import LogReader
 from rlpool.workers.messages import Close, Message, Pipe
 from rlpool.workers.shipment import Shipment
@@ -35,14 +37,18 @@ from rlpool.workers.stacks import Stacks
 _GUARD_EXIT_CODE = 76
 """Exit code by which a child says that it would have spawned children of its own on import."""
 
-_CLOSE_S = 3.0
+_CLOSE_S = 2.0
 """How long workers may take to close their environments before they are terminated."""
 
 _LOOKS_AT_LOCK = 4
 """The lock of claims is held for microseconds; who has it in so many looks does not go on."""
 
-_TERMINATE_S = 1.0
-"""How long they may then take to end before they are killed."""
+_TERMINATE_S = 0.5
+"""How long they may then take to end before they are killed. With that nothing is left three
+seconds after Ctrl-C."""
+
+_REAP_S = 1.0
+"""How long a process that is ending may take to be gone."""
 
 
 class WorkerSetup(Protocol):
@@ -111,6 +117,8 @@ class Supervisor:
         self._deliver = deliver
         self._run = run
         self._poller: select.poll | None = None
+        self._leash: Leash | None = None  # while workers are starting
+        self._tied: set[int] = set()  # those that may not have let go of it
         self._pipes: list[Pipe | None] = []
         self._processes: list[SpawnProcess] = []
         n_bytes = len(setups) * CONTROL_COLUMNS * np.dtype(np.int64).itemsize
@@ -130,13 +138,24 @@ class Supervisor:
         return Memory.shared(n_bytes)
 
     def start(self) -> None:
-        """Start all processes; returns before they are ready."""
+        """Start all processes; returns before they are ready.
+
+        Raises:
+            UsageError: If the script surely lacks its ``__main__`` guard.
+            WorkerStartupError: If the system allows no further process or descriptor.
+        """
+        refuse_missing_guard()
         try:
             with _spawning():
                 for setup in self._setups:
                     pipe, worker = self._spawned(setup)
                     self._pipes.append(pipe)
                     self._processes.append(worker)
+        except OSError as error:
+            what = f"{len(self._processes)} of {self.n_workers} workers could be started: {error}"
+            self.close()
+            fix = "python -m rlpool doctor tells which limit that may be"
+            raise WorkerStartupError(what, fix=fix) from error
         except BaseException:
             self.close()
             raise
@@ -158,11 +177,14 @@ class Supervisor:
 
     def _spawned(self, setup: WorkerSetup) -> tuple[Pipe, SpawnProcess]:
         context = multiprocessing.get_context("spawn")
+        self._leash = self._leash or Leash()
+        leash_end = self._leash.end()
         here, there = context.Pipe(duplex=True)
         try:
             worker = context.Process(
                 target=run_connected,
                 args=(
+                    leash_end,
                     self._side.of_worker(setup.worker),
                     self._run,
                     setup,
@@ -173,12 +195,15 @@ class Supervisor:
                 daemon=False,  # environments may start processes of their own
             )
             worker.start()
+            leash_end.tie(worker.pid)
         except BaseException:
             here.close()
             raise
         finally:
             # The child's end must not stay open here: its death shall be an end of file.
             there.close()
+            leash_end.close()
+        self._tied.add(setup.worker)
         return Pipe(here), worker
 
     @property
@@ -259,7 +284,9 @@ class Supervisor:
                 # Asked in this order: what was sent before the death is in the pipe by then.
                 is_alive = self._processes[number].is_alive()
                 if pipe.poll():
-                    self._deliver(number, pipe.receive()[0])
+                    message = pipe.receive()[0]
+                    self._untie(number)
+                    self._deliver(number, message)
                 elif is_alive:
                     return
                 else:
@@ -269,6 +296,13 @@ class Supervisor:
                 return
             pipe = self._pipes[number]
 
+    def _untie(self, number: int) -> None:
+        """Close the leash once no starting worker depends on it."""
+        self._tied.discard(number)
+        if not self._tied and self._leash is not None:
+            self._leash.close()
+            self._leash = None
+
     def _bury(self, number: int) -> None:
         pipe = self._pipes[number]
         self._pipes[number] = None
@@ -277,7 +311,8 @@ class Supervisor:
         if pipe is not None:
             pipe.close()
         worker = self._processes[number]
-        worker.join(_TERMINATE_S)  # its pipe is at its end: it is ending or has ended
+        self._untie(number)
+        worker.join(_REAP_S)  # its pipe is at its end: it is ending or has ended
         self._deliver(number, Died(worker.exitcode))
 
     def progress(self) -> list[int]:
@@ -347,14 +382,7 @@ def missing_guard_error(died: Died) -> UsageError | None:
     """The error to raise if a worker ended because of a missing ``__main__`` guard."""
     if died.exitcode != _GUARD_EXIT_CODE:
         return None
-    return UsageError(
-        compose(
-            "the script starts workers when it is imported: each worker imports the main module "
-            'and would start workers in turn, for want of an `if __name__ == "__main__":` guard',
-            fix="put everything but definitions into a function and call it below "
-            '`if __name__ == "__main__":`',
-        )
-    )
+    return missing_guard()
 
 
 def _end_all(pipes: list[Pipe | None], processes: list[SpawnProcess], logs: LogReader) -> None:
@@ -365,7 +393,7 @@ def _end_all(pipes: list[Pipe | None], processes: list[SpawnProcess], logs: LogR
         # Interrupted while waiting, by a second Ctrl-C: there is no other chance to end them.
         for worker in processes:
             worker.kill()
-            worker.join(_TERMINATE_S)
+            worker.join(_REAP_S)
         raise
     finally:
         for pipe in pipes:
@@ -389,11 +417,14 @@ def _ask_to_end(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None
     for worker in processes:
         # A worker that ended frees its siblings' time.
         worker.join(max(0.0, deadline - time.monotonic()))
-    for ending in (SpawnProcess.terminate, SpawnProcess.kill):
+    for ending, patience_s in (
+        (SpawnProcess.terminate, _TERMINATE_S),
+        (SpawnProcess.kill, _REAP_S),
+    ):
         late = [worker for worker in processes if worker.is_alive()]
         for worker in late:
             ending(worker)
-        deadline = time.monotonic() + _TERMINATE_S
+        deadline = time.monotonic() + patience_s
         for worker in late:
             worker.join(max(0.0, deadline - time.monotonic()))
 

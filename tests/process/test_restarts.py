@@ -331,9 +331,9 @@ def test_windows_of_an_agent_with_history_cannot_be_continued_but_begun_again(
 def test_workers_are_replaced_after_so_many_episodes(marks: Marks) -> None:
     expected = undisturbed(marks)
     mine = marks()
-    with open_batcher(mine, max_episodes_per_worker=6, max_restarts=0) as batcher:
+    with open_batcher(mine, max_episodes_per_worker=9, max_restarts=0) as batcher:
         assert_same(collect(batcher), expected)
-    assert n_processes(mine) >= 31 // 6
+    assert n_processes(mine) == 4
 
 
 def test_a_leaking_environment_stays_bounded(marks: Marks) -> None:
@@ -341,17 +341,17 @@ def test_a_leaking_environment_stays_bounded(marks: Marks) -> None:
     mine = marks()
     with open_batcher(mine, 1, env_args={"leaks": True}) as batcher:
         base = psutil.Process(*worker_pids()).memory_info().rss
-    limit = base + 6 * 2**24
+    limit = base + 12 * 2**24
     with open_batcher(
         mine, 1, max_rss_bytes=limit, max_restarts=0, env_args={"leaks": True}
     ) as batcher:
         results = collect(batcher)
     assert_same(results, expected)
-    assert n_processes(mine) >= 1 + 31 // 8
+    assert n_processes(mine) in (3, 4)  # one of them measured the base
 
 
 def test_worn_workers_hand_their_windows_on(marks: Marks) -> None:
     mine = marks()
-    results = windows(mine, max_episodes_per_worker=2, max_restarts=0)
+    results = windows(mine, max_episodes_per_worker=4, max_restarts=0)
     assert_same(results, windows(marks()))
     assert n_processes(mine) > 2
