@@ -207,6 +207,7 @@ from rlpool import EpisodeBatcher
 from support.talking import QuietAgent, create_env
 
 logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(levelname)s %(message)s")
+logging.getLogger("script").addHandler(logging.FileHandler(sys.argv[1]))
 
 def create(seed):
     logging.getLogger("script").info("creating")
@@ -225,9 +226,10 @@ if __name__ == "__main__":
 
 
 def test_a_script_that_configures_logging_on_import_prints_every_record_once(
-    run_script: Callable[..., Script],
+    run_script: Callable[..., Script], tmp_path: Path
 ) -> None:
-    script = run_script(SCRIPT)
+    script = run_script(SCRIPT, str(tmp_path / "log"))
     script.finish()
     assert script.stderr == ""
     assert script.stdout.splitlines() == ["INFO creating", "INFO ready", "INFO closing"]
+    assert (tmp_path / "log").read_text().split() == ["creating", "ready", "closing"]
