@@ -92,7 +92,7 @@ def test_records_arrive_as_they_were_logged(
     assert capfd.readouterr() == ("", "")
     records = seen.of("talk.env")
     (step, greeting, percent, huge, extra, arguments, unprintable, between, failed, stack) = records
-    assert step.getMessage() == "step 3 of many"
+    assert step.getMessage() == "level 20 of talk"
     assert (step.levelname, step.worker, step.processName) == ("INFO", 0, "rlpool-worker-0")
     assert (step.funcName, step.filename, step.module) == ("various", "talking.py", "talking")
     assert step.threadName == "MainThread"

@@ -36,8 +36,9 @@ class Unprintable:
 def various(directory: Path) -> None:
     """Log whatever people log."""
     log = logging.getLogger("talk.env")
+    level = log.getEffectiveLevel()  # before anything is logged
     log.debug("too fine for the caller")
-    log.info("step %d of %s", 3, "many")
+    log.info("level %d of %s", level, "talk")
     log.warning("Grüße 你好 \ud800 🚀\nand a second line")
     log.error("100 % as it is")
     log.info(HUGE)
