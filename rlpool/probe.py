@@ -61,11 +61,11 @@ def probe(
         driver.start(lanes, agent_info)
         if driver.agent.require_history():
             # Once to learn the outputs, and once more with a history that has them.
-            driver.act(observation, agent_info, _empty_history(env, {}))
+            driver.act(observation, agent_info, empty_history(env, {}))
             outputs = {**(driver.output_specs or {}), **row_specs(driver.state)}
             driver.forget()
             driver.start(lanes, agent_info)
-            driver.act(observation, agent_info, _empty_history(env, outputs))
+            driver.act(observation, agent_info, empty_history(env, outputs))
         else:
             driver.act(observation, agent_info, None)
         driver.commit()  # idle lanes keep a state that is valid
@@ -95,7 +95,7 @@ def _declare_actions(env: VecEnv, driver: AgentDriver) -> None:
         env.declare_actions(actions)
         return
     for key in sorted(leaves.keys() | actions.keys()):
-        _refuse_misfit(key, actions.get(key), leaves[key].spec if key in leaves else None)
+        refuse_misfit(key, actions.get(key), leaves[key].spec if key in leaves else None)
 
 
 class _NoSteps(dict[str, torch.Tensor]):
@@ -114,7 +114,7 @@ class _NoSteps(dict[str, torch.Tensor]):
         return torch.zeros(self._n_lanes, 0, device="cpu")
 
 
-def _empty_history(env: VecEnv, own: Mapping[str, TensorSpec]) -> TemporalDictTensor:
+def empty_history(env: VecEnv, own: Mapping[str, TensorSpec]) -> TemporalDictTensor:
     """A history without steps, with as many of the agent's own keys as are known."""
     specs = row_specs(env.current)
     specs.update({successor_key(key): spec for key, spec in list(specs.items())})
@@ -128,7 +128,7 @@ def _empty_history(env: VecEnv, own: Mapping[str, TensorSpec]) -> TemporalDictTe
     return TemporalDictTensor._wrap(_NoSteps(rows, env.n_lanes), lengths, DictTensor())
 
 
-def _refuse_misfit(key: str, given: TensorSpec | None, wanted: TensorSpec | None) -> None:
+def refuse_misfit(key: str, given: TensorSpec | None, wanted: TensorSpec | None) -> None:
     """Refuse actions that do not fit the action space."""
     if given is None or wanted is None:
         raise SpecError(

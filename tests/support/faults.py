@@ -13,12 +13,8 @@ are noted in the file ``struck_at``; with ``once``, nothing strikes where that f
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +24,8 @@ import numpy as np
 import torch
 
 from rlpool import Agent, DictTensor, GymEnv, GymEnvInf
+from rlpool.testing import strike as strike_now
+from rlpool.testing.faults import EXIT_CODE as EXIT_CODE  # what "os_exit" exits with
 
 KINDS = (
     "none",
@@ -47,30 +45,15 @@ KINDS = (
     "wrong_flag",
 )
 
-EXIT_CODE = 17
-"""What ``os_exit`` exits with."""
-
 _FOREVER_S = 1000.0
+
+# Kinds that the public kit has under another name.
+_PUBLIC = {"os_exit": "exit", "hold_the_lock": "hang_gil", "fork_and_sigkill": "sigkill"}
 
 
 def code(kind: str) -> int:
     """A kind as a number, for infos."""
     return KINDS.index(kind)
-
-
-class UnpicklableError(Exception):
-    """Cannot travel between processes: neither can its lock."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.lock = threading.Lock()
-
-
-class UnprintableError(Exception):
-    """Fails when it is turned into text."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
 
 
 def strike(
@@ -84,27 +67,9 @@ def strike(
         partial = Path(f"{struck_at}.{os.getpid()}")
         partial.write_text(json.dumps(note))
         partial.replace(struck_at)  # whoever sees the file sees all of it
-    if kind == "raise":
-        raise KeyError("struck")
-    if kind == "unpicklable":
-        raise UnpicklableError("struck")
-    if kind == "unprintable":
-        raise UnprintableError
-    if kind == "sys_exit":
-        sys.exit("struck")
-    if kind == "os_exit":
-        os._exit(EXIT_CODE)
-    if kind == "sigkill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "segfault":
-        ctypes.string_at(0)
-    if kind == "hang":
-        time.sleep(_FOREVER_S)
-    if kind == "hold_the_lock":
-        sum(range(10**13))  # one call in C: no other Python thread runs before it is over
     if kind == "fork_and_sigkill":
         _leave_a_child_behind(f"{struck_at}.child")
-        os.kill(os.getpid(), signal.SIGKILL)
+    strike_now(_PUBLIC.get(kind, kind))
     return kind
 
 

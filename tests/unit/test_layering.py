@@ -120,12 +120,33 @@ ORDER = (
     "worker_trial",
     "doctor",
     "__main__",
+    "testing.findings",
+    "testing.generators",
+    "testing.counting_env",
+    "testing.faults",
+    "testing.faulty_env",
+    "testing.misfits",
+    "testing.episodes",
+    "testing.env_subject",
+    "testing.env_result_checks",
+    "testing.env_repeat_checks",
+    "testing.env_checks",
+    "testing.check_env",
+    "testing.observation_rows",
+    "testing.native_actions",
+    "testing.agent_subject",
+    "testing.agent_results",
+    "testing.agent_call_checks",
+    "testing.agent_checks",
+    "testing.check_agent",
+    "testing.contracts",
 )
 
 # Their __init__.py holds a docstring and no import.
 SUBPACKAGES = ("data", "envs", "meta", "workers", "pool", "integrations")
 
-FACADE = "__init__"
+# What users import from: they import from any module and no module imports from them.
+FACADES = ("__init__", "testing.__init__")
 
 # Adapters to other libraries: they may import any module, and are imported where they are used,
 # inside a function, so that nobody pays for them or needs them installed.
@@ -145,7 +166,7 @@ def violations(module: str, source: str) -> list[str]:
     found = []
     if not (
         module in ORDER
-        or module == FACADE
+        or module in FACADES
         or module.removesuffix(".__init__") in SUBPACKAGES
         or module.startswith(INTEGRATIONS)
     ):
@@ -188,7 +209,7 @@ def _complaint(module: str, target: str, *, lazy: bool) -> str | None:
         return f"rlpool.{target} is an integration: import it in the function that uses it"
     if target not in ORDER:
         return f"rlpool.{target} is no module of ORDER"
-    if module == FACADE or module.startswith(INTEGRATIONS):
+    if module in FACADES or module.startswith(INTEGRATIONS):
         return None
     if module not in ORDER:
         return "a subpackage's __init__.py imports nothing of rlpool"
@@ -217,6 +238,7 @@ def test_module_imports_only_from_above(module: str) -> None:
         ("batcher", "def f():\n    from rlpool.integrations.tensordict import convert"),
         ("integrations.tensordict", "from rlpool.meta.learner import anything"),
         ("__init__", "from rlpool.meta.learner import anything"),
+        ("testing.__init__", "from rlpool.testing.contracts import EnvContract"),
         ("data.__init__", '"""The data structures."""'),
     ],
 )
