@@ -21,6 +21,7 @@ from rlpool import (
     WorkerDiedError,
     WorkerStartupError,
 )
+from rlpool.workers.logs import LogReader
 from rlpool.workers.outbox import MAX_UNREAD_BYTES
 
 from support.talking import HUGE, N_FLOOD, QuietAgent, TalkingEnv, TalkingPlayer, create_env
@@ -142,11 +143,17 @@ def test_every_record_of_a_flood_arrives_or_is_counted(seen: Seen, tmp_path: Pat
     assert len(arrived) > MAX_UNREAD_BYTES / 500
 
 
-def test_last_words_before_a_kill_arrive(seen: Seen, tmp_path: Path) -> None:
+def test_last_words_before_a_kill_arrive(
+    seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[LogReader] = []
+    expect = LogReader.expect_last_words
+    monkeypatch.setattr(LogReader, "expect_last_words", lambda r: (looks.append(r), expect(r)))
     with open_batcher("last_words", tmp_path) as batcher:
         begin(batcher)
         with suppress(WorkerDiedError):
             batcher.get()
+        assert len(looks) == 1  # also for words that the worker had no time to point out
         assert seen.messages("talk.last") == ["my last words"]
 
 
@@ -190,7 +197,8 @@ def test_environments_in_processes_log_like_workers(seen: Seen, tmp_path: Path) 
     (tmp_path / "answered").touch()
     with ParallelEnvManager(env_fns, seed=1) as manager:
         manager.reset_lanes([0, 1], [1, 2], [{"id": 0}, {"id": 1}])
-    assert {record.worker for record in seen.of("talk.question")} == {0, 1}
+        manager.reset_lanes([0], [3], [None])  # any call hands over what is there
+        assert {record.worker for record in seen.of("talk.question")} == {0, 1}
 
 
 def test_environments_of_a_pool_log_like_workers(seen: Seen) -> None:
