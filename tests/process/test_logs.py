@@ -164,13 +164,13 @@ def test_what_a_failing_factory_logs_arrives(seen: Seen, tmp_path: Path) -> None
 
 
 def test_records_arrive_while_get_waits_at_the_level_of_now(seen: Seen, tmp_path: Path) -> None:
-    seen.react = (tmp_path / "answered").touch
+    # The first may be handed over when get() is called, the second only while it waits.
+    seen.react = lambda: (tmp_path / f"answer {len(seen.of('talk.question'))}").touch()
     logging.getLogger("talk").setLevel(logging.ERROR)
-    with open_batcher("converse", tmp_path, n_threads=2) as batcher:
+    with open_batcher("converse", tmp_path) as batcher:
         logging.getLogger("talk").setLevel(logging.INFO)
-        begin(batcher, 2)
+        begin(batcher)
         assert batcher.get() is not None
-    assert {record.worker for record in seen.of("talk.question")} <= {0, 1}
     assert seen.messages("talk.question") == ["are you there?"] * 2
 
 
@@ -194,7 +194,8 @@ def test_a_handler_that_raises_loses_neither_records_nor_results(
 
 def test_environments_in_processes_log_like_workers(seen: Seen, tmp_path: Path) -> None:
     env_fns = [partial(TalkingEnv, "converse", str(tmp_path))] * 2
-    (tmp_path / "answered").touch()
+    for number in (1, 2):
+        (tmp_path / f"answer {number}").touch()
     with ParallelEnvManager(env_fns, seed=1) as manager:
         manager.reset_lanes([0, 1], [1, 2], [{"id": 0}, {"id": 1}])
         manager.reset_lanes([0], [3], [None])  # any call hands over what is there

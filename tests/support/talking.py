@@ -87,10 +87,11 @@ def last_words(directory: Path) -> None:
 
 
 def converse(directory: Path) -> None:
-    """Log, and wait until somebody who saw it makes a file."""
-    logging.getLogger("talk.question").info("are you there?")
-    while not (directory / "answered").exists():
-        time.sleep(0.002)
+    """Log, and wait until somebody who saw it makes a file; twice."""
+    for number in (1, 2):
+        logging.getLogger("talk.question").info("are you there?")
+        while not (directory / f"answer {number}").exists():
+            time.sleep(0.002)
 
 
 DEEDS: dict[str, Callable[[Path], None]] = {
