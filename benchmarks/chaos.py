@@ -65,6 +65,8 @@ class Plan:
         n_workers: Workers of the ``EpisodeBatcher``; the ``Batcher`` has half as many.
         strike_s: Mean seconds between two strikes of the environments of a worker.
         signal_s: Mean seconds between two signals to any worker.
+        signals_per_result: No more of them between two results, so that there is progress however
+            slow the machine.
         at_starting: Share of the signals that may hit a worker that is still starting. One that
             fails again and again before it is ready is given up, so it must not be large.
         rounds: Requests in the life of a batcher.
@@ -80,6 +82,7 @@ class Plan:
     n_workers: int = 4
     strike_s: float = 20.0
     signal_s: float = 6.0
+    signals_per_result: int = 6
     at_starting: float = 0.1
     rounds: int = 60
     sizes: tuple[int, ...] = (1, 12, 100, 400)
@@ -126,6 +129,7 @@ class Sniper:
         signals: Where to count.
 
     Attributes:
+        n_since_result: Signals since the last result came back; whoever gets it resets it.
         has_peace: Whether nobody is shot at for a while.
         spared: Processes that are not shot at.
     """
@@ -133,9 +137,11 @@ class Sniper:
     def __init__(self, plan: Plan, notes: str, signals: Counter[str]) -> None:
         self._mean_s = plan.signal_s
         self._at_starting = plan.at_starting
+        self._most = plan.signals_per_result
         self._notes = notes
         self._signals = signals
         self._rng = random.Random(plan.seed)
+        self.n_since_result = 0
         self.has_peace = False
         self.spared: set[psutil.Process] = set()
         self._over = threading.Event()
@@ -153,7 +159,7 @@ class Sniper:
 
     def _run(self) -> None:
         while not self._over.wait(self._rng.expovariate(1 / self._mean_s)):
-            if not self.has_peace:
+            if not self.has_peace and self.n_since_result < self._most:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     self._shoot()
 
@@ -169,6 +175,7 @@ class Sniper:
         worker, name = self._rng.choice(alive), self._rng.choice(names)
         worker.send_signal(getattr(signal, name.partition("+")[0]))
         self._signals[name] += 1
+        self.n_since_result += 1
         if name.endswith("SIGCONT"):
             self._over.wait(0.1)
             worker.resume()
@@ -292,6 +299,7 @@ class Lives:
             self._tally.errors.append(f"{type(error).__name__}: {error}")
             self._tally.lost += n_rows
             return 0
+        self._sniper.n_since_result = 0
         self._tally.lost += n_rows - got.n_elems()
         self._tally.wrong += n_wrong_rows(got, expected)
         return int(got.n_elems())

@@ -69,4 +69,8 @@ def run_connected(
     Nothing of the user's was made yet when this is called; the leash has only to be received.
     """
     side.connect()
-    run(setup, connection, control_fd)
+    try:
+        run(setup, connection, control_fd)
+    finally:
+        # Threads of the user's may keep this process: the caller shall not wait for them.
+        connection.close()

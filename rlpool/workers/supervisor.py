@@ -313,6 +313,9 @@ class Supervisor:
         worker = self._processes[number]
         self._untie(number)
         worker.join(_REAP_S)  # its pipe is at its end: it is ending or has ended
+        if worker.is_alive():
+            worker.kill()  # else nobody would ever look after it again
+            worker.join(_REAP_S)
         self._deliver(number, Died(worker.exitcode))
 
     def progress(self) -> list[int]:

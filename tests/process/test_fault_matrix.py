@@ -11,6 +11,7 @@ import itertools
 import os
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from rlpool import (
     EnvError,
     EnvSpecError,
     EpisodeBatcher,
+    GymEnv,
     TemporalDictTensor,
     UsageError,
     WorkerDiedError,
@@ -36,7 +38,7 @@ from rlpool import (
     WorkerTimeoutError,
 )
 
-from support.faults import EXIT_CODE, create_agent, create_env, faults_at
+from support.faults import EXIT_CODE, FaultyEnv, create_agent, create_env, faults_at
 
 pytestmark = [
     pytest.mark.usefixtures("no_shared_memory_left", "no_memory_left"),
@@ -361,3 +363,32 @@ def test_a_fault_that_strikes_again_and_again_is_reported_in_the_end(
     assert not worker_pids()
     again = pickle.loads(pickle.dumps(error))
     assert [str(failure) for failure in again.history] == [str(failure) for failure in history]
+
+
+class ThreadedEnv(FaultyEnv):
+    """Starts a thread that nobody ends, as simulators do."""
+
+    def __init__(self, struck_at: str) -> None:
+        super().__init__(struck_at, once=True)
+        threading.Thread(target=time.sleep, args=(1000.0,)).start()
+
+
+def create_threaded(seed: int, struck_at: str) -> GymEnv:
+    return GymEnv([ThreadedEnv(struck_at)], seed)
+
+
+@pytest.mark.parametrize("policy", [{"on_env_error": "restart"}, {"max_episodes_per_worker": 2}])
+def test_threads_of_an_environment_do_not_keep_its_worker(
+    struck: Struck, policy: dict[str, Any]
+) -> None:
+    kind = "raise" if "on_env_error" in policy else "none"
+    with EpisodeBatcher(
+        4, 8, create_agent, {}, create_threaded, {"struck_at": struck.path}, 1, 7, **policy
+    ) as batcher:
+        (first,) = worker_pids()
+        for _ in range(2):
+            result = request(batcher, "step", kind)
+            assert result.lengths.tolist() == [6] * N_EPISODES
+        assert not is_running(first)
+        assert len(worker_pids()) == 1
+        assert_closes(batcher)
