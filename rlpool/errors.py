@@ -12,7 +12,7 @@
       │ └ EnvSpecError(SpecError)     the environment returned a wrong shape, dtype or key
       ├ AgentError                    the agent raised; __cause__ has the remote traceback
       │ └ AgentSpecError(SpecError)   the agent returned a wrong shape, dtype or key
-      ├ WorkerDiedError               .exitcode, .signal_name
+      ├ WorkerDiedError               .exitcode, .signal_name, .history
       └ WorkerTimeoutError(TimeoutError)
 
 Messages have up to three lines: what happened, where, and how to fix it. All exceptions survive
@@ -21,7 +21,7 @@ pickling, so that a user's own process pools can carry them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -147,6 +147,7 @@ class WorkerDiedError(WorkerError):
         signal_name: Name of the signal that ended it, such as ``"SIGKILL"``; ``None`` otherwise.
         where: Where it happened, as far as shared memory tells.
         fix: What to do about it.
+        history: The failures that used up the restarts, this one last; empty where none was tried.
     """
 
     def __init__(
@@ -158,16 +159,19 @@ class WorkerDiedError(WorkerError):
         where: Where | None = None,
         fix: str = "",
         traceback_text: str = "",
+        history: Sequence[WorkerError] = (),
     ) -> None:
         super().__init__(what, where=where, fix=fix, traceback_text=traceback_text)
         self.exitcode = exitcode
         self.signal_name = signal_name
+        self.history: tuple[WorkerError, ...] = tuple(history)
 
     def _constructor_arguments(self) -> dict[str, Any]:
         return {
             **super()._constructor_arguments(),
             "exitcode": self.exitcode,
             "signal_name": self.signal_name,
+            "history": self.history,
         }
 
 
