@@ -18,6 +18,7 @@ from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import SpecError, compose
 from rlpool.ownership import ProcessOwner
 from rlpool.remotes import Remote, WorkerHandle
+from rlpool.restarts import DEFAULT_MAX_RESTARTS, FailurePolicy
 from rlpool.seeding import root_from
 from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
@@ -103,8 +104,16 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         keep_float64: bool = False,
         auto_reset: bool = False,
         min_ready: int | None = None,
+        on_worker_failure: str = "restart",
+        max_restarts: int | None = DEFAULT_MAX_RESTARTS,
+        on_env_error: str = "raise",
+        max_episodes_per_worker: int | None = None,
+        max_rss_bytes: int | None = None,
     ) -> None:
         refuse_during_import()
+        policy = FailurePolicy(
+            on_worker_failure, max_restarts, on_env_error, max_episodes_per_worker, max_rss_bytes
+        )
         env_fns = _checked_functions(env_fns)
         _check_numbers(envs_per_worker, timeout)
         for name, number in (("min_ready", min_ready), ("max_episode_steps", max_episode_steps)):
@@ -114,14 +123,14 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         self.auto_reset = auto_reset
         self.min_ready = min_ready
         options = {"max_episode_steps": max_episode_steps, "keep_float64": keep_float64}
-        self._crew = EnvCrew(env_fns, envs_per_worker, root_from(seed), options, timeout)
+        self._crew = EnvCrew(env_fns, envs_per_worker, root_from(seed), options, timeout, policy)
         try:
             self._agree()
         except BaseException:
             self._crew.close()
             raise
         self.num_envs = self.n_lanes
-        self.workers = [WorkerHandle(process) for process in self._crew.processes]
+        self.workers = [WorkerHandle(self._crew, w) for w in range(self._crew.n_workers)]
         self.remotes = [
             Remote(self._crew, self._orders, lane, self.action_space)
             for lane in range(self.n_lanes)
@@ -199,6 +208,7 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         crew.check_open()
         crew.refuse_bad_lanes(lanes)
         self._orders.settle(lanes)
+        crew.recycle(lanes)
         rest, begun = [], []
         for row, lane in enumerate(lanes):
             number = int(arena.is_ahead[lane])
@@ -211,7 +221,10 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
             for key, array in arena.observation.items():
                 array[begun] = arena.ahead[key][begun]
             arena.is_ahead[begun] = -1
-            self._orders.note_reset(begun)
+            rows = [list(lanes).index(lane) for lane in begun]
+            self._orders.note_begun(
+                begun, [seeds[row] for row in rows], [options[row] for row in rows]
+            )
         if rest:
             self._orders.reset(
                 [lanes[row] for row in rest],

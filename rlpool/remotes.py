@@ -72,6 +72,8 @@ class Remote:
             raise SpecError(f"a request is one of {', '.join(_COMMANDS)}, got {command!r}")
         if command == "reset":
             data = self._reset_data(data)
+            self._crew.recycle([self._lane])
+            self._crew.recycling.note_begun(self._crew.worker_of[self._lane], 1)
         elif command == "step":
             data = self._action(data)
         elif command == "get_attr":
@@ -125,16 +127,28 @@ class Remote:
 
 
 class WorkerHandle:
-    """A worker process, for whoever wants to look at it.
+    """A worker process, or the one that replaced it, for whoever wants to look at it.
 
-    Attributes:
-        pid: Its process id.
-        exitcode: Its exit code, ``None`` while it runs.
+    Args:
+        crew: The workers.
+        worker: The worker's number.
     """
 
-    def __init__(self, process: SpawnProcess) -> None:
-        self._process = process
-        self.pid = process.pid
+    def __init__(self, crew: EnvCrew, worker: int) -> None:
+        self._crew = crew
+        self._worker = worker
+        self._last_pid = self.pid
+
+    @property
+    def _process(self) -> SpawnProcess:
+        return self._crew.processes[self._worker]
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id; that of the last process once the manager is closed."""
+        with suppress(ValueError):
+            self._last_pid = self._process.pid
+        return self._last_pid
 
     def is_alive(self) -> bool:
         """Whether the process runs."""

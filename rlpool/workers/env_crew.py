@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
@@ -12,32 +14,45 @@ import cloudpickle
 
 from rlpool.envs.vec_env import Options
 from rlpool.errors import (
+    EnvError,
     RlpoolError,
     SpecError,
     UsageError,
     Where,
     WorkerDiedError,
+    WorkerError,
     WorkerStartupError,
     WorkerTimeoutError,
     compose,
 )
+from rlpool.interrupts import InterruptsHeld
 from rlpool.limits import check_size
+from rlpool.restarts import FailurePolicy
 from rlpool.specs import TensorSpec
 from rlpool.storage import Array, Memory, carved_bytes
 from rlpool.worker_limits import check_workers
 from rlpool.workers.arena import Arena, ArenaLayout, carve_actions
 from rlpool.workers.env_child import main
 from rlpool.workers.env_messages import (
+    Announce,
     Call,
     EnvReady,
     EnvSetup,
     LaneFailed,
     MapActions,
     MapArena,
+    Predecessor,
     Reply,
+    Reset,
+    Restore,
 )
+from rlpool.workers.episode_log import Actions, EpisodeLog, Reached, without_last
 from rlpool.workers.hang_watch import HangWatch
 from rlpool.workers.messages import Failed, Message
+from rlpool.workers.parcel import pack
+from rlpool.workers.recycling import Recycling
+from rlpool.workers.remote_calls import RemoteCalls
+from rlpool.workers.replacements import Replacements
 from rlpool.workers.supervisor import Died, Supervisor, missing_guard_error
 from rlpool.workers.wake import Wake
 
@@ -46,6 +61,9 @@ _DESCRIPTORS_EACH = 4
 
 _LARGE_BYTES = 2**15
 """A request that does not surely fit into a pipe is not sent while its worker may be answering."""
+
+_UNKILLABLE_S = 10.0
+"""A process that was killed and is still there after this will not end soon."""
 
 ENV_HINT = "step it in this process to debug: GymEnv([env_fn()])"
 
@@ -60,8 +78,11 @@ class EnvCrew:
         options: Keyword arguments of the workers' ``GymEnv``.
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
+        policy: What becomes of workers that fail.
 
     Attributes:
+        policy: Likewise.
+        log: What lanes were asked for, ``None`` if nobody will want to know.
         reports: What the workers said when they were ready.
         arena: The shared memory, once ``map`` was called.
         lanes_of: For each worker its lanes.
@@ -71,6 +92,7 @@ class EnvCrew:
         issued: For each worker the number of its last order.
         wakes: What each worker waits for, beside its pipe.
         has_called: Whether a remote sent a request since this was last set to False.
+        processes: The workers' processes, after ``close`` the last ones.
     """
 
     def __init__(
@@ -80,7 +102,9 @@ class EnvCrew:
         root: int,
         options: Mapping[str, Any],
         timeout_s: float | None,
+        policy: FailurePolicy,
     ) -> None:
+        self.policy = policy
         self.n_lanes = len(env_fns)
         starts = range(0, self.n_lanes, envs_per_worker)
         self.lanes_of = [range(s, min(s + envs_per_worker, self.n_lanes)) for s in starts]
@@ -97,14 +121,42 @@ class EnvCrew:
         self._fatal: RlpoolError | None = None
         self._reports: dict[int, EnvReady] = {}
         self._failures: dict[int, LaneFailed] = {}
-        self._replies: dict[int, bytes] = {}
-        self._unanswered: set[int] = set()  # lanes whose remotes wait for a reply
+        repeats = policy.restarts_workers or policy.restarts_on_env_errors
+        keeps_log = repeats or (policy.recycles and envs_per_worker > 1)
+        self.log = EpisodeLog(self.n_lanes) if keeps_log else None
+        self._calls = RemoteCalls(self.log)
         self.issued = [0] * self.n_workers
+        self._resets: dict[int, Reset] = {}  # a worker's last one
         self.has_called = False
         self._owner_pid = os.getpid()
         self._done = Wake()
         self.wakes = [Wake() for _ in range(self.n_workers)]
-        setups = [
+        self._supervisor = Supervisor(self._setups(env_fns, options, root), self._deliver, main)
+        self._replacements = Replacements(self._supervisor, policy)
+        self._down = self._replacements.down
+        self._ready: list[int] = []  # successors that are to be told what to do
+        self._stuck: dict[int, tuple[WorkerTimeoutError, float]] = {}  # killed for that, when
+        self._failed_starts: dict[int, WorkerError] = {}
+        self._n_finished = [0] * self.n_workers  # orders, when its process began
+        self._memories: list[tuple[MapArena | MapActions, Memory]] = []
+        self._announced: dict[int, Announce] = {}
+        self.processes: list[SpawnProcess] = []
+        self.recycling = Recycling(policy, self.n_workers, lambda w: self.processes[w].pid)
+        try:
+            self._supervisor.start()
+            self.processes = self._supervisor.processes
+            self._wait_until(lambda: len(self._reports) == self.n_workers, self._starting)
+            self.recycling.refuse_small_limit()
+        except BaseException:
+            self._supervisor.abort()
+            self.close()
+            raise
+        self.reports = [self._reports[worker] for worker in range(self.n_workers)]
+
+    def _setups(
+        self, env_fns: Sequence[Callable[[], Any]], options: Mapping[str, Any], root: int
+    ) -> list[EnvSetup]:
+        return [
             EnvSetup(
                 _pickled([env_fns[lane] for lane in lanes], lanes),
                 options,
@@ -114,39 +166,31 @@ class EnvCrew:
                 root,
                 self.wakes[worker],
                 self._done,
+                self.policy.max_episodes_per_worker,
             )
             for worker, lanes in enumerate(self.lanes_of)
         ]
-        self._supervisor = Supervisor(setups, self._deliver, main)
-        try:
-            self._supervisor.start()
-            self._wait_until(lambda: len(self._reports) == self.n_workers, self._starting)
-        except BaseException:
-            self._supervisor.abort()
-            self.close()
-            raise
-        self.reports = [self._reports[worker] for worker in range(self.n_workers)]
-
-    @property
-    def processes(self) -> list[SpawnProcess]:
-        """The workers' processes."""
-        return self._supervisor.processes
 
     def map(self, layout: ArenaLayout) -> Arena:
         """Make the arena and let all workers use it."""
         check_size(layout.bytes_of_key(), "use fewer environments", "the observations")
         memory = Memory.shared(sum(layout.bytes_of_key().values()), "rlpool-arena")
-        self._broadcast(MapArena(layout), memory)
         self.arena = Arena(layout, memory)
         self.arena.is_ahead[:] = -1
+        if self.log is not None and layout.action:
+            self.log.bind(self.arena.action)
+        self._broadcast(MapArena(layout), memory)
         return self.arena
 
     def map_actions(self, specs: Mapping[str, TensorSpec]) -> dict[str, Array]:
         """Make room for actions of environments without an action space."""
         n_bytes = sum(carved_bytes(specs, self.n_lanes).values())
         memory = Memory.shared(n_bytes, "rlpool-actions")
+        arrays = carve_actions(specs, self.n_lanes, memory)
+        if self.log is not None:
+            self.log.bind(arrays)
         self._broadcast(MapActions(specs, self.n_lanes), memory)
-        return carve_actions(specs, self.n_lanes, memory)
+        return arrays
 
     def close(self) -> None:
         """End the workers. May be repeated."""
@@ -155,6 +199,8 @@ class EnvCrew:
         self.closed = True
         if os.getpid() == self._owner_pid:  # else the workers are those of another process
             self._supervisor.close()
+        for _, memory in self._memories:
+            memory.close_fd()
         self._done.close()
         for wake in self.wakes:
             wake.close()
@@ -170,8 +216,7 @@ class EnvCrew:
             raise UsageError(
                 compose("the environments are closed", fix="make a new manager, or close it later")
             )
-        if self._fatal is not None:
-            raise self._fatal
+        self._advance()
 
     def refuse_bad_lanes(self, lanes: Sequence[int]) -> None:
         """Refuse lanes that are not ascending numbers of open environments.
@@ -186,7 +231,7 @@ class EnvCrew:
         closed = self.closed_lanes.intersection(lanes)
         if closed:
             raise UsageError(f"environment {min(closed)} was closed by its remote")
-        waiting = self._unanswered.intersection(lanes)
+        waiting = self._calls.waiting.keys() & set(lanes)
         if waiting:
             raise UsageError(
                 compose(
@@ -204,34 +249,35 @@ class EnvCrew:
         message = Call(lane - own.start, command, data)
         if not _is_small(message):
             # The worker may be writing replies that nobody reads: both would wait without end.
-            others = self._unanswered.intersection(own)
-            self._wait_until(lambda: others <= self._replies.keys(), lambda: {worker})
+            calls, others = self._calls, self._calls.waiting.keys() & set(own)
+            self._wait_until(lambda: others <= calls.replies.keys(), lambda: {worker})
         self.has_called = True
         if command == "close":
             self.closed_lanes.add(lane)
         self.send(worker, message)
         if command != "close":
-            self._unanswered.add(lane)
+            self._calls.waiting[lane] = message
         if len(self.closed_lanes) == self.n_lanes:
             self.close()
 
     def reply(self, lane: int) -> Any:
         """Wait for the answer to a remote's request."""
         self.check_open()
-        if lane not in self._unanswered:
+        calls = self._calls
+        if lane not in calls.waiting:
             raise UsageError(
                 compose("there is nothing to receive", fix=f"call remotes[{lane}].send(...) first")
             )
-        self._wait_until(lambda: lane in self._replies, lambda: {self.worker_of[lane]})
-        self._unanswered.discard(lane)
-        return pickle.loads(self._replies.pop(lane))
+        self._wait_until(lambda: lane in calls.replies, lambda: {self.worker_of[lane]})
+        return pickle.loads(calls.received(lane))
 
     def has_reply(self, lane: int, timeout_s: float) -> bool:
         """Whether an answer is there, waiting for it for so long at most."""
         self.check_open()
-        if lane in self._unanswered and lane not in self._replies:
+        if lane in self._calls.unanswered():
             self._poll(timeout_s)
-        return lane in self._replies
+            self._look_for_hang({self.worker_of[lane]})
+        return lane in self._calls.replies
 
     # Workers ----------------------------------------------------------------------------------
 
@@ -242,7 +288,10 @@ class EnvCrew:
             SpecError: If something of the user's in it cannot be pickled.
         """
         try:
-            self._supervisor.send(worker, message)
+            if worker in self._down:
+                pickle.dumps(message)  # its successor will be told
+            else:
+                self._supervisor.send(worker, message)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise SpecError(
                 compose(
@@ -251,16 +300,37 @@ class EnvCrew:
                 )
             ) from error
 
-    def _broadcast(self, message: Message, memory: Memory) -> None:
+    def order_reset(self, worker: int, message: Reset) -> None:
+        """Send a worker the order to reset lanes."""
+        self.send(worker, message)
+        self._resets[worker] = message
+        self.issued[worker] = message.order
+        self.recycling.note_begun(worker, len(message.lanes))
+
+    def announce(self, worker: int, message: Announce) -> None:
+        """Tell a worker which episodes will come."""
+        self._announced[worker] = message
+        self.send(worker, message)
+
+    def _broadcast(self, message: MapArena | MapActions, memory: Memory) -> None:
         for worker in range(self.n_workers):
-            self._supervisor.send(worker, message, memory)
-        memory.close_fd()
+            if worker not in self._down:
+                self._supervisor.send(worker, message, memory)
+        if self.log is None and not self.policy.recycles:
+            memory.close_fd()
+        else:
+            self._memories.append((message, memory))  # for successors
 
     def _poll(self, timeout_s: float) -> None:
-        if self._supervisor.wait_for(self._done.fd, timeout_s):
+        patience_s = self._replacements.patience_s(timeout_s) if self._down else timeout_s
+        if self._supervisor.wait_for(self._done.fd, patience_s):
             self._done.wait()
-        if self._fatal is not None:
-            raise self._fatal
+        self._advance()
+
+    def look(self, busy: Iterable[int]) -> None:
+        """Take notice of what happened, without waiting; some workers are busy."""
+        self._poll(0.0)
+        self._look_for_hang(set(busy))
 
     def _wait_until(self, is_over: Callable[[], bool], busy: Callable[[], set[int]]) -> None:
         """Handle messages until a condition holds, or a worker that is busy hangs."""
@@ -277,6 +347,7 @@ class EnvCrew:
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
         finished, issued, done = self.arena.finished, self.issued, self._done
+        down = self._down
         patience_s, is_first_look = self._watch.patience_s, True
         while True:
             for worker in workers:
@@ -284,6 +355,8 @@ class EnvCrew:
                     break
             else:
                 return
+            if down:
+                patience_s = self._replacements.patience_s(self._watch.patience_s)
             if self._supervisor.wait_for(done.fd, patience_s):
                 done.wait()
             else:
@@ -291,8 +364,8 @@ class EnvCrew:
                 # Time before the first look is not known to have been without progress.
                 self._look_for_hang(set() if is_first_look else busy)
                 is_first_look = False
-            if self._fatal is not None:
-                raise self._fatal
+            if down or self._fatal is not None:
+                self._advance()
 
     def wait_for_any(self, workers: Iterable[int]) -> None:
         """Wait until something happens; workers are busy."""
@@ -315,26 +388,49 @@ class EnvCrew:
     def _deliver(self, worker: int, message: Message) -> None:
         """Take a worker's message."""
         if isinstance(message, Reply):
-            self._replies[self.lanes_of[worker][message.lane]] = message.reply
+            self._take_reply(worker, message)
         elif isinstance(message, LaneFailed):
             self._failures[worker] = message
         elif isinstance(message, EnvReady):
-            self._reports[worker] = message
+            self._take_report(worker, message)
         elif isinstance(message, Failed):
-            self._fatal = self._fatal or message.error
-        elif isinstance(message, Died) and not self.closed_lanes.issuperset(self.lanes_of[worker]):
-            how = message.signal_name or f"exit code {message.exitcode}"
-            self._fatal = (
-                self._fatal
-                or missing_guard_error(message)
-                or WorkerDiedError(
-                    f"worker {worker} died ({how})",
-                    exitcode=message.exitcode,
-                    signal_name=message.signal_name,
-                    where=self._where(worker),
-                    fix=ENV_HINT,
-                )
-            )
+            if worker in self._reports and self.policy.restarts_workers:
+                self._failed_starts[worker] = message.error
+            else:
+                self._fatal = self._fatal or message.error
+        elif isinstance(message, Died) and not self._replacements.has_left(worker):
+            self._note_death(worker, message)
+
+    def _note_death(self, worker: int, died: Died) -> None:
+        if self._fatal is not None or self.closed_lanes.issuperset(self.lanes_of[worker]):
+            return
+        how = died.signal_name or f"exit code {died.exitcode}"
+        stuck, _ = self._stuck.pop(worker, (None, 0.0))
+        failed = self._failed_starts.pop(worker, None)
+        guard = missing_guard_error(died)
+        if guard is not None:
+            self._fatal = guard
+            return
+        error = WorkerDiedError(
+            f"worker {worker} died ({how})",
+            exitcode=died.exitcode,
+            signal_name=died.signal_name,
+            where=self._where(worker),
+            fix=ENV_HINT,
+        )
+        self._note_failure(worker, stuck or failed or error)
+
+    def _note_failure(self, worker: int, error: WorkerError, n_orders: int = 0) -> None:
+        """Take note that a worker is dead or of no use; it failed in the last so many orders."""
+        if not self.policy.restarts_workers and not n_orders:
+            self._fatal = error
+            return
+        if hasattr(self, "arena"):
+            n_done = self.arena.finished[worker] - self._n_finished[worker]
+            if n_done > n_orders:
+                self._replacements.note_success(worker)
+            self._forget_ahead(worker)
+        self._fatal = self._replacements.note_failure(worker, error)
 
     def _look_for_hang(self, busy: set[int]) -> None:
         """Kill a worker that has something to do and makes no progress."""
@@ -343,14 +439,172 @@ class EnvCrew:
             steps and steps * (self.n_lanes + 1) + self._supervisor.lane_in_use(worker)
             for worker, steps in enumerate(self._supervisor.progress())
         ]
-        worker = self._watch.hanging(progress, busy)
+        if self._down:
+            busy = (busy - self._down) | self._replacements.starting
+        worker = self._watch.hanging(progress, busy - self._stuck.keys())
         if worker is not None and self._fatal is None:
-            self._fatal = WorkerTimeoutError(
+            error = WorkerTimeoutError(
                 f"worker {worker} made no progress for {self._timeout_s:g} s",
                 where=self._where(worker),
                 fix="look for an endless wait in the environment, or raise timeout",
             )
             self._supervisor.kill(worker)
+            if self.policy.restarts_workers and worker in self._reports:
+                self._stuck[worker] = error, time.monotonic()
+            else:
+                self._fatal = error
+        for error, killed_s in self._stuck.values():
+            if time.monotonic() > killed_s + _UNKILLABLE_S:
+                self._fatal = self._fatal or error
+
+    # Successors -------------------------------------------------------------------------------
+
+    def recycle(self, lanes: Sequence[int]) -> None:
+        """Replace the workers that have run long enough of lanes that will be reset now."""
+        if not self.recycling.is_on:
+            return
+        n_new: dict[int, int] = {}
+        for lane in lanes:
+            worker = self.worker_of[lane]
+            n_new[worker] = n_new.get(worker, 0) + 1
+        for worker, n in n_new.items():
+            why = "" if worker in self._down else self.recycling.reason(worker, n)
+            if why:
+                self._forget_ahead(worker)
+                self.recycling.note_replaced(worker)
+                self._replacements.recycle(worker, why)
+
+    def try_again(self, worker: int) -> bool:
+        """Replace a worker whose order failed, so that its successor carries it out again.
+
+        Returns:
+            False if that is not wanted, or of no use: then ``failure_of`` has the failure.
+
+        Raises:
+            WorkerDiedError: If there were too many failures.
+        """
+        if not self.policy.restarts_on_env_errors:
+            return False
+        failure = self.failure_of(worker)
+        if failure.is_lost:
+            self._failures[worker] = failure
+            return False
+        arena, order = self.arena, self.issued[worker]
+        where = self.where(self.lanes_of[worker][failure.lane])
+        self._note_failure(worker, _placed(failure.error, where), n_orders=1)
+        if self._fatal is None:
+            self._replacements.dismiss(worker)
+            self.issued[worker] += 1
+            if arena.order[worker] == order:  # it was a step
+                arena.order[worker] += 1
+                if arena.writing[worker] == order:
+                    arena.writing[worker] += 1
+            else:
+                self._resets[worker] = replace(self._resets[worker], order=order + 1)
+        self._advance()
+        return True
+
+    def _forget_ahead(self, worker: int) -> None:
+        """Forget the episodes that a worker has begun on its own: its successor has not."""
+        for lane in self.lanes_of[worker]:
+            if self.arena.is_ahead[lane] >= 0:
+                self.arena.is_ahead[lane] = -1
+                if self.log is not None:
+                    self.log.forget(lane)
+
+    def _take_reply(self, worker: int, message: Reply) -> None:
+        lane = self.lanes_of[worker][message.lane]
+        if message.error is not None and self.policy.restarts_on_env_errors:
+            self._note_failure(worker, _placed(message.error, self.where(lane)), n_orders=1)
+            if self._fatal is None:
+                self._replacements.dismiss(worker)
+                return  # its successor will be asked again
+        self._calls.take(lane, message, self.arena.seed)
+        if message.is_done:
+            self._replacements.note_success(worker)
+
+    def _take_report(self, worker: int, report: EnvReady) -> None:
+        first = self._reports.setdefault(worker, report)
+        if (first.observation, first.action) != (report.observation, report.action):
+            self._fatal = self._fatal or SpecError(
+                f"worker {worker} was replaced, and the spaces of its environments are others now"
+            )
+        if worker in self._down:
+            self._ready.append(worker)
+
+    def _advance(self) -> None:
+        """Go on with workers that are being replaced.
+
+        Raises:
+            WorkerDiedError, WorkerTimeoutError: If there is no going on.
+        """
+        if self._down and self._fatal is None:
+            with InterruptsHeld():
+                self._fatal = self._replacements.advance()
+                self.processes = self._supervisor.processes
+                while self._ready:
+                    self._bring_up(self._ready.pop())
+        if self._fatal is not None:
+            raise self._fatal
+
+    def _bring_up(self, worker: int) -> None:
+        """Tell a successor, which has its environments, all that its predecessor knew."""
+        send = self._supervisor.send
+        self._replacements.note_ready(worker)
+        self._replacements.note_up(worker)
+        self.recycling.note_replaced(worker)
+        if not hasattr(self, "arena"):
+            return
+        for message, memory in self._memories:
+            if isinstance(message, MapArena):
+                message = replace(message, n_seen=self.arena.order[worker], is_successor=True)
+            send(worker, message, memory)
+        if worker in self._announced:
+            send(worker, self._announced[worker])
+        self._n_finished[worker] = self.arena.finished[worker]
+        is_busy = self.issued[worker] != self.arena.finished[worker]
+        reset = None
+        if is_busy and self.arena.order[worker] != self.issued[worker]:
+            reset = self._resets[worker]
+        parcel, memory = pack(self._predecessor(worker, is_busy, reset), Memory.shared)
+        send(worker, Restore(parcel), memory)
+        memory.close_fd()
+        if reset is not None:
+            send(worker, reset)
+        for lane in self._calls.unanswered():
+            if self.worker_of[lane] == worker:
+                send(worker, self._calls.waiting[lane])
+
+    def _will_be_reset(self, lane: int, number: int, reset: Reset | None) -> bool:
+        """Whether the first thing that a lane will be asked for is a reset."""
+        if reset is not None and number in reset.lanes:
+            return True
+        call = self._calls.waiting.get(lane)
+        return call is not None and call.command == "reset" and lane not in self._calls.replies
+
+    def _predecessor(self, worker: int, is_busy: bool, reset: Reset | None) -> Predecessor:
+        own, arena = self.lanes_of[worker], self.arena
+        reached: dict[int, Reached] = {}
+        actions: dict[int, Actions] = {}
+        is_stepping = is_busy and reset is None
+        for number, lane in enumerate(own):
+            is_asked = is_stepping and (not arena.partial[worker] or bool(arena.asked[lane]))
+            record = None if self.log is None else self.log.reached(lane)
+            if record is None and is_asked:
+                record = Reached(0, None, why_lost="it had not been reset")
+            if record is None or self._will_be_reset(lane, number, reset):
+                continue
+            if is_asked:
+                record, actions[number] = without_last(record)
+            reached[number] = record
+        calls = self._calls
+        return Predecessor(
+            reached,
+            self.issued[worker] if is_stepping else 0,
+            actions,
+            {lane - own.start: calls.seeds[lane] for lane in own if lane in calls.seeds},
+            [lane - own.start for lane in own if lane in self.closed_lanes],
+        )
 
     def _where(self, worker: int) -> Where:
         """What a worker is doing, as far as shared memory tells."""
@@ -359,7 +613,7 @@ class EnvCrew:
         if worker not in self._reports:
             return Where(worker, lane)
         is_busy = self.issued[worker] and self.issued[worker] != self.arena.finished[worker]
-        if is_busy or self._unanswered.intersection(own):
+        if is_busy or not self._calls.waiting.keys().isdisjoint(own):
             return self.where(lane)
         return Where(worker)
 
@@ -373,6 +627,11 @@ class EnvCrew:
             seed=int(self.arena.seed[lane]),
             env_info=options or None,
         )
+
+
+def _placed(error: EnvError, where: Where) -> EnvError:
+    """An error of a worker, with all that is known about where it happened."""
+    return type(error)(error.what, where=where, fix=error.fix, traceback_text=error.traceback_text)
 
 
 def _pickled(functions: list[Callable[[], Any]], lanes: range) -> bytes:
