@@ -61,6 +61,11 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
     Environments of lanes whose next episodes are known may be reset for them as soon as an
     episode ends, which saves the way there and back.
 
+    A worker that dies or hangs is replaced. Its environments are reset with the same seeds and
+    options and given the same actions again, which are kept for that until the next reset; for
+    environments that these determine the caller sees the same bits and no exception. A lane whose
+    environment turns out to do something else then raises ``EnvError`` and needs a reset.
+
     Args:
         env_fns: Functions without arguments that make one environment each, in the workers.
             Lambdas, closures and classes defined in a script or notebook are fine.
@@ -74,6 +79,16 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         min_ready: How many lanes a batcher's loop waits for; the default is all of them. With
             fewer, lanes that are slow do not hold the others, the agent is called more often, and
             results are the same. Agents that require a history always wait for all.
+        on_worker_failure: ``"restart"`` replaces a worker that died or hangs, ``"raise"`` raises
+            ``WorkerDiedError`` or ``WorkerTimeoutError``, after which the manager is of no use.
+        max_restarts: How many replacements of failed workers there may be in all, ``None`` for no
+            limit. One more failure raises ``WorkerDiedError``, whose ``history`` has them all.
+        on_env_error: ``"raise"`` raises ``EnvError`` where an environment raises, ``"restart"``
+            replaces its worker as if it had died, and lets it try again.
+        max_episodes_per_worker: Replace a worker, which is no failure, at the reset after so many
+            episodes of its lanes; ``None`` for never. Other lanes of the worker that are in the
+            middle of an episode are brought back to where they were.
+        max_rss_bytes: The same for a worker whose resident memory is larger than so many bytes.
 
     Attributes:
         num_envs: Number of environments, ``n_lanes`` by another name.

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import pickle
 import select
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
 import numpy as np
-import torch
 
-from rlpool.envs.gym_env import GymEnv, all_tasks
-from rlpool.envs.vec_env import LaneError, Options, VecEnv
-from rlpool.errors import EnvError, RlpoolError, SpecError, Where, WorkerError, WorkerStartupError
-from rlpool.failures import described, env_error, text_of
-from rlpool.seeding import LaneSeeds, probe_seed, root_from, worker_seed
+from rlpool.envs.vec_env import LaneError, Options
+from rlpool.errors import EnvError, Where, WorkerError
+from rlpool.failures import env_error, text_of
 from rlpool.storage import Array, Memory
 from rlpool.workers.arena import FAILED, NONE_ENDED, SOME_ENDED, Arena, carve_actions
 from rlpool.workers.child import control_row, settle_in
 from rlpool.workers.env_messages import (
     Announce,
     Call,
-    EnvReady,
     EnvSetup,
     LaneFailed,
     MapActions,
@@ -35,14 +30,13 @@ from rlpool.workers.env_messages import (
     Reset,
     Restore,
 )
+from rlpool.workers.env_startup import made_environments, report_of
 from rlpool.workers.episodes_ahead import EpisodesAhead
 from rlpool.workers.fast_seeding import FastSeeding
 from rlpool.workers.messages import Close, Failed, Message, Pipe
 from rlpool.workers.parcel import unpack
+from rlpool.workers.remote_requests import RemoteSeeds, remote_step
 from rlpool.workers.restoring import LOST, LOST_FIX, Restorer, batch_like, with_action
-
-_REMOTE_SEEDS = 2**31
-"""Number of the "reset" from which the seeds of remotes derive: one that nobody reaches."""
 
 
 def main(setup: EnvSetup, connection: Connection, control_fd: Any) -> None:
@@ -85,15 +79,16 @@ class EnvServer:
         self._open_lanes: set[int] = set()
         self._episodes = EpisodesAhead(setup.first_lane)
         self._actions: Mapping[str, Array] = {}
-        self._remote_seeds: dict[int, Iterator[int]] = {}
+        self._remote_seeds = RemoteSeeds(setup.root, setup.first_lane)
         self._lost: dict[int, str] = {}  # lanes that could not be restored, and why
         self._n_begun = 0  # episodes
 
     def start(self) -> bool:
         """Create the environments and report; False if that failed."""
         try:
-            self._env = self._created()
-            ready = self._ready()
+            self._env = env = made_environments(self._setup, self._numbers)
+            self._open_lanes = set(range(env.n_lanes))
+            ready = report_of(env, self._me)
         except WorkerError as error:
             self._pipe.send(Failed(error))
             return False
@@ -129,90 +124,8 @@ class EnvServer:
             except (Exception, SystemExit):
                 continue  # nobody can act on it any more
 
-    # Starting ---------------------------------------------------------------------------------
-
     _is_prepared = False  # for orders: the arena is mapped, the predecessor's place taken
     _n_seen = 0
-
-    def _created(self) -> GymEnv:
-        setup = self._setup
-        seed = worker_seed(setup.root, setup.worker)
-        torch.manual_seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  (for environments that use it)
-        where = Where(worker=setup.worker)
-        try:
-            functions = pickle.loads(setup.functions)
-        except BaseException as error:
-            raise _startup_error("loading env_fns", error, where) from error
-        envs = []
-        for number, create in enumerate(functions):
-            lane = setup.first_lane + number
-            self._numbers[1] = number
-            try:
-                envs.append(create())
-            except BaseException as error:
-                what = f"env_fns[{lane}]"
-                raise _startup_error(what, error, where._replace(lane=lane)) from error
-            if isinstance(envs[-1], VecEnv) or not hasattr(envs[-1], "step"):
-                raise WorkerStartupError(
-                    f"env_fns[{lane}] returned {type(envs[-1]).__name__}, not an environment",
-                    where=where._replace(lane=lane),
-                    fix="let it return one Gymnasium environment",
-                )
-        try:
-            env = GymEnv(envs, root_from(seed), **setup.options)
-        except SpecError as error:
-            raise _startup_error("GymEnv", error, where) from error
-        self._open_lanes = set(range(env.n_lanes))
-        env.lane_in_use = self._numbers[1:]
-        if env.columns is None:
-            self._learn_observation(env)
-        return env
-
-    def _learn_observation(self, env: GymEnv) -> None:
-        """Reset environments without an observation space once, to see what they return."""
-        n = env.n_lanes
-        try:
-            env.reset_lanes(range(n), [probe_seed(self._setup.root)] * n, [None] * n)
-        except LaneError as error:
-            where = Where(self._me, self._setup.first_lane + error.lane, step=0)
-            failure = env_error(error, where)
-            raise WorkerStartupError(
-                failure.what,
-                where=where,
-                fix="declare an observation_space if reset() needs options or a task",
-                traceback_text=failure.traceback_text,
-            ) from error
-
-    def _ready(self) -> EnvReady:
-        env = self._env
-        if env.columns is None:
-            raise WorkerStartupError("the environments returned nothing from reset()")
-        try:
-            spaces = cloudpickle.dumps((env.observation_space, env.action_space))
-        except Exception as error:
-            where = Where(worker=self._me)
-            raise _startup_error("pickling the spaces", error, where) from error
-        return EnvReady(
-            env.n_lanes,
-            env.columns.structure,
-            env.action_structure,
-            env.native_action_specs(),
-            spaces,
-            self._number("n_tasks"),
-            self._number("horizon_bamdp"),
-            all_tasks(self._attribute),
-        )
-
-    def _attribute(self, name: str) -> Any:
-        try:
-            return self._env.attribute(0, name)
-        except Exception:
-            return None  # environments without tasks
-
-    def _number(self, name: str) -> int | None:
-        value = self._attribute(name)
-        return int(value) if isinstance(value, int | np.integer) else None
 
     # Messages ---------------------------------------------------------------------------------
 
@@ -268,13 +181,11 @@ class EnvServer:
         for lane in predecessor.closed:
             self._close_lane(lane)
         for lane, (seed, n_used) in predecessor.remote_seeds.items():
-            if seed is not None:
-                self._remote_seeds[lane] = _given_seeds(seed)
-            for _ in range(n_used):
-                next(self._seeds_of(lane))
+            self._remote_seeds.go_on(lane, seed, n_used)
         order, actions = predecessor.unfinished, predecessor.actions
         is_torn = bool(order) and self._arena.writing[self._me] == order
         restorer = Restorer(self._env, self._arena, self._advance)
+        self._n_begun = predecessor.n_begun
         for lane, reached in predecessor.reached.items():
             self._episodes.note_begin(lane, reached.seed)
             is_unfinished = lane in actions
@@ -423,13 +334,14 @@ class EnvServer:
         if call.command == "get_attr":
             return "attr", env.attribute(lane, call.data)
         if call.command == "seed":
-            self._remote_seeds[lane] = _given_seeds(call.data)
+            self._remote_seeds.give(lane, call.data)
             return "done", None
         env.keeps_results = True
         try:
             if call.command == "reset":
                 return "obs", self._remote_reset(lane, call.data)
-            return "transition", self._remote_step(lane, call.data)
+            self._actions = with_action(env, lane, call.data, self._actions)
+            return "transition", remote_step(env, lane, self._actions)
         finally:
             env.keeps_results, env.results = False, []
 
@@ -437,7 +349,7 @@ class EnvServer:
         given, options = data
         self._lost.pop(lane, None)
         self._n_begun += 1
-        seed = next(self._seeds_of(lane)) if given is None else given
+        seed = self._remote_seeds.next(lane) if given is None else given
         self._arena.seed[lane] = seed
         self._arena.is_ahead[lane] = -1
         self._episodes.note_begin(lane, seed)
@@ -445,36 +357,3 @@ class EnvServer:
         for array in self._actions.values():
             array[lane] = 0
         return self._env.results[0][0]
-
-    def _remote_step(self, lane: int, action: Any) -> Any:
-        env = self._env
-        self._actions = with_action(env, lane, action, self._actions)
-        env.step_lanes([lane], self._actions)
-        observation, reward, _, _, info = env.results[0]
-        done = bool(env.current["done"][lane])
-        if env.current["truncated"][lane] and not env.current["terminated"][lane]:
-            info = {**info, "TimeLimit.truncated": True}
-        return observation, reward, done, info
-
-    def _seeds_of(self, lane: int) -> Iterator[int]:
-        """Seeds of a remote's resets that bring none."""
-        if lane not in self._remote_seeds:
-            stream = LaneSeeds(self._setup.root, _REMOTE_SEEDS)
-            number = self._setup.first_lane + lane
-            self._remote_seeds[lane] = (stream.seed(number, k) for k in itertools.count())
-        return self._remote_seeds[lane]
-
-
-def _given_seeds(seed: int) -> Iterator[int]:
-    """Seeds after a remote's ``seed``: this one, then others that follow from it."""
-    stream = LaneSeeds(root_from(seed), 0)
-    return itertools.chain([seed], (stream.seed(0, k) for k in itertools.count()))
-
-
-def _startup_error(what: str, error: BaseException, where: Where) -> WorkerStartupError:
-    if isinstance(error, RlpoolError):
-        what, _, fix = str(error).partition("\n  fix:   ")
-        return WorkerStartupError(what, where=where, fix=fix, traceback_text=text_of(error))
-    return WorkerStartupError(
-        f"{what} raised {described(error)}", where=where, traceback_text=text_of(error)
-    )

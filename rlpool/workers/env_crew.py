@@ -35,32 +35,26 @@ from rlpool.workers.arena import Arena, ArenaLayout, carve_actions
 from rlpool.workers.env_child import main
 from rlpool.workers.env_messages import (
     Announce,
-    Call,
     EnvReady,
     EnvSetup,
     LaneFailed,
     MapActions,
     MapArena,
-    Predecessor,
     Reply,
     Reset,
-    Restore,
 )
-from rlpool.workers.episode_log import Actions, EpisodeLog, Reached, without_last
+from rlpool.workers.episode_log import EpisodeLog
 from rlpool.workers.hang_watch import HangWatch
 from rlpool.workers.messages import Failed, Message
-from rlpool.workers.parcel import pack
 from rlpool.workers.recycling import Recycling
 from rlpool.workers.remote_calls import RemoteCalls
 from rlpool.workers.replacements import Replacements
+from rlpool.workers.successors import Successors
 from rlpool.workers.supervisor import Died, Supervisor, missing_guard_error
 from rlpool.workers.wake import Wake
 
 _DESCRIPTORS_EACH = 4
 """A worker's pipe, its wake, and two that multiprocessing keeps to notice its end and ours."""
-
-_LARGE_BYTES = 2**15
-"""A request that does not surely fit into a pipe is not sent while its worker may be answering."""
 
 _UNKILLABLE_S = 10.0
 """A process that was killed and is still there after this will not end soon."""
@@ -83,6 +77,8 @@ class EnvCrew:
     Attributes:
         policy: Likewise.
         log: What lanes were asked for, ``None`` if nobody will want to know.
+        calls: Requests of remotes.
+        recycling: What healthy workers have done.
         reports: What the workers said when they were ready.
         arena: The shared memory, once ``map`` was called.
         lanes_of: For each worker its lanes.
@@ -124,9 +120,8 @@ class EnvCrew:
         repeats = policy.restarts_workers or policy.restarts_on_env_errors
         keeps_log = repeats or (policy.recycles and envs_per_worker > 1)
         self.log = EpisodeLog(self.n_lanes) if keeps_log else None
-        self._calls = RemoteCalls(self.log)
+        self.calls = RemoteCalls(self.log)
         self.issued = [0] * self.n_workers
-        self._resets: dict[int, Reset] = {}  # a worker's last one
         self.has_called = False
         self._owner_pid = os.getpid()
         self._done = Wake()
@@ -138,14 +133,13 @@ class EnvCrew:
         self._stuck: dict[int, tuple[WorkerTimeoutError, float]] = {}  # killed for that, when
         self._failed_starts: dict[int, WorkerError] = {}
         self._n_finished = [0] * self.n_workers  # orders, when its process began
-        self._memories: list[tuple[MapArena | MapActions, Memory]] = []
-        self._announced: dict[int, Announce] = {}
+        self._successors = Successors(self._supervisor, self.lanes_of, self.log, self.calls)
         self.processes: list[SpawnProcess] = []
         self.recycling = Recycling(policy, self.n_workers, lambda w: self.processes[w].pid)
         try:
             self._supervisor.start()
             self.processes = self._supervisor.processes
-            self._wait_until(lambda: len(self._reports) == self.n_workers, self._starting)
+            self.wait_until(lambda: len(self._reports) == self.n_workers, self._starting)
             self.recycling.refuse_small_limit()
         except BaseException:
             self._supervisor.abort()
@@ -199,8 +193,7 @@ class EnvCrew:
         self.closed = True
         if os.getpid() == self._owner_pid:  # else the workers are those of another process
             self._supervisor.close()
-        for _, memory in self._memories:
-            memory.close_fd()
+        self._successors.close()
         self._done.close()
         for wake in self.wakes:
             wake.close()
@@ -231,7 +224,7 @@ class EnvCrew:
         closed = self.closed_lanes.intersection(lanes)
         if closed:
             raise UsageError(f"environment {min(closed)} was closed by its remote")
-        waiting = self._calls.waiting.keys() & set(lanes)
+        waiting = self.calls.waiting.keys() & set(lanes)
         if waiting:
             raise UsageError(
                 compose(
@@ -239,45 +232,6 @@ class EnvCrew:
                     fix=f"call remotes[{min(waiting)}].recv() first",
                 )
             )
-
-    # Remotes ----------------------------------------------------------------------------------
-
-    def call(self, lane: int, command: str, data: Any) -> None:
-        """Send a remote's request; its reply is to be fetched before the next."""
-        worker = self.worker_of[lane]
-        own = self.lanes_of[worker]
-        message = Call(lane - own.start, command, data)
-        if not _is_small(message):
-            # The worker may be writing replies that nobody reads: both would wait without end.
-            calls, others = self._calls, self._calls.waiting.keys() & set(own)
-            self._wait_until(lambda: others <= calls.replies.keys(), lambda: {worker})
-        self.has_called = True
-        if command == "close":
-            self.closed_lanes.add(lane)
-        self.send(worker, message)
-        if command != "close":
-            self._calls.waiting[lane] = message
-        if len(self.closed_lanes) == self.n_lanes:
-            self.close()
-
-    def reply(self, lane: int) -> Any:
-        """Wait for the answer to a remote's request."""
-        self.check_open()
-        calls = self._calls
-        if lane not in calls.waiting:
-            raise UsageError(
-                compose("there is nothing to receive", fix=f"call remotes[{lane}].send(...) first")
-            )
-        self._wait_until(lambda: lane in calls.replies, lambda: {self.worker_of[lane]})
-        return pickle.loads(calls.received(lane))
-
-    def has_reply(self, lane: int, timeout_s: float) -> bool:
-        """Whether an answer is there, waiting for it for so long at most."""
-        self.check_open()
-        if lane in self._calls.unanswered():
-            self._poll(timeout_s)
-            self._look_for_hang({self.worker_of[lane]})
-        return lane in self._calls.replies
 
     # Workers ----------------------------------------------------------------------------------
 
@@ -303,13 +257,13 @@ class EnvCrew:
     def order_reset(self, worker: int, message: Reset) -> None:
         """Send a worker the order to reset lanes."""
         self.send(worker, message)
-        self._resets[worker] = message
+        self._successors.resets[worker] = message
         self.issued[worker] = message.order
         self.recycling.note_begun(worker, len(message.lanes))
 
     def announce(self, worker: int, message: Announce) -> None:
         """Tell a worker which episodes will come."""
-        self._announced[worker] = message
+        self._successors.announced[worker] = message
         self.send(worker, message)
 
     def _broadcast(self, message: MapArena | MapActions, memory: Memory) -> None:
@@ -319,7 +273,7 @@ class EnvCrew:
         if self.log is None and not self.policy.recycles:
             memory.close_fd()
         else:
-            self._memories.append((message, memory))  # for successors
+            self._successors.keep(message, memory)
 
     def _poll(self, timeout_s: float) -> None:
         patience_s = self._replacements.patience_s(timeout_s) if self._down else timeout_s
@@ -327,12 +281,12 @@ class EnvCrew:
             self._done.wait()
         self._advance()
 
-    def look(self, busy: Iterable[int]) -> None:
-        """Take notice of what happened, without waiting; some workers are busy."""
-        self._poll(0.0)
+    def look(self, busy: Iterable[int], timeout_s: float = 0.0) -> None:
+        """Take notice of what happened, or will so soon; some workers are busy."""
+        self._poll(timeout_s)
         self._look_for_hang(set(busy))
 
-    def _wait_until(self, is_over: Callable[[], bool], busy: Callable[[], set[int]]) -> None:
+    def wait_until(self, is_over: Callable[[], bool], busy: Callable[[], set[int]]) -> None:
         """Handle messages until a condition holds, or a worker that is busy hangs."""
         self._look_for_hang(set())
         while not is_over():
@@ -376,7 +330,7 @@ class EnvCrew:
 
     def failure_of(self, worker: int) -> LaneFailed:
         """A worker's report about the order that it failed in."""
-        self._wait_until(lambda: self._has_failed(worker), lambda: {worker})
+        self.wait_until(lambda: self._has_failed(worker), lambda: {worker})
         return self._failures.pop(worker)
 
     def _has_failed(self, worker: int) -> bool:
@@ -429,7 +383,7 @@ class EnvCrew:
             n_done = self.arena.finished[worker] - self._n_finished[worker]
             if n_done > n_orders:
                 self._replacements.note_success(worker)
-            self._forget_ahead(worker)
+            self._successors.forget_ahead(worker, self.arena)
         self._fatal = self._replacements.note_failure(worker, error)
 
     def _look_for_hang(self, busy: set[int]) -> None:
@@ -470,8 +424,7 @@ class EnvCrew:
         for worker, n in n_new.items():
             why = "" if worker in self._down else self.recycling.reason(worker, n)
             if why:
-                self._forget_ahead(worker)
-                self.recycling.note_replaced(worker)
+                self._successors.forget_ahead(worker, self.arena)
                 self._replacements.recycle(worker, why)
 
     def try_again(self, worker: int) -> bool:
@@ -500,17 +453,10 @@ class EnvCrew:
                 if arena.writing[worker] == order:
                     arena.writing[worker] += 1
             else:
-                self._resets[worker] = replace(self._resets[worker], order=order + 1)
+                resets = self._successors.resets
+                resets[worker] = replace(resets[worker], order=order + 1)
         self._advance()
         return True
-
-    def _forget_ahead(self, worker: int) -> None:
-        """Forget the episodes that a worker has begun on its own: its successor has not."""
-        for lane in self.lanes_of[worker]:
-            if self.arena.is_ahead[lane] >= 0:
-                self.arena.is_ahead[lane] = -1
-                if self.log is not None:
-                    self.log.forget(lane)
 
     def _take_reply(self, worker: int, message: Reply) -> None:
         lane = self.lanes_of[worker][message.lane]
@@ -519,7 +465,7 @@ class EnvCrew:
             if self._fatal is None:
                 self._replacements.dismiss(worker)
                 return  # its successor will be asked again
-        self._calls.take(lane, message, self.arena.seed)
+        self.calls.take(lane, message, self.arena.seed)
         if message.is_done:
             self._replacements.note_success(worker)
 
@@ -549,62 +495,15 @@ class EnvCrew:
 
     def _bring_up(self, worker: int) -> None:
         """Tell a successor, which has its environments, all that its predecessor knew."""
-        send = self._supervisor.send
-        self._replacements.note_ready(worker)
-        self._replacements.note_up(worker)
-        self.recycling.note_replaced(worker)
-        if not hasattr(self, "arena"):
-            return
-        for message, memory in self._memories:
-            if isinstance(message, MapArena):
-                message = replace(message, n_seen=self.arena.order[worker], is_successor=True)
-            send(worker, message, memory)
-        if worker in self._announced:
-            send(worker, self._announced[worker])
-        self._n_finished[worker] = self.arena.finished[worker]
-        is_busy = self.issued[worker] != self.arena.finished[worker]
-        reset = None
-        if is_busy and self.arena.order[worker] != self.issued[worker]:
-            reset = self._resets[worker]
-        parcel, memory = pack(self._predecessor(worker, is_busy, reset), Memory.shared)
-        send(worker, Restore(parcel), memory)
-        memory.close_fd()
-        if reset is not None:
-            send(worker, reset)
-        for lane in self._calls.unanswered():
-            if self.worker_of[lane] == worker:
-                send(worker, self._calls.waiting[lane])
-
-    def _will_be_reset(self, lane: int, number: int, reset: Reset | None) -> bool:
-        """Whether the first thing that a lane will be asked for is a reset."""
-        if reset is not None and number in reset.lanes:
-            return True
-        call = self._calls.waiting.get(lane)
-        return call is not None and call.command == "reset" and lane not in self._calls.replies
-
-    def _predecessor(self, worker: int, is_busy: bool, reset: Reset | None) -> Predecessor:
-        own, arena = self.lanes_of[worker], self.arena
-        reached: dict[int, Reached] = {}
-        actions: dict[int, Actions] = {}
-        is_stepping = is_busy and reset is None
-        for number, lane in enumerate(own):
-            is_asked = is_stepping and (not arena.partial[worker] or bool(arena.asked[lane]))
-            record = None if self.log is None else self.log.reached(lane)
-            if record is None and is_asked:
-                record = Reached(0, None, why_lost="it had not been reset")
-            if record is None or self._will_be_reset(lane, number, reset):
-                continue
-            if is_asked:
-                record, actions[number] = without_last(record)
-            reached[number] = record
-        calls = self._calls
-        return Predecessor(
-            reached,
-            self.issued[worker] if is_stepping else 0,
-            actions,
-            {lane - own.start: calls.seeds[lane] for lane in own if lane in calls.seeds},
-            [lane - own.start for lane in own if lane in self.closed_lanes],
-        )
+        replacements, successors = self._replacements, self._successors
+        counts = not replacements.is_recycled(worker)
+        replacements.note_up(worker)
+        if hasattr(self, "arena"):
+            self._n_finished[worker] = self.arena.finished[worker]
+            n_begun = successors.bring_up(
+                worker, self.arena, self.issued[worker], self.closed_lanes, counts=counts
+            )
+            self.recycling.note_replaced(worker, n_begun)
 
     def _where(self, worker: int) -> Where:
         """What a worker is doing, as far as shared memory tells."""
@@ -613,7 +512,7 @@ class EnvCrew:
         if worker not in self._reports:
             return Where(worker, lane)
         is_busy = self.issued[worker] and self.issued[worker] != self.arena.finished[worker]
-        if is_busy or not self._calls.waiting.keys().isdisjoint(own):
+        if is_busy or not self.calls.waiting.keys().isdisjoint(own):
             return self.where(lane)
         return Where(worker)
 
@@ -643,11 +542,3 @@ def _pickled(functions: list[Callable[[], Any]], lanes: range) -> bytes:
             fix="create what cannot be pickled inside the function",
         ) from error
     return pickled
-
-
-def _is_small(message: Call) -> bool:
-    """Whether a request surely fits into an empty pipe."""
-    try:
-        return len(pickle.dumps(message)) < _LARGE_BYTES
-    except Exception:
-        return True  # which ``_send`` will refuse

@@ -129,6 +129,7 @@ class Predecessor:
         remote_seeds: Per lane the seed that a remote gave last, ``None`` if it gave none, and how
             many resets of remotes have used such seeds since.
         closed: Lanes that were closed.
+        n_begun: How many episodes count as begun by the successor.
     """
 
     reached: Mapping[int, Reached]
@@ -136,6 +137,7 @@ class Predecessor:
     actions: Mapping[int, Actions]
     remote_seeds: Mapping[int, tuple[int | None, int]]
     closed: Sequence[int]
+    n_begun: int
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,6 @@ class Recycling:
         """Take note that a worker begins new episodes."""
         self._n_episodes[worker] += n_new
 
-    def note_replaced(self, worker: int) -> None:
-        """Take note that a worker has a successor."""
-        self._n_episodes[worker] = 0
+    def note_replaced(self, worker: int, n_begun: int) -> None:
+        """Take note that a worker has a successor, and of what that has begun."""
+        self._n_episodes[worker] = n_begun

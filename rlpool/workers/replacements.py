@@ -41,10 +41,12 @@ class Replacements:
         self._restarts = Restarts(policy.max_restarts)
         self._leaving: dict[int, float] = {}  # worker: when it is killed at the latest
         self._to_start: set[int] = set()
+        self._recycled: set[int] = set()
 
     def note_failure(self, worker: int, failure: WorkerError) -> WorkerDiedError | None:
         """Take note of a failure; returns what to raise if there will be no successor."""
         error = self._restarts.note(worker, failure)
+        self._recycled.discard(worker)
         if error is None:
             self.down.add(worker)
             self.starting.discard(worker)
@@ -69,6 +71,11 @@ class Replacements:
         _LOG.info("worker %d %s: it is replaced", worker, why)
         self.dismiss(worker)
         self._to_start.add(worker)
+        self._recycled.add(worker)
+
+    def is_recycled(self, worker: int) -> bool:
+        """Whether a worker that is down was healthy."""
+        return worker in self._recycled
 
     def has_left(self, worker: int) -> bool:
         """Take note of a worker's end; returns whether it had been told to leave."""
@@ -94,12 +101,10 @@ class Replacements:
                 self.starting.add(worker)
         return None
 
-    def note_ready(self, worker: int) -> None:
-        """Take note that a successor has its environments."""
-        self._restarts.ready(worker)
-
     def note_up(self, worker: int) -> None:
-        """Take note that a successor was told all it has to know."""
+        """Take note that a successor has its environments and can be sent something."""
+        self._restarts.ready(worker)
+        self._recycled.discard(worker)
         self.starting.discard(worker)
         self.down.discard(worker)
 
