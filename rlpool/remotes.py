@@ -172,7 +172,6 @@ class WorkerHandle:
     def __init__(self, crew: EnvCrew, worker: int) -> None:
         self._crew = crew
         self._worker = worker
-        self._last_pid = self.pid
 
     @property
     def _process(self) -> SpawnProcess:
@@ -181,9 +180,7 @@ class WorkerHandle:
     @property
     def pid(self) -> int | None:
         """Its process id; that of the last process once the manager is closed."""
-        with suppress(ValueError):
-            self._last_pid = self._process.pid
-        return self._last_pid
+        return self._crew.pids[self._worker]
 
     def is_alive(self) -> bool:
         """Whether the process runs."""

@@ -20,8 +20,9 @@ from rlpool.errors import EnvError, EnvSpecError, SpecError, UsageError, Where, 
 from rlpool.failures import DEBUG_HINT
 from rlpool.storage import Array
 from rlpool.workers.arena import ALL_LANES, FAILED, SOME_LANES
-from rlpool.workers.env_crew import ENV_HINT, EnvCrew
+from rlpool.workers.env_crew import EnvCrew
 from rlpool.workers.env_messages import Announce, Reset
+from rlpool.workers.watched_crew import ENV_HINT
 
 
 class Orders:

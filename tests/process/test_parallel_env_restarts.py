@@ -340,7 +340,7 @@ def test_workers_are_replaced_after_so_many_episodes(
     tmp_path: Path, envs_per_worker: int, policy: str
 ) -> None:
     make_env = partial(FragileEnv, noted_in=str(tmp_path))
-    options = dict.fromkeys(range(9), {"length": 2}) | {1: {"length": 5}}
+    options = {seed: {"length": 2} for seed in range(9)} | {1: {"length": 5}}
     with open_manager(
         make_env,
         2,

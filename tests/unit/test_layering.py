@@ -73,6 +73,7 @@ ORDER = (
     "workers.replacements",
     "workers.remote_calls",
     "workers.successors",
+    "workers.watched_crew",
     "workers.env_crew",
     "workers.orders",
     "requests",
