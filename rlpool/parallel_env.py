@@ -329,6 +329,8 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
             self._hand_over(lanes, actions or {}, False)
             self._initial_state[lanes] = False
             orders.begin_some(lanes)
+        elif not min_ready:
+            orders.look()
         return orders.take_ready(min_ready)
 
     def _hand_over(

@@ -217,6 +217,15 @@ class Orders:
             self._log.note_step(lanes)
         self._issue(workers)
 
+    def look(self) -> None:
+        """Take notice of deaths and hangs, for callers that never wait.
+
+        Raises:
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+        """
+        if self._in_flight:
+            self._crew.look(self._in_flight)
+
     def take_ready(self, min_ready: int) -> list[int]:
         """Wait until so many lanes have stepped, or all that are stepping; returns all that have.
 
@@ -225,8 +234,6 @@ class Orders:
         """
         n_stepping = sum(map(len, self._in_flight.values()))
         wanted = min(min_ready, len(self._ready) + n_stepping)
-        if self._in_flight and not wanted:
-            self._crew.look(self._in_flight)
         self._collect()
         while len(self._ready) < wanted and not self._failed:
             self._crew.wait_for_any(self._in_flight)

@@ -134,14 +134,11 @@ def test_the_others_go_on_while_a_worker_is_replaced(fragile: Callable[..., Any]
         for env in (manager, serial):
             env.reset_lanes([0, 1], [7, 8], options)
             env.step_lanes([0, 1], no_actions(manager))
-        manager.step_some(0, [0, 1], no_actions(manager))
-        ready: list[int] = []
-        n_steps = 1
+        ready = manager.step_some(1, [0, 1], no_actions(manager))
+        n_steps = 0
         while 0 not in ready:
-            ready = manager.step_some(1)
-            if 1 in ready:
-                n_steps += 1
-                manager.step_some(0, [1], no_actions(manager))
+            ready = manager.step_some(1, ready, no_actions(manager))
+            n_steps += 1
         assert n_steps > 20  # a process takes much longer to start
         serial.step_lanes([0], no_actions(manager))
         assert manager.current["frame"][0].tobytes() == serial.current["frame"][0].tobytes()
