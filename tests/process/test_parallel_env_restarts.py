@@ -127,6 +127,22 @@ def test_episodes_begun_ahead_are_begun_again() -> None:
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
 
 
+def test_an_episode_begun_ahead_is_forgotten_with_its_worker() -> None:
+    with open_manager(FragileEnv, 2, envs_per_worker=2) as manager:
+        serial = GymEnv([FragileEnv(), FragileEnv()], 1)
+        actions = {"action": np.array([3, 4])}
+        manager.announce_episodes([0, 1, 2, 3], {})
+        for env in (manager, serial):
+            env.reset_lanes([0, 1], [0, 1], [None, None])
+            assert [env.step_lanes([0, 1], actions) for _ in range(3)] == [[], [], [0]]
+        kill(manager, 0)
+        for env in (manager, serial):
+            assert env.step_lanes([1], actions) == [1]
+            env.reset_lanes([0], [2], [None])
+            env.step_lanes([0], actions)
+        assert manager.current["frame"].tobytes() == serial.current["frame"].tobytes()
+
+
 def test_the_others_go_on_while_a_worker_is_replaced(fragile: Callable[..., Any]) -> None:
     with open_manager(fragile, 2) as manager:
         serial = GymEnv([FragileEnv(), FragileEnv()], 1)
