@@ -2,6 +2,8 @@
 
 from rlpool.agent import Agent
 from rlpool.batcher import Batcher, EpisodeBatcher, MonoThreadEpisodeBatcher
+from rlpool.capsule import CrashCapsule
+from rlpool.crash_replay import Replay, replay_crash
 from rlpool.data.array import Array
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor, masked_tensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
@@ -36,6 +38,7 @@ from rlpool.sampling import (
     sample_normal,
     sample_tanh_normal,
 )
+from rlpool.stack_dumps import dump_stacks_on_signal
 from rlpool.worker_limits import worker_count
 
 __version__ = "0.1.0"
@@ -47,6 +50,7 @@ __all__ = [
     "AgentSpecError",
     "Array",
     "Batcher",
+    "CrashCapsule",
     "DeviceAgent",
     "DictTensor",
     "EnvError",
@@ -59,6 +63,7 @@ __all__ = [
     "NotEnoughDataError",
     "ParallelEnvManager",
     "Pool",
+    "Replay",
     "RlpoolError",
     "SpecError",
     "TemporalDictTensor",
@@ -73,12 +78,14 @@ __all__ = [
     "__version__",
     "categorical_log_probability",
     "collect_rollouts_parallel",
+    "dump_stacks_on_signal",
     "make_env",
     "make_parallel_env",
     "masked_dicttensor",
     "masked_tensor",
     "normal_log_probability",
     "replay_agent",
+    "replay_crash",
     "sample_categorical",
     "sample_normal",
     "sample_tanh_normal",

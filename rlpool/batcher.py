@@ -16,11 +16,15 @@ from rlpool.batcher_base import (
     check_rows,
 )
 from rlpool.coordinator import Coordinator
+from rlpool.crash_files import CrashDir
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError, compose
 from rlpool.interrupts import InterruptsHeld
+from rlpool.lane_log import LaneLog
+from rlpool.preflight import checked
 from rlpool.requests import EpisodeRequest, Packed, WindowRequest, as_infos
+from rlpool.restarts import DEFAULT_MAX_RESTARTS, FailurePolicy
 from rlpool.slots import Layout, StepSpecs
 from rlpool.workers.collector import Infos
 
@@ -48,9 +52,23 @@ class EpisodeBatcher(BatcherBase):
             ``None`` draws one and logs it.
         timeout: Seconds without a step after which a worker counts as hanging, ``None`` for
             never.
+        on_worker_failure: ``"restart"`` replaces a worker that died or hangs while the others go
+            on, and its successor runs the unfinished episodes again, with the same result;
+            ``"raise"`` reports it, and the batcher is of no further use.
+        max_restarts: How many replacements there may be in all; ``None`` for any number.
+        on_env_error: ``"raise"`` reports an environment that raises; ``"restart"`` replaces its
+            worker, which counts as one of ``max_restarts``.
+        max_episodes_per_worker: Replace a worker that has run so many episodes; ``None`` for
+            never. Neither this nor the next counts as a failure.
+        max_rss_bytes: Replace a worker, between episodes, whose resident memory, shared blocks
+            left out, is larger; ``None`` for never.
+        crash_dir: A directory, made if it is missing: if an environment or an agent fails, this
+            process writes what ``rlpool.replay_crash`` needs into a file there, which the
+            message of the error names.
 
     Raises:
-        SpecError: For arguments of the wrong kind or size, or keys that collide.
+        SpecError: For arguments of the wrong kind or size, keys that collide, or more workers or
+            memory than this machine allows.
         WorkerStartupError: If ``create_env`` or ``create_agent`` raises or cannot be pickled.
         WorkerDiedError: If a worker dies before it is ready.
         UsageError: If the script lacks its ``if __name__ == "__main__":`` guard.
@@ -69,6 +87,9 @@ class EpisodeBatcher(BatcherBase):
             trajectories = batcher.get()
     """
 
+    _LOWERABLE: tuple[str, ...] = ("n_slots", "n_timesteps")
+    """Arguments that make blocks smaller."""
+
     def __init__(
         self,
         n_timesteps: int,
@@ -81,6 +102,12 @@ class EpisodeBatcher(BatcherBase):
         seeds: Seeds = None,
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
+        on_worker_failure: str = "restart",
+        max_restarts: int | None = DEFAULT_MAX_RESTARTS,
+        on_env_error: str = "raise",
+        max_episodes_per_worker: int | None = None,
+        max_rss_bytes: int | None = None,
+        crash_dir: CrashDir = None,
     ) -> None:
         super().__init__(
             n_timesteps,
@@ -92,6 +119,14 @@ class EpisodeBatcher(BatcherBase):
             n_threads,
             seeds,
             timeout,
+            FailurePolicy(
+                on_worker_failure,
+                max_restarts,
+                on_env_error,
+                max_episodes_per_worker,
+                max_rss_bytes,
+            ),
+            crash_dir,
         )
         self._n_executions = 0
         self._last: tuple[int, Infos] | None = None
@@ -184,7 +219,8 @@ class EpisodeBatcher(BatcherBase):
 
     def _layout(self, specs: StepSpecs) -> Layout:
         n_slots = self._n_slots or 4 * specs.n_lanes
-        return Layout(specs, n_slots, self._n_timesteps, self._n_workers)
+        layout = Layout(specs, n_slots, self._n_timesteps, self._n_workers)
+        return checked(layout, self._LOWERABLE, private=self._is_private)
 
 
 class MonoThreadEpisodeBatcher(EpisodeBatcher):
@@ -202,6 +238,8 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
 
     _N_TIMESTEPS = 128
     """Steps per slot; longer episodes are glued."""
+
+    _LOWERABLE = ()
 
     def __init__(
         self,
@@ -222,6 +260,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
             0,
             seeds,
             None,
+            FailurePolicy(),
         )
         self._n_executions = 0
         self._last = None
@@ -243,6 +282,15 @@ class Batcher(BatcherBase):
         n_threads: As for ``EpisodeBatcher``.
         seeds: As for ``EpisodeBatcher``.
         timeout: As for ``EpisodeBatcher``.
+        on_worker_failure: As for ``EpisodeBatcher``. The successor takes every running episode
+            to where it was by repeating its actions, which the caller remembers; if that does not
+            lead to the same observation, ``get`` raises ``EnvError``. With an agent that requires
+            a history, the failure is reported, and ``reset`` goes on with new workers.
+        max_restarts: As for ``EpisodeBatcher``.
+        on_env_error: As for ``EpisodeBatcher``.
+        max_episodes_per_worker: As for ``EpisodeBatcher``, between windows.
+        max_rss_bytes: As for ``EpisodeBatcher``, between windows.
+        crash_dir: As for ``EpisodeBatcher``.
     """
 
     def __init__(
@@ -257,6 +305,12 @@ class Batcher(BatcherBase):
         seeds: Seeds = None,
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
+        on_worker_failure: str = "restart",
+        max_restarts: int | None = DEFAULT_MAX_RESTARTS,
+        on_env_error: str = "raise",
+        max_episodes_per_worker: int | None = None,
+        max_rss_bytes: int | None = None,
+        crash_dir: CrashDir = None,
     ) -> None:
         super().__init__(
             n_timesteps,
@@ -268,10 +322,19 @@ class Batcher(BatcherBase):
             n_threads,
             seeds,
             timeout,
+            FailurePolicy(
+                on_worker_failure,
+                max_restarts,
+                on_env_error,
+                max_episodes_per_worker,
+                max_rss_bytes,
+            ),
+            crash_dir,
         )
         self._n_resets = 0
         self._infos = as_infos(None, None)
         self._running: list[int] = []
+        self._log: LaneLog | None = None
         self._is_first = False
         self._last_window = 0  # number of the newest request whose lanes_left was taken over
         self._is_reset = False  # false again after an error, which ends all episodes
@@ -307,6 +370,7 @@ class Batcher(BatcherBase):
         self._infos = as_infos(agent_info, env_info)
         self._is_first = self._is_reset = True
         self._n_resets += 1
+        self._log = LaneLog() if self._open().repeats else None
         self._queued.clear()
         self._running = list(range(self.n_lanes))
 
@@ -377,10 +441,12 @@ class Batcher(BatcherBase):
                 n_resets=self._n_resets - 1,
                 is_first=self._is_first,
                 root=self._root,
+                log=self._log,
             )
         )
         self._is_first = False
 
     def _layout(self, specs: StepSpecs) -> Layout:
         n_slots = specs.n_lanes * self._n_workers
-        return Layout(specs, n_slots, self._n_timesteps, self._n_workers, specs.auto_reset)
+        layout = Layout(specs, n_slots, self._n_timesteps, self._n_workers, specs.auto_reset)
+        return checked(layout, ("n_timesteps",), private=self._is_private)

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import logging
 import operator
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import cloudpickle
+from weakref import WeakMethod
 
 from rlpool.agent import Agent
 from rlpool.coordinator import Coordinator
+from rlpool.crash_files import CrashDir
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.vec_env import VecEnv
-from rlpool.errors import SpecError, UsageError, WorkerStartupError, compose
+from rlpool.errors import SpecError, UsageError, compose
 from rlpool.ownership import ProcessOwner
+from rlpool.pickling import pickled, why_not
 from rlpool.requests import Packed
+from rlpool.restarts import FailurePolicy
 from rlpool.seeding import root_from
 from rlpool.slots import Layout, StepSpecs
+from rlpool.stack_dumps import DumpsStacks
+from rlpool.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.workers.messages import Setup
+from rlpool.workers.shipment import Shipment
 from rlpool.workers.supervisor import refuse_during_import
 
 _LOG = logging.getLogger("rlpool")
@@ -26,12 +32,17 @@ _LOG = logging.getLogger("rlpool")
 DEFAULT_TIMEOUT_S = 600.0
 """Without a single step for so long, a worker counts as hanging: far beyond any slow ``step``."""
 
+_HOW_TO_PICKLE = (
+    "create it inside create_env or create_agent, which run in the worker, or leave it out in the "
+    "__getstate__ of what holds it"
+)
+
 CreateEnv = Callable[..., VecEnv]
 CreateAgent = Callable[..., Agent]
 Seeds = int | Sequence[int] | None
 
 
-class BatcherBase(ProcessOwner):
+class BatcherBase(ProcessOwner, DumpsStacks):
     """What all batchers share: workers, updates, closing."""
 
     def __init__(
@@ -45,6 +56,8 @@ class BatcherBase(ProcessOwner):
         n_threads: int,
         seeds: Seeds,
         timeout: float | None,
+        policy: FailurePolicy,
+        crash_dir: CrashDir = None,
     ) -> None:
         self._coordinator: Coordinator | None = None
         refuse_during_import()
@@ -65,20 +78,37 @@ class BatcherBase(ProcessOwner):
         self._n_timesteps = n_timesteps
         self._n_slots = n_slots
         self._n_workers = max(1, n_threads)
+        self._is_private = n_threads == 0
         self._policy_version = 0
         self._update: Packed | None = None
         functions: Any = (create_env, dict(env_args or {}), create_agent, dict(agent_args or {}))
         if n_threads:
-            functions = _pickled(functions)
+            check_workers(n_threads, WORKER_DESCRIPTORS, "lower n_threads")
+            names = ("create_env", "env_args", "create_agent", "agent_args")
+            parts = dict(zip(names, functions, strict=True))
+            functions = Shipment(pickled(parts, functions, fix=_HOW_TO_PICKLE))
         setups = [
-            Setup(functions, worker, self._n_workers, self._root, owns_process=n_threads > 0)
+            Setup(
+                functions,
+                worker,
+                self._n_workers,
+                self._root,
+                owns_process=n_threads > 0,
+                quits_on_env_error=n_threads > 0 and policy.restarts_on_env_errors,
+                max_episodes=policy.max_episodes_per_worker if n_threads else None,
+                max_rss_bytes=policy.max_rss_bytes if n_threads else None,
+            )
             for worker in range(self._n_workers)
         ]
         self._coordinator = Coordinator(
             setups,
             in_process=n_threads == 0,
-            make_layout=self._layout,
+            # Not the method itself: a batcher that is dropped, such as that of a notebook's cell
+            # that is run again, ends its workers at once if nothing refers back to it.
+            make_layout=_Weakly(self._layout),
+            policy=policy,
             timeout_s=timeout if n_threads else None,
+            crash_dir=crash_dir,
         )
 
     def _layout(self, specs: StepSpecs) -> Layout:
@@ -104,9 +134,18 @@ class BatcherBase(ProcessOwner):
 
         Raises:
             UsageError: If the batcher is closed.
+            SpecError: If the object cannot be pickled.
         """
-        self._update = self._open().pack(info)
+        coordinator = self._open()
+        try:
+            self._update = coordinator.pack(info)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            fix = "send what its receivers need only, such as model.state_dict()"
+            raise SpecError(compose(why_not({"info": info}, error), fix=fix)) from error
         self._policy_version += 1
+
+    def _stacks(self) -> str:
+        return self._open().stacks()
 
     def close(self) -> None:
         """End the workers, whatever they are doing, within a few seconds. May be repeated.
@@ -119,16 +158,34 @@ class BatcherBase(ProcessOwner):
     def _has_processes(self) -> bool:
         return getattr(self, "_coordinator", None) is not None
 
+    def _give_up(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.give_up()
+
     def _open(self) -> Coordinator:
         if self._coordinator is None or self._coordinator.is_closed:
             raise UsageError(
                 compose("the batcher is closed", fix="make a new one, or close it later")
             )
+        self._coordinator.deliver_logs()
         return self._coordinator
 
     def _take_update(self) -> Packed | None:
         update, self._update = self._update, None
         return update
+
+
+class _Weakly:
+    """A method that does not keep its object alive."""
+
+    def __init__(self, method: Callable[[StepSpecs], Layout]) -> None:
+        self._method = WeakMethod(method)
+
+    def __call__(self, specs: StepSpecs) -> Layout:
+        method = self._method()
+        if method is None:
+            raise ReferenceError("the batcher is gone")
+        return method(specs)
 
 
 def check_count(name: str, value: Any, least: int) -> None:
@@ -176,14 +233,3 @@ def _checked_seeds(seeds: Any, n_threads: int) -> Seeds:
 
 def _is_number(value: Any) -> bool:
     return hasattr(value, "__index__") and not getattr(value, "shape", ())
-
-
-def _pickled(functions: Any) -> bytes:
-    try:
-        pickled: bytes = cloudpickle.dumps(functions)
-    except Exception as error:
-        raise WorkerStartupError(
-            f"create_env, create_agent or their arguments cannot be pickled: {error}",
-            fix="create what cannot be pickled inside create_env or create_agent",
-        ) from error
-    return pickled

@@ -3,6 +3,10 @@
 A request goes through: queued (its slots do not fit into what is in flight yet), running (every
 worker has it), complete (every worker is done with it) and then to the user; or it fails, is
 cancelled, and its block is used again when every worker is done with it.
+
+A worker that is gone still owes its part of the requests that run. Its successor gets all that it
+needs to do it: the blocks, the policy that each request began with, and the requests, which say
+what is left.
 """
 
 from __future__ import annotations
@@ -10,42 +14,31 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from rlpool.crash_files import CrashDir, CrashFiles
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import (
-    RlpoolError,
-    SpecError,
-    UsageError,
-    Where,
-    WorkerDiedError,
-    WorkerError,
-    WorkerTimeoutError,
-    compose,
-)
+from rlpool.errors import EnvError, RlpoolError, UsageError, Where, WorkerError, compose
 from rlpool.interrupts import InterruptsHeld
-from rlpool.limits import check_size, human
 from rlpool.requests import Packed, Request
+from rlpool.restarts import FailurePolicy
 from rlpool.slots import BlockPool, Layout, StepSpecs
-from rlpool.storage import Memory
-from rlpool.workers.hang_watch import HangWatch
-from rlpool.workers.local import LocalWorker
+from rlpool.stack_dumps import note_source
+from rlpool.storage import Array, Memory
 from rlpool.workers.messages import (
     ChunksDone,
     Credit,
     Failed,
     MapBlock,
     Message,
-    Probe,
-    Ready,
     RequestDone,
     Setup,
     Update,
 )
 from rlpool.workers.parcel import pack
-from rlpool.workers.supervisor import Died, Supervisor, missing_guard_error
+from rlpool.workforce import Workforce
 
 _LOG = logging.getLogger("rlpool")
 
@@ -56,30 +49,18 @@ about them fit into the pipes, so that no side ever waits for the other to read.
 LayoutMaker = Callable[[StepSpecs], Layout]
 
 
-class WorkersDisagree(SpecError):
-    """Workers whose steps consist of different things.
-
-    Attributes:
-        specs: What each worker reports.
-    """
-
-    def __init__(self, message: str, specs: list[StepSpecs]) -> None:
-        super().__init__(message)
-        self.specs = specs
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.specs)
-
-
 class Coordinator:
     """Sends requests to workers and collects their results, in order.
 
     Args:
         setups: One per worker process; with ``in_process`` the only one.
         in_process: Run the one worker in this process.
-        make_layout: Makes the blocks' layout once the workers know their keys.
+        make_layout: Makes the blocks' layout once the workers know their keys, and refuses one
+            that is larger than the machine.
+        policy: What becomes of workers that fail.
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
+        crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
 
     Raises:
         WorkerStartupError, WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
@@ -94,38 +75,52 @@ class Coordinator:
         *,
         in_process: bool,
         make_layout: LayoutMaker,
+        policy: FailurePolicy,
         timeout_s: float | None,
+        crash_dir: CrashDir = None,
     ) -> None:
         self._make_layout = make_layout
-        self._timeout_s = timeout_s
-        self._watch = HangWatch(timeout_s)
+        self._crash_files = CrashFiles(crash_dir)
+        self._repeats_env_errors = policy.restarts_on_env_errors and not in_process
         self._queued: deque[Request] = deque()  # not sent yet
         self._sent: list[Request] = []  # sent, and not yet done in every worker
         self._pending: deque[Request] = deque()  # not yet handed to the user
-        self._reports: dict[int, Ready] = {}
-        self._failed_start: RlpoolError | None = None
-        self._is_probing = False
-        self._fatal: RlpoolError | None = None
         self._blocks: BlockPool | None = None
-        self._warned = False
         self._unsent_update: Packed | None = None  # of a request that failed before it was sent
+        self._policy: Packed | None = None  # the last update that was sent
+        self._successors: dict[int, WorkerError | None] = {}  # new ones, and what ended the last
         self._owner_pid = os.getpid()
         self._n_requests = 0
-        self.n_lanes = 0
-        self.specs: StepSpecs | None = None
         self.is_closed = False
-        if in_process:
-            self._workers: LocalWorker | Supervisor = LocalWorker(setups[0], self._handle)
-        else:
-            self._workers = Supervisor(setups, self._handle)
+        self._workers = Workforce(
+            setups, in_process=in_process, policy=policy, timeout_s=timeout_s, client=self
+        )
+        if not in_process:
+            note_source(self)
         try:
-            self._start()
+            self._workers.start()
+            self._make_blocks()
         except BaseException:
             self._workers.abort()  # those that are slow to start are not waited for
             self.close()
             raise
 
     # What the batchers call ------------------------------------------------------------------
+
+    @property
+    def n_lanes(self) -> int:
+        """Lanes of each worker."""
+        return self._workers.n_lanes
+
+    @property
+    def specs(self) -> StepSpecs | None:
+        """What a step consists of, ``None`` before the workers know."""
+        return self._workers.specs
+
+    @property
+    def repeats(self) -> bool:
+        """Whether workers may be replaced that have begun something."""
+        return self._workers.repeats
 
     @property
     def n_pending(self) -> int:
@@ -143,7 +138,7 @@ class Coordinator:
         Raises:
             RlpoolError: If a worker died.
         """
-        self._refuse_if_dead()
+        self._workers.refuse_if_dead()
         with self._whole():
             if request.update is None:
                 request.update, self._unsent_update = self._unsent_update, None
@@ -160,13 +155,13 @@ class Coordinator:
             RlpoolError: If it failed; it is dropped then.
         """
         if not self._pending:
-            self._refuse_if_dead()
+            self._workers.refuse_if_dead()
             raise UsageError(compose("nothing is pending", fix="call execute() before get()"))
         request = self._pending[0]
         if request.trajectories is None:
             self._poll(0.0)
             if not blocking and not self._is_settled(request):
-                self._look_for_hang()
+                self._workers.look_for_hang(self._busy())
                 return None
             self._wait_until(lambda: self._is_settled(request))
             with self._whole():
@@ -181,7 +176,7 @@ class Coordinator:
             self._advance()
             return
         self._pending.popleft()
-        error = request.error or self._fatal
+        error = request.error or self._workers.fatal
         self._forget(request)
         self._advance()
         raise error or UsageError("the request was given up")
@@ -210,11 +205,33 @@ class Coordinator:
         self._poll(0.0)
         if request.block is None:
             return 0, request.n_rows
-        return int(request.block.arrays.control["n_finished"].sum()), request.n_rows
+        # Of a death between an episode's end and the note of it, both runs are counted.
+        n_finished = int(request.block.arrays.control["n_finished"].sum())
+        return min(n_finished, request.n_rows), request.n_rows
 
     def pack(self, value: Any) -> Packed:
         """Put an object where all workers can read it."""
         return pack(value, self._workers.allocate)
+
+    def give_up(self) -> None:
+        """Let the workers stop what they run, without a word to anybody who waits for it."""
+        if os.getpid() == self._owner_pid:
+            for request in self._sent:
+                request.running_block.arrays.control["cancelled"][0] = 1
+
+    def deliver_logs(self) -> None:
+        """Hand what workers logged to this process's loggers."""
+        if not self.is_closed:
+            self._workers.deliver_logs()
+
+    def stacks(self) -> str:
+        """What the workers are doing, and with ``in_process`` this process."""
+        return self._workers.stacks()
+
+    def worker_stacks(self) -> str:
+        """What the worker processes are doing, for a signal handler: it may come at any time."""
+        is_owner = os.getpid() == self._owner_pid
+        return self.stacks() if is_owner and not self.is_closed else ""
 
     def close(self) -> None:
         """Stop what runs and end the workers."""
@@ -228,68 +245,36 @@ class Coordinator:
             request.error = request.error or UsageError("the batcher was closed meanwhile")
             request.running_block.arrays.control["cancelled"][0] = 1
         self._workers.close()
+        for _, memory in self._kept_for_successors():
+            memory.close_fd()
+        if self._blocks is not None:
+            self._blocks.close()
         self._sent.clear()
         self._queued.clear()
         self._pending.clear()
 
+    def _kept_for_successors(self) -> list[Packed]:
+        packed = [request.packed for request in self._sent]
+        packed += [request.policy for request in self._sent]
+        packed += [self._policy, self._workers.infos]
+        return [each for each in packed if each is not None]
+
     # Starting --------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        self._workers.start()
-        self._await_reports()
-        if self._failed_start is not None:
-            raise self._failed_start
-        self._refuse_if_dead()
-        self._agree()
-
-    def _await_reports(self) -> None:
-        n_workers = self._workers.n_workers
-        self._wait_until(
-            lambda: (
-                len(self._reports) == n_workers
-                or self._failed_start is not None
-                or self._fatal is not None
-            )
-        )
-
-    def _agree(self) -> None:
-        """Take over the workers' specs, if they know them; they must be the same."""
-        reports = [self._reports[worker] for worker in sorted(self._reports)]
-        self.n_lanes = reports[0].n_lanes
-        for worker, report in enumerate(reports):
-            if report.n_lanes != self.n_lanes:
-                raise SpecError(
-                    compose(
-                        f"worker 0 has {self.n_lanes} environments, "
-                        f"worker {worker} has {report.n_lanes}",
-                        fix="create the same number of environments in every worker",
-                    )
-                )
-            if report.error is not None and not isinstance(report.error, WorkerError):
-                raise report.error
-            if report.specs is None:
-                _LOG.debug("keys are unknown until the first execute: %s", report.error)
-                return
-        self.specs = _common_specs([report.specs for report in reports if report.specs])
-        layout = self._make_layout(self.specs)
-        sizes = layout.bytes_of_key()
-        if not check_size(sizes, "lower n_slots or n_timesteps") and not self._warned:
-            self._warned = True
-            _LOG.warning(
-                "a block of slots takes up to %s, more than is free now: "
-                "lower n_slots or n_timesteps if memory runs out",
-                human(sum(sizes.values())),
-            )
-        self._blocks = BlockPool(layout, self._workers.allocate)
+    def _make_blocks(self) -> None:
+        """Lay out the blocks, once the workers know what a step consists of."""
+        if self.specs is not None:
+            self._blocks = BlockPool(self._make_layout(self.specs), self._workers.allocate)
 
     # Sending ---------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         """Send queued requests as far as slots allow."""
-        if self._fatal is not None:
+        if self._workers.fatal is not None:
             return
         if self._queued and self._blocks is None:
-            self._probe(self._queued[0])
+            if not self._workers.is_probing:
+                self._workers.probe(self.pack((*self._queued[0].infos, ())))
             return
         while self._queued and self._blocks is not None:
             request = self._queued[0]
@@ -308,68 +293,71 @@ class Coordinator:
                 request.error = error
 
     def _send(self, request: Request, blocks: BlockPool) -> None:
-        block, is_new = blocks.take()
-        request.block = block
-        control = block.arrays.control
-        control["length"][:] = 0
-        control["cursor"][:] = range(len(control["cursor"]))
-        control["running"][:] = -1
-        control["n_finished"][:] = 0
-        control["cancelled"][:] = 0
+        if self._successors and not request.can_be_repeated():
+            failure = next(filter(None, self._successors.values()), None)
+            raise failure or UsageError("a worker was replaced, and the lanes need a reset()")
+        block = request.block = blocks.take()
+        _clear(block.arrays.control)
         gone = blocks.forget_surplus()
-        if is_new or gone:
-            self._broadcast(
-                MapBlock(block.number, block.layout, gone), block.memory if is_new else None
-            )
-            block.memory.close_fd()
         if request.update is not None:
-            update, update_memory = request.update
-            self._broadcast(Update(update), update_memory)
-            update_memory.close_fd()
-            request.update = None
-        parcel, memory = None, None
-        if any(request.infos):
-            parcel, memory = self.pack(request.infos)
+            self._policy, request.update = request.update, None
+            for worker in self._workers.ready:
+                self._send_policy(worker, self._policy)
+            self._done_with(self._policy[1])
+        request.policy = self._policy
+        if request.needs_parcel:
+            request.packed = self.pack(request.contents(0, is_successor=False))
         request.remaining.update(range(self._workers.n_workers))
         self._sent.append(request)
-        for worker in range(self._workers.n_workers):
-            self._workers.send(worker, request.message(worker, parcel), memory)
-        if memory is not None:
+        for worker in self._workers.ready:
+            self._send_to(worker, request, gone)
+        self._done_with(block.memory)
+        if request.packed is not None:
+            self._done_with(request.packed[1])
+
+    def _send_to(self, worker: int, request: Request, gone: list[int]) -> None:
+        """Send a request to one worker, after the block if it does not have it."""
+        block, send = request.running_block, self._workers.send
+        if gone or worker not in block.mapped_by:
+            is_new = worker not in block.mapped_by
+            block.mapped_by.add(worker)
+            message = MapBlock(block.number, block.layout, gone)
+            send(worker, message, block.memory if is_new else None)
+        parcel, memory = request.packed or (None, None)
+        if worker in self._successors:
+            del self._successors[worker]
+            contents = request.contents(worker, is_successor=True)
+            if contents[-1]:
+                parcel, memory = self.pack(contents)
+        send(worker, request.message(worker, parcel), memory)
+
+    def _send_policy(self, worker: int, policy: Packed) -> None:
+        parcel, memory = policy
+        self._workers.send(worker, Update(parcel), memory)
+
+    def _done_with(self, memory: Memory) -> None:
+        """Close the descriptor of what was sent to all workers, if no successor will need it."""
+        if not self._workers.repeats:
             memory.close_fd()
-
-    def _probe(self, request: Request) -> None:
-        """Let the workers find out their keys with the infos of the first request."""
-        if self._is_probing:
-            return
-        self._is_probing = True
-        self._reports.clear()
-        parcel, memory = self.pack(request.infos)
-        self._broadcast(Probe(parcel), memory)
-        memory.close_fd()
-
-    def _broadcast(self, message: Message, memory: Memory | None = None) -> None:
-        for worker in range(self._workers.n_workers):
-            self._workers.send(worker, message, memory)
 
     # Receiving -------------------------------------------------------------------------------
 
-    def _handle(self, worker: int, message: Message) -> None:
+    def take(self, worker: int, message: Message) -> None:
         """Take a worker's message."""
         if isinstance(message, RequestDone):
+            self._workers.progressed(worker)
             self._note_done(worker, message.request)
         elif isinstance(message, ChunksDone):
+            self._workers.progressed(worker)
             request = self._find(message.request)
             if request is not None:
-                slots = [] if request.error else request.empty_slots(message.chunks)
+                slots = [] if request.error else request.empty_slots(worker, message.chunks)
                 self._workers.send(worker, Credit(message.request, slots))
-        elif isinstance(message, Ready):
-            self._reports[worker] = message
-            if self._is_probing and len(self._reports) == self._workers.n_workers:
-                self._end_probe()
-        elif isinstance(message, Failed):
-            self._note_failure(message)
-        elif isinstance(message, Died):
-            self._note_death(worker, message)
+        elif isinstance(message, Failed) and message.request is not None:
+            if self._repeats_env_errors and isinstance(message.error, EnvError):
+                self._workers.note_last_words(worker, self._crash_files.with_file(message.error))
+            else:
+                self._note_failure(message.request, message.error)
 
     def _note_done(self, worker: int, number: int) -> None:
         request = self._find(number)
@@ -378,37 +366,50 @@ class Coordinator:
         request.remaining.discard(worker)
         if not request.remaining:
             self._sent.remove(request)
+            request.packed = request.policy = None
             if request not in self._pending:
                 self._release(request)
 
-    def _note_failure(self, message: Failed) -> None:
-        if message.request is None:
-            self._failed_start = self._failed_start or message.error
-            return
-        request = self._find(message.request)
+    def _note_failure(self, number: int, error: WorkerError) -> None:
+        request = self._find(number)
         if request is not None and request.error is None:
-            request.error = message.error
+            request.error = self._crash_files.with_file(error)
             self._cancel(request)
 
-    def _note_death(self, worker: int, died: Died) -> None:
-        guard = missing_guard_error(died)
-        how = died.signal_name or f"exit code {died.exitcode}"
-        error = (
-            self._fatal
-            or guard
-            or WorkerDiedError(
-                f"worker {worker} died ({how})",
-                exitcode=died.exitcode,
-                signal_name=died.signal_name,
-                where=self._where(worker),
-                fix="run it in this process to debug: EpisodeBatcher(..., n_threads=0)",
-            )
-        )
-        self._fatal = error
+    def lost(self, worker: int, failure: WorkerError | None) -> None:
+        """Take back what a worker had begun, for its successor."""
+        self._successors[worker] = failure
+        if self._blocks is not None:
+            self._blocks.forget_worker(worker)
+        with self._workers.claims_locked() as lock:
+            for request in [other for other in self._sent if worker in other.remaining]:
+                if not request.error and not request.can_be_repeated():
+                    request.error = failure or UsageError("a worker was replaced in its midst")
+                    self._cancel(request)
+                if not request.give_back(worker, lock) or request.is_cancelled:
+                    self._note_done(worker, request.number)
 
-    def _where(self, worker: int) -> Where:
-        """What a worker was doing, as far as shared memory tells."""
+    def returned(self, worker: int) -> None:
+        """Give a successor what there is to do."""
+        policy: Packed | None = None
+        for request in [other for other in self._sent if worker in other.remaining]:
+            if request.policy is not None and request.policy is not policy:
+                policy = request.policy
+                self._send_policy(worker, policy)
+            self._send_to(worker, request, [])
+        if self._policy is not None and self._policy is not policy:
+            self._send_policy(worker, self._policy)
+
+    def n_finished(self, worker: int) -> int:
+        """Episodes that a worker has finished in the requests that are running."""
+        counts = [r.running_block.arrays.control["n_finished"][worker] for r in self._sent]
+        return int(sum(counts))
+
+    def where(self, worker: int) -> Where:
+        """What a worker is doing, as far as shared memory tells."""
         for request in self._sent:
+            if worker not in request.remaining:
+                continue
             lane = self._workers.lane_in_use(worker)
             running = request.running_block.arrays.control["running"][worker]
             if running[lane] < 0:
@@ -424,16 +425,15 @@ class Coordinator:
             return Where(worker, lane, row, step, request.seed_of(row), env_info or None)
         return Where(worker)
 
-    def _end_probe(self) -> None:
-        self._is_probing = False
+    def reported(self) -> None:
+        """Begin, now that the workers have seen the first request's infos."""
         try:
-            self._agree()
+            error = self._workers.agree()
+            self._make_blocks()
+            if error is not None:
+                raise error
         except RlpoolError as error:
-            self._fail_queued(error)
-        if self._blocks is None:
-            errors = [report.error for report in self._reports.values() if report.error]
-            if errors:
-                self._fail_queued(errors[0])
+            self._fail_queued(self._crash_files.with_file(error))
         self._advance()
 
     def _fail_queued(self, error: RlpoolError) -> None:
@@ -456,7 +456,7 @@ class Coordinator:
     # Waiting ---------------------------------------------------------------------------------
 
     def _is_settled(self, request: Request) -> bool:
-        return request.is_complete or request.error is not None or self._fatal is not None
+        return request.is_complete or request.error is not None or self._workers.fatal is not None
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -479,26 +479,16 @@ class Coordinator:
     def _wait_until(self, is_over: Callable[[], bool]) -> None:
         """Handle messages until a condition holds or a worker hangs."""
         while not is_over():
-            self._poll(self._watch.patience_s)
+            self._poll(self._workers.patience_s)
             if not is_over():
-                self._look_for_hang()
+                self._workers.look_for_hang(self._busy())
 
-    def _look_for_hang(self) -> None:
-        """Kill a worker that has something to do and makes no progress.
+    def _busy(self) -> set[int]:
+        """Workers that have something to do.
 
-        Also one that hangs in a request that was given up: it keeps the slots of the next.
+        Also with a request that was given up: who hangs in it keeps the slots of the next.
         """
-        busy = {worker for request in self._sent for worker in request.remaining}
-        if self._is_probing or self.n_lanes == 0:
-            busy = set(range(self._workers.n_workers)) - self._reports.keys()
-        worker = self._watch.hanging(self._workers.progress(), busy)
-        if worker is not None and self._fatal is None:
-            self._fatal = WorkerTimeoutError(
-                f"worker {worker} made no progress for {self._timeout_s:g} s",
-                where=self._where(worker),
-                fix="look for an endless wait in the environment or the agent, or raise timeout",
-            )
-            self._workers.kill(worker)
+        return {worker for request in self._sent for worker in request.remaining}
 
     # Ending a request ------------------------------------------------------------------------
 
@@ -508,7 +498,8 @@ class Coordinator:
     def _cancel(self, request: Request) -> None:
         """Stop a running request's episodes; waiting workers are woken to see it."""
         request.running_block.arrays.control["cancelled"][0] = 1
-        self._broadcast(Credit(request.number, []))
+        for worker in self._workers.ready:
+            self._workers.send(worker, Credit(request.number, []))
 
     def _forget(self, request: Request) -> None:
         """Give up a request; its block is used again when no worker writes into it any more."""
@@ -526,22 +517,10 @@ class Coordinator:
             request.block.release()
             request.block = None
 
-    def _refuse_if_dead(self) -> None:
-        if self._fatal is not None:
-            raise self._fatal
 
-
-def _common_specs(specs: list[StepSpecs]) -> StepSpecs:
-    """What all workers report.
-
-    Raises:
-        WorkersDisagree: If they do not report the same.
-    """
-    for worker, other in enumerate(specs):
-        if other != specs[0]:
-            message = compose(
-                f"workers 0 and {worker} disagree about their steps: {specs[0]} and {other}",
-                fix="create_env and create_agent must not depend on the worker",
-            )
-            raise WorkersDisagree(message, specs)
-    return specs[0]
+def _clear(control: Mapping[str, Array]) -> None:
+    """Begin the bookkeeping of a request in a block that was used before."""
+    for name in ("length", "whole", "claim", "pending", "n_finished", "cancelled"):
+        control[name][:] = 0
+    control["cursor"][:] = range(len(control["cursor"]))
+    control["running"][:] = -1

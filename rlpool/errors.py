@@ -7,6 +7,7 @@
     ├ SpecError(ValueError)           shape, dtype, device, key, space; names both sides
     ├ NotEnoughDataError(ValueError)  a pool cannot fill the sample
     └ WorkerError(RuntimeError)       has .where (worker, lane, episode, step, seed, env_info)
+      │                               and .capsule, what replay_crash needs to repeat the episode
       ├ WorkerStartupError            create_env or create_agent raised, or could not be pickled
       ├ EnvError                      the environment raised; __cause__ has the remote traceback
       │ └ EnvSpecError(SpecError)     the environment returned a wrong shape, dtype or key
@@ -84,15 +85,30 @@ class WorkerError(RlpoolError, RuntimeError):
         where: Where it happened.
         fix: One line that says what to do about it, empty if nothing is known.
         traceback_text: The remote traceback, empty if there is none. It becomes ``__cause__``.
+        capsule: What is needed to repeat the episode that failed.
+
+    Attributes:
+        capsule: A ``CrashCapsule`` if an environment or an agent failed in an episode: pass it,
+            or the error itself, to ``rlpool.replay_crash``. ``None`` for other failures.
     """
 
+    # Typed loosely, as capsules are made of what builds upon this module.
+    capsule: Any
+
     def __init__(
-        self, what: str, *, where: Where | None = None, fix: str = "", traceback_text: str = ""
+        self,
+        what: str,
+        *,
+        where: Where | None = None,
+        fix: str = "",
+        traceback_text: str = "",
+        capsule: Any = None,
     ) -> None:
         self.what = what
         self.where = where if where is not None else Where()
         self.fix = fix
         self.traceback_text = traceback_text
+        self.capsule = capsule
         super().__init__(compose(what, where=str(self.where), fix=fix))
         if traceback_text:
             self.__cause__ = RemoteTraceback(traceback_text)
@@ -103,6 +119,7 @@ class WorkerError(RlpoolError, RuntimeError):
             "where": self.where,
             "fix": self.fix,
             "traceback_text": self.traceback_text,
+            "capsule": self.capsule,
         }
 
     def reworded(self, *, what: str, fix: str) -> WorkerError:
@@ -147,6 +164,8 @@ class WorkerDiedError(WorkerError):
         signal_name: Name of the signal that ended it, such as ``"SIGKILL"``; ``None`` otherwise.
         where: Where it happened, as far as shared memory tells.
         fix: What to do about it.
+        traceback_text: As for ``WorkerError``.
+        capsule: As for ``WorkerError``.
         history: The failures that used up the restarts, this one last; empty where none was tried.
     """
 
@@ -159,9 +178,10 @@ class WorkerDiedError(WorkerError):
         where: Where | None = None,
         fix: str = "",
         traceback_text: str = "",
+        capsule: Any = None,
         history: Sequence[WorkerError] = (),
     ) -> None:
-        super().__init__(what, where=where, fix=fix, traceback_text=traceback_text)
+        super().__init__(what, where=where, fix=fix, traceback_text=traceback_text, capsule=capsule)
         self.exitcode = exitcode
         self.signal_name = signal_name
         self.history: tuple[WorkerError, ...] = tuple(history)

@@ -3,30 +3,104 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+import numpy as np
+
+from rlpool.capsule import CrashCapsule
 from rlpool.envs.vec_env import LaneError
 from rlpool.errors import AgentError, AgentSpecError, EnvError, EnvSpecError, SpecError, Where
+from rlpool.storage import Array
 
 DEBUG_HINT = "run it in this process to debug: EpisodeBatcher(..., n_threads=0)"
 
 
-def env_error(error: LaneError, where: Where) -> EnvError:
-    """The error for an environment that raised, or returned what does not fit."""
+@dataclass(frozen=True)
+class Scene:
+    """What a crash capsule holds beside the failure itself; see there.
+
+    Attributes:
+        seed: Seed of the reset if it is another one than the episode's own.
+        worker_seed: What ``create_env`` got.
+        n_lanes: Environments of the worker.
+        env_type: What held the environments.
+        agent_info: The episode's row.
+        actions: What was done.
+        rewards: What it gave.
+        first_step: The step of the first of them.
+        observation: What the agent was shown last.
+        batch: All lanes of what the agent was called with.
+    """
+
+    seed: int | None = None
+    worker_seed: int | None = None
+    n_lanes: int = 1
+    env_type: str = ""
+    agent_info: Mapping[str, Array] = field(default_factory=dict)
+    actions: Mapping[str, Array] = field(default_factory=dict)
+    rewards: Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    first_step: int = 0
+    observation: Mapping[str, Array] = field(default_factory=dict)
+    batch: Mapping[str, Array] = field(default_factory=dict)
+
+    def capsule(self, call: str, error: str, where: Where, traceback_text: str) -> CrashCapsule:
+        """The capsule of a failure in this scene."""
+        parts = dict(vars(self))
+        if self.seed is None:
+            parts["seed"] = where.seed
+        else:
+            where = where._replace(seed=self.seed)
+        return CrashCapsule(
+            call=call,
+            error=error,
+            where=where,
+            traceback=traceback_text,
+            options=where.env_info,
+            **parts,
+        )
+
+
+def env_error(error: LaneError, where: Where, scene: Scene | None = None) -> EnvError:
+    """The error for an environment that raised, or returned what does not fit.
+
+    Args:
+        error: What a ``VecEnv`` said.
+        where: Where it happened.
+        scene: What else is known about the episode.
+    """
     cause = error.__cause__ or error
     if isinstance(error, EnvError):  # put together in the process where it happened
         kind = EnvSpecError if isinstance(error, SpecError) else EnvError
         where = where._replace(worker=error.where.worker)
-        return kind(error.what, where=where, fix=error.fix, traceback_text=error.traceback_text)
-    kind = EnvSpecError if isinstance(cause, SpecError) else EnvError
-    what, fix = _what_and_fix(f"env.{error.call}", cause)
-    return kind(what, where=where, fix=fix, traceback_text=text_of(cause))
+        what, fix, text, capsule = error.what, error.fix, error.traceback_text, error.capsule
+    else:
+        kind = EnvSpecError if isinstance(cause, SpecError) else EnvError
+        what, fix = _what_and_fix(f"env.{error.call}", cause)
+        text, capsule = text_of(cause), None
+    if scene is not None:
+        capsule = scene.capsule(error.call, what, where, text)
+    return kind(what, where=where, fix=fix, traceback_text=text, capsule=capsule)
 
 
-def agent_error(error: BaseException, where: Where, who: str = "the agent") -> AgentError:
-    """The error for an agent that raised, or returned what does not fit."""
+def agent_error(
+    error: BaseException, where: Where, who: str = "the agent", scene: Scene | None = None
+) -> AgentError:
+    """The error for an agent that raised, or returned what does not fit.
+
+    Args:
+        error: What it raised.
+        where: Where it happened.
+        who: What of the agent was called, for the message.
+        scene: What else is known about the episode.
+    """
     kind = AgentSpecError if isinstance(error, SpecError) else AgentError
     what, fix = _what_and_fix(who, error)
-    return kind(what, where=where, fix=fix, traceback_text=text_of(error))
+    text, capsule = text_of(error), None
+    if scene is not None:
+        call = "initial_state" if who == "agent.initial_state" else "agent"
+        capsule = scene.capsule(call, what, where, text)
+    return kind(what, where=where, fix=fix, traceback_text=text, capsule=capsule)
 
 
 def text_of(error: BaseException) -> str:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 _PATIENCE_S = 1.0
 """A section takes microseconds to milliseconds. One that takes longer is stuck, and whoever
@@ -41,6 +42,19 @@ _SIGNALS = tuple(
 """Signals that programs handle; asking for the handlers of all 64 takes four times as long."""
 
 
+_Handler = TypeVar("_Handler", bound=Callable[..., Any])
+
+
+def mark_as_harmless(handler: _Handler) -> _Handler:
+    """Mark a signal handler that tears nothing apart: it only reads, and never raises.
+
+    It is let through everywhere. Holding it would also take away what stands before it in C, such
+    as a handler of ``faulthandler``.
+    """
+    handler._rlpool_is_harmless = True  # type: ignore[attr-defined]
+    return handler
+
+
 class InterruptsHeld:
     """A ``with`` section that the caller's Python signal handlers wait for.
 
@@ -63,7 +77,7 @@ class InterruptsHeld:
         try:
             for number in _SIGNALS:
                 handler = signal.getsignal(number)
-                if callable(handler) and not _is_holding(handler):
+                if callable(handler) and not _is_holding(handler) and not _is_harmless(handler):
                     self._handlers[number] = handler
                     signal.signal(number, self._hold)
         except BaseException:  # a handler that was not held yet
@@ -98,3 +112,7 @@ class InterruptsHeld:
 def _is_holding(handler: Any) -> bool:
     section = getattr(handler, "__self__", None)
     return isinstance(section, InterruptsHeld) and section._is_active
+
+
+def _is_harmless(handler: Any) -> bool:
+    return getattr(handler, "_rlpool_is_harmless", False) is True

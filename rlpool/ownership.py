@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
+from weakref import WeakSet
 
 from rlpool.errors import UsageError, compose
 
@@ -12,10 +14,16 @@ _Self = TypeVar("_Self", bound="ProcessOwner")
 
 
 class ProcessOwner(ABC):
-    """Ends its processes when it is closed, left by a ``with`` statement, or dropped.
+    """Ends its processes when it is closed, left by a ``with`` statement or dropped.
 
     It cannot be copied or pickled: there would be two owners.
     """
+
+    def __new__(cls: type[_Self], *_: Any, **__: Any) -> _Self:
+        """Note that there will be something to end at exit."""
+        owner = super().__new__(cls)
+        _owners.add(owner)
+        return owner
 
     @abstractmethod
     def close(self) -> None:
@@ -24,6 +32,10 @@ class ProcessOwner(ABC):
     @abstractmethod
     def _has_processes(self) -> bool:
         """Whether there may be something to end, also where the constructor failed half-way."""
+
+    def _give_up(self) -> None:
+        """Tell the processes to stop what they are doing, as they will be ended."""
+        return
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -47,3 +59,19 @@ class ProcessOwner(ABC):
                 fix="copy what it was made with, and make another one",
             )
         )
+
+
+_owners: WeakSet[ProcessOwner] = WeakSet()
+
+
+def _give_up_all() -> None:
+    """Make workers that are busy ready to end when Python exits, such as after Ctrl-C.
+
+    They are ended a little later, with what multiprocessing does at exit. Nothing is closed here:
+    another thread may still be using it, and has nobody to tell that it cannot.
+    """
+    for owner in list(_owners):
+        owner._give_up()
+
+
+atexit.register(_give_up_all)

@@ -14,6 +14,7 @@ import numpy as np
 
 from rlpool.batcher_base import check_count
 from rlpool.envs.columns import Columns
+from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import SpecError, compose
 from rlpool.ownership import ProcessOwner
@@ -27,6 +28,7 @@ from rlpool.specs import (
     leaves_of,
     refuse_collisions,
 )
+from rlpool.stack_dumps import DumpsStacks
 from rlpool.storage import Array
 from rlpool.workers.arena import ArenaLayout
 from rlpool.workers.env_crew import EnvCrew
@@ -39,7 +41,7 @@ DEFAULT_TIMEOUT_S = 600.0
 _ALL = slice(None)
 
 
-class ParallelEnvManager(ProcessOwner, VecEnv):
+class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
     """Gymnasium environments in spawned processes that all step at the same time.
 
     It is a ``VecEnv``: pass it to a batcher with ``n_threads=0``, whose agent then runs in this
@@ -137,8 +139,14 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         super().__init__(len(env_fns), seed)
         self.auto_reset = auto_reset
         self.min_ready = min_ready
-        options = {"max_episode_steps": max_episode_steps, "keep_float64": keep_float64}
-        self._crew = EnvCrew(env_fns, envs_per_worker, root_from(seed), options, timeout, policy)
+        self._env_fns = env_fns
+        self._options: dict[str, Any] = {
+            "max_episode_steps": max_episode_steps,
+            "keep_float64": keep_float64,
+        }
+        self._crew = EnvCrew(
+            env_fns, envs_per_worker, root_from(seed), self._options, timeout, policy
+        )
         try:
             self._agree()
         except BaseException:
@@ -254,6 +262,10 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
             return False
         announced = {key: array[number].tolist() for key, array in env_info.items()}
         return (options or {}) == announced
+
+    def in_this_process(self, lane: int) -> GymEnv:
+        """Another environment like that of a lane, made here, for debuggers."""
+        return GymEnv([self._env_fns[lane]()], **self._options)
 
     def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> list[int]:
         """Step some lanes, those of all workers at the same time.
@@ -379,6 +391,11 @@ class ParallelEnvManager(ProcessOwner, VecEnv):
         """Step the running environments, see ``VecEnv.step``."""
         self._crew.check_open()
         return super().step(*arguments, **named)
+
+    def _stacks(self) -> str:
+        if self._crew.closed:
+            self._crew.check_open()  # which says so
+        return self._crew.worker_stacks()
 
     def close(self) -> None:
         """Close all environments and end the workers, within a few seconds. May be repeated."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -11,9 +11,12 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import SpecError, Where, compose
-from rlpool.failures import agent_error, env_error
+from rlpool.failures import Scene, agent_error, env_error
 from rlpool.slots import NOISE_KEY, StepSpecs, successor_key
 from rlpool.specs import TensorSpec, row_specs
+
+SceneMaker = Callable[[int, bool], Scene | None]
+"""``(lane, whether the environments were reset)`` to what a crash capsule holds."""
 
 
 def probe(
@@ -24,6 +27,7 @@ def probe(
     options: Sequence[Options],
     agent_info: DictTensor | None,
     worker: int,
+    scene: SceneMaker,
 ) -> StepSpecs:
     """Reset all lanes and call the agent once; nothing of it is kept but the keys.
 
@@ -35,6 +39,7 @@ def probe(
         options: Options of each lane's reset.
         agent_info: ``[n_lanes, ...]`` or ``None``.
         worker: Number of the worker, for errors.
+        scene: Tells what is known where something fails.
 
     Raises:
         EnvError, AgentError: If the user's code fails, or actions do not fit the action space.
@@ -47,7 +52,8 @@ def probe(
         env.reset_lanes(lanes, [seed] * env.n_lanes, options)
     except LaneError as error:
         where = Where(worker, error.lane, error.lane, 0, seed, options[error.lane])
-        raise env_error(error, where) from error.__cause__
+        known = scene(error.lane, False)
+        raise env_error(error, where, known) from error.__cause__
     observation = {key: torch.from_numpy(array) for key, array in env.current.items()}
     if noise is not None:
         observation[NOISE_KEY] = noise
@@ -55,11 +61,11 @@ def probe(
         driver.start(lanes, agent_info)
         if driver.agent.require_history():
             # Once to learn the outputs, and once more with a history that has them.
-            driver.act(observation, agent_info, _empty_history(env, {}))
+            driver.act(observation, agent_info, empty_history(env, {}))
             outputs = {**(driver.output_specs or {}), **row_specs(driver.state)}
             driver.forget()
             driver.start(lanes, agent_info)
-            driver.act(observation, agent_info, _empty_history(env, outputs))
+            driver.act(observation, agent_info, empty_history(env, outputs))
         else:
             driver.act(observation, agent_info, None)
         driver.commit()  # idle lanes keep a state that is valid
@@ -67,7 +73,8 @@ def probe(
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise agent_error(error, Where(worker, 0, 0, 0, seed, options[0])) from error
+        where = Where(worker, 0, 0, 0, seed, options[0])
+        raise agent_error(error, where, scene=scene(0, True)) from error
     return StepSpecs(
         n_lanes=env.n_lanes,
         auto_reset=env.auto_reset,
@@ -75,6 +82,7 @@ def probe(
         output=driver.output_specs or {},
         state=row_specs(driver.state),
         n_noise=0 if noise is None else noise.shape[1],
+        wants_history=bool(driver.agent.require_history()),
     )
 
 
@@ -87,7 +95,7 @@ def _declare_actions(env: VecEnv, driver: AgentDriver) -> None:
         env.declare_actions(actions)
         return
     for key in sorted(leaves.keys() | actions.keys()):
-        _refuse_misfit(key, actions.get(key), leaves[key].spec if key in leaves else None)
+        refuse_misfit(key, actions.get(key), leaves[key].spec if key in leaves else None)
 
 
 class _NoSteps(dict[str, torch.Tensor]):
@@ -106,7 +114,7 @@ class _NoSteps(dict[str, torch.Tensor]):
         return torch.zeros(self._n_lanes, 0, device="cpu")
 
 
-def _empty_history(env: VecEnv, own: Mapping[str, TensorSpec]) -> TemporalDictTensor:
+def empty_history(env: VecEnv, own: Mapping[str, TensorSpec]) -> TemporalDictTensor:
     """A history without steps, with as many of the agent's own keys as are known."""
     specs = row_specs(env.current)
     specs.update({successor_key(key): spec for key, spec in list(specs.items())})
@@ -120,7 +128,7 @@ def _empty_history(env: VecEnv, own: Mapping[str, TensorSpec]) -> TemporalDictTe
     return TemporalDictTensor._wrap(_NoSteps(rows, env.n_lanes), lengths, DictTensor())
 
 
-def _refuse_misfit(key: str, given: TensorSpec | None, wanted: TensorSpec | None) -> None:
+def refuse_misfit(key: str, given: TensorSpec | None, wanted: TensorSpec | None) -> None:
     """Refuse actions that do not fit the action space."""
     if given is None or wanted is None:
         raise SpecError(

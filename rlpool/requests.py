@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from rlpool.claims import ClaimLock, Claims
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, SpecError, compose
+from rlpool.lane_log import LaneLog
 from rlpool.seeding import LaneSeeds, episode_seeds
 from rlpool.slots import Block
 from rlpool.specs import join_key
@@ -21,6 +24,8 @@ from rlpool.workers.messages import Execute, Window
 from rlpool.workers.parcel import Parcel
 
 Packed = tuple[Parcel, Memory]
+Chunk = tuple[int, int, int, bool]
+"""``(episode, slot, chunk, is_last)``: a complete slot."""
 
 
 class Request(ABC):
@@ -34,6 +39,8 @@ class Request(ABC):
         update: The update to send before it, if there is a new one.
 
     Attributes:
+        policy: The last update that was sent when it was.
+        packed: ``contents`` as they were sent to all workers.
         block: Where it is written, once it runs.
         n_slots: Slots that it takes.
         remaining: Workers that have not said that they are done.
@@ -54,6 +61,8 @@ class Request(ABC):
         self.infos = infos
         self.policy_version = policy_version
         self.update = update
+        self.policy: Packed | None = None
+        self.packed: Packed | None = None
         self.block: Block | None = None
         self.n_slots = 0
         self.remaining: set[int] = set()
@@ -64,6 +73,11 @@ class Request(ABC):
     def is_running(self) -> bool:
         """Whether workers may still write into its block."""
         return bool(self.remaining)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether its episodes were stopped."""
+        return self.block is not None and bool(self.block.arrays.control["cancelled"][0])
 
     @property
     def is_complete(self) -> bool:
@@ -83,7 +97,46 @@ class Request(ABC):
 
     @abstractmethod
     def message(self, worker: int, parcel: Parcel | None) -> Execute | Window:
-        """What to send to a worker."""
+        """What to send to a worker, be it the first of its number or another's successor."""
+
+    def contents(self, worker: int, is_successor: bool) -> tuple[Any, ...]:
+        """What the message's parcel holds: ``(agent_info, env_info, resumed)``.
+
+        Args:
+            worker: The worker.
+            is_successor: Whether it has not run any request, and one before it has.
+        """
+        return (*self.infos, ())
+
+    @property
+    def needs_parcel(self) -> bool:
+        """Whether workers have to get ``contents``."""
+        return any(self.infos)
+
+    def can_be_repeated(self) -> bool:
+        """Whether the successor of a worker that died can do its part."""
+        return True
+
+    @abstractmethod
+    def give_back(self, worker: int, lock: ClaimLock) -> bool:
+        """Take back what a dead worker had begun and not finished, for its successor.
+
+        Args:
+            worker: The worker.
+            lock: Guards the claims; held by this process.
+
+        Returns:
+            Whether there is anything left for its successor to do.
+        """
+
+    def _note_writing(self, worker: int) -> None:
+        """Remember how far a dead worker had written into slots that it did not finish."""
+        layout, control = self.running_block.layout, self.running_block.arrays.control
+        running, rows, dirty = control["running"][worker], control["row"][worker], control["dirty"]
+        for lane in np.flatnonzero(running >= 0):
+            slot, step = divmod(int(rows[lane]), layout.n_timesteps)
+            dirty[slot] = max(dirty[slot], min(step + 2, layout.n_timesteps))
+        running[:] = -1
 
     @abstractmethod
     def seed_of(self, row: int) -> int:
@@ -93,8 +146,8 @@ class Request(ABC):
     def result(self) -> TemporalDictTensor:
         """The rows, once complete."""
 
-    def empty_slots(self, chunks: Sequence[tuple[int, int, int]]) -> list[int]:
-        """Copy complete chunks out of their slots; returns the slots."""
+    def empty_slots(self, worker: int, chunks: Sequence[Chunk]) -> list[int]:
+        """Copy complete chunks of a worker out of their slots; returns the slots."""
         raise LookupError("this request's slots are never emptied")
 
     def _info(self, **columns: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -134,6 +187,9 @@ class EpisodeRequest(Request):
         self._root = root
         self._glue: Glue | None = None
         self._left_home = np.zeros(n_rows, bool)  # first chunks that were copied out already
+        self._arrived = np.zeros(n_rows, bool)  # last chunks that were copied out already
+        self._lent: dict[int, set[int]] = {}  # worker: homes of episodes that it got as slots
+        self._owed: dict[int, list[int]] = {}  # worker: episodes of one before it to run again
         self._in_place = True
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
@@ -152,21 +208,46 @@ class EpisodeRequest(Request):
         """The request, with this worker's share of the slots that belong to no episode."""
         first = self.n_rows if self._in_place else 0
         n_workers = self.running_block.layout.n_workers
+        again = self._owed.get(worker, [])
+        lent = self._lent.get(worker, set()).difference(again)
         return Execute(
             request=self.number,
             execution=self._execution,
             n_episodes=self.n_rows,
             block=self.running_block.number,
             in_place=self._in_place,
-            slots=list(range(first + worker, self.n_slots, n_workers)),
+            slots=[*range(first + worker, self.n_slots, n_workers), *sorted(lent)],
+            again=again,
             parcel=parcel,
         )
+
+    def give_back(self, worker: int, lock: ClaimLock) -> bool:
+        """Find the episodes that a dead worker had claimed and not finished."""
+        control = self.running_block.arrays.control
+        claims = Claims(control, self.n_rows, lock)
+        claimed = {*claims.of(worker), *self._owed.get(worker, [])}
+        control["claim"][worker] = 0
+        self._note_writing(worker)
+        whole = control["whole"]
+        again = [
+            number
+            for number in sorted(claimed)
+            if not (self._arrived[number] or (self._in_place and whole[number]))
+        ]
+        self._owed[worker] = again
+        # Chunks of episodes that begin again are dropped: two runs of an environment that is not
+        # deterministic must not be mixed.
+        self._left_home[again] = False
+        if self._glue is not None:
+            self._glue.drop(np.asarray(again, np.int64))
+        owns_slots = self._in_place or worker < self.n_slots
+        return bool(again) or (owns_slots and not claims.all_made)
 
     def seed_of(self, row: int) -> int:
         """The seed of an episode."""
         return episode_seeds(self._root, self._execution, self.n_rows)[row]
 
-    def empty_slots(self, chunks: Sequence[tuple[int, int, int]]) -> list[int]:
+    def empty_slots(self, worker: int, chunks: Sequence[Chunk]) -> list[int]:
         """Copy complete chunks out of their slots, one copy per key and chunk number."""
         block = self.running_block
         if self._glue is None:
@@ -176,7 +257,11 @@ class EpisodeRequest(Request):
             rows = table[table[:, 2] == chunk]
             self._glue.add(rows[:, 0], int(chunk), copied_slots(block.arrays, rows[:, 1]))
         self._left_home[table[table[:, 2] == 0, 0]] = True
+        self._arrived[table[table[:, 3] == 1, 0]] = True
         slots: list[int] = table[:, 1].tolist()
+        if self._in_place:
+            homes = [slot for slot in slots if slot < self.n_rows]
+            self._lent.setdefault(worker, set()).update(homes)
         return slots
 
     def result(self) -> TemporalDictTensor:
@@ -207,6 +292,7 @@ class WindowRequest(Request):
         n_resets: Number of the ``reset`` whose episodes run.
         is_first: Whether it is the first window after that reset.
         root: Root of all seeds.
+        log: What the running episodes have done so far, ``None`` if nobody remembers it.
 
     Attributes:
         lanes_left: Lanes that go on after this window, set by ``result``.
@@ -223,9 +309,11 @@ class WindowRequest(Request):
         n_resets: int,
         is_first: bool,
         root: int,
+        log: LaneLog | None = None,
     ) -> None:
         super().__init__(number, len(lanes), infos, policy_version, update)
         self.is_first = is_first
+        self._log = log
         self.lanes_left: list[int] = []
         self._lanes = list(lanes)
         self._n_lanes = n_lanes
@@ -238,11 +326,7 @@ class WindowRequest(Request):
 
     def message(self, worker: int, parcel: Parcel | None) -> Window:
         """The window, with the slots of this worker's running lanes."""
-        slots = {
-            lane % self._n_lanes: row
-            for row, lane in enumerate(self._lanes)
-            if lane // self._n_lanes == worker
-        }
+        slots = {lane % self._n_lanes: row for row, lane in self._rows_of(worker)}
         return Window(
             request=self.number,
             block=self.running_block.number,
@@ -251,6 +335,27 @@ class WindowRequest(Request):
             is_first=self.is_first,
             parcel=parcel,
         )
+
+    def _rows_of(self, worker: int) -> list[tuple[int, int]]:
+        """Rows and lanes of a worker."""
+        first, stop = worker * self._n_lanes, (worker + 1) * self._n_lanes
+        return [(row, lane) for row, lane in enumerate(self._lanes) if first <= lane < stop]
+
+    def contents(self, worker: int, is_successor: bool) -> tuple[Any, ...]:
+        """Infos, and for the successor of another worker how far its lanes were."""
+        if self._log is None or self.is_first or not is_successor:
+            return super().contents(worker, is_successor)
+        lanes = [lane for _, lane in self._rows_of(worker)]
+        return (*self.infos, self._log.resumed(lanes, self._n_lanes))
+
+    def can_be_repeated(self) -> bool:
+        """Whether it is known how far all lanes were."""
+        return self.is_first or (self._log is not None and self._log.is_complete)
+
+    def give_back(self, worker: int, lock: ClaimLock) -> bool:
+        """Begin the whole window again."""
+        self._note_writing(worker)
+        return bool(self._rows_of(worker))
 
     def seed_of(self, row: int) -> int:
         """The seed of a lane's first episode since the reset."""
@@ -261,6 +366,8 @@ class WindowRequest(Request):
         block = self.running_block
         running = block.arrays.control["running"].reshape(-1)
         self.lanes_left = np.flatnonzero(running >= 0).tolist()
+        if self._log is not None:
+            self._log.note(block, self._lanes, self.lanes_left)
         part = slots_in_place(block.arrays, self.n_rows)
         rows = torch.from_numpy(np.asarray(self._lanes, np.int64))
         info = {key: values[rows] for key, values in self._whole_info().items()}

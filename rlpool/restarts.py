@@ -9,7 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rlpool.errors import SpecError, WorkerDiedError, WorkerError, compose
+from rlpool.errors import (
+    EnvError,
+    SpecError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+    compose,
+)
 
 DEFAULT_MAX_RESTARTS = 16
 """Restarts of all workers of one owner: enough for odd deaths, few enough to be noticed."""
@@ -19,7 +26,9 @@ _LONGEST_DELAY_S = 5.0
 """Delays before the second and later restarts in a row of one worker: they double up to here."""
 
 _MOST_FAILED_STARTS = 3
-"""A worker that fails so often in a row before it is ready will not get ready the next time."""
+_MOST_BROKEN_STARTS = 10
+"""A worker that fails so often in a row before it is ready will not get ready the next time. What
+comes from outside, a kill or a stop, may hit a worker that is starting as well as any other."""
 
 _LONGEST_HISTORY = 1000
 """Failures that are remembered: an owner without a limit may live for months."""
@@ -69,6 +78,12 @@ class FailurePolicy:
         """Whether workers that died or hang are replaced."""
         return self.on_worker_failure == "restart"
 
+    def restarts_on(self, failure: WorkerError) -> bool:
+        """Whether the worker that a failure put an end to is replaced."""
+        if isinstance(failure, EnvError):
+            return self.restarts_on_env_errors
+        return self.restarts_workers
+
     @property
     def restarts_on_env_errors(self) -> bool:
         """Whether workers whose environment raised are replaced."""
@@ -78,6 +93,11 @@ class FailurePolicy:
     def recycles(self) -> bool:
         """Whether healthy workers are ever replaced."""
         return self.max_episodes_per_worker is not None or self.max_rss_bytes is not None
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether workers are ever replaced, for whatever reason."""
+        return self.restarts_workers or self.restarts_on_env_errors or self.recycles
 
 
 class Restarts:
@@ -129,7 +149,7 @@ class Restarts:
             raise_it = "; if that many failures are expected, raise max_restarts"
             spent = f"all {self._max_restarts} restarts (max_restarts) are used up"
             return self._final(failure, spent, raise_it)
-        if n_starts >= _MOST_FAILED_STARTS:
+        if n_starts >= (_MOST_BROKEN_STARTS if _is_from_outside(failure) else _MOST_FAILED_STARTS):
             return self._final(failure, f"it failed {n_starts} times before it was ready", "")
         self.n_restarts += 1
         delay_s = 0.0
@@ -162,7 +182,7 @@ class Restarts:
 
     def succeeded(self, worker: int) -> None:
         """Take note that a worker has done some work: its next failure is a first one again."""
-        self._failed_starts.pop(worker, None)
+        self._failed_starts.clear()  # where one can work, so can the others
         self._in_a_row.pop(worker, None)
 
     def _final(self, failure: WorkerError, why: str, advice: str) -> WorkerDiedError:
@@ -178,6 +198,13 @@ class Restarts:
             traceback_text=failure.traceback_text,
             history=self.history,
         )
+
+
+def _is_from_outside(failure: WorkerError) -> bool:
+    """Whether a process was probably ended by somebody else, or stopped."""
+    if isinstance(failure, WorkerTimeoutError):
+        return True
+    return isinstance(failure, WorkerDiedError) and failure.signal_name in ("SIGKILL", "SIGTERM")
 
 
 def _check_limit(name: str, value: Any, least: int) -> None:

@@ -16,20 +16,23 @@ Python work per lane is done only when an episode or a slot ends.
 from __future__ import annotations
 
 from collections.abc import MutableSequence, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
 from rlpool.agent import Agent
 from rlpool.agent_driver import AgentDriver
+from rlpool.crash_recorder import CrashRecorder, Past, SlotRows
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.vec_env import FLAGS, LaneError, Options, VecEnv
-from rlpool.errors import Where
-from rlpool.failures import agent_error, env_error
+from rlpool.errors import AgentError, EnvError, Where
+from rlpool.failures import Scene, agent_error, env_error
 from rlpool.history import History
-from rlpool.plan import Episode, Plan
+from rlpool.plan import Episode, Plan, Resumed, ResumingPlan
 from rlpool.probe import probe
+from rlpool.resumption import repeat_episode
 from rlpool.seeding import NoiseStream
 from rlpool.slots import NOISE_KEY, StepSpecs
 from rlpool.specs import row_specs
@@ -48,6 +51,7 @@ class _Lane:
         steps_before: Steps of the episode before row 0 of the slot; negative if the episode
             started later in the slot.
         parked: Its rows of the batch while it has no slot; ``None`` while it steps.
+        past: What it did in slots that it has left.
     """
 
     episode: Episode
@@ -55,6 +59,7 @@ class _Lane:
     chunk: int = 0
     steps_before: int = 0
     parked: list[tuple[Array, Array]] | None = None
+    past: Past = field(default_factory=Past)
 
 
 class Rollout:
@@ -65,6 +70,7 @@ class Rollout:
         env: The environments.
         worker: Number of the worker, for error messages.
         progress: One element that counts the steps, for whoever watches over this process.
+        worker_seed: The ``seed`` that ``env`` was created with, for crash capsules.
     """
 
     def __init__(
@@ -73,8 +79,10 @@ class Rollout:
         env: VecEnv,
         worker: int = 0,
         progress: MutableSequence[int] | memoryview | None = None,
+        worker_seed: int | None = None,
     ) -> None:
         self._env = env
+        self._recorder = CrashRecorder(env, worker_seed)
         self._worker = worker
         self._progress = progress if progress is not None else [0]
         self._n_lanes = env.n_lanes
@@ -106,7 +114,8 @@ class Rollout:
         self._set_agent_info(agent_info, {lane: lane for lane in lanes})
         noise = None if self._noise is None else self._noise.tensor
         info = self._agent_info_tensors
-        return probe(self._env, self._driver, noise, seed, options, info, self._worker)
+        scene = partial(self._recorder.scene_of_probe, self._agent_info)
+        return probe(self._env, self._driver, noise, seed, options, info, self._worker, scene)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> None:
@@ -136,6 +145,40 @@ class Rollout:
             raise
         self.abandon()
 
+    @torch.inference_mode()
+    def resume(self, plan: ResumingPlan, lanes: Sequence[Resumed]) -> None:
+        """Take over episodes that another worker had begun, to go on with the next ``run``.
+
+        Args:
+            plan: Says what episodes they are.
+            lanes: How far they were.
+
+        Raises:
+            EnvError: If an environment does not repeat what it did. All lanes are idle then.
+        """
+        try:
+            for past in lanes:
+                lane, episode = past.lane, plan.resumed(past.lane, past.n_restarts)
+                scene = partial(self._recorder.scene_of_repetition, plan.agent_info, episode, past)
+                repeat_episode(self._env, episode, past, self._worker, self._progress, scene)
+                self._set_agent_info(plan.agent_info, {lane: episode.number})
+                if past.n_steps:
+                    for key, value in past.state.items():
+                        self._driver.state[key][lane] = value
+                else:
+                    self._driver.start([lane], self._agent_info_tensors)
+                self._lanes[lane] = _Lane(
+                    episode,
+                    episode.slot,
+                    0,
+                    past.n_steps,
+                    self._kept_rows(lane),
+                    self._recorder.resumed(past),
+                )
+        except BaseException:
+            self.abandon()
+            raise
+
     def abandon(self) -> None:
         """Forget all episodes, finished or not."""
         for lane, running in self._lanes.items():
@@ -162,6 +205,9 @@ class Rollout:
         self._running = plan.arrays.control["running"][self._worker].data
         # The rows' numbers themselves are shared: they tell how far a worker got that died.
         self._rows = plan.arrays.control["row"][self._worker]
+        self._recorder.bind(
+            plan.arrays.rows, self._current, driver.state, self._rows, plan.agent_info
+        )
         self._steps_before = plan.arrays.control["steps_before"][self._worker].data
         self._n_finished = plan.arrays.control["n_finished"].data
         self._n_timesteps = layout.n_timesteps
@@ -186,7 +232,7 @@ class Rollout:
         try:
             ended = self._env.step_lanes(self._live, outputs)
         except LaneError as error:
-            raise env_error(error, self._where(error.lane)) from error.__cause__
+            raise self._env_error(error) from error.__cause__
         self._writer.write_after(rows)
         np.add(rows, self._strides, out=rows)
         self._progress[0] += 1
@@ -217,7 +263,7 @@ class Rollout:
         try:
             ready = env.step_some(env.min_ready or 1, free, outputs)
         except LaneError as error:
-            raise env_error(error, self._where(error.lane)) from error.__cause__
+            raise self._env_error(error) from error.__cause__
         self._stepping.update(free)
         # A lane may still be stepping for a plan that was given up.
         ready = [lane for lane in ready if lane in self._stepping]
@@ -247,7 +293,7 @@ class Rollout:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise agent_error(error, self._where(self._live[0])) from error
+            raise self._agent_error(error, self._live[0], "agent") from error
         if driver.state:
             for lane in starting:
                 self._writer.write_state(int(self._rows[lane]), lane)
@@ -265,9 +311,14 @@ class Rollout:
             for lane in ended:
                 self._finish(plan, lane)
         if not self._steps_until_full:
-            for lane in self._live:
-                if lane in self._lanes and self._steps_in_slot(lane) == self._n_timesteps:
-                    self._park(plan, lane)
+            full = [
+                lane
+                for lane in self._live
+                if lane in self._lanes and self._steps_in_slot(lane) == self._n_timesteps
+            ]
+            self._keep_actions(full)
+            for lane in full:
+                self._park(plan, lane)
         plan.flush()
         self._fill_lanes(plan)
 
@@ -292,8 +343,17 @@ class Rollout:
         plan.chunk_done(running.episode.number, running.slot, running.chunk, False)
         running.steps_before += self._n_timesteps
         running.chunk += 1
+        running.parked = self._kept_rows(lane)
+
+    def _keep_actions(self, lanes: Sequence[int]) -> None:
+        """Keep what a crash capsule would need of slots that lanes are about to leave."""
+        leaving = [self._lanes[lane] for lane in lanes]
+        if leaving:
+            self._recorder.keep([(r.past, r.slot, max(0, -r.steps_before)) for r in leaving])
+
+    def _kept_rows(self, lane: int) -> list[tuple[Array, Array]]:
         arrays = [*self._env.current.values(), *self._driver.state.values()]
-        running.parked = [(array, np.array(array[lane])) for array in arrays]
+        return [(array, np.array(array[lane])) for array in arrays]
 
     def _fill_lanes(self, plan: Plan) -> None:
         """Give every lane that does not step something to do, if there is anything."""
@@ -339,6 +399,7 @@ class Rollout:
         for lane in lanes:
             running = self._lanes[lane]
             running.episode = episodes[lane] = plan.restarted(lane, running.episode)
+            running.past = Past()
             running.steps_before = -self._steps_in_slot(lane)
             self._steps_before[lane] = running.steps_before
         self._begin_episodes(plan, episodes)
@@ -350,7 +411,7 @@ class Rollout:
         try:
             self._env.reset_lanes(lanes, seeds, options)
         except LaneError as error:
-            raise env_error(error, self._where(error.lane)) from error.__cause__
+            raise self._env_error(error) from error.__cause__
         if plan.agent_info is not None or self._agent_info:
             self._set_agent_info(plan.agent_info, {k: e.number for k, e in episodes.items()})
         try:
@@ -358,7 +419,7 @@ class Rollout:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise agent_error(error, self._where(lanes[0]), "agent.initial_state") from error
+            raise self._agent_error(error, lanes[0], "initial_state") from error
         for lane, episode in episodes.items():
             if self._noise is not None and episode.noise is not None:
                 self._noise.start(lane, episode.noise)
@@ -411,3 +472,20 @@ class Rollout:
         episode = running.episode
         step = running.steps_before + self._steps_in_slot(lane)
         return Where(self._worker, lane, episode.number, step, episode.seed, episode.options)
+
+    def _env_error(self, error: LaneError) -> EnvError:
+        return env_error(error, self._where(error.lane), self._scene(error.lane, error.call))
+
+    def _agent_error(self, error: BaseException, lane: int, call: str) -> AgentError:
+        """An error of the agent, told of the first of the lanes that it was called for."""
+        who = "the agent" if call == "agent" else "agent.initial_state"
+        return agent_error(error, self._where(lane), who, self._scene(lane, call))
+
+    def _scene(self, lane: int, call: str) -> Scene | None:
+        running = self._lanes.get(lane)
+        if running is None:
+            return None
+        start = max(0, -running.steps_before)
+        at = SlotRows(running.slot, start, self._steps_in_slot(lane))
+        number, info = running.episode.number, self._agent_info
+        return self._recorder.scene(call, lane, number, running.past, at, info)

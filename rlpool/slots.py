@@ -57,6 +57,7 @@ class StepSpecs:
         output: The agent's outputs.
         state: The agent's state.
         n_noise: Random numbers per step.
+        wants_history: Whether the agent asks for all previous steps.
     """
 
     n_lanes: int
@@ -65,6 +66,7 @@ class StepSpecs:
     output: Mapping[str, TensorSpec]
     state: Mapping[str, TensorSpec]
     n_noise: int = 0
+    wants_history: bool = False
 
     def __post_init__(self) -> None:
         succeeded = [*self.observation, *self.state]
@@ -132,7 +134,10 @@ class Layout:
             "length": (self.n_slots,),  # steps in each slot
             "starts": (self.n_slots,),  # 1 where the slot's first step starts an episode
             "dirty": (self.n_slots + 1,),  # rows that may differ from zero
+            "whole": (self.n_slots,),  # 1 where slot i holds all of episode i
             "cursor": (self.step.n_lanes,),  # next episode of each row of the batch
+            "claim": (self.n_workers, self.step.n_lanes),  # what each lane claimed last
+            "pending": (self.step.n_lanes,),  # a claim that is being made, see ``claims``
             "running": (self.n_workers, self.step.n_lanes),  # episode that runs there, -1 if none
             "row": (self.n_workers, self.step.n_lanes),  # slot * n_timesteps + step, of each lane
             "steps_before": (self.n_workers, self.step.n_lanes),  # steps in earlier slots
@@ -206,6 +211,10 @@ class Block:
         number: Names the block between processes.
         layout: How it is divided.
         memory: The memory.
+
+    Attributes:
+        is_taken: Whether a request uses it.
+        mapped_by: On the caller's side, the workers that have mapped it.
     """
 
     def __init__(self, number: int, layout: Layout, memory: Memory) -> None:
@@ -213,6 +222,7 @@ class Block:
         self.layout = layout
         self.memory = memory
         self.is_taken = False
+        self.mapped_by: set[int] = set()
         self._arrays: Arrays | None = None
         self._root: weakref.ref[Array] | None = None
 
@@ -248,14 +258,18 @@ class BlockPool:
     # memory from others.
     _MAX_FREE = 2
 
+    # A block that may be used again keeps a descriptor, for workers that do not know it yet. The
+    # memory of those beyond goes back to the system when the user drops it.
+    _MAX_KNOWN = 16
+
     def __init__(self, layout: Layout, allocate: Callable[[int], Memory]) -> None:
         self.layout = layout
         self._allocate = allocate
         self._blocks: list[Block] = []
         self._n_made = 0
 
-    def take(self) -> tuple[Block, bool]:
-        """A block nobody uses, and whether it is new to the workers.
+    def take(self) -> Block:
+        """A block nobody uses.
 
         Raises:
             SpecError: If the system has no memory for a new one.
@@ -263,7 +277,7 @@ class BlockPool:
         for block in self._blocks:
             if block.is_free:
                 block.is_taken = True
-                return block, False
+                return block
         n_bytes = self.layout.n_bytes
         try:
             memory = self._allocate(n_bytes)
@@ -278,10 +292,25 @@ class BlockPool:
         block.is_taken = True
         self._n_made += 1
         self._blocks.append(block)
-        return block, True
+        return block
 
     def forget_surplus(self) -> list[int]:
-        """Drop free blocks beyond a few; returns their numbers, for the workers to unmap."""
+        """Drop blocks beyond a few; returns their numbers, for the workers to unmap."""
         surplus = [block for block in self._blocks if block.is_free][self._MAX_FREE :]
+        kept = [block for block in self._blocks if block not in surplus]
+        n_beyond = len(kept) - self._MAX_KNOWN
+        surplus += [block for block in kept if not block.is_taken][: max(0, n_beyond)]
         self._blocks = [block for block in self._blocks if block not in surplus]
+        for block in surplus:
+            block.memory.close_fd()
         return [block.number for block in surplus]
+
+    def close(self) -> None:
+        """Close all descriptors; what was mapped stays."""
+        for block in self._blocks:
+            block.memory.close_fd()
+
+    def forget_worker(self, worker: int) -> None:
+        """Take note that a worker is gone, and its mappings with it."""
+        for block in self._blocks:
+            block.mapped_by.discard(worker)

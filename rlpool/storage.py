@@ -102,7 +102,7 @@ class Memory:
     @classmethod
     def shared(cls, n_bytes: int, name: str = "rlpool") -> Memory:
         """Anonymous shared memory; ``fd`` stays open until ``close_fd``."""
-        return cls._over(_anonymous_file(name), n_bytes, "shared")
+        return cls._over(anonymous_file(name), n_bytes, "shared")
 
     @classmethod
     def memmap(cls, n_bytes: int, directory: str | Path | None = None) -> Memory:
@@ -279,7 +279,8 @@ def _refused(error: OSError, what: str) -> SpecError:
     )
 
 
-def _anonymous_file(name: str) -> int:
+def anonymous_file(name: str) -> int:
+    """Descriptor of a new file without a name, in memory where there is such a thing."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC)
     # No memfd on this platform: an unlinked file is as anonymous, though backed by the disk.

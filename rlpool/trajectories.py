@@ -113,6 +113,15 @@ def copied_slots(arrays: Arrays, slots: Array) -> Slice:
     )
 
 
+def _rows_of(part: Slice, rows: Array) -> Slice:
+    return Slice(
+        {key: array[rows] for key, array in part.rows.items()},
+        {key: array[rows] for key, array in part.finals.items()},
+        part.lengths[rows],
+        part.starts[rows],
+    )
+
+
 class Glue:
     """Puts the chunks of a request together in ordinary memory.
 
@@ -129,6 +138,15 @@ class Glue:
     def add(self, episodes: Array, chunk: int, part: Slice) -> None:
         """Add chunk number ``chunk`` of some episodes."""
         self._parts.append((episodes, chunk * self._layout.n_timesteps, part))
+
+    def drop(self, episodes: Array) -> None:
+        """Forget the chunks of some episodes, which will be run again."""
+        parts = []
+        for others, offset, part in self._parts:
+            kept = ~np.isin(others, episodes)
+            if kept.any():
+                parts.append((others[kept], offset, part if kept.all() else _rows_of(part, kept)))
+        self._parts = parts
 
     def join(self) -> Slice:
         """All chunks in one: rows ``[n_rows, longest, ...]`` in new memory."""

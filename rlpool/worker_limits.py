@@ -5,16 +5,80 @@ from __future__ import annotations
 import operator
 import os
 import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from rlpool.cgroups import ROOT, read_text, task_limits
 from rlpool.errors import SpecError, compose
-from rlpool.limits import free_bytes, human
+from rlpool.limits import human, shared_bounds
 
 WORKER_BYTES = 100 * 2**20
 """Private memory of a worker that has imported torch and holds nothing else, at the least."""
 
-_SPARE_DESCRIPTORS = 16
-"""What starting a process needs for a moment, and what the caller may open besides."""
+WORKER_DESCRIPTORS = 3
+"""A worker's pipe, and two that multiprocessing keeps to notice its end and ours."""
+
+_WORKER_TASKS = 2
+"""A worker's main thread and the one that watches its parent; libraries may add one per core."""
+
+_SPARE_DESCRIPTORS = 32
+"""What starting a process and sending memory need for a moment, and what the caller may open
+besides."""
+
+_SPARE_TASKS = 1
+"""The process by which multiprocessing keeps track of what to clean up."""
+
+_CAPABILITIES = (21, 24)
+"""CAP_SYS_ADMIN, CAP_SYS_RESOURCE: who has one of them may start any number of processes."""
+
+
+@dataclass(frozen=True)
+class Quota:
+    """Something of which every worker takes a part.
+
+    Attributes:
+        noun: What it is.
+        of_limit: Whose limit, after "of the <limit> that".
+        limit: How much there may be.
+        in_use: How much of it is taken.
+        each: How much a worker takes.
+        spare: How much is needed whatever the number of workers.
+        remedy: How to raise the limit.
+    """
+
+    noun: str
+    of_limit: str
+    limit: int
+    in_use: int
+    each: int
+    spare: int
+    remedy: str
+
+    @property
+    def room(self) -> int:
+        """How many workers it is enough for."""
+        return max(0, (self.limit - self.in_use - self.spare) // self.each)
+
+    def wanted(self, n_workers: int) -> int:
+        """How much so many workers take."""
+        return n_workers * self.each + self.spare
+
+    def complaint(self, n_workers: int) -> str:
+        """What to say if it is not enough."""
+        wanted = self.wanted(n_workers)
+        who = "1 worker needs" if n_workers == 1 else f"{n_workers} workers need"
+        if self.noun == "memory":
+            return (
+                f"{who} at least {human(wanted)} of memory, but of the "
+                f"{human(self.limit)} that {self.of_limit} {human(self.limit - self.in_use)} "
+                "are free"
+            )
+        return (
+            f"{who} {wanted} {self.noun}, but of the {self.limit} that "
+            f"{self.of_limit} {self.in_use} are in use"
+        )
 
 
 def worker_count(num_workers: int | str) -> int:
@@ -46,7 +110,7 @@ def n_cores() -> int:
 
 
 def check_workers(n_workers: int, descriptors_each: int, advice: str) -> None:
-    """Refuse more worker processes than descriptors or memory allow.
+    """Refuse more worker processes than descriptors, processes or memory allow.
 
     Args:
         n_workers: Processes to be started.
@@ -56,29 +120,68 @@ def check_workers(n_workers: int, descriptors_each: int, advice: str) -> None:
     Raises:
         SpecError: Naming what is wanted, the limit and the remedy.
     """
+    for quota in worker_quotas(n_workers, descriptors_each):
+        if n_workers > quota.room:
+            fits = f" ({quota.room} would fit)" if quota.room else ""
+            raise SpecError(
+                compose(quota.complaint(n_workers), fix=f"{advice}{fits}, or {quota.remedy}")
+            )
+
+
+def worker_quotas(n_workers: int, descriptors_each: int, root: Path = ROOT) -> list[Quota]:
+    """What bounds the number of workers.
+
+    Args:
+        n_workers: How many there are to be, for the remedies.
+        descriptors_each: Descriptors that one of them costs this process.
+        root: Where ``/proc`` and ``/sys`` lie.
+    """
+    return [
+        *_descriptor_quotas(n_workers, descriptors_each),
+        *_task_quotas(n_workers, root),
+        *_memory_quotas(root),
+    ]
+
+
+def _descriptor_quotas(n_workers: int, each: int) -> Iterator[Quota]:
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    n_open = _n_open_descriptors()
-    wanted = n_workers * descriptors_each + _SPARE_DESCRIPTORS
-    if limit != resource.RLIM_INFINITY and wanted > limit - n_open:
-        raise SpecError(
-            compose(
-                f"{n_workers} workers need {wanted} file descriptors, but of the {limit} that "
-                f"this process may open {n_open} are in use",
-                fix=f"{advice}, or {_how_to_raise(wanted + n_open, most)}",
-            )
-        )
-    n_bytes = n_workers * WORKER_BYTES
-    if n_bytes > free_bytes():
-        raise SpecError(
-            compose(
-                f"{n_workers} workers need at least {human(n_bytes)} of memory, "
-                f"but {human(free_bytes())} are free",
-                fix=f"{advice}, or free memory",
-            )
-        )
+    if limit == resource.RLIM_INFINITY:
+        return
+    in_use = n_open_descriptors()
+    wanted = n_workers * each + _SPARE_DESCRIPTORS + in_use
+    yield Quota(
+        "file descriptors",
+        "this process may open (RLIMIT_NOFILE)",
+        limit,
+        in_use,
+        each,
+        _SPARE_DESCRIPTORS,
+        how_to_raise("n", wanted, most),
+    )
 
 
-def _n_open_descriptors() -> int:
+def _task_quotas(n_workers: int, root: Path) -> Iterator[Quota]:
+    noun, wanted = "processes and threads", n_workers * _WORKER_TASKS + _SPARE_TASKS
+    limit, most = resource.getrlimit(resource.RLIMIT_NPROC)
+    if limit != resource.RLIM_INFINITY and not _is_exempt(root):
+        in_use = _n_tasks(root)
+        remedy = how_to_raise("u", wanted + in_use, most)
+        whose = "this user may have (RLIMIT_NPROC)"
+        yield Quota(noun, whose, limit, in_use, _WORKER_TASKS, _SPARE_TASKS, remedy)
+    for group in task_limits(root):
+        whose = f"the control group of this process allows ({group.file})"
+        remedy = f"let the container have more: --pids-limit={wanted + group.used}"
+        yield Quota(noun, whose, group.limit, group.used, _WORKER_TASKS, _SPARE_TASKS, remedy)
+
+
+def _memory_quotas(root: Path) -> Iterator[Quota]:
+    for bound in shared_bounds(root):
+        in_use = bound.total - bound.free
+        yield Quota("memory", bound.name, bound.total, in_use, WORKER_BYTES, 0, "free memory")
+
+
+def n_open_descriptors() -> int:
+    """Descriptors that this process has open."""
     for directory in ("/proc/self/fd", "/dev/fd"):
         try:
             return len(os.listdir(directory)) - 1  # one is the listing's own
@@ -87,12 +190,37 @@ def _n_open_descriptors() -> int:
     return 64
 
 
-def _how_to_raise(n_descriptors: int, most: Any) -> str:
+def _is_exempt(root: Path) -> bool:
+    """Whether the number of processes of this process's user is not limited."""
+    mask = int(_field(read_text(root / "proc/self/status"), "CapEff", "0"), 16)
+    return os.getuid() == 0 or any(mask >> bit & 1 for bit in _CAPABILITIES)
+
+
+def _n_tasks(root: Path) -> int:
+    """Threads of all processes of this process's user, as far as they can be seen."""
+    user = str(os.getuid())
+    n_tasks = 0
+    for directory in (root / "proc").glob("[0-9]*"):
+        status = read_text(directory / "status")
+        if status and _field(status, "Uid", "") == user:
+            n_tasks += int(_field(status, "Threads", "1"))
+    return n_tasks
+
+
+def _field(status: str, name: str, otherwise: str) -> str:
+    """The first word of a line of a ``status`` file."""
+    for line in status.splitlines():
+        if line.startswith(f"{name}:"):
+            return line.split()[1]
+    return otherwise
+
+
+def how_to_raise(option: str, number: int, most: Any) -> str:
     """How to get a limit of so many: the next power of two, if that is allowed."""
-    if 0 <= most < n_descriptors:
+    if 0 <= most < number:
         return f"let the administrator raise the hard limit, which is {most}"
-    power = 1 << (n_descriptors - 1).bit_length()
+    power = 1 << (number - 1).bit_length()
     return (
         "raise the limit before starting Python: "
-        f"ulimit -n {n_descriptors if 0 <= most < power else power}"
+        f"ulimit -{option} {number if 0 <= most < power else power}"
     )

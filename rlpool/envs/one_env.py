@@ -109,6 +109,7 @@ class OneEnv(VecEnv):
         self._dtypes = dict(dtypes or {})
         self._owns_process = owns_process
         self._n_openings = 0
+        self._seed: int | None = None  # of the last reset
         self._failure: LaneError | None = None  # of the first reset: told at the second as well
         self.is_fresh = False
         self._method = "reset"  # what of the environment is running
@@ -130,6 +131,10 @@ class OneEnv(VecEnv):
     def action_leaves(self) -> dict[str, Leaf] | None:
         """Keys of the actions, ``None`` as long as nothing tells what they are."""
         return self._action_leaves
+
+    def seed_used(self, lane: int) -> int | None:
+        """The seed of the episode that runs."""
+        return self._seed
 
     def state_of(self, observation: Mapping[str, torch.Tensor]) -> Any:
         """The state as the environment hands it out, a copy.
@@ -215,6 +220,7 @@ class OneEnv(VecEnv):
         return call_reset(env, self._arguments, seed if self._takes_long_seeds else fold_seed(seed))
 
     def _seed_generators(self, seed: int) -> None:
+        self._seed = seed
         if self._owns_process:
             seed_process(seed)
         if callable(getattr(self.action_space, "seed", None)):

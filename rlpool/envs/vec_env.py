@@ -171,6 +171,10 @@ class VecEnv(ABC):
             env_info: ``[len(seeds), ...]`` per key: what the options will be made of.
         """
 
+    def seed_used(self, lane: int) -> int | None:
+        """The seed of a lane's episode, if it is not the one that its reset was asked for with."""
+        return None
+
     def reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -387,4 +388,10 @@ def _placed(error: EnvError | AgentError, lanes: VecEnv) -> WorkerError:
         fix = "it ran in this process: debug it here"
         if is_remote:
             fix = "run it in this process to debug: parallel_env=None"
-    return type(error)(error.what, where=where, fix=fix, traceback_text=error.traceback_text)
+    return type(error)(
+        error.what,
+        where=where,
+        fix=fix,
+        traceback_text=error.traceback_text,
+        capsule=error.capsule and replace(error.capsule, where=where),
+    )

@@ -25,7 +25,7 @@ import cloudpickle
 import numpy as np
 
 from rlpool.batcher_base import DEFAULT_TIMEOUT_S, check_count
-from rlpool.coordinator import Coordinator, WorkersDisagree
+from rlpool.coordinator import Coordinator
 from rlpool.envs.one_env import ACTION_KEY, STATE_KEY
 from rlpool.errors import (
     AgentError,
@@ -41,18 +41,27 @@ from rlpool.pool.acting import Policy, Station
 from rlpool.pool.environments import (
     check_environments,
     digest_of,
-    pickled,
     pickled_environments,
+    pickled_policy,
 )
 from rlpool.pool.transitions import EpisodeParts, Transitions, is_part
+from rlpool.preflight import checked
 from rlpool.requests import Packed, WindowRequest, as_infos
+from rlpool.restarts import FailurePolicy
 from rlpool.seeding import LaneSeeds, root_from
 from rlpool.slots import Layout, StepSpecs
 from rlpool.specs import TensorSpec
+from rlpool.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.workers.messages import Setup
+from rlpool.workers.shipment import Shipment
 from rlpool.workers.supervisor import refuse_during_import
+from rlpool.workforce import WorkersDisagree
 
 _LOG = logging.getLogger("rlpool")
+
+# An environment of a pool may remember anything from run to run: there is no way back to where it
+# was, so the next run starts with the environments of the caller.
+_REPORTING = FailurePolicy(on_worker_failure="raise")
 
 _WINDOW_BYTES = 2**22  # per process: a few of them fit into any cache of pages
 _SHORTEST_WINDOW, _LONGEST_WINDOW = 16, 1024  # steps: a round trip costs as much as a few steps
@@ -123,7 +132,7 @@ class EpisodeRunner(ProcessOwner):
         self._dtypes: dict[str, np.dtype[Any]] = {}
         self._owner_pid = os.getpid()
         pickled_environments(envs)  # refused now rather than by the first run
-        pickled("policy", policy)
+        pickled_policy(policy)
 
     def run(self) -> list[Transitions]:
         """Run one episode in every environment and wait for all of them.
@@ -141,8 +150,7 @@ class EpisodeRunner(ProcessOwner):
                 new ones, with the environments as they are here.
             UsageError: If the runner is closed, or the script lacks its ``__main__`` guard.
         """
-        if self._is_closed:
-            raise UsageError(compose("the runner is closed", fix="make a new one"))
+        self._refuse_if_closed()
         number, self.n_runs = self.n_runs, self.n_runs + 1
         try:
             return self._run_agreeing(number)
@@ -164,6 +172,15 @@ class EpisodeRunner(ProcessOwner):
         """
         self._stop()
         self._root, self.n_runs = int(state["root"]), int(state["n_runs"])
+
+    def stacks(self) -> str:
+        """What the workers are doing; empty before they are started."""
+        self._refuse_if_closed()
+        return "" if self._coordinator is None else self._coordinator.stacks()
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed:
+            raise UsageError(compose("the runner is closed", fix="make a new one"))
 
     @property
     def closed(self) -> bool:
@@ -206,7 +223,7 @@ class EpisodeRunner(ProcessOwner):
         if os.getpid() != self._owner_pid:  # a forked copy: the workers are not its own
             self._coordinator, self._owner_pid = None, os.getpid()
         check_environments(self.envs, self._n_processes)
-        pickles, policy = pickled_environments(self.envs), pickled("policy", self.policy)
+        pickles, policy = pickled_environments(self.envs), pickled_policy(self.policy)
         digests = self._digests(pickles)
         policy_digest = digest_of(policy)
         coordinator, is_new_policy = self._coordinator, policy_digest != self._sent_policy
@@ -223,9 +240,14 @@ class EpisodeRunner(ProcessOwner):
         if digests != self._sent:
             self._dtypes = {}
         self._sent, self._sent_policy = digests, policy_digest
+        check_workers(len(pickles), WORKER_DESCRIPTORS, "put fewer environments into the pool")
         setups = [self._setup(p, env, policy, number) for p, env in enumerate(pickles)]
         self._coordinator = Coordinator(
-            setups, in_process=False, make_layout=_Windows(len(setups)), timeout_s=self._timeout_s
+            setups,
+            in_process=False,
+            make_layout=_Windows(len(setups)),
+            policy=_REPORTING,
+            timeout_s=self._timeout_s,
         )
         return self._coordinator, None
 
@@ -241,7 +263,7 @@ class EpisodeRunner(ProcessOwner):
         first_seed = LaneSeeds(self._root, number).seed(process, 0)
         station = Station(process, env, policy, first_seed, self._dtypes)
         functions = cloudpickle.dumps((station.create_env, {}, station.create_agent, {}))
-        return Setup(functions, process, self._n_processes, self._root, owns_process=True)
+        return Setup(Shipment(functions), process, self._n_processes, self._root, owns_process=True)
 
     def _stop(self) -> None:
         coordinator, self._coordinator = self._coordinator, None
@@ -290,7 +312,7 @@ class _Windows:
     def __call__(self, specs: StepSpecs) -> Layout:
         step_bytes = sum(spec.n_bytes for spec in {**specs.succeeded, **specs.output}.values())
         n_timesteps = min(_LONGEST_WINDOW, max(_SHORTEST_WINDOW, _WINDOW_BYTES // step_bytes))
-        return Layout(specs, self._n_processes, n_timesteps, self._n_processes)
+        return checked(Layout(specs, self._n_processes, n_timesteps, self._n_processes), ())
 
 
 def _common_dtypes(specs: Sequence[StepSpecs]) -> dict[str, np.dtype[Any]]:

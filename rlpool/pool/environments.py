@@ -6,10 +6,14 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-import cloudpickle
-
 from rlpool.batcher_base import check_count
-from rlpool.errors import SpecError, WorkerStartupError, compose
+from rlpool.errors import SpecError, compose
+from rlpool.pickling import pickled
+
+_HOW_TO_PICKLE = (
+    "make it in the first reset() or call, which runs in the process, or leave it out in "
+    "__getstate__"
+)
 
 
 def check_environments(envs: Any, processes: Any) -> None:
@@ -56,43 +60,19 @@ def pickled_environments(envs: Sequence[Any]) -> list[bytes]:
     Raises:
         WorkerStartupError: Naming the environment and the attribute that cannot be pickled.
     """
-    return [pickled(f"environment {number}", env) for number, env in enumerate(envs)]
+    return [
+        pickled({f"env[{number}]": env}, env, fix=_HOW_TO_PICKLE, what=f"environment {number}")
+        for number, env in enumerate(envs)
+    ]
 
 
-def pickled(what: str, value: Any) -> bytes:
-    """The pickle of an object.
-
-    Args:
-        what: How an error calls it.
-        value: The object.
+def pickled_policy(policy: Any) -> bytes:
+    """The pickle of the policy.
 
     Raises:
-        WorkerStartupError: Naming the attribute that cannot be pickled, as far as it is found.
+        WorkerStartupError: Naming the attribute that cannot be pickled.
     """
-    try:
-        words: bytes = cloudpickle.dumps(value)
-    except Exception as error:
-        path, cause = _culprit(value, error)
-        where = f" because of its {path}" if path else ""
-        raise WorkerStartupError(
-            f"{what} cannot be pickled{where}: {type(cause).__name__}: {cause}",
-            fix="make what cannot be pickled in its first reset(), which runs in the process, or "
-            "leave it out in __getstate__",
-        ) from error
-    return words
-
-
-def _culprit(value: Any, error: Exception, depth: int = 4) -> tuple[str, Exception]:
-    """The attribute that cannot be pickled, as ``.a.b``, and why; ``""`` if it is the whole."""
-    attributes = getattr(value, "__dict__", None)
-    if depth and isinstance(attributes, dict):
-        for name, inner in attributes.items():
-            try:
-                cloudpickle.dumps(inner)
-            except Exception as cause:
-                path, cause = _culprit(inner, cause, depth - 1)
-                return f".{name}{path}", cause
-    return "", error
+    return pickled({"policy": policy}, policy, fix=_HOW_TO_PICKLE)
 
 
 def digest_of(words: bytes) -> bytes:

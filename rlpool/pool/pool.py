@@ -30,6 +30,7 @@ from rlpool.pool.writer import TransitionWriter
 from rlpool.seeding import root_from
 from rlpool.slots import successor_key
 from rlpool.specs import DEFAULT_OBSERVATION_KEY
+from rlpool.stack_dumps import DumpsStacks
 from rlpool.storage import Array
 
 _FIVE_KEYS = (
@@ -41,7 +42,7 @@ _FIVE_KEYS = (
 )
 
 
-class Pool(TransitionWriter):
+class Pool(TransitionWriter, DumpsStacks):
     """A bounded store of transitions: the most recent ones, to be sampled for learning.
 
     Filled in three ways, which may be mixed as long as transitions have the same keys:
@@ -239,13 +240,7 @@ class Pool(TransitionWriter):
             WorkerStartupError, WorkerDiedError, WorkerTimeoutError: If a process cannot start,
                 dies or hangs; likewise.
         """
-        if self._runner is None:
-            raise UsageError(
-                compose("the pool has no environments", fix="pass env=[...], or use extend()")
-            )
-        if self._runner.closed:
-            raise UsageError(compose("the pool was closed", fix="make another one, close it later"))
-        episodes = self._runner.run()
+        episodes = self._open_runner().run()
         trajectories = [trajectory_of(episode) for episode in episodes]
         if not self._random or len(self._rings) == 1:
             for number, trajectory in enumerate(trajectories):
@@ -399,6 +394,18 @@ class Pool(TransitionWriter):
                 )
             )
         return PoolReader.attached, self._shared_parts()
+
+    def _open_runner(self) -> EpisodeRunner:
+        if self._runner is None:
+            raise UsageError(
+                compose("the pool has no environments", fix="pass env=[...], or use extend()")
+            )
+        if self._runner.closed:
+            raise UsageError(compose("the pool was closed", fix="make another one, close it later"))
+        return self._runner
+
+    def _stacks(self) -> str:
+        return self._open_runner().stacks()
 
     def close(self) -> None:
         """End the processes of ``store()``. What is stored stays. May be repeated."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError, compose
+from rlpool.limits import check_size
 from rlpool.pool.intake import Intake, Schema, intake_of, intake_of_one, specs_of
 from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.reader import RESULT_KEYS, TransitionReader
@@ -22,7 +23,7 @@ from rlpool.pool.sharing import Sync
 from rlpool.pool.transition import DONE_KEY
 from rlpool.slots import successor_key
 from rlpool.specs import TensorSpec
-from rlpool.storage import Array, Memory, allocate
+from rlpool.storage import Array, Memory, allocate, carved_bytes
 
 _T = TypeVar("_T")
 
@@ -159,7 +160,20 @@ class TransitionWriter(TransitionReader):
         def make_memory(n_bytes: int) -> Memory:
             return allocate(self._storage, n_bytes, directory=self._directory)
 
+        if self._storage != "memmap":
+            self._check_size(carved_bytes(schema.columns, self._pool_size))
         return RowStore(schema.columns, schema.paired, self._pool_size, make_memory)
+
+    def _check_size(self, sizes: Mapping[str, int]) -> None:
+        """Refuse more transitions than the machine can hold; warn of more than it can hold now."""
+
+        def advice(n_free: int) -> str:
+            fits = self._pool_size * n_free // sum(sizes.values())
+            number = f" ({fits} would fit)" if fits else ""
+            return f'lower pool_size{number}, or use storage="memmap"'
+
+        what = f"a pool of {self._pool_size} transitions"
+        check_size(sizes, advice, what, private=self._storage == "local")
 
     def _shared_parts(self) -> tuple[Any, ...]:
         """What a ``PoolReader`` in another process is made of."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import multiprocessing
 import os
@@ -15,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlpool.claims import ClaimLock
 from rlpool.seeding import worker_seed
 from rlpool.storage import Memory
 from rlpool.workers.collector import Collector
 from rlpool.workers.fast_checks import install_fast_checks
 from rlpool.workers.fast_seeding import FastSeeding
+from rlpool.workers.leash import kill_when_closed, let_go
 from rlpool.workers.messages import Message, Pipe, Setup
-from rlpool.workers.plans import ClaimLock
 
 CONTROL_COLUMNS = 2
 """Shared int64 numbers per worker: steps done (1 when it begins), lane in use."""
@@ -109,7 +109,8 @@ def _end_with_parent() -> None:
     if parent is None:
         return
     parent_pid = os.getppid()
-    _kill_when_closed(parent.sentinel)
+    kill_when_closed(parent.sentinel, os.getpid())
+    let_go()
 
     def watch() -> None:
         while not wait([parent.sentinel], timeout=_PARENT_CHECK_S):
@@ -118,15 +119,3 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="rlpool-parent-watch", daemon=True).start()
-
-
-def _kill_when_closed(fd: int) -> None:
-    """Let the kernel end this process when the other end of a pipe is closed, where it can.
-
-    That needs no thread of ours, which an environment that never gives Python's lock back would
-    keep from running.
-    """
-    if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | fcntl.FASYNC)

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from rlpool.agent import Agent
+from rlpool.claims import ClaimLock
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.errors import RlpoolError, Where, WorkerError, WorkerStartupError
+from rlpool.errors import EnvError, RlpoolError, Where, WorkerError, WorkerStartupError
 from rlpool.failures import agent_error, described, text_of
+from rlpool.plan import Resumed
 from rlpool.rollout import Rollout
 from rlpool.seeding import LaneSeeds, probe_seed, worker_seed
 from rlpool.slots import Block
@@ -28,12 +30,15 @@ from rlpool.workers.messages import (
     Probe,
     Ready,
     RequestDone,
+    Retiring,
     Setup,
     Update,
     Window,
 )
 from rlpool.workers.parcel import Parcel, unpack
-from rlpool.workers.plans import AnnounceSeeds, ClaimLock, EpisodePlan, WindowPlan
+from rlpool.workers.plans import AnnounceSeeds, EpisodePlan, WindowPlan
+from rlpool.workers.shipment import arrived
+from rlpool.workers.wear import Wear
 
 Infos = tuple[dict[str, Array], dict[str, Array]]
 """``(agent_info, env_info)`` as arrays by key."""
@@ -91,6 +96,12 @@ class Collector:
         self._lane_seeds: LaneSeeds | None = None
         self._window_infos: Infos | None = None
         self._failed_update: WorkerError | None = None
+        self._wear = Wear(setup.max_episodes, setup.max_rss_bytes)
+
+    @property
+    def env(self) -> VecEnv | None:
+        """The environments, once they are created."""
+        return self._env
 
     def start(self) -> bool:
         """Create environments and agent and report; False if that failed."""
@@ -116,11 +127,11 @@ class Collector:
         return self._inbox.popleft() if self._inbox else self._link.receive()
 
     def handle(self, message: Message, memory: Memory | None) -> bool:
-        """Carry out one message; False if it says to close."""
+        """Carry out one message; False if this worker is to end now."""
         if isinstance(message, Close):
             return False
         if isinstance(message, Probe):
-            self._link.send(self._probed(_infos(message.parcel, memory)))
+            self._link.send(self._probed(_infos(message.parcel, memory)[0]))
         elif isinstance(message, MapBlock):
             for number in message.unmap:
                 self._blocks.pop(number, None)
@@ -129,7 +140,7 @@ class Collector:
         elif isinstance(message, Update):
             self._update(message, memory)
         elif isinstance(message, Execute | Window):
-            self._run(message, memory)
+            return self._run(message, memory)
         return True
 
     def close(self) -> None:
@@ -151,8 +162,8 @@ class Collector:
         where = Where(worker=setup.worker)
         try:
             functions = setup.functions
-            if isinstance(functions, bytes):
-                functions = pickle.loads(functions)
+            if not isinstance(functions, tuple):
+                functions = pickle.loads(arrived(functions))
             create_env, env_args, create_agent, agent_args = functions
         except KeyboardInterrupt:
             raise
@@ -186,8 +197,15 @@ class Collector:
                 where=where,
                 fix="subclass rlpool.Agent",
             )
+        n_noise = agent.n_noise
+        if isinstance(n_noise, bool) or not isinstance(n_noise, int) or n_noise < 0:
+            raise WorkerStartupError(
+                f"n_noise of the agent is {n_noise!r}, not a number of random numbers per step",
+                where=where,
+                fix="set n_noise to an int of at least 0",
+            )
         self._agent = agent
-        self._rollout = Rollout(agent, env, setup.worker, self._progress)
+        self._rollout = Rollout(agent, env, setup.worker, self._progress, seed)
 
     def _probed(self, infos: Infos | None) -> Ready:
         """Learn the keys, with the infos of the first lanes if there are any."""
@@ -222,57 +240,78 @@ class Collector:
         else:
             self._failed_update = None
 
-    def _run(self, message: Execute | Window, memory: Memory | None) -> None:
-        rollout = self._rollout
-        if rollout is None:
-            return
+    def _run(self, message: Execute | Window, memory: Memory | None) -> bool:
+        """Run a request's share; False if this worker has to end, finished or not."""
+        request, send = message.request, self._link.send
         if self._failed_update is not None:
             # The request was to run with the policy that could not be taken over.
-            self._link.send(Failed(self._failed_update, request=message.request))
-            self._link.send(RequestDone(message.request))
-            return
+            send(Failed(self._failed_update, request))
+            send(RequestDone(request))
+            return True
         try:
-            plan = self._plan(message, memory)
-            if isinstance(plan, EpisodePlan) and self._setup.n_workers == 1 and self._env:
-                plan.announce_to(self._env)
-            rollout.run(plan)
+            self._carry_out(message, memory)
         except WorkerError as error:
-            self._link.send(Failed(error, request=message.request))
+            send(Failed(error, request))
+            if isinstance(error, EnvError) and self._setup.quits_on_env_error:
+                return False  # its successor will finish what is left
         except KeyboardInterrupt:
-            failure = WorkerError("interrupted", where=Where(worker=self._setup.worker))
-            self._link.send(Failed(failure, request=message.request))
-            self._link.send(RequestDone(message.request))
+            send(Failed(WorkerError("interrupted", where=self._here), request))
+            send(RequestDone(request))
             raise
         except BaseException as error:
-            failure = WorkerError(
-                f"the worker failed with {described(error)}",
-                where=Where(worker=self._setup.worker),
-                traceback_text=text_of(error),
-            )
-            self._link.send(Failed(failure, request=message.request))
-        self._link.send(RequestDone(message.request))
+            what, text = f"the worker failed with {described(error)}", text_of(error)
+            send(Failed(WorkerError(what, where=self._here, traceback_text=text), request))
+        if self._wear.is_worn:
+            if isinstance(message, Window):
+                send(RequestDone(request))  # windows are never left half-way
+            send(Retiring(str(self._wear)))
+            return False
+        send(RequestDone(request))
+        return True
 
-    def _plan(self, message: Execute | Window, memory: Memory | None) -> EpisodePlan | WindowPlan:
-        setup, block = self._setup, self._blocks[message.block]
-        infos = _infos(message.parcel, memory)
+    @property
+    def _here(self) -> Where:
+        return Where(worker=self._setup.worker)
+
+    def _carry_out(self, message: Execute | Window, memory: Memory | None) -> None:
+        rollout, env = self._rollout, self._env
+        if rollout is None or env is None:
+            raise LookupError("asked to run before start")
+        infos, resumed = _infos(message.parcel, memory)
         if isinstance(message, Execute):
-            return EpisodePlan(
-                message,
-                setup.worker,
-                block,
-                setup.root,
-                infos,
-                self._lock,
-                self._link.send,
-                self._receive_credit,
-                self._announce_seeds,
-            )
+            plan = self._episodes(message, infos)
+            if self._setup.n_workers == 1:
+                plan.announce_to(env)
+            rollout.run(plan)
+            return
+        windows = self._window(message, infos)
+        if resumed:
+            rollout.resume(windows, resumed)
+        rollout.run(windows)
+
+    def _episodes(self, message: Execute, infos: Infos | None) -> EpisodePlan:
+        return EpisodePlan(
+            message,
+            self._setup.worker,
+            self._blocks[message.block],
+            self._setup.root,
+            infos,
+            self._lock,
+            self._link.send,
+            self._receive_credit,
+            self._announce_seeds,
+            self._wear,
+        )
+
+    def _window(self, message: Window, infos: Infos | None) -> WindowPlan:
+        setup, block = self._setup, self._blocks[message.block]
         if message.is_first or self._lane_seeds is None:
             if self._rollout is not None:
                 self._rollout.abandon()
             self._lane_seeds = LaneSeeds(setup.root, message.n_resets)
             self._window_infos = infos
-        return WindowPlan(message, setup.worker, block, self._lane_seeds, self._window_infos)
+        seeds, infos = self._lane_seeds, self._window_infos
+        return WindowPlan(message, setup.worker, block, seeds, infos, self._wear)
 
     def _receive_credit(self, request: int, blocking: bool) -> list[int] | None:
         """Slots that came back; other messages are kept for later."""
@@ -289,11 +328,12 @@ class Collector:
         return slots if n_seen else None
 
 
-def _infos(parcel: Parcel | None, memory: Memory | None) -> Infos | None:
+def _infos(parcel: Parcel | None, memory: Memory | None) -> tuple[Infos | None, Sequence[Resumed]]:
+    """Infos of a request, and lanes that another worker had begun."""
     if parcel is None or memory is None:
-        return None
-    infos: Infos = unpack(parcel, memory)
-    return infos
+        return None, ()
+    agent_info, env_info, resumed = unpack(parcel, memory)
+    return (agent_info, env_info), resumed
 
 
 def _startup_error(what: str, error: BaseException, where: Where) -> WorkerStartupError:

@@ -8,17 +8,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import cloudpickle
-
 from rlpool.errors import (
     SpecError,
     UsageError,
-    WorkerStartupError,
     compose,
 )
 from rlpool.limits import check_size
+from rlpool.pickling import pickled, why_not
 from rlpool.restarts import FailurePolicy
 from rlpool.specs import TensorSpec
+from rlpool.stack_dumps import described, note_source
 from rlpool.storage import Array, Memory, carved_bytes
 from rlpool.worker_limits import check_workers
 from rlpool.workers.arena import Arena, ArenaLayout, carve_actions
@@ -32,6 +31,7 @@ from rlpool.workers.env_messages import (
     Reset,
 )
 from rlpool.workers.messages import Message
+from rlpool.workers.shipment import Shipment
 from rlpool.workers.supervisor import Supervisor
 from rlpool.workers.wake import Wake
 from rlpool.workers.watched_crew import WatchedCrew, placed
@@ -67,17 +67,22 @@ class EnvCrew(WatchedCrew):
         timeout_s: float | None,
         policy: FailurePolicy,
     ) -> None:
-        advice = "use fewer workers (more envs_per_worker, or fewer environments)"
+        advice = "use fewer workers, by more envs_per_worker or fewer environments"
         starts = range(0, len(env_fns), envs_per_worker)
         lanes_of = [range(s, min(s + envs_per_worker, len(env_fns))) for s in starts]
         check_workers(len(lanes_of), _DESCRIPTORS_EACH, advice)
         super().__init__(lanes_of, timeout_s, policy)
         self.has_called = False
         self._owner_pid = os.getpid()
+        shipments = [
+            Shipment(_pickled({f"env_fns[{lane}]": env_fns[lane] for lane in lanes}))
+            for lanes in lanes_of
+        ]
         self._done = Wake()
         self.wakes = [Wake() for _ in lanes_of]
-        supervisor = Supervisor(self._setups(env_fns, options, root), self._deliver, main)
-        self._watch_over(supervisor)
+        setups = self._setups(shipments, options, root)
+        self._watch_over(Supervisor(setups, self._deliver, main))
+        note_source(self)
         try:
             self._supervisor.start()
             self._take_processes()
@@ -90,11 +95,11 @@ class EnvCrew(WatchedCrew):
         self.reports = [self._reports[worker] for worker in range(self.n_workers)]
 
     def _setups(
-        self, env_fns: Sequence[Callable[[], Any]], options: Mapping[str, Any], root: int
+        self, shipments: list[Shipment], options: Mapping[str, Any], root: int
     ) -> list[EnvSetup]:
         return [
             EnvSetup(
-                _pickled([env_fns[lane] for lane in lanes], lanes),
+                shipments[worker],
                 options,
                 worker,
                 self.n_workers,
@@ -109,8 +114,14 @@ class EnvCrew(WatchedCrew):
 
     def map(self, layout: ArenaLayout) -> Arena:
         """Make the arena and let all workers use it."""
-        check_size(layout.bytes_of_key(), "use fewer environments", "the observations")
-        memory = Memory.shared(sum(layout.bytes_of_key().values()), "rlpool-arena")
+        sizes = layout.bytes_of_key()
+        n_bytes = sum(sizes.values())
+        check_size(
+            sizes,
+            lambda n_free: f"use fewer environments ({self.n_lanes * n_free // n_bytes} would fit)",
+            "the observations",
+        )
+        memory = Memory.shared(n_bytes, "rlpool-arena")
         self.arena = Arena(layout, memory)
         self.arena.is_ahead[:] = -1
         if self.log is not None and layout.action:
@@ -140,6 +151,12 @@ class EnvCrew(WatchedCrew):
         for wake in self.wakes:
             wake.close()
 
+    def worker_stacks(self) -> str:
+        """What the worker processes are doing, also for a signal handler at any time."""
+        if self.closed or os.getpid() != self._owner_pid:
+            return ""
+        return described(self._supervisor.stacks(), self._where)
+
     def check_open(self) -> None:
         """Refuse to go on after ``close``, or after a death.
 
@@ -151,6 +168,7 @@ class EnvCrew(WatchedCrew):
             raise UsageError(
                 compose("the environments are closed", fix="make a new manager, or close it later")
             )
+        self._supervisor.deliver_logs()
         self._advance()
 
     def refuse_bad_lanes(self, lanes: Sequence[int]) -> None:
@@ -191,7 +209,7 @@ class EnvCrew(WatchedCrew):
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise SpecError(
                 compose(
-                    f"options, tasks or actions that cannot be pickled: {error}",
+                    why_not({"message": message}, error, kind=pickle.Pickler),
                     fix="pass numbers, arrays, or objects of classes at module level",
                 )
             ) from error
@@ -310,12 +328,6 @@ class EnvCrew(WatchedCrew):
         return True
 
 
-def _pickled(functions: list[Callable[[], Any]], lanes: range) -> bytes:
-    try:
-        pickled: bytes = cloudpickle.dumps(functions)
-    except Exception as error:
-        raise WorkerStartupError(
-            f"env_fns[{lanes[0]}] to env_fns[{lanes[-1]}] cannot be pickled: {error}",
-            fix="create what cannot be pickled inside the function",
-        ) from error
-    return pickled
+def _pickled(env_fns: Mapping[str, Callable[[], Any]]) -> bytes:
+    fix = "create it inside the function, which runs in the worker"
+    return pickled(env_fns, list(env_fns.values()), fix=fix)

@@ -17,6 +17,7 @@ from rlpool.storage import Array
 from rlpool.workers.arena import ArenaLayout
 from rlpool.workers.episode_log import Actions, Reached
 from rlpool.workers.parcel import Parcel
+from rlpool.workers.shipment import Shipment
 from rlpool.workers.wake import Wake
 
 
@@ -25,7 +26,8 @@ class EnvSetup:
     """What a worker that holds environments needs to begin.
 
     Attributes:
-        functions: The functions that make its environments, pickled by cloudpickle.
+        functions: The functions that make its environments, pickled by cloudpickle; they arrive
+            as bytes.
         options: Keyword arguments of its ``GymEnv``.
         worker: The worker's number.
         n_workers: How many there are.
@@ -36,7 +38,7 @@ class EnvSetup:
         max_episodes: How many episodes it may begin, ``None`` for no limit.
     """
 
-    functions: bytes
+    functions: Shipment | bytes
     options: Mapping[str, Any]
     worker: int
     n_workers: int

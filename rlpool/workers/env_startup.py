@@ -16,6 +16,7 @@ from rlpool.errors import RlpoolError, SpecError, Where, WorkerStartupError
 from rlpool.failures import described, env_error, text_of
 from rlpool.seeding import probe_seed, root_from, worker_seed
 from rlpool.workers.env_messages import EnvReady, EnvSetup
+from rlpool.workers.shipment import arrived
 
 
 def made_environments(setup: EnvSetup, numbers: memoryview) -> GymEnv:
@@ -33,7 +34,7 @@ def made_environments(setup: EnvSetup, numbers: memoryview) -> GymEnv:
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  (for environments that use it)
     where = Where(worker=setup.worker)
     try:
-        functions = pickle.loads(setup.functions)
+        functions = pickle.loads(arrived(setup.functions))
     except BaseException as error:
         raise _startup_error("loading env_fns", error, where) from error
     envs = []

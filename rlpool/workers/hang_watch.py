@@ -10,7 +10,7 @@ from one that waited for him."""
 
 
 _START_S = 20.0
-"""A worker that is starting may be idle so long at least: it imports, from disks that may be slow."""
+"""A worker that is starting may be idle so long at least: importing may be slow."""
 
 
 class HangWatch:

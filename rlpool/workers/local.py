@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from rlpool.claims import ClaimLock
 from rlpool.storage import Memory
 from rlpool.workers.collector import Collector, Deliver
 from rlpool.workers.messages import Close, Message, Setup
-from rlpool.workers.plans import ClaimLock
+from rlpool.workers.stacks import Stacks, own_stacks
 
 
 class LocalLink:
@@ -47,6 +49,8 @@ class LocalWorker:
     """
 
     n_workers = 1
+    is_aborted = False
+    claim_lock = ClaimLock(None)
 
     def __init__(self, setup: Setup, deliver: Deliver) -> None:
         self._link = LocalLink(deliver)
@@ -84,6 +88,26 @@ class LocalWorker:
     def lane_in_use(self, worker: int) -> int:
         """The lane whose environment ran last."""
         return self._numbers[1]
+
+    def deliver_logs(self) -> None:
+        """What is logged in this process is where it belongs."""
+
+    def stacks(self) -> list[Stacks]:
+        """What the threads of this process are doing."""
+        return [Stacks(0, os.getpid(), own_stacks())]
+
+    def stacks_of_environments(self) -> str:
+        """What processes are doing that environments run in, if they do."""
+        dump = getattr(self._collector.env, "dump_stacks", None)
+        return "" if dump is None else str(dump(file=None))
+
+    def holder_of_claims(self, otherwise: int) -> int:
+        """Nobody else is there to hold the lock."""
+        return otherwise
+
+    def replace(self, worker: int) -> None:
+        """A worker in this process does not die."""
+        raise LookupError("a local worker has no successor")
 
     def kill(self, worker: int) -> None:
         """A worker in this process cannot be killed."""

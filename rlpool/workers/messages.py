@@ -18,6 +18,7 @@ from rlpool.errors import RlpoolError, WorkerError
 from rlpool.slots import Layout, StepSpecs
 from rlpool.storage import Memory
 from rlpool.workers.parcel import Parcel
+from rlpool.workers.shipment import Shipment
 
 
 @dataclass(frozen=True)
@@ -26,19 +27,25 @@ class Setup:
 
     Attributes:
         functions: ``(create_env, env_args, create_agent, agent_args)``, or that pickled by
-            cloudpickle for another process.
+            cloudpickle for another process, where it arrives as bytes.
         worker: The worker's number.
         n_workers: How many there are.
         root: Root of all seeds.
         owns_process: Whether the worker may seed its process's global generators and set its
             thread count: True in a process of its own.
+        quits_on_env_error: Whether it ends, to be replaced, when an environment raises.
+        max_episodes: Episodes after which it ends, to be replaced; ``None`` for any number.
+        max_rss_bytes: Memory of its own at which it does; ``None`` for any size.
     """
 
-    functions: bytes | tuple[Any, Any, Any, Any]
+    functions: Shipment | bytes | tuple[Any, Any, Any, Any]
     worker: int
     n_workers: int
     root: int
     owns_process: bool
+    quits_on_env_error: bool = False
+    max_episodes: int | None = None
+    max_rss_bytes: int | None = None
 
 
 # From the caller to a worker ----------------------------------------------------------------
@@ -71,6 +78,7 @@ class Execute:
         block: Number of the block.
         in_place: Whether episode *i* is written into slot *i*.
         slots: Slots that this worker may use for everything else.
+        again: Episodes that a worker of this number had claimed and not finished when it died.
         parcel: ``(agent_info, env_info)`` as dicts of arrays, its memory follows.
     """
 
@@ -80,6 +88,7 @@ class Execute:
     block: int
     in_place: bool
     slots: list[int]
+    again: list[int]
     parcel: Parcel | None
 
 
@@ -94,7 +103,8 @@ class Window:
         n_resets: Number of the ``reset`` whose episodes run.
         is_first: Whether all lanes start anew; then the parcel holds the infos of all lanes of
             all workers.
-        parcel: ``(agent_info, env_info)``, its memory follows.
+        parcel: ``(agent_info, env_info, resumed)``, its memory follows; ``resumed`` holds one
+            ``Resumed`` for each running lane if a worker before this one had begun them.
     """
 
     request: int
@@ -146,10 +156,10 @@ class Ready:
 
 @dataclass(frozen=True)
 class ChunksDone:
-    """Slots that are complete and wait to be emptied: (episode, slot, chunk)."""
+    """Slots that are complete and wait to be emptied: (episode, slot, chunk, is_last)."""
 
     request: int
-    chunks: list[tuple[int, int, int]]
+    chunks: list[tuple[int, int, int, bool]]
 
 
 @dataclass(frozen=True)
@@ -170,6 +180,17 @@ class Failed:
 
     error: WorkerError
     request: int | None = None
+
+
+@dataclass(frozen=True)
+class Retiring:
+    """The worker is worn and ends, to be replaced.
+
+    Attributes:
+        why: How worn it is.
+    """
+
+    why: str
 
 
 Message = Any

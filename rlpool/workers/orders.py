@@ -318,6 +318,12 @@ def lane_failure(error: EnvError, lane: int, call: str, where: Where) -> LaneFai
     """A worker's report about a lane as an exception."""
     kind = LaneSpecFailure if isinstance(error, SpecError) else LaneFailure
     fix = ENV_HINT if error.fix == DEBUG_HINT else error.fix
-    failure = kind(error.what, where=where, fix=fix, traceback_text=error.traceback_text)
+    failure = kind(
+        error.what,
+        where=where,
+        fix=fix,
+        traceback_text=error.traceback_text,
+        capsule=error.capsule,
+    )
     failure.lane, failure.call = lane, call
     return failure

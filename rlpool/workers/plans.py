@@ -2,48 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Callable, Sequence
 
+from rlpool.claims import ClaimLock, Claims
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.plan import Episode
 from rlpool.seeding import LaneSeeds, NoiseStarts, episode_seeds
 from rlpool.slots import Block
 from rlpool.storage import Array
 from rlpool.workers.messages import ChunksDone, Execute, Window
-
-_MAX_CLAIM = 8
-"""Episodes claimed at once: enough to make the claim cheap. Near a request's end they are claimed
-one by one, so that no worker sits on episodes that another could run."""
+from rlpool.workers.wear import Wear
 
 Send = Callable[[object], None]
 AnnounceSeeds = Callable[[Sequence[int]], None]
 ReceiveCredit = Callable[[int, bool], list[int] | None]
 """``(request, blocking)`` to slots that came back: ``None`` if no message was there."""
-
-
-class ClaimLock:
-    """Excludes the other workers while one claims an episode.
-
-    A lock of the kernel on a shared descriptor: it is gone with the process that holds it, so
-    that no death can leave it locked.
-
-    Args:
-        fd: Descriptor of memory that all workers share; ``None`` if there is one worker only.
-    """
-
-    def __init__(self, fd: int | None) -> None:
-        self._fd = fd
-
-    def acquire(self) -> None:
-        """Wait for the lock and take it."""
-        if self._fd is not None:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX)
-
-    def release(self) -> None:
-        """Give it back."""
-        if self._fd is not None:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
 
 class _Infos:
@@ -75,10 +48,11 @@ class EpisodePlan:
         block: The request's block.
         root: Root of the seeds.
         infos: Infos of the request.
-        lock: Guards the cursors.
+        lock: Guards the claims.
         send: Sends a message to the caller.
         receive_credit: Takes emptied slots.
         announce_seeds: Is told which seeds the environments will be reset with.
+        wear: Says when this worker should begin no further episode.
     """
 
     def __init__(
@@ -92,6 +66,7 @@ class EpisodePlan:
         send: Send,
         receive_credit: ReceiveCredit,
         announce_seeds: AnnounceSeeds,
+        wear: Wear,
     ) -> None:
         self.worker = worker
         self.layout = block.layout
@@ -106,15 +81,17 @@ class EpisodePlan:
         self._n_lanes = self.layout.step.n_lanes
         self._free = list(reversed(message.slots))
         self._owns_slots = bool(message.slots)
-        self._cursor = self.arrays.control["cursor"].data
         self._cancelled = self.arrays.control["cancelled"].data
-        self._claim_divisor = 4 * self.layout.n_workers
-        self._claimed: list[list[Episode]] = [[] for _ in range(self._n_lanes)]
+        self._whole = self.arrays.control["whole"].data
+        self._claims = Claims(self.arrays.control, message.n_episodes, lock)
+        self._claimed: list[list[int]] = [[] for _ in range(self._n_lanes)]  # the next one last
+        for number in sorted(message.again, reverse=True):
+            self._claimed[number % self._n_lanes].append(number)
         self._exhausted: set[int] = set()
-        self._lock = lock
+        self._wear = wear
         self._send = send
         self._receive_credit = receive_credit
-        self._chunks: list[tuple[int, int, int]] = []
+        self._chunks: list[tuple[int, int, int, bool]] = []
         self._refused = False
 
     def announce_to(self, env: VecEnv) -> None:
@@ -123,6 +100,8 @@ class EpisodePlan:
 
     def next_episode(self, lane: int) -> Episode | None:
         """The lane's next episode, if it has a slot to write to."""
+        if self._wear.is_worn:
+            return None
         in_place = self._message.in_place
         if not in_place and not self._free:
             # Its slots come back when they are emptied; a worker that has none takes no part.
@@ -130,34 +109,22 @@ class EpisodePlan:
             return None
         if not self._claimed[lane] and (lane in self._exhausted or not self._claim(lane)):
             return None
-        episode = self._claimed[lane].pop()
-        if not in_place:
-            episode.slot = self._free.pop()
-        return episode
+        number = self._claimed[lane].pop()
+        self._wear.n_begun += 1
+        return Episode(
+            number,
+            self._seeds[number],
+            self._infos.options(number),
+            self._noise[number] if self._noise is not None else None,
+            number if in_place else self._free.pop(),
+        )
 
     def _claim(self, lane: int) -> bool:
-        """Claim episodes of the lane's row: several while many are left, one by one at the end."""
-        stride, n_episodes = self._n_lanes, self._message.n_episodes
-        self._lock.acquire()
-        first = self._cursor[lane]
-        n_left = max(0, -(-(n_episodes - first) // stride))
-        n_claimed = min(n_left, max(1, min(_MAX_CLAIM, n_left // self._claim_divisor)))
-        self._cursor[lane] = first + n_claimed * stride
-        self._lock.release()
-        if not n_claimed:
+        """Claim episodes of the lane's row; False if there are none left."""
+        self._claimed[lane] = list(reversed(self._claims.make(self.worker, lane)))
+        if not self._claimed[lane]:
             self._exhausted.add(lane)
-            return False
-        self._claimed[lane] = [
-            Episode(
-                number,
-                self._seeds[number],
-                self._infos.options(number),
-                self._noise[number] if self._noise is not None else None,
-                number,
-            )
-            for number in range(first + (n_claimed - 1) * stride, first - 1, -stride)
-        ]
-        return True
+        return bool(self._claimed[lane])
 
     def restarted(self, lane: int, episode: Episode) -> Episode:
         """Never asked for: an episode that ended is complete."""
@@ -172,8 +139,10 @@ class EpisodePlan:
 
     def chunk_done(self, episode: int, slot: int, chunk: int, is_last: bool) -> None:
         """Note a complete slot; one that is its row's whole episode stays where it is."""
-        if not (self._message.in_place and is_last and chunk == 0):
-            self._chunks.append((episode, slot, chunk))
+        if self._message.in_place and is_last and chunk == 0:
+            self._whole[episode] = 1  # the last of all that is written about it
+        else:
+            self._chunks.append((episode, slot, chunk, is_last))
 
     def flush(self) -> None:
         """Report the slots that wait to be emptied."""
@@ -216,6 +185,7 @@ class WindowPlan:
         block: The window's block.
         seeds: Seeds of the lanes since their reset.
         infos: Infos of all lanes of all workers, from the reset.
+        wear: Counts the episodes of this worker.
     """
 
     def __init__(
@@ -225,6 +195,7 @@ class WindowPlan:
         block: Block,
         seeds: LaneSeeds,
         infos: tuple[dict[str, Array], dict[str, Array]] | None,
+        wear: Wear,
     ) -> None:
         self.worker = worker
         self.layout = block.layout
@@ -232,6 +203,7 @@ class WindowPlan:
         self._infos = _Infos(infos)
         self.agent_info = self._infos.agent_info
         self._seeds = seeds
+        self._wear = wear
         self._slots = dict(message.slots)
         self._starts = message.is_first
         self._first_lane = worker * self.layout.step.n_lanes
@@ -241,10 +213,16 @@ class WindowPlan:
         """In the first window after a reset: the lane's episode."""
         if not self._starts or lane not in self._slots:
             return None
+        self._wear.n_begun += 1
         return self._episode(self._first_lane + lane, self._slots.pop(lane), 0)
+
+    def resumed(self, lane: int, n_restarts: int) -> Episode:
+        """The episode that another worker had begun in a lane; it has no slot yet."""
+        return self._episode(self._first_lane + lane, -1, n_restarts)
 
     def restarted(self, lane: int, episode: Episode) -> Episode:
         """The lane's next episode, in the same slot."""
+        self._wear.n_begun += 1
         return self._episode(episode.number, episode.slot, episode.n_restarts + 1)
 
     def next_slot(self, lane: int, episode: int) -> int | None:

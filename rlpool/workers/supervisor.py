@@ -13,28 +13,42 @@ from contextlib import contextmanager, suppress
 from multiprocessing import process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from multiprocessing.reduction import DupFd
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
 import numpy as np
 
-from rlpool.errors import UsageError, compose
+from rlpool.claims import ClaimLock
+from rlpool.errors import UsageError, WorkerStartupError
 from rlpool.interrupts import InterruptsHeld
 from rlpool.limits import process_activity
+from rlpool.main_guard import missing_guard, refuse_missing_guard
 from rlpool.storage import Array, Memory
 from rlpool.workers.child import CONTROL_COLUMNS, main
 from rlpool.workers.collector import Deliver
+from rlpool.workers.inherited import Inherited
+from rlpool.workers.leash import Leash
+from rlpool.workers.logs import LogReader
 from rlpool.workers.messages import Close, Message, Pipe
+from rlpool.workers.shipment import Shipment
+from rlpool.workers.side_channel import SideChannel, run_connected
+from rlpool.workers.stacks import Stacks
 
 _GUARD_EXIT_CODE = 76
 """Exit code by which a child says that it would have spawned children of its own on import."""
 
-_CLOSE_S = 3.0
+_CLOSE_S = 2.0
 """How long workers may take to close their environments before they are terminated."""
 
-_TERMINATE_S = 1.0
-"""How long they may then take to end before they are killed."""
+_LOOKS_AT_LOCK = 4
+"""The lock of claims is held for microseconds; who has it in so many looks does not go on."""
+
+_TERMINATE_S = 0.5
+"""How long they may then take to end before they are killed. With that nothing is left three
+seconds after Ctrl-C."""
+
+_REAP_S = 1.0
+"""How long a process that is ending may take to be gone."""
 
 
 class WorkerSetup(Protocol):
@@ -43,6 +57,10 @@ class WorkerSetup(Protocol):
     @property
     def worker(self) -> int:
         """The worker's number."""
+
+    @property
+    def functions(self) -> Any:
+        """What makes its environments, a ``Shipment`` if it may be large."""
 
 
 WorkerMain = Callable[[Any, Connection, Any], None]
@@ -74,13 +92,17 @@ class Supervisor:
     """Worker processes and the caller's ends of their pipes.
 
     Each worker costs the caller three descriptors: its pipe, and two that multiprocessing keeps
-    to notice its end and to let it notice the caller's. One more is that of the control memory,
-    which successors of dead workers get as well.
+    to notice its end and to let it notice the caller's. One more is that of the control memory
+    and one that of the file for their logs, which successors of dead workers get as well.
 
     Args:
         setups: What each worker creates.
         deliver: Takes the workers' messages, and ``Died`` when one ended.
         run: The main function of a worker process.
+
+    Attributes:
+        is_aborted: Whether ``abort`` was called.
+        claim_lock: The lock that the workers share, on this side.
     """
 
     def __init__(
@@ -90,31 +112,50 @@ class Supervisor:
         run: WorkerMain = main,
     ) -> None:
         self.n_workers = len(setups)
+        self.is_aborted = False
         self._setups = setups
         self._deliver = deliver
         self._run = run
         self._poller: select.poll | None = None
+        self._leash: Leash | None = None  # while workers are starting
+        self._tied: set[int] = set()  # those that may not have let go of it
         self._pipes: list[Pipe | None] = []
         self._processes: list[SpawnProcess] = []
         n_bytes = len(setups) * CONTROL_COLUMNS * np.dtype(np.int64).itemsize
         self._control = Memory.shared(n_bytes, "rlpool-control")
+        self.claim_lock = ClaimLock(self._control.fd)
         self._numbers: Array = self._control.root().view(np.int64).reshape(len(setups), -1)
+        self._side = SideChannel(len(setups))
+        self.deliver_logs = self._side.logs.deliver
         # Runs once: on close(), when this object is collected, or before multiprocessing waits for
         # its children at exit; never in a process that was forked from this one.
-        self._end = Finalize(self, _end_all, (self._pipes, self._processes), exitpriority=10)
+        self._end = Finalize(
+            self, _end_all, (self._pipes, self._processes, self._side.logs), exitpriority=10
+        )
 
     def allocate(self, n_bytes: int) -> Memory:
         """Memory that the workers can map."""
         return Memory.shared(n_bytes)
 
     def start(self) -> None:
-        """Start all processes; returns before they are ready."""
+        """Start all processes; returns before they are ready.
+
+        Raises:
+            UsageError: If the script surely lacks its ``__main__`` guard.
+            WorkerStartupError: If the system allows no further process or descriptor.
+        """
+        refuse_missing_guard()
         try:
             with _spawning():
                 for setup in self._setups:
                     pipe, worker = self._spawned(setup)
                     self._pipes.append(pipe)
                     self._processes.append(worker)
+        except OSError as error:
+            what = f"{len(self._processes)} of {self.n_workers} workers could be started: {error}"
+            self.close()
+            fix = "python -m rlpool doctor tells which limit that may be"
+            raise WorkerStartupError(what, fix=fix) from error
         except BaseException:
             self.close()
             raise
@@ -136,21 +177,33 @@ class Supervisor:
 
     def _spawned(self, setup: WorkerSetup) -> tuple[Pipe, SpawnProcess]:
         context = multiprocessing.get_context("spawn")
+        self._leash = self._leash or Leash()
+        leash_end = self._leash.end()
         here, there = context.Pipe(duplex=True)
         try:
             worker = context.Process(
-                target=self._run,
-                args=(setup, there, _Inherited(self._control.fd)),
+                target=run_connected,
+                args=(
+                    leash_end,
+                    self._side.of_worker(setup.worker),
+                    self._run,
+                    setup,
+                    there,
+                    Inherited(self._control.fd),
+                ),
                 name=f"rlpool-worker-{setup.worker}",
                 daemon=False,  # environments may start processes of their own
             )
             worker.start()
+            leash_end.tie(worker.pid)
         except BaseException:
             here.close()
             raise
         finally:
             # The child's end must not stay open here: its death shall be an end of file.
             there.close()
+            leash_end.close()
+        self._tied.add(setup.worker)
         return Pipe(here), worker
 
     @property
@@ -166,11 +219,15 @@ class Supervisor:
                 pipe.send(message, memory)
 
     def poll(self, timeout_s: float | None) -> None:
-        """Deliver what has arrived, waiting for something if nothing has.
+        """Deliver what has arrived, logs included, waiting for a message if there is none.
 
         Args:
             timeout_s: Longest wait in seconds, ``None`` for no limit.
         """
+        self._poll_pipes(timeout_s)
+        self.deliver_logs()
+
+    def _poll_pipes(self, timeout_s: float | None) -> None:
         waiting: dict[Any, int] = {}
         for number, (pipe, worker) in enumerate(zip(self._pipes, self._processes, strict=True)):
             if pipe is not None:
@@ -227,7 +284,9 @@ class Supervisor:
                 # Asked in this order: what was sent before the death is in the pipe by then.
                 is_alive = self._processes[number].is_alive()
                 if pipe.poll():
-                    self._deliver(number, pipe.receive()[0])
+                    message = pipe.receive()[0]
+                    self._untie(number)
+                    self._deliver(number, message)
                 elif is_alive:
                     return
                 else:
@@ -237,14 +296,23 @@ class Supervisor:
                 return
             pipe = self._pipes[number]
 
+    def _untie(self, number: int) -> None:
+        """Close the leash once no starting worker depends on it."""
+        self._tied.discard(number)
+        if not self._tied and self._leash is not None:
+            self._leash.close()
+            self._leash = None
+
     def _bury(self, number: int) -> None:
         pipe = self._pipes[number]
         self._pipes[number] = None
         self._poller = None  # it watches descriptors that are closed now
+        self._side.logs.expect_last_words()
         if pipe is not None:
             pipe.close()
         worker = self._processes[number]
-        worker.join(_TERMINATE_S)  # its pipe is at its end: it is ending or has ended
+        self._untie(number)
+        worker.join(_REAP_S)  # its pipe is at its end: it is ending or has ended
         self._deliver(number, Died(worker.exitcode))
 
     def progress(self) -> list[int]:
@@ -263,12 +331,28 @@ class Supervisor:
         """The lane whose environment a worker ran last."""
         return int(self._numbers[worker, 1])
 
+    def stacks(self) -> list[Stacks]:
+        """What each worker is doing; a signal handler may ask, too."""
+        return self._side.stacks(self._processes)
+
+    def holder_of_claims(self, otherwise: int) -> int:
+        """The worker that keeps the lock of claims and is stuck with it, if there is one."""
+        holders = set()
+        for _ in range(_LOOKS_AT_LOCK):
+            holders.add(self.claim_lock.holder())
+            time.sleep(0.001)
+        for number, worker in enumerate(self._processes):
+            if self._pipes[number] is not None and {worker.pid} == holders:
+                return number
+        return otherwise
+
     def kill(self, worker: int) -> None:
         """End a worker at once; ``poll`` will tell of its death."""
         self._processes[worker].kill()
 
     def abort(self) -> None:
         """End all workers at once: ``close`` will not wait, ``poll`` will tell of their deaths."""
+        self.is_aborted = True
         for worker in self._processes:
             worker.kill()
 
@@ -276,6 +360,9 @@ class Supervisor:
         """Tell all workers to close, wait for them, end those that take too long."""
         self._end()
         self._control.close_fd()
+        for setup in self._setups:
+            if isinstance(setup.functions, Shipment):
+                setup.functions.close()
 
 
 def refuse_during_import() -> None:
@@ -295,31 +382,10 @@ def missing_guard_error(died: Died) -> UsageError | None:
     """The error to raise if a worker ended because of a missing ``__main__`` guard."""
     if died.exitcode != _GUARD_EXIT_CODE:
         return None
-    return UsageError(
-        compose(
-            "the script starts workers when it is imported: each worker imports the main module "
-            'and would start workers in turn, for want of an `if __name__ == "__main__":` guard',
-            fix="put everything but definitions into a function and call it below "
-            '`if __name__ == "__main__":`',
-        )
-    )
+    return missing_guard()
 
 
-class _Inherited:
-    """A descriptor that a child gets when it is spawned."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _as_is, (DupFd(self._fd),)
-
-
-def _as_is(value: Any) -> Any:
-    return value
-
-
-def _end_all(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None:
+def _end_all(pipes: list[Pipe | None], processes: list[SpawnProcess], logs: LogReader) -> None:
     """Close all workers; also run when a forgotten supervisor is collected or Python exits."""
     try:
         _ask_to_end(pipes, processes)
@@ -327,7 +393,7 @@ def _end_all(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None:
         # Interrupted while waiting, by a second Ctrl-C: there is no other chance to end them.
         for worker in processes:
             worker.kill()
-            worker.join(_TERMINATE_S)
+            worker.join(_REAP_S)
         raise
     finally:
         for pipe in pipes:
@@ -338,6 +404,7 @@ def _end_all(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None:
                 worker.close()  # frees its descriptors
         processes.clear()
         pipes.clear()
+        logs.finish()  # last: it runs handlers of the user's
 
 
 def _ask_to_end(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None:
@@ -350,11 +417,14 @@ def _ask_to_end(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None
     for worker in processes:
         # A worker that ended frees its siblings' time.
         worker.join(max(0.0, deadline - time.monotonic()))
-    for ending in (SpawnProcess.terminate, SpawnProcess.kill):
+    for ending, patience_s in (
+        (SpawnProcess.terminate, _TERMINATE_S),
+        (SpawnProcess.kill, _REAP_S),
+    ):
         late = [worker for worker in processes if worker.is_alive()]
         for worker in late:
             ending(worker)
-        deadline = time.monotonic() + _TERMINATE_S
+        deadline = time.monotonic() + patience_s
         for worker in late:
             worker.join(max(0.0, deadline - time.monotonic()))
 

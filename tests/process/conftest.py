@@ -41,7 +41,8 @@ def run_script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
         elif mode == "stdin":
             script = Script(directory, ["-", *arguments], stdin=source, prefix=prefix)
         else:
-            script = Script(directory, ["-c", source, *arguments], prefix=prefix)
+            option = {"command": "-c", "module": "-m"}[mode]
+            script = Script(directory, [option, source, *arguments], prefix=prefix)
         scripts.append(script)
         return script
 

@@ -385,7 +385,7 @@ def test_a_batchers_workers_run_so_many_episodes_and_begin_no_more(tmp_path: Pat
     assert all(torch.equal(results[1][key], results[0][key]) for key in results[0])
     counts = sorted(len(path.read_text().split()) for path in tmp_path.iterdir())
     assert max(counts) == 4
-    assert sum(counts) == 12
+    assert sum(counts) == 12 + 2  # the batcher resets every lane once, to see what a step is
 
 
 def test_a_leaking_environment_stays_bounded() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -53,6 +54,27 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def shared_files(pid: int | str) -> set[str]:
+    """Inodes of rlpool's anonymous shared memory that a process has mapped or open."""
+    files = set()
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if "memfd:rlpool" in line:
+                files.add(line.split()[4])
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if "memfd:rlpool" in os.readlink(entry.path):
+                    files.add(str(os.stat(entry.path).st_ino))
+    return files
+
+
+def who_holds(files: set[str]) -> dict[str, set[str]]:
+    """Processes, of all there are, that have some of this memory mapped or open."""
+    pids = [name for name in os.listdir("/proc") if name.isdigit()]
+    held = {pid: shared_files(pid) & files for pid in pids}
+    return {pid: of_pid for pid, of_pid in held.items() if of_pid}
 
 
 def n_descriptors() -> int:
@@ -133,6 +155,7 @@ class Script:
             )
         self.pid = self._process.pid
         self.family: list[psutil.Process] = []
+        self.memory: set[str] = set()
 
     @property
     def stdout(self) -> str:
@@ -153,8 +176,10 @@ class Script:
         self.note_family()
 
     def note_family(self) -> None:
-        """Note the processes that must be gone in the end."""
+        """Note the processes that must be gone in the end, and the memory that they share."""
         self.family = psutil.Process(self.pid).children(recursive=True)
+        for pid in (self.pid, *(process.pid for process in self.family)):
+            self.memory |= shared_files(pid)
 
     def signal(self, number: int, *, group: bool = False) -> None:
         """Send a signal to the script, or to all processes of its session, as Ctrl-C does."""

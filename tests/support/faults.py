@@ -8,17 +8,13 @@ batcher can be hit many times::
 
 An observation is ``(identity, step)``, the identity being the episode's ``id`` in ``env_info``, so
 that every expected row can be written down by hand. Before a fault strikes, time, seed and process
-are noted in the file ``struck_at``.
+are noted in the file ``struck_at``; with ``once``, nothing strikes where that file is there.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +23,9 @@ import gymnasium
 import numpy as np
 import torch
 
-from rlpool import Agent, DictTensor, GymEnv
+from rlpool import Agent, DictTensor, GymEnv, GymEnvInf
+from rlpool.testing import strike as strike_now
+from rlpool.testing.faults import EXIT_CODE as EXIT_CODE  # what "os_exit" exits with
 
 KINDS = (
     "none",
@@ -47,10 +45,10 @@ KINDS = (
     "wrong_flag",
 )
 
-EXIT_CODE = 17
-"""What ``os_exit`` exits with."""
-
 _FOREVER_S = 1000.0
+
+# Kinds that the public kit has under another name.
+_PUBLIC = {"os_exit": "exit", "hold_the_lock": "hang_gil", "fork_and_sigkill": "sigkill"}
 
 
 def code(kind: str) -> int:
@@ -58,51 +56,21 @@ def code(kind: str) -> int:
     return KINDS.index(kind)
 
 
-class UnpicklableError(Exception):
-    """Cannot travel between processes: neither can its lock."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.lock = threading.Lock()
-
-
-class UnprintableError(Exception):
-    """Fails when it is turned into text."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
-def strike(kind: str, struck_at: str | None = None, seed: int | None = None) -> None:
-    """Fail; returns for kinds that are wrong results rather than failures."""
-    if kind == "none":
-        return
+def strike(
+    kind: str, struck_at: str | None = None, seed: int | None = None, once: bool = False
+) -> str:
+    """Fail; returns the kind if it is a wrong result rather than a failure, else ``"none"``."""
+    if kind == "none" or (once and struck_at is not None and os.path.exists(struck_at)):
+        return "none"
     if struck_at is not None:
         note = {"time": time.time(), "seed": seed, "pid": os.getpid()}
         partial = Path(f"{struck_at}.{os.getpid()}")
         partial.write_text(json.dumps(note))
         partial.replace(struck_at)  # whoever sees the file sees all of it
-    if kind == "raise":
-        raise KeyError("struck")
-    if kind == "unpicklable":
-        raise UnpicklableError("struck")
-    if kind == "unprintable":
-        raise UnprintableError
-    if kind == "sys_exit":
-        sys.exit("struck")
-    if kind == "os_exit":
-        os._exit(EXIT_CODE)
-    if kind == "sigkill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "segfault":
-        ctypes.string_at(0)
-    if kind == "hang":
-        time.sleep(_FOREVER_S)
-    if kind == "hold_the_lock":
-        sum(range(10**13))  # one call in C: no other Python thread runs before it is over
     if kind == "fork_and_sigkill":
         _leave_a_child_behind(f"{struck_at}.child")
-        os.kill(os.getpid(), signal.SIGKILL)
+    strike_now(_PUBLIC.get(kind, kind))
+    return kind
 
 
 def _leave_a_child_behind(note: str) -> None:
@@ -122,6 +90,7 @@ class FaultyEnv(gymnasium.Env):
         close_fault: How ``close`` fails.
         created_in: Directory in which each process that makes an environment leaves a file.
         ran_in: Directory in which each reset with an ``id`` leaves a line.
+        once: Whether only the first fault of all strikes.
     """
 
     action_space = gymnasium.spaces.Discrete(3)
@@ -132,11 +101,13 @@ class FaultyEnv(gymnasium.Env):
         close_fault: str = "none",
         created_in: str | None = None,
         ran_in: str | None = None,
+        once: bool = False,
     ) -> None:
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
         self._struck_at = struck_at
         self._close_fault = close_fault
         self._ran_in = ran_in
+        self._once = once
         self._options: dict[str, Any] = {}
         self._seed: int | None = None
         self._step = 0
@@ -167,14 +138,13 @@ class FaultyEnv(gymnasium.Env):
         return self._observation(kind), reward, terminated, False, {}
 
     def close(self) -> None:
-        strike(self._close_fault, self._struck_at)
+        strike(self._close_fault, self._struck_at, once=self._once)
 
     def _strike(self, step: int) -> str:
         kind = KINDS[self._options.get("fault", 0)]
         if kind == "none" or self._options["fault_step"] != step:
             return "none"
-        strike(kind, self._struck_at, self._seed)
-        return kind
+        return strike(kind, self._struck_at, self._seed, self._once)
 
     def _wait(self) -> None:
         time.sleep(self._options.get("sleep_ms", 0) / 1000)
@@ -193,10 +163,14 @@ class FaultyAgent(Agent):
     Its outputs are the action, which is 1, and the last number it was updated with.
     """
 
-    def __init__(self, struck_at: str | None = None, close_fault: str = "none") -> None:
+    def __init__(
+        self, struck_at: str | None = None, close_fault: str = "none", once: bool = False
+    ) -> None:
         self._struck_at = struck_at
         self._close_fault = close_fault
+        self._once = once
         self._version = 0
+        self._wrong = "none"
 
     def __call__(
         self,
@@ -207,7 +181,8 @@ class FaultyAgent(Agent):
     ) -> tuple[DictTensor, DictTensor, DictTensor]:
         n = observation.n_elems()
         kind = self._kind(observation["frame"][:, 1], agent_info)
-        strike(kind, self._struck_at)
+        kind = strike(kind, self._struck_at, once=self._once)
+        kind = self._wrong if kind == "none" else kind
         action = torch.ones(n, dtype=torch.int64)
         if kind == "wrong_shape":
             action = torch.ones(n, 2, dtype=torch.int64)
@@ -218,11 +193,13 @@ class FaultyAgent(Agent):
 
     def update(self, info: Any) -> None:
         if isinstance(info, str):
-            strike(info, self._struck_at)
-        self._version = int(info)
+            # Parameters that do not fit, say: what is wrong is what the agent then returns.
+            self._wrong = strike(info, self._struck_at, once=self._once)
+            return
+        self._version, self._wrong = int(info), "none"
 
     def close(self) -> None:
-        strike(self._close_fault, self._struck_at)
+        strike(self._close_fault, self._struck_at, once=self._once)
 
     @staticmethod
     def _kind(step: torch.Tensor, agent_info: DictTensor | None) -> str:
@@ -238,6 +215,8 @@ def create_env(
     fault: str = "none",
     first: str | None = None,
     struck_at: str | None = None,
+    once: bool = False,
+    restarts: bool = False,
     **env_args: Any,
 ) -> Any:
     """Make a ``GymEnv`` of ``n_lanes`` environments, or fail.
@@ -248,22 +227,33 @@ def create_env(
         fault: How this call fails.
         first: A file; only the process that can create it fails, any other hangs.
         struck_at: As for ``FaultyEnv``.
+        once: As for ``FaultyEnv``.
+        restarts: Whether episodes follow each other on their own.
         env_args: For ``FaultyEnv``.
     """
     if fault != "none" and first is not None and not _is_first(first):
         strike("hang")
-    strike(fault, struck_at)
+    fault = strike(fault, struck_at, once=once)
     if fault == "wrong_shape":
         return [FaultyEnv()]
-    return GymEnv([FaultyEnv(struck_at, **env_args) for _ in range(n_lanes)], seed)
+    kind: Any = GymEnvInf if restarts else GymEnv
+    envs = [FaultyEnv(struck_at, once=once, **env_args) for _ in range(n_lanes)]
+    if fault == "wrong_dtype":
+        envs[0].observation_space.dtype = np.dtype(object)
+    return kind(envs, seed)
 
 
-def create_agent(fault: str = "none", struck_at: str | None = None, **agent_args: Any) -> Any:
+def create_agent(
+    fault: str = "none", struck_at: str | None = None, once: bool = False, **agent_args: Any
+) -> Any:
     """Make a ``FaultyAgent``, or fail."""
-    strike(fault, struck_at)
+    fault = strike(fault, struck_at, once=once)
     if fault == "wrong_shape":
         return lambda *arguments: None
-    return FaultyAgent(struck_at, **agent_args)
+    agent = FaultyAgent(struck_at, once=once, **agent_args)
+    if fault == "wrong_dtype":
+        agent.n_noise = 1.5  # type: ignore[assignment]
+    return agent
 
 
 def _is_first(path: str) -> bool:

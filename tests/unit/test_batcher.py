@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from rlpool import (
     UsageError,
     WorkerStartupError,
 )
+from rlpool.limits import Bound
 
 from support.agents import ConstantAgent, NoisyAgent, Recorder, StepCounter
 from support.envs import (
@@ -508,16 +510,31 @@ def test_blocks_larger_than_the_machine_are_refused_with_advice() -> None:
     lines = str(caught.value).splitlines()
     assert "frame" in lines[0]
     assert "iB" in lines[0]
-    assert lines[-1] == "  fix:   lower n_slots or n_timesteps"
+    fitting = re.fullmatch(
+        r"  fix:   lower n_slots or n_timesteps \(n_timesteps=(\d+) would fit\)", lines[-1]
+    )
+    assert fitting
+    make(n_timesteps=int(fitting[1]), n_slots=10**6).close()
 
 
 def test_blocks_larger_than_free_memory_are_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rlpool.limits, "free_bytes", lambda: 1)
+    bounds = [Bound("this machine has", 2**40, 2**17, 2**40)]
+    monkeypatch.setattr(rlpool.limits, "memory_bounds", lambda **_: bounds)
     with caplog.at_level(logging.WARNING, logger="rlpool"):
-        make().close()
-    assert "lower n_slots or n_timesteps" in caplog.text
+        make(n_slots=20_000).close()
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert text.startswith("a block of 20000 slots of 4 steps may take up to ")
+    assert "frame 788 KiB" in text
+    assert "of the 1 TiB that this machine has 128 KiB are free" in text
+    fitting = re.search(r"lower n_slots or n_timesteps \(n_slots=(\d+) would fit\)", text)
+    assert fitting
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="rlpool"):
+        make(n_slots=int(fitting[1])).close()
+    assert not caplog.records
 
 
 def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:

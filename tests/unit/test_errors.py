@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from rlpool import errors
-from rlpool.coordinator import WorkersDisagree
 from rlpool.errors import (
     AgentError,
     AgentSpecError,
@@ -27,6 +26,7 @@ from rlpool.errors import (
     WorkerTimeoutError,
     compose,
 )
+from rlpool.workforce import WorkersDisagree
 
 WHERE = Where(worker=3, lane=14, episode=27, step=112, seed=1703251, env_info={"task": 5})
 REPORTS: dict[str, Any] = {"where": WHERE, "fix": "look there", "traceback_text": "Traceback: x\n"}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import re
 import resource
 import tracemalloc
 from collections.abc import Iterator
@@ -17,7 +19,8 @@ import psutil
 import pytest
 import torch
 
-from rlpool import DictTensor, Pool, SpecError, TemporalDictTensor
+from rlpool import DictTensor, Pool, SpecError, TemporalDictTensor, limits
+from rlpool.limits import Bound, free_bytes
 
 MB = 2**20
 
@@ -122,9 +125,32 @@ def test_a_memmap_takes_no_room_on_the_disk_before_it_is_needed(tmp_path: Path) 
 
 def test_more_than_the_machine_has_is_refused_with_the_size_it_would_need() -> None:
     pool = Pool(pool_size=10**12, seed=0)
-    with pytest.raises(SpecError, match="storage='local' would need"):
+    with pytest.raises(SpecError) as caught:
         pool.extend(trajectories(10))
+    what, fix = str(caught.value).splitlines()
+    # 100 bytes of frame, 8 of number: 10**14 and 8 * 10**12 bytes.
+    needs = "a pool of 1000000000000 transitions would need 98.2 TiB"
+    assert what.startswith(f"{needs} (frame 90.9 TiB, number 7.28 TiB), but of the ")
+    fits = re.fullmatch(
+        r'  fix:   lower pool_size \((\d+) would fit\), or use storage="memmap"', fix
+    )
+    assert fits
+    assert int(fits[1]) * 108 <= free_bytes() * 1.2
     assert not pool.specs
+
+
+def test_more_than_is_free_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bounds = [Bound("this machine has", 2**40, 54_000, 2**40)]
+    monkeypatch.setattr(limits, "memory_bounds", lambda **_: bounds)
+    with caplog.at_level(logging.WARNING, logger="rlpool"):
+        Pool(pool_size=400, seed=0).extend(trajectories(10))
+        assert not caplog.records
+        Pool(pool_size=4000, seed=0).extend(trajectories(10))
+    (record,) = caplog.records
+    assert "frame 392 KiB, number 32 KiB" in record.getMessage()
+    assert "lower pool_size (497 would fit)" in record.getMessage()
 
 
 @pytest.mark.parametrize("storage", ["local", "shared", "memmap"])

@@ -23,11 +23,11 @@ class Clock:
         return self.now_s
 
 
-def death(worker: int = 0) -> WorkerDiedError:
+def death(worker: int = 0, signal_name: str = "SIGKILL") -> WorkerDiedError:
     return WorkerDiedError(
-        f"worker {worker} died (SIGKILL)",
+        f"worker {worker} died ({signal_name})",
         exitcode=-9,
-        signal_name="SIGKILL",
+        signal_name=signal_name,
         where=Where(worker=worker, lane=3, seed=17),
         fix="step it here",
     )
@@ -119,15 +119,25 @@ def test_no_restart_is_a_budget_as_well() -> None:
     assert len(error.history) == 1
 
 
-def test_a_worker_that_never_gets_ready_is_given_up_after_three_failures() -> None:
+@pytest.mark.parametrize(("signal_name", "most"), [("SIGSEGV", 3), ("SIGKILL", 10)])
+def test_a_worker_that_never_gets_ready_is_given_up(signal_name: str, most: int) -> None:
     some, clock = restarts(None)
-    for _ in range(2):
-        assert some.note(0, death()) is None
+    for _ in range(most - 1):
+        assert some.note(0, death(0, signal_name)) is None
         clock.now_s += 10
         some.due()
-    error = some.note(0, death())
+    error = some.note(0, death(0, signal_name))
     assert error is not None
-    assert "3 times before it was ready" in str(error)
+    assert f"{most} times before it was ready" in str(error)
+
+
+def test_where_another_worker_succeeds_one_that_never_gets_ready_is_not_given_up() -> None:
+    some, clock = restarts(None)
+    for _ in range(20):
+        assert some.note(0, death(0, "SIGSEGV")) is None
+        clock.now_s += 10
+        some.due()
+        some.succeeded(1)
 
 
 def test_a_worker_that_gets_ready_in_between_is_not_given_up() -> None:

@@ -174,27 +174,24 @@ def pool(limit: int | None = None) -> tuple[BlockPool, list[int]]:
 
 def test_a_block_is_used_again_when_its_last_user_is_gone() -> None:
     blocks, made = pool()
-    block, is_new = blocks.take()
-    assert is_new
+    block = blocks.take()
     tensor = torch.from_numpy(block.arrays.rows["frame"])[2, 3]
     block.release()
     assert not block.is_free
-    other, is_new = blocks.take()
-    assert is_new
+    other = blocks.take()
     assert other is not block
     other.release()
     del tensor
     gc.collect()
     assert block.is_free
-    again, is_new = blocks.take()
-    assert not is_new
+    again = blocks.take()
     assert again in (block, other)
     assert len(made) == 2
 
 
 def test_a_taken_block_is_not_given_twice() -> None:
     blocks, _ = pool()
-    taken = [blocks.take()[0] for _ in range(4)]
+    taken = [blocks.take() for _ in range(4)]
     assert len({block.number for block in taken}) == 4
     assert len({id(block) for block in taken}) == 4
 
@@ -202,7 +199,7 @@ def test_a_taken_block_is_not_given_twice() -> None:
 @pytest.mark.parametrize("part", ["rows", "finals", "control"])
 def test_every_array_of_a_block_keeps_it_from_being_free(part: str) -> None:
     blocks, _ = pool()
-    block, _ = blocks.take()
+    block = blocks.take()
     array = next(iter(getattr(block.arrays, part).values()))[:1]
     block.release()
     gc.collect()
@@ -214,7 +211,7 @@ def test_every_array_of_a_block_keeps_it_from_being_free(part: str) -> None:
 
 def test_surplus_blocks_are_forgotten_and_named() -> None:
     blocks, _ = pool()
-    taken = [blocks.take()[0] for _ in range(6)]
+    taken = [blocks.take() for _ in range(6)]
     held = torch.from_numpy(taken[0].arrays.rows["frame"])
     for block in taken:
         block.release()
@@ -229,12 +226,39 @@ def test_surplus_blocks_are_forgotten_and_named() -> None:
 def test_the_number_of_blocks_is_that_of_results_held_plus_a_few() -> None:
     blocks, made = pool()
     for _ in range(100):
-        block, _ = blocks.take()
+        block = blocks.take()
         tensor = torch.from_numpy(block.arrays.rows["frame"])
         block.release()
         blocks.forget_surplus()
     del tensor
     assert len(made) <= 3
+
+
+def test_results_that_are_kept_do_not_keep_descriptors() -> None:
+    blocks, _ = pool()
+    kept, n_forgotten = [], 0
+    for _ in range(40):
+        block = blocks.take()
+        kept.append(torch.from_numpy(block.arrays.rows["frame"]))
+        block.release()
+        n_forgotten += len(blocks.forget_surplus())
+    assert n_forgotten == 40 - 16
+
+
+def test_blocks_in_flight_are_never_forgotten() -> None:
+    blocks, _ = pool()
+    taken = [blocks.take() for _ in range(20)]
+    assert blocks.forget_surplus() == []
+    taken[-1].release()
+    assert blocks.forget_surplus() == [taken[-1].number]
+
+
+def test_a_worker_that_is_gone_has_mapped_nothing() -> None:
+    blocks, _ = pool()
+    block = blocks.take()
+    block.mapped_by.update([0, 1])
+    blocks.forget_worker(0)
+    assert block.mapped_by == {1}
 
 
 def test_a_system_without_memory_is_an_error_that_says_what_to_lower() -> None:

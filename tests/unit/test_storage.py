@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlpool import limits
 from rlpool.errors import SpecError
-from rlpool.limits import check_size, free_bytes, human, machine_bytes
 from rlpool.specs import TensorSpec
 from rlpool.storage import PAGE_BYTES, Memory, batch_array, carve, carved_bytes
 
@@ -161,44 +159,3 @@ def test_batch_arrays_are_zero_and_aligned_as_tensors_are(spec: TensorSpec, n_la
     assert array.dtype == spec.dtype
     assert not array.any()
     assert address(array) % 64 == 0 or not array.size
-
-
-def test_what_fits_into_free_memory_is_accepted() -> None:
-    assert check_size({"frame": 4096}, "lower n_slots")
-
-
-def test_what_fits_into_the_machine_only_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "machine_bytes", lambda: 1000)
-    monkeypatch.setattr(limits, "free_bytes", lambda: 500)
-    assert check_size({"a": 400, "b": 100}, "")
-    assert not check_size({"a": 400, "b": 200}, "")
-
-
-def test_what_exceeds_the_machine_is_refused_with_bytes_per_key() -> None:
-    too_much = machine_bytes() + 1
-    with pytest.raises(SpecError) as caught:
-        check_size({"frame": too_much, "action": 8192}, "lower n_slots or n_timesteps")
-    text = str(caught.value)
-    assert len(text.splitlines()) == 2
-    assert f"frame {human(too_much)}" in text
-    assert "action 8 KiB" in text
-    assert "fix:   lower n_slots or n_timesteps" in text
-
-
-def test_there_is_memory() -> None:
-    assert 0 < free_bytes() <= machine_bytes()
-
-
-@pytest.mark.parametrize(
-    ("n_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1.02e+03 B"),
-        (1024, "1 KiB"),
-        (1536, "1.5 KiB"),
-        (3 << 30, "3 GiB"),
-        (5 << 40, "5 TiB"),
-    ],
-)
-def test_sizes_are_readable(n_bytes: int, text: str) -> None:
-    assert human(n_bytes) == text

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import resource
+from pathlib import Path
 
 import pytest
 
 from rlpool import SpecError, worker_count, worker_limits
+from rlpool.limits import Bound
+from rlpool.worker_limits import Quota
+
+from support.machines import machine, new_machine
 
 
 @pytest.mark.parametrize(("n_cores", "expected"), [(1, 1), (2, 1), (3, 1), (4, 2), (64, 62)])
@@ -36,22 +41,35 @@ def test_counts_that_are_none_are_refused(number: object) -> None:
 
 
 def test_more_workers_than_descriptors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 4096))
-    monkeypatch.setattr(worker_limits, "_n_open_descriptors", lambda: 44)
-    worker_limits.check_workers(10, 4, "use fewer")  # 10 * 4 + 16 are just those that are left
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (120, 4096))
+    monkeypatch.setattr(worker_limits, "n_open_descriptors", lambda: 48)
+    worker_limits.check_workers(10, 4, "use fewer")  # 10 * 4 + 32 are just those that are left
     with pytest.raises(SpecError) as caught:
         worker_limits.check_workers(11, 4, "use fewer")
     text = str(caught.value)
-    assert "11 workers need 60 file descriptors, but of the 100" in text
-    assert "44 are in use" in text
-    assert "fix:   use fewer, or raise the limit before starting Python: ulimit -n 128" in text
+    assert "11 workers need 76 file descriptors, but of the 120 that" in text
+    assert "48 are in use" in text
+    assert (
+        "fix:   use fewer (10 would fit), or raise the limit before starting Python: ulimit -n 128"
+    ) in text
 
 
 def test_more_workers_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_limits, "free_bytes", lambda: 3 * worker_limits.WORKER_BYTES)
+    free = 3 * worker_limits.WORKER_BYTES
+    bounds = [
+        Bound("this machine has", 2**40, 2**39, 2**40),
+        Bound("the cage has", 2**30, free, 2**30),
+    ]
+    monkeypatch.setattr(worker_limits, "shared_bounds", lambda root: bounds)
     worker_limits.check_workers(3, 4, "use fewer")
-    with pytest.raises(SpecError, match=r"4 workers need at least 400 MiB .* 300 MiB are free"):
+    with pytest.raises(SpecError) as caught:
         worker_limits.check_workers(4, 4, "use fewer")
+    what, fix = str(caught.value).splitlines()
+    assert what == (
+        "4 workers need at least 400 MiB of memory, but of the 1 GiB that the cage has 300 MiB "
+        "are free"
+    )
+    assert fix == "  fix:   use fewer (3 would fit), or free memory"
 
 
 def test_the_remedy_is_one_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,3 +82,70 @@ def test_no_limit_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     infinite = resource.RLIM_INFINITY
     monkeypatch.setattr(resource, "getrlimit", lambda _: (infinite, infinite))
     worker_limits.check_workers(1, 10**9, "use fewer")
+
+
+def user_machine(root: Path, n_threads: dict[int, int]) -> Path:
+    """A machine where processes of user 7 have so many threads."""
+    status = "Name: x\nUid:\t{uid}\t0\t0\t0\nThreads:\t{threads}"
+    files = {
+        f"proc/{pid}/status": status.format(uid=7, threads=threads)
+        for pid, threads in n_threads.items()
+    }
+    others = {"proc/9/status": status.format(uid=8, threads=1000), "proc/stat": "x"}
+    own = {"proc/self/status": "CapEff:\t0000000000000000"}
+    return machine(root, {**files, **others, **own})
+
+
+def tasks(root: Path) -> list[Quota]:
+    quotas = worker_limits.worker_quotas(4, 3, root)
+    return [quota for quota in quotas if quota.noun == "processes and threads"]
+
+
+def test_threads_of_this_user_count_against_its_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    root = user_machine(tmp_path, {5: 3, 6: 4})
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 100))
+    monkeypatch.setattr(os, "getuid", lambda: 7)
+    (quota,) = tasks(root)
+    assert (quota.limit, quota.in_use, quota.room) == (20, 7, (20 - 7 - 1) // 2)
+    assert quota.complaint(7) == (
+        "7 workers need 15 processes and threads, but of the 20 that this user may have "
+        "(RLIMIT_NPROC) 7 are in use"
+    )
+    assert quota.remedy == "raise the limit before starting Python: ulimit -u 16"
+    (root / "proc/self/status").write_text("CapEff:\t0000000001000000\n")
+    assert tasks(root) == []
+
+
+def test_root_may_have_any_number_of_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 100))
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    assert tasks(user_machine(tmp_path, {})) == []
+
+
+def test_containers_limit_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    infinite = resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (infinite, infinite))
+    root = new_machine(tmp_path, "/", {"pids.max": "12", "pids.current": "6"})
+    (quota,) = tasks(root)
+    assert (quota.limit, quota.in_use, quota.room) == (12, 6, 2)
+    assert "pids.max" in quota.complaint(3)
+    assert quota.remedy == "let the container have more: --pids-limit=15"
+
+
+@pytest.mark.parametrize(("free_tasks", "fits"), [(0, 0), (1, 0), (2, 0), (3, 1), (6, 2), (7, 3)])
+def test_room_is_what_is_left_without_the_spare_ones(free_tasks: int, fits: int) -> None:
+    quota = Quota("processes and threads", "x", 100, 100 - free_tasks, 2, 1, "")
+    assert quota.room == fits
+    assert not fits or quota.wanted(fits) <= free_tasks
+    assert quota.wanted(fits + 1) > free_tasks
+
+
+def test_no_number_is_offered_where_none_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
+    monkeypatch.setattr(worker_limits, "n_open_descriptors", lambda: 30)
+    with pytest.raises(SpecError, match="fix:   use fewer, or let the administrator"):
+        worker_limits.check_workers(1, 3, "use fewer")

@@ -1,0 +1,73 @@
+"""What this process and its workers hold: memory, mappings, descriptors, processes, threads."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is held at a moment.
+
+    Attributes:
+        n_descriptors: Open descriptors of this process.
+        n_threads: Threads of this process.
+        n_processes: Its children and theirs, but for the tracker that multiprocessing keeps.
+        n_mappings: Mappings of rlpool's anonymous shared memory in this process.
+        in_dev_shm: Names in ``/dev/shm``.
+    """
+
+    n_descriptors: int
+    n_threads: int
+    n_processes: int
+    n_mappings: int
+    in_dev_shm: frozenset[str]
+
+    def left_since(self, before: Held) -> dict[str, Any]:
+        """What there is more of than before; empty values mean that nothing is left."""
+        left: dict[str, Any] = {
+            name: max(0, value - getattr(before, name))
+            for name, value in asdict(self).items()
+            if isinstance(value, int)
+        }
+        left["in_dev_shm"] = sorted(self.in_dev_shm - before.in_dev_shm)
+        return left
+
+
+def held() -> Held:
+    """What this process holds now, garbage aside."""
+    gc.collect()
+    return Held(
+        len(os.listdir("/proc/self/fd")) - 1,  # one is the listing's own
+        psutil.Process().num_threads(),
+        len(workers()),
+        Path("/proc/self/maps").read_text().count("memfd:rlpool"),
+        # Semaphores of multiprocessing come and go with other programs; rlpool makes none.
+        frozenset(n for n in os.listdir("/dev/shm") if not n.startswith("sem.mp-")),
+    )
+
+
+def workers() -> list[psutil.Process]:
+    """Processes that this one has, but for the tracker that multiprocessing keeps."""
+    return [p for p in psutil.Process().children(recursive=True) if not _is_tracker(p)]
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return any("resource_tracker" in part for part in process.cmdline())
+    return False
+
+
+def memory_mib(process: psutil.Process) -> dict[str, float]:
+    """Resident memory of a process, and its proportional share of it; zero if it is gone."""
+    with contextlib.suppress(psutil.Error):
+        info = process.memory_full_info()
+        return {"rss": info.rss / 2**20, "pss": info.pss / 2**20}
+    return {"rss": 0.0, "pss": 0.0}

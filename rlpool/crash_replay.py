@@ -1,0 +1,369 @@
+"""Repeats an episode that failed in a worker, here."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import pdb  # noqa: T100  (asked for with debug=True)
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from rlpool.capsule import CrashCapsule
+from rlpool.data.dict_tensor import DictTensor
+from rlpool.envs.gym_env import GymEnv
+from rlpool.envs.one_env import OneEnv
+from rlpool.envs.vec_env import LaneError, VecEnv
+from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerError, compose
+from rlpool.failures import described
+from rlpool.parallel_env import ParallelEnvManager
+from rlpool.slots import NOISE_KEY
+from rlpool.specs import TensorSpec
+from rlpool.storage import Array
+
+_LOG = logging.getLogger("rlpool")
+
+_AGENT_CALLS = ("agent", "initial_state")
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """An episode at the step in which the agent had failed.
+
+    ``agent(replay.state, replay.observation, replay.agent_info)`` repeats the call that failed.
+
+    Attributes:
+        env: The environments; close them when done.
+        lane: The one that was replayed, which stands at that step.
+        step: The step, 0-based.
+        observation: ``[n_lanes, ...]``: what the agent was shown, for all lanes of its worker. Its
+            own is row ``capsule.where.lane``.
+        agent_info: ``[n_lanes, ...]`` or ``None``.
+        state: ``[n_lanes, ...]``: the agent's state, of no meaning in rows that had just started;
+            ``None`` if the agent keeps none, or if all rows had just started.
+        diverged_at: The first step whose reward or observation was another one than recorded,
+            ``None`` if there is none: then the environment is what it was.
+    """
+
+    env: VecEnv
+    lane: int
+    step: int
+    observation: DictTensor
+    agent_info: DictTensor | None
+    state: DictTensor | None
+    diverged_at: int | None
+
+
+def replay_crash(
+    capsule: CrashCapsule | WorkerError | str | os.PathLike[str],
+    create_env: Callable[..., Any],
+    env_args: Mapping[str, Any] | None = None,
+    *,
+    debug: bool | Literal["before"] = False,
+) -> Replay:
+    """Repeat the episode of a crash in this process, up to the call that failed.
+
+    The environment is made as it was in the worker, reset with the episode's seed and options,
+    and stepped with the same actions. Where it fails again, its own exception is raised, with its
+    own frames: ``pdb.pm()``, ``python -m pdb`` and the debugger of an editor end up in the line
+    that failed. Generators of the process (``random``, NumPy's, torch's) are seeded as in the
+    worker meanwhile, and left as they were.
+
+    Args:
+        capsule: A capsule, the error that carries it, or the file that holds it.
+        create_env: The function that the batcher got, called as ``create_env(seed=...,
+            **env_args)``; or any function that makes one environment, such as
+            ``lambda: gymnasium.make("CartPole-v1")``.
+        env_args: Keyword arguments of ``create_env``.
+        debug: ``True`` opens ``pdb`` in the frame that failed, before the exception is raised;
+            ``"before"`` calls ``breakpoint()`` right before the call that failed, to step into
+            it (or, if the agent failed, before the replay is returned).
+
+    Returns:
+        If it was the agent that failed: the environment, standing at that step, and what the
+        agent was shown. If it was the environment, this function does not return.
+
+    Raises:
+        Exception: What the environment raises, itself.
+        WorkerError: If the environment does not fail again; the message says from which step on
+            it went another way, as far as that shows.
+        SpecError: If the file is not a capsule, or ``create_env`` makes no environment.
+        UsageError: For errors without a capsule, and for episodes so long that their first
+            actions were not kept.
+    """
+    capsule = _capsule_of(capsule)
+    if not callable(create_env):
+        raise SpecError(compose(f"create_env is {create_env!r}", fix="pass a function"))
+    if debug not in (False, True, "before"):
+        raise SpecError(f"debug should be True, False or 'before', got {debug!r}")
+    with _seeded_generators(capsule.worker_seed):
+        env, lane = _environment(capsule, create_env, dict(env_args or {}))
+        course = _Course(capsule, env, lane)
+        failure = course.run(stops_before=debug == "before")
+    if failure is None and capsule.call in _AGENT_CALLS:
+        return _replay(capsule, env, lane, course.divergence)
+    if failure is None:
+        env.close()
+        raise _no_failure(capsule, course)
+    if course.divergence is not None:
+        _LOG.warning("the replay went another way: %s", course.divergence)
+    if course.n_done != len(capsule.rewards) or described(failure) not in capsule.error:
+        _LOG.warning("the replay failed in another way than the episode did: %s", capsule.error)
+    if debug and debug != "before":
+        pdb.post_mortem(failure.__traceback__)
+    raise failure
+
+
+class _Divergence(NamedTuple):
+    """Where a replay went another way."""
+
+    step: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"from step {self.step} on ({self.what})"
+
+
+class _Course:
+    """The course of a replay.
+
+    Attributes:
+        n_done: Steps made without a failure.
+        divergence: Where it went another way than the episode, ``None`` if it did not.
+        has_ended: Whether the episode ended before it could fail.
+    """
+
+    def __init__(self, capsule: CrashCapsule, env: VecEnv, lane: int) -> None:
+        self.n_done = 0
+        self.divergence: _Divergence | None = None
+        self.has_ended = False
+        self._capsule = capsule
+        self._env = env
+        self._lane = lane
+
+    def run(self, *, stops_before: bool) -> BaseException | None:
+        """Repeat the episode; returns what the environment raised."""
+        capsule, env, lane = self._capsule, self._env, self._lane
+        last = len(capsule.rewards)
+        actions = {
+            key: np.zeros((env.n_lanes, *array.shape[1:]), array.dtype)
+            for key, array in capsule.actions.items()
+        }
+        try:
+            if stops_before and capsule.call == "reset":
+                sys.breakpointhook()  # noqa: T100  (step into the next line)
+            env.reset_lanes([lane], [capsule.seed or 0], [capsule.options])
+            _declare_actions(env, actions)
+            for step in range(last):
+                self._act(actions, step)
+                ended = env.step_lanes([lane], actions)
+                self.n_done += 1
+                self._compare_reward(step)
+                if ended:
+                    self.has_ended = True
+                    self._note(step, "the episode ended")
+                    return None
+            self._compare_observation(last)
+            if capsule.call != "reset":
+                self._fail(actions, last, stops_before=stops_before)
+        except LaneError as error:
+            is_own = error.__cause__ is None or isinstance(error, RlpoolError)
+            return error if is_own else error.__cause__
+        return None
+
+    def _fail(self, actions: dict[str, Array], step: int, *, stops_before: bool) -> None:
+        """Repeat the call that failed, unless it was one of the agent."""
+        if self._capsule.call == "step":
+            self._act(actions, step)
+        if stops_before:
+            sys.breakpointhook()  # noqa: T100  (step into the next line)
+        if self._capsule.call == "step":
+            self._env.step_lanes([self._lane], actions)
+
+    def _act(self, actions: dict[str, Array], step: int) -> None:
+        for key, array in actions.items():
+            array[self._lane] = self._capsule.actions[key][step]
+
+    def _compare_reward(self, step: int) -> None:
+        recorded = self._capsule.rewards[step]
+        reward = self._env.current["reward"][self._lane].astype(recorded.dtype)
+        if not _is_same(reward, recorded) and not np.isnan(recorded):
+            self._note(step, f"reward {reward}, it was {recorded}")
+
+    def _compare_observation(self, step: int) -> None:
+        """Hold what the agent would be shown now against what it was shown."""
+        for key, recorded in self._capsule.observation.items():
+            array = self._env.current.get(key)
+            if array is None or key == NOISE_KEY:
+                continue  # another kind of batch has other names for some
+            if not _is_same(array[self._lane], recorded):
+                self._note(step, f"{key!r} is another one than the agent was shown")
+
+    def _note(self, step: int, what: str) -> None:
+        if self.divergence is None:
+            self.divergence = _Divergence(step, what)
+
+
+def _capsule_of(given: Any) -> CrashCapsule:
+    if isinstance(given, str | os.PathLike):
+        given = CrashCapsule.load(given)
+    if isinstance(given, WorkerError):
+        if given.capsule is None:
+            raise UsageError(
+                compose(
+                    f"this {type(given).__name__} carries no capsule: {given.what}",
+                    fix="only failures of an environment or an agent in an episode have one",
+                )
+            )
+        given = given.capsule
+    if not isinstance(given, CrashCapsule):
+        raise SpecError(
+            compose(
+                f"{given!r} is no crash capsule",
+                fix="pass an error of rlpool, its capsule, or the path of a saved one",
+            )
+        )
+    if given.first_step:
+        raise UsageError(
+            compose(
+                f"the first {given.first_step} actions of this episode were not kept, so that it "
+                "cannot be repeated",
+                fix="end episodes earlier, such as with GymEnv(..., max_episode_steps=...)",
+            )
+        )
+    return given
+
+
+def _environment(
+    capsule: CrashCapsule, create_env: Callable[..., Any], env_args: dict[str, Any]
+) -> tuple[VecEnv, int]:
+    """The environment, and which of its lanes to use."""
+    if _takes_seed(create_env):
+        seed = capsule.worker_seed if capsule.worker_seed is not None else capsule.seed
+        env_args = {"seed": seed, **env_args}
+    made = create_env(**env_args)
+    lane = capsule.where.lane or 0
+    if isinstance(made, ParallelEnvManager):
+        # A debugger sees the frames of this process only.
+        with made:
+            _refuse_lane(lane, made.n_lanes)
+            return made.in_this_process(lane), 0
+    if isinstance(made, VecEnv):
+        _refuse_lane(lane, made.n_lanes)
+        return made, lane
+    if not callable(getattr(made, "reset", None)) or not callable(getattr(made, "step", None)):
+        raise SpecError(
+            compose(
+                f"create_env returned {type(made).__name__}, not an environment",
+                fix="return a GymEnv, or one environment with reset() and step()",
+            )
+        )
+    if capsule.env_type == OneEnv.__name__:
+        return OneEnv(made, owns_process=True), 0
+    is_wide = any(array.dtype == np.float64 for array in capsule.observation.values())
+    return GymEnv([made], keep_float64=is_wide), 0
+
+
+def _refuse_lane(lane: int, n_lanes: int) -> None:
+    if lane >= n_lanes:
+        raise SpecError(
+            compose(
+                f"lane {lane} failed, and create_env made {n_lanes} environments",
+                fix="pass the create_env and env_args of the batcher, or a function that makes "
+                "the one environment",
+            )
+        )
+
+
+def _takes_seed(create_env: Callable[..., Any]) -> bool:
+    """Whether a function is one that batchers take, which are called with a seed."""
+    try:
+        parameters = inspect.signature(create_env).parameters
+    except (TypeError, ValueError):
+        return True
+    kinds = [parameter.kind for parameter in parameters.values()]
+    return "seed" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _declare_actions(env: VecEnv, actions: Mapping[str, Array]) -> None:
+    leaves = env.action_leaves
+    if leaves is not None:
+        env.declare_actions({key: leaf.spec for key, leaf in leaves.items()})
+        if actions.keys() - leaves.keys():
+            raise SpecError(
+                compose(
+                    f"the episode had the actions {sorted(actions)}, this environment takes "
+                    f"{sorted(leaves)}",
+                    fix="make the environment that failed",
+                )
+            )
+    elif actions:
+        env.declare_actions({k: TensorSpec(a.shape[1:], a.dtype) for k, a in actions.items()})
+
+
+@contextmanager
+def _seeded_generators(seed: int | None) -> Iterator[None]:
+    """Seed the generators of the process as a worker does, and put them back afterwards."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    try:
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+            np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  (for environments that use it)
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
+
+
+def _replay(
+    capsule: CrashCapsule, env: VecEnv, lane: int, divergence: _Divergence | None
+) -> Replay:
+    if divergence is not None:
+        _LOG.warning("the replay went another way: %s", divergence)
+    groups: dict[str, dict[str, torch.Tensor]] = {"observation": {}, "agent_info": {}, "state": {}}
+    for name, array in capsule.batch.items():
+        group, _, key = name.partition("/")
+        groups[group][key] = torch.from_numpy(np.array(array))
+    observation = groups["observation"] or {
+        key: torch.from_numpy(np.array(array)[None]) for key, array in capsule.observation.items()
+    }
+    return Replay(
+        env=env,
+        lane=lane,
+        step=len(capsule.rewards),
+        observation=DictTensor(observation),
+        agent_info=DictTensor(groups["agent_info"]) if groups["agent_info"] else None,
+        state=DictTensor(groups["state"]) if groups["state"] else None,
+        diverged_at=None if divergence is None else divergence.step,
+    )
+
+
+def _no_failure(capsule: CrashCapsule, course: _Course) -> WorkerError:
+    call = "reset" if capsule.call == "reset" else f"step {len(capsule.rewards)}"
+    what = f"the episode did not fail again: {call} went through"
+    if course.has_ended:
+        what = f"the episode did not fail again: it ended before {call}"
+    if course.divergence is not None:
+        what += f", and it went another way {course.divergence}"
+    return WorkerError(
+        f"{what}. It had failed with: {capsule.error}",
+        where=capsule.where,
+        fix="let the environment depend on its seed, options and actions alone; or look for what "
+        "else is different here: earlier episodes, files, time, the machine",
+        traceback_text=capsule.traceback,
+        capsule=capsule,
+    )
+
+
+def _is_same(value: Any, recorded: Any) -> bool:
+    value, recorded = np.asarray(value), np.asarray(recorded)
+    is_float = value.dtype.kind in "fc" and recorded.dtype.kind in "fc"
+    return bool(np.array_equal(value, recorded, equal_nan=is_float))

@@ -1,0 +1,24 @@
+"""Environments that fail on purpose, and checks of environments and agents, for users' tests."""
+
+from rlpool.testing.check_agent import check_agent
+from rlpool.testing.check_env import check_env
+from rlpool.testing.contracts import AgentContract, EnvContract
+from rlpool.testing.counting_env import CountingEnv
+from rlpool.testing.faults import KINDS, code, faults, strike
+from rlpool.testing.faulty_env import FaultyEnv
+from rlpool.testing.findings import Finding, Report
+
+__all__ = [
+    "KINDS",
+    "AgentContract",
+    "CountingEnv",
+    "EnvContract",
+    "FaultyEnv",
+    "Finding",
+    "Report",
+    "check_agent",
+    "check_env",
+    "code",
+    "faults",
+    "strike",
+]

@@ -1,0 +1,171 @@
+"""Ways to fail, each with a name and a number."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlpool.data.dict_tensor import DictTensor
+from rlpool.errors import SpecError, compose
+
+RAISING = ("raise", "unpicklable", "unprintable", "sys_exit")
+LETHAL = ("exit", "sigkill", "segfault")
+HANGING = ("hang", "hang_gil", "stop")
+WRONG = (
+    "nan",
+    "nan_observation",
+    "nan_reward",
+    "buffer_reuse",
+    "wrong_dtype",
+    "wrong_shape",
+    "wrong_reward",
+    "wrong_flag",
+)
+KINDS = ("none", *RAISING, *LETHAL, *HANGING, "leak", *WRONG)
+"""All kinds of faults; a kind's number in ``env_info`` is its place here."""
+
+EXIT_CODE = 17
+"""What ``exit`` exits with."""
+
+AT_RESET = -1
+"""The step that means ``reset``."""
+
+
+class UnpicklableError(Exception):
+    """Cannot travel between processes: its lock cannot."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class UnprintableError(Exception):
+    """Fails when it is turned into text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def code(kind: str) -> int:
+    """The number of a kind, for ``env_info``.
+
+    Raises:
+        SpecError: If there is no such kind.
+    """
+    if kind not in KINDS:
+        raise SpecError(
+            compose(f"no fault is called {kind!r}", fix=f"choose one of {', '.join(KINDS)}")
+        )
+    return KINDS.index(kind)
+
+
+def kind_of(number: Any) -> str:
+    """The kind with a number.
+
+    Raises:
+        SpecError: If there is none.
+    """
+    if not 0 <= int(number) < len(KINDS):
+        raise SpecError(
+            compose(
+                f"no fault has the number {number}", fix="use rlpool.testing.code(kind) for numbers"
+            )
+        )
+    return KINDS[int(number)]
+
+
+def faults(
+    n_rows: int,
+    row: int | Sequence[int] | None = None,
+    kind: str = "raise",
+    step: int = 0,
+    **columns: int,
+) -> DictTensor:
+    """An ``env_info`` in which some rows' episodes fail, for a ``FaultyEnv``.
+
+    Args:
+        n_rows: Number of episodes.
+        row: Row, or rows, that fail; ``None`` for no row. Negative ones count from the end.
+        kind: How they fail, one of ``KINDS``.
+        step: The step that fails, 0-based; -1 for ``reset``.
+        columns: Further columns, the same in every row, such as ``length=5``. ``id`` is the number
+            of the row unless it is given here.
+
+    Returns:
+        int64 ``[n_rows]`` under ``fault``, ``fault_step``, ``id`` and the keys of ``columns``.
+
+    Raises:
+        SpecError: For an unknown kind, a row that is not there, or a step below -1.
+
+    Example:
+        >>> faults(3, row=1, kind="sigkill", step=2)["fault"].nonzero().tolist()
+        [[1]]
+    """
+    fault = torch.zeros(n_rows, dtype=torch.int64, device="cpu")
+    rows = [] if row is None else [row] if isinstance(row, int) else list(row)
+    for number in rows:
+        if not -n_rows <= number < n_rows:
+            raise SpecError(compose(f"row {number} of {n_rows}", fix=f"rows are 0 to {n_rows - 1}"))
+        fault[number] = code(kind)
+    if step < AT_RESET:
+        raise SpecError(compose(f"step is {step}", fix="steps count from 0, -1 is reset"))
+    constant = {"fault_step": step, **columns}
+    return DictTensor(
+        {
+            "fault": fault,
+            "id": torch.arange(n_rows, device="cpu"),
+            **{
+                key: torch.full((n_rows,), value, dtype=torch.int64, device="cpu")
+                for key, value in constant.items()
+            },
+        }
+    )
+
+
+def strike(kind: str) -> None:
+    """Fail here and now.
+
+    Useful in agents and factories of one's own. Returns only for ``"none"``, ``"leak"`` and for
+    the kinds that are wrong results rather than failures.
+
+    Args:
+        kind: One of ``KINDS``. ``exit``, ``sigkill``, ``segfault`` end this process, ``stop`` stops
+            it as Ctrl-Z does, ``hang`` and ``hang_gil`` never return.
+
+    Raises:
+        KeyError: For ``raise``.
+        UnpicklableError: For ``unpicklable``.
+        UnprintableError: For ``unprintable``.
+        SystemExit: For ``sys_exit``.
+        SpecError: If there is no such kind.
+    """
+    code(kind)
+    if kind == "raise":
+        raise KeyError("struck")
+    if kind == "unpicklable":
+        raise UnpicklableError("struck")
+    if kind == "unprintable":
+        raise UnprintableError
+    if kind == "sys_exit":
+        sys.exit("struck")
+    if kind == "exit":
+        os._exit(EXIT_CODE)
+    if kind == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "segfault":
+        ctypes.string_at(0)
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    # SIGKILL arrives and SIGSTOP ends at any time: until then this process does not go on.
+    while kind in ("hang", "stop", "sigkill"):
+        time.sleep(3600.0)
+    while kind == "hang_gil":
+        sum(range(10**13))  # one call in C: no other thread of this process runs before it is over

@@ -1,0 +1,407 @@
+"""What happens to callers: Ctrl-C twice, exits and errors half-way, threads, notebooks."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from process.watching import Script, Struck, is_running, wait_until, who_holds, worker_pids
+
+pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(120)]
+
+RunScript = Callable[..., Script]
+
+GONE_S = 3.0
+"""So long after its end nothing of a script is left."""
+
+COMMON = """
+import os, signal, sys, threading, time
+import torch
+from rlpool import Batcher, DictTensor, EpisodeBatcher
+from support.faults import create_agent, create_env, faults_at
+from support.parallel import create_manager
+from support.faults import FaultyEnv
+
+def open_batcher(struck, n_threads=1, **env_args):
+    return EpisodeBatcher(
+        4, 8, create_agent, {}, create_env, {"struck_at": struck, **env_args},
+        n_threads=n_threads, seeds=1,
+    )
+
+def open_managed(struck):
+    return EpisodeBatcher(
+        4, 8, create_agent, {}, create_manager,
+        {"make_env": FaultyEnv, "n_lanes": 2}, n_threads=0, seeds=1,
+    )
+
+def rows(first, n=3):
+    return DictTensor({"id": torch.arange(first, first + n)})
+
+def check(result, first, n=3):
+    assert result.lengths.tolist() == [3] * n, result.lengths
+    assert result["frame"][:, :, 0].tolist() == [[first + i] * 3 for i in range(n)]
+
+"""
+
+
+def finished(script: Script, returncode: int | None = 0) -> str:
+    """Wait for the end of a script, see that nothing of it is left; returns what it printed."""
+    script.finish()
+    left = script.left_after(GONE_S)
+    assert not left, [" ".join(process.cmdline()) for process in left]
+    assert not who_holds(script.memory)
+    assert script.returncode == returncode, script.stderr
+    return script.stdout
+
+
+# Ctrl-C ---------------------------------------------------------------------------------------
+
+STUBBORN = """
+def main(struck, phase):
+    if phase == "start":
+        print("ready", flush=True)
+        open_batcher(struck, fault="hang")
+    batcher = open_batcher(struck, close_fault="hang" if phase == "close" else "none")
+    print("ready", flush=True)
+    if phase == "collect":
+        batcher.execute(4, env_info=faults_at(4, 1, "hang", 2))
+        batcher.get()
+    if phase == "handler":
+        # What a user may write: Ctrl-C saves a checkpoint, and goes on.
+        batcher.execute(4, env_info=faults_at(4, 1, "hang", 2))
+        for _ in range(2):
+            try:
+                batcher.get()
+            except KeyboardInterrupt:
+                print("caught", flush=True)
+    batcher.close()
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("phase", ["start", "collect", "close"])
+@pytest.mark.parametrize("group", [True, False], ids=["group", "caller_only"])
+def test_ctrl_c_twice_at_once(
+    run_script: RunScript, struck: Struck, phase: str, group: bool
+) -> None:
+    script = run_script(COMMON + STUBBORN, struck.path, phase)
+    script.wait_for_line("ready")
+    wait_until(lambda: struck.is_there or script.returncode is not None)
+    script.note_family()
+    script.signal(signal.SIGINT, group=group)
+    script.signal(signal.SIGINT, group=group)
+    script.finish(GONE_S)
+    finished(script, -signal.SIGINT)
+
+
+def test_ctrl_c_again_and_again_until_it_ends(run_script: RunScript, struck: Struck) -> None:
+    script = run_script(COMMON + STUBBORN, struck.path, "collect")
+    script.wait_for_line("ready")
+    wait_until(lambda: struck.is_there)
+    script.note_family()
+
+    def press() -> bool:
+        if script.returncode is None:
+            script.signal(signal.SIGINT, group=True)
+        return script.returncode is not None
+
+    wait_until(press, GONE_S)
+    finished(script, script.returncode)
+
+
+def test_a_caught_ctrl_c_leaves_the_request_pending(run_script: RunScript, struck: Struck) -> None:
+    script = run_script(COMMON + STUBBORN, struck.path, "handler")
+    script.wait_for_line("ready")
+    wait_until(lambda: struck.is_there)
+    script.note_family()
+    for n_caught in (1, 2):
+        script.signal(signal.SIGINT, group=True)
+        wait_until(lambda n=n_caught: script.stdout.count("caught") == n or script.returncode)
+    assert finished(script) == "ready\ncaught\ncaught\n"
+    assert script.stderr == ""
+
+
+# The caller leaves in the middle --------------------------------------------------------------
+
+LEAVES = """
+def leave(how):
+    if how == "sys_exit":
+        sys.exit(3)
+    if how == "os_exit":
+        os._exit(3)
+    if how == "raise":
+        raise ZeroDivisionError("in the caller's loop")
+    if how == "system_exit_in_thread":
+        thread = threading.Thread(target=sys.exit)
+        thread.start()
+        thread.join()
+        sys.exit(3)
+
+def main(struck, how):
+    opened = [open_batcher(struck), open_batcher(struck, 2), open_managed(struck)]
+    windows = Batcher(4, None, create_agent, {}, create_env, {}, n_threads=1, seeds=1)
+    windows.reset()
+    opened[0].execute(4, env_info=faults_at(4, 1, "hang", 2))
+    opened[1].execute(40, env_info=faults_at(40, 0, "none", 0, length=10**6))
+    opened[2].execute(4)
+    windows.execute()
+    kept = windows.get()
+    print("ready", flush=True)
+    while not os.path.exists(struck) or not os.path.exists(struck + ".go"):
+        opened[1].get(blocking=False)
+        time.sleep(0.005)
+    leave(how)
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("how", ["sys_exit", "raise", "os_exit", "system_exit_in_thread"])
+def test_a_caller_may_leave_with_batchers_open(
+    run_script: RunScript, struck: Struck, how: str
+) -> None:
+    script = run_script(COMMON + LEAVES, struck.path, how)
+    script.wait_for_line("ready")
+    wait_until(lambda: struck.is_there)
+    script.note_family()
+    assert len(script.family) >= 6
+    Path(f"{struck.path}.go").touch()
+    finished(script, 1 if how == "raise" else 3)
+    assert script.stderr.count("Traceback") == (how == "raise"), script.stderr
+    assert "Exception ignored" not in script.stderr
+
+
+# Forks ----------------------------------------------------------------------------------------
+
+FORKS = """
+def main(struck):
+    with open_batcher(struck, 2) as batcher, open_managed(struck) as managed:
+        batcher.execute(3, env_info=rows(5))
+        managed.execute(3, env_info=rows(6))
+        pid = os.fork()
+        if pid == 0:
+            # Its own batcher is its own; that of its parent it may drop, close and forget.
+            with open_batcher(struck) as own:
+                own.execute(3, env_info=rows(9))
+                check(own.get(), 9)
+            managed.close()
+            del managed
+            # multiprocessing tries to join the children of its parent, and says so.
+            sys.stderr = open(os.devnull, "w")
+            sys.exit(4)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+        check(batcher.get(), 5)
+        check(managed.get(), 6)
+    print("done")
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+def test_a_forked_child_has_a_batcher_of_its_own(run_script: RunScript, struck: Struck) -> None:
+    script = run_script(COMMON + FORKS, struck.path)
+    assert finished(script) == "done\n"
+    assert script.stderr == ""
+
+
+POOL_OF_FORKS = """
+import multiprocessing
+
+def square(number):
+    return number * number
+
+def main(struck):
+    with open_batcher(struck, 2) as batcher:
+        batcher.execute(3, env_info=rows(5))
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            assert pool.map(square, range(5)) == [0, 1, 4, 9, 16]
+        check(batcher.get(), 5)
+    print("done")
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+def test_a_pool_of_forked_processes_beside_a_batcher(run_script: RunScript, struck: Struck) -> None:
+    script = run_script(COMMON + POOL_OF_FORKS, struck.path)
+    assert finished(script) == "done\n"
+    assert script.stderr == ""
+
+
+# Several batchers, threads --------------------------------------------------------------------
+
+TOGETHER = """
+def collect(batcher, first, failures):
+    try:
+        for number in range(20):
+            batcher.execute(3, env_info=rows(first + number))
+            check(batcher.get(), first + number)
+    except BaseException as error:
+        failures.append(error)
+
+def whole_life(struck, first, failures):
+    with open_batcher(struck, 2) as batcher:
+        collect(batcher, first, failures)
+
+def main(struck, how):
+    failures = []
+    if how == "taking_turns":
+        with open_batcher(struck, 2) as one, open_batcher(struck) as two:
+            for number in range(20):
+                one.execute(3, env_info=rows(number))
+                two.execute(3, env_info=rows(100 + number))
+                check(two.get(), 100 + number)
+                check(one.get(), number)
+    if how == "in_threads":
+        threads = [
+            threading.Thread(target=whole_life, args=(struck, 100 * number, failures))
+            for number in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if how == "handed_to_a_thread":
+        with open_batcher(struck, 2) as batcher:
+            thread = threading.Thread(target=collect, args=(batcher, 7, failures))
+            thread.start()
+            thread.join()
+            collect(batcher, 50, failures)
+    if how == "main_leaves_first":
+        thread = threading.Thread(target=whole_life, args=(struck, 100, failures))
+        thread.start()
+        # The interpreter waits for the thread, and the thread's workers must not mind.
+        print("done")
+        return
+    if how == "daemon_thread_is_left":
+        ready = threading.Event()
+        def forever():
+            batcher = open_batcher(struck)
+            batcher.execute(3, env_info=rows(1))
+            check(batcher.get(), 1)
+            ready.set()
+            batcher.execute(1, env_info=faults_at(1, 0, "hang", 0))
+            batcher.get()
+        threading.Thread(target=forever, daemon=True).start()
+        assert ready.wait(60)
+        while not os.path.exists(struck):
+            time.sleep(0.005)
+    assert not failures, failures
+    print("done")
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "taking_turns",
+        "in_threads",
+        "handed_to_a_thread",
+        "main_leaves_first",
+        "daemon_thread_is_left",
+    ],
+)
+def test_several_batchers_and_threads(run_script: RunScript, struck: Struck, how: str) -> None:
+    script = run_script(COMMON + TOGETHER, struck.path, how)
+    # All processes that it has at any time are its session's.
+    pids: set[int] = set()
+
+    def look() -> bool:
+        if script.returncode is None:
+            pids.update(worker_pids(script.pid))
+        return script.returncode is not None
+
+    wait_until(look)
+    assert finished(script) == "done\n", script.stderr
+    assert script.stderr == ""
+    assert pids
+    wait_until(lambda: not any(is_running(pid) for pid in pids), GONE_S)
+
+
+# Notebooks ------------------------------------------------------------------------------------
+
+NOTEBOOK = '''
+import code, signal, sys, threading, os
+from process.watching import worker_pids
+
+CELL = """
+import torch
+from rlpool import Agent, DictTensor, EpisodeBatcher, GymEnv
+from support.faults import FaultyEnv
+class Env(FaultyEnv):
+    pass
+class Mine(Agent):
+    def __call__(self, state, observation, agent_info=None, history=None):
+        action = torch.full((observation.n_elems(),), NUMBER)
+        return DictTensor({}), DictTensor({"action": action}), DictTensor({})
+def create_env(seed):
+    return GymEnv([Env(), Env()], seed)
+batcher = EpisodeBatcher(
+    n_timesteps=4, n_slots=8, create_agent=Mine, create_env=create_env, n_threads=2, seeds=1
+)
+batcher.execute(5)
+result = batcher.get()
+print(result["action"].unique().tolist(), result.lengths.tolist())
+"""
+
+FAILING = "batcher.execute(2)\\n1 / 0\\n"
+INTERRUPTED = """
+import signal, threading
+batcher.execute(1, env_info=DictTensor(
+    {"length": torch.tensor([3000]), "sleep_ms": torch.tensor([1])}))
+threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+batcher.get()
+"""
+
+def main():
+    # Like a notebook's kernel: one namespace, __main__ without a file, errors are shown and kept.
+    del sys.modules["__main__"].__file__
+    shell = code.InteractiveInterpreter(sys.modules["__main__"].__dict__)
+    sys.stderr = open(os.devnull, "w")
+    def run(source):
+        shell.runcode(compile(source, "<cell>", "exec"))
+    run("NUMBER = 1")
+    run(CELL)
+    first = worker_pids()
+    run("NUMBER = 2")
+    run(CELL)
+    second = worker_pids()
+    print(len(first), len(second), len(first & second))
+    run(FAILING)
+    run("print(batcher.get().lengths.tolist())")
+    run(INTERRUPTED)
+    print(worker_pids() == second)
+    run("print(batcher.get().lengths.tolist())")
+    run(INTERRUPTED)
+    run(CELL)
+    # What was shown is kept for debuggers, with all that it refers to.
+    del sys.last_value, sys.last_traceback
+    print(len(worker_pids()), len(worker_pids() & second))
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def test_a_notebook_cell_may_be_run_again(run_script: RunScript) -> None:
+    script = run_script(NOTEBOOK)
+    assert finished(script).splitlines() == [
+        "[1] [3, 3, 3, 3, 3]",
+        "[2] [3, 3, 3, 3, 3]",
+        "2 2 0",
+        "[3, 3]",
+        "True",
+        "[3000]",
+        "[2] [3, 3, 3, 3, 3]",
+        "2 0",
+    ]

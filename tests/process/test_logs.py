@@ -1,0 +1,233 @@
+"""What workers log reaches the caller's loggers, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from process.watching import Script, wait_until
+
+from rlpool import (
+    DictTensor,
+    EpisodeBatcher,
+    ParallelEnvManager,
+    Pool,
+    WorkerDiedError,
+    WorkerStartupError,
+)
+from rlpool.workers.outbox import MAX_UNREAD_BYTES
+
+from support.talking import HUGE, N_FLOOD, QuietAgent, TalkingEnv, TalkingPlayer, create_env
+
+pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(60)]
+
+
+class Seen(logging.Handler):
+    """Keeps what it is given, in the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        self.react: Callable[[], None] = lambda: None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+        self.react()
+
+    def of(self, name: str) -> list[logging.LogRecord]:
+        return [record for record in self.records if record.name == name]
+
+    def messages(self, name: str) -> list[str]:
+        return [record.getMessage() for record in self.of(name)]
+
+
+@pytest.fixture
+def seen() -> Iterator[Seen]:
+    """A handler of all loggers, where INFO of ``talk`` is wanted and else warnings."""
+    handler = Seen()
+    levels = {"talk": logging.INFO, "talk.silenced": logging.ERROR}
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+    talk, root = logging.getLogger("talk"), logging.getLogger()
+    talk.propagate = False  # pytest would keep, and print, a flood
+    for logger in (talk, root):
+        logger.addHandler(handler)
+    yield handler
+    for logger in (talk, root):
+        logger.removeHandler(handler)
+    talk.propagate = True
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.NOTSET)
+
+
+def open_batcher(deed: str, directory: Path, n_threads: int = 1, **options: Any) -> EpisodeBatcher:
+    return EpisodeBatcher(
+        n_timesteps=4,
+        n_slots=4,
+        create_agent=QuietAgent,
+        create_env=create_env,
+        env_args={"deed": deed, "directory": str(directory)},
+        n_threads=n_threads,
+        seeds=3,
+        **options,
+    )
+
+
+def begin(batcher: EpisodeBatcher, n_episodes: int = 1) -> None:
+    batcher.execute(n_episodes, env_info=DictTensor({"id": torch.arange(n_episodes)}))
+
+
+def test_records_arrive_as_they_were_logged(
+    seen: Seen, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with open_batcher("various", tmp_path) as batcher:
+        begin(batcher)
+        assert batcher.get() is not None
+    assert capfd.readouterr() == ("", "")
+    records = seen.of("talk.env")
+    (step, greeting, percent, huge, extra, arguments, unprintable, between, failed, stack) = records
+    assert step.getMessage() == "step 3 of many"
+    assert (step.levelname, step.worker, step.processName) == ("INFO", 0, "rlpool-worker-0")
+    assert (step.funcName, step.filename, step.module) == ("various", "talking.py", "talking")
+    assert step.threadName == "MainThread"
+    assert step.process != logging.makeLogRecord({}).process
+    assert step.relativeCreated >= 0
+    assert step.msecs == pytest.approx(1000 * (step.created % 1), abs=1)
+    assert greeting.getMessage() == "Grüße 你好 \ud800 🚀\nand a second line"
+    assert percent.getMessage() == "100 % as it is"
+    assert huge.getMessage() == HUGE
+    assert (extra.episode, extra.values, extra.odd) == (4, "[0 1 2]", "{(1, 2): 3}")
+    assert arguments.getMessage().startswith("two %s [the message could not be put together: Type")
+    assert "Unprintable that cannot be printed" in unprintable.getMessage()
+    assert (between.levelno, between.levelname) == (35, "Level 35")
+    text = logging.Formatter("%(levelname)s worker %(worker)s %(message)s").format(failed)
+    assert text.startswith("ERROR worker 0 it failed\nTraceback (most recent call last):\n")
+    assert text.endswith("KeyError: 'the goal'")
+    assert "in various" in str(stack.stack_info)
+    assert seen.of("talk.silenced") == seen.of("elsewhere") == []
+    (warning,) = seen.messages("py.warnings")
+    assert "talking.py" in warning
+    assert "UserWarning: a warning" in warning
+
+
+def test_records_arrive_once_and_unprinted_whatever_the_worker_configures(
+    seen: Seen, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with open_batcher("configured", tmp_path) as batcher:
+        begin(batcher)
+        batcher.get()
+    assert capfd.readouterr() == ("", "")
+    assert seen.messages("talk.own") == ["does not propagate"]
+    assert seen.messages("talk.filed") == ["also in a file"]
+    assert (tmp_path / "own.log").read_text() == "also in a file\n"
+    assert seen.messages("talk.forced") == ["after basicConfig"]
+
+
+def test_every_record_of_a_flood_arrives_or_is_counted(seen: Seen, tmp_path: Path) -> None:
+    with open_batcher("flood", tmp_path) as batcher:
+        begin(batcher)
+        wait_until((tmp_path / "flooded").exists)  # nobody reads meanwhile
+        assert batcher.get() is not None
+    arrived = seen.messages("talk.flood")
+    assert arrived == [f"record {number}" for number in range(len(arrived))]
+    (notice,) = [r for r in seen.of("rlpool") if "dropped" in r.getMessage()]
+    assert (notice.levelname, notice.worker) == ("WARNING", 0)
+    assert int(notice.getMessage().split()[0]) + len(arrived) == N_FLOOD
+    assert len(arrived) > MAX_UNREAD_BYTES / 500
+
+
+def test_last_words_before_a_kill_arrive(seen: Seen, tmp_path: Path) -> None:
+    with open_batcher("last_words", tmp_path) as batcher:
+        begin(batcher)
+        with suppress(WorkerDiedError):
+            batcher.get()
+        assert seen.messages("talk.last") == ["my last words"]
+
+
+def test_what_a_failing_factory_logs_arrives(seen: Seen, tmp_path: Path) -> None:
+    with pytest.raises(WorkerStartupError, match="KeyError: 'nonsense'"):
+        open_batcher("nonsense", tmp_path)
+    assert seen.messages("talk.made") == ["what is 'nonsense'?"]
+
+
+def test_records_arrive_while_get_waits_at_the_level_of_now(seen: Seen, tmp_path: Path) -> None:
+    seen.react = (tmp_path / "answered").touch
+    logging.getLogger("talk").setLevel(logging.ERROR)
+    with open_batcher("converse", tmp_path, n_threads=2) as batcher:
+        logging.getLogger("talk").setLevel(logging.INFO)
+        begin(batcher, 2)
+        assert batcher.get() is not None
+    assert {record.worker for record in seen.of("talk.question")} <= {0, 1}
+    assert seen.messages("talk.question") == ["are you there?"] * 2
+
+
+def test_a_handler_that_raises_loses_neither_records_nor_results(
+    seen: Seen, tmp_path: Path
+) -> None:
+    def fail() -> None:
+        seen.react = lambda: None
+        raise OSError("the disk is full")
+
+    with open_batcher("various", tmp_path) as batcher:
+        seen.react = fail
+        begin(batcher)
+        with pytest.raises(OSError, match="the disk is full"):
+            batcher.get()
+        result = batcher.get()
+        assert result is not None
+        assert result.lengths.tolist() == [1]
+    assert len(seen.of("talk.env")) == 10
+
+
+def test_environments_in_processes_log_like_workers(seen: Seen, tmp_path: Path) -> None:
+    env_fns = [partial(TalkingEnv, "converse", str(tmp_path))] * 2
+    (tmp_path / "answered").touch()
+    with ParallelEnvManager(env_fns, seed=1) as manager:
+        manager.reset_lanes([0, 1], [1, 2], [{"id": 0}, {"id": 1}])
+    assert {record.worker for record in seen.of("talk.question")} == {0, 1}
+
+
+def test_environments_of_a_pool_log_like_workers(seen: Seen) -> None:
+    with Pool(env=[TalkingPlayer(), TalkingPlayer()], pool_size=16, processes=2) as pool:
+        pool.store()
+    assert {record.worker for record in seen.of("talk.player")} == {0, 1}
+
+
+SCRIPT = """
+import logging
+import sys
+
+from rlpool import EpisodeBatcher
+from support.talking import QuietAgent, create_env
+
+logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(levelname)s %(message)s")
+
+def create(seed):
+    logging.getLogger("script").info("creating")
+    return create_env(seed, "various", ".")
+
+class LoudAgent(QuietAgent):
+    def close(self):
+        logging.getLogger("script").info("closing")
+
+if __name__ == "__main__":
+    batcher = EpisodeBatcher(
+        n_timesteps=4, n_slots=4, create_agent=LoudAgent, create_env=create, seeds=3
+    )
+    logging.getLogger("script").info("ready")
+"""
+
+
+def test_a_script_that_configures_logging_on_import_prints_every_record_once(
+    run_script: Callable[..., Script],
+) -> None:
+    script = run_script(SCRIPT)
+    script.finish()
+    assert script.stderr == ""
+    assert script.stdout.splitlines() == ["INFO creating", "INFO ready", "INFO closing"]

@@ -1,0 +1,153 @@
+"""An environment whose worker logs, in ways that a test names."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+
+from rlpool import Agent, DictTensor, GymEnv
+
+N_FLOOD = 100_000
+"""Records of a flood."""
+
+HUGE = "x" * 1_000_000
+
+
+class Unprintable:
+    """Fails when it is turned into text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+def various(directory: Path) -> None:
+    """Log whatever people log."""
+    log = logging.getLogger("talk.env")
+    log.debug("too fine for the caller")
+    log.info("step %d of %s", 3, "many")
+    log.warning("Grüße 你好 \ud800 🚀\nand a second line")
+    log.error("100 % as it is")
+    log.info(HUGE)
+    log.info("with extra", extra={"episode": 4, "values": np.arange(3), "odd": {(1, 2): 3}})
+    log.info("two %s", "arguments", Unprintable())
+    log.info(Unprintable())
+    log.log(35, "between the levels")
+    try:
+        raise KeyError("the goal")
+    except KeyError:
+        log.exception("it failed")
+    log.info("from here", stack_info=True)
+    logging.getLogger("talk.silenced").warning("the caller wants no warnings of this one")
+    logging.getLogger("elsewhere").info("the caller's root wants warnings only")
+    warnings.warn("a warning", stacklevel=1)
+
+
+def configured(directory: Path) -> None:
+    """Log as code does that configures logging by itself."""
+    for handler in (logging.StreamHandler(sys.stdout), logging.StreamHandler()):
+        logging.getLogger("talk.own").addHandler(handler)
+    logging.getLogger("talk.own").propagate = False
+    logging.getLogger("talk.own").warning("does not propagate")
+    to_file = logging.FileHandler(directory / "own.log")
+    logging.getLogger("talk.filed").addHandler(to_file)
+    logging.getLogger("talk.filed").warning("also in a file")
+    logging.basicConfig(stream=sys.stdout, level=logging.DEBUG, force=True)
+    logging.getLogger("talk.forced").debug("below the level of the caller")
+    logging.getLogger("talk.forced").warning("after basicConfig")
+
+
+def flood(directory: Path) -> None:
+    """Log more than is kept while nobody reads."""
+    log = logging.getLogger("talk.flood")
+    for number in range(N_FLOOD):
+        log.info("record %d", number)
+    (directory / "flooded").touch()
+
+
+def last_words(directory: Path) -> None:
+    """Log and be killed, once."""
+    if not (directory / "killed").exists():
+        (directory / "killed").touch()
+        logging.getLogger("talk.last").warning("my last words")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def converse(directory: Path) -> None:
+    """Log, and wait until somebody who saw it makes a file."""
+    logging.getLogger("talk.question").info("are you there?")
+    while not (directory / "answered").exists():
+        time.sleep(0.002)
+
+
+DEEDS: dict[str, Callable[[Path], None]] = {
+    deed.__name__: deed for deed in (various, configured, flood, last_words, converse)
+}
+
+
+class TalkingEnv(gymnasium.Env):
+    """One step per episode; in the reset of an episode with an ``id`` it logs.
+
+    Args:
+        deed: Which of ``DEEDS`` it does.
+        directory: Where it may leave files.
+    """
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def __init__(self, deed: str, directory: str) -> None:
+        if deed not in DEEDS:
+            logging.getLogger("talk.made").error("what is %r?", deed)
+        self._deed, self._directory = DEEDS[deed], Path(directory)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        if options and "id" in options:
+            self._deed(self._directory)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return np.zeros(2, np.float32), 1.0, True, False, {}
+
+
+class QuietAgent(Agent):
+    def __call__(
+        self,
+        state: DictTensor | None,
+        observation: DictTensor,
+        agent_info: DictTensor | None = None,
+        history: Any = None,
+    ) -> tuple[DictTensor, DictTensor, DictTensor]:
+        action = torch.zeros(observation.n_elems(), dtype=torch.int64)
+        return DictTensor({}), DictTensor({"action": action}), DictTensor({})
+
+
+def create_env(seed: int, deed: str, directory: str) -> GymEnv:
+    return GymEnv([TalkingEnv(deed, directory)], seed)
+
+
+class TalkingPlayer:
+    """An environment for a pool that logs in every reset."""
+
+    def __init__(self) -> None:
+        self.observation_space = TalkingEnv.observation_space
+        self.action_space = TalkingEnv.action_space
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        logging.getLogger("talk.player").warning("reset")
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return np.zeros(2, np.float32), 1.0, True, False, {}
