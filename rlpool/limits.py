@@ -108,6 +108,15 @@ def process_activity(pid: int | None) -> int:
     return 1 + minor_faults + major_faults + user + system
 
 
+def resident_bytes(pid: int | None) -> int:
+    """Memory of a process that is in RAM, shared pages included; 0 if the system does not tell."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def check_size(
     bytes_of_key: Mapping[str, int],
     advice: Advice,
