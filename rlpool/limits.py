@@ -108,13 +108,18 @@ def process_activity(pid: int | None) -> int:
     return 1 + minor_faults + major_faults + user + system
 
 
-def resident_bytes(pid: int | None) -> int:
-    """Memory of a process that is in RAM, shared pages included; 0 if the system does not tell."""
+def resident_bytes(pid: int | str | None = "self") -> int:
+    """Memory of a process that is in RAM, shared blocks left out; 0 if the system does not tell.
+
+    Args:
+        pid: The process, this one by default.
+    """
     try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
         return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    sizes = [line.split() for line in lines if line.startswith(("RssAnon:", "RssFile:"))]
+    return sum(int(size) for _, size, _ in sizes) * 1024
 
 
 def check_size(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rlpool.errors import SpecError, compose
 from rlpool.limits import human, resident_bytes
 from rlpool.restarts import FailurePolicy
+from rlpool.worker_limits import refuse_small_limit
 
 _LOOK_S = 0.1
 """A worker's memory is looked at no more often: it costs some ten microseconds."""
@@ -37,18 +37,8 @@ class Recycling:
         Raises:
             SpecError: Naming the limit and what they need.
         """
-        limit = self._policy.max_rss_bytes
-        if limit is None:
-            return
-        needed = max(resident_bytes(self._pid_of(w)) for w in range(len(self._n_episodes)))
-        if needed > limit:
-            raise SpecError(
-                compose(
-                    f"max_rss_bytes is {human(limit)}, but a worker that has done nothing yet "
-                    f"has {human(needed)} of resident memory",
-                    fix="set max_rss_bytes well above that, the modules it imported included",
-                )
-            )
+        workers = range(len(self._n_episodes))
+        refuse_small_limit(self._policy.max_rss_bytes, map(self._pid_of, workers))
 
     def reason(self, worker: int, n_new: int) -> str:
         """Why a worker is to be replaced before it begins new episodes, empty if it is not."""
