@@ -19,6 +19,7 @@ from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import SpecError, compose
 from rlpool.ownership import ProcessOwner
 from rlpool.remotes import Remote, WorkerHandle
+from rlpool.restarts import DEFAULT_MAX_RESTARTS, FailurePolicy
 from rlpool.seeding import root_from
 from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
@@ -62,6 +63,11 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
     Environments of lanes whose next episodes are known may be reset for them as soon as an
     episode ends, which saves the way there and back.
 
+    A worker that dies or hangs is replaced. Its environments are reset with the same seeds and
+    options and given the same actions again, which are kept for that until the next reset; for
+    environments that these determine the caller sees the same bits and no exception. A lane whose
+    environment turns out to do something else then raises ``EnvError`` and needs a reset.
+
     Args:
         env_fns: Functions without arguments that make one environment each, in the workers.
             Lambdas, closures and classes defined in a script or notebook are fine.
@@ -75,6 +81,16 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         min_ready: How many lanes a batcher's loop waits for; the default is all of them. With
             fewer, lanes that are slow do not hold the others, the agent is called more often, and
             results are the same. Agents that require a history always wait for all.
+        on_worker_failure: ``"restart"`` replaces a worker that died or hangs, ``"raise"`` raises
+            ``WorkerDiedError`` or ``WorkerTimeoutError``, after which the manager is of no use.
+        max_restarts: How many replacements of failed workers there may be in all, ``None`` for no
+            limit. One more failure raises ``WorkerDiedError``, whose ``history`` has them all.
+        on_env_error: ``"raise"`` raises ``EnvError`` where an environment raises, ``"restart"``
+            replaces its worker as if it had died, and lets it try again.
+        max_episodes_per_worker: Replace a worker, which is no failure, at the reset after so many
+            episodes of its lanes; ``None`` for never. Other lanes of the worker that are in the
+            middle of an episode are brought back to where they were.
+        max_rss_bytes: The same for a worker whose resident memory is larger than so many bytes.
 
     Attributes:
         num_envs: Number of environments, ``n_lanes`` by another name.
@@ -105,8 +121,16 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         keep_float64: bool = False,
         auto_reset: bool = False,
         min_ready: int | None = None,
+        on_worker_failure: str = "restart",
+        max_restarts: int | None = DEFAULT_MAX_RESTARTS,
+        on_env_error: str = "raise",
+        max_episodes_per_worker: int | None = None,
+        max_rss_bytes: int | None = None,
     ) -> None:
         refuse_during_import()
+        policy = FailurePolicy(
+            on_worker_failure, max_restarts, on_env_error, max_episodes_per_worker, max_rss_bytes
+        )
         env_fns = _checked_functions(env_fns)
         _check_numbers(envs_per_worker, timeout)
         for name, number in (("min_ready", min_ready), ("max_episode_steps", max_episode_steps)):
@@ -120,14 +144,16 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             "max_episode_steps": max_episode_steps,
             "keep_float64": keep_float64,
         }
-        self._crew = EnvCrew(env_fns, envs_per_worker, root_from(seed), self._options, timeout)
+        self._crew = EnvCrew(
+            env_fns, envs_per_worker, root_from(seed), self._options, timeout, policy
+        )
         try:
             self._agree()
         except BaseException:
             self._crew.close()
             raise
         self.num_envs = self.n_lanes
-        self.workers = [WorkerHandle(process) for process in self._crew.processes]
+        self.workers = [WorkerHandle(self._crew, w) for w in range(self._crew.n_workers)]
         self.remotes = [
             Remote(self._crew, self._orders, lane, self.action_space)
             for lane in range(self.n_lanes)
@@ -205,6 +231,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         crew.check_open()
         crew.refuse_bad_lanes(lanes)
         self._orders.settle(lanes)
+        crew.recycle(lanes)
         rest, begun = [], []
         for row, lane in enumerate(lanes):
             number = int(arena.is_ahead[lane])
@@ -217,7 +244,10 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             for key, array in arena.observation.items():
                 array[begun] = arena.ahead[key][begun]
             arena.is_ahead[begun] = -1
-            self._orders.note_reset(begun)
+            rows = [list(lanes).index(lane) for lane in begun]
+            self._orders.note_begun(
+                begun, [seeds[row] for row in rows], [options[row] for row in rows]
+            )
         if rest:
             self._orders.reset(
                 [lanes[row] for row in rest],
@@ -311,6 +341,8 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             self._hand_over(lanes, actions or {}, False)
             self._initial_state[lanes] = False
             orders.begin_some(lanes)
+        elif not min_ready:
+            orders.look()
         return orders.take_ready(min_ready)
 
     def _hand_over(

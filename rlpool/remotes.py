@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import pickle
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.context import SpawnProcess
@@ -11,9 +12,13 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError, UsageError, compose
 from rlpool.workers.env_crew import EnvCrew
+from rlpool.workers.env_messages import Call
 from rlpool.workers.orders import Orders
+
+_LARGE_BYTES = 2**15
+"""A request that does not surely fit into a pipe is not sent while its worker may be answering."""
 
 _COMMANDS = ("reset", "step", "get_attr", "seed", "close")
 
@@ -72,6 +77,8 @@ class Remote:
             raise SpecError(f"a request is one of {', '.join(_COMMANDS)}, got {command!r}")
         if command == "reset":
             data = self._reset_data(data)
+            self._crew.recycle([self._lane])
+            self._crew.recycling.note_begun(self._crew.worker_of[self._lane], 1)
         elif command == "step":
             data = self._action(data)
         elif command == "get_attr":
@@ -80,7 +87,7 @@ class Remote:
                 raise SpecError(f"the name of an attribute should be a str, got {data!r}")
         elif command == "seed":
             data = _checked_seed(_named(data, "seed", command))
-        self._crew.call(self._lane, command, data)
+        self._call(command, data)
         if command == "reset":
             self._orders.note_reset([self._lane])
 
@@ -91,12 +98,42 @@ class Remote:
             UsageError: If there is no request, or the environments are closed.
             WorkerDiedError, WorkerTimeoutError: If the worker died or hangs.
         """
-        reply: tuple[str, Any] = self._crew.reply(self._lane)
+        crew, lane = self._crew, self._lane
+        crew.check_open()
+        calls = crew.calls
+        if lane not in calls.waiting:
+            raise UsageError(
+                compose("there is nothing to receive", fix=f"call remotes[{lane}].send(...) first")
+            )
+        crew.wait_until(lambda: lane in calls.replies, lambda: {crew.worker_of[lane]})
+        reply: tuple[str, Any] = pickle.loads(calls.received(lane))
         return reply
 
     def poll(self, timeout: float = 0.0) -> bool:
         """Whether a reply is there, waiting for it for ``timeout`` seconds at most."""
-        return self._crew.has_reply(self._lane, timeout)
+        crew, lane = self._crew, self._lane
+        crew.check_open()
+        if lane in crew.calls.unanswered():
+            crew.look({crew.worker_of[lane]}, timeout)
+        return lane in crew.calls.replies
+
+    def _call(self, command: str, data: Any) -> None:
+        crew, lane = self._crew, self._lane
+        worker = crew.worker_of[lane]
+        own = crew.lanes_of[worker]
+        message = Call(lane - own.start, command, data)
+        if not _is_small(message):
+            # The worker may be writing replies that nobody reads: both would wait without end.
+            calls, others = crew.calls, crew.calls.waiting.keys() & set(own)
+            crew.wait_until(lambda: others <= calls.replies.keys(), lambda: {worker})
+        crew.has_called = True
+        if command == "close":
+            crew.closed_lanes.add(lane)
+        crew.send(worker, message)
+        if command != "close":
+            crew.calls.waiting[lane] = message
+        if len(crew.closed_lanes) == crew.n_lanes:
+            crew.close()
 
     def _reset_data(self, data: Any) -> tuple[int | None, dict[str, Any] | None]:
         if data is None:
@@ -125,16 +162,25 @@ class Remote:
 
 
 class WorkerHandle:
-    """A worker process, for whoever wants to look at it.
+    """A worker process, or the one that replaced it, for whoever wants to look at it.
 
-    Attributes:
-        pid: Its process id.
-        exitcode: Its exit code, ``None`` while it runs.
+    Args:
+        crew: The workers.
+        worker: The worker's number.
     """
 
-    def __init__(self, process: SpawnProcess) -> None:
-        self._process = process
-        self.pid = process.pid
+    def __init__(self, crew: EnvCrew, worker: int) -> None:
+        self._crew = crew
+        self._worker = worker
+
+    @property
+    def _process(self) -> SpawnProcess:
+        return self._crew.processes[self._worker]
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id; that of the last process once the manager is closed."""
+        return self._crew.pids[self._worker]
 
     def is_alive(self) -> bool:
         """Whether the process runs."""
@@ -175,3 +221,11 @@ def _checked_seed(seed: Any) -> int:
     if number < 0 or number > np.iinfo(np.int64).max:
         raise SpecError(f"a seed should be an int in [0, 2**63), got {seed!r}")
     return number
+
+
+def _is_small(message: Call) -> bool:
+    """Whether a request surely fits into an empty pipe."""
+    try:
+        return len(pickle.dumps(message)) < _LARGE_BYTES
+    except Exception:
+        return True  # which sending it will refuse

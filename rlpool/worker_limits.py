@@ -5,14 +5,14 @@ from __future__ import annotations
 import operator
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlpool.cgroups import ROOT, read_text, task_limits
 from rlpool.errors import SpecError, compose
-from rlpool.limits import human, shared_bounds
+from rlpool.limits import human, resident_bytes, shared_bounds
 
 WORKER_BYTES = 100 * 2**20
 """Private memory of a worker that has imported torch and holds nothing else, at the least."""
@@ -224,3 +224,26 @@ def how_to_raise(option: str, number: int, most: Any) -> str:
         "raise the limit before starting Python: "
         f"ulimit -{option} {number if 0 <= most < power else power}"
     )
+
+
+def refuse_small_limit(max_rss_bytes: int | None, pids: Iterable[int | None]) -> None:
+    """Refuse a limit for workers' memory that they exceed before they have done anything.
+
+    Args:
+        max_rss_bytes: The limit, ``None`` for none.
+        pids: The workers, which have just got ready.
+
+    Raises:
+        SpecError: Naming the limit and what they need.
+    """
+    if max_rss_bytes is None:
+        return
+    needed = max(map(resident_bytes, pids), default=0)
+    if needed > max_rss_bytes:
+        raise SpecError(
+            compose(
+                f"max_rss_bytes is {human(max_rss_bytes)}, but a worker that has done nothing yet "
+                f"has {human(needed)} of resident memory",
+                fix="set max_rss_bytes well above that, the modules it imported included",
+            )
+        )

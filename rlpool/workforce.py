@@ -23,6 +23,7 @@ from rlpool.restarts import FailurePolicy, Restarts
 from rlpool.slots import StepSpecs
 from rlpool.stack_dumps import described
 from rlpool.storage import Memory
+from rlpool.worker_limits import refuse_small_limit
 from rlpool.workers.hang_watch import HangWatch
 from rlpool.workers.local import LocalWorker
 from rlpool.workers.messages import Failed, Message, Probe, Ready, Retiring, Setup
@@ -134,7 +135,7 @@ class Workforce:
         Raises:
             WorkerStartupError, WorkerDiedError, WorkerTimeoutError, UsageError: If one does not
                 get ready.
-            RlpoolError: If they do not agree.
+            RlpoolError: If they do not agree, or are larger than ``max_rss_bytes`` already.
         """
         self._workers.start()
         self.wait_until(
@@ -148,6 +149,8 @@ class Workforce:
         if self._failed_start is not None:
             raise self._failed_start
         self.refuse_if_dead()
+        pids = [process.pid for process in self._workers.processes]
+        refuse_small_limit(self._policy.max_rss_bytes, pids)
         self._has_started = True
         self.agree()
 

@@ -22,7 +22,7 @@ from rlpool.parallel_env import ParallelEnvManager
 from rlpool.rollout import Rollout
 from rlpool.seeding import episode_seeds, probe_seed, root_from, task_draws
 from rlpool.slots import Layout
-from rlpool.workers.env_crew import ENV_HINT
+from rlpool.workers.watched_crew import ENV_HINT
 
 BATCH_ROWS = 16
 """Rows of the policy's batch unless told otherwise: as many as most machines have cores."""

@@ -11,6 +11,7 @@ import gymnasium
 from rlpool.batcher_base import check_count
 from rlpool.meta.trials import VariBadWrapper
 from rlpool.parallel_env import DEFAULT_TIMEOUT_S, ParallelEnvManager
+from rlpool.restarts import DEFAULT_MAX_RESTARTS
 from rlpool.seeding import root_from, worker_seed
 from rlpool.worker_limits import worker_count
 
@@ -56,6 +57,11 @@ def make_parallel_env(
     envs_per_worker: int = 1,
     timeout: float | None = DEFAULT_TIMEOUT_S,
     min_ready: int | None = None,
+    on_worker_failure: str = "restart",
+    max_restarts: int | None = DEFAULT_MAX_RESTARTS,
+    on_env_error: str = "raise",
+    max_episodes_per_worker: int | None = None,
+    max_rss_bytes: int | None = None,
     **kwargs: Any,
 ) -> ParallelEnvManager:
     """Make environments of trials in processes of their own.
@@ -72,6 +78,11 @@ def make_parallel_env(
             never.
         min_ready: How many environments a collection waits for at a time, so that a slow one does
             not hold the others; ``None`` for all of them. Results do not depend on it.
+        on_worker_failure: See ``ParallelEnvManager``, as for the next four.
+        max_restarts: Replacements of failed workers in all.
+        on_env_error: What becomes of an environment that raises.
+        max_episodes_per_worker: Trials after which a worker is replaced.
+        max_rss_bytes: Resident memory above which a worker is replaced.
         **kwargs: For the environment.
 
     Returns:
@@ -102,4 +113,9 @@ def make_parallel_env(
         seed=seed,
         timeout=timeout,
         min_ready=min_ready,
+        on_worker_failure=on_worker_failure,
+        max_restarts=max_restarts,
+        on_env_error=on_env_error,
+        max_episodes_per_worker=max_episodes_per_worker,
+        max_rss_bytes=max_rss_bytes,
     )

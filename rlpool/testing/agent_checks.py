@@ -181,9 +181,13 @@ def _run(subject: AgentSubject, agent: Agent, n: int) -> None:
     shown = None if info is None else DictTensor(info)
     driver.start(range(n), shown)
     for step in range(subject.n_steps):
+        observation = subject.observation(agent, n, 0, step)
         if step == subject.n_steps - 1:
             driver.start([0], shown)
-        driver.act(subject.observation(agent, n, 0, step), shown, None)
+            starting = subject.observation(agent, n, 0, 0)
+            for key, tensor in observation.items():
+                tensor[0] = starting[key][0]
+        driver.act(observation, shown, None)
         driver.commit()
 
 

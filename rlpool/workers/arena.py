@@ -8,7 +8,7 @@ own lanes, the caller sees all of them::
     reward, flags             written by the workers; cleared by the caller when a lane is reset
     action  [n_lanes]         written by the caller
     elapsed, seed, ahead      bookkeeping per lane
-    order, finished, outcome  bookkeeping per worker
+    order, finished, ...      bookkeeping per worker
 
 Nobody locks: a worker touches its rows between an order and its end, the caller otherwise.
 """
@@ -42,6 +42,7 @@ _PER_WORKER = {
     "partial": _INT64,  # whether it is for all lanes of the worker
     "finished": _INT64,  # number of the order that was carried out last
     "outcome": _INT64,  # of that order
+    "writing": _INT64,  # number of the last step whose observations were written, if only in part
 }
 
 
@@ -111,8 +112,8 @@ class Arena:
         reward: float32 ``[lanes]``.
         flags: bool ``[4, lanes]``.
         elapsed, seed, is_ahead, asked: ``[lanes]``.
-        order, partial, finished, outcome: One int64 per worker, as memoryviews, which are read
-            faster than arrays.
+        order, partial, finished, outcome, writing: One int64 per worker, as memoryviews, which
+            are read faster than arrays.
     """
 
     def __init__(self, layout: ArenaLayout, memory: Memory, lanes: slice = slice(None)) -> None:
@@ -131,6 +132,7 @@ class Arena:
         self.partial = arrays["partial"].data
         self.finished = arrays["finished"].data
         self.outcome = arrays["outcome"].data
+        self.writing = arrays["writing"].data
 
 
 def carve_actions(

@@ -3,45 +3,40 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import pickle
 import select
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
 import numpy as np
-import torch
 
-from rlpool.envs.columns import converted
-from rlpool.envs.gym_env import GymEnv, all_tasks
-from rlpool.envs.vec_env import LaneError, Options, VecEnv
-from rlpool.errors import RlpoolError, SpecError, Where, WorkerError, WorkerStartupError
-from rlpool.failures import described, env_error, text_of
-from rlpool.seeding import LaneSeeds, probe_seed, root_from, worker_seed
-from rlpool.specs import flattener
+from rlpool.envs.vec_env import LaneError, Options
+from rlpool.errors import EnvError, Where, WorkerError
+from rlpool.failures import env_error, text_of
 from rlpool.storage import Array, Memory
 from rlpool.workers.arena import FAILED, NONE_ENDED, SOME_ENDED, Arena, carve_actions
 from rlpool.workers.child import control_row, settle_in
 from rlpool.workers.env_messages import (
     Announce,
     Call,
-    EnvReady,
     EnvSetup,
     LaneFailed,
     MapActions,
     MapArena,
+    Predecessor,
     Reply,
     Reset,
+    Restore,
 )
+from rlpool.workers.env_startup import made_environments, report_of
 from rlpool.workers.episodes_ahead import EpisodesAhead
 from rlpool.workers.fast_seeding import FastSeeding
 from rlpool.workers.messages import Close, Failed, Message, Pipe
-from rlpool.workers.shipment import arrived
-
-_REMOTE_SEEDS = 2**31
-"""Number of the "reset" from which the seeds of remotes derive: one that nobody reaches."""
+from rlpool.workers.parcel import unpack
+from rlpool.workers.remote_requests import RemoteSeeds, remote_step
+from rlpool.workers.restoring import LOST, LOST_FIX, Restorer, batch_like, with_action
 
 
 def main(setup: EnvSetup, connection: Connection, control_fd: Any) -> None:
@@ -84,13 +79,16 @@ class EnvServer:
         self._open_lanes: set[int] = set()
         self._episodes = EpisodesAhead(setup.first_lane)
         self._actions: Mapping[str, Array] = {}
-        self._remote_seeds: dict[int, Iterator[int]] = {}
+        self._remote_seeds = RemoteSeeds(setup.root, setup.first_lane)
+        self._lost: dict[int, str] = {}  # lanes that could not be restored, and why
+        self._n_begun = 0  # episodes
 
     def start(self) -> bool:
         """Create the environments and report; False if that failed."""
         try:
-            self._env = self._created()
-            ready = self._ready()
+            self._env = env = made_environments(self._setup, self._numbers)
+            self._open_lanes = set(range(env.n_lanes))
+            ready = report_of(env, self._me)
         except WorkerError as error:
             self._pipe.send(Failed(error))
             return False
@@ -99,21 +97,22 @@ class EnvServer:
 
     def serve(self) -> None:
         """Carry out orders and messages until told to close or all environments are closed."""
-        message, memory = self._pipe.receive()
-        while self._handle(message, memory) and not self._has_arena:
-            message, memory = self._pipe.receive()
+        while not self._is_prepared:
+            if not self._handle(*self._pipe.receive()):
+                return
         wake, pipe, me, order = self._setup.wake, self._pipe, self._me, self._arena.order
         poller = select.poll()
-        poller.register(wake.fd, select.POLLIN)
+        # Messages come first: they were sent before the step that both may be there for.
         poller.register(pipe.connection.fileno(), select.POLLIN)
-        seen = 0
+        poller.register(wake.fd, select.POLLIN)
+        seen = self._n_seen
         while self._open_lanes:
             for fd, _ in poller.poll():
                 if fd == wake.fd:
                     wake.wait()
                     if order[me] != seen:
                         seen = order[me]
-                        self._step(seen)
+                        self._step(seen, self._asked_lanes(), self._actions)
                 elif not self._handle(*pipe.receive()):
                     return
 
@@ -125,89 +124,8 @@ class EnvServer:
             except (Exception, SystemExit):
                 continue  # nobody can act on it any more
 
-    # Starting ---------------------------------------------------------------------------------
-
-    _has_arena = False
-
-    def _created(self) -> GymEnv:
-        setup = self._setup
-        seed = worker_seed(setup.root, setup.worker)
-        torch.manual_seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  (for environments that use it)
-        where = Where(worker=setup.worker)
-        try:
-            functions = pickle.loads(arrived(setup.functions))
-        except BaseException as error:
-            raise _startup_error("loading env_fns", error, where) from error
-        envs = []
-        for number, create in enumerate(functions):
-            lane = setup.first_lane + number
-            self._numbers[1] = number
-            try:
-                envs.append(create())
-            except BaseException as error:
-                what = f"env_fns[{lane}]"
-                raise _startup_error(what, error, where._replace(lane=lane)) from error
-            if isinstance(envs[-1], VecEnv) or not hasattr(envs[-1], "step"):
-                raise WorkerStartupError(
-                    f"env_fns[{lane}] returned {type(envs[-1]).__name__}, not an environment",
-                    where=where._replace(lane=lane),
-                    fix="let it return one Gymnasium environment",
-                )
-        try:
-            env = GymEnv(envs, root_from(seed), **setup.options)
-        except SpecError as error:
-            raise _startup_error("GymEnv", error, where) from error
-        self._open_lanes = set(range(env.n_lanes))
-        env.lane_in_use = self._numbers[1:]
-        if env.columns is None:
-            self._learn_observation(env)
-        return env
-
-    def _learn_observation(self, env: GymEnv) -> None:
-        """Reset environments without an observation space once, to see what they return."""
-        n = env.n_lanes
-        try:
-            env.reset_lanes(range(n), [probe_seed(self._setup.root)] * n, [None] * n)
-        except LaneError as error:
-            where = Where(self._me, self._setup.first_lane + error.lane, step=0)
-            failure = env_error(error, where)
-            raise WorkerStartupError(
-                failure.what,
-                where=where,
-                fix="declare an observation_space if reset() needs options or a task",
-                traceback_text=failure.traceback_text,
-            ) from error
-
-    def _ready(self) -> EnvReady:
-        env = self._env
-        if env.columns is None:
-            raise WorkerStartupError("the environments returned nothing from reset()")
-        try:
-            spaces = cloudpickle.dumps((env.observation_space, env.action_space))
-        except Exception as error:
-            where = Where(worker=self._me)
-            raise _startup_error("pickling the spaces", error, where) from error
-        return EnvReady(
-            env.n_lanes,
-            env.columns.structure,
-            env.action_structure,
-            env.native_action_specs(),
-            spaces,
-            self._number("n_tasks"),
-            self._number("horizon_bamdp"),
-            all_tasks(self._attribute),
-        )
-
-    def _attribute(self, name: str) -> Any:
-        try:
-            return self._env.attribute(0, name)
-        except Exception:
-            return None  # environments without tasks
-
-    def _number(self, name: str) -> int | None:
-        value = self._attribute(name)
-        return int(value) if isinstance(value, int | np.integer) else None
+    _is_prepared = False  # for orders: the arena is mapped, the predecessor's place taken
+    _n_seen = 0
 
     # Messages ---------------------------------------------------------------------------------
 
@@ -227,6 +145,8 @@ class EnvServer:
         elif isinstance(message, MapActions) and memory is not None:
             lanes = self._my_lanes()
             self._actions = carve_actions(message.specs, message.n_lanes, memory, lanes)
+        elif isinstance(message, Restore) and memory is not None:
+            self._restore(unpack(message.parcel, memory))
         return True
 
     def _my_lanes(self) -> slice:
@@ -234,15 +154,70 @@ class EnvServer:
         return slice(first, first + self._env.n_lanes)
 
     def _map(self, message: MapArena, memory: Memory) -> None:
-        self._arena = arena = Arena(message.layout, memory, self._my_lanes())
-        self._env.place(arena.observation, arena.reward, arena.flags)
-        self._env.share_elapsed(arena.elapsed)
-        self._actions = arena.action
+        self._arena = Arena(message.layout, memory, self._my_lanes())
+        self._actions = self._arena.action
+        self._n_seen = message.n_seen
+        if not message.is_successor:
+            self._move_in()
+
+    def _move_in(self) -> None:
+        """Let the environments' results be in the arena from now on."""
+        env, arena, me = self._env, self._arena, self._me
+        env.place(arena.observation, arena.reward, arena.flags)
+        env.share_elapsed(arena.elapsed)
         self._elapsed_before = np.array(arena.elapsed)
-        self._has_arena = True
+        self._is_prepared = True
+        columns: Any = env.columns
+        write, order, writing = columns.write, arena.order, arena.writing
+
+        def noted_write(lanes: Sequence[int], observations: Sequence[Any]) -> None:
+            writing[me] = order[me]  # who dies from here on leaves half of the old values
+            write(lanes, observations)
+
+        columns.write = noted_write
+
+    def _restore(self, predecessor: Predecessor) -> None:
+        """Take the predecessor's place, and do what it had not finished."""
+        for lane in predecessor.closed:
+            self._close_lane(lane)
+        for lane, (seed, n_used) in predecessor.remote_seeds.items():
+            self._remote_seeds.go_on(lane, seed, n_used)
+        order, actions = predecessor.unfinished, predecessor.actions
+        is_torn = bool(order) and self._arena.writing[self._me] == order
+        restorer = Restorer(self._env, self._arena, self._advance)
+        self._n_begun = predecessor.n_begun
+        for lane, reached in predecessor.reached.items():
+            self._episodes.note_begin(lane, reached.seed)
+            is_unfinished = lane in actions
+            why = restorer.restore(
+                lane,
+                reached,
+                is_unfinished=is_unfinished,
+                is_torn=is_torn and is_unfinished,
+            )
+            if why:
+                self._lost[lane] = why
+        lanes = sorted(actions)
+        if order:
+            restorer.copy_to_arena([lane for lane in lanes if lane not in self._lost])
+        self._move_in()
+        if order and not self._lost.keys().isdisjoint(lanes):
+            self._refuse_lost(order, lanes)
+        elif order:
+            arrays = batch_like(actions[lanes[0]], self._env.n_lanes)
+            for lane in lanes:
+                for key, value in actions[lane].items():
+                    arrays[key][lane] = value
+            self._step(order, lanes, arrays)
+
+    def _advance(self) -> None:
+        self._numbers[0] += 1
 
     def _reset(self, message: Reset) -> None:
         arena = self._arena
+        for lane in message.lanes:
+            self._lost.pop(lane, None)
+        self._n_begun += len(message.lanes)
         arena.seed[message.lanes] = message.seeds
         arena.elapsed[message.lanes] = 0
         arena.is_ahead[message.lanes] = -1
@@ -256,15 +231,22 @@ class EnvServer:
             outcome = FAILED
         self._conclude(message.order, outcome)
 
-    def _step(self, order: int) -> None:
+    def _asked_lanes(self) -> list[int]:
+        """Lanes that the caller wants to step."""
+        lanes: list[int] = self._env._all_lanes
+        if self._arena.partial[self._me]:
+            lanes = np.flatnonzero(self._arena.asked).tolist()
+        return lanes
+
+    def _step(self, order: int, lanes: list[int], actions: Mapping[str, Array]) -> None:
         env, arena = self._env, self._arena
-        lanes: Any = env._all_lanes
-        if arena.partial[self._me]:
-            lanes = np.flatnonzero(arena.asked).tolist()
+        if self._lost and not self._lost.keys().isdisjoint(lanes):
+            self._refuse_lost(order, lanes)
+            return
         outcome = NONE_ENDED
         np.copyto(self._elapsed_before, arena.elapsed)
         try:
-            ended = env.step_lanes(lanes, self._actions)
+            ended = env.step_lanes(lanes, actions)
         except LaneError as error:
             np.copyto(arena.elapsed, self._elapsed_before)  # where it failed
             self._report(order, error)
@@ -277,7 +259,7 @@ class EnvServer:
         self._conclude(order, outcome)
 
     def _conclude(self, order: int, outcome: int) -> None:
-        self._numbers[0] += 1
+        self._advance()
         self._arena.outcome[self._me] = outcome
         self._arena.finished[self._me] = order
         self._setup.done.signal()
@@ -286,11 +268,24 @@ class EnvServer:
         failure = env_error(error, Where(worker=self._me))
         self._pipe.send(LaneFailed(order, error.lane, error.call, failure))
 
+    def _refuse_lost(self, order: int, lanes: list[int]) -> None:
+        """Report a step of lanes one of which could not be restored; none of them steps."""
+        lane = min(self._lost.keys() & set(lanes))
+        failure = EnvError(
+            LOST.format(self._lost[lane]), where=Where(worker=self._me), fix=LOST_FIX
+        )
+        self._pipe.send(LaneFailed(order, lane, "step", failure, is_lost=True))
+        self._conclude(order, FAILED)
+
     def _begin_ahead(self, lane: int) -> None:
         """Reset a lane for the episode that is known to come, leaving its last values in place."""
+        most = self._setup.max_episodes
+        if most is not None and self._n_begun >= most:
+            return  # a successor will run it
         episode = self._episodes.next(lane)
         if episode is None:
             return
+        self._n_begun += 1
         number, seed, options = episode
         arena, env = self._arena, self._env
         arena.seed[lane] = seed
@@ -312,15 +307,18 @@ class EnvServer:
         if call.command == "close":
             self._close_lane(call.lane)
             return
+        is_done, failure = False, None
         try:
             reply = self._result(call)
+            is_done = True
             pickled = cloudpickle.dumps(reply)
         except LaneError as error:
             pickled = pickle.dumps(("error", text_of(error.__cause__ or error)))
+            failure = env_error(error, Where(worker=self._me))
         except BaseException as error:
             pickled = pickle.dumps(("error", text_of(error)))
-        self._numbers[0] += 1
-        self._pipe.send(Reply(call.lane, pickled))
+        self._advance()
+        self._pipe.send(Reply(call.lane, pickled, is_done, failure))
 
     def _close_lane(self, lane: int) -> None:
         self._open_lanes.discard(lane)
@@ -331,22 +329,27 @@ class EnvServer:
 
     def _result(self, call: Call) -> tuple[str, Any]:
         lane, env = call.lane, self._env
+        if lane in self._lost and call.command in ("get_attr", "step"):
+            raise EnvError(LOST.format(self._lost[lane]), fix=LOST_FIX)
         if call.command == "get_attr":
             return "attr", env.attribute(lane, call.data)
         if call.command == "seed":
-            self._remote_seeds[lane] = _given_seeds(call.data)
+            self._remote_seeds.give(lane, call.data)
             return "done", None
         env.keeps_results = True
         try:
             if call.command == "reset":
                 return "obs", self._remote_reset(lane, call.data)
-            return "transition", self._remote_step(lane, call.data)
+            self._actions = with_action(env, lane, call.data, self._actions)
+            return "transition", remote_step(env, lane, self._actions)
         finally:
             env.keeps_results, env.results = False, []
 
     def _remote_reset(self, lane: int, data: tuple[int | None, Options]) -> Any:
         given, options = data
-        seed = next(self._seeds_of(lane)) if given is None else given
+        self._lost.pop(lane, None)
+        self._n_begun += 1
+        seed = self._remote_seeds.next(lane) if given is None else given
         self._arena.seed[lane] = seed
         self._arena.is_ahead[lane] = -1
         self._episodes.note_begin(lane, seed)
@@ -354,50 +357,3 @@ class EnvServer:
         for array in self._actions.values():
             array[lane] = 0
         return self._env.results[0][0]
-
-    def _remote_step(self, lane: int, action: Any) -> Any:
-        env = self._env
-        self._put_action(lane, action)
-        env.step_lanes([lane], self._actions)
-        observation, reward, _, _, info = env.results[0]
-        done = bool(env.current["done"][lane])
-        if env.current["truncated"][lane] and not env.current["terminated"][lane]:
-            info = {**info, "TimeLimit.truncated": True}
-        return observation, reward, done, info
-
-    def _put_action(self, lane: int, action: Any) -> None:
-        """Write an action, nested as the environment takes it, where steps read it."""
-        env = self._env
-        if env.action_structure is None:
-            value = np.asarray(action)
-            batch = np.zeros((env.n_lanes, *value.shape), value.dtype)
-            batch[lane] = value
-            self._actions = {"action": batch}
-            return
-        values = flattener(env.action_structure, "action")(action)
-        specs = env.native_action_specs() or {}
-        for (key, spec), value in zip(specs.items(), values, strict=True):
-            self._actions[key][lane] = converted(value, spec, key)
-
-    def _seeds_of(self, lane: int) -> Iterator[int]:
-        """Seeds of a remote's resets that bring none."""
-        if lane not in self._remote_seeds:
-            stream = LaneSeeds(self._setup.root, _REMOTE_SEEDS)
-            number = self._setup.first_lane + lane
-            self._remote_seeds[lane] = (stream.seed(number, k) for k in itertools.count())
-        return self._remote_seeds[lane]
-
-
-def _given_seeds(seed: int) -> Iterator[int]:
-    """Seeds after a remote's ``seed``: this one, then others that follow from it."""
-    stream = LaneSeeds(root_from(seed), 0)
-    return itertools.chain([seed], (stream.seed(0, k) for k in itertools.count()))
-
-
-def _startup_error(what: str, error: BaseException, where: Where) -> WorkerStartupError:
-    if isinstance(error, RlpoolError):
-        what, _, fix = str(error).partition("\n  fix:   ")
-        return WorkerStartupError(what, where=where, fix=fix, traceback_text=text_of(error))
-    return WorkerStartupError(
-        f"{what} raised {described(error)}", where=where, traceback_text=text_of(error)
-    )

@@ -1,25 +1,21 @@
-"""The caller's side of workers that only hold environments: start, memory, messages, failures."""
+"""The caller's side of workers that only hold environments: start, memory, messages, waiting."""
 
 from __future__ import annotations
 
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from multiprocessing.context import SpawnProcess
+from dataclasses import replace
 from typing import Any
 
-from rlpool.envs.vec_env import Options
 from rlpool.errors import (
-    RlpoolError,
     SpecError,
     UsageError,
-    Where,
-    WorkerDiedError,
-    WorkerTimeoutError,
     compose,
 )
 from rlpool.limits import check_size
 from rlpool.pickling import pickled, why_not
+from rlpool.restarts import FailurePolicy
 from rlpool.specs import TensorSpec
 from rlpool.stack_dumps import described, note_source
 from rlpool.storage import Array, Memory, carved_bytes
@@ -27,30 +23,24 @@ from rlpool.worker_limits import check_workers
 from rlpool.workers.arena import Arena, ArenaLayout, carve_actions
 from rlpool.workers.env_child import main
 from rlpool.workers.env_messages import (
-    Call,
-    EnvReady,
+    Announce,
     EnvSetup,
     LaneFailed,
     MapActions,
     MapArena,
-    Reply,
+    Reset,
 )
-from rlpool.workers.hang_watch import HangWatch
-from rlpool.workers.messages import Failed, Message
+from rlpool.workers.messages import Message
 from rlpool.workers.shipment import Shipment
-from rlpool.workers.supervisor import Died, Supervisor, missing_guard_error
+from rlpool.workers.supervisor import Supervisor
 from rlpool.workers.wake import Wake
+from rlpool.workers.watched_crew import WatchedCrew, placed
 
 _DESCRIPTORS_EACH = 4
 """A worker's pipe, its wake, and two that multiprocessing keeps to notice its end and ours."""
 
-_LARGE_BYTES = 2**15
-"""A request that does not surely fit into a pipe is not sent while its worker may be answering."""
 
-ENV_HINT = "step it in this process to debug: GymEnv([env_fn()])"
-
-
-class EnvCrew:
+class EnvCrew(WatchedCrew):
     """Worker processes with environments.
 
     Args:
@@ -60,15 +50,10 @@ class EnvCrew:
         options: Keyword arguments of the workers' ``GymEnv``.
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
+        policy: What becomes of workers that fail.
 
     Attributes:
         reports: What the workers said when they were ready.
-        arena: The shared memory, once ``map`` was called.
-        lanes_of: For each worker its lanes.
-        worker_of: For each lane its worker.
-        closed_lanes: Lanes whose environments were closed one by one.
-        options: Options of each lane's last reset.
-        issued: For each worker the number of its last order.
         wakes: What each worker waits for, beside its pipe.
         has_called: Whether a remote sent a request since this was last set to False.
     """
@@ -80,37 +65,41 @@ class EnvCrew:
         root: int,
         options: Mapping[str, Any],
         timeout_s: float | None,
+        policy: FailurePolicy,
     ) -> None:
-        self.n_lanes = len(env_fns)
-        starts = range(0, self.n_lanes, envs_per_worker)
-        self.lanes_of = [range(s, min(s + envs_per_worker, self.n_lanes)) for s in starts]
-        self.worker_of = [w for w, lanes in enumerate(self.lanes_of) for _ in lanes]
-        self.n_workers = len(self.lanes_of)
         advice = "use fewer workers, by more envs_per_worker or fewer environments"
-        check_workers(self.n_workers, _DESCRIPTORS_EACH, advice)
-        self.arena: Arena
-        self.closed = False
-        self.closed_lanes: set[int] = set()
-        self.options: list[Options] = [None] * self.n_lanes  # of each lane's last reset
-        self._timeout_s = timeout_s
-        self._watch = HangWatch(timeout_s)
-        self._fatal: RlpoolError | None = None
-        self._reports: dict[int, EnvReady] = {}
-        self._failures: dict[int, LaneFailed] = {}
-        self._replies: dict[int, bytes] = {}
-        self._unanswered: set[int] = set()  # lanes whose remotes wait for a reply
-        self.issued = [0] * self.n_workers
+        starts = range(0, len(env_fns), envs_per_worker)
+        lanes_of = [range(s, min(s + envs_per_worker, len(env_fns))) for s in starts]
+        check_workers(len(lanes_of), _DESCRIPTORS_EACH, advice)
+        super().__init__(lanes_of, timeout_s, policy)
         self.has_called = False
         self._owner_pid = os.getpid()
-        pickles = [
-            _pickled({f"env_fns[{lane}]": env_fns[lane] for lane in lanes})
-            for lanes in self.lanes_of
+        shipments = [
+            Shipment(_pickled({f"env_fns[{lane}]": env_fns[lane] for lane in lanes}))
+            for lanes in lanes_of
         ]
         self._done = Wake()
-        self.wakes = [Wake() for _ in range(self.n_workers)]
-        setups = [
+        self.wakes = [Wake() for _ in lanes_of]
+        setups = self._setups(shipments, options, root)
+        self._watch_over(Supervisor(setups, self._deliver, main))
+        note_source(self)
+        try:
+            self._supervisor.start()
+            self._take_processes()
+            self.wait_until(lambda: len(self._reports) == self.n_workers, self._starting)
+            self.recycling.refuse_small_limit()
+        except BaseException:
+            self._supervisor.abort()
+            self.close()
+            raise
+        self.reports = [self._reports[worker] for worker in range(self.n_workers)]
+
+    def _setups(
+        self, shipments: list[Shipment], options: Mapping[str, Any], root: int
+    ) -> list[EnvSetup]:
+        return [
             EnvSetup(
-                Shipment(pickles[worker]),
+                shipments[worker],
                 options,
                 worker,
                 self.n_workers,
@@ -118,24 +107,10 @@ class EnvCrew:
                 root,
                 self.wakes[worker],
                 self._done,
+                self.policy.max_episodes_per_worker,
             )
             for worker, lanes in enumerate(self.lanes_of)
         ]
-        self._supervisor = Supervisor(setups, self._deliver, main)
-        note_source(self)
-        try:
-            self._supervisor.start()
-            self._wait_until(lambda: len(self._reports) == self.n_workers, self._starting)
-        except BaseException:
-            self._supervisor.abort()
-            self.close()
-            raise
-        self.reports = [self._reports[worker] for worker in range(self.n_workers)]
-
-    @property
-    def processes(self) -> list[SpawnProcess]:
-        """The workers' processes."""
-        return self._supervisor.processes
 
     def map(self, layout: ArenaLayout) -> Arena:
         """Make the arena and let all workers use it."""
@@ -147,23 +122,22 @@ class EnvCrew:
             "the observations",
         )
         memory = Memory.shared(n_bytes, "rlpool-arena")
-        self._broadcast(MapArena(layout), memory)
         self.arena = Arena(layout, memory)
         self.arena.is_ahead[:] = -1
+        if self.log is not None and layout.action:
+            self.log.bind(self.arena.action)
+        self._broadcast(MapArena(layout), memory)
         return self.arena
 
     def map_actions(self, specs: Mapping[str, TensorSpec]) -> dict[str, Array]:
         """Make room for actions of environments without an action space."""
         n_bytes = sum(carved_bytes(specs, self.n_lanes).values())
         memory = Memory.shared(n_bytes, "rlpool-actions")
+        arrays = carve_actions(specs, self.n_lanes, memory)
+        if self.log is not None:
+            self.log.bind(arrays)
         self._broadcast(MapActions(specs, self.n_lanes), memory)
-        return carve_actions(specs, self.n_lanes, memory)
-
-    def worker_stacks(self) -> str:
-        """What the worker processes are doing, also for a signal handler at any time."""
-        if self.closed or os.getpid() != self._owner_pid:
-            return ""
-        return described(self._supervisor.stacks(), self._where)
+        return arrays
 
     def close(self) -> None:
         """End the workers. May be repeated."""
@@ -172,9 +146,16 @@ class EnvCrew:
         self.closed = True
         if os.getpid() == self._owner_pid:  # else the workers are those of another process
             self._supervisor.close()
+        self._successors.close()
         self._done.close()
         for wake in self.wakes:
             wake.close()
+
+    def worker_stacks(self) -> str:
+        """What the worker processes are doing, also for a signal handler at any time."""
+        if self.closed or os.getpid() != self._owner_pid:
+            return ""
+        return described(self._supervisor.stacks(), self._where)
 
     def check_open(self) -> None:
         """Refuse to go on after ``close``, or after a death.
@@ -188,8 +169,7 @@ class EnvCrew:
                 compose("the environments are closed", fix="make a new manager, or close it later")
             )
         self._supervisor.deliver_logs()
-        if self._fatal is not None:
-            raise self._fatal
+        self._advance()
 
     def refuse_bad_lanes(self, lanes: Sequence[int]) -> None:
         """Refuse lanes that are not ascending numbers of open environments.
@@ -204,7 +184,7 @@ class EnvCrew:
         closed = self.closed_lanes.intersection(lanes)
         if closed:
             raise UsageError(f"environment {min(closed)} was closed by its remote")
-        waiting = self._unanswered.intersection(lanes)
+        waiting = self.calls.waiting.keys() & set(lanes)
         if waiting:
             raise UsageError(
                 compose(
@@ -212,44 +192,6 @@ class EnvCrew:
                     fix=f"call remotes[{min(waiting)}].recv() first",
                 )
             )
-
-    # Remotes ----------------------------------------------------------------------------------
-
-    def call(self, lane: int, command: str, data: Any) -> None:
-        """Send a remote's request; its reply is to be fetched before the next."""
-        worker = self.worker_of[lane]
-        own = self.lanes_of[worker]
-        message = Call(lane - own.start, command, data)
-        if not _is_small(message):
-            # The worker may be writing replies that nobody reads: both would wait without end.
-            others = self._unanswered.intersection(own)
-            self._wait_until(lambda: others <= self._replies.keys(), lambda: {worker})
-        self.has_called = True
-        if command == "close":
-            self.closed_lanes.add(lane)
-        self.send(worker, message)
-        if command != "close":
-            self._unanswered.add(lane)
-        if len(self.closed_lanes) == self.n_lanes:
-            self.close()
-
-    def reply(self, lane: int) -> Any:
-        """Wait for the answer to a remote's request."""
-        self.check_open()
-        if lane not in self._unanswered:
-            raise UsageError(
-                compose("there is nothing to receive", fix=f"call remotes[{lane}].send(...) first")
-            )
-        self._wait_until(lambda: lane in self._replies, lambda: {self.worker_of[lane]})
-        self._unanswered.discard(lane)
-        return pickle.loads(self._replies.pop(lane))
-
-    def has_reply(self, lane: int, timeout_s: float) -> bool:
-        """Whether an answer is there, waiting for it for so long at most."""
-        self.check_open()
-        if lane in self._unanswered and lane not in self._replies:
-            self._poll(timeout_s)
-        return lane in self._replies
 
     # Workers ----------------------------------------------------------------------------------
 
@@ -260,7 +202,10 @@ class EnvCrew:
             SpecError: If something of the user's in it cannot be pickled.
         """
         try:
-            self._supervisor.send(worker, message)
+            if worker in self._down:
+                pickle.dumps(message)  # its successor will be told
+            else:
+                self._supervisor.send(worker, message)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise SpecError(
                 compose(
@@ -269,18 +214,39 @@ class EnvCrew:
                 )
             ) from error
 
-    def _broadcast(self, message: Message, memory: Memory) -> None:
+    def order_reset(self, worker: int, message: Reset) -> None:
+        """Send a worker the order to reset lanes."""
+        self.send(worker, message)
+        self._successors.resets[worker] = message
+        self.issued[worker] = message.order
+        self.recycling.note_begun(worker, len(message.lanes))
+
+    def announce(self, worker: int, message: Announce) -> None:
+        """Tell a worker which episodes will come."""
+        self._successors.announced[worker] = message
+        self.send(worker, message)
+
+    def _broadcast(self, message: MapArena | MapActions, memory: Memory) -> None:
         for worker in range(self.n_workers):
-            self._supervisor.send(worker, message, memory)
-        memory.close_fd()
+            if worker not in self._down:
+                self._supervisor.send(worker, message, memory)
+        if self.log is None and not self.policy.recycles:
+            memory.close_fd()
+        else:
+            self._successors.keep(message, memory)
 
     def _poll(self, timeout_s: float) -> None:
-        if self._supervisor.wait_for(self._done.fd, timeout_s):
+        patience_s = self._replacements.patience_s(timeout_s) if self._down else timeout_s
+        if self._supervisor.wait_for(self._done.fd, patience_s):
             self._done.wait()
-        if self._fatal is not None:
-            raise self._fatal
+        self._advance()
 
-    def _wait_until(self, is_over: Callable[[], bool], busy: Callable[[], set[int]]) -> None:
+    def look(self, busy: Iterable[int], timeout_s: float = 0.0) -> None:
+        """Take notice of what happened, or will so soon; some workers are busy."""
+        self._poll(timeout_s)
+        self._look_for_hang(set(busy))
+
+    def wait_until(self, is_over: Callable[[], bool], busy: Callable[[], set[int]]) -> None:
         """Handle messages until a condition holds, or a worker that is busy hangs."""
         self._look_for_hang(set())
         while not is_over():
@@ -295,6 +261,7 @@ class EnvCrew:
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
         finished, issued, done = self.arena.finished, self.issued, self._done
+        down = self._down
         patience_s, is_first_look = self._watch.patience_s, True
         while True:
             for worker in workers:
@@ -302,6 +269,8 @@ class EnvCrew:
                     break
             else:
                 return
+            if down:
+                patience_s = self._replacements.patience_s(self._watch.patience_s)
             if self._supervisor.wait_for(done.fd, patience_s):
                 done.wait()
             else:
@@ -309,8 +278,8 @@ class EnvCrew:
                 # Time before the first look is not known to have been without progress.
                 self._look_for_hang(set() if is_first_look else busy)
                 is_first_look = False
-            if self._fatal is not None:
-                raise self._fatal
+            if down or self._fatal is not None:
+                self._advance()
 
     def wait_for_any(self, workers: Iterable[int]) -> None:
         """Wait until something happens; workers are busy."""
@@ -321,86 +290,44 @@ class EnvCrew:
 
     def failure_of(self, worker: int) -> LaneFailed:
         """A worker's report about the order that it failed in."""
-        self._wait_until(lambda: self._has_failed(worker), lambda: {worker})
+        self.wait_until(lambda: self._has_failed(worker), lambda: {worker})
         return self._failures.pop(worker)
 
     def _has_failed(self, worker: int) -> bool:
         return worker in self._failures and self._failures[worker].order == self.issued[worker]
 
-    def _starting(self) -> set[int]:
-        return set(range(self.n_workers)) - self._reports.keys()
+    def try_again(self, worker: int) -> bool:
+        """Replace a worker whose order failed, so that its successor carries it out again.
 
-    def _deliver(self, worker: int, message: Message) -> None:
-        """Take a worker's message."""
-        if isinstance(message, Reply):
-            self._replies[self.lanes_of[worker][message.lane]] = message.reply
-        elif isinstance(message, LaneFailed):
-            self._failures[worker] = message
-        elif isinstance(message, EnvReady):
-            self._reports[worker] = message
-        elif isinstance(message, Failed):
-            self._fatal = self._fatal or message.error
-        elif isinstance(message, Died) and not self.closed_lanes.issuperset(self.lanes_of[worker]):
-            how = message.signal_name or f"exit code {message.exitcode}"
-            self._fatal = (
-                self._fatal
-                or missing_guard_error(message)
-                or WorkerDiedError(
-                    f"worker {worker} died ({how})",
-                    exitcode=message.exitcode,
-                    signal_name=message.signal_name,
-                    where=self._where(worker),
-                    fix=ENV_HINT,
-                )
-            )
+        Returns:
+            False if that is not wanted, or of no use: then ``failure_of`` has the failure.
 
-    def _look_for_hang(self, busy: set[int]) -> None:
-        """Kill a worker that has something to do and makes no progress."""
-        # A lane after another is progress, too: a worker may have many slow ones.
-        progress = [
-            steps and steps * (self.n_lanes + 1) + self._supervisor.lane_in_use(worker)
-            for worker, steps in enumerate(self._supervisor.progress())
-        ]
-        worker = self._watch.hanging(progress, busy)
-        if worker is not None and self._fatal is None:
-            self._fatal = WorkerTimeoutError(
-                f"worker {worker} made no progress for {self._timeout_s:g} s",
-                where=self._where(worker),
-                fix="look for an endless wait in the environment, or raise timeout",
-            )
-            self._supervisor.kill(worker)
-
-    def _where(self, worker: int) -> Where:
-        """What a worker is doing, as far as shared memory tells."""
-        own = self.lanes_of[worker]
-        lane = own.start + min(self._supervisor.lane_in_use(worker), len(own) - 1)
-        if worker not in self._reports:
-            return Where(worker, lane)
-        is_busy = self.issued[worker] and self.issued[worker] != self.arena.finished[worker]
-        if is_busy or self._unanswered.intersection(own):
-            return self.where(lane)
-        return Where(worker)
-
-    def where(self, lane: int) -> Where:
-        """Where a lane is."""
-        options = self.options[lane]
-        return Where(
-            worker=self.worker_of[lane],
-            lane=lane,
-            step=int(self.arena.elapsed[lane]),
-            seed=int(self.arena.seed[lane]),
-            env_info=options or None,
-        )
+        Raises:
+            WorkerDiedError: If there were too many failures.
+        """
+        if not self.policy.restarts_on_env_errors:
+            return False
+        failure = self.failure_of(worker)
+        if failure.is_lost:
+            self._failures[worker] = failure
+            return False
+        arena, order = self.arena, self.issued[worker]
+        where = self.where(self.lanes_of[worker][failure.lane])
+        self._note_failure(worker, placed(failure.error, where), n_orders=1)
+        if self._fatal is None:
+            self._replacements.dismiss(worker)
+            self.issued[worker] += 1
+            if arena.order[worker] == order:  # it was a step
+                arena.order[worker] += 1
+                if arena.writing[worker] == order:
+                    arena.writing[worker] += 1
+            else:
+                resets = self._successors.resets
+                resets[worker] = replace(resets[worker], order=order + 1)
+        self._advance()
+        return True
 
 
 def _pickled(env_fns: Mapping[str, Callable[[], Any]]) -> bytes:
     fix = "create it inside the function, which runs in the worker"
     return pickled(env_fns, list(env_fns.values()), fix=fix)
-
-
-def _is_small(message: Call) -> bool:
-    """Whether a request surely fits into an empty pipe."""
-    try:
-        return len(pickle.dumps(message)) < _LARGE_BYTES
-    except Exception:
-        return True  # which ``_send`` will refuse

@@ -15,6 +15,8 @@ from rlpool.errors import EnvError
 from rlpool.specs import Structure, TensorSpec
 from rlpool.storage import Array
 from rlpool.workers.arena import ArenaLayout
+from rlpool.workers.episode_log import Actions, Reached
+from rlpool.workers.parcel import Parcel
 from rlpool.workers.shipment import Shipment
 from rlpool.workers.wake import Wake
 
@@ -33,6 +35,7 @@ class EnvSetup:
         root: Root of all seeds.
         wake: What the worker waits for, beside its pipe: a step was asked for.
         done: What it signals when an order is carried out.
+        max_episodes: How many episodes it may begin, ``None`` for no limit.
     """
 
     functions: Shipment | bytes
@@ -43,6 +46,7 @@ class EnvSetup:
     root: int
     wake: Wake
     done: Wake
+    max_episodes: int | None = None
 
 
 # From the caller to a worker ----------------------------------------------------------------
@@ -50,9 +54,17 @@ class EnvSetup:
 
 @dataclass(frozen=True)
 class MapArena:
-    """Use this arena from now on; its memory follows."""
+    """Use this arena from now on; its memory follows.
+
+    Attributes:
+        layout: How it is divided.
+        n_seen: Number of the last step that the worker, or its predecessor, was asked for.
+        is_successor: Whether ``Restore`` follows, before anything else is to be done.
+    """
 
     layout: ArenaLayout
+    n_seen: int = 0
+    is_successor: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +107,39 @@ class Reset:
     lanes: Sequence[int]
     seeds: Sequence[int]
     options: Sequence[Options]
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Bring the environments to where those of the predecessor were.
+
+    Attributes:
+        parcel: A ``Predecessor``, whose memory follows.
+    """
+
+    parcel: Parcel
+
+
+@dataclass(frozen=True)
+class Predecessor:
+    """What a successor has to know. Lanes are numbered within the worker.
+
+    Attributes:
+        reached: Per lane how it got to where it was, before a step that was not finished.
+        unfinished: Number of that step, 0 if there is none.
+        actions: Its actions per lane that takes part.
+        remote_seeds: Per lane the seed that a remote gave last, ``None`` if it gave none, and how
+            many resets of remotes have used such seeds since.
+        closed: Lanes that were closed.
+        n_begun: How many episodes count as begun by the successor.
+    """
+
+    reached: Mapping[int, Reached]
+    unfinished: int
+    actions: Mapping[int, Actions]
+    remote_seeds: Mapping[int, tuple[int | None, int]]
+    closed: Sequence[int]
+    n_begun: int
 
 
 @dataclass(frozen=True)
@@ -143,17 +188,29 @@ class LaneFailed:
         lane: The lane.
         call: ``"reset"`` or ``"step"``.
         error: What happened, its ``where`` without lane.
+        is_lost: Whether the lane could not be brought to where it was, so that it is of no use to
+            try again.
     """
 
     order: int
     lane: int
     call: str
     error: EnvError
+    is_lost: bool = False
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to a ``Call``: the tuple that the remote receives, pickled by cloudpickle."""
+    """The answer to a ``Call``.
+
+    Attributes:
+        lane: The lane.
+        reply: The tuple that the remote receives, pickled by cloudpickle.
+        is_done: Whether the environment did what it was asked for.
+        error: How the environment failed, if it did.
+    """
 
     lane: int
     reply: bytes
+    is_done: bool
+    error: EnvError | None = None

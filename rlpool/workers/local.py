@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.context import SpawnProcess
 
 import torch
 
@@ -50,6 +51,7 @@ class LocalWorker:
 
     n_workers = 1
     is_aborted = False
+    processes: tuple[SpawnProcess, ...] = ()
     claim_lock = ClaimLock(None)
 
     def __init__(self, setup: Setup, deliver: Deliver) -> None:

@@ -20,8 +20,9 @@ from rlpool.errors import EnvError, EnvSpecError, SpecError, UsageError, Where, 
 from rlpool.failures import DEBUG_HINT
 from rlpool.storage import Array
 from rlpool.workers.arena import ALL_LANES, FAILED, SOME_LANES
-from rlpool.workers.env_crew import ENV_HINT, EnvCrew
+from rlpool.workers.env_crew import EnvCrew
 from rlpool.workers.env_messages import Announce, Reset
+from rlpool.workers.watched_crew import ENV_HINT
 
 
 class Orders:
@@ -34,6 +35,7 @@ class Orders:
     def __init__(self, crew: EnvCrew) -> None:
         self._crew = crew
         self._arena = crew.arena
+        self._log = crew.log
         self._issued, self._finished = crew.issued, crew.arena.finished
         self._last_lanes: list[int] | None = None  # of the last step
         self._last_workers: list[int] = []
@@ -54,7 +56,7 @@ class Orders:
         for worker, own in enumerate(crew.lanes_of):
             rows = np.flatnonzero((lanes >= own[0]) & (lanes <= own[-1]))
             infos = {key: array[rows] for key, array in env_info.items()}
-            crew.send(worker, Announce(crew.n_lanes, rows, words[rows], infos))
+            crew.announce(worker, Announce(crew.n_lanes, rows, words[rows], infos))
 
     # All together -----------------------------------------------------------------------------
 
@@ -71,6 +73,8 @@ class Orders:
         if lanes != self._last_lanes or self._crew.has_called:
             self._last_workers = self._divide(lanes)
             self._last_lanes = lanes[:]
+        if self._log is not None:
+            self._log.note_step(lanes)
         self._issue(self._last_workers)
         return self._finish(self._last_workers)
 
@@ -94,11 +98,11 @@ class Orders:
                 [seeds[row] for row in mine],
                 [options[row] for row in mine],
             )
-            crew.send(worker, message)
-            self._issued[worker] += 1
+            crew.order_reset(worker, message)
             self._ordered[worker] = [lanes[row] for row in mine]
         self._last_lanes = None
         self._stale.difference_update(lanes)
+        self._note_in_log(lanes, seeds, options)
         self._finish(list(rows))
 
     def settle(self, lanes: Sequence[int]) -> None:
@@ -125,27 +129,52 @@ class Orders:
 
     def _finish(self, workers: Sequence[int]) -> bool:
         """Wait until workers have carried out their orders; returns whether an episode ended."""
-        self._crew.wait_idle(workers)
-        outcome, some_ended = self._arena.outcome, False
-        for worker in workers:
-            if outcome[worker]:
-                some_ended = True
-        if some_ended:
+        crew, outcome = self._crew, self._arena.outcome
+        while True:
+            crew.wait_idle(workers)
+            some_ended = False
+            for worker in workers:
+                if outcome[worker]:
+                    some_ended = True
+            if not some_ended:
+                return False
             failed = [worker for worker in workers if outcome[worker] == FAILED]
-            for worker in failed:
-                self._note_failure(worker)
-            if failed:
-                self._raise_failure(failed[0])
-        return some_ended
+            again = [worker for worker in failed if crew.try_again(worker)]
+            if not again:
+                break
+        for worker in failed:
+            self._note_failure(worker)
+        if failed:
+            self._raise_failure(failed[0])
+        return True
 
     def note_reset(self, lanes: Sequence[int]) -> None:
         """Take note that lanes were reset in another way than by ``reset``."""
         self._stale.difference_update(lanes)
 
+    def note_begun(
+        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
+    ) -> None:
+        """Take note that lanes go on with episodes that their workers have begun."""
+        self.note_reset(lanes)
+        self._note_in_log(lanes, seeds, options)
+        for lane in lanes:
+            self._crew.recycling.note_begun(self._crew.worker_of[lane], 1)
+
+    def _note_in_log(
+        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
+    ) -> None:
+        if self._log is not None:
+            for lane, seed, option in zip(lanes, seeds, options, strict=True):
+                self._log.note_reset(lane, seed, option)
+
     def _note_failure(self, worker: int) -> None:
         """Nobody knows what the lanes of a failed order have done: they need a reset."""
         self._stale.update(self._ordered[worker])
         self._last_lanes = None
+        if self._log is not None:
+            for lane in self._ordered[worker]:
+                self._log.forget(lane)
 
     def _divide(self, lanes: Sequence[int]) -> list[int]:
         """Find the workers of lanes, and mark the lanes of those that shall not step all."""
@@ -184,7 +213,18 @@ class Orders:
         self._last_lanes = None
         for worker in workers:
             self._in_flight[worker] = list(self._ordered[worker])
+        if self._log is not None:
+            self._log.note_step(lanes)
         self._issue(workers)
+
+    def look(self) -> None:
+        """Take notice of deaths and hangs, for callers that never wait.
+
+        Raises:
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+        """
+        if self._in_flight:
+            self._crew.look(self._in_flight)
 
     def take_ready(self, min_ready: int) -> list[int]:
         """Wait until so many lanes have stepped, or all that are stepping; returns all that have.
@@ -232,8 +272,11 @@ class Orders:
         """Note which of the workers that are stepping are done."""
         for worker in list(self._in_flight):
             if self._finished[worker] == self._issued[worker]:
+                has_failed = self._arena.outcome[worker] == FAILED
+                if has_failed and self._crew.try_again(worker):
+                    continue
                 lanes = self._in_flight.pop(worker)
-                if self._arena.outcome[worker] == FAILED:
+                if has_failed:
                     self._failed[worker] = lanes
                     self._note_failure(worker)
                 else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+
+from rlpool.limits import resident_bytes
 
 _LOOK_EVERY_S = 0.1
 """Asking the system for the size of this process takes longer than a short episode's step."""
@@ -41,23 +42,9 @@ class Wear:
         now_s = time.monotonic()
         if self._max_rss_bytes is not None and not self._is_large and now_s >= self._next_look_s:
             self._next_look_s = now_s + _LOOK_EVERY_S
-            self._is_large = own_resident_bytes() > self._max_rss_bytes
+            self._is_large = resident_bytes() > self._max_rss_bytes
         return self._is_large
 
     def __str__(self) -> str:
-        size = f", {own_resident_bytes() >> 20} MiB" if self._max_rss_bytes is not None else ""
+        size = f", {resident_bytes() >> 20} MiB" if self._max_rss_bytes is not None else ""
         return f"{self.n_begun} episodes{size}"
-
-
-def own_resident_bytes(pid: int | str = "self") -> int:
-    """Resident memory of a process without shared blocks; 0 where the system does not tell.
-
-    Args:
-        pid: The process, this one by default.
-    """
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    sizes = [line.split() for line in lines if line.startswith(("RssAnon:", "RssFile:"))]
-    return sum(int(size) for _, size, _ in sizes) * 1024

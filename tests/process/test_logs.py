@@ -21,6 +21,7 @@ from rlpool import (
     WorkerDiedError,
     WorkerStartupError,
 )
+from rlpool.workers.logs import LogReader
 from rlpool.workers.outbox import MAX_UNREAD_BYTES
 
 from support.talking import HUGE, N_FLOOD, QuietAgent, TalkingEnv, TalkingPlayer, create_env
@@ -92,7 +93,7 @@ def test_records_arrive_as_they_were_logged(
     assert capfd.readouterr() == ("", "")
     records = seen.of("talk.env")
     (step, greeting, percent, huge, extra, arguments, unprintable, between, failed, stack) = records
-    assert step.getMessage() == "step 3 of many"
+    assert step.getMessage() == "level 20 of talk"
     assert (step.levelname, step.worker, step.processName) == ("INFO", 0, "rlpool-worker-0")
     assert (step.funcName, step.filename, step.module) == ("various", "talking.py", "talking")
     assert step.threadName == "MainThread"
@@ -142,11 +143,17 @@ def test_every_record_of_a_flood_arrives_or_is_counted(seen: Seen, tmp_path: Pat
     assert len(arrived) > MAX_UNREAD_BYTES / 500
 
 
-def test_last_words_before_a_kill_arrive(seen: Seen, tmp_path: Path) -> None:
+def test_last_words_before_a_kill_arrive(
+    seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[LogReader] = []
+    expect = LogReader.expect_last_words
+    monkeypatch.setattr(LogReader, "expect_last_words", lambda r: (looks.append(r), expect(r)))
     with open_batcher("last_words", tmp_path) as batcher:
         begin(batcher)
         with suppress(WorkerDiedError):
             batcher.get()
+        assert len(looks) == 1  # also for words that the worker had no time to point out
         assert seen.messages("talk.last") == ["my last words"]
 
 
@@ -157,13 +164,13 @@ def test_what_a_failing_factory_logs_arrives(seen: Seen, tmp_path: Path) -> None
 
 
 def test_records_arrive_while_get_waits_at_the_level_of_now(seen: Seen, tmp_path: Path) -> None:
-    seen.react = (tmp_path / "answered").touch
+    # The first may be handed over when get() is called, the second only while it waits.
+    seen.react = lambda: (tmp_path / f"answer {len(seen.of('talk.question'))}").touch()
     logging.getLogger("talk").setLevel(logging.ERROR)
-    with open_batcher("converse", tmp_path, n_threads=2) as batcher:
+    with open_batcher("converse", tmp_path) as batcher:
         logging.getLogger("talk").setLevel(logging.INFO)
-        begin(batcher, 2)
+        begin(batcher)
         assert batcher.get() is not None
-    assert {record.worker for record in seen.of("talk.question")} <= {0, 1}
     assert seen.messages("talk.question") == ["are you there?"] * 2
 
 
@@ -187,10 +194,12 @@ def test_a_handler_that_raises_loses_neither_records_nor_results(
 
 def test_environments_in_processes_log_like_workers(seen: Seen, tmp_path: Path) -> None:
     env_fns = [partial(TalkingEnv, "converse", str(tmp_path))] * 2
-    (tmp_path / "answered").touch()
+    for number in (1, 2):
+        (tmp_path / f"answer {number}").touch()
     with ParallelEnvManager(env_fns, seed=1) as manager:
         manager.reset_lanes([0, 1], [1, 2], [{"id": 0}, {"id": 1}])
-    assert {record.worker for record in seen.of("talk.question")} == {0, 1}
+        manager.reset_lanes([0], [3], [None])  # any call hands over what is there
+        assert {record.worker for record in seen.of("talk.question")} == {0, 1}
 
 
 def test_environments_of_a_pool_log_like_workers(seen: Seen) -> None:
@@ -207,6 +216,7 @@ from rlpool import EpisodeBatcher
 from support.talking import QuietAgent, create_env
 
 logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(levelname)s %(message)s")
+logging.getLogger("script").addHandler(logging.FileHandler(sys.argv[1]))
 
 def create(seed):
     logging.getLogger("script").info("creating")
@@ -225,9 +235,10 @@ if __name__ == "__main__":
 
 
 def test_a_script_that_configures_logging_on_import_prints_every_record_once(
-    run_script: Callable[..., Script],
+    run_script: Callable[..., Script], tmp_path: Path
 ) -> None:
-    script = run_script(SCRIPT)
+    script = run_script(SCRIPT, str(tmp_path / "log"))
     script.finish()
     assert script.stderr == ""
     assert script.stdout.splitlines() == ["INFO creating", "INFO ready", "INFO closing"]
+    assert (tmp_path / "log").read_text().split() == ["creating", "ready", "closing"]

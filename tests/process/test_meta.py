@@ -119,7 +119,7 @@ def test_a_failing_environment_says_which_worker_it_was_and_the_others_go_on() -
 
 def test_a_death_is_an_error_in_time_and_a_closed_manager_is_refused() -> None:
     learner = Learner(MarkovActor(), Storage(), None, None, "memory_markov", seed=4)
-    with make_parallel_env(RAGGED, 2, 2, seed=1, **ARGUMENTS) as env:
+    with make_parallel_env(RAGGED, 2, 2, seed=1, on_worker_failure="raise", **ARGUMENTS) as env:
         os.kill(env.workers[1].pid, signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match="SIGKILL"):
             learner.collect_rollouts_parallel(10, parallel_env=env)

@@ -42,6 +42,9 @@ REPORT_S = 2.0
 CLOSE_S = 7.0
 """close() takes less than this even if a worker has to be killed."""
 
+REPORTED = {"on_worker_failure": "raise"}
+"""Failures of workers are errors; what replaces workers is tested elsewhere."""
+
 RAISES = ("raise", "unpicklable", "unprintable", "sys_exit")
 WRONG = ("wrong_shape", "wrong_dtype", "wrong_reward", "wrong_flag")
 DEATHS = {
@@ -134,13 +137,14 @@ def test_a_failure_of_one_lane_is_told_beside_the_steps_of_others(
 ) -> None:
     faulty.reset_lanes([0, 2], [1, 2], [{"length": 9}, fault("raise", 0)])
     actions = no_actions(faulty)
-    faulty.step_some(0, [0, 2], actions)
     told: list[Any] = []
+    lanes = [0, 2]
     while len(told) < 2:
         try:
-            told += faulty.step_some(1)
+            told += faulty.step_some(1, lanes, actions)
         except EnvError as error:
             told.append(error.where)
+        lanes = []
     assert sorted(told, key=str)[0] == 0
     assert sorted(told, key=str)[1].lane == 2
     assert_works(faulty)
@@ -196,7 +200,7 @@ def test_an_interrupted_step_is_waited_for_and_forgotten(faulty: ParallelEnvMana
 
 
 def test_a_batcher_over_a_manager_tells_the_episode_and_goes_on() -> None:
-    env_args = {"make_env": FaultyEnv, "n_lanes": 3, "envs_per_worker": 2}
+    env_args = {"make_env": FaultyEnv, "n_lanes": 3, "envs_per_worker": 2, **REPORTED}
     with EpisodeBatcher(
         4, 8, StepCounter, {}, create_manager, env_args, n_threads=0, seeds=1
     ) as batcher:
@@ -223,7 +227,7 @@ def test_a_batcher_over_a_manager_tells_the_episode_and_goes_on() -> None:
 )
 def test_a_death_raises_worker_died_error(struck: Struck, kind: str, step: int) -> None:
     options = fault(kind, step)
-    with open_manager(partial(FaultyEnv, struck.path), 1) as manager:
+    with open_manager(partial(FaultyEnv, struck.path), 1, **REPORTED) as manager:
         with pytest.raises(WorkerDiedError) as caught:
             run(manager, [0], [4], [options])
         assert struck.seconds_ago < REPORT_S
@@ -241,7 +245,7 @@ def test_a_death_raises_worker_died_error(struck: Struck, kind: str, step: int) 
 
 
 def test_a_death_while_nothing_runs_is_noticed() -> None:
-    with open_manager(CountingEnv, 1) as manager:
+    with open_manager(CountingEnv, 1, **REPORTED) as manager:
         manager.reset()
         os.kill(manager.workers[0].pid or 0, signal.SIGKILL)
         wait_until(lambda: not manager.workers[0].is_alive())
@@ -256,7 +260,7 @@ def test_a_death_while_nothing_runs_is_noticed() -> None:
     [("hold_the_lock", "lanes"), ("hang", "lanes"), ("hang", "some"), ("hang", "remote")],
 )
 def test_a_hang_raises_worker_timeout_error(struck: Struck, kind: str, way: str) -> None:
-    with open_manager(partial(FaultyEnv, struck.path), 1, timeout=1.0) as manager:
+    with open_manager(partial(FaultyEnv, struck.path), 1, timeout=1.0, **REPORTED) as manager:
         manager.reset_lanes([0], [4], [fault(kind, 1)])
         manager.step_lanes([0], no_actions(manager))
         ways: dict[str, Callable[[], Any]] = {
@@ -333,6 +337,11 @@ def test_env_fns_that_are_none_are_refused(arguments: tuple[Any], text: str) -> 
         {"timeout": "1"},
         {"min_ready": 0},
         {"max_episode_steps": 0},
+        {"on_worker_failure": "retry"},
+        {"max_restarts": -1},
+        {"on_env_error": None},
+        {"max_episodes_per_worker": 0},
+        {"max_rss_bytes": 2**20},  # less than any worker needs
     ],
     ids=str,
 )
@@ -375,7 +384,8 @@ def test_more_workers_than_descriptors_are_refused_before_any_starts(
 def test_after_close_every_call_is_refused() -> None:
     before = n_descriptors()
     manager = open_manager(CountingEnv, 2, envs_per_worker=2)
-    assert n_descriptors() <= before + 4 + 1 + 2  # a worker's, one of all, the tracker's
+    # A worker's, the manager's (done, progress, arena), the tracker's:
+    assert n_descriptors() <= before + 4 + 3 + 2
     manager.reset()
     actions = no_actions(manager)
     manager.close()

@@ -17,6 +17,7 @@ from rlpool import (
     DictTensor,
     EnvError,
     EpisodeBatcher,
+    SpecError,
     TemporalDictTensor,
     WorkerDiedError,
     WorkerTimeoutError,
@@ -348,6 +349,11 @@ def test_a_leaking_environment_stays_bounded(marks: Marks) -> None:
         results = collect(batcher)
     assert_same(results, expected)
     assert n_processes(mine) in (3, 4)  # one of them measured the base
+
+
+def test_a_limit_that_a_fresh_worker_exceeds_is_refused(marks: Marks) -> None:
+    with pytest.raises(SpecError, match="max_rss_bytes is 20 MiB, but a worker"):
+        open_batcher(marks(), 1, max_rss_bytes=20 * 2**20)
 
 
 def test_worn_workers_hand_their_windows_on(marks: Marks) -> None:

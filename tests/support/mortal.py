@@ -78,7 +78,7 @@ class MortalWalk(gymnasium.Env[Any, Any]):
             os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return
-        strike(kind)
+        strike(kind, str(self._marks / "struck"))
 
 
 class RememberingAgent(Agent):

@@ -36,8 +36,9 @@ class Unprintable:
 def various(directory: Path) -> None:
     """Log whatever people log."""
     log = logging.getLogger("talk.env")
+    level = log.getEffectiveLevel()  # before anything is logged
     log.debug("too fine for the caller")
-    log.info("step %d of %s", 3, "many")
+    log.info("level %d of %s", level, "talk")
     log.warning("Grüße 你好 \ud800 🚀\nand a second line")
     log.error("100 % as it is")
     log.info(HUGE)
@@ -86,10 +87,11 @@ def last_words(directory: Path) -> None:
 
 
 def converse(directory: Path) -> None:
-    """Log, and wait until somebody who saw it makes a file."""
-    logging.getLogger("talk.question").info("are you there?")
-    while not (directory / "answered").exists():
-        time.sleep(0.002)
+    """Log, and wait until somebody who saw it makes a file; twice."""
+    for number in (1, 2):
+        logging.getLogger("talk.question").info("are you there?")
+        while not (directory / f"answer {number}").exists():
+            time.sleep(0.002)
 
 
 DEEDS: dict[str, Callable[[Path], None]] = {

@@ -205,6 +205,17 @@ def test_actions_of_every_structure_come_again(name: str) -> None:
         replay_crash(error, lambda: UnluckyEnv(**env_args))
 
 
+def test_observations_that_are_stored_as_float64_are_compared_as_such(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def create_env(seed: int) -> GymEnv:
+        return GymEnv([UnluckyEnv(dtype=np.float64)], seed, keep_float64=True)
+
+    with pytest.raises(UnluckyError):
+        replay_crash(crash(create_env), lambda: UnluckyEnv(dtype=np.float64))
+    assert not caplog.records
+
+
 def test_failures_of_a_learners_rollouts_come_again(caplog: pytest.LogCaptureFixture) -> None:
     tasks = [3, 4, 5]
     agent = random_agent(spaces.Discrete(1000))

@@ -53,6 +53,7 @@ MAY_HAVE_ONE = {
     "a choice": "main() if LOG else None",
     "a match": "match LOG:\n    case _:\n        main()",
     "a decorator": "@run\ndef other():\n    start()",
+    "a class body": "class Other:\n    made = start()",
     "the name of the process": "multiprocessing.current_process\nmain()",
     "the number of the process": "from os import getpid\nmain()",
 }

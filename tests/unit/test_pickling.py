@@ -243,9 +243,14 @@ def test_another_pickler_fails_at_other_things() -> None:
 def test_the_search_never_hides_the_error() -> None:
     assert refusal(Unreadable(a=1, b=threading.Lock())).endswith(LOCK)
     # What lies beyond the part that cannot be looked at is not found, but the type is.
-    value = Unreadable({"a": threading.Lock()})
+    value = Unreadable()
     value.lost = threading.Lock()  # type: ignore[attr-defined]
     assert "_thread.lock" in refusal([value])
+
+
+def test_long_reasons_are_cut() -> None:
+    words = why_not({"a": 1}, TypeError("x" * 1000))
+    assert 250 < len(words) < 350
 
 
 def test_deep_nesting_ends_the_search_not_the_process() -> None:

@@ -101,7 +101,7 @@ def test_if_nothing_would_fit_there_is_no_number(monkeypatch: pytest.MonkeyPatch
 
 
 def test_only_what_can_be_lowered_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
-    bounded(monkeypatch, 2 * 10**6, 2 * 10**6)
+    bounded(monkeypatch, 2 * 10**7, 2 * 10**7)  # n_slots=18 would fit as well
     fix = refusal(layout(40, 1000), ("n_timesteps",))[1]
     assert re.fullmatch(r"lower n_timesteps \(n_timesteps=\d+ would fit\)", fix)
 

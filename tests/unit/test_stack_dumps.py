@@ -28,7 +28,10 @@ class Child:
 
     def __init__(self, source: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", source], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", source],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.pid = self.process.pid
 
@@ -38,7 +41,10 @@ class Child:
 
     def end(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
 @pytest.fixture
@@ -54,11 +60,11 @@ def ask_one(process: Any, outbox: Outbox) -> Stacks:
 
 
 def test_a_process_that_has_not_registered_is_not_signalled(outbox: Outbox) -> None:
-    child = Child("print('up', flush=True); input()")
+    child = Child("print('up', flush=True); print(input())")
     try:
         assert child.line() == "up"
         assert ask_one(child, outbox).state == "is starting: it imports what it needs"
-        assert child.process.poll() is None
+        assert child.process.communicate("still here\n")[0] == "still here\n"
     finally:
         child.end()
     assert ask_one(child, outbox).state == "is gone"

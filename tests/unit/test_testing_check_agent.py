@@ -181,13 +181,20 @@ def test_an_agent_sees_every_key_of_an_environment() -> None:
 
     def look(state: Any, observation: DictTensor, *rest: Any) -> Any:
         keys.update(observation.keys())
-        starts = observation["initial_state"]
-        assert bool(starts.all()) or not bool(starts.any())
         return None, DictTensor({"action": zeros(observation)}), None
 
     check_agent(partial(FunctionAgent, look, 3), CountingEnv, skip=["picklable"])
     flags = {"terminated", "truncated", "done", "initial_state"}
     assert keys == {"frame", "reward", "last_action", "noise", *flags}
+
+
+def test_rows_start_where_the_state_is_none() -> None:
+    def look(state: Any, observation: DictTensor, *rest: Any) -> Any:
+        assert (state is None) == bool(observation["initial_state"].all())
+        x = DictTensor({"x": zeros(observation)}) if state is None else state
+        return x, DictTensor({"action": zeros(observation)}), x
+
+    assert check_agent(partial(FunctionAgent, look), CountingEnv, skip=["picklable"]).ok
 
 
 @pytest.mark.parametrize(

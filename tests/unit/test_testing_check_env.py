@@ -313,7 +313,7 @@ WARNINGS: list[tuple[str, Any]] = [
     ("no_global_generators", of_global(lambda: 0.0 * draw_numpy())),
     ("no_global_generators", of_global(lambda: 0.0 * float(torch.rand(())))),
     ("own_buffers", partial(FaultyEnv, "buffer_reuse", at="reset")),
-    ("own_buffers", partial(FaultyEnv, "buffer_reuse", at_step=3)),
+    ("own_buffers", partial(FaultyEnv, "buffer_reuse", at_step=3, in_episode=2)),
     ("gymnasium_checker", bad(reset=lambda self, seed=None, options=None: self_reset(self))),
 ]
 

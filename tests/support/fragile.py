@@ -1,0 +1,157 @@
+"""Environments that fail so many times and then no more, leak, or are not reproducible.
+
+All at module level, so that spawned workers can unpickle them by name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from rlpool import GymEnv, ParallelEnvManager
+
+from support.faults import KINDS, code, strike
+
+Rows = list[dict[str, Any]]
+
+
+class FragileEnv(gymnasium.Env[Any, Any]):
+    """All it returns follows from seed, options and actions, unless it fails.
+
+    An observation is ``[step, random number of the episode, sum of all actions]``. The options of a
+    reset are those of ``faults_at``, and ``length``.
+
+    Args:
+        marks: Directory for a file per fault that struck; without one there are no faults.
+        times: How often one fault strikes.
+        noted_in: Directory in which each process leaves a line per reset.
+    """
+
+    observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
+    action_space: Any = spaces.Discrete(100)
+
+    def __init__(
+        self, marks: str | None = None, times: int = 1, noted_in: str | None = None
+    ) -> None:
+        self._marks = marks
+        self._times = times
+        self._noted_in = noted_in
+        self.n_resets = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.seed, self.options = seed, dict(options or {})
+        self.t, self.total = 0, 0
+        self.length = self.options.get("length", 3 + (seed or 0) % 5)
+        self.n_resets += 1
+        if self._noted_in is not None:
+            with open(Path(self._noted_in) / str(os.getpid()), "a") as file:
+                file.write(f"{seed}\n")
+        self._fail(-1)
+        return self._observation(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._fail(self.t)
+        self.t += 1
+        self.total += int(action)
+        reward = self.np_random.random() + self.total
+        return self._observation(), reward, self.t >= self.length, False, {"t": self.t}
+
+    def _observation(self) -> Any:
+        return np.array([self.t, self.np_random.random(), self.total])
+
+    def _fail(self, step: int) -> None:
+        kind = KINDS[self.options.get("fault", 0)]
+        if self._marks is None or kind == "none" or self.options["fault_step"] != step:
+            return
+        for number in range(self._times):
+            mark = Path(self._marks) / f"{self.seed}.{step}.{number}"
+            if not mark.exists():
+                mark.touch()
+                strike(kind)
+                return
+
+
+class UndeclaredEnv(FragileEnv):
+    """A ``FragileEnv`` without an action space."""
+
+    action_space = None
+
+
+class ChancyEnv(FragileEnv):
+    """What it observes follows from nothing."""
+
+    def _observation(self) -> Any:
+        return np.frombuffer(os.urandom(24), np.uint64).astype(np.float64)
+
+
+class LeakingEnv(FragileEnv):
+    """Keeps 16 MB of every episode."""
+
+    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
+        self.kept = [*getattr(self, "kept", []), np.ones(2**21)]
+        return super().reset(**arguments)
+
+
+def failing(kind: str, step: int, **options: int) -> dict[str, int]:
+    """Options of a reset."""
+    return {"fault": code(kind), "fault_step": step, **options}
+
+
+def played(
+    env: GymEnv | ParallelEnvManager,
+    options: Mapping[int, Mapping[str, int]],
+    n_steps: int = 12,
+    before_step: Any = None,
+) -> Rows:
+    """Step all lanes, reset those that end, and copy all that is seen.
+
+    Args:
+        env: The environments.
+        options: Of the episodes that have some, by their seeds, which count from 0.
+        n_steps: How many steps.
+        before_step: Called with the number of each step before it.
+    """
+    rng = np.random.default_rng(5)
+    lanes = list(range(env.n_lanes))
+    n_begun = 0
+    rows: Rows = []
+
+    def note(ended: list[int]) -> None:
+        rows.append({key: array.copy() for key, array in env.current.items()})
+        rows[-1]["ended"] = np.array(ended)
+
+    def begin(these: list[int]) -> None:
+        nonlocal n_begun
+        seeds = list(range(n_begun, n_begun + len(these)))
+        n_begun += len(these)
+        env.reset_lanes(these, seeds, [options.get(seed) for seed in seeds])
+        note([])
+
+    begin(lanes)
+    for step in range(n_steps):
+        actions = {"action": rng.integers(0, 100, env.n_lanes)}
+        if before_step is not None:
+            before_step(step)
+        ended = env.step_lanes(lanes, actions)
+        note(ended)
+        if ended:
+            begin(ended)
+    return rows
+
+
+def assert_same_rows(got: Rows, expected: Rows) -> None:
+    """All that was seen agrees, to the bit."""
+    assert len(got) == len(expected)
+    for number, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        for key, values in theirs.items():
+            assert mine[key].dtype == values.dtype, (number, key)
+            assert mine[key].tobytes() == values.tobytes(), (number, key, mine[key], values)
