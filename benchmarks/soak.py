@@ -11,10 +11,11 @@ batchers replace it. Between two rounds the script sleeps, so that all of it tak
 Looked at between two lives, when no batcher is open and all results are dropped: resident memory
 of the caller, descriptors, threads, mappings of shared memory, processes and files in
 ``/dev/shm``. Looked at while collecting: the resident memory of the largest worker, and the
-proportional share of all processes together, of which the most in each life counts. Memory is compared with the time that passed by a robust line
-(Theil and Sen), after a warm-up of a fifth of the time; it is flat if that line rises by less than
-``--flat-mib-per-hour``, or by no more altogether than what memory comes and goes by anyway, which
-is all that a run of a few minutes can tell. Everything else must not change at all.
+proportional share of all processes together, of which the most in each life counts. Memory is
+compared with the time that passed by a robust line (Theil and Sen), after a warm-up of a fifth of
+the time; it is flat if that line rises by less than ``--flat-mib-per-hour``, or by no more
+altogether than what memory comes and goes by anyway, which is all that a run of a few minutes can
+tell. Everything else must not change at all.
 
 Prints a JSON line per minute and one at the end; the exit code is 1 if something is not flat.
 """
