@@ -84,7 +84,7 @@ class Plan:
     signal_s: float = 6.0
     signals_per_result: int = 6
     at_starting: float = 0.1
-    rounds: int = 60
+    rounds: int = 20
     sizes: tuple[int, ...] = (1, 12, 100, 400)
     timeout_s: float = 3.0
     least_episodes: int = 0
