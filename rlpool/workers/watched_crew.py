@@ -166,6 +166,7 @@ class WatchedCrew:
                 f"worker {worker} made no progress for {self._timeout_s:g} s",
                 where=self._where(worker),
                 fix="look for an endless wait in the environment, or raise timeout",
+                traceback_text=self._supervisor.stacks_of(worker),
             )
             self._supervisor.kill(worker)
             if self.policy.restarts_workers and worker in self._reports:

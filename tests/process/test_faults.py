@@ -596,6 +596,7 @@ def hang(place: str, struck: Struck) -> None:
         assert HANG_TIMEOUT_S - 1 < struck.seconds_ago < HANG_TIMEOUT_S + REPORT_S
     assert not is_running(struck.pid)
     assert isinstance(caught.value, TimeoutError)
+    assert "faults.py" in str(caught.value.__cause__)  # the stack that it was in
     where = caught.value.where
     assert where.worker == 0
     if place in ("reset", "step", "agent"):
