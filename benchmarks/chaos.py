@@ -222,7 +222,10 @@ class Lives:
         kinds = itertools.cycle((self._episodes, self._windows))
         while not self._tally.errors and not self._is_enough():
             self._tally.lives += 1
-            next(kinds)(self._plan.seed + self._tally.lives)
+            try:
+                next(kinds)(self._plan.seed + self._tally.lives)
+            except RlpoolError as error:  # in opening: the others are counted with their rows
+                self._tally.errors.append(f"{type(error).__name__}: {error}")
 
     def _is_enough(self) -> bool:
         tally, faults = self._tally, rough.noted(self._notes)

@@ -30,6 +30,9 @@ N_ACTIONS = 3
 _HOG_BYTES = 128 * 2**20
 """What a memory hog takes: more than ``max_rss_bytes`` in the scripts leaves."""
 
+_PEACE_S = 1.0
+"""No environment strikes sooner: a batcher checks what its workers hold when they are ready."""
+
 _hoarded: list[Any] = []
 
 
@@ -54,7 +57,7 @@ class Strikes:
     def _draw(self) -> float:
         if not self._mean_s:
             return float("inf")
-        return time.monotonic() + self._chance.expovariate(1 / self._mean_s)
+        return time.monotonic() + _PEACE_S + self._chance.expovariate(1 / self._mean_s)
 
     def maybe(self) -> None:
         """Strike if it is time to."""

@@ -10,11 +10,12 @@ batchers replace it. Between two rounds the script sleeps, so that all of it tak
 
 Looked at between two lives, when no batcher is open and all results are dropped: resident memory
 of the caller, descriptors, threads, mappings of shared memory, processes and files in
-``/dev/shm``. Looked at while collecting: the resident memory of each worker, and the proportional
-share of all processes together. Memory is compared with the time that passed by a robust line
-(Theil and Sen), after a warm-up of a fifth of the time; it is flat if that line rises by less than
-``--flat-mib-per-hour``, or by no more altogether than what memory comes and goes by anyway, which
-is all that a run of a few minutes can tell. Everything else must not change at all.
+``/dev/shm``. Looked at while collecting: the resident memory of the largest worker, and the
+proportional share of all processes together, of which the most in each life counts. Memory is
+compared with the time that passed by a robust line (Theil and Sen), after a warm-up of a fifth of
+the time; it is flat if that line rises by less than ``--flat-mib-per-hour``, or by no more
+altogether than what memory comes and goes by anyway, which is all that a run of a few minutes can
+tell. Everything else must not change at all.
 
 Prints a JSON line per minute and one at the end; the exit code is 1 if something is not flat.
 """
@@ -31,7 +32,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -62,6 +63,7 @@ class Killer:
         self.n_kills = 0
         self._every_s = every_s
         self._rng = rng
+        self.is_looking = threading.Lock()  # who looks at processes has files open
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -80,13 +82,11 @@ class Killer:
 
     def _run(self) -> None:
         while not self._over.wait(self._rng.expovariate(1 / self._every_s)):
-            alive = workers()
-            if alive:
-                try:
+            with self.is_looking, suppress(psutil.NoSuchProcess):
+                alive = workers()
+                if alive:
                     self._rng.choice(alive).kill()
                     self.n_kills += 1
-                except psutil.NoSuchProcess:
-                    pass
 
 
 class Watch:
@@ -100,7 +100,8 @@ class Watch:
         self.start_s = time.monotonic()
         self.counts: dict[str, int] = {"episodes": 0, "windows": 0, "steps": 0, "lives": 0}
         self.idle: list[tuple[float, float, Held]] = []  # time, resident memory, what is held
-        self.busy: list[tuple[float, float, float]] = []  # time, largest worker, share of all
+        self.busy: list[tuple[float, float, float]] = []  # of each life: time, and as _most
+        self._most = (0.0, 0.0)  # of this life so far: the largest worker, the share of all
         self._killer = killer
         self._last_busy_s = self._last_told_s = self.start_s
 
@@ -109,8 +110,12 @@ class Watch:
         return time.monotonic() - self.start_s
 
     def look_idle(self) -> None:
-        """Look when no batcher is open."""
-        self.idle.append((self.passed_s, memory_mib(psutil.Process())["rss"], held()))
+        """Look when no batcher is open, at the end of a life."""
+        with self._killer.is_looking:
+            self.idle.append((self.passed_s, memory_mib(psutil.Process())["rss"], held()))
+        if self._most != (0.0, 0.0):
+            self.busy.append((self.passed_s, *self._most))
+        self._most = (0.0, 0.0)
 
     def look_busy(self) -> None:
         """Look while batchers collect, if it is time to; tell, if it is time to."""
@@ -119,7 +124,8 @@ class Watch:
             self._last_busy_s = now_s
             each = [memory_mib(process) for process in workers()]
             share = sum(m["pss"] for m in each) + memory_mib(psutil.Process())["pss"]
-            self.busy.append((self.passed_s, max((m["rss"] for m in each), default=0.0), share))
+            largest = max((m["rss"] for m in each), default=0.0)
+            self._most = (max(self._most[0], largest), max(self._most[1], share))
         if now_s - self._last_told_s > 60.0 and self.idle:
             self._last_told_s = now_s
             _, rss, what = self.idle[-1]
