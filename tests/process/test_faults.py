@@ -73,6 +73,7 @@ def open_batcher(
     n_slots: int = 8,
     env_args: dict[str, Any] | None = None,
     agent_args: dict[str, Any] | None = None,
+    on_worker_failure: str = "raise",
     **options: Any,
 ) -> EpisodeBatcher:
     return EpisodeBatcher(
@@ -84,6 +85,7 @@ def open_batcher(
         env_args={"struck_at": struck.path, **(env_args or {})},
         n_threads=n_threads,
         seeds=7,
+        on_worker_failure=on_worker_failure,
         **options,
     )
 
