@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import overload
 
 from rlpool.capsule import CrashCapsule
-from rlpool.errors import RlpoolError, SpecError, WorkerError, compose
+from rlpool.errors import EnvError, RlpoolError, SpecError, WorkerError, compose
 from rlpool.failures import DEBUG_HINT, described
 
 _LOG = logging.getLogger("rlpool")
@@ -44,6 +44,9 @@ class CrashFiles:
                 )
             ) from error
         self._directory = path
+
+    @overload
+    def with_file(self, error: EnvError) -> EnvError: ...
 
     @overload
     def with_file(self, error: WorkerError) -> WorkerError: ...

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlpool.batcher_base import check_count
+from rlpool.crash_files import CrashDir
 from rlpool.envs.columns import Columns
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Options, VecEnv
@@ -91,6 +92,10 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             episodes of its lanes; ``None`` for never. Other lanes of the worker that are in the
             middle of an episode are brought back to where they were.
         max_rss_bytes: The same for a worker whose resident memory is larger than so many bytes.
+        crash_dir: A directory, made if it is missing: if an environment fails, this process
+            writes what ``rlpool.replay_crash`` needs into a file there, which the message of the
+            error names. A batcher over the environments knows more (``agent_info`` and rewards):
+            give it to the batcher instead.
 
     Attributes:
         num_envs: Number of environments, ``n_lanes`` by another name.
@@ -126,6 +131,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         on_env_error: str = "raise",
         max_episodes_per_worker: int | None = None,
         max_rss_bytes: int | None = None,
+        crash_dir: CrashDir = None,
     ) -> None:
         refuse_during_import()
         policy = FailurePolicy(
@@ -145,7 +151,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             "keep_float64": keep_float64,
         }
         self._crew = EnvCrew(
-            env_fns, envs_per_worker, root_from(seed), self._options, timeout, policy
+            env_fns, envs_per_worker, root_from(seed), self._options, timeout, policy, crash_dir
         )
         try:
             self._agree()
@@ -175,6 +181,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
                             fix="put only environments with equal spaces into one manager",
                         )
                     )
+        crew.capsules.bind(first.action, first.native_action)
         self.observation_space, self.action_space = pickle.loads(first.spaces)
         self.n_tasks, self.horizon_bamdp = first.n_tasks, first.horizon_bamdp
         self.all_tasks = first.all_tasks

@@ -12,6 +12,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from rlpool.capsule import CrashCapsule
 from rlpool.errors import SpecError, UsageError, compose
 from rlpool.workers.env_crew import EnvCrew
 from rlpool.workers.env_messages import Call
@@ -48,6 +49,10 @@ class Remote:
         orders: What they were asked for.
         lane: Number of the environment.
         action_space: Its action space, or ``None``.
+
+    Attributes:
+        capsule: For ``rlpool.replay_crash``: what the last ``("error", text)`` that was received
+            told of; ``None`` if that is no failure of a reset or a step that can be repeated.
     """
 
     def __init__(self, crew: EnvCrew, orders: Orders, lane: int, action_space: Any) -> None:
@@ -55,6 +60,7 @@ class Remote:
         self._orders = orders
         self._lane = lane
         self._action_space = action_space
+        self.capsule: CrashCapsule | None = None
 
     def send(self, request: tuple[str, Any]) -> None:
         """Send a request; returns at once.
@@ -107,6 +113,10 @@ class Remote:
             )
         crew.wait_until(lambda: lane in calls.replies, lambda: {crew.worker_of[lane]})
         reply: tuple[str, Any] = pickle.loads(calls.received(lane))
+        if reply[0] == "error":
+            self.capsule, hint = crew.capsules.taken(lane)
+            if hint:
+                reply = ("error", f"{reply[1]}\n  fix:   {hint}")
         return reply
 
     def poll(self, timeout: float = 0.0) -> bool:

@@ -231,6 +231,7 @@ class Workforce:
             f"worker {worker} made no progress for {self._timeout_s:g} s",
             where=self._client.where(worker),
             fix="look for an endless wait in the environment or the agent, or raise timeout",
+            traceback_text=self._workers.stacks_of(worker),
         )
         self._last_words[worker] = error
         if not self._policy.restarts_on(error):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlpool.crash_files import CrashDir
 from rlpool.errors import (
     SpecError,
     UsageError,
@@ -51,6 +52,7 @@ class EnvCrew(WatchedCrew):
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
         policy: What becomes of workers that fail.
+        crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
 
     Attributes:
         reports: What the workers said when they were ready.
@@ -66,12 +68,13 @@ class EnvCrew(WatchedCrew):
         options: Mapping[str, Any],
         timeout_s: float | None,
         policy: FailurePolicy,
+        crash_dir: CrashDir,
     ) -> None:
         advice = "use fewer workers, by more envs_per_worker or fewer environments"
         starts = range(0, len(env_fns), envs_per_worker)
         lanes_of = [range(s, min(s + envs_per_worker, len(env_fns))) for s in starts]
         check_workers(len(lanes_of), _DESCRIPTORS_EACH, advice)
-        super().__init__(lanes_of, timeout_s, policy)
+        super().__init__(lanes_of, timeout_s, policy, crash_dir)
         self.has_called = False
         self._owner_pid = os.getpid()
         shipments = [

@@ -98,6 +98,10 @@ class LocalWorker:
         """What the threads of this process are doing."""
         return [Stacks(0, os.getpid(), own_stacks())]
 
+    def stacks_of(self, worker: int) -> str:
+        """Never asked for: whoever would ask is busy running it."""
+        return ""
+
     def stacks_of_environments(self) -> str:
         """What processes are doing that environments run in, if they do."""
         dump = getattr(self._collector.env, "dump_stacks", None)

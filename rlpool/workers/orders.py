@@ -173,6 +173,7 @@ class Orders:
         self._stale.update(self._ordered[worker])
         self._last_lanes = None
         if self._log is not None:
+            self._crew.capsules.remember(worker, self._ordered[worker])
             for lane in self._ordered[worker]:
                 self._log.forget(lane)
 
@@ -203,7 +204,10 @@ class Orders:
         where = crew.where(lane)
         if failure.call == "reset":
             where = where._replace(step=0)
-        raise lane_failure(failure.error, lane, failure.call, where)
+        error = failure.error
+        if not failure.is_lost:
+            error = crew.capsules.of_order(error, failure.call, where)
+        raise lane_failure(error, lane, failure.call, where)
 
     # First come, first served -----------------------------------------------------------------
 

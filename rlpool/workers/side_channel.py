@@ -35,9 +35,9 @@ class SideChannel:
         signals = {number: Inherited(fd) for number, fd in printing_signals.items()}
         return WorkerSide(self._outbox, worker, signals)
 
-    def stacks(self, processes: Sequence[SpawnProcess]) -> list[Stacks]:
-        """What each worker is doing."""
-        return [] if self._outbox.closed else ask(processes, self._outbox)
+    def stacks(self, workers: Sequence[int], processes: Sequence[SpawnProcess]) -> list[Stacks]:
+        """What workers are doing, each in its process."""
+        return [] if self._outbox.closed else ask(workers, processes, self._outbox)
 
 
 class WorkerSide:

@@ -85,20 +85,22 @@ def own_stacks() -> str:
         os.close(fd)
 
 
-def ask(processes: Sequence[SpawnProcess], outbox: Outbox) -> list[Stacks]:
+def ask(workers: Sequence[int], processes: Sequence[SpawnProcess], outbox: Outbox) -> list[Stacks]:
     """Ask worker processes for their stacks, all at once, and wait for their answers.
 
     It changes nothing that anybody else relies on, so that a signal handler may call it.
 
     Args:
-        processes: The process of each worker.
+        workers: Numbers of the workers.
+        processes: The process of each of them.
         outbox: Where the workers said how they answer.
 
     Returns:
         One answer per worker.
     """
     deadline = time.monotonic() + PATIENCE_S
-    questions = [_Question(worker, process, outbox) for worker, process in enumerate(processes)]
+    each = zip(workers, processes, strict=False)  # some may not have been started
+    questions = [_Question(worker, process, outbox) for worker, process in each]
     try:
         return [question.answer(deadline) for question in questions]
     finally:

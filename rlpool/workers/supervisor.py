@@ -336,7 +336,12 @@ class Supervisor:
 
     def stacks(self) -> list[Stacks]:
         """What each worker is doing; a signal handler may ask, too."""
-        return self._side.stacks(self._processes)
+        return self._side.stacks(range(self.n_workers), self._processes)
+
+    def stacks_of(self, worker: int) -> str:
+        """What one worker is doing; empty if it cannot answer."""
+        answers = self._side.stacks([worker], self._processes[worker : worker + 1])
+        return "".join(answer.text for answer in answers)
 
     def holder_of_claims(self, otherwise: int) -> int:
         """The worker that keeps the lock of claims and is stuck with it, if there is one."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing.context import SpawnProcess
 
+from rlpool.crash_files import CrashDir
 from rlpool.envs.vec_env import Options
 from rlpool.errors import (
     EnvError,
@@ -22,6 +23,7 @@ from rlpool.workers.arena import Arena
 from rlpool.workers.env_messages import EnvReady, LaneFailed, Reply
 from rlpool.workers.episode_log import EpisodeLog
 from rlpool.workers.hang_watch import HangWatch
+from rlpool.workers.lane_capsules import LaneCapsules
 from rlpool.workers.messages import Failed, Message
 from rlpool.workers.recycling import Recycling
 from rlpool.workers.remote_calls import RemoteCalls
@@ -43,10 +45,12 @@ class WatchedCrew:
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
         policy: What becomes of workers that fail.
+        crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
 
     Attributes:
         policy: Likewise.
         log: What lanes were asked for, ``None`` if nobody will want to know.
+        capsules: Makes the capsules of failures.
         calls: Requests of remotes.
         recycling: What healthy workers have done.
         arena: The shared memory, once it was made.
@@ -61,7 +65,11 @@ class WatchedCrew:
     """
 
     def __init__(
-        self, lanes_of: list[range], timeout_s: float | None, policy: FailurePolicy
+        self,
+        lanes_of: list[range],
+        timeout_s: float | None,
+        policy: FailurePolicy,
+        crash_dir: CrashDir,
     ) -> None:
         self.lanes_of = lanes_of
         self.worker_of = [w for w, lanes in enumerate(lanes_of) for _ in lanes]
@@ -77,8 +85,10 @@ class WatchedCrew:
         self._reports: dict[int, EnvReady] = {}
         self._failures: dict[int, LaneFailed] = {}
         repeats = policy.restarts_workers or policy.restarts_on_env_errors
-        keeps_log = repeats or (policy.recycles and len(lanes_of[0]) > 1)
+        repeats = repeats or (policy.recycles and len(lanes_of[0]) > 1)
+        keeps_log = repeats or crash_dir is not None
         self.log = EpisodeLog(self.n_lanes) if keeps_log else None
+        self.capsules = LaneCapsules(self.n_lanes, self.log, crash_dir)
         self.calls = RemoteCalls(self.log)
         self.issued = [0] * self.n_workers
         self._ready: list[int] = []  # successors that are to be told what to do
@@ -166,6 +176,7 @@ class WatchedCrew:
                 f"worker {worker} made no progress for {self._timeout_s:g} s",
                 where=self._where(worker),
                 fix="look for an endless wait in the environment, or raise timeout",
+                traceback_text=self._supervisor.stacks_of(worker),
             )
             self._supervisor.kill(worker)
             if self.policy.restarts_workers and worker in self._reports:
@@ -199,6 +210,9 @@ class WatchedCrew:
             if self._fatal is None:
                 self._replacements.dismiss(worker)
                 return  # its successor will be asked again
+        call = self.calls.waiting[lane]
+        if message.error is not None and call.command in ("reset", "step"):
+            self.capsules.note_remote(message.error, call.command, self.where(lane), call.data)
         self.calls.take(lane, message, self.arena.seed)
         if message.is_done:
             self._replacements.note_success(worker)

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
 from rlpool import (
     Batcher,
+    CrashCapsule,
     DictTensor,
     EnvError,
     EpisodeBatcher,
@@ -168,3 +170,139 @@ def test_failures_of_a_pools_environments_come_again_here() -> None:
         state = random.getstate()
         assert_repeats(error, create_env)
         assert random.getstate() == state
+
+
+# Environments in processes, driven by hand ------------------------------------------------------
+
+
+ACTIONS = spaces.Dict(
+    a=spaces.Tuple((spaces.Discrete(5), spaces.Box(-1, 1, (2,), np.float64))), b=spaces.Discrete(3)
+)
+
+
+def make_nested() -> UnluckyEnv:
+    return UnluckyEnv(action_space=ACTIONS, end=0.0, reset_chance=0.1)
+
+
+def make_doomed() -> UnluckyEnv:
+    return UnluckyEnv(chance=1.0)
+
+
+def drive(manager: ParallelEnvManager, how: str, generator: Any) -> EnvError:
+    """Steps and resets until an environment fails."""
+    lanes = list(range(manager.num_envs))
+    while True:
+        try:
+            seeds = generator.integers(2**60, size=len(lanes)).tolist()
+            manager.reset_lanes(lanes, seeds, [None] * len(lanes))
+            for _ in range(40):
+                actions = {
+                    "action/a/0": generator.integers(5, size=3),
+                    "action/a/1": generator.random((3, 2)),
+                    "action/b": generator.integers(3, size=3),
+                }
+                some = lanes if generator.random() < 0.7 else lanes[1:]
+                if how == "some":
+                    manager.step_some(len(some), some, actions)
+                else:
+                    manager.step_lanes(some, actions)
+        except EnvError as error:
+            return error
+
+
+@pytest.mark.parametrize("how", ["all", "some"])
+def test_failures_of_environments_that_are_driven_by_hand_come_again(
+    how: str, tmp_path: Path
+) -> None:
+    manager = ParallelEnvManager([make_nested] * 3, envs_per_worker=2, crash_dir=tmp_path)
+    with manager:
+        calls = set()
+        for seed in range(6):
+            error = drive(manager, how, np.random.default_rng(seed))
+            found = error.capsule
+            calls.add(found.call)
+            assert found.where == error.where
+            assert found.n_actions == found.where.step + (found.call == "step")
+            assert_repeats(error, make_nested)
+            assert f"crash-{error.where.worker}-lane{error.where.lane}-" in str(error)
+            assert isinstance(pickle.loads(pickle.dumps(error)).capsule, CrashCapsule)
+        assert calls == {"reset", "step"}
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+def run_by_reset_and_step(manager: ParallelEnvManager) -> None:
+    """The interface of rlstructures."""
+    while True:
+        _, running = manager.reset(DictTensor({"task": torch.arange(3)}))
+        while len(running):
+            actions = DictTensor({"action": torch.arange(len(running))})
+            _, (_, running) = manager.step(actions)
+
+
+def test_failures_of_reset_and_step_come_again() -> None:
+    with create_manager(0) as manager, pytest.raises(EnvError) as caught:
+        run_by_reset_and_step(manager)
+    assert caught.value.capsule.options == {"task": caught.value.where.lane}
+    assert_repeats(caught.value, UnluckyEnv)
+
+
+def test_failures_told_to_a_remote_come_again(tmp_path: Path) -> None:
+    with ParallelEnvManager([make_nested] * 2, seed=3, crash_dir=tmp_path) as manager:
+        remote, calls = manager.remotes[1], set()
+        ACTIONS.seed(0)
+        while calls != {"reset", "step"}:
+            remote.send(("reset", {"options": {"goal": (1, np.arange(2))}}))
+            kind, value = remote.recv()
+            while kind != "error":
+                assert remote.capsule is None or calls
+                remote.send(("step", ACTIONS.sample()))
+                kind, value = remote.recv()
+            found = remote.capsule
+            assert found is not None
+            calls.add(found.call)
+            assert found.where.step == found.n_actions - (found.call == "step")
+            with pytest.raises(UnluckyError) as caught:
+                replay_crash(found, make_nested)
+            assert str(caught.value) in value
+            path = value.rpartition("replay_crash('")[2].partition("'")[0]
+            with pytest.raises(UnluckyError, match=str(caught.value)):
+                replay_crash(path, make_nested)
+        assert manager.remotes[0].capsule is None
+        remote.send(("get_attr", {"attr": "missing"}))
+        assert remote.recv()[0] == "error"
+        assert remote.capsule is None  # of this error there is none
+
+
+@pytest.mark.parametrize("how", ["all", "some"])
+def test_of_several_workers_that_fail_at_once_each_has_its_capsule(how: str) -> None:
+    with ParallelEnvManager([make_doomed] * 2, seed=1) as manager:
+        manager.reset_lanes([0, 1], [5, 6], [None, None])
+        actions = {"action": np.array([3, 4])}
+        errors = []
+        with pytest.raises(EnvError) as caught:
+            if how == "some":
+                manager.step_some(0, [0, 1], actions)
+                manager.step_some(2)
+            manager.step_lanes([0, 1], actions)
+        errors.append(caught.value)
+        if how == "some":
+            with pytest.raises(EnvError) as caught:
+                manager.step_some(2)
+            errors.append(caught.value)
+    for error in errors:
+        assert error.capsule.seed == 5 + error.where.lane
+        assert error.capsule.actions["action"].tolist() == [3 + error.where.lane]
+        assert_repeats(error, make_doomed)
+
+
+def test_with_crash_dir_there_are_capsules_also_if_nothing_is_restarted(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"on_worker_failure": "raise", "crash_dir": tmp_path}
+    for some in (arguments, arguments | {"crash_dir": None}):
+        with ParallelEnvManager([make_doomed], seed=1, **some) as manager:
+            manager.reset_lanes([0], [5], [None])
+            with pytest.raises(EnvError) as caught:
+                manager.step_lanes([0], {"action": np.array([3])})
+        assert (caught.value.capsule is None) == (some["crash_dir"] is None)
+    (path,) = tmp_path.iterdir()
+    with pytest.raises(UnluckyError):
+        replay_crash(path, make_doomed)

@@ -73,6 +73,7 @@ def open_batcher(
     n_slots: int = 8,
     env_args: dict[str, Any] | None = None,
     agent_args: dict[str, Any] | None = None,
+    on_worker_failure: str = "raise",
     **options: Any,
 ) -> EpisodeBatcher:
     return EpisodeBatcher(
@@ -84,6 +85,7 @@ def open_batcher(
         env_args={"struck_at": struck.path, **(env_args or {})},
         n_threads=n_threads,
         seeds=7,
+        on_worker_failure=on_worker_failure,
         **options,
     )
 
@@ -596,6 +598,7 @@ def hang(place: str, struck: Struck) -> None:
         assert HANG_TIMEOUT_S - 1 < struck.seconds_ago < HANG_TIMEOUT_S + REPORT_S
     assert not is_running(struck.pid)
     assert isinstance(caught.value, TimeoutError)
+    assert "faults.py" in str(caught.value.__cause__)  # the stack that it was in
     where = caught.value.where
     assert where.worker == 0
     if place in ("reset", "step", "agent"):

@@ -91,6 +91,7 @@ ORDER = (
     "workers.recycling",
     "workers.replacements",
     "workers.remote_calls",
+    "workers.lane_capsules",
     "workers.successors",
     "workers.watched_crew",
     "workers.env_crew",

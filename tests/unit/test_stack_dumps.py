@@ -55,7 +55,7 @@ def outbox() -> Iterator[Outbox]:
 
 
 def ask_one(process: Any, outbox: Outbox) -> Stacks:
-    (answer,) = ask([process], outbox)
+    (answer,) = ask([0], [process], outbox)
     return answer
 
 
