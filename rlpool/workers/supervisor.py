@@ -37,7 +37,7 @@ from rlpool.workers.stacks import Stacks
 _GUARD_EXIT_CODE = 76
 """Exit code by which a child says that it would have spawned children of its own on import."""
 
-_CLOSE_S = 2.0
+_CLOSE_S = 1.5
 """How long workers may take to close their environments before they are terminated."""
 
 _LOOKS_AT_LOCK = 4
