@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -273,22 +274,20 @@ def test_failures_told_to_a_remote_come_again(tmp_path: Path) -> None:
         assert remote.capsule is None  # of this error there is none
 
 
-@pytest.mark.parametrize("how", ["all", "some"])
-def test_of_several_workers_that_fail_at_once_each_has_its_capsule(how: str) -> None:
+def test_of_several_workers_that_fail_at_once_each_has_its_capsule() -> None:
+    actions = {"action": np.array([3, 4])}
     with ParallelEnvManager([make_doomed] * 2, seed=1) as manager:
-        manager.reset_lanes([0, 1], [5, 6], [None, None])
-        actions = {"action": np.array([3, 4])}
+        both = partial(manager.step_lanes, [0, 1], actions)
+        begin = partial(manager.step_some, 2, [0, 1], actions)
+        go_on = partial(manager.step_some, 2)
         errors = []
-        with pytest.raises(EnvError) as caught:
-            if how == "some":
-                manager.step_some(0, [0, 1], actions)
-                manager.step_some(2)
-            manager.step_lanes([0, 1], actions)
-        errors.append(caught.value)
-        if how == "some":
-            with pytest.raises(EnvError) as caught:
-                manager.step_some(2)
-            errors.append(caught.value)
+        for calls in ([both], [begin, go_on]):
+            manager.reset_lanes([0, 1], [5, 6], [None, None])
+            for call in calls:
+                with pytest.raises(EnvError) as caught:
+                    call()
+                errors.append(caught.value)
+    assert sorted(error.where.lane for error in errors[1:]) == [0, 1]
     for error in errors:
         assert error.capsule.seed == 5 + error.where.lane
         assert error.capsule.actions["action"].tolist() == [3 + error.where.lane]
