@@ -24,6 +24,7 @@ from rlpool import (
     GymEnv,
     ParallelEnvManager,
     Pool,
+    WorkerDiedError,
     WorkerError,
     replay_crash,
 )
@@ -305,3 +306,22 @@ def test_with_crash_dir_there_are_capsules_also_if_nothing_is_restarted(tmp_path
     (path,) = tmp_path.iterdir()
     with pytest.raises(UnluckyError):
         replay_crash(path, make_doomed)
+
+
+def test_failures_that_were_tried_again_have_capsules_in_the_history(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"on_env_error": "restart", "max_restarts": 1}
+    for n_before, how in enumerate(("lanes", "remote")):
+        with ParallelEnvManager([make_doomed], seed=1, crash_dir=tmp_path, **arguments) as manager:
+            manager.reset_lanes([0], [5], [None])
+            step = partial(manager.step_lanes, [0], {"action": np.array([3])})
+            if how == "remote":
+                manager.remotes[0].send(("step", 3))
+                step = manager.remotes[0].recv
+            with pytest.raises(WorkerDiedError) as caught:
+                step()
+        assert len(caught.value.history) == 2
+        for error in caught.value.history:
+            assert "replay_crash" in str(error)
+            assert error.capsule.where == error.where
+            assert_repeats(error, make_doomed)
+        assert len(list(tmp_path.iterdir())) == 2 * (n_before + 1)
