@@ -316,7 +316,11 @@ class EnvCrew(WatchedCrew):
             return False
         arena, order = self.arena, self.issued[worker]
         where = self.where(self.lanes_of[worker][failure.lane])
-        self._note_failure(worker, placed(failure.error, where), n_orders=1)
+        if failure.call == "reset":
+            where = where._replace(step=0)
+        self.capsules.remember(worker, self.lanes_of[worker])
+        error = self.capsules.of_order(placed(failure.error, where), failure.call, where)
+        self._note_failure(worker, error, n_orders=1)
         if self._fatal is None:
             self._replacements.dismiss(worker)
             self.issued[worker] += 1

@@ -20,6 +20,7 @@ from rlpool.errors import EnvError, Where
 from rlpool.failures import Scene, described
 from rlpool.specs import Structure, TensorSpec, flattener
 from rlpool.storage import Array
+from rlpool.workers.env_messages import Call
 from rlpool.workers.episode_log import EpisodeLog, Reached, RemoteStep
 
 _LOG = logging.getLogger("rlpool")
@@ -39,7 +40,7 @@ class LaneCapsules:
         self._log = log
         self._files = CrashFiles(crash_dir)
         self._reached: dict[int, dict[int, Reached | None]] = {}  # of workers that failed
-        self._noted: dict[int, tuple[CrashCapsule, str]] = {}  # what remotes will be told of
+        self._noted: dict[int, tuple[CrashCapsule | None, str]] = {}  # what remotes will be told of
         self._structure: Structure | None = None
         self._specs: Mapping[str, TensorSpec] = {}
 
@@ -63,34 +64,30 @@ class LaneCapsules:
         reached = self._reached.pop(where.worker or 0, {}).get(where.lane or 0)
         return self._with_capsule(error, call, where, reached, [])
 
-    def note_remote(self, error: EnvError, call: str, where: Where, data: Any) -> None:
-        """Make the capsule of a failure that a remote will be told of, before the log loses it.
+    def of_remote(self, error: EnvError, call: Call) -> EnvError:
+        """An error with its capsule: that of a remote's request, before the log loses the lane.
 
         Args:
-            error: What happened.
-            call: ``"reset"`` or ``"step"``.
-            where: Where, with the seed and the options of the lane's last reset.
-            data: The action of a step.
+            error: What happened, and where.
+            call: What was asked for.
         """
-        if self._log is None:
-            return
-        lane = where.lane or 0
-        reached, more = self._log.reached(lane), [RemoteStep(data)]
-        if call == "reset":
+        where = error.where
+        if self._log is None or call.command not in ("reset", "step"):
+            return error
+        reached, more = self._log.reached(where.lane or 0), [RemoteStep(call.data)]
+        if call.command == "reset":
             reached, more = Reached(where.seed or 0, where.env_info), []
-        if reached is not None:
-            where = where._replace(step=reached.n_steps)
-            told = self._with_capsule(error, call, where, reached, more)
-            if told.capsule is not None:
-                self._noted[lane] = told.capsule, told.fix if told.fix != error.fix else ""
+        if reached is None:
+            return error
+        where = where._replace(step=reached.n_steps)
+        return self._with_capsule(error, call.command, where, reached, more)
+
+    def note(self, lane: int, error: EnvError, hint: str) -> None:
+        """Take note of what a lane's remote will be told of, and what to do with its file."""
+        self._noted[lane] = error.capsule, hint
 
     def taken(self, lane: int) -> tuple[CrashCapsule | None, str]:
-        """Hand out what was noted for a remote, once.
-
-        Returns:
-            The capsule, ``None`` if there is none; what to do with its file, empty if there is
-            none.
-        """
+        """Hand out what was noted for a remote, once; ``None`` and nothing if nothing was."""
         return self._noted.pop(lane, (None, ""))
 
     def _with_capsule(

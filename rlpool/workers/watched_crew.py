@@ -205,14 +205,15 @@ class WatchedCrew:
 
     def _take_reply(self, worker: int, message: Reply) -> None:
         lane = self.lanes_of[worker][message.lane]
-        if message.error is not None and self.policy.restarts_on_env_errors:
-            self._note_failure(worker, placed(message.error, self.where(lane)), n_orders=1)
-            if self._fatal is None:
-                self._replacements.dismiss(worker)
-                return  # its successor will be asked again
-        call = self.calls.waiting[lane]
-        if message.error is not None and call.command in ("reset", "step"):
-            self.capsules.note_remote(message.error, call.command, self.where(lane), call.data)
+        if message.error is not None:
+            error = placed(message.error, self.where(lane))
+            error = self.capsules.of_remote(error, self.calls.waiting[lane])
+            if self.policy.restarts_on_env_errors:
+                self._note_failure(worker, error, n_orders=1)
+                if self._fatal is None:
+                    self._replacements.dismiss(worker)
+                    return  # its successor will be asked again
+            self.capsules.note(lane, error, "" if error.fix == message.error.fix else error.fix)
         self.calls.take(lane, message, self.arena.seed)
         if message.is_done:
             self._replacements.note_success(worker)

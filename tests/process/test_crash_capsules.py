@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from rlpool import (
     GymEnv,
     ParallelEnvManager,
     Pool,
+    WorkerDiedError,
     WorkerError,
     replay_crash,
 )
@@ -273,22 +275,20 @@ def test_failures_told_to_a_remote_come_again(tmp_path: Path) -> None:
         assert remote.capsule is None  # of this error there is none
 
 
-@pytest.mark.parametrize("how", ["all", "some"])
-def test_of_several_workers_that_fail_at_once_each_has_its_capsule(how: str) -> None:
+def test_of_several_workers_that_fail_at_once_each_has_its_capsule() -> None:
+    actions = {"action": np.array([3, 4])}
     with ParallelEnvManager([make_doomed] * 2, seed=1) as manager:
-        manager.reset_lanes([0, 1], [5, 6], [None, None])
-        actions = {"action": np.array([3, 4])}
+        both = partial(manager.step_lanes, [0, 1], actions)
+        begin = partial(manager.step_some, 2, [0, 1], actions)
+        go_on = partial(manager.step_some, 2)
         errors = []
-        with pytest.raises(EnvError) as caught:
-            if how == "some":
-                manager.step_some(0, [0, 1], actions)
-                manager.step_some(2)
-            manager.step_lanes([0, 1], actions)
-        errors.append(caught.value)
-        if how == "some":
-            with pytest.raises(EnvError) as caught:
-                manager.step_some(2)
-            errors.append(caught.value)
+        for calls in ([both], [begin, go_on]):
+            manager.reset_lanes([0, 1], [5, 6], [None, None])
+            for call in calls:
+                with pytest.raises(EnvError) as caught:
+                    call()
+                errors.append(caught.value)
+    assert sorted(error.where.lane for error in errors[1:]) == [0, 1]
     for error in errors:
         assert error.capsule.seed == 5 + error.where.lane
         assert error.capsule.actions["action"].tolist() == [3 + error.where.lane]
@@ -306,3 +306,22 @@ def test_with_crash_dir_there_are_capsules_also_if_nothing_is_restarted(tmp_path
     (path,) = tmp_path.iterdir()
     with pytest.raises(UnluckyError):
         replay_crash(path, make_doomed)
+
+
+def test_failures_that_were_tried_again_have_capsules_in_the_history(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"on_env_error": "restart", "max_restarts": 1}
+    for n_before, how in enumerate(("lanes", "remote")):
+        with ParallelEnvManager([make_doomed], seed=1, crash_dir=tmp_path, **arguments) as manager:
+            manager.reset_lanes([0], [5], [None])
+            step = partial(manager.step_lanes, [0], {"action": np.array([3])})
+            if how == "remote":
+                manager.remotes[0].send(("step", 3))
+                step = manager.remotes[0].recv
+            with pytest.raises(WorkerDiedError) as caught:
+                step()
+        assert len(caught.value.history) == 2
+        for error in caught.value.history:
+            assert "replay_crash" in str(error)
+            assert error.capsule.where == error.where
+            assert_repeats(error, make_doomed)
+        assert len(list(tmp_path.iterdir())) == 2 * (n_before + 1)
