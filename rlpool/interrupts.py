@@ -10,8 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -88,10 +87,7 @@ class InterruptsHeld:
         if not self._is_active:
             return
         self._restore()
-        if self._held:
-            with ExitStack() as last_to_first:  # all of them, even if one raises
-                for number in reversed(self._held):
-                    last_to_first.callback(signal.raise_signal, number)
+        _raise_all(self._held)
 
     def _restore(self) -> None:
         # First, so that a handler that raises during the loop leaves none of them held.
@@ -107,6 +103,19 @@ class InterruptsHeld:
         if not self._is_active:
             signal.signal(number, handler)
         handler(number, frame)
+
+
+def _raise_all(numbers: Sequence[int]) -> None:
+    """Run the handlers of signals, all of them, even if one raises.
+
+    No frame of it refers to what is raised (those of an ``ExitStack`` would): whoever owns
+    processes and is waited for here shall be dropped with the exception, not some time later.
+    """
+    if numbers:
+        try:
+            signal.raise_signal(numbers[0])
+        finally:
+            _raise_all(numbers[1:])
 
 
 def _is_holding(handler: Any) -> bool:

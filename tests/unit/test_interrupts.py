@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from types import FrameType
 
@@ -94,3 +97,24 @@ def test_other_threads_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert errors == []
+
+
+def test_what_a_handler_raises_is_in_no_cycle() -> None:
+    class Canary:
+        pass
+
+    def interrupted() -> None:
+        canary = Canary()
+        alive.append(weakref.ref(canary))
+        with InterruptsHeld():
+            signal.raise_signal(signal.SIGINT)
+
+    alive: list[weakref.ref[Canary]] = []
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupted()
+        assert alive[0]() is None
+    finally:
+        gc.enable()
