@@ -48,7 +48,7 @@ settings.load_profile("rlpool")
 
 
 MANY_VARIANTS = 2
-SHARE = 5  # one variant in so many runs where there are many: the first, the sixth, ...
+SHARE = 10  # one variant in so many runs where there are many: the first, the eleventh, ...
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--variants",
         choices=("some", "rest", "all"),
         default="some",
-        help="of a process test with many variants run a fifth (default), the others, or all",
+        help="of a process test with many variants run a tenth (default), the others, or all",
     )
 
 
