@@ -239,8 +239,8 @@ def test_environments_that_raise_are_replaced_if_that_is_wanted(
 def test_too_many_that_raise_are_an_error_with_the_history(fragile: Callable[..., Any]) -> None:
     with open_manager(partial(fragile, 99), 2, on_env_error="restart", max_restarts=1) as manager:
         manager.reset_lanes([0, 1], [4, 5], [failing("raise", 0), None])
-        manager.step_some(0, [1], no_actions(manager))
-        assert manager.step_some(1) == [1]
+        ready = manager.step_some(0, [1], no_actions(manager))  # it may be ready at once
+        assert ready + manager.step_some(1) == [1]
         with pytest.raises(WorkerDiedError, match="KeyError: 'struck'") as caught:
             manager.step_some(1, [0], no_actions(manager))
         assert [type(failure) for failure in caught.value.history] == [EnvError] * 2
