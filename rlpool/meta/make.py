@@ -9,6 +9,7 @@ from typing import Any
 import gymnasium
 
 from rlpool.batcher_base import check_count
+from rlpool.crash_files import CrashDir
 from rlpool.meta.trials import VariBadWrapper
 from rlpool.parallel_env import DEFAULT_TIMEOUT_S, ParallelEnvManager
 from rlpool.restarts import DEFAULT_MAX_RESTARTS
@@ -62,6 +63,7 @@ def make_parallel_env(
     on_env_error: str = "raise",
     max_episodes_per_worker: int | None = None,
     max_rss_bytes: int | None = None,
+    crash_dir: CrashDir = None,
     **kwargs: Any,
 ) -> ParallelEnvManager:
     """Make environments of trials in processes of their own.
@@ -78,11 +80,12 @@ def make_parallel_env(
             never.
         min_ready: How many environments a collection waits for at a time, so that a slow one does
             not hold the others; ``None`` for all of them. Results do not depend on it.
-        on_worker_failure: See ``ParallelEnvManager``, as for the next four.
+        on_worker_failure: See ``ParallelEnvManager``, as for the next five.
         max_restarts: Replacements of failed workers in all.
         on_env_error: What becomes of an environment that raises.
         max_episodes_per_worker: Trials after which a worker is replaced.
         max_rss_bytes: Resident memory above which a worker is replaced.
+        crash_dir: Where capsules of failures are written.
         **kwargs: For the environment.
 
     Returns:
@@ -114,6 +117,7 @@ def make_parallel_env(
         timeout=timeout,
         min_ready=min_ready,
         on_worker_failure=on_worker_failure,
+        crash_dir=crash_dir,
         max_restarts=max_restarts,
         on_env_error=on_env_error,
         max_episodes_per_worker=max_episodes_per_worker,
