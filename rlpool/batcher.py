@@ -50,16 +50,19 @@ class EpisodeBatcher(BatcherBase):
             waits: for debuggers and profilers, with the same results.
         seeds: A non-negative int, or a list with one per worker; hashed into one root seed.
             ``None`` draws one and logs it.
-        timeout: Seconds without a step after which a worker counts as hanging, ``None`` for
-            never.
+        timeout: Seconds without a step of any environment after which a worker counts as
+            hanging, ``None`` for never. It has to be longer than the slowest single ``reset``,
+            ``step`` or call of the agent.
         on_worker_failure: ``"restart"`` replaces a worker that died or hangs while the others go
             on, and its successor runs the unfinished episodes again, with the same result;
             ``"raise"`` reports it, and the batcher is of no further use.
-        max_restarts: How many replacements there may be in all; ``None`` for any number.
+        max_restarts: How many replacements there may be in all; ``None`` for any number. Workers
+            that do not get ready are given up all the same.
         on_env_error: ``"raise"`` reports an environment that raises; ``"restart"`` replaces its
             worker, which counts as one of ``max_restarts``.
-        max_episodes_per_worker: Replace a worker that has run so many episodes; ``None`` for
-            never. Neither this nor the next counts as a failure.
+        max_episodes_per_worker: Replace a worker that has begun so many episodes, when they are
+            over; ``None`` for never. Neither this nor the next counts as a failure. With fewer
+            than a worker has environments, only so many of them run at a time.
         max_rss_bytes: Replace a worker, between episodes, whose resident memory, shared blocks
             left out, is larger; ``None`` for never.
         crash_dir: A directory, made if it is missing: if an environment or an agent fails, this

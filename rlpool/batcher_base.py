@@ -65,8 +65,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         check_count("n_threads", n_threads, 0)
         if n_slots is not None:
             check_count("n_slots", n_slots, 1)
-        if timeout is not None and not timeout > 0:
-            raise SpecError(f"timeout should be a positive number of seconds, got {timeout!r}")
+        check_timeout(timeout)
         for name, function in (("create_agent", create_agent), ("create_env", create_env)):
             if not callable(function):
                 raise SpecError(
@@ -192,6 +191,18 @@ def check_count(name: str, value: Any, least: int) -> None:
     """Refuse what is not an int of at least ``least``."""
     if isinstance(value, bool) or not _is_number(value) or operator.index(value) < least:
         raise SpecError(f"{name} should be an int of at least {least}, got {value!r}")
+
+
+def check_timeout(timeout: Any) -> None:
+    """Refuse what is neither ``None`` nor a positive number of seconds."""
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (is_number and timeout > 0):
+        raise SpecError(
+            compose(
+                f"timeout should be a positive number of seconds, got {timeout!r}",
+                fix="pass timeout=None for no limit",
+            )
+        )
 
 
 def check_rows(name: str, info: DictTensor | None, n_rows: int) -> None:

@@ -169,7 +169,7 @@ class CrashCapsule:
         ) as error:
             raise SpecError(
                 compose(
-                    f"{os.fspath(path)!r} is not a crash capsule: {type(error).__name__}: {error}",
+                    f"{os.fspath(path)!r} {_why_no_capsule(error)}",
                     fix="pass a file that CrashCapsule.save() or crash_dir=... wrote",
                 )
             ) from error
@@ -284,3 +284,11 @@ def _decoded(value: Any) -> Any:
     if _ARRAY in value:
         return np.array(value[_ARRAY], np.dtype(str(value["dtype"])))
     return {key: _decoded(part) for key, part in value.items()}
+
+
+def _why_no_capsule(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "does not exist"
+    if isinstance(error, OSError):
+        return f"cannot be read: {error.strerror or error}"
+    return f"is not a crash capsule ({type(error).__name__})"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpool.batcher_base import check_count
+from rlpool.batcher_base import check_count, check_timeout
 from rlpool.crash_files import CrashDir
 from rlpool.envs.columns import Columns
 from rlpool.envs.gym_env import GymEnv
@@ -138,7 +138,8 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             on_worker_failure, max_restarts, on_env_error, max_episodes_per_worker, max_rss_bytes
         )
         env_fns = _checked_functions(env_fns)
-        _check_numbers(envs_per_worker, timeout)
+        check_count("envs_per_worker", envs_per_worker, 1)
+        check_timeout(timeout)
         for name, number in (("min_ready", min_ready), ("max_episode_steps", max_episode_steps)):
             if number is not None:
                 check_count(name, number, 1)
@@ -428,13 +429,6 @@ def _checked_functions(env_fns: Any) -> list[Callable[[], Any]]:
             )
         )
     return functions
-
-
-def _check_numbers(envs_per_worker: Any, timeout: Any) -> None:
-    check_count("envs_per_worker", envs_per_worker, 1)
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if timeout is not None and not (is_number and timeout > 0):
-        raise SpecError(f"timeout should be a positive number of seconds, got {timeout!r}")
 
 
 def _specs_of(actions: Mapping[str, Array]) -> dict[str, TensorSpec]:

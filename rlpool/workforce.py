@@ -18,6 +18,7 @@ from rlpool.errors import (
     WorkerTimeoutError,
     compose,
 )
+from rlpool.failures import DEBUG_HINT
 from rlpool.interrupts import InterruptsHeld
 from rlpool.restarts import FailurePolicy, Restarts
 from rlpool.slots import StepSpecs
@@ -35,6 +36,11 @@ _LOCK_S = 1.0
 """Whoever has the lock of claims has it for microseconds; after so long its owner is stuck."""
 
 _LOCK_LOOK_S = 0.001
+
+_OUT_OF_MEMORY = (
+    "mostly that is the system, for want of memory (dmesg tells): run fewer workers, lower "
+    "n_slots, or set max_rss_bytes"
+)
 
 Packed = tuple[Any, Memory]
 
@@ -153,6 +159,14 @@ class Workforce:
         refuse_small_limit(self._policy.max_rss_bytes, pids)
         self._has_started = True
         self.agree()
+        most = self._policy.max_episodes_per_worker
+        if most is not None and most < self.n_lanes:
+            _LOG.warning(
+                "max_episodes_per_worker=%d lets no more than so many of a worker's %d "
+                "environments run at a time",
+                most,
+                self.n_lanes,
+            )
 
     # Talking to workers -----------------------------------------------------------------------
 
@@ -219,7 +233,7 @@ class Workforce:
             return
         busy = busy.intersection(self.ready)
         busy.update(w for w, state in enumerate(self._states) if state in (_STARTING, _PROBING))
-        worker = self._watch.hanging(self._workers.progress(), busy)
+        worker = self._watch.hanging(self._progress(), busy)
         if worker is None:
             return
         # Whoever waits for the lock hangs as well, but not by a fault of its own.
@@ -237,6 +251,16 @@ class Workforce:
         if not self._policy.restarts_on(error):
             self.fatal = error
         self._workers.kill(worker)
+
+    def _progress(self) -> list[int]:
+        """Numbers that change whenever a worker does anything: steps, and lanes within a step."""
+        steps = self._workers.progress()
+        return [
+            n_steps * (self.n_lanes + 1) + self._workers.lane_in_use(worker)
+            if n_steps > 0
+            else n_steps
+            for worker, n_steps in enumerate(steps)
+        ]
 
     def progressed(self, worker: int) -> None:
         """Take note that a worker has finished something."""
@@ -398,7 +422,9 @@ class Workforce:
             return
         failure = last_words or self._error_of(worker, died)
         if self.fatal is None and (
-            self._workers.is_aborted or not self._policy.restarts_on(failure)
+            self._failed_start is not None
+            or self._workers.is_aborted
+            or not self._policy.restarts_on(failure)
         ):
             self.fatal = failure
         n_finished = self._client.n_finished(worker)
@@ -408,7 +434,7 @@ class Workforce:
         if self.fatal is None:
             self.fatal = self._restarts.note(worker, failure)
         if self.fatal is None:
-            _LOG.warning("%s; it is started again (%s)", failure.what, failure.where)
+            _LOG.warning("worker %d is started again: %s (%s)", worker, failure.what, failure.where)
             self._client.lost(worker, failure)
 
     def _error_of(self, worker: int, died: Died) -> WorkerDiedError:
@@ -418,7 +444,7 @@ class Workforce:
             exitcode=died.exitcode,
             signal_name=died.signal_name,
             where=self._client.where(worker),
-            fix="run it in this process to debug: EpisodeBatcher(..., n_threads=0)",
+            fix=_OUT_OF_MEMORY if died.signal_name == "SIGKILL" else DEBUG_HINT,
         )
 
     def _replace(self, worker: int) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from rlpool.batcher_base import DEFAULT_TIMEOUT_S, check_count
+from rlpool.batcher_base import DEFAULT_TIMEOUT_S, check_count, check_timeout
 from rlpool.coordinator import Coordinator
 from rlpool.envs.one_env import ACTION_KEY, STATE_KEY
 from rlpool.errors import (
@@ -116,8 +116,7 @@ class EpisodeRunner(ProcessOwner):
             )
         if seed is not None:
             check_count("seed", seed, 0)
-        if timeout is not None and not timeout > 0:
-            raise SpecError(f"timeout should be a positive number of seconds, got {timeout!r}")
+        check_timeout(timeout)
         self.envs = envs
         self.policy = policy
         self.n_runs = 0

@@ -628,6 +628,14 @@ def test_a_hang_is_noticed_by_polling_without_blocking(struck: Struck) -> None:
             wait_until(lambda: batcher.get(blocking=False) is not None, HANG_TIMEOUT_S + REPORT_S)
 
 
+def test_many_slow_environments_of_one_worker_are_no_hang(struck: Struck) -> None:
+    # Each reset and each step takes 0.4 s, those of all lanes together more than the timeout.
+    info = {"sleep_ms": torch.full((4,), 400), "length": torch.ones(4, dtype=torch.int64)}
+    with open_batcher(struck, timeout=1.2, env_args={"n_lanes": 4}) as batcher:
+        batcher.execute(4, env_info=DictTensor(info))
+        assert result_of(batcher).lengths.tolist() == [1, 1, 1, 1]
+
+
 def test_a_hang_in_a_failed_request_does_not_block_the_next_one_for_ever(
     struck: Struck, workers: Workers
 ) -> None:

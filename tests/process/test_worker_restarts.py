@@ -334,7 +334,7 @@ def test_workers_are_replaced_after_so_many_episodes(marks: Marks) -> None:
     mine = marks()
     with open_batcher(mine, max_episodes_per_worker=9, max_restarts=0) as batcher:
         assert_same(collect(batcher), expected)
-    assert n_processes(mine) == 4
+    assert n_processes(mine) in (4, 5)  # 31 episodes, dealt out to two workers as it comes
 
 
 def test_a_leaking_environment_stays_bounded(marks: Marks) -> None:
