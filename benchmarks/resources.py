@@ -66,8 +66,15 @@ def _is_tracker(process: psutil.Process) -> bool:
 
 
 def memory_mib(process: psutil.Process) -> dict[str, float]:
-    """Resident memory of a process, and its proportional share of it; zero if it is gone."""
-    with contextlib.suppress(psutil.Error):
-        info = process.memory_full_info()
-        return {"rss": info.rss / 2**20, "pss": info.pss / 2**20}
-    return {"rss": 0.0, "pss": 0.0}
+    """Resident memory of a process: all, what is its own, and shared memory; zero if it is gone.
+
+    The proportional share that systems tell of does not serve: it grows while other programs end
+    that had the same libraries mapped.
+    """
+    sizes = {"VmRSS:": 0.0, "RssAnon:": 0.0, "RssShmem:": 0.0}
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+            name, *words = line.split()
+            if name in sizes:
+                sizes[name] = int(words[0]) / 1024
+    return {"rss": sizes["VmRSS:"], "own": sizes["RssAnon:"], "shared": sizes["RssShmem:"]}

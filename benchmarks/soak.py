@@ -123,7 +123,9 @@ class Watch:
         if now_s - self._last_busy_s > _LOOK_S:
             self._last_busy_s = now_s
             each = [memory_mib(process) for process in workers()]
-            share = sum(m["pss"] for m in each) + memory_mib(psutil.Process())["pss"]
+            everyone = [*each, memory_mib(psutil.Process())]
+            # What is shared is the same memory in all of them.
+            share = sum(m["own"] for m in everyone) + max(m["shared"] for m in everyone)
             largest = max((m["rss"] for m in each), default=0.0)
             self._most = (max(self._most[0], largest), max(self._most[1], share))
         if now_s - self._last_told_s > 60.0 and self.idle:
