@@ -939,7 +939,7 @@ def test_an_agent_without_update_says_so() -> None:
 
 def test_an_update_that_cannot_be_pickled_is_refused_at_once() -> None:
     with make(Versioned) as batcher:
-        with pytest.raises(TypeError, match="generator"):
+        with pytest.raises(SpecError, match="generator"):
             batcher.update({"value": (i for i in range(3))})
         batcher.execute(2)
         assert values(batcher.get()) == (0, 0)
