@@ -83,7 +83,7 @@ class Claims:
     Args:
         control: The control arrays of its block, see ``Layout.control``.
         n_episodes: Episodes of the request.
-        lock: To be held around every call.
+        lock: ``make`` takes it; around ``of`` the caller has to.
     """
 
     def __init__(self, control: Mapping[str, Array], n_episodes: int, lock: ClaimLock) -> None:

@@ -160,7 +160,7 @@ class Workforce:
         self._has_started = True
         self.agree()
         most = self._policy.max_episodes_per_worker
-        if most is not None and most < self.n_lanes:
+        if self.repeats and most is not None and most < self.n_lanes:
             _LOG.warning(
                 "max_episodes_per_worker=%d lets no more than so many of a worker's %d "
                 "environments run at a time",
