@@ -102,15 +102,7 @@ def make_cartpole() -> gymnasium.Env[Any, Any]:
 
 
 def make_half_cheetah() -> gymnasium.Env[Any, Any]:
-    import mujoco  # only where it is needed: it is slow to import
-
-    # Its model makes newer versions of MuJoCo warn, on stderr and into a file, for every instance.
-    before = mujoco.get_mju_user_warning()
-    mujoco.set_mju_user_warning(lambda _: None)
-    try:
-        return gymnasium.make("HalfCheetah-v5")
-    finally:
-        mujoco.set_mju_user_warning(before)
+    return gymnasium.make("HalfCheetah-v5")
 
 
 # Policies ---------------------------------------------------------------------------------------

@@ -43,8 +43,11 @@ class EpisodeBatcher(BatcherBase):
         create_agent: Called as ``create_agent(**agent_args)`` in every worker. Lambdas, closures
             and classes defined in a script or notebook are fine.
         agent_args: Keyword arguments of ``create_agent``.
-        create_env: Called as ``create_env(seed=..., **env_args)`` in every worker, never here;
-            returns a ``GymEnv``.
+        create_env: Called as ``create_env(seed=..., **env_args)`` in every worker, and in this
+            process only with ``n_threads=0``; returns a ``VecEnv``: a ``GymEnv`` or, with
+            ``n_threads=0``, a ``ParallelEnvManager``. Each worker resets its environments once
+            before the first request, to learn keys, shapes and dtypes; a wrapper that counts or
+            records episodes (``RecordVideo``) sees that reset as an episode of no steps.
         env_args: Keyword arguments of ``create_env``.
         n_threads: Number of worker processes; 0 runs everything in this process, while ``get``
             waits: for debuggers and profilers, with the same results.

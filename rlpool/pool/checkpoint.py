@@ -98,8 +98,8 @@ def restore(
         The text, parsed.
 
     Raises:
-        SpecError: If the pool was made with other arguments, holds other keys, or if arrays are
-            missing. The pool is as before then.
+        SpecError: If the pool has other sizes or rules, other keys, or if arrays are missing. The
+            pool is as before then.
     """
     state = _checked(pool, text)
     with pool._first_decides():

@@ -346,8 +346,9 @@ class Pool(TransitionWriter, DumpsStacks):
             state: What its ``state_dict`` returned; copied.
 
         Raises:
-            SpecError: If this pool was made with other arguments, or holds other keys.
-                It is as before then.
+            SpecError: If the sizes, rules or ``priority_exponent`` that this pool was made with
+                differ from the saved one's, or the keys that it was restricted to or holds. It
+                is as before then. ``seed`` and ``storage`` may differ.
         """
         self._resume(from_tensors(self, state))
 
@@ -372,8 +373,8 @@ class Pool(TransitionWriter, DumpsStacks):
             path: A file that ``save`` wrote.
 
         Raises:
-            SpecError: If the file is damaged, or its pool was made with other arguments or held
-                other keys. This one is as before then.
+            SpecError: If the file is damaged, or for the reasons of ``load_state_dict``. This
+                pool is as before then.
             OSError: If the file cannot be read.
         """
         self._resume(read_file(self, path))

@@ -614,3 +614,26 @@ def test_a_refused_construction_leaves_nothing_to_close(kind: Any) -> None:
     with pytest.raises(SpecError):
         kind(0, 4, create_agent=StepCounter, create_env=create_counting, n_threads=0)
     gc.collect()
+
+
+def test_environments_are_reset_once_before_the_first_request() -> None:
+    env = CountingResets()
+    with make(create_env=lambda seed: GymEnv([env], seed)) as batcher:
+        assert (env.n_resets, env.n_steps) == (1, 0)
+        batcher.execute(2)
+        batcher.get()
+    assert env.n_resets == 3
+
+
+class CountingResets(CountingEnv):
+    """Counts its resets and steps."""
+
+    n_resets = n_steps = 0
+
+    def reset(self, **arguments: Any) -> Any:
+        self.n_resets += 1
+        return super().reset(**arguments)
+
+    def step(self, action: Any) -> Any:
+        self.n_steps += 1
+        return super().step(action)

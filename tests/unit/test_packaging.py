@@ -164,6 +164,15 @@ def test_every_direct_dependency_has_a_lower_bound_and_is_pinned() -> None:
     assert {_name(r) for r in direct} <= {_name(pin) for pin in pins}
 
 
+def test_the_pinned_mujoco_does_not_warn_about_half_cheetah(tmp_path: Path) -> None:
+    source = "import gymnasium; gymnasium.make('HalfCheetah-v5').reset(seed=0)"
+    # A process of its own: MuJoCo prints from C, and writes a file into the working directory.
+    done = subprocess.run(
+        [sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr, list(tmp_path.iterdir())) == ("", "", [])
+
+
 def test_library_imports_nothing_but_its_dependencies() -> None:
     allowed = CORE | {"rlpool"} | set(sys.stdlib_module_names)
     foreign = set()
