@@ -27,7 +27,7 @@ class Agent:
     Attributes:
         n_noise: How many random numbers per row and step the agent needs. They arrive as
             ``observation["noise"]``, float32 ``[B, n_noise]``, uniform in [0, 1), a function of
-            the episode's seed and step alone. An agent that draws all its randomness from there
+            the episode and its step alone. An agent that draws all its randomness from there
             (see ``rlpool.sampling``) gives bitwise the same episodes for any number of workers.
     """
 
@@ -97,7 +97,11 @@ class Agent:
         )
 
     def seed(self, seed: int) -> None:
-        """Seed generators of the agent's own. Called once, with a different seed per worker."""
+        """Seed generators of the agent's own.
+
+        Args:
+            seed: In ``[0, 2**31)``, another one in every worker. Called once.
+        """
 
     def close(self) -> None:
         """Free what the agent holds. Called once, when the worker ends."""

@@ -52,7 +52,8 @@ class EpisodeBatcher(BatcherBase):
         n_threads: Number of worker processes; 0 runs everything in this process, while ``get``
             waits: for debuggers and profilers, with the same results.
         seeds: A non-negative int, or a list with one per worker; hashed into one root seed.
-            ``None`` draws one and logs it.
+            ``None`` draws one and logs it. Environments and agents get seeds below 2**31, and no
+            two of a batcher's first 2**31 episodes have the same.
         timeout: Seconds without a step of any environment after which a worker counts as
             hanging, ``None`` for never. It has to be longer than the slowest single ``reset``,
             ``step`` or call of the agent.
@@ -134,7 +135,7 @@ class EpisodeBatcher(BatcherBase):
             ),
             crash_dir,
         )
-        self._n_executions = 0
+        self._n_executions = self._n_episodes = 0
         self._last: tuple[int, Infos] | None = None
 
     def execute(
@@ -173,9 +174,11 @@ class EpisodeBatcher(BatcherBase):
                 self._policy_version,
                 self._take_update(),
                 execution=self._n_executions,
+                first=self._n_episodes,
                 root=self._root,
             )
             self._n_executions += 1
+            self._n_episodes += n_episodes
             self._last = (n_episodes, infos)
             coordinator.submit(request)
 
@@ -268,7 +271,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
             None,
             FailurePolicy(),
         )
-        self._n_executions = 0
+        self._n_executions = self._n_episodes = 0
         self._last = None
 
 
@@ -286,7 +289,8 @@ class Batcher(BatcherBase):
         create_env: As for ``EpisodeBatcher``.
         env_args: As for ``EpisodeBatcher``.
         n_threads: As for ``EpisodeBatcher``.
-        seeds: As for ``EpisodeBatcher``.
+        seeds: As for ``EpisodeBatcher``, but lanes that restart on their own share no seed for
+            2**30 steps of all lanes together, resets included.
         timeout: As for ``EpisodeBatcher``.
         on_worker_failure: As for ``EpisodeBatcher``. The successor takes every running episode
             to where it was by repeating its actions, which the caller remembers; if that does not
@@ -337,7 +341,8 @@ class Batcher(BatcherBase):
             ),
             crash_dir,
         )
-        self._n_resets = 0
+        self._n_resets = self._n_windows = 0
+        self._n_windows_before = 0  # the last reset
         self._infos = as_infos(None, None)
         self._running: list[int] = []
         self._log: LaneLog | None = None
@@ -376,6 +381,7 @@ class Batcher(BatcherBase):
         self._infos = as_infos(agent_info, env_info)
         self._is_first = self._is_reset = True
         self._n_resets += 1
+        self._n_windows_before = self._n_windows
         self._log = LaneLog() if self._open().repeats else None
         self._queued.clear()
         self._running = list(range(self.n_lanes))
@@ -392,6 +398,7 @@ class Batcher(BatcherBase):
                 compose("the lanes have no episodes to go on with", fix="call reset() first")
             )
         with InterruptsHeld():
+            self._n_windows += 1
             if coordinator.n_pending:
                 # Which lanes run is known when the window before is there; the policy is today's.
                 self._queued.append((self._take_update(), self._policy_version))
@@ -445,6 +452,7 @@ class Batcher(BatcherBase):
                 update,
                 n_lanes=coordinator.n_lanes,
                 n_resets=self._n_resets - 1,
+                n_windows=self._n_windows_before,
                 is_first=self._is_first,
                 root=self._root,
                 log=self._log,

@@ -6,10 +6,8 @@ import inspect
 import logging
 import os
 import pdb  # noqa: T100  (asked for with debug=True)
-import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +21,9 @@ from rlpool.envs.one_env import OneEnv
 from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerError, compose
 from rlpool.failures import described
+from rlpool.generators import seeded_generators
 from rlpool.parallel_env import ParallelEnvManager
+from rlpool.seeding import N_SEEDS
 from rlpool.slots import NOISE_KEY
 from rlpool.specs import TensorSpec
 from rlpool.storage import Array
@@ -103,7 +103,13 @@ def replay_crash(
         raise SpecError(compose(f"create_env is {create_env!r}", fix="pass a function"))
     if debug not in (False, True, "before"):
         raise SpecError(f"debug should be True, False or 'before', got {debug!r}")
-    with _seeded_generators(capsule.worker_seed):
+    if (capsule.seed or 0) >= N_SEEDS:
+        _LOG.warning(
+            "this capsule was saved by rlpool %s, whose seeds were longer, and were shortened for "
+            "environments without reset(seed=...): replay those with that version",
+            capsule.versions.get("rlpool"),
+        )
+    with seeded_generators(capsule.worker_seed):
         env, lane = _environment(capsule, create_env, dict(env_args or {}))
         course = _Course(capsule, env, lane)
         failure = course.run(stops_before=debug == "before")
@@ -306,21 +312,6 @@ def _declare_actions(env: VecEnv, actions: Mapping[str, Array]) -> None:
             )
     elif actions:
         env.declare_actions({k: TensorSpec(a.shape[1:], a.dtype) for k, a in actions.items()})
-
-
-@contextmanager
-def _seeded_generators(seed: int | None) -> Iterator[None]:
-    """Seed the generators of the process as a worker does, and put them back afterwards."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    try:
-        if seed is not None:
-            torch.default_generator.manual_seed(seed)
-            np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  (for environments that use it)
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        torch.set_rng_state(states[2])
 
 
 def _replay(

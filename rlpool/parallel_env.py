@@ -21,7 +21,6 @@ from rlpool.errors import SpecError, compose
 from rlpool.ownership import ProcessOwner
 from rlpool.remotes import Remote, WorkerHandle
 from rlpool.restarts import DEFAULT_MAX_RESTARTS, FailurePolicy
-from rlpool.seeding import root_from
 from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
     Leaf,
@@ -152,7 +151,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             "keep_float64": keep_float64,
         }
         self._crew = EnvCrew(
-            env_fns, envs_per_worker, root_from(seed), self._options, timeout, policy, crash_dir
+            env_fns, envs_per_worker, self._root, self._options, timeout, policy, crash_dir
         )
         try:
             self._agree()

@@ -14,6 +14,7 @@ import numpy as np
 
 from rlpool.capsule import CrashCapsule
 from rlpool.errors import SpecError, UsageError, compose
+from rlpool.seeding import seed_from
 from rlpool.workers.env_crew import EnvCrew
 from rlpool.workers.env_messages import Call
 from rlpool.workers.orders import Orders
@@ -230,7 +231,7 @@ def _checked_seed(seed: Any) -> int:
         number = -1
     if number < 0 or number > np.iinfo(np.int64).max:
         raise SpecError(f"a seed should be an int in [0, 2**63), got {seed!r}")
-    return number
+    return seed_from(number)
 
 
 def _is_small(message: Call) -> bool:

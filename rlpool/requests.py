@@ -168,7 +168,8 @@ class EpisodeRequest(Request):
     """Complete episodes, one per row.
 
     Args:
-        execution: Number that the episodes' seeds derive from.
+        execution: Number of the ``execute``, from which the episodes' noise derives.
+        first: How many episodes were asked for before, from which their seeds derive.
         root: Root of all seeds.
     """
 
@@ -180,10 +181,12 @@ class EpisodeRequest(Request):
         policy_version: int,
         update: Packed | None,
         execution: int,
+        first: int,
         root: int,
     ) -> None:
         super().__init__(number, n_rows, infos, policy_version, update)
         self._execution = execution
+        self._first = first
         self._root = root
         self._glue: Glue | None = None
         self._left_home = np.zeros(n_rows, bool)  # first chunks that were copied out already
@@ -213,6 +216,7 @@ class EpisodeRequest(Request):
         return Execute(
             request=self.number,
             execution=self._execution,
+            first=self._first,
             n_episodes=self.n_rows,
             block=self.running_block.number,
             in_place=self._in_place,
@@ -245,7 +249,7 @@ class EpisodeRequest(Request):
 
     def seed_of(self, row: int) -> int:
         """The seed of an episode."""
-        return episode_seeds(self._root, self._execution, self.n_rows)[row]
+        return episode_seeds(self._root, self._first + row, 1)[0]
 
     def empty_slots(self, worker: int, chunks: Sequence[Chunk]) -> list[int]:
         """Copy complete chunks out of their slots, one copy per key and chunk number."""
@@ -277,7 +281,7 @@ class EpisodeRequest(Request):
         info = self._info(
             episode=torch.from_numpy(np.arange(self.n_rows)),
             seed=torch.from_numpy(
-                np.asarray(episode_seeds(self._root, self._execution, self.n_rows), np.int64)
+                np.asarray(episode_seeds(self._root, self._first, self.n_rows), np.int64)
             ),
         )
         return trajectories_of(block.layout, part, info)
@@ -290,6 +294,7 @@ class WindowRequest(Request):
         lanes: The running lanes, numbered across workers.
         n_lanes: Lanes of one worker.
         n_resets: Number of the ``reset`` whose episodes run.
+        n_windows: How many windows were asked for before it.
         is_first: Whether it is the first window after that reset.
         root: Root of all seeds.
         log: What the running episodes have done so far, ``None`` if nobody remembers it.
@@ -307,6 +312,7 @@ class WindowRequest(Request):
         update: Packed | None,
         n_lanes: int,
         n_resets: int,
+        n_windows: int,
         is_first: bool,
         root: int,
         log: LaneLog | None = None,
@@ -318,7 +324,8 @@ class WindowRequest(Request):
         self._lanes = list(lanes)
         self._n_lanes = n_lanes
         self._n_resets = n_resets
-        self._seeds = LaneSeeds(root, n_resets)
+        self._n_windows = n_windows
+        self._root = root
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
         """One slot per lane."""
@@ -332,9 +339,20 @@ class WindowRequest(Request):
             block=self.running_block.number,
             slots=slots,
             n_resets=self._n_resets,
+            n_restarts=self._n_restarts,
             is_first=self.is_first,
             parcel=parcel,
         )
+
+    @property
+    def _n_restarts(self) -> int:
+        """The most restarts that a lane can have made before the reset: one per step."""
+        layout = self.running_block.layout
+        return self._n_windows * layout.n_timesteps if layout.restarts else 0
+
+    @property
+    def _seeds(self) -> LaneSeeds:
+        return LaneSeeds(self._root, self._n_resets, self._n_lanes, self._n_restarts)
 
     def _rows_of(self, worker: int) -> list[tuple[int, int]]:
         """Rows and lanes of a worker."""
@@ -374,11 +392,11 @@ class WindowRequest(Request):
         return trajectories_of(block.layout, part, info)
 
     def _whole_info(self) -> dict[str, torch.Tensor]:
-        n_lanes = self.running_block.layout.n_workers * self._n_lanes
+        n_lanes, seeds = self.running_block.layout.n_workers * self._n_lanes, self._seeds
         return self._info(
             episode=torch.from_numpy(np.arange(n_lanes)),
             seed=torch.from_numpy(
-                np.asarray([self._seeds.seed(lane, 0) for lane in range(n_lanes)], np.int64)
+                np.asarray([seeds.seed(lane, 0) for lane in range(n_lanes)], np.int64)
             ),
         )
 

@@ -1,20 +1,31 @@
 """From one root seed to every random number: root, execution, episode, step.
 
-Nothing here depends on a worker, a lane or the clock, so that the same root gives the same data
-for any number of workers. Seeds are hashed, never added up: with ``seed + k`` the base seeds 42
-and 43 would share all but one of their streams.
+Nothing here depends on who runs an episode or on the clock, so that the same root gives the same
+data for any number of workers.
 
-The mixing function is the finaliser of SplitMix64.
+**Seeds** are what environments, agents and users get to see. They are below 2**31, as
+``np.random.seed``, ``RandomState`` and simulators in C take no more. So few numbers must not be
+hashes: of 65,000 hashes two would be equal in every other run. The episodes of a batcher are
+numbered for as long as it lives, and the numbers are permuted, by a permutation of all seeds that
+follows from the root. With ``root + number`` the roots 42 and 43 would share all but one seed.
 
-Reference:
-    Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, figure 16.
+**Noise** is rlpool's own. Its keys have 64 bits, and are hashes of root, execution and episode: it
+does not depend on seeds, and two episodes that share a seed share no noise.
+
+References:
+    Kensler, "Correlated multi-jittered sampling", Pixar technical memo 13-01, 2013, section 5: a
+    permutation made of steps that can be undone, each of which is cheap.
+    Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, figure 16:
+    the hash, which is the finaliser of SplitMix64.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,13 +35,15 @@ from rlpool.errors import SpecError, compose
 Words = np.ndarray[Any, np.dtype[Any]]
 Floats = np.ndarray[Any, np.dtype[Any]]
 
+N_SEEDS = 2**31
+"""Seeds are in ``[0, N_SEEDS)``."""
+
 NOISE_CHUNK = 128
 """Steps of noise computed at once: so many that lanes seldom need the next chunk."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: a full-period increment
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B = np.uint64(0x94D049BB133111EB)
-_SEED_MASK = np.uint64(2**63 - 1)  # seeds fit into a non-negative int64
 _STREAM_SALT = np.uint64(0xD1B54A32D192ED03)  # keeps noise apart from the seeds themselves
 _START_SALT = np.uint64(0x8CB92BA72F3D8DD7)
 _WORD_MASK = 2**64 - 1
@@ -41,8 +54,14 @@ _NOISE_UNIT = np.float32(2.0**-_NOISE_BITS)
 _ROUNDS = ((np.uint64(30), _MIX_A), (np.uint64(27), _MIX_B))
 _LAST_SHIFT = np.uint64(31)
 
+_SEED_BITS = N_SEEDS.bit_length() - 1
+_PERMUTATION_ROUNDS = 5  # with four, differences of neighbours are already uniform
+_PERMUTATION_FACTORS = (0x85EBCA6B, 0xC2B2AE35)  # of MurmurHash3's finaliser: odd
+
 # First word of a spawn key: what the derived words are for.
-_EPISODES, _LANES, _WORKERS, _PROBES, _STREAMS, _TASKS = range(6)
+_EPISODES, _LANES, _WORKERS, _PROBES, _STREAMS, _TASKS, _SEEDS = range(7)
+
+_Numbers = TypeVar("_Numbers", int, Words)
 
 
 def root_from(seeds: int | Sequence[int] | None) -> int:
@@ -67,12 +86,45 @@ def root_from(seeds: int | Sequence[int] | None) -> int:
     return root
 
 
-def episode_seeds(root: int, execution: int, n_episodes: int) -> list[int]:
-    """Seeds of the episodes of one ``execute``, each in ``[0, 2**63)``."""
-    key, salt = _derive(root, _EPISODES, execution)
-    mixed = _mix(_mix(key + np.arange(n_episodes, dtype=np.uint64) * _GOLDEN) ^ salt)
-    seeds: list[int] = (mixed & _SEED_MASK).tolist()
+def permuted(numbers: _Numbers, keys: Sequence[int], n_bits: int = _SEED_BITS) -> _Numbers:
+    """Permute the numbers below ``2**n_bits``.
+
+    Every step can be undone: adding and multiplying by an odd number modulo a power of two, and
+    xoring a number with its own upper half.
+
+    Args:
+        numbers: An int, or uint64 of any shape; larger ones are taken modulo ``2**n_bits``.
+        keys: Which permutation, one int below 2**32 per round.
+        n_bits: From 2 to 31.
+    """
+    mask, half = (1 << n_bits) - 1, (n_bits + 1) // 2
+    for key, factor in zip(keys, itertools.cycle(_PERMUTATION_FACTORS)):
+        numbers = (numbers + key) & mask
+        numbers = ((numbers ^ (numbers >> half)) * (factor & mask)) & mask
+    result: _Numbers = numbers ^ (numbers >> half)
+    return result
+
+
+def episode_seeds(root: int, first: int, n_episodes: int) -> list[int]:
+    """Seeds of consecutive episodes, each in ``[0, 2**31)``.
+
+    No two of ``2**31`` episodes of one root have the same.
+
+    Args:
+        root: The root.
+        first: Number of the first one: how many episodes were asked for before.
+        n_episodes: How many.
+    """
+    numbers = np.arange(n_episodes, dtype=np.uint64) + np.uint64(first % N_SEEDS)
+    seeds: list[int] = permuted(numbers, _seed_keys(root, _SEEDS)).tolist()
     return seeds
+
+
+def noise_keys(root: int, execution: int, n_episodes: int) -> Words:
+    """What the noise of the episodes of one ``execute`` derives from: uint64 ``[n_episodes]``."""
+    key, salt = _derive(root, _EPISODES, execution)
+    keys: Words = _mix(_mix(key + np.arange(n_episodes, dtype=np.uint64) * _GOLDEN) ^ salt)
+    return keys
 
 
 def task_draws(root: int, collection: int, n_rollouts: int, n_tasks: int) -> list[int]:
@@ -84,50 +136,77 @@ def task_draws(root: int, collection: int, n_rollouts: int, n_tasks: int) -> lis
 
 
 class LaneSeeds:
-    """Seeds of lanes that restart on their own: one stream per lane since one ``reset``.
+    """Seeds of lanes that restart on their own, since one ``reset``.
+
+    The episodes of a worker are numbered reset by reset, and within one restart by restart: all
+    lanes' first episodes, all lanes' second ones, and so on. A reset goes on behind all numbers
+    that can have been used before it. Worker *w* begins at the bits of *w* in reverse, read as a
+    fraction of all numbers: wherever the others began, and however many there will be, half of
+    the largest gap is its own. So the seeds of a lane do not depend on the number of workers, and
+    with W of them (rounded up to a power of two), no two episodes share a seed before a lane has
+    made ``2**31 / (W * n_lanes)`` restarts and resets.
 
     Args:
         root: The root.
         n_resets: Number of the ``reset``, 0-based.
+        n_lanes: Lanes of a worker.
+        n_restarts: The most restarts that any lane can have made before this ``reset``, in all.
     """
 
-    def __init__(self, root: int, n_resets: int) -> None:
-        self._key, self._salt = _derive(root, _LANES, n_resets).tolist()
+    def __init__(self, root: int, n_resets: int, n_lanes: int, n_restarts: int = 0) -> None:
+        self._noise_key, self._noise_salt = _derive(root, _LANES, n_resets).tolist()
+        self._seed_keys = _seed_keys(root, _SEEDS)
+        self._n_lanes = n_lanes
+        self._first = (n_resets + n_restarts) * n_lanes
 
     def seed(self, lane: int, n_restarts: int) -> int:
-        """Seed of a lane's ``n_restarts``-th episode since the reset, in ``[0, 2**63)``."""
-        return _mix_int(_mix_int(_mix_int(self._key ^ lane) ^ self._salt) + n_restarts) >> 1
+        """Seed of a lane's ``n_restarts``-th episode since the reset, in ``[0, 2**31)``.
+
+        Args:
+            lane: Number of the lane across all workers.
+            n_restarts: 0 for the episode that the reset began.
+        """
+        worker, lane = divmod(lane, self._n_lanes)
+        begin = int(f"{worker:0{_SEED_BITS}b}"[::-1], 2)
+        number = begin + self._first + n_restarts * self._n_lanes + lane
+        return permuted(number, self._seed_keys)
+
+    def noise_key(self, lane: int, n_restarts: int) -> int:
+        """What the noise of that episode derives from, in ``[0, 2**64)``."""
+        mixed = _mix_int(_mix_int(self._noise_key ^ lane) ^ self._noise_salt)
+        return _mix_int(mixed + n_restarts)
+
+
+def seed_from(seed: int) -> int:
+    """A seed that a user gives to an environment: itself below 2**31, a hash of it above."""
+    return seed if seed < N_SEEDS else worker_seed(root_from(seed), 0)
 
 
 def worker_seed(root: int, worker: int) -> int:
-    """Seed for ``create_env``, ``agent.seed`` and a worker's global generators.
+    """Seed for ``create_env``, ``agent.seed`` and a worker's global generators, below 2**31.
 
     The only numbers that depend on the worker: they serve what draws outside the library's
-    control, where equal seeds would make all workers draw the same.
+    control, where equal seeds would make all workers draw the same. No two workers have the same.
     """
-    return int(_derive(root, _WORKERS, worker)[0] & _SEED_MASK)
+    return permuted(worker, _seed_keys(root, _WORKERS))
 
 
 def probe_seed(root: int) -> int:
     """Seed of the reset that tells a worker which keys there are; its data are dropped."""
-    return int(_derive(root, _PROBES)[0] & _SEED_MASK)
+    return permuted(0, _seed_keys(root, _PROBES))
 
 
 def stream_seed(seed: int, stream: int) -> int:
-    """Seed of a further generator of an episode, in ``[0, 2**63)``.
+    """Seed of a further generator of an episode, in ``[0, 2**31)``.
 
-    With the episode's own seed, it would draw the same numbers as the environment does.
+    With the episode's own seed, it would draw the same numbers as the environment does. Different
+    seeds have different ones.
 
     Args:
         seed: The episode's seed.
         stream: Number of the generator.
     """
-    return int(_derive(seed, _STREAMS, stream)[0] & _SEED_MASK)
-
-
-def fold_seed(seed: int) -> int:
-    """Shorten a seed to 32 bits, for ``env.seed(...)`` of old environments."""
-    return (seed ^ (seed >> 32)) & 0xFFFFFFFF
+    return permuted(seed, _seed_keys(stream, _STREAMS))
 
 
 class NoiseStart:
@@ -150,25 +229,33 @@ class NoiseStart:
 class NoiseStarts:
     """The noise of many episodes, computed for a block of episodes when the first one begins.
 
+    Only the blocks that were computed last are kept: lanes that are far apart, and episodes that
+    are run again, find theirs computed again.
+
     Args:
-        seeds: The episodes' seeds.
+        keys: What it derives from: uint64, one per episode.
         n_noise: Numbers per step.
     """
 
-    _BLOCK = 32  # episodes: enough that the cost per episode no longer matters
+    _MAX_EPISODES = 32  # per block: enough that the cost per episode no longer matters
+    _BLOCK_NUMBERS = 2**14  # 64 KiB: large enough, too, however few episodes that are
+    _MAX_BLOCKS = 64
 
-    def __init__(self, seeds: Sequence[int], n_noise: int) -> None:
-        words = np.asarray(seeds, np.uint64)
-        self._starts, self._streams = _mix(words ^ _START_SALT), _mix(words ^ _STREAM_SALT)
+    def __init__(self, keys: Words, n_noise: int) -> None:
+        self._starts, self._streams = _mix(keys ^ _START_SALT), _mix(keys ^ _STREAM_SALT)
         self._n_noise = n_noise
-        self._heads: dict[int, Floats] = {}
+        n_episodes = self._BLOCK_NUMBERS // (NOISE_CHUNK * n_noise)
+        self._n_episodes = min(max(n_episodes, 1), self._MAX_EPISODES)
+        self._heads: dict[int, Floats] = {}  # by number of the block, the newest last
 
     def __getitem__(self, episode: int) -> NoiseStart:
-        number, row = divmod(episode, self._BLOCK)
+        number, row = divmod(episode, self._n_episodes)
         heads = self._heads.get(number)
         if heads is None:
-            rows = slice(number * self._BLOCK, (number + 1) * self._BLOCK)
+            rows = slice(number * self._n_episodes, (number + 1) * self._n_episodes)
             heads = _chunks(self._starts[rows], self._streams[rows], 0, self._n_noise)
+            if len(self._heads) == self._MAX_BLOCKS:
+                del self._heads[next(iter(self._heads))]
             self._heads[number] = heads
         return NoiseStart(self._starts[episode], self._streams[episode], heads[row])
 
@@ -176,7 +263,7 @@ class NoiseStarts:
 class NoiseStream:
     """The noise of a batch of lanes, one row of ``n_noise`` numbers per lane and step.
 
-    Counter-based: the numbers of step t depend on the episode's seed and on t alone. They are
+    Counter-based: the numbers of step t depend on the episode's key and on t alone. They are
     computed in chunks of steps, so that a step only has to copy its row.
 
     Args:
@@ -248,6 +335,13 @@ def _chunks(starts: Words, streams: Words, steps: Any, n_noise: int) -> Floats:
     numbers = (_mix(words) >> _NOISE_SHIFT).astype(np.float32) * _NOISE_UNIT
     chunks: Floats = numbers.reshape(-1, NOISE_CHUNK, n_noise)
     return chunks
+
+
+@functools.lru_cache(maxsize=64)
+def _seed_keys(root: int, purpose: int) -> tuple[int, ...]:
+    """The keys of a permutation; a batcher asks for the same ones in every request."""
+    sequence = np.random.SeedSequence(root, spawn_key=(purpose,))
+    return tuple(sequence.generate_state(_PERMUTATION_ROUNDS).tolist())
 
 
 def _derive(root: int, *path: int) -> Words:

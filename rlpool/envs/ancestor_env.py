@@ -13,8 +13,6 @@ from typing import Any
 
 import gymnasium
 
-from rlpool.seeding import fold_seed
-
 _RESET_ARGUMENTS = ("seed", "options", "env_info", "task")
 _OWN_ARGUMENTS = {"env_info", "task"}  # those that no wrapper of Gymnasium's hands on
 
@@ -121,7 +119,7 @@ def call_reset(
     """
     own_seed = None if "seed" in arguments else getattr(env, "seed", None)
     if seed is not None and callable(own_seed):
-        own_seed(fold_seed(seed))  # environments of that age expect 32 bits
+        own_seed(seed)
     given: dict[str, Any] = {"seed": seed, "options": options, "env_info": options or {}}
     reset_task = getattr(env, "reset_task", None)
     if "task" in arguments:

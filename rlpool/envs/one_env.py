@@ -26,7 +26,6 @@ spaces, keep their dtype; those of Gymnasium environments have the dtype of thei
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -53,7 +52,8 @@ from rlpool.envs.handed_out import (
 )
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import SpecError, compose
-from rlpool.seeding import fold_seed, stream_seed
+from rlpool.generators import seed_generators
+from rlpool.seeding import stream_seed
 from rlpool.specs import (
     Leaf,
     Structure,
@@ -114,7 +114,6 @@ class OneEnv(VecEnv):
         self.is_fresh = False
         self._method = "reset"  # what of the environment is running
         self._arguments: set[str] = set()
-        self._takes_long_seeds = isinstance(env, gymnasium.Env)  # others may expect 32 bits
         self._state: Row | None = None
         self._taken: Row | None = None  # the action of an environment that chooses itself
         self._next_action: Any = None  # what its next step gets
@@ -198,7 +197,7 @@ class OneEnv(VecEnv):
         self.action_space = getattr(env, "action_space", None)
         self._arguments = reset_arguments(env)
         self._seed_generators(seed)
-        result = self._reset(env, seed)
+        result = call_reset(env, self._arguments, seed)
         if is_gymnasium(env, result):
             self._open_gymnasium(result)
         else:
@@ -207,7 +206,7 @@ class OneEnv(VecEnv):
     def _begin(self, seed: int) -> None:
         """Begin an episode."""
         self._seed_generators(seed)
-        result = self._reset(self._env, seed)
+        result = call_reset(self._env, self._arguments, seed)
         if self._state is None:
             raise LookupError("begun before it was opened")
         if self.chooses_actions:
@@ -216,15 +215,12 @@ class OneEnv(VecEnv):
         else:
             self._state.write(result[0])
 
-    def _reset(self, env: Any, seed: int) -> Any:
-        return call_reset(env, self._arguments, seed if self._takes_long_seeds else fold_seed(seed))
-
     def _seed_generators(self, seed: int) -> None:
         self._seed = seed
         if self._owns_process:
             seed_process(seed)
         if callable(getattr(self.action_space, "seed", None)):
-            self.action_space.seed(fold_seed(stream_seed(seed, _ACTIONS)))
+            self.action_space.seed(stream_seed(seed, _ACTIONS))
 
     def _open_gymnasium(self, result: Any) -> None:
         self._env = env = modernised(self._env)
@@ -324,7 +320,4 @@ class OneEnv(VecEnv):
 
 def seed_process(seed: int) -> None:
     """Seed the generators that everything in this process shares, for one episode."""
-    word = stream_seed(seed, _PROCESS)
-    random.seed(word)
-    np.random.seed(fold_seed(word))  # noqa: NPY002  (for those who draw from it)
-    torch.default_generator.manual_seed(word)
+    seed_generators(stream_seed(seed, _PROCESS))

@@ -87,8 +87,9 @@ class VecEnv(ABC):
         self._all_lanes = list(range(n_lanes))
         self._root = root_from(seed)
         self._n_resets = 0
-        self._lane_seeds = LaneSeeds(self._root, 0)
-        self._restarts = [0] * n_lanes
+        self._lane_seeds = LaneSeeds(self._root, 0, n_lanes)
+        self._restarts = [0] * n_lanes  # since the reset
+        self._n_restarts_before = 0  # the most that any lane made before it
         self._running: list[int] = []
         self._env_options: list[Options] = [None] * n_lanes
 
@@ -302,7 +303,10 @@ class VecEnv(ABC):
             SpecError: If ``env_info`` has another number of rows.
         """
         self._env_options = list(options_of(env_info, self.n_lanes, "env_info"))
-        self._lane_seeds = LaneSeeds(self._root, self._n_resets)
+        self._n_restarts_before += max(self._restarts)
+        self._lane_seeds = LaneSeeds(
+            self._root, self._n_resets, self.n_lanes, self._n_restarts_before
+        )
         self._n_resets += 1
         self._restarts = [0] * self.n_lanes
         self._running = list(self._all_lanes)

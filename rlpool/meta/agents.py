@@ -166,7 +166,7 @@ class ActingAgent(Agent):
 
 
 class RandomAgent(Agent):
-    """Draws from the action space; the episode's seed and the step determine what.
+    """Draws from the action space; the episode's noise determines what.
 
     Bounded dimensions are uniform, unbounded ones normal, those with one bound exponential, as
     in ``Space.sample()``.

@@ -20,7 +20,7 @@ from rlpool.meta.rollouts import MAX_CHUNK, NO_TASK, RolloutData, RolloutPlan
 from rlpool.meta.rows import RowsEnv
 from rlpool.parallel_env import ParallelEnvManager
 from rlpool.rollout import Rollout
-from rlpool.seeding import episode_seeds, probe_seed, root_from, task_draws
+from rlpool.seeding import episode_seeds, noise_keys, probe_seed, root_from, task_draws
 from rlpool.slots import Layout
 from rlpool.workers.watched_crew import ENV_HINT
 
@@ -159,12 +159,15 @@ def collect_rollouts_parallel(
     tasks = _tasks(learner, lanes)
     root = _root(learner)
     collection = getattr(learner, "_n_collections", 0)
+    n_before = getattr(learner, "_n_rollouts_asked", 0)
     learner._n_collections = collection + 1
+    learner._n_rollouts_asked = n_before + n_rollouts
 
     drawn = [NO_TASK] * n_rollouts
     if tasks is not None:
         drawn = [tasks[i] for i in task_draws(root, collection, n_rollouts, len(tasks))]
-    seeds = episode_seeds(root, collection, n_rollouts)
+    seeds = episode_seeds(root, n_before, n_rollouts)
+    keys = noise_keys(root, collection, n_rollouts)
     delivery = _Delivery(learner, store)
     try:
         rows = RowsEnv(lanes, n_rows)
@@ -175,7 +178,7 @@ def collect_rollouts_parallel(
             agent.is_probed = True
         horizon = getattr(lanes, "horizon_bamdp", None) or MAX_CHUNK
         layout = Layout(steps, n_rows, min(int(horizon), MAX_CHUNK), 1)
-        rollout.run(RolloutPlan(layout, rows, lanes.n_lanes, seeds, drawn, delivery.take))
+        rollout.run(RolloutPlan(layout, rows, lanes.n_lanes, seeds, keys, drawn, delivery.take))
     except (EnvError, AgentError) as error:
         raise _placed(error, lanes) from error.__cause__
     finally:

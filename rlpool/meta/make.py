@@ -13,7 +13,7 @@ from rlpool.crash_files import CrashDir
 from rlpool.meta.trials import VariBadWrapper
 from rlpool.parallel_env import DEFAULT_TIMEOUT_S, ParallelEnvManager
 from rlpool.restarts import DEFAULT_MAX_RESTARTS
-from rlpool.seeding import root_from, worker_seed
+from rlpool.seeding import root_from, seed_from, worker_seed
 from rlpool.worker_limits import worker_count
 
 
@@ -30,7 +30,8 @@ def make_env(
         env_id: An id for ``gymnasium.make``, also ``"module:EnvId"``, which imports the module
             first; or a callable that makes the environment, such as its class.
         episodes_per_task: Episodes of a trial.
-        seed: Seeds the environment and its action space. A later ``reset(seed=...)`` overrides it.
+        seed: Seeds the environment and its action space; above 2**31 a hash of it does. A later
+            ``reset(seed=...)`` overrides it.
         oracle: Append the task to the observations.
         **kwargs: For the environment; ``max_episode_steps`` is its time limit.
 
@@ -43,8 +44,9 @@ def make_env(
     env = gymnasium.make(env_id, **kwargs) if isinstance(env_id, str) else env_id(**kwargs)
     trials = VariBadWrapper(env, episodes_per_task, oracle)
     if seed is not None:
+        seed = seed_from(seed)
         trials.env.reset(seed=seed)  # without a task: nobody asked for one yet
-        trials.action_space.seed(seed & 0xFFFFFFFF)  # all that old spaces take
+        trials.action_space.seed(seed)
     return trials
 
 

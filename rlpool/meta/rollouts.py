@@ -12,7 +12,7 @@ from rlpool.envs.vec_env import FLAGS
 from rlpool.meta.rows import RowsEnv
 from rlpool.meta.trials import TASK_OPTION
 from rlpool.plan import Episode
-from rlpool.seeding import NoiseStarts
+from rlpool.seeding import NoiseStarts, Words
 from rlpool.slots import Arrays, Layout
 from rlpool.specs import DEFAULT_OBSERVATION_KEY
 from rlpool.storage import Array, Memory
@@ -66,6 +66,7 @@ class RolloutPlan:
         env: The rows.
         n_lanes: Number of lanes.
         seeds: One per rollout.
+        noise_keys: One per rollout.
         tasks: One per rollout, ``NO_TASK`` for none.
         deliver: Takes each complete rollout, in the order in which they end.
     """
@@ -79,6 +80,7 @@ class RolloutPlan:
         env: RowsEnv,
         n_lanes: int,
         seeds: Sequence[int],
+        noise_keys: Words,
         tasks: Sequence[Any],
         deliver: Callable[[RolloutData], None],
     ) -> None:
@@ -89,7 +91,7 @@ class RolloutPlan:
         self._tasks = tasks
         self._deliver = deliver
         n_noise = layout.step.n_noise
-        self._noise = NoiseStarts(seeds, n_noise) if n_noise else None
+        self._noise = NoiseStarts(noise_keys, n_noise) if n_noise else None
         self._n_rows = layout.step.n_lanes
         self._n_lanes = n_lanes
         self._next_of_lane = list(range(n_lanes))

@@ -180,6 +180,6 @@ def _derive_entropy_from_process() -> None:
     original = seeding.np_random
 
     def np_random(seed: int | None = None) -> tuple[np.random.Generator, int]:
-        return original(random.getrandbits(63) if seed is None else seed)
+        return original(random.getrandbits(31) if seed is None else seed)
 
     seeding.np_random = np_random

@@ -259,10 +259,10 @@ class EpisodeRunner(ProcessOwner):
         return digests
 
     def _setup(self, process: int, env: bytes, policy: bytes, number: int) -> Setup:
-        first_seed = LaneSeeds(self._root, number).seed(process, 0)
+        first_seed = LaneSeeds(self._root, number, n_lanes=1).seed(process, 0)
         station = Station(process, env, policy, first_seed, self._dtypes)
         functions = cloudpickle.dumps((station.create_env, {}, station.create_agent, {}))
-        return Setup(Shipment(functions), process, self._n_processes, self._root, owns_process=True)
+        return Setup(Shipment(functions), process, self._n_processes, self._root)
 
     def _stop(self) -> None:
         coordinator, self._coordinator = self._coordinator, None
@@ -286,6 +286,7 @@ class EpisodeRunner(ProcessOwner):
                 update,
                 n_lanes=1,
                 n_resets=number,
+                n_windows=0,  # environments of a pool never restart on their own
                 is_first=is_first,
                 root=self._root,
             )

@@ -11,11 +11,11 @@ from torch.utils import _pytree as pytree
 from rlpool.agent import overrides_initial_state
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.failures import described
+from rlpool.generators import seeded_generators
 from rlpool.testing.agent_results import difference, difference_of, specs_of, told
 from rlpool.testing.agent_subject import AgentSubject, Inputs, call, initial_state
 from rlpool.testing.episodes import bits
 from rlpool.testing.findings import CannotCheck, Failed, Finding, error, warning
-from rlpool.testing.generators import seeded_generators
 
 Findings = Iterator[Finding]
 

@@ -158,7 +158,7 @@ def seeds_and_closes(subject: AgentSubject) -> Findings:
     """``seed`` and ``close`` work."""
     agent = subject.agent()
     calls: dict[str, Callable[[], Any]] = {
-        "seed(2**63 - 1)": lambda: agent.seed(2**63 - 1),
+        "seed(2**31 - 1)": lambda: agent.seed(2**31 - 1),
         "close()": agent.close,
     }
     for name, function in calls.items():

@@ -19,13 +19,13 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError
 from rlpool.failures import described
+from rlpool.generators import seeded_generators
 from rlpool.history import History
 from rlpool.probe import empty_history
 from rlpool.seeding import root_from, worker_seed
 from rlpool.slots import NOISE_KEY, StepSpecs
 from rlpool.specs import TensorSpec, row_specs
 from rlpool.testing.findings import Failed, refuse_arguments_of_instance
-from rlpool.testing.generators import seeded_generators
 from rlpool.testing.observation_rows import ObservationRows
 
 Rows = dict[str, torch.Tensor]
@@ -145,7 +145,7 @@ class AgentSubject:
     def make(self, number: int = 0) -> Any:
         """Make an agent as worker ``number`` would, or copy the instance."""
         seed = worker_seed(self._root, number)
-        with seeded_generators(seed & 0xFFFFFFFF):
+        with seeded_generators(seed):
             if self.instance is not None:
                 return _copied(self.instance)
             return cast(Any, self.factory)(**self.agent_args)

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rlpool.errors import EnvSpecError, SpecError, compose
+from rlpool.generators import seeded_generators
 from rlpool.testing.env_checks import ENV_CHECKS
 from rlpool.testing.env_subject import EnvSubject
 from rlpool.testing.findings import Report, refuse_no_mapping, run_checks
-from rlpool.testing.generators import seeded_generators
 
 
 def check_env(

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.generators import seeded_generators
 from rlpool.testing.agent_checks import AGENT_CHECKS
 from rlpool.testing.agent_subject import AgentSubject, as_in_a_worker
 from rlpool.testing.env_checks import ENV_CHECKS
 from rlpool.testing.env_subject import EnvSubject
 from rlpool.testing.findings import ERROR, CannotCheck, Check, Failed, failure
-from rlpool.testing.generators import seeded_generators
 from rlpool.testing.observation_rows import rows_of
 
 SubjectT = TypeVar("SubjectT")

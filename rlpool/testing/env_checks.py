@@ -16,6 +16,7 @@ from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError
 from rlpool.failures import described
+from rlpool.generators import seeded_generators
 from rlpool.specs import structure_of_space
 from rlpool.testing.env_repeat_checks import (
     fresh_instance_repeats,
@@ -40,7 +41,6 @@ from rlpool.testing.findings import (
     from_spec_error,
     warning,
 )
-from rlpool.testing.generators import seeded_generators
 
 Findings = Iterator[Finding]
 

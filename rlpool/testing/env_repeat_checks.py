@@ -9,6 +9,7 @@ from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.errors import SpecError
 from rlpool.failures import described
+from rlpool.generators import seeded_generators
 from rlpool.testing.env_subject import EnvSubject
 from rlpool.testing.episodes import (
     ActionArrays,
@@ -21,7 +22,6 @@ from rlpool.testing.episodes import (
     run_together,
 )
 from rlpool.testing.findings import CannotCheck, Failed, Finding, error, warning
-from rlpool.testing.generators import seeded_generators
 
 Findings = Iterator[Finding]
 

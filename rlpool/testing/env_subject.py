@@ -18,10 +18,11 @@ from rlpool.envs.ancestor_env import modernised
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import VecEnv
 from rlpool.failures import described
+from rlpool.generators import seeded_generators
 from rlpool.seeding import episode_seeds, root_from, worker_seed
 from rlpool.testing.episodes import ActionArrays, Episode, LaneOf, Runnable, run_episode
 from rlpool.testing.findings import CannotCheck, Failed, refuse_arguments_of_instance
-from rlpool.testing.generators import GeneratorWatch, seeded_generators
+from rlpool.testing.generators import GeneratorWatch
 
 N_ACTIONS = 64
 """How many actions are sampled; longer episodes repeat them."""
@@ -136,7 +137,7 @@ class EnvSubject:
         if self.is_instance:
             return copy.deepcopy(self.instance) if self.can_copy else self.instance
         seed = worker_seed(self._root, number)
-        with warnings.catch_warnings(), seeded_generators(seed & 0xFFFFFFFF):
+        with warnings.catch_warnings(), seeded_generators(seed):
             warnings.simplefilter("ignore")
             return self._called(seed)
 
@@ -201,7 +202,7 @@ class EnvSubject:
             raise CannotCheck("the environment has no action_space: pass actions=[...]")
         try:
             space = copy.deepcopy(self._action_space)
-            space.seed(self.seeds[number] & 0xFFFFFFFF)
+            space.seed(self.seeds[number])
             return [space.sample() for _ in range(min(N_ACTIONS, self.n_steps))]
         except Exception as error:
             raise CannotCheck(f"action_space gives no samples: {described(error)}") from error

@@ -15,6 +15,7 @@ from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import FLAGS, REWARD_SPEC, LaneError, VecEnv
 from rlpool.errors import SpecError, compose
 from rlpool.failures import described
+from rlpool.generators import seeded_generators
 from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
     Leaf,
@@ -26,7 +27,6 @@ from rlpool.storage import batch_array
 from rlpool.testing.env_subject import EnvSubject
 from rlpool.testing.episodes import ActionArrays
 from rlpool.testing.findings import CannotCheck
-from rlpool.testing.generators import seeded_generators
 
 N_ROWS = 16
 """How many different rows there are of each kind."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import random
 import signal
 import threading
 from multiprocessing.connection import Connection, wait
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 
 from rlpool.claims import ClaimLock
+from rlpool.generators import seed_generators
 from rlpool.seeding import worker_seed
 from rlpool.storage import Memory
 from rlpool.workers.collector import Collector
@@ -91,7 +91,9 @@ def settle_in(worker: int, root: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_parent()
     torch.set_num_threads(1)
-    random.seed(worker_seed(root, worker))
+    seed = worker_seed(root, worker)
+    seed_generators(seed)
+    torch.manual_seed(seed)  # those of other devices, too
 
 
 def control_row(fd: int, worker: int, n_workers: int) -> memoryview:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from rlpool.agent import Agent
 from rlpool.claims import ClaimLock
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import EnvError, RlpoolError, Where, WorkerError, WorkerStartupError
 from rlpool.failures import agent_error, described, text_of
+from rlpool.generators import seed_generators
 from rlpool.plan import Resumed
 from rlpool.rollout import Rollout
 from rlpool.seeding import LaneSeeds, probe_seed, worker_seed
@@ -156,9 +156,6 @@ class Collector:
     def _create(self) -> None:
         setup = self._setup
         seed = worker_seed(setup.root, setup.worker)
-        if setup.owns_process:
-            torch.manual_seed(seed)
-            np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  (for environments that use it)
         where = Where(worker=setup.worker)
         try:
             functions = setup.functions
@@ -169,6 +166,9 @@ class Collector:
             raise
         except BaseException as error:
             raise _startup_error("loading create_env and create_agent", error, where) from error
+        # Not before they are loaded: a module may seed generators, too, when it is imported. Where
+        # this is the caller's process, these are not the caller's generators: see LocalWorker.
+        seed_generators(seed)
         try:
             env = create_env(seed=seed, **env_args)
         except (KeyboardInterrupt, WorkerStartupError):
@@ -308,7 +308,9 @@ class Collector:
         if message.is_first or self._lane_seeds is None:
             if self._rollout is not None:
                 self._rollout.abandon()
-            self._lane_seeds = LaneSeeds(setup.root, message.n_resets)
+            self._lane_seeds = LaneSeeds(
+                setup.root, message.n_resets, block.layout.step.n_lanes, message.n_restarts
+            )
             self._window_infos = infos
         seeds, infos = self._lane_seeds, self._window_infos
         return WindowPlan(message, setup.worker, block, seeds, infos, self._wear)

@@ -8,12 +8,12 @@ from typing import Any
 
 import cloudpickle
 import numpy as np
-import torch
 
 from rlpool.envs.gym_env import GymEnv, all_tasks
 from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.errors import RlpoolError, SpecError, Where, WorkerStartupError
 from rlpool.failures import described, env_error, text_of
+from rlpool.generators import seed_generators
 from rlpool.seeding import probe_seed, root_from, worker_seed
 from rlpool.workers.env_messages import EnvReady, EnvSetup
 from rlpool.workers.shipment import arrived
@@ -30,13 +30,12 @@ def made_environments(setup: EnvSetup, numbers: memoryview) -> GymEnv:
         WorkerStartupError: If that failed.
     """
     seed = worker_seed(setup.root, setup.worker)
-    torch.manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  (for environments that use it)
     where = Where(worker=setup.worker)
     try:
         functions = pickle.loads(arrived(setup.functions))
     except BaseException as error:
         raise _startup_error("loading env_fns", error, where) from error
+    seed_generators(seed)
     envs = []
     for number, create in enumerate(functions):
         lane = setup.first_lane + number

@@ -11,6 +11,7 @@ from multiprocessing.context import SpawnProcess
 import torch
 
 from rlpool.claims import ClaimLock
+from rlpool.generators import OwnGenerators
 from rlpool.storage import Memory
 from rlpool.workers.collector import Collector, Deliver
 from rlpool.workers.messages import Close, Message, Setup
@@ -44,6 +45,8 @@ class LocalLink:
 class LocalWorker:
     """One worker that runs while the caller waits for it.
 
+    Meanwhile the process's global generators are the worker's, for all threads.
+
     Args:
         setup: What to create.
         deliver: Takes the worker's messages.
@@ -60,6 +63,7 @@ class LocalWorker:
         self._collector = Collector(
             setup, self._link, ClaimLock(None), self._numbers[1:], self._numbers[:1]
         )
+        self._generators = OwnGenerators()
         self._is_closed = False
 
     def allocate(self, n_bytes: int) -> Memory:
@@ -68,7 +72,7 @@ class LocalWorker:
 
     def start(self) -> None:
         """Create environments and agent, here and now."""
-        with _one_thread():
+        with self._at_work():
             self._collector.start()
 
     def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
@@ -78,7 +82,7 @@ class LocalWorker:
     def poll(self, timeout_s: float | None) -> None:
         """Carry out one message, however long that takes."""
         if self._collector.has_messages():
-            with _one_thread():
+            with self._at_work():
                 self._collector.handle(*self._collector.next_message())
         elif timeout_s != 0.0:
             raise LookupError("waiting for a local worker that has nothing to do")
@@ -127,7 +131,14 @@ class LocalWorker:
             self._is_closed = True
             self._link.inbox.clear()
             self._link.inbox.append((Close(), None))
-            self._collector.close()
+            with self._at_work():
+                self._collector.close()
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """What users' code finds in a worker process: generators of its own, one torch thread."""
+        with self._generators.in_use(), _one_thread():
+            yield
 
 
 @contextmanager

@@ -31,8 +31,6 @@ class Setup:
         worker: The worker's number.
         n_workers: How many there are.
         root: Root of all seeds.
-        owns_process: Whether the worker may seed its process's global generators and set its
-            thread count: True in a process of its own.
         quits_on_env_error: Whether it ends, to be replaced, when an environment raises.
         max_episodes: Episodes after which it ends, to be replaced; ``None`` for any number.
         max_rss_bytes: Memory of its own at which it does; ``None`` for any size.
@@ -42,7 +40,6 @@ class Setup:
     worker: int
     n_workers: int
     root: int
-    owns_process: bool
     quits_on_env_error: bool = False
     max_episodes: int | None = None
     max_rss_bytes: int | None = None
@@ -73,7 +70,8 @@ class Execute:
 
     Attributes:
         request: Number of the request.
-        execution: Number that the episodes' seeds derive from.
+        execution: Number of the ``execute``, from which the episodes' noise derives.
+        first: How many episodes were asked for before, from which their seeds derive.
         n_episodes: Episodes of the whole request.
         block: Number of the block.
         in_place: Whether episode *i* is written into slot *i*.
@@ -84,6 +82,7 @@ class Execute:
 
     request: int
     execution: int
+    first: int
     n_episodes: int
     block: int
     in_place: bool
@@ -101,6 +100,7 @@ class Window:
         block: Number of the block.
         slots: Lane of this worker to slot, for the lanes that run.
         n_resets: Number of the ``reset`` whose episodes run.
+        n_restarts: The most restarts that a lane can have made before it.
         is_first: Whether all lanes start anew; then the parcel holds the infos of all lanes of
             all workers.
         parcel: ``(agent_info, env_info, resumed)``, its memory follows; ``resumed`` holds one
@@ -111,6 +111,7 @@ class Window:
     block: int
     slots: dict[int, int]
     n_resets: int
+    n_restarts: int
     is_first: bool
     parcel: Parcel | None
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from rlpool.claims import ClaimLock, Claims
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.plan import Episode
-from rlpool.seeding import LaneSeeds, NoiseStarts, episode_seeds
+from rlpool.seeding import LaneSeeds, NoiseStarts, episode_seeds, noise_keys
 from rlpool.slots import Block
 from rlpool.storage import Array
 from rlpool.workers.messages import ChunksDone, Execute, Window
@@ -46,7 +48,7 @@ class EpisodePlan:
         message: The request.
         worker: This worker's number.
         block: The request's block.
-        root: Root of the seeds.
+        root: Root of seeds and noise.
         infos: Infos of the request.
         lock: Guards the claims.
         send: Sends a message to the caller.
@@ -74,10 +76,13 @@ class EpisodePlan:
         self._infos = _Infos(infos)
         self.agent_info = self._infos.agent_info
         self._message = message
-        self._seeds = episode_seeds(root, message.execution, message.n_episodes)
+        self._seeds = episode_seeds(root, message.first, message.n_episodes)
         announce_seeds(self._seeds)
         n_noise = self.layout.step.n_noise
-        self._noise = NoiseStarts(self._seeds, n_noise) if n_noise else None
+        self._noise: NoiseStarts | None = None
+        if n_noise:
+            keys = noise_keys(root, message.execution, message.n_episodes)
+            self._noise = NoiseStarts(keys, n_noise)
         self._n_lanes = self.layout.step.n_lanes
         self._free = list(reversed(message.slots))
         self._owns_slots = bool(message.slots)
@@ -250,5 +255,8 @@ class WindowPlan:
     def _episode(self, number: int, slot: int, n_restarts: int) -> Episode:
         seed = self._seeds.seed(number, n_restarts)
         n_noise = self.layout.step.n_noise
-        noise = NoiseStarts([seed], n_noise)[0] if n_noise else None
+        noise = None
+        if n_noise:
+            key = self._seeds.noise_key(number, n_restarts)
+            noise = NoiseStarts(np.array([key], np.uint64), n_noise)[0]
         return Episode(number, seed, self._infos.options(number), noise, slot, n_restarts)

@@ -10,9 +10,6 @@ from rlpool.envs.gym_env import GymEnv
 from rlpool.seeding import LaneSeeds, root_from
 from rlpool.storage import Array
 
-_REMOTE_SEEDS = 2**31
-"""Number of the "reset" from which the seeds of remotes derive: one that nobody reaches."""
-
 
 class RemoteSeeds:
     """Seeds of the resets of remotes that bring none.
@@ -23,22 +20,24 @@ class RemoteSeeds:
     """
 
     def __init__(self, root: int, first_lane: int) -> None:
-        self._stream = LaneSeeds(root, _REMOTE_SEEDS)
+        # As if each were a worker of its own, beside the one that stands for all lanes when they
+        # are reset together.
+        self._stream = LaneSeeds(root, 0, n_lanes=1)
         self._first_lane = first_lane
         self._seeds: dict[int, Iterator[int]] = {}
 
     def next(self, lane: int) -> int:
         """The next seed of a lane."""
         if lane not in self._seeds:
-            number = self._first_lane + lane
+            number = 1 + self._first_lane + lane
             self._seeds[lane] = (self._stream.seed(number, k) for k in itertools.count())
         return next(self._seeds[lane])
 
     def give(self, lane: int, seed: int) -> None:
         """Go on with this seed, then with others that follow from it."""
-        stream = LaneSeeds(root_from(seed), 0)
+        stream = LaneSeeds(root_from(seed), 0, n_lanes=1)
         others = (stream.seed(0, k) for k in itertools.count())
-        self._seeds[lane] = itertools.chain([seed], others)
+        self._seeds[lane] = itertools.chain([seed], (other for other in others if other != seed))
 
     def go_on(self, lane: int, seed: int | None, n_used: int) -> None:
         """Go on where another process was.

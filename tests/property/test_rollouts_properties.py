@@ -19,10 +19,10 @@ TASKS = (1, 4, 6)
 SEED = 11
 
 
-def by_hand(collection: int, n_rollouts: int) -> list[list[Any]]:
+def by_hand(collection: int, n_before: int, n_rollouts: int) -> list[list[Any]]:
     """Observations, actions, rewards, terminals and next observations of each rollout."""
     root = root_from(SEED)
-    seeds = episode_seeds(root, collection, n_rollouts)
+    seeds = episode_seeds(root, n_before, n_rollouts)
     draws = task_draws(root, collection, n_rollouts, len(TASKS))
     rollouts = []
     for seed, draw in zip(seeds, draws, strict=True):
@@ -58,7 +58,9 @@ def test_every_rollout_is_there_once_and_in_order_whoever_ran_it(
         patch.setattr(learner_module, "MAX_CHUNK", chunk)
         for count in counts:
             learner.collect_rollouts_parallel(count, parallel_env=lanes)
-    expected = [rollout for i, count in enumerate(counts) for rollout in by_hand(i, count)]
+    expected = [
+        rollout for i, count in enumerate(counts) for rollout in by_hand(i, sum(counts[:i]), count)
+    ]
     assert len(storage.episodes) == len(expected)
     for got, wanted in zip(storage.episodes, expected, strict=True):
         for array, other in zip(got, wanted, strict=True):

@@ -83,7 +83,7 @@ def test_every_reset_is_seeded_before(kind: Any) -> None:
         env.step(action(0))
     assert len(inner.seeds) == 4
     assert len(set(inner.seeds)) == 4
-    assert all(0 <= seed < 2**32 for seed in inner.seeds)
+    assert all(0 <= seed < 2**31 for seed in inner.seeds)
     np.random.RandomState(inner.seeds[0])
 
 

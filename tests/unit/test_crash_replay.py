@@ -58,13 +58,12 @@ def crash(
     infos: Any = None,
     **arguments: Any,
 ) -> WorkerError:
-    """The error of episodes in this process."""
-    given: dict[str, Any] = {"n_timesteps": 5, "n_slots": 3, "seeds": 0, **arguments}
+    """The error of episodes, in this process unless said otherwise."""
+    given = {"n_timesteps": 5, "n_slots": 3, "seeds": 0, "n_threads": 0, **arguments}
     batcher = EpisodeBatcher(
         create_agent=lambda: agent or StepCounter(),
         create_env=create_env,
         env_args=env_args,
-        n_threads=0,
         **given,
     )
     with batcher:
@@ -461,27 +460,21 @@ def test_an_agents_replay_says_where_it_went_another_way() -> None:
 
 
 class Global(CountingEnv):
-    """Fails when the sum of what it drew from the process's generators has that value."""
-
-    drawn: Any = None
+    """Fails in its fourth step, and says what its constructor drew from global generators."""
 
     def __init__(self) -> None:
         super().__init__(9)
-        self.base = [np.random.rand(), torch.rand(()).item()]  # noqa: NPY002
+        self.base = [random.random(), np.random.rand(), torch.rand(()).item()]  # noqa: NPY002
 
     def step(self, action: Any) -> Any:
         if self.t == 3:
-            raise KeyError(f"{self.base} {random.random() and 1}")
+            raise KeyError(str(self.base))
         return super().step(action)
 
 
-def test_generators_are_seeded_as_in_a_worker_and_left_as_they_were() -> None:
-    def create_env(seed: int) -> GymEnv:
-        torch.manual_seed(seed)  # what a worker does before
-        np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002
-        return GymEnv([Global()], seed)
-
-    error = crash(create_env)
+@pytest.mark.parametrize("n_threads", [0, 1])
+def test_generators_are_seeded_as_in_a_worker_and_left_as_they_were(n_threads: int) -> None:
+    error = crash(lambda seed: GymEnv([Global()], seed), n_threads=n_threads)
     random.seed(1)
     np.random.seed(1)  # noqa: NPY002
     torch.manual_seed(1)

@@ -17,6 +17,7 @@ ORDER = (
     "errors",
     "restarts",
     "interrupts",
+    "generators",
     "ownership",
     "main_guard",
     "cgroups",

@@ -459,13 +459,14 @@ def test_the_first_episode_has_the_first_seed() -> None:
 
 
 @pytest.mark.parametrize("kind", [SeededEnv, ResetSeededEnv])
-def test_seeds_of_environments_that_may_be_old_have_32_bits(kind: type[SeededEnv]) -> None:
+def test_every_episode_has_a_seed_of_its_own_below_2_to_the_31(kind: type[SeededEnv]) -> None:
     env = kind()
-    with episodes_of(env, first_seed=2**60 + 5) as run:
+    with episodes_of(env, first_seed=2**31 - 5) as run:
         for _ in range(8):
             run()
+    assert env.seeds[0] == 2**31 - 5
     assert len(set(env.seeds)) == 8
-    assert all(0 <= seed < 2**32 for seed in env.seeds)
+    assert all(0 <= seed < 2**31 for seed in env.seeds)
 
 
 def test_sampled_actions_follow_the_seed_of_the_episode() -> None:

@@ -350,7 +350,7 @@ class Unclosable(ConstantAgent):
 
 class Unseedable(ConstantAgent):
     def seed(self, seed: int) -> None:
-        np.random.RandomState(seed)  # fails above 32 bits
+        np.random.RandomState([seed, "a word"])
 
 
 LOCK = threading.Lock()

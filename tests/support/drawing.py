@@ -1,0 +1,109 @@
+"""Environments and agents that draw from the global generators wherever they can."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from rlpool import Agent, DictTensor, GymEnv, GymEnvInf, ParallelEnvManager
+
+
+def drawn() -> list[float]:
+    """A number of every generator, and of the normal ones that keep a second one for later."""
+    return [
+        random.random(),
+        random.gauss(0.0, 1.0),
+        float(np.random.rand()),  # noqa: NPY002
+        float(np.random.normal()),  # noqa: NPY002
+        torch.rand(()).item(),
+        torch.randn(()).item(),
+    ]
+
+
+class DrawingEnv(gymnasium.Env[Any, Any]):
+    """Its observation is what it has just drawn.
+
+    Args:
+        fails_in: ``"reset"``, ``"step"`` or ``"close"``: raises ``error`` there.
+        error: What it raises.
+    """
+
+    observation_space = spaces.Box(-np.inf, np.inf, (6,), np.float64)
+    action_space = spaces.Discrete(1000)
+
+    def __init__(self, fails_in: str = "", error: Any = KeyError) -> None:
+        self.fails_in, self.error = fails_in, error
+        self.base = np.array(drawn())
+        self.n_resets = 0
+
+    def _observation(self, method: str) -> Any:
+        values = self.base + np.array(drawn())
+        # Not in the reset of the probe, which batchers put off.
+        if method == self.fails_in and (method != "reset" or self.n_resets > 1):
+            raise self.error("goal")
+        return values
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = 0
+        self.n_resets += 1
+        return self._observation("reset"), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        return self._observation("step"), float(action), self.t == 3, False, {}
+
+    def close(self) -> None:
+        self._observation("close")
+
+
+class DrawingAgent(Agent):
+    """A network that nobody has ever seeded or updated, and random actions."""
+
+    def __init__(self, fails: bool = False) -> None:
+        drawn()
+        self.fails = False
+        self.linear = torch.nn.Linear(6, 3)
+        self.fails_later = fails
+
+    def __call__(
+        self, state: Any, observation: DictTensor, agent_info: Any = None, history: Any = None
+    ) -> tuple[DictTensor, DictTensor, DictTensor]:
+        n = observation.n_elems()
+        if self.fails:
+            drawn()
+            raise KeyError("policy")
+        self.fails = self.fails_later
+        output = {
+            "action": torch.randint(1000, (n,)),
+            "logits": self.linear(observation["frame"].float()),
+            "noisy": torch.from_numpy(np.random.normal(size=n)),  # noqa: NPY002
+        }
+        return DictTensor(), DictTensor(output), DictTensor()
+
+    def update(self, info: Any) -> None:
+        torch.nn.init.normal_(self.linear.weight)
+
+    def close(self) -> None:
+        drawn()
+
+
+def create_drawing(
+    seed: int, restarts: bool = False, fails_in: str = "", error: Any = KeyError
+) -> GymEnv:
+    drawn()
+    random.seed(random.random())
+    envs = [DrawingEnv(fails_in, error) for _ in range(2)]
+    return (GymEnvInf if restarts else GymEnv)(envs, seed, keep_float64=True)
+
+
+def create_drawing_manager(seed: int, restarts: bool = False) -> ParallelEnvManager:
+    drawn()
+    return ParallelEnvManager(
+        [DrawingEnv] * 2, seed=seed, auto_reset=restarts, keep_float64=True, envs_per_worker=2
+    )
