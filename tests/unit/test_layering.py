@@ -48,6 +48,7 @@ ORDER = (
     "replay",
     "envs.columns",
     "envs.vec_env",
+    "envs.former_generator",
     "envs.ancestor_env",
     "envs.make_wrappers",
     "envs.gym_env",
