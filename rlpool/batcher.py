@@ -44,8 +44,9 @@ class EpisodeBatcher(BatcherBase):
             and classes defined in a script or notebook are fine.
         agent_args: Keyword arguments of ``create_agent``.
         create_env: Called as ``create_env(seed=..., **env_args)`` in every worker, never here;
-            returns a ``GymEnv``.
-        env_args: Keyword arguments of ``create_env``.
+            without ``seed`` if it takes none; returns a ``GymEnv``.
+        env_args: Keyword arguments of ``create_env``. A ``seed`` among them takes the place of the
+            one that differs from worker to worker.
         n_threads: Number of worker processes; 0 runs everything in this process, while ``get``
             waits: for debuggers and profilers, with the same results.
         seeds: A non-negative int, or a list with one per worker; hashed into one root seed.
@@ -234,7 +235,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
     Args:
         create_agent: Called as ``create_agent(**agent_args)``.
         agent_args: Keyword arguments of ``create_agent``.
-        create_env: Called as ``create_env(seed=..., **env_args)``.
+        create_env: Called as ``create_env(seed=..., **env_args)``, or without ``seed``.
         env_args: Keyword arguments of ``create_env``.
         seeds: As for ``EpisodeBatcher``.
     """

@@ -18,6 +18,7 @@ from rlpool.failures import agent_error, described, text_of
 from rlpool.plan import Resumed
 from rlpool.rollout import Rollout
 from rlpool.seeding import LaneSeeds, probe_seed, worker_seed
+from rlpool.signatures import called_with_seed
 from rlpool.slots import Block
 from rlpool.storage import Array, Memory
 from rlpool.workers.messages import (
@@ -170,7 +171,7 @@ class Collector:
         except BaseException as error:
             raise _startup_error("loading create_env and create_agent", error, where) from error
         try:
-            env = create_env(seed=seed, **env_args)
+            env = called_with_seed(create_env, seed, env_args)
         except (KeyboardInterrupt, WorkerStartupError):
             raise
         except BaseException as error:

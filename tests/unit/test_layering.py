@@ -18,6 +18,7 @@ ORDER = (
     "restarts",
     "interrupts",
     "ownership",
+    "signatures",
     "main_guard",
     "cgroups",
     "limits",
