@@ -155,6 +155,17 @@ class VecEnv(ABC):
             self.current[f"last_{key}"] = array
             self._cleared.append(array)
 
+    def forget(self) -> None:
+        """Be as before the first reset, of which nothing but its failure was of use.
+
+        What observations and actions look like is learnt again by the next one, where no space
+        says it.
+        """
+        for key in self._last_actions:
+            del self.current[f"last_{key}"]
+        self._last_actions = {}
+        self._place_results(self._reward, self.flags)
+
     def _action_arrays(self, specs: Mapping[str, TensorSpec]) -> dict[str, Array]:
         """Where the last actions are kept."""
         return {key: batch_array(spec, self.n_lanes) for key, spec in specs.items()}
@@ -305,8 +316,9 @@ class VecEnv(ABC):
         self._lane_seeds = LaneSeeds(self._root, self._n_resets)
         self._n_resets += 1
         self._restarts = [0] * self.n_lanes
-        self._running = list(self._all_lanes)
+        self._running = []
         self._restart(self._all_lanes)
+        self._running = list(self._all_lanes)
         return self._observation(self._running)
 
     def step(
