@@ -105,9 +105,20 @@ class GymEnv(VecEnv):
         return self._action_leaves
 
     @property
+    def is_declared(self) -> bool:
+        """Whether a space says what observations look like."""
+        return self.observation_space is not None and not _may_differ(self._envs[0])
+
+    @property
     def knows_observations(self) -> bool:
-        """Whether it is known what observations look like, before any reset or after the first."""
+        """Whether it is known what they look like, before any reset or after the first."""
         return self._columns is not None and self._is_sure
+
+    def declare_observations(self, structure: Structure) -> None:
+        """Take what observations look like from others of the same kind."""
+        self._forget_columns()
+        self._declare_observations(structure)
+        self._is_sure = True
 
     def forget(self) -> None:
         """Be as before the first reset, see ``VecEnv.forget``."""

@@ -98,11 +98,11 @@ class VecEnv(ABC):
         What it holds is lost: all lanes need a reset.
 
         Args:
-            arrays: The observations' keys, ``[n_lanes, ...]``, as declared.
+            arrays: The observations' keys, ``[n_lanes, ...]``, as declared; empty to leave them.
             reward: float32 ``[n_lanes]``.
             flags: bool ``[4, n_lanes]``.
         """
-        if self.columns is not None:
+        if self.columns is not None and arrays:
             self.columns.place(arrays)
             self.current.update(self.columns.arrays)
         self._place_results(reward, flags)

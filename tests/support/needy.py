@@ -110,4 +110,4 @@ class Needy:
 
 def create_manager(seed: int, n_envs: int = 2, **arguments: Any) -> ParallelEnvManager:
     """Lanes in processes of their own."""
-    return ParallelEnvManager([Needy(**arguments)] * n_envs, seed=seed)
+    return ParallelEnvManager([Needy(**arguments)] * n_envs, seed=seed, envs_per_worker=2)
