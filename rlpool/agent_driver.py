@@ -62,6 +62,8 @@ class AgentDriver:
     def forget(self) -> None:
         """Forget what the first call taught about keys, shapes and dtypes."""
         self.output_specs = None
+        self._starting = []
+        self._new_state = {}
         self.state.clear()
         self._state_tensors.clear()
         self._expected_state, self._expected_output = [], []

@@ -44,11 +44,13 @@ class EpisodeBatcher(BatcherBase):
             and classes defined in a script or notebook are fine.
         agent_args: Keyword arguments of ``create_agent``.
         create_env: Called as ``create_env(seed=..., **env_args)`` in every worker, and in this
-            process only with ``n_threads=0``; returns a ``VecEnv``: a ``GymEnv`` or, with
-            ``n_threads=0``, a ``ParallelEnvManager``. Each worker resets its environments once
-            before the first request, to learn keys, shapes and dtypes; a wrapper that counts or
-            records episodes (``RecordVideo``) sees that reset as an episode of no steps.
-        env_args: Keyword arguments of ``create_env``.
+            process only with ``n_threads=0``; without ``seed`` if it takes none. Returns a
+            ``VecEnv``: a ``GymEnv`` or, with ``n_threads=0``, a ``ParallelEnvManager``. Each worker
+            resets its environments once before the first request, to learn keys, shapes and
+            dtypes; a wrapper that counts or records episodes (``RecordVideo``) sees that reset as
+            an episode of no steps.
+        env_args: Keyword arguments of ``create_env``. A ``seed`` among them takes the place of the
+            one that differs from worker to worker.
         n_threads: Number of worker processes; 0 runs everything in this process, while ``get``
             waits: for debuggers and profilers, with the same results.
         seeds: A non-negative int, or a list with one per worker; hashed into one root seed.
@@ -240,7 +242,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
     Args:
         create_agent: Called as ``create_agent(**agent_args)``.
         agent_args: Keyword arguments of ``create_agent``.
-        create_env: Called as ``create_env(seed=..., **env_args)``.
+        create_env: Called as ``create_env(seed=..., **env_args)``, or without ``seed``.
         env_args: Keyword arguments of ``create_env``.
         seeds: As for ``EpisodeBatcher``.
     """

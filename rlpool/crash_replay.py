@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import pdb  # noqa: T100  (asked for with debug=True)
@@ -24,6 +23,7 @@ from rlpool.failures import described
 from rlpool.generators import seeded_generators
 from rlpool.parallel_env import ParallelEnvManager
 from rlpool.seeding import N_SEEDS
+from rlpool.signatures import called_with_seed
 from rlpool.slots import NOISE_KEY
 from rlpool.specs import TensorSpec
 from rlpool.storage import Array
@@ -251,10 +251,8 @@ def _environment(
     capsule: CrashCapsule, create_env: Callable[..., Any], env_args: dict[str, Any]
 ) -> tuple[VecEnv, int]:
     """The environment, and which of its lanes to use."""
-    if _takes_seed(create_env):
-        seed = capsule.worker_seed if capsule.worker_seed is not None else capsule.seed
-        env_args = {"seed": seed, **env_args}
-    made = create_env(**env_args)
+    seed = capsule.worker_seed if capsule.worker_seed is not None else capsule.seed
+    made = called_with_seed(create_env, seed, env_args)
     lane = capsule.where.lane or 0
     if isinstance(made, ParallelEnvManager):
         # A debugger sees the frames of this process only.
@@ -286,16 +284,6 @@ def _refuse_lane(lane: int, n_lanes: int) -> None:
                 "the one environment",
             )
         )
-
-
-def _takes_seed(create_env: Callable[..., Any]) -> bool:
-    """Whether a function is one that batchers take, which are called with a seed."""
-    try:
-        parameters = inspect.signature(create_env).parameters
-    except (TypeError, ValueError):
-        return True
-    kinds = [parameter.kind for parameter in parameters.values()]
-    return "seed" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _declare_actions(env: VecEnv, actions: Mapping[str, Array]) -> None:

@@ -17,13 +17,14 @@ from rlpool.crash_files import CrashDir
 from rlpool.envs.columns import Columns
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError, Where, compose
 from rlpool.ownership import ProcessOwner
 from rlpool.remotes import Remote, WorkerHandle
 from rlpool.restarts import DEFAULT_MAX_RESTARTS, FailurePolicy
 from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
     Leaf,
+    Structure,
     TensorSpec,
     leaves_of,
     refuse_collisions,
@@ -32,8 +33,10 @@ from rlpool.stack_dumps import DumpsStacks
 from rlpool.storage import Array
 from rlpool.workers.arena import ArenaLayout
 from rlpool.workers.env_crew import EnvCrew
-from rlpool.workers.orders import Orders
+from rlpool.workers.env_messages import Call
+from rlpool.workers.orders import Orders, lane_failure
 from rlpool.workers.supervisor import refuse_during_import
+from rlpool.workers.watched_crew import placed
 
 DEFAULT_TIMEOUT_S = 600.0
 """Without progress for so long, a worker counts as hanging: far beyond any slow ``step``."""
@@ -168,9 +171,12 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
     def _agree(self) -> None:
         """Take over what the workers report, which must be the same, and make the arena."""
         first, crew = self._crew.reports[0], self._crew
+        shown = [report.observation for report in crew.reports if report.observation is not None]
+        structure = shown[0] if shown else None
         for worker, report in enumerate(crew.reports):
+            observed = structure if report.observation is None else report.observation
             for name, mine, theirs in (
-                ("observation_space", first.observation, report.observation),
+                ("observation_space", structure, observed),
                 ("action_space", first.action, report.action),
             ):
                 if mine != theirs:
@@ -185,16 +191,13 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         self.observation_space, self.action_space = pickle.loads(first.spaces)
         self.n_tasks, self.horizon_bamdp = first.n_tasks, first.horizon_bamdp
         self.all_tasks = first.all_tasks
-        self._columns = Columns(first.observation, DEFAULT_OBSERVATION_KEY, self.n_lanes)
-        keys = list(self._columns.leaves)
-        refuse_collisions({"rlpool": [*self.current, "last_action"], "the observation": keys})
+        self._is_declared = first.is_declared
+        self._columns: Columns | None = None
         self._action_leaves = None
         if first.action is not None:
             self._action_leaves = leaves_of({"action": first.action}, "")
-        layout = ArenaLayout(
-            self.n_lanes, crew.n_workers, self._columns.leaves, first.native_action or {}
-        )
-        self.current = {**self._columns.arrays, **self.current}
+        leaves = {} if structure is None else self._declare_observations(structure).leaves
+        layout = ArenaLayout(self.n_lanes, crew.n_workers, leaves, first.native_action or {})
         arena = crew.map(layout)
         self._arena = arena
         self._orders = Orders(crew)
@@ -202,13 +205,57 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         self._handed = arena.action  # where actions are handed over
         self._copied: dict[str, Array] = {}  # last actions that are kept elsewhere
         self._announced: tuple[list[int], dict[str, Array]] = ([], {})
+        if structure is not None and len(shown) < crew.n_workers:
+            self._map_observations(structure)
+
+    def _declare_observations(self, structure: Structure) -> Columns:
+        self._forget_columns()
+        self._columns = columns = Columns(structure, DEFAULT_OBSERVATION_KEY, self.n_lanes)
+        own = sorted({*self.current, "last_action"})
+        refuse_collisions({"rlpool": own, "the observation": list(columns.leaves)})
+        self.current = {**columns.arrays, **self.current}
+        return columns
+
+    def _forget_columns(self) -> None:
+        for key in self._columns.leaves if self._columns is not None else ():
+            del self.current[key]
+        self._columns = None
+
+    def _map_observations(self, structure: Structure) -> None:
+        """Tell all workers what observations look like, and where they are kept."""
+        columns = self._declare_observations(structure)
+        self._crew.map_observations(structure)
+        columns.place(self._arena.observation)
+        self.current.update(columns.arrays)
+
+    def _learn_observations(self, lane: int, seed: int, options: Options) -> None:
+        """Let an environment show what observations look like, since no space says it.
+
+        Raises:
+            LaneFailure: If its reset fails.
+        """
+        crew = self._crew
+        crew.options[lane] = options
+        reply, value = crew.ask(lane, "describe", (seed, options))
+        if reply == "structure":
+            self._map_observations(value)
+            return
+        where = Where(crew.worker_of[lane], lane, step=0, seed=seed, env_info=options or None)
+        error = crew.capsules.of_remote(placed(value, where), Call(lane, "reset", (seed, options)))
+        raise lane_failure(error, lane, "reset", where)
 
     # The lane contract ---------------------------------------------------------------------
 
     @property
-    def columns(self) -> Columns:
-        """The observations' columns."""
+    def columns(self) -> Columns | None:
+        """The observations' columns, ``None`` before the first reset of undeclared spaces."""
         return self._columns
+
+    def forget(self) -> None:
+        """Be as before the first reset, see ``VecEnv.forget``."""
+        super().forget()
+        if not self._is_declared:
+            self._forget_columns()
 
     @property
     def action_leaves(self) -> dict[str, Leaf] | None:
@@ -239,6 +286,8 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         crew.refuse_bad_lanes(lanes)
         self._orders.settle(lanes)
         crew.recycle(lanes)
+        if self._columns is None:
+            self._learn_observations(lanes[0], seeds[0], options[0])
         rest, begun = [], []
         for row, lane in enumerate(lanes):
             number = int(arena.is_ahead[lane])

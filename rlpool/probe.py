@@ -31,6 +31,8 @@ def probe(
 ) -> StepSpecs:
     """Reset all lanes and call the agent once; nothing of it is kept but the keys.
 
+    After a failure not even those: another probe, with other infos, may follow.
+
     Args:
         env: The environments; left reset.
         driver: The agent; left with the states after that one call.
@@ -45,15 +47,33 @@ def probe(
         EnvError, AgentError: If the user's code fails, or actions do not fit the action space.
         SpecError: If keys collide.
     """
+    driver.forget()
+    try:
+        return _probe(env, driver, noise, seed, options, agent_info, worker, scene)
+    except BaseException:
+        env.forget()
+        raise
+
+
+def _probe(
+    env: VecEnv,
+    driver: AgentDriver,
+    noise: torch.Tensor | None,
+    seed: int,
+    options: Sequence[Options],
+    agent_info: DictTensor | None,
+    worker: int,
+    scene: SceneMaker,
+) -> StepSpecs:
     lanes = range(env.n_lanes)
-    if env.action_leaves is not None:
-        env.declare_actions({key: leaf.spec for key, leaf in env.action_leaves.items()})
     try:
         env.reset_lanes(lanes, [seed] * env.n_lanes, options)
     except LaneError as error:
         where = Where(worker, error.lane, error.lane, 0, seed, options[error.lane])
         known = scene(error.lane, False)
         raise env_error(error, where, known) from error.__cause__
+    if env.action_leaves is not None:
+        env.declare_actions({key: leaf.spec for key, leaf in env.action_leaves.items()})
     observation = {key: torch.from_numpy(array) for key, array in env.current.items()}
     if noise is not None:
         observation[NOISE_KEY] = noise

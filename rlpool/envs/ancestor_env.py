@@ -3,15 +3,20 @@
 Understood are: ``reset()`` without arguments that returns the observation alone, ``seed(seed)``,
 ``step`` with four results, ``reset(env_info=...)``, ``reset(task=...)`` which gets the option of
 that name, ``reset_task(task)`` which gets it where ``reset`` takes none, missing spaces, and any
-subset of ``seed`` and ``options`` among the arguments of ``reset``.
+subset of ``seed`` and ``options`` among the arguments of ``reset``. What a reset is not given, such
+as ``env_info``, is left to the default of the environment's own ``reset``.
 """
 
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from typing import Any
 
 import gymnasium
+from gymnasium.utils import seeding
+
+from rlpool.envs.former_generator import give_former_names
 
 _RESET_ARGUMENTS = ("seed", "options", "env_info", "task")
 _OWN_ARGUMENTS = {"env_info", "task"}  # those that no wrapper of Gymnasium's hands on
@@ -92,6 +97,7 @@ def modernised(env: Any, *, with_tasks: bool = True) -> Any:
     if (
         isinstance(layer, gymnasium.Env)
         and arguments == {"seed", "options"}
+        and not _has_own_options(layer)
         and not (with_tasks and callable(getattr(layer, "reset_task", None)))
     ):
         return env
@@ -113,21 +119,45 @@ def call_reset(
         seed: The seed; ``None`` for none.
         options: Handed over as ``options`` or ``env_info``; ``"task"`` among them as ``task``
             where there is such an argument, else to ``reset_task`` before, if there is that.
+            ``None`` or empty for none.
 
     Returns:
         Whatever its ``reset`` returns.
     """
-    own_seed = None if "seed" in arguments else getattr(env, "seed", None)
-    if seed is not None and callable(own_seed):
+    if seed is not None and "seed" not in arguments:
+        _seed_former(env, seed)
+    given: dict[str, Any] = {"seed": seed, "options": None}
+    if _has_own_options(env):
+        del given["options"]
+    if options:
+        given.update(options=options, env_info=options)
+        reset_task = getattr(env, "reset_task", None)
+        if "task" in arguments:
+            others = dict(options)
+            given["task"] = others.pop("task", None)
+            given["options"] = others or None
+        elif "task" in options and callable(reset_task):
+            reset_task(options["task"])
+    return env.reset(**{name: given[name] for name in arguments & given.keys()})
+
+
+def _seed_former(env: Any, seed: int) -> None:
+    """Seed an environment whose ``reset`` takes no seed, and give it the generator of its time."""
+    own_seed = getattr(env, "seed", None)
+    if callable(own_seed):
         own_seed(seed)
-    given: dict[str, Any] = {"seed": seed, "options": options, "env_info": options or {}}
-    reset_task = getattr(env, "reset_task", None)
-    if "task" in arguments:
-        others = dict(options or {})
-        given.update(task=others.pop("task", None), options=others or None)
-    elif options and "task" in options and callable(reset_task):
-        reset_task(options["task"])
-    return env.reset(**{name: given[name] for name in arguments})
+    elif isinstance(env, gymnasium.Env):
+        with suppress(AttributeError):  # where it has another idea of its generator
+            env.np_random = seeding.np_random(seed)[0]  # as the base class of that time did
+    else:
+        return
+    give_former_names(env)
+
+
+def _has_own_options(env: Any) -> bool:
+    """Whether ``reset`` has a default for ``options`` that ``None`` would replace."""
+    parameter = inspect.signature(env.reset).parameters.get("options")
+    return parameter is not None and parameter.default not in (None, parameter.empty)
 
 
 def _wants_more(wrapper: Any) -> bool:

@@ -80,8 +80,9 @@ class GymEnv(VecEnv):
         self._limits = np.full(len(envs), _NO_LIMIT)  # of the lanes whose time limit is kept here
         self._until_limit = _NO_LIMIT  # lower bound of the steps before a lane reaches its limit
         self._columns: Columns | None = None
-        if self.observation_space is not None:
-            self._declare_observations(self._structure(self.observation_space, "observation_space"))
+        # Whether observations are surely of that space; those that are not show what they are.
+        self._is_sure = not _may_differ(self._envs[0])
+        self._declare_space()
         self.keeps_results = False
         self.results: list[Any] = []
         self.action_structure: Structure | None = None
@@ -102,6 +103,29 @@ class GymEnv(VecEnv):
     def action_leaves(self) -> dict[str, Leaf] | None:
         """Keys of the actions, ``None`` if the environments declare no action space."""
         return self._action_leaves
+
+    @property
+    def is_declared(self) -> bool:
+        """Whether a space says what observations look like."""
+        return self.observation_space is not None and not _may_differ(self._envs[0])
+
+    @property
+    def knows_observations(self) -> bool:
+        """Whether it is known what they look like, before any reset or after the first."""
+        return self._columns is not None and self._is_sure
+
+    def declare_observations(self, structure: Structure) -> None:
+        """Take what observations look like from others of the same kind."""
+        self._forget_columns()
+        self._declare_observations(structure)
+        self._is_sure = True
+
+    def forget(self) -> None:
+        """Be as before the first reset, see ``VecEnv.forget``."""
+        super().forget()
+        self._forget_columns()
+        self._is_sure = not _may_differ(self._envs[0])
+        self._declare_space()
 
     def close(self) -> None:
         """Close all environments."""
@@ -153,14 +177,7 @@ class GymEnv(VecEnv):
             if self._wrapped_lanes:
                 self._unwrap(lanes)
                 self._until_limit = 1  # look which limits there are now
-            if self._columns is None:
-                self._declare_observations(
-                    structure_of_value(
-                        observations[0], keep_float64=self._keep_float64, name="observation"
-                    )
-                )
-            if self._columns is not None:
-                self._columns.write(lanes, observations)
+            self._write_reset(lanes, observations)
             if self.keeps_results:
                 self.results = list(zip(observations, infos, strict=True))
         except BadValue as error:
@@ -222,11 +239,38 @@ class GymEnv(VecEnv):
             for lane, was_truncated in zip(lanes, truncated, strict=True)
         ]
 
-    def _declare_observations(self, structure: Structure) -> None:
-        self._columns = Columns(structure, DEFAULT_OBSERVATION_KEY, self.n_lanes)
-        keys = list(self._columns.leaves)
-        refuse_collisions({"rlpool": [*self.current, "last_action"], "the observation": keys})
-        self.current = {**self._columns.arrays, **self.current}
+    def _write_reset(self, lanes: Sequence[int], observations: Sequence[Any]) -> None:
+        """Write the observations of a reset; the first ones tell what no space does."""
+        if self._columns is not None:
+            try:
+                self._columns.write(lanes, observations)
+            except BadValue:
+                if self._is_sure:
+                    raise
+                self._forget_columns()
+        self._is_sure = True
+        if self._columns is None:
+            structure = structure_of_value(
+                observations[0], keep_float64=self._keep_float64, name="observation"
+            )
+            self._declare_observations(structure).write(lanes, observations)
+
+    def _forget_columns(self) -> None:
+        for key in self._columns.leaves if self._columns is not None else ():
+            del self.current[key]
+        self._columns = None
+
+    def _declare_space(self) -> None:
+        if self.observation_space is not None:
+            self._declare_observations(self._structure(self.observation_space, "observation_space"))
+
+    def _declare_observations(self, structure: Structure) -> Columns:
+        self._columns = columns = Columns(structure, DEFAULT_OBSERVATION_KEY, self.n_lanes)
+        keys = list(columns.leaves)
+        own = sorted({*self.current, "last_action"})
+        refuse_collisions({"rlpool": own, "the observation": keys})
+        self.current = {**columns.arrays, **self.current}
+        return columns
 
     def _structure(self, space: Any, name: str) -> Structure:
         return structure_of_space(space, keep_float64=self._keep_float64, name=name)
@@ -286,6 +330,18 @@ def _explained(results: Sequence[Any]) -> SpecError | None:
             got = len(result) if isinstance(result, tuple) else type(result).__name__
             return SpecError(f"step() should return five values, got {got}")
     return None
+
+
+def _may_differ(env: Any) -> bool:
+    """Whether a wrapper changes observations and says of no space of its own.
+
+    The space that it seems to have is that of what it wraps, which it may keep to or not.
+    """
+    while isinstance(env, gymnasium.Wrapper) and env._observation_space is None:
+        if isinstance(env, gymnasium.ObservationWrapper):
+            return True
+        env = env.env
+    return False
 
 
 def _limited(env: Any, max_episode_steps: int) -> Any:

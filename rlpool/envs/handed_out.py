@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 
@@ -72,7 +73,7 @@ def is_gymnasium(env: Any, result: Any) -> bool:
     """Whether an environment that returned this from ``reset`` is Gymnasium's, or older."""
     if isinstance(result, tuple) and len(result) == 2:
         return isinstance(result[1], dict)
-    return any(
+    return isinstance(env, gymnasium.Env) or any(
         getattr(env, f"{name}_space", None) is not None for name in ("observation", "action")
     )
 

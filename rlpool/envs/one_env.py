@@ -16,7 +16,7 @@ copies, since an environment may update its state in place and return the same a
 
 Which protocol it is shows in what the first ``reset`` returns: a pair whose second part is a dict
 is Gymnasium's, any other pair the pool's own. What is not a pair comes from an environment with an
-older interface, if it declares spaces; without them it is refused.
+older interface, if it is a ``gymnasium.Env`` or declares spaces; any other is refused.
 
 Both kinds of environment give the same keys: ``state`` (or ``state/...`` where it is made of
 several arrays), ``reward`` in float64, and ``last_action`` (or ``last_action/...``), so that

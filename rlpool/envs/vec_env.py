@@ -99,11 +99,11 @@ class VecEnv(ABC):
         What it holds is lost: all lanes need a reset.
 
         Args:
-            arrays: The observations' keys, ``[n_lanes, ...]``, as declared.
+            arrays: The observations' keys, ``[n_lanes, ...]``, as declared; empty to leave them.
             reward: float32 ``[n_lanes]``.
             flags: bool ``[4, n_lanes]``.
         """
-        if self.columns is not None:
+        if self.columns is not None and arrays:
             self.columns.place(arrays)
             self.current.update(self.columns.arrays)
         self._place_results(reward, flags)
@@ -155,6 +155,17 @@ class VecEnv(ABC):
         for key, array in self._last_actions.items():
             self.current[f"last_{key}"] = array
             self._cleared.append(array)
+
+    def forget(self) -> None:
+        """Be as before the first reset, of which nothing but its failure was of use.
+
+        What observations and actions look like is learnt again by the next one, where no space
+        says it.
+        """
+        for key in self._last_actions:
+            del self.current[f"last_{key}"]
+        self._last_actions = {}
+        self._place_results(self._reward, self.flags)
 
     def _action_arrays(self, specs: Mapping[str, TensorSpec]) -> dict[str, Array]:
         """Where the last actions are kept."""
@@ -309,8 +320,9 @@ class VecEnv(ABC):
         )
         self._n_resets += 1
         self._restarts = [0] * self.n_lanes
-        self._running = list(self._all_lanes)
+        self._running = []
         self._restart(self._all_lanes)
+        self._running = list(self._all_lanes)
         return self._observation(self._running)
 
     def step(

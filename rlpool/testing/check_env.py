@@ -32,8 +32,7 @@ def check_env(
 
     The checks, by the name that findings carry (those of warnings only with an asterisk):
 
-    - ``creation``: the function gives a new environment in each call, and takes ``seed`` if it
-      returns a ``VecEnv``.
+    - ``creation``: the function gives a new environment in each call.
     - ``picklable``: the function can be sent to a worker.
     - ``spaces``: spaces are there, have a fixed shape, and make sense to Gymnasium.
     - ``reset_takes_arguments``: ``reset`` takes ``seed``, and ``options``.

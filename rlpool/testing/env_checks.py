@@ -13,7 +13,6 @@ from gymnasium.utils import env_checker, passive_env_checker
 
 from rlpool.envs.ancestor_env import AncestorEnv, reset_arguments
 from rlpool.envs.gym_env import GymEnv
-from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError
 from rlpool.failures import described
 from rlpool.generators import seeded_generators
@@ -89,12 +88,6 @@ def creation(subject: EnvSubject) -> Findings:
             "creation",
             f"{subject.name} returned the same object twice",
             "make a new environment in every call: every lane needs its own",
-        )
-    if isinstance(made[0], VecEnv) and not subject.takes_seed:
-        yield error(
-            "creation",
-            f"{subject.name} returns a VecEnv and takes no argument seed",
-            "define create_env(seed, **env_args): this is how batchers call it",
         )
 
 

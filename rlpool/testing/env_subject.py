@@ -20,6 +20,7 @@ from rlpool.envs.vec_env import VecEnv
 from rlpool.failures import described
 from rlpool.generators import seeded_generators
 from rlpool.seeding import episode_seeds, root_from, worker_seed
+from rlpool.signatures import takes_keyword
 from rlpool.testing.episodes import ActionArrays, Episode, LaneOf, Runnable, run_episode
 from rlpool.testing.findings import CannotCheck, Failed, refuse_arguments_of_instance
 from rlpool.testing.generators import GeneratorWatch
@@ -244,11 +245,7 @@ def takes_seed(factory: Callable[..., Any]) -> bool:
         return False
     if function is gymnasium.make:
         return False
-    try:
-        parameters = inspect.signature(factory).parameters
-    except (TypeError, ValueError):
-        return False
-    return "seed" in parameters
+    return takes_keyword(factory, "seed", otherwise=False)
 
 
 def close_quietly(made: Any) -> None:

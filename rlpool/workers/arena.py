@@ -53,7 +53,7 @@ class ArenaLayout:
     Attributes:
         n_lanes: Lanes of all workers.
         n_workers: How many workers there are.
-        observation: The observations' keys.
+        observation: The observations' keys, empty if they are not known yet.
         action: The actions' keys with the dtypes that the environments take; empty if there is no
             action space.
     """
@@ -86,9 +86,7 @@ class ArenaLayout:
         return arrays
 
     def _lane_specs(self) -> dict[str, TensorSpec]:
-        specs = dict(_PER_LANE)
-        for key, leaf in self.observation.items():
-            specs[OBSERVATION + key] = specs[AHEAD + OBSERVATION + key] = leaf.spec
+        specs = {**_PER_LANE, **observation_specs(self.observation)}
         for key, spec in self.action.items():
             specs[ACTION + key] = spec
         return specs
@@ -133,6 +131,34 @@ class Arena:
         self.finished = arrays["finished"].data
         self.outcome = arrays["outcome"].data
         self.writing = arrays["writing"].data
+
+    def map_observations(
+        self,
+        leaves: Mapping[str, Leaf],
+        n_lanes: int,
+        memory: Memory,
+        lanes: slice = slice(None),
+    ) -> None:
+        """Keep observations in memory of their own, for those that are known only later.
+
+        Args:
+            leaves: Their keys.
+            n_lanes: Lanes of all workers.
+            memory: The memory.
+            lanes: The lanes that this process sees, all by default.
+        """
+        specs = observation_specs(leaves)
+        arrays = {k: a[lanes] for k, a in carve(memory.root(), specs, n_lanes).items()}
+        self.observation = {key: arrays[OBSERVATION + key] for key in leaves}
+        self.ahead = {key: arrays[AHEAD + OBSERVATION + key] for key in leaves}
+
+
+def observation_specs(leaves: Mapping[str, Leaf]) -> dict[str, TensorSpec]:
+    """What an arena keeps of observations with these keys."""
+    specs = {}
+    for key, leaf in leaves.items():
+        specs[OBSERVATION + key] = specs[AHEAD + OBSERVATION + key] = leaf.spec
+    return specs
 
 
 def carve_actions(

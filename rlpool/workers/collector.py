@@ -12,12 +12,21 @@ import numpy as np
 from rlpool.agent import Agent
 from rlpool.claims import ClaimLock
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.errors import EnvError, RlpoolError, Where, WorkerError, WorkerStartupError
+from rlpool.errors import (
+    AgentError,
+    EnvError,
+    RlpoolError,
+    SpecError,
+    Where,
+    WorkerError,
+    WorkerStartupError,
+)
 from rlpool.failures import agent_error, described, text_of
 from rlpool.generators import seed_generators
 from rlpool.plan import Resumed
 from rlpool.rollout import Rollout
 from rlpool.seeding import LaneSeeds, probe_seed, worker_seed
+from rlpool.signatures import called_with_seed
 from rlpool.slots import Block
 from rlpool.storage import Array, Memory
 from rlpool.workers.messages import (
@@ -170,7 +179,7 @@ class Collector:
         # this is the caller's process, these are not the caller's generators: see LocalWorker.
         seed_generators(seed)
         try:
-            env = create_env(seed=seed, **env_args)
+            env = called_with_seed(create_env, seed, env_args)
         except (KeyboardInterrupt, WorkerStartupError):
             raise
         except BaseException as error:
@@ -225,7 +234,7 @@ class Collector:
         try:
             specs = rollout.probe(probe_seed(self._setup.root), options, rows or None)
         except RlpoolError as error:
-            return Ready(env.n_lanes, None, error)
+            return Ready(env.n_lanes, None, _with_hint(error, bool(rows)))
         return Ready(env.n_lanes, specs)
 
     def _update(self, message: Update, memory: Memory | None) -> None:
@@ -336,6 +345,21 @@ def _infos(parcel: Parcel | None, memory: Memory | None) -> tuple[Infos | None, 
         return None, ()
     agent_info, env_info, resumed = unpack(parcel, memory)
     return (agent_info, env_info), resumed
+
+
+def _with_hint(error: RlpoolError, had_agent_info: bool) -> RlpoolError:
+    """An error of a first reset or call, with what to do if it is for want of an info."""
+    is_env, is_agent = isinstance(error, EnvError), isinstance(error, AgentError)
+    if isinstance(error, SpecError) or not isinstance(error, WorkerError):
+        return error
+    if is_env and not error.where.env_info:
+        needed = "if reset() needs options, pass them as env_info=DictTensor({...})"
+    elif is_agent and not had_agent_info:
+        needed = "if the agent needs it, pass agent_info=DictTensor({...})"
+    else:
+        return error
+    fix = f"{needed}, one row per episode; otherwise {error.fix}"
+    return error.reworded(what=error.what, fix=fix)
 
 
 def _startup_error(what: str, error: BaseException, where: Where) -> WorkerStartupError:

@@ -15,6 +15,7 @@ import numpy as np
 from rlpool.envs.vec_env import LaneError, Options
 from rlpool.errors import EnvError, Where, WorkerError
 from rlpool.failures import env_error, text_of
+from rlpool.specs import DEFAULT_OBSERVATION_KEY, leaves_of
 from rlpool.storage import Array, Memory
 from rlpool.workers.arena import FAILED, NONE_ENDED, SOME_ENDED, Arena, carve_actions
 from rlpool.workers.child import control_row, settle_in
@@ -25,6 +26,7 @@ from rlpool.workers.env_messages import (
     LaneFailed,
     MapActions,
     MapArena,
+    MapObservations,
     Predecessor,
     Reply,
     Reset,
@@ -142,6 +144,8 @@ class EnvServer:
             self._fast_seeding.announce(message.seeds.tolist())
         elif isinstance(message, MapArena) and memory is not None:
             self._map(message, memory)
+        elif isinstance(message, MapObservations) and memory is not None:
+            self._map_observations(message, memory)
         elif isinstance(message, MapActions) and memory is not None:
             lanes = self._my_lanes()
             self._actions = carve_actions(message.specs, message.n_lanes, memory, lanes)
@@ -162,12 +166,28 @@ class EnvServer:
 
     def _move_in(self) -> None:
         """Let the environments' results be in the arena from now on."""
-        env, arena, me = self._env, self._arena, self._me
+        env, arena = self._env, self._arena
         env.place(arena.observation, arena.reward, arena.flags)
         env.share_elapsed(arena.elapsed)
         self._elapsed_before = np.array(arena.elapsed)
         self._is_prepared = True
-        columns: Any = env.columns
+        self._note_writing()
+
+    def _map_observations(self, message: MapObservations, memory: Memory) -> None:
+        env, arena = self._env, self._arena
+        env.declare_observations(message.structure)
+        leaves = leaves_of(message.structure, DEFAULT_OBSERVATION_KEY)
+        arena.map_observations(leaves, message.n_lanes, memory, self._my_lanes())
+        if self._is_prepared:  # else the predecessor's place comes first
+            env.place(arena.observation, arena.reward, arena.flags)
+            self._note_writing()
+
+    def _note_writing(self) -> None:
+        """Let the arena tell from which step on it holds observations."""
+        arena, me = self._arena, self._me
+        columns: Any = self._env.columns
+        if not arena.observation:
+            return
         write, order, writing = columns.write, arena.order, arena.writing
 
         def noted_write(lanes: Sequence[int], observations: Sequence[Any]) -> None:
@@ -333,6 +353,8 @@ class EnvServer:
             raise EnvError(LOST.format(self._lost[lane]), fix=LOST_FIX)
         if call.command == "get_attr":
             return "attr", env.attribute(lane, call.data)
+        if call.command == "describe":
+            return self._description(lane, *call.data)
         if call.command == "seed":
             self._remote_seeds.give(lane, call.data)
             return "done", None
@@ -344,6 +366,16 @@ class EnvServer:
             return "transition", remote_step(env, lane, self._actions)
         finally:
             env.keeps_results, env.results = False, []
+
+    def _description(self, lane: int, seed: int, options: Options) -> tuple[str, Any]:
+        """What observations look like, which a reset has to show."""
+        env = self._env
+        env.forget()
+        try:
+            env.reset_lanes([lane], [seed], [options])
+        except LaneError as error:
+            return "failed", env_error(error, Where(worker=self._me))
+        return "structure", env.columns.structure if env.columns is not None else None
 
     def _remote_reset(self, lane: int, data: tuple[int | None, Options]) -> Any:
         given, options = data

@@ -17,22 +17,25 @@ from rlpool.errors import (
 from rlpool.limits import check_size
 from rlpool.pickling import pickled, why_not
 from rlpool.restarts import FailurePolicy
-from rlpool.specs import TensorSpec
+from rlpool.specs import DEFAULT_OBSERVATION_KEY, Structure, TensorSpec, leaves_of
 from rlpool.stack_dumps import described, note_source
 from rlpool.storage import Array, Memory, carved_bytes
 from rlpool.worker_limits import check_workers
-from rlpool.workers.arena import Arena, ArenaLayout, carve_actions
+from rlpool.workers.arena import Arena, ArenaLayout, carve_actions, observation_specs
 from rlpool.workers.env_child import main
 from rlpool.workers.env_messages import (
     Announce,
+    Call,
     EnvSetup,
     LaneFailed,
     MapActions,
     MapArena,
+    MapObservations,
     Reset,
 )
 from rlpool.workers.messages import Message
 from rlpool.workers.shipment import Shipment
+from rlpool.workers.successors import Mapping as MemoryMapping
 from rlpool.workers.supervisor import Supervisor
 from rlpool.workers.wake import Wake
 from rlpool.workers.watched_crew import WatchedCrew, placed
@@ -117,20 +120,31 @@ class EnvCrew(WatchedCrew):
 
     def map(self, layout: ArenaLayout) -> Arena:
         """Make the arena and let all workers use it."""
-        sizes = layout.bytes_of_key()
-        n_bytes = sum(sizes.values())
-        check_size(
-            sizes,
-            lambda n_free: f"use fewer environments ({self.n_lanes * n_free // n_bytes} would fit)",
-            "the observations",
-        )
-        memory = Memory.shared(n_bytes, "rlpool-arena")
+        memory = self._memory(layout.bytes_of_key(), "rlpool-arena")
         self.arena = Arena(layout, memory)
         self.arena.is_ahead[:] = -1
         if self.log is not None and layout.action:
             self.log.bind(self.arena.action)
         self._broadcast(MapArena(layout), memory)
         return self.arena
+
+    def map_observations(self, structure: Structure) -> None:
+        """Make room for observations that were not known when the arena was made."""
+        leaves = leaves_of(structure, DEFAULT_OBSERVATION_KEY)
+        sizes = carved_bytes(observation_specs(leaves), self.n_lanes)
+        memory = self._memory(sizes, "rlpool-observations")
+        self.arena.map_observations(leaves, self.n_lanes, memory)
+        self._broadcast(MapObservations(structure, self.n_lanes), memory)
+
+    def _memory(self, sizes: Mapping[str, int], name: str) -> Memory:
+        """Memory for arrays of all lanes, of so many bytes by key."""
+        n_bytes = sum(sizes.values())
+        check_size(
+            sizes,
+            lambda n_free: f"use fewer environments ({self.n_lanes * n_free // n_bytes} would fit)",
+            "the observations",
+        )
+        return Memory.shared(n_bytes, name)
 
     def map_actions(self, specs: Mapping[str, TensorSpec]) -> dict[str, Array]:
         """Make room for actions of environments without an action space."""
@@ -229,7 +243,17 @@ class EnvCrew(WatchedCrew):
         self._successors.announced[worker] = message
         self.send(worker, message)
 
-    def _broadcast(self, message: MapArena | MapActions, memory: Memory) -> None:
+    def ask(self, lane: int, command: str, data: Any) -> tuple[str, Any]:
+        """Send a request to one environment, as its remote would, and wait for the reply."""
+        worker = self.worker_of[lane]
+        message = Call(lane - self.lanes_of[worker].start, command, data)
+        self.send(worker, message)
+        self.calls.waiting[lane] = message
+        self.wait_until(lambda: lane in self.calls.replies, lambda: {worker})
+        reply: tuple[str, Any] = pickle.loads(self.calls.received(lane))
+        return reply
+
+    def _broadcast(self, message: MemoryMapping, memory: Memory) -> None:
         for worker in range(self.n_workers):
             if worker not in self._down:
                 self._supervisor.send(worker, message, memory)

@@ -68,6 +68,14 @@ class MapArena:
 
 
 @dataclass(frozen=True)
+class MapObservations:
+    """Observations are of this structure; keep them in these arrays, whose memory follows."""
+
+    structure: Structure
+    n_lanes: int
+
+
+@dataclass(frozen=True)
 class MapActions:
     """Take actions from these arrays, whose memory follows."""
 
@@ -160,7 +168,9 @@ class EnvReady:
 
     Attributes:
         n_lanes: Number of them.
-        observation: How an observation falls into keys.
+        observation: How an observation falls into keys, ``None`` if no space says it and no reset
+            without options could show it.
+        is_declared: Whether a space says it.
         action: How an action falls into keys, ``None`` without an action space.
         native_action: The actions' keys with the dtypes that the environments take, or ``None``.
         spaces: ``(observation_space, action_space)``, pickled by cloudpickle.
@@ -170,7 +180,8 @@ class EnvReady:
     """
 
     n_lanes: int
-    observation: Structure
+    observation: Structure | None
+    is_declared: bool
     action: Structure | None
     native_action: Mapping[str, TensorSpec] | None
     spaces: bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from functools import partial
 from typing import Any
@@ -17,6 +18,8 @@ from rlpool.generators import seed_generators
 from rlpool.seeding import probe_seed, root_from, worker_seed
 from rlpool.workers.env_messages import EnvReady, EnvSetup
 from rlpool.workers.shipment import arrived
+
+_LOG = logging.getLogger("rlpool")
 
 
 def made_environments(setup: EnvSetup, numbers: memoryview) -> GymEnv:
@@ -56,7 +59,7 @@ def made_environments(setup: EnvSetup, numbers: memoryview) -> GymEnv:
     except SpecError as error:
         raise _startup_error("GymEnv", error, where) from error
     env.lane_in_use = numbers[1:]
-    if env.columns is None:
+    if not env.is_declared:
         _learn_observation(env, setup)
     return env
 
@@ -67,14 +70,10 @@ def _learn_observation(env: GymEnv, setup: EnvSetup) -> None:
     try:
         env.reset_lanes(range(n), [probe_seed(setup.root)] * n, [None] * n)
     except LaneError as error:
+        # They may need options: the first reset that brings some will tell.
+        env.forget()
         where = Where(setup.worker, setup.first_lane + error.lane, step=0)
-        failure = env_error(error, where)
-        raise WorkerStartupError(
-            failure.what,
-            where=where,
-            fix="declare an observation_space if reset() needs options or a task",
-            traceback_text=failure.traceback_text,
-        ) from error
+        _LOG.debug("observations are unknown until the first reset: %s", env_error(error, where))
 
 
 def report_of(env: GymEnv, worker: int) -> EnvReady:
@@ -83,8 +82,6 @@ def report_of(env: GymEnv, worker: int) -> EnvReady:
     Raises:
         WorkerStartupError: If that cannot be said.
     """
-    if env.columns is None:
-        raise WorkerStartupError("the environments returned nothing from reset()")
     try:
         spaces = cloudpickle.dumps((env.observation_space, env.action_space))
     except Exception as error:
@@ -92,7 +89,8 @@ def report_of(env: GymEnv, worker: int) -> EnvReady:
         raise _startup_error("pickling the spaces", error, where) from error
     return EnvReady(
         env.n_lanes,
-        env.columns.structure,
+        env.columns.structure if env.columns is not None and env.knows_observations else None,
+        env.is_declared,
         env.action_structure,
         env.native_action_specs(),
         spaces,

@@ -63,8 +63,8 @@ class Restorer:
             return f"{reached.n_steps} steps are known, it had made {arena.elapsed[lane]}"
         if columns is None or is_torn:
             return ""
-        for key, array in columns.arrays.items():
-            if array[lane].tobytes() != arena.observation[key][lane].tobytes():
+        for key, array in arena.observation.items():
+            if array[lane].tobytes() != columns.arrays[key][lane].tobytes():
                 return (
                     f"after reset(seed={reached.seed}) and the same {reached.n_steps} actions, "
                     f"its observation {key!r} is another one: it is not deterministic given its "
@@ -92,8 +92,8 @@ class Restorer:
         """Put what some lanes have reached where the caller sees it."""
         env, arena = self._env, self._arena
         if env.columns is not None:
-            for key, array in env.columns.arrays.items():
-                arena.observation[key][lanes] = array[lanes]
+            for key, array in arena.observation.items():
+                array[lanes] = env.columns.arrays[key][lanes]
         arena.reward[lanes] = env.current["reward"][lanes]
         arena.flags[:, lanes] = env.flags[:, lanes]
 

@@ -11,6 +11,7 @@ from rlpool.workers.env_messages import (
     Announce,
     MapActions,
     MapArena,
+    MapObservations,
     Predecessor,
     Reset,
     Restore,
@@ -19,6 +20,8 @@ from rlpool.workers.episode_log import Actions, EpisodeLog, Reached, without_las
 from rlpool.workers.parcel import pack
 from rlpool.workers.remote_calls import RemoteCalls
 from rlpool.workers.supervisor import Supervisor
+
+Mapping = MapArena | MapObservations | MapActions
 
 
 class Successors:
@@ -46,12 +49,16 @@ class Successors:
         self._lanes_of = lanes_of
         self._log = log
         self._calls = calls
-        self._memories: list[tuple[MapArena | MapActions, Memory]] = []
+        self._memories: list[tuple[Mapping, Memory]] = []
         self.resets: dict[int, Reset] = {}
         self.announced: dict[int, Announce] = {}
 
-    def keep(self, message: MapArena | MapActions, memory: Memory) -> None:
-        """Keep memory that all workers map."""
+    def keep(self, message: Mapping, memory: Memory) -> None:
+        """Keep memory that all workers map, in place of that of the same kind."""
+        for other, old in self._memories:
+            if type(other) is type(message):
+                old.close_fd()
+        self._memories = [each for each in self._memories if type(each[0]) is not type(message)]
         self._memories.append((message, memory))
 
     def close(self) -> None:

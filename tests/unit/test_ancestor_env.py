@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import gymnasium
@@ -9,8 +11,12 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.utils import seeding
+from gymnasium.wrappers import TimeLimit
 
 from rlpool import DictTensor, EpisodeBatcher, GymEnv, GymEnvInf, SpecError
+from rlpool.envs.ancestor_env import AncestorEnv
+from rlpool.envs.former_generator import FormerGenerator
 
 from support.agents import StepCounter
 from support.envs import (
@@ -236,10 +242,89 @@ def test_a_reset_that_takes_env_info_gets_it_at_every_reset() -> None:
     assert [inner.infos for inner in envs] == [[{"id": 5}] * 2, [{"id": 6}] * 2]
 
 
-def test_a_reset_that_takes_env_info_gets_an_empty_one_without() -> None:
-    inner = AncestorInfoEnv()
-    GymEnv([inner], seed=0).reset()
-    assert inner.infos == [{}]
+class DefaultInfoEnv(AncestorCountingEnv):
+    """Cannot do without its ``env_info``, for which it has a default."""
+
+    def reset(self, env_info: Any = {"id": 8}) -> Any:  # type: ignore[override]  # noqa: B006
+        self.number = env_info["id"]
+        return super().reset()
+
+
+class DefaultOptionsEnv(CountingEnv):
+    """Likewise with ``options``."""
+
+    def reset(  # type: ignore[override]
+        self,
+        *,
+        seed: Any = None,
+        options: Any = {"id": 8},  # noqa: B006
+    ) -> Any:
+        return super().reset(seed=seed, options={"id": options["id"]})
+
+
+class DefaultTaskEnv(CountingEnv):
+    """Likewise with ``task``."""
+
+    def reset(self, *, task: Any = 8, **arguments: Any) -> Any:  # type: ignore[override]
+        return super().reset(options={"id": task})
+
+
+class NumberedTask(DefaultTaskEnv):
+    """Takes a seed as well."""
+
+    def reset(self, *, seed: Any = None, task: Any = 8) -> Any:  # type: ignore[override]
+        return super().reset(task=task)
+
+
+defaults = pytest.mark.parametrize(
+    "kind", [DefaultInfoEnv, DefaultOptionsEnv, DefaultTaskEnv, NumberedTask]
+)
+layers = pytest.mark.parametrize("is_wrapped", [False, True])
+
+
+def made(kind: Any, is_wrapped: bool) -> Any:
+    env = kind(length=1)
+    return (
+        gymnasium.wrappers.TimeLimit(env, 5)
+        if is_wrapped and isinstance(env, gymnasium.Env)
+        else env
+    )
+
+
+@defaults
+@layers
+@pytest.mark.parametrize("info", [None, DictTensor({}), DictTensor()])
+def test_without_env_info_an_environments_own_default_applies(
+    kind: Any, is_wrapped: bool, info: Any
+) -> None:
+    env = GymEnvInf([made(kind, is_wrapped)], seed=0)
+    observation, _ = env.reset(info)
+    assert observation["frame"].tolist() == [[0, 8]]
+    _, (after, _) = env.step(action(0))  # which resets it
+    assert after["frame"].tolist() == [[0, 8]]
+    key = "task" if "Task" in kind.__name__ else "id"
+    observation, _ = env.reset(DictTensor({key: torch.tensor([5])}))
+    assert observation["frame"].tolist() == [[0, 5]]
+    observation, _ = env.reset(info)
+    assert observation["frame"].tolist() == [[0, 8]]
+
+
+@defaults
+@layers
+@pytest.mark.parametrize("infos", [{}, {"env_info": DictTensor({})}])
+def test_in_a_batcher_too_an_environments_own_default_applies(
+    kind: Any, is_wrapped: bool, infos: Any
+) -> None:
+    trajectories = collect(lambda: made(kind, is_wrapped), 3, infos=infos)
+    assert_same_tensors(trajectories, counting_trajectories([1] * 3, [8] * 3))
+
+
+def test_a_modern_reset_gets_no_dict_of_options_without_env_info() -> None:
+    env = EchoEnv()
+    lanes = GymEnv([env], seed=0)
+    lanes.reset()
+    lanes.reset(DictTensor({}))
+    assert [options for _, options in env.resets] == [None, None]
 
 
 def test_env_info_reaches_ancestors_in_a_batcher() -> None:
@@ -382,3 +467,84 @@ def test_a_task_stays_an_option_of_a_reset_that_takes_none() -> None:
     env = EchoEnv()
     GymEnv([env]).reset_lanes([0], [3], [{"task": 4}])
     assert env.resets == [(3, {"task": 4})]
+
+
+# Generators of the former gym
+
+
+class OldNoiseEnv(gymnasium.Env[Any, Any]):
+    """Draws by the names that generators had in the former gym."""
+
+    def __init__(self, keeps: str = "np_random") -> None:
+        self.keeps = keeps
+
+    def seed(self, seed: Any = None) -> None:
+        generator, _ = seeding.np_random(seed)
+        setattr(self, self.keeps, generator)
+
+    def reset(self) -> Any:  # type: ignore[override]
+        rng = getattr(self, self.keeps)
+        self.drawn = [rng.rand(), rng.randn(), rng.randint(3, 9), rng.random_sample()]
+        self.drawn += [*rng.rand(2), *rng.randn(1, 2)[0], rng.uniform(), rng.integers(5)]
+        return self.drawn[0]
+
+    def step(self, action: Any) -> Any:
+        return getattr(self, self.keeps).rand(), 0.0, True, {}
+
+
+@pytest.mark.parametrize("keeps", ["np_random", "rng"])
+@layers
+def test_generators_of_old_environments_have_their_former_names(
+    keeps: str, is_wrapped: bool
+) -> None:
+    drawn = []
+    for seed in (3, 3, 4):
+        inner = OldNoiseEnv(keeps)
+        env = GymEnv([TimeLimit(inner, 5) if is_wrapped else inner], seed=seed)
+        env.reset()
+        (observation, _), _ = env.step(action(0))
+        drawn.append([*inner.drawn, *observation["frame"].tolist()])
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert type(drawn[0][0]) is float
+
+
+def test_former_names_draw_what_the_names_of_today_draw() -> None:
+    inner = OldNoiseEnv()
+    AncestorEnv(inner, set()).reset(seed=7)
+    same = np.random.default_rng(7)
+    expected = [same.random(), same.standard_normal(), same.integers(3, 9), same.random()]
+    expected += [*same.random(2), *same.standard_normal(2), same.uniform(), same.integers(5)]
+    assert inner.drawn == expected
+
+
+def test_an_old_reset_without_a_seed_method_draws_by_the_seed_of_the_episode() -> None:
+    class Env(gymnasium.Env[Any, Any]):
+        def reset(self) -> Any:  # type: ignore[override]
+            return self.np_random.rand()  # type: ignore[attr-defined]
+
+        def step(self, action: Any) -> Any:
+            return 0.0, 0.0, True, {}
+
+    first, again, other = (GymEnv([Env()], seed=s).reset()[0]["frame"] for s in (1, 1, 2))
+    assert first.tolist() == again.tolist() != other.tolist()
+
+
+def test_generators_of_environments_of_today_are_left_alone() -> None:
+    env = CountingEnv()
+    GymEnv([env], seed=0).reset()
+    assert type(env.np_random) is np.random.Generator
+    assert type(seeding.np_random(3)[0]) is np.random.Generator
+
+
+def test_a_former_generator_can_be_seeded_copied_and_pickled() -> None:
+    rng = FormerGenerator(np.random.PCG64(3))
+    rng.rand()
+    for other in (copy.deepcopy(rng), pickle.loads(pickle.dumps(rng))):
+        assert type(other) is FormerGenerator
+        state = rng.get_state()
+        assert other.rand() == rng.rand()
+        rng.set_state(state)
+    rng.seed(3)
+    assert rng.rand() == FormerGenerator(np.random.PCG64(3)).rand()
+    assert {rng.random_integers(1, 2) for _ in range(50)} == {1, 2}
+    assert {rng.random_integers(2) for _ in range(50)} == {1, 2}

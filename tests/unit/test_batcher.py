@@ -446,6 +446,56 @@ def test_env_args_and_agent_args_are_handed_over() -> None:
     assert isinstance(got["seed"], int)
 
 
+def create_unseeded(n_envs: int = 2) -> GymEnv:
+    return GymEnv([CountingEnv() for _ in range(n_envs)], 3)
+
+
+def of_episodes(create_env: Any, **changes: Any) -> Any:
+    return EpisodeBatcher(4, 8, StepCounter, None, create_env, seeds=0, **changes)
+
+
+def of_windows(create_env: Any, **changes: Any) -> Any:
+    return Batcher(4, None, StepCounter, None, create_env, seeds=0, **changes)
+
+
+def in_one_thread(create_env: Any, **changes: Any) -> Any:
+    return MonoThreadEpisodeBatcher(StepCounter, None, create_env, seeds=0, **changes)
+
+
+@pytest.mark.parametrize(
+    ("make_batcher", "arguments"),
+    [
+        (of_episodes, {"n_threads": 0}),
+        (of_windows, {"n_threads": 0}),
+        (in_one_thread, {}),
+        (of_episodes, {"n_threads": 1}),
+        (of_windows, {"n_threads": 1}),
+    ],
+)
+def test_a_create_env_that_takes_no_seed_is_called_without(
+    make_batcher: Any, arguments: Any
+) -> None:
+    with make_batcher(create_unseeded, env_args={"n_envs": 2}, **arguments) as batcher:
+        info = {"env_info": info_of([2, 1], first=5)}
+        if isinstance(batcher, Batcher):
+            batcher.reset(**info)
+            batcher.execute()
+        else:
+            batcher.execute(2, **info)
+        assert_same_tensors(batcher.get(), expected([2, 1], first=5))
+
+
+def test_a_seed_in_env_args_takes_the_place_of_the_worker_s() -> None:
+    got = []
+
+    def create_env(seed: Any) -> GymEnv:
+        got.append(seed)
+        return create_counting(0)
+
+    make(create_env=create_env, env_args={"seed": 12}).close()
+    assert got == [12]
+
+
 def test_arguments_may_be_given_by_position_as_in_rlstructures() -> None:
     with EpisodeBatcher(
         4, 8, ConstantAgent, {"action": 3}, create_counting, {"n_envs": 3}, 0, [1]

@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.utils import seeding
+from gymnasium.wrappers import TimeLimit
 
 from rlpool import AgentError, AgentSpecError, Batcher, EnvError, EnvSpecError
 from rlpool.envs.one_env import OneEnv
@@ -520,3 +523,27 @@ def test_an_environment_is_closed_if_it_can_be() -> None:
     env = CountingEnv()
     episode_of(env)
     assert env.is_closed
+
+
+class _OldEnv(gymnasium.Env[Any, Any]):
+    """Old, without spaces, with a default of its own for ``env_info``; draws by former names."""
+
+    def seed(self, seed: Any = None) -> None:
+        self.np_random, _ = seeding.np_random(seed)
+
+    def reset(self, env_info: Any = {"id": 8}) -> Any:  # type: ignore[override]  # noqa: B006
+        self.state = {"id": env_info["id"], "x": self.np_random.rand()}  # type: ignore[attr-defined]
+        return self.state
+
+    def step(self, action: Any) -> tuple[Any, float, bool, dict[str, Any]]:  # type: ignore[override]
+        return self.state, float(action), action == 2, {}
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_an_old_environment_without_spaces_runs_if_it_is_a_gymnasium_env(limit: Any) -> None:
+    env = _OldEnv() if limit is None else TimeLimit(_OldEnv(), limit)
+    steps = iter(range(10))
+    episode = episode_of(env, lambda state: next(steps))
+    assert episode.reward.tolist() == [0, 1, 2][:limit]
+    assert episode.state["id"].tolist() == [8, 8, 8][:limit]
+    assert len(set(episode.state["x"].tolist())) == 1

@@ -259,7 +259,6 @@ ERRORS: list[tuple[str, Any]] = [
     ("creation", raises),
     ("creation", lambda: 7),
     ("creation", lambda: ONE),
-    ("creation", lambda: GymEnv([CountingEnv()])),
     ("creation", lambda needed: CountingEnv()),
     ("creation", 7),
     ("picklable", partial(captures_a_lock, LOCK)),

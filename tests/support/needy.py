@@ -1,0 +1,113 @@
+"""Environments that cannot be reset, and agents that cannot be called, without their infos."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from rlpool import DictTensor, GymEnv, ParallelEnvManager
+
+from support.agents import StepCounter
+from support.envs import COUNTING_SPACE, AncestorCountingEnv, CountingEnv
+
+
+class NeedyEnv(CountingEnv):
+    """A ``CountingEnv`` that fails without ``id`` among its options.
+
+    Args:
+        observes: ``"box"`` and ``"dict"`` declare their spaces, ``"undeclared"`` and
+            ``"undeclared dict"`` do not. The key is always ``frame``.
+        acts: Whether there is an action space.
+        needs: Whether it needs its options.
+    """
+
+    def __init__(self, observes: str = "box", acts: bool = True, needs: bool = True) -> None:
+        super().__init__()
+        self.needs = needs
+        self.is_dict = "dict" in observes
+        self.observation_space: Any = {
+            "box": COUNTING_SPACE,
+            "dict": spaces.Dict({"frame": COUNTING_SPACE}),
+        }.get(observes)
+        if not acts:
+            self.action_space: Any = None
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        given: Any = options
+        if self.needs:
+            assert given["id"] >= 0, "ids are not negative"
+        return super().reset(seed=seed, options=options)
+
+    def observation(self) -> Any:
+        observation = super().observation()
+        return {"frame": observation} if self.is_dict else observation
+
+
+class OldNeedyEnv(AncestorCountingEnv):
+    """Likewise in the former gym's interface, without any space."""
+
+    def __init__(self, observes: str = "", acts: bool = False, needs: bool = True) -> None:
+        super().__init__()
+
+    def reset(self, env_info: Any) -> Any:  # type: ignore[override]
+        self.length, self.number = env_info["length"], env_info["id"]
+        return super().reset()
+
+
+class NeedyAgent(StepCounter):
+    """A ``StepCounter`` that fails without ``agent_info``."""
+
+    def __call__(
+        self, state: Any, observation: DictTensor, agent_info: Any = None, history: Any = None
+    ) -> Any:
+        agent_info["gain"]
+        return super().__call__(state, observation, agent_info, history)
+
+
+class GrowingEnv(NeedyEnv):
+    """Without options it runs, and shows something else than with them."""
+
+    def __init__(self) -> None:
+        super().__init__("undeclared", acts=False, needs=False)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.is_narrow = options is None
+        return super().reset(seed=seed, options=options)
+
+    def observation(self) -> Any:
+        return np.zeros(5, np.int64) if self.is_narrow else super().observation()
+
+
+def create_needy(seed: int, n_envs: int = 2, kind: Any = NeedyEnv, **arguments: Any) -> GymEnv:
+    """Lanes, all of which need their options."""
+    return GymEnv([kind(**arguments) for _ in range(n_envs)], seed)
+
+
+def create_partly_needy(seed: int, **arguments: Any) -> GymEnv:
+    """Lanes, the second of which needs its options."""
+    return GymEnv([NeedyEnv(needs=needs, **arguments) for needs in (False, True)], seed)
+
+
+class Needy:
+    """Makes one environment, in whatever process.
+
+    Args:
+        kind: Its class.
+        **arguments: Of the class.
+    """
+
+    def __init__(self, kind: Any = NeedyEnv, **arguments: Any) -> None:
+        self.kind, self.arguments = kind, arguments
+
+    def __call__(self) -> Any:
+        return self.kind(**self.arguments)
+
+
+def create_manager(seed: int, n_envs: int = 2, **arguments: Any) -> ParallelEnvManager:
+    """Lanes in processes of their own."""
+    return ParallelEnvManager([Needy(**arguments)] * n_envs, seed=seed, envs_per_worker=2)
