@@ -29,6 +29,8 @@ _WORDS = (np.dtype(np.uint64), np.dtype(np.uint32), np.dtype(np.uint16), np.dtyp
 _EVERY = slice(None)
 _ENDS = ("_done", "_terminated", "_truncated")
 _START = "initial_state"
+_REWARDS = ("reward", "_reward")
+_FLOAT32 = np.dtype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,11 @@ class Schema:
 
     @classmethod
     def of(cls, specs: Mapping[str, TensorSpec]) -> Schema:
-        """The schema for transitions of these keys."""
+        """The schema for transitions of these keys; rewards are stored in float32."""
+        specs = {
+            key: TensorSpec(spec.shape, _FLOAT32) if key in _REWARDS else spec
+            for key, spec in specs.items()
+        }
         paired = tuple(
             key
             for key, spec in specs.items()
@@ -165,11 +171,22 @@ def specs_of(trajectories: TemporalDictTensor, keys: Sequence[str] | None) -> di
 
 def _spec(key: str, tensor: torch.Tensor) -> TensorSpec:
     try:
-        return TensorSpec(tuple(tensor.shape[2:]), _numpy_dtype(tensor.dtype))
+        dtype = _numpy_dtype(tensor.dtype)
     except (TypeError, RuntimeError):
+        dtype = np.dtype(object)
+    if not is_storable(dtype):
         raise SpecError(
-            compose(f"{key!r} has dtype {tensor.dtype}, which NumPy lacks", fix="convert it first")
-        ) from None
+            compose(
+                f"{key!r} has dtype {tensor.dtype}, which a pool cannot hold",
+                fix="convert it first, complex numbers with torch.view_as_real for instance",
+            )
+        )
+    return TensorSpec(tuple(tensor.shape[2:]), dtype)
+
+
+def is_storable(dtype: np.dtype[Any]) -> bool:
+    """Whether a pool holds values of a dtype: bool, and integers and floats of up to 64 bits."""
+    return dtype.kind in "biuf" and dtype.itemsize <= np.dtype(np.int64).itemsize
 
 
 @functools.cache
@@ -307,7 +324,9 @@ def converted(key: str, array: Array, dtype: np.dtype[Any]) -> Array:
         raise SpecError(
             compose(
                 f"{key!r} has values such as {array[is_lost].flat[0]}, the pool holds {dtype}",
-                fix="let the first transitions have a dtype for all values",
+                fix="scale the rewards"
+                if key in _REWARDS
+                else "let the first transitions have a dtype for all values",
             )
         )
     return new
