@@ -295,8 +295,8 @@ class Pool(TransitionWriter, DumpsStacks):
         """States, actions, next states, rewards and ends of all transitions, in sub-pool order.
 
         Returns:
-            Copies ``[N, *S]``, ``[N, *A]``, ``[N, *S]``, float32 ``[N]``, ``[N]``, oldest first within
-            each sub-pool; empty arrays before the first transition.
+            Copies ``[N, *S]``, ``[N, *A]``, ``[N, *S]``, float32 ``[N]``, ``[N]``, oldest first
+            within each sub-pool; empty arrays before the first transition.
 
         Raises:
             UsageError: If the transitions have no ``frame``, ``action``, ``_frame``, ``_reward``
