@@ -32,8 +32,8 @@ class Array:
     the rows that there are; ``array[:]`` and ``array[...]`` are what is visible. In all other
     dimensions indices mean what they mean to NumPy. Indexing copies nothing and always gives an
     ``Array``, of single elements and after index arrays and masks too: writing to it writes here.
-    ``copy.copy`` gives a view as ``array[...]`` does; ``copy.deepcopy`` copies the values into memory
-    of the same kind, of which other processes know nothing.
+    ``copy.copy`` gives a view as ``array[...]`` does; ``copy.deepcopy`` copies the values into
+    memory of the same kind, of which other processes know nothing.
 
     Args:
         batch_shape: Sizes of the batch dimensions; the first one is the time, of which this many

@@ -123,22 +123,24 @@ class Schema:
     @classmethod
     def of(cls, specs: Mapping[str, TensorSpec]) -> Schema:
         """The schema for transitions of these keys; rewards are stored in float32."""
-        specs = {
-            key: TensorSpec(spec.shape, _FLOAT32) if key in _REWARDS else spec
-            for key, spec in specs.items()
-        }
-        paired = tuple(
-            key
-            for key, spec in specs.items()
-            if specs.get(successor_key(key)) == spec and spec.n_bytes >= _PAIRED_BYTES
-        )
-        derived = set(map(successor_key, paired))
+        specs = {key: stored_spec(key, spec) for key, spec in specs.items()}
+        derived: set[str] = set()
+        for key in sorted(specs, key=len):  # of x, _x and __x the first two are a pair
+            is_pair = specs.get(successor_key(key)) == specs[key] and key not in derived
+            if is_pair and specs[key].n_bytes >= _PAIRED_BYTES:
+                derived.add(successor_key(key))
+        paired = tuple(key for key in specs if successor_key(key) in derived)
         return cls({key: spec for key, spec in specs.items() if key not in derived}, paired)
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
         """Every key of a transition."""
         return {**self.columns, **{successor_key(key): self.columns[key] for key in self.paired}}
+
+
+def stored_spec(key: str, spec: TensorSpec) -> TensorSpec:
+    """What is stored of a value: rewards in float32, all else as it is."""
+    return TensorSpec(spec.shape, _FLOAT32) if key in _REWARDS else spec
 
 
 def specs_of(trajectories: TemporalDictTensor, keys: Sequence[str] | None) -> dict[str, TensorSpec]:

@@ -372,12 +372,12 @@ class Pool(TransitionWriter, DumpsStacks):
         """Become what a saved pool was; from here on this one gives the samples that it would give.
 
         Args:
-            path: A file that ``save`` wrote.
+            path: A file that ``save`` wrote. If this pool is not empty, there has to be room for
+                what it holds and for what the file holds.
 
         Raises:
-            SpecError: If the file is damaged, or its pool was made with other arguments or held
-                other keys. This one is as before then.
-            OSError: If the file cannot be read.
+            SpecError: If the file cannot be read or is damaged, or its pool was made with other
+                arguments or held other keys. This one is as before then.
         """
         self._resume(read_file(self, path))
 
