@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,15 +14,24 @@ import torch
 from rlpool.data.array_index import Region, Span
 from rlpool.errors import SpecError, UsageError, compose
 from rlpool.storage import Memory, allocate
+from rlpool.versions import Version
 
 Values = np.ndarray[Any, Any]
+
+_T = TypeVar("_T")
 
 MAX_INDEX_BYTES = 256
 """Larger index arrays travel in shared memory of their own: every pickle of a view is small."""
 
 
+_WORD = np.dtype(np.int64)
+_N_WORDS = 2  # behind the values: the first row of the window, and the version
+
+
 class Allocation:
     """Values of shape ``(padding + full_size + padding, *batch_shape[1:], *feature_shape)``.
+
+    Behind them stands where the window is, for every process that maps the memory.
 
     Attributes:
         sizes: That shape.
@@ -45,7 +54,11 @@ class Allocation:
         directory: str | Path | None = None,
     ) -> None:
         self._memory: Memory | None = memory
-        self._values: Values | None = memory.root().view(dtype).reshape(sizes)
+        n_bytes = math.prod(sizes) * dtype.itemsize
+        self._values: Values | None = memory.root()[:n_bytes].view(dtype).reshape(sizes)
+        words = memory.root()[-_N_WORDS * _WORD.itemsize :].view(_WORD)
+        self._start, fd = words.data, None if memory.kind == "local" else memory.fd
+        self._version = Version(words[1:].data, fd)
         self.sizes = sizes
         self.dtype = dtype
         self.storage = memory.kind
@@ -53,6 +66,28 @@ class Allocation:
         self.padding = padding
         self.window = window
         self.directory = directory
+        self._visible = padding, self.rows(padding, window)
+
+    @classmethod
+    def _made(
+        cls,
+        storage: str,
+        sizes: tuple[int, ...],
+        dtype: np.dtype[Any],
+        n_batch_dims: int,
+        padding: int,
+        window: int,
+        directory: str | Path | None,
+    ) -> Allocation:
+        """An allocation in new memory, all zero, with the window at its beginning."""
+        n_bytes = math.prod(sizes) * dtype.itemsize
+        n_bytes += -n_bytes % _WORD.itemsize + _N_WORDS * _WORD.itemsize
+        memory = allocate(storage, n_bytes, directory=directory)
+        # A disk that turns out to be full when a page is written to would end the process.
+        memory.reserve(0, n_bytes)
+        made = cls(memory, sizes, dtype, n_batch_dims, padding, window, directory)
+        made._start[0] = padding
+        return made
 
     @classmethod
     def of_arguments(
@@ -81,11 +116,7 @@ class Allocation:
             )
         kind = _dtype(dtype)
         sizes = (n_full + 2 * n_padding, *batch[1:], *_sizes("feature_shape", feature_shape))
-        n_bytes = math.prod(sizes) * kind.itemsize
-        memory = allocate(storage, n_bytes, directory=directory)
-        # A disk that turns out to be full when a page is written to would end the process.
-        memory.reserve(0, n_bytes)
-        return cls(memory, sizes, kind, len(batch), n_padding, batch[0], directory)
+        return cls._made(storage, sizes, kind, len(batch), n_padding, batch[0], directory)
 
     @property
     def full_size(self) -> int:
@@ -115,20 +146,59 @@ class Allocation:
         behind = (Span(0, 1, size) for size in self.sizes[1:])
         return Region(self.sizes, (Span(start, 1, n_rows), *behind))
 
+    # The window ---------------------------------------------------------------------------------
+
+    @property
+    def visible(self) -> Region:
+        """The rows that the window shows now."""
+        start = self._start[0]
+        if self._visible[0] != start:
+            self._visible = start, self.rows(start, self.window)
+        return self._visible[1]
+
+    def rotate(self) -> None:
+        """Move the window on, as ``Array.rotate`` says; UsageError after ``close``."""
+        values, padding, full_size = self.values, self.padding, self.full_size
+        with self._version.changing():
+            start = self._start[0] + self.window
+            if start == padding + full_size:
+                start = padding
+                values[: 2 * padding] = values[full_size:]
+            # Last, and in one store: who looks without asking sees the old window or the new one.
+            self._start[0] = start
+
+    def go_to_end(self) -> None:
+        """Move the window to the last rows; UsageError after ``close``."""
+        self.refuse_if_closed()
+        with self._version.changing():
+            self._start[0] = self.padding + self.full_size - self.window
+
+    def unrotated(self, look: Callable[[], _T]) -> _T:
+        """The result of looking at values while no process rotates; ``look`` may run repeatedly."""
+        return self._version.read(look)
+
+    # Lifetime -----------------------------------------------------------------------------------
+
     def close(self) -> None:
         """Give the memory up; repeatable."""
         if self._memory is not None:
             self._memory.recall()
+            # What is shown has a shape still.
+            self._start = np.array(self._start).data
+            self._version = Version(self._start, None)
         self._values = self._memory = None
 
     def copied(self) -> Allocation:
-        """Another allocation of the same kind with the same values."""
-        values = self.values
-        memory = allocate(self.storage, values.nbytes, directory=self.directory)
-        memory.reserve(0, values.nbytes)
-        division = self.n_batch_dims, self.padding, self.window
-        copy = Allocation(memory, self.sizes, self.dtype, *division, self.directory)
-        copy.values[...] = values
+        """Another allocation of the same kind, with the same values and window."""
+        division = self.n_batch_dims, self.padding, self.window, self.directory
+        copy = Allocation._made(self.storage, self.sizes, self.dtype, *division)
+
+        def take_over() -> None:
+            copy.values[...] = self.values
+            copy._start[0] = self._start[0]
+
+        self.refuse_if_closed()
+        self.unrotated(take_over)
         return copy
 
     def __reduce__(self) -> tuple[Callable[..., Allocation], tuple[Any, ...]]:

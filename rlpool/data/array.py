@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree
 
 from rlpool.data.allocation import Allocation, packed_region, plain, unpacked_region
-from rlpool.data.array_index import Region, Span
+from rlpool.data.array_index import Region
 from rlpool.errors import SpecError, UsageError, compose
 from rlpool.storage import Memory
 
@@ -32,6 +32,8 @@ class Array:
     the rows that there are; ``array[:]`` and ``array[...]`` are what is visible. In all other
     dimensions indices mean what they mean to NumPy. Indexing copies nothing and always gives an
     ``Array``, of single elements and after index arrays and masks too: writing to it writes here.
+    ``copy.copy`` gives a view as ``array[...]`` does; ``copy.deepcopy`` copies the values into
+    memory of the same kind, of which other processes know nothing.
 
     Args:
         batch_shape: Sizes of the batch dimensions; the first one is the time, of which this many
@@ -61,11 +63,10 @@ class Array:
         Array(4, storage=local, dtype=int64, padding=1)
     """
 
-    __slots__ = ("__weakref__", "_allocation", "_is_whole", "_region", "_sent_indices")
+    __slots__ = ("__weakref__", "_allocation", "_bound", "_sent_indices")
 
     _allocation: Allocation
-    _region: Region
-    _is_whole: bool
+    _bound: Region | None  # what a view shows; None for the whole array, which follows the window
     _sent_indices: Memory | None
 
     def __init__(
@@ -78,21 +79,23 @@ class Array:
         storage: str = "local",
         directory: str | Path | None = None,
     ) -> None:
-        self._allocation = allocation = Allocation.of_arguments(
+        self._allocation = Allocation.of_arguments(
             batch_shape, dtype, feature_shape, storage, padding, full_size, directory
         )
-        self._region = allocation.rows(allocation.padding, allocation.window)
-        self._is_whole = True
+        self._bound = None
         self._sent_indices = None
 
     @classmethod
-    def _of(cls, allocation: Allocation, region: Region, is_whole: bool = False) -> Array:
+    def _of(cls, allocation: Allocation, bound: Region | None) -> Array:
         array = cls.__new__(cls)
         array._allocation = allocation
-        array._region = region
-        array._is_whole = is_whole
+        array._bound = bound
         array._sent_indices = None
         return array
+
+    @property
+    def _region(self) -> Region:
+        return self._allocation.visible if self._bound is None else self._bound
 
     # What it is ---------------------------------------------------------------------------------
 
@@ -209,19 +212,19 @@ class Array:
         ``padding`` rows and the rows behind them: what was written behind the window are its first
         rows then, and what was last is before them. Views that exist stay where they are.
 
+        Where the window stands is kept with the values: with ``storage="shared"`` and ``"memmap"``
+        it moves in every process that has the whole array. Any of them may rotate; one that rotates
+        while another one does waits until it is done, or dead. The rows that are brought along are
+        in their places before the window is, so that whoever looks shows the old window or the new
+        one, and what copies values (``copy=True``, comparing, printing, index arrays) never sees
+        some rows from before and some from after. A NumPy view or a tensor of rows that are written
+        over sees that happen, as it sees everything that is written.
+
         Raises:
-            UsageError: On a view, on shared memory, or after ``close``.
+            UsageError: On a view, or after ``close``.
         """
-        start = self._window_start("rotate")
-        allocation = self._allocation
-        padding, full_size = allocation.padding, allocation.full_size
-        start += allocation.window
-        if start == padding + full_size:
-            start = padding
-            if padding:
-                values = allocation.values
-                values[: 2 * padding] = values[full_size:]
-        self._region = allocation.rows(start, allocation.window)
+        self._refuse_if_view("rotate")
+        self._allocation.rotate()
 
     def reset(self) -> None:
         """Go to the end of ``full_size``, so that the next ``rotate`` goes to its beginning.
@@ -229,32 +232,20 @@ class Array:
         For samplers that rotate before every batch, the first one included. No value changes.
 
         Raises:
-            UsageError: On a view, on shared memory, or after ``close``.
+            UsageError: On a view, or after ``close``.
         """
-        self._window_start("reset")
-        allocation = self._allocation
-        last = allocation.padding + allocation.full_size - allocation.window
-        self._region = allocation.rows(last, allocation.window)
+        self._refuse_if_view("reset")
+        self._allocation.go_to_end()
 
-    def _window_start(self, method: str) -> int:
+    def _refuse_if_view(self, method: str) -> None:
         self._allocation.refuse_if_closed()
-        time = self._region.dims[0]
-        if not self._is_whole or not isinstance(time, Span):
+        if self._bound is not None:
             raise UsageError(
                 compose(
                     f"{method}() moves the window of a whole array, and this is a view of one",
                     fix=f"call {method}() on the array that was not indexed, and index it again",
                 )
             )
-        if self.storage == "shared":
-            raise UsageError(
-                compose(
-                    f'{method}() is not possible with storage="shared": other processes would not '
-                    "learn that the window moved",
-                    fix="index the rows of a larger array, or copy what is kept",
-                )
-            )
-        return time.start
 
     # Values -------------------------------------------------------------------------------------
 
@@ -284,7 +275,19 @@ class Array:
         Raises:
             UsageError: After ``close``.
         """
+        if self._is_gathered:
+            copied: Values = self._looked_at(lambda values: values)
+            return copied
         return self._region.read(self._allocation.values)
+
+    def _looked_at(self, look: Callable[[Values], Any]) -> Any:
+        """What somebody finds in the values, none of them moved by a rotation meanwhile."""
+        allocation = self._allocation
+        return allocation.unrotated(lambda: look(self._region.read(allocation.values)))
+
+    @property
+    def _is_gathered(self) -> bool:
+        return self._bound is not None and self._bound.is_gathered
 
     def to_tensor(self) -> torch.Tensor:
         """The values as a tensor on the CPU.
@@ -300,23 +303,23 @@ class Array:
         """
         values = self.to_ndarray()
         if any(stride < 0 for stride in values.strides):
-            values = values.copy()
+            values = self._looked_at(np.copy)
         try:
             return torch.from_numpy(values)
         except TypeError as error:
             raise SpecError(f"torch has no dtype for {self.dtype}: {error}") from error
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Values:
-        values = self.to_ndarray()
-        is_copy = self._region.is_gathered
-        if dtype is not None and np.dtype(dtype) != values.dtype:
-            values, is_copy = values.astype(dtype), True
-        if copy is False and is_copy:
+        is_other = dtype is not None and np.dtype(dtype) != self.dtype
+        if copy is False and (is_other or self._is_gathered):
             raise ValueError(
                 "these values cannot be had without a copy: index arrays selected them, or another "
                 "dtype is wanted"
             )
-        return values.copy() if copy and not is_copy else values
+        if copy or is_other:
+            copied: Values = self._looked_at(lambda values: np.array(values, dtype))
+            return copied
+        return self.to_ndarray()
 
     def __dlpack__(self, **options: Any) -> Any:
         return self.to_tensor().__dlpack__(**options)
@@ -333,33 +336,33 @@ class Array:
         return function(*args, **kwargs)
 
     def __eq__(self, other: object) -> Any:
-        return self.to_ndarray() == plain(other)
+        return self._looked_at(lambda values: values == plain(other))
 
     def __ne__(self, other: object) -> Any:
-        return self.to_ndarray() != plain(other)
+        return self._looked_at(lambda values: values != plain(other))
 
     __hash__ = None  # type: ignore[assignment]
 
     def __contains__(self, value: object) -> bool:
-        return value in self.to_ndarray()
+        return bool(self._looked_at(lambda values: value in values))
 
     def __bool__(self) -> bool:
-        return bool(self.to_ndarray())
+        return bool(self._looked_at(bool))
 
     def __int__(self) -> int:
-        return int(self.to_ndarray())
+        return int(self._looked_at(int))
 
     def __float__(self) -> float:
-        return float(self.to_ndarray())
+        return float(self._looked_at(float))
 
     def __index__(self) -> int:
-        return operator.index(self.to_ndarray())
+        return int(self._looked_at(operator.index))
 
     def __repr__(self) -> str:
         suffix = f", storage={self.storage}, dtype={self.dtype}, padding={self.padding})"
         if self._allocation.is_closed:
             return f"Array(closed, shape={self.shape}{suffix}"
-        values = self.to_ndarray()
+        values = np.array(self)
         return "Array(" + np.array2string(values, separator=",", prefix="Array(") + suffix
 
     # Lifetime -----------------------------------------------------------------------------------
@@ -374,8 +377,10 @@ class Array:
         self._allocation.close()
 
     def __reduce__(self) -> tuple[Callable[..., Array], tuple[Any, ...]]:
-        packed, self._sent_indices = packed_region(self._region, self._sent_indices)
-        return _received, (self._allocation, packed, self._sent_indices, self._is_whole)
+        if self._bound is None:
+            return Array._of, (self._allocation, None)
+        packed, self._sent_indices = packed_region(self._bound, self._sent_indices)
+        return _received, (self._allocation, packed, self._sent_indices)
 
     def __copy__(self) -> Array:
         return Array._of(self._allocation, self._region)
@@ -384,10 +389,8 @@ class Array:
         number = id(self._allocation)
         if number not in memo:
             memo[number] = self._allocation.copied()
-        return Array._of(memo[number], self._region, self._is_whole)
+        return Array._of(memo[number], self._bound)
 
 
-def _received(
-    allocation: Allocation, packed: tuple[Any, ...], indices: Memory | None, is_whole: bool
-) -> Array:
-    return Array._of(allocation, unpacked_region(allocation.sizes, packed, indices), is_whole)
+def _received(allocation: Allocation, packed: tuple[Any, ...], indices: Memory | None) -> Array:
+    return Array._of(allocation, unpacked_region(allocation.sizes, packed, indices))

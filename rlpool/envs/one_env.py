@@ -19,9 +19,9 @@ is Gymnasium's, any other pair the pool's own. What is not a pair comes from an 
 older interface, if it is a ``gymnasium.Env`` or declares spaces; any other is refused.
 
 Both kinds of environment give the same keys: ``state`` (or ``state/...`` where it is made of
-several arrays), ``reward`` in float64, and ``last_action`` (or ``last_action/...``), so that
-``_last_action`` is the action of the step. Values of the pool's own protocol, which declares no
-spaces, keep their dtype; those of Gymnasium environments have the dtype of their space.
+several arrays), ``reward``, and ``last_action`` (or ``last_action/...``), so that ``_last_action``
+is the action of the step. Values of the pool's own protocol, which declares no spaces, keep their
+dtype; those of Gymnasium environments have the dtype of their space.
 """
 
 from __future__ import annotations
@@ -90,8 +90,6 @@ class OneEnv(VecEnv):
         is_fresh: Whether it was reset for the first time, and made no step since.
         action_space: The environment's, seeded with every episode; ``None`` without one.
     """
-
-    reward_dtype = np.dtype(np.float64)
 
     def __init__(
         self,

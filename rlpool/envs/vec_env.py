@@ -58,7 +58,6 @@ class VecEnv(ABC):
     Attributes:
         n_lanes: Number of environments.
         auto_reset: Whether lanes of a ``Batcher`` or of ``step`` restart on their own.
-        reward_dtype: In what ``reward`` is stored, float32 unless a subclass says otherwise.
         current: Key to array ``[n_lanes, ...]``: each lane's current observation, ``reward``,
             ``terminated``, ``truncated``, ``done``, ``initial_state`` bool, and
             ``last_action`` (or ``last_action/...``). Rewritten in place. Complete after the first
@@ -71,7 +70,6 @@ class VecEnv(ABC):
     """
 
     auto_reset = False
-    reward_dtype: np.dtype[Any] = np.dtype(np.float32)
     min_ready: int | None = None
 
     def __init__(self, n_lanes: int, seed: int | Sequence[int] | None = None) -> None:
@@ -81,7 +79,7 @@ class VecEnv(ABC):
         self._some_lane_is_initial = False
         self._last_actions: dict[str, Array] = {}
         self._place_results(
-            batch_array(TensorSpec((), self.reward_dtype), n_lanes),
+            batch_array(REWARD_SPEC, n_lanes),
             np.zeros((len(FLAGS), n_lanes), bool),
         )
         self._all_lanes = list(range(n_lanes))

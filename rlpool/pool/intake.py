@@ -29,6 +29,8 @@ _WORDS = (np.dtype(np.uint64), np.dtype(np.uint32), np.dtype(np.uint16), np.dtyp
 _EVERY = slice(None)
 _ENDS = ("_done", "_terminated", "_truncated")
 _START = "initial_state"
+_REWARDS = ("reward", "_reward")
+_FLOAT32 = np.dtype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -120,19 +122,25 @@ class Schema:
 
     @classmethod
     def of(cls, specs: Mapping[str, TensorSpec]) -> Schema:
-        """The schema for transitions of these keys."""
-        paired = tuple(
-            key
-            for key, spec in specs.items()
-            if specs.get(successor_key(key)) == spec and spec.n_bytes >= _PAIRED_BYTES
-        )
-        derived = set(map(successor_key, paired))
+        """The schema for transitions of these keys; rewards are stored in float32."""
+        specs = {key: stored_spec(key, spec) for key, spec in specs.items()}
+        derived: set[str] = set()
+        for key in sorted(specs, key=len):  # of x, _x and __x the first two are a pair
+            is_pair = specs.get(successor_key(key)) == specs[key] and key not in derived
+            if is_pair and specs[key].n_bytes >= _PAIRED_BYTES:
+                derived.add(successor_key(key))
+        paired = tuple(key for key in specs if successor_key(key) in derived)
         return cls({key: spec for key, spec in specs.items() if key not in derived}, paired)
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
         """Every key of a transition."""
         return {**self.columns, **{successor_key(key): self.columns[key] for key in self.paired}}
+
+
+def stored_spec(key: str, spec: TensorSpec) -> TensorSpec:
+    """What is stored of a value: rewards in float32, all else as it is."""
+    return TensorSpec(spec.shape, _FLOAT32) if key in _REWARDS else spec
 
 
 def specs_of(trajectories: TemporalDictTensor, keys: Sequence[str] | None) -> dict[str, TensorSpec]:
@@ -165,11 +173,22 @@ def specs_of(trajectories: TemporalDictTensor, keys: Sequence[str] | None) -> di
 
 def _spec(key: str, tensor: torch.Tensor) -> TensorSpec:
     try:
-        return TensorSpec(tuple(tensor.shape[2:]), _numpy_dtype(tensor.dtype))
+        dtype = _numpy_dtype(tensor.dtype)
     except (TypeError, RuntimeError):
+        dtype = np.dtype(object)
+    if not is_storable(dtype):
         raise SpecError(
-            compose(f"{key!r} has dtype {tensor.dtype}, which NumPy lacks", fix="convert it first")
-        ) from None
+            compose(
+                f"{key!r} has dtype {tensor.dtype}, which a pool cannot hold",
+                fix="convert it first, complex numbers with torch.view_as_real for instance",
+            )
+        )
+    return TensorSpec(tuple(tensor.shape[2:]), dtype)
+
+
+def is_storable(dtype: np.dtype[Any]) -> bool:
+    """Whether a pool holds values of a dtype: bool, and integers and floats of up to 64 bits."""
+    return dtype.kind in "biuf" and dtype.itemsize <= np.dtype(np.int64).itemsize
 
 
 @functools.cache
@@ -307,7 +326,9 @@ def converted(key: str, array: Array, dtype: np.dtype[Any]) -> Array:
         raise SpecError(
             compose(
                 f"{key!r} has values such as {array[is_lost].flat[0]}, the pool holds {dtype}",
-                fix="let the first transitions have a dtype for all values",
+                fix="scale the rewards"
+                if key in _REWARDS
+                else "let the first transitions have a dtype for all values",
             )
         )
     return new

@@ -47,7 +47,8 @@ class Pool(TransitionWriter, DumpsStacks):
 
     Filled in three ways, which may be mixed as long as transitions have the same keys:
     ``extend(trajectories)`` takes what a batcher returned, ``store()`` runs an episode in each of
-    its own environments, and ``pool(s, a, next_s, r, done)`` adds a single transition.
+    its own environments, and ``pool(s, a, next_s, r, done)`` adds a single transition. Rewards are
+    stored in float32, whichever way they come in.
 
     The pool is divided into ``processes`` sub-pools whose capacities add up to ``pool_size``. Each
     keeps its newest transitions: when one is added to a full one, the oldest goes, or with
@@ -185,7 +186,7 @@ class Pool(TransitionWriter, DumpsStacks):
             for ring in np.unique(of_ring).tolist():
                 self._add(ring, intake.part(np.flatnonzero(of_ring == ring)))
 
-    def __call__(
+    def pool(
         self,
         s: Any,
         a: Any,
@@ -196,7 +197,7 @@ class Pool(TransitionWriter, DumpsStacks):
         *,
         terminated: Any = None,
     ) -> None:
-        """Add a single transition.
+        """Add a single transition; calling the pool does the same.
 
         Transitions that are added one after the other and follow from each other are known to be
         of one episode, and ``next_s`` is then not stored.
@@ -205,7 +206,7 @@ class Pool(TransitionWriter, DumpsStacks):
             s: The state ``[*S]``, an array, tensor or number; copied.
             a: The action ``[*A]``.
             next_s: The state after it ``[*S]``.
-            r: The reward, a number.
+            r: The reward, a number; stored in float32.
             done: Whether the episode ended.
             terminated: Whether it ended by itself, and was not cut off; by default ``done``.
             index: The sub-pool to add to. By default one at random, or the emptiest one with
@@ -223,6 +224,8 @@ class Pool(TransitionWriter, DumpsStacks):
             if index is None:
                 index = self._route() if self._random else int(np.argmin(self.lengths))
             self._add_one(index, values, schema, may_go_on=may_go_on)
+
+    __call__ = pool
 
     def store(self) -> None:
         """Run one episode in each environment, each in its own process, and add them.
@@ -292,8 +295,8 @@ class Pool(TransitionWriter, DumpsStacks):
         """States, actions, next states, rewards and ends of all transitions, in sub-pool order.
 
         Returns:
-            Copies ``[N, *S]``, ``[N, *A]``, ``[N, *S]``, ``[N]``, ``[N]``, oldest first within each
-            sub-pool; empty arrays before the first transition.
+            Copies ``[N, *S]``, ``[N, *A]``, ``[N, *S]``, float32 ``[N]``, ``[N]``, oldest first
+            within each sub-pool; empty arrays before the first transition.
 
         Raises:
             UsageError: If the transitions have no ``frame``, ``action``, ``_frame``, ``_reward``
@@ -370,12 +373,12 @@ class Pool(TransitionWriter, DumpsStacks):
         """Become what a saved pool was; from here on this one gives the samples that it would give.
 
         Args:
-            path: A file that ``save`` wrote.
+            path: A file that ``save`` wrote. If this pool is not empty, there has to be room for
+                what it holds and for what the file holds.
 
         Raises:
-            SpecError: If the file is damaged, or for the reasons of ``load_state_dict``. This
-                pool is as before then.
-            OSError: If the file cannot be read.
+            SpecError: If the file cannot be read or is damaged, or for the reasons of
+                ``load_state_dict``. This pool is as before then.
         """
         self._resume(read_file(self, path))
 

@@ -1,8 +1,6 @@
 """What a pool's writer and its readers in other processes agree on.
 
-The writer counts its changes: the version is odd while it writes. A reader reads without asking,
-and again if the version has changed meanwhile. If that goes on, it takes the lock that the writer
-holds while it writes. The lock is the kernel's: it is free again when its owner dies.
+Readers look at what does not change meanwhile, as ``rlpool.versions`` says.
 
 Whenever the writer dies, ``oldest`` and ``next`` of each sub-pool enclose whole transitions: it
 first gives up what it will write over, then writes, then says that it is there.
@@ -10,7 +8,6 @@ first gives up what it will write over, then writes, then says that it is there.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,8 +17,7 @@ import numpy as np
 
 from rlpool.errors import UsageError, compose
 from rlpool.storage import Array, Memory
-
-_N_OPTIMISTIC = 8  # reads before the lock is taken; a read takes microseconds, a write too
+from rlpool.versions import Version
 
 _T = TypeVar("_T")
 
@@ -44,7 +40,7 @@ class Sync:
         self._writer_pid = os.getpid()
         table: Array = memory.root().view(np.int64).reshape(n_rings + 1, 2)
         self.numbers = table[:-1]
-        self._version = table[-1].data
+        self._version = Version(table[-1].data, self._fd)
 
     @classmethod
     def make(cls, storage: str, n_rings: int) -> Sync:
@@ -79,17 +75,9 @@ class Sync:
         Raises:
             UsageError: In a process that was forked from the writer's.
         """
-        if self._fd is None:
-            yield
-            return
         self.refuse_others()
-        fcntl.lockf(self._fd, fcntl.LOCK_EX)
-        self._version[0] |= 1  # odd already if a writer before died while it wrote
-        try:
+        with self._version.changing():
             yield
-        finally:
-            self._version[0] += 1
-            fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
     def read(self, look: Callable[[], _T]) -> _T:
         """The result of looking at rows and numbers, none of which changed meanwhile.
@@ -97,22 +85,4 @@ class Sync:
         Args:
             look: Called once or more.
         """
-        for _ in range(_N_OPTIMISTIC):
-            version = self._version[0]
-            if version % 2:
-                continue
-            try:
-                result = look()
-            except Exception:
-                if self._version[0] == version:
-                    raise
-            else:
-                if self._version[0] == version:
-                    return result
-        if self._fd is None:
-            return look()
-        fcntl.lockf(self._fd, fcntl.LOCK_EX)
-        try:
-            return look()
-        finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+        return self._version.read(look)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, compose
+from rlpool.pool.intake import is_storable
 from rlpool.pool.transitions import Transitions
 from rlpool.slots import successor_key
 from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec, join_key
@@ -17,6 +19,7 @@ from rlpool.storage import Array
 
 ACTION_KEY = "action"
 REWARD_KEY, DONE_KEY, TERMINATED_KEY = "_reward", "_done", "_terminated"
+_MOST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def transition_of(
@@ -49,12 +52,7 @@ def transition_of(
             dtype = np.result_type(dtype, after[key].dtype)
         values[key] = state.astype(dtype, copy=False)
         values[successor_key(key)] = after[key].astype(dtype, copy=False)
-    reward = _single("r", r)
-    # Rewards of 1 may be followed by one of 0.5; what float32 cannot hold becomes float64.
-    if reward.dtype.kind != "f":
-        exact = isinstance(r, np.generic) and reward.astype(np.float32) != reward
-        reward = reward.astype(np.float64 if exact else np.float32)
-    values[REWARD_KEY] = reward
+    values[REWARD_KEY] = _single("r", r)
     values[DONE_KEY] = _single("done", done).astype(bool)
     values[TERMINATED_KEY] = _single("terminated", terminated).astype(bool)
     if values[TERMINATED_KEY] and not values[DONE_KEY]:
@@ -122,6 +120,8 @@ def _single(name: str, value: Any) -> Array:
 def as_array(name: str, value: Any) -> Array:
     """A value as an array; Python numbers become float32 or int64, everything else keeps its dtype.
 
+    A float that is too large for float32 becomes float64.
+
     Raises:
         SpecError: If it is no array of numbers.
     """
@@ -131,7 +131,7 @@ def as_array(name: str, value: Any) -> Array:
         array = np.asarray(value)
     except (TypeError, ValueError):
         array = np.asarray(None)
-    if array.dtype.kind not in "biuf":
+    if not is_storable(array.dtype):
         raise SpecError(
             compose(
                 f"{name} should be a number or an array of numbers, got {type(value).__name__} "
@@ -139,8 +139,8 @@ def as_array(name: str, value: Any) -> Array:
                 fix="pass arrays of one shape",
             )
         )
-    if type(value) is float:  # not a NumPy scalar, which says what it wants
-        return array.astype(np.float32)
+    if type(value) is float and (abs(value) <= _MOST_FLOAT32 or not math.isfinite(value)):
+        return array.astype(np.float32)  # a NumPy scalar says what it wants
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 

@@ -23,7 +23,7 @@ class Transitions(NamedTuple):
         action: ``[n, *A]``, the action of each step, or a dict.
         next_state: ``[n, *S]``, as ``state``. Both are views on one array ``[n + 1, *S]``, as the
             state after a step is the one that the next step starts from.
-        reward: float64 ``[n]``.
+        reward: float32 ``[n]``.
         done: bool ``[n]``, True at the last step only.
         truncated: bool ``[n]``, True at the last step if the episode was cut off there.
     """

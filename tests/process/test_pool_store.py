@@ -72,6 +72,7 @@ def test_the_example_of_the_document(pools: list[Pool]) -> None:
     np.testing.assert_array_equal(a, s[:, 2] + 1)  # the action that step() returned
     np.testing.assert_array_equal(next_s[:, 3], np.where(s[:, 2] == 0, 1000, s[:, 2]))
     np.testing.assert_array_equal(r, a)
+    assert r.dtype == np.float32
     np.testing.assert_array_equal(done, a == 10)
     pool.store()
     assert len(pool) == 40
@@ -117,6 +118,7 @@ def test_the_same_seed_stores_the_same_pool(pools: list[Pool]) -> None:
         pool.store()
         first_run = pool.lengths
         pool.store()
+        assert pool.get_pool()[3].dtype == np.float32
         return first_run, pool.lengths, *pool.get_pool()
 
     for one, two in zip(stored(), stored(), strict=True):

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -272,12 +276,54 @@ def both(of_array: Any, of_model: Any) -> tuple[Array, Model] | None:
     return of_array(), model
 
 
+def hold_arrays(pipe: Connection) -> None:
+    """Keep what arrives, move the window of the first, tell what all of them show."""
+    held: list[Array] = []
+    while (message := pipe.recv()) is not None:
+        command, received = message
+        if command == "forget":
+            held.clear()
+        elif command == "hold":
+            held.append(received)
+        elif command:
+            getattr(held[0], command)()
+        pipe.send([array.to_ndarray() for array in held])
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[Connection]:
+    """A pipe to a process that holds arrays."""
+    with warnings.catch_warnings():  # Python 3.12 warns of forking with threads
+        warnings.simplefilter("ignore", DeprecationWarning)
+        context = get_context("fork")
+        here, there = context.Pipe()
+        process = context.Process(target=hold_arrays, args=(there,))
+        process.start()
+    there.close()
+    yield here
+    here.send(None)
+    process.join()
+    process.close()
+    here.close()
+
+
 @settings(max_examples=400)
-@given(arrays(), st.data())
+@given(made=arrays(), data=st.data())
 def test_any_sequence_of_indexing_writing_rotating_and_shifting_is_that_of_the_model(
-    made: tuple[Array, Model, Any], data: st.DataObject
+    elsewhere: Connection, made: tuple[Array, Model, Any], data: st.DataObject
 ) -> None:
     array, model, values = made
+    is_local = array.storage == "local"
+    sent: list[Model] = []  # the views that the other process has, behind the whole array
+
+    def ask(command: str | None, sends: Array | None = None) -> list[Any]:
+        elsewhere.send((command, sends))
+        answer: list[Any] = elsewhere.recv()
+        return answer
+
+    ask("forget")
+    if not is_local:
+        ask("hold", array)
     padding, window = array.padding, array.shape[0]
     full_size = array.full_size
     start = padding
@@ -316,12 +362,13 @@ def test_any_sequence_of_indexing_writing_rotating_and_shifting_is_that_of_the_m
                 lambda v=view, s=step: v.next if s == 1 else v.previous,
                 lambda m=view_model, s=step: m.shifted(s),
             )
-        elif operation == "rotate" and array.storage != "shared":
+        elif operation == "rotate":
+            there = not is_local and data.draw(st.booleans(), "there")
             if data.draw(st.integers(0, 5), "reset") == 0:
-                array.reset()
+                ask("reset") if there else array.reset()
                 start = padding + full_size - window
             else:
-                array.rotate()
+                ask("rotate") if there else array.rotate()
                 start += window
                 if start == padding + full_size:
                     start = padding
@@ -330,13 +377,18 @@ def test_any_sequence_of_indexing_writing_rotating_and_shifting_is_that_of_the_m
             model = window_of(array, start)
         elif operation == "full":
             found = view.full, window_of(array.full, padding)
-        elif operation == "pickle" and array.storage != "local":
+        elif operation == "pickle" and not is_local and view is not array:
             found = pickle.loads(pickle.dumps(view)), view_model
+            ask("hold", view)
+            sent.append(view_model)
         if found is not None:
             check(*found, values)
             views.append(found)
         check(array, model, values)
         for other in views:
             check(*other, values)
+        if not is_local:
+            for shown, meant in zip(ask(None), [model, *sent], strict=True):
+                np.testing.assert_array_equal(shown, values[meant.ids], strict=True)
     assert (array._allocation.values.ravel() == values).all()
     assert (copy.deepcopy(array).full == array.full).all()

@@ -55,7 +55,7 @@ class ActingEnv:
         given = np.where(steps > 0, actions - 1, -1)
         states = np.stack([steps, [n_resets] * (length + 1), given, [number] * (length + 1)], 1)
         states = states.astype(float)
-        rewards = np.array([0.1 * t for t in range(1, length + 1)])
+        rewards = np.array([0.1 * t for t in range(1, length + 1)], np.float32)
         return states[:-1], actions[1:], states[1:], rewards, steps[1:] == length
 
 

@@ -670,10 +670,23 @@ def test_only_a_whole_array_moves_its_window(method: str) -> None:
     for view in (array[:], array[0:1], array.full, array.next, array[[0, 1]], copy.copy(array)):
         with pytest.raises(UsageError, match="view"):
             getattr(view, method)()
-    shared = counted(2, storage="shared")
-    with pytest.raises(UsageError, match="shared"):
-        getattr(shared, method)()
-    assert values(shared) == [0, 1]
+
+
+@pytest.mark.parametrize("storage", ["shared", "memmap"])
+def test_whole_arrays_on_the_same_memory_move_together_and_copies_do_not(storage: str) -> None:
+    array = counted(2, padding=1, full_size=4, storage=storage)
+    view, copied = array[...], copy.deepcopy(array)
+    again, sent_view = pickle.loads(pickle.dumps((array, view)))
+    again.rotate()
+    assert values(array) == values(again) == [2, 3]
+    assert values(view) == values(sent_view) == values(copied) == [0, 1]
+    copied.rotate()
+    copied[0] = 7
+    assert values(copy.deepcopy(copied)) == [7, 3]  # with its window
+    assert values(array) == [2, 3]
+    again.reset()
+    again.rotate()
+    assert values(array) == [4, 1]  # what was behind the last window
 
 
 def test_full_leaves_the_array_and_its_views_as_they_are() -> None:

@@ -29,6 +29,7 @@ ORDER = (
     "seeding",
     "sampling",
     "storage",
+    "versions",
     "capsule",
     "worker_limits",
     "log_records",

@@ -178,7 +178,7 @@ def test_tensors_are_stored_as_arrays() -> None:
             np.array([[0, 0], [1, 1]], np.float32),
             np.array([1, 2]),
             np.array([[1, 1], [2, 2]], np.float32),
-            np.array([0.5, 0.5]),
+            np.array([0.5, 0.5], np.float32),
             np.array([False, True]),
         ),
     )
@@ -209,9 +209,10 @@ def test_ints_at_first_and_floats_then_are_floats() -> None:
     assert episode.next_state[-1].tolist() == [2, 2]
 
 
-def test_rewards_are_exact() -> None:
+def test_rewards_are_float32() -> None:
     env = ScriptedEnv((0.0, 0), [(0, 0.0, 1, False), (0, 0.0, 1 / 3, False), (0, 0.0, True, True)])
-    assert episode_of(env).reward.tolist() == [1.0, 1 / 3, 1.0]
+    assert episode_of(env).reward.dtype == np.float32
+    assert episode_of(env).reward.tolist() == [1.0, np.float32(1 / 3), 1.0]
 
 
 def test_dtypes_can_be_chosen() -> None:

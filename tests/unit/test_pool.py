@@ -70,6 +70,78 @@ def test_a_reward_of_one_may_be_followed_by_one_of_a_half() -> None:
     assert pool.specs["_reward"].dtype == np.float32
 
 
+def test_pool_is_a_method_that_does_what_calling_the_pool_does() -> None:
+    one, other = Pool(processes=2, pool_size=6, seed=0), Pool(processes=2, pool_size=6, seed=0)
+    for step in range(4):
+        arguments = ([float(step)] * 3, step, [step + 1.0] * 3, 1.0, step == 3)
+        one.pool(*arguments, index=step % 2)
+        other(*arguments, step % 2)
+    assert one.lengths == [2, 2]
+    for mine, its in zip(one.get_pool(), other.get_pool(), strict=True):
+        np.testing.assert_array_equal(mine, its)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        1,
+        0.1,
+        True,
+        np.float64(0.1),
+        np.float16(0.5),
+        np.int64(2**60 + 1),
+        np.uint8(3),
+        np.array(0.1),
+        np.array([0.1]),
+        torch.tensor(0.1, dtype=torch.float64),
+        torch.tensor(7),
+    ],
+    ids=repr,
+)
+def test_rewards_of_single_transitions_are_float32(reward: Any) -> None:
+    pool = Pool(pool_size=5)
+    pool.pool([0.0], 0, [1.0], reward, False)
+    stored = pool.get_pool()[3]
+    assert stored.dtype == np.float32
+    assert stored.tolist() == [np.float32(np.asarray(reward).item())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.bool])
+def test_rewards_of_trajectories_are_float32(dtype: torch.dtype) -> None:
+    pool = Pool(pool_size=5)
+    rewards = torch.tensor([[0.0, 1.0]]).to(dtype)
+    pool.extend(TemporalDictTensor({"reward": rewards, "_reward": rewards}))
+    pool.extend(TemporalDictTensor({"reward": rewards.float(), "_reward": rewards.float()}))
+    every = pool.transitions()
+    assert every["_reward"].dtype == every["reward"].dtype == torch.float32
+    assert every["_reward"].tolist() == [0.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("reward", [1e39, -1e39, np.float64(1e300), 10**39])
+def test_a_finite_reward_beyond_float32_is_refused(reward: Any) -> None:
+    pool = Pool(pool_size=5)
+    with pytest.raises(SpecError, match=r"r should|'_reward' has values such as"):
+        pool.pool([0.0], 0, [1.0], reward, False)
+    assert not pool.specs
+    steps = {"_reward": torch.full((1, 2), float(reward), dtype=torch.float64)}
+    with pytest.raises(SpecError, match="scale the rewards"):
+        pool.extend(TemporalDictTensor(steps))
+    assert len(pool) == 0
+
+
+@pytest.mark.parametrize("reward", [float("inf"), -np.inf, np.float64("nan")])
+def test_a_reward_that_is_not_finite_is_kept_as_it_is(reward: float) -> None:
+    pool = Pool(pool_size=5)
+    pool.pool([0.0], 0, [1.0], reward, False)
+    np.testing.assert_array_equal(pool.get_pool()[3], np.array([reward], np.float32))
+
+
+def test_a_python_float_that_float32_cannot_hold_is_kept_in_float64() -> None:
+    pool = Pool(pool_size=5)
+    pool(1e39, 0, 1e39, 0.0, False)
+    assert pool.get_pool()[0].tolist() == pool.get_pool()[2].tolist() == [1e39]
+
+
 def test_a_next_state_with_fractions_is_not_cut_down_to_an_integer_state() -> None:
     pool = Pool(pool_size=5)
     pool(0, 0, 0.5, 1.0, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -159,9 +160,15 @@ def test_a_damaged_file_is_refused_and_the_pool_kept(damage: str, tmp_path: Path
     assert there.transitions()["action"].tolist() == [7, 8]
 
 
-def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        Pool(pool_size=3).load(tmp_path / "nothing")
+@pytest.mark.parametrize("name", ["nothing", ".", "pipe", "a\0b", None, 3])
+def test_what_is_no_file_is_not_loaded(name: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # opening it would wait for a writer
+    path = tmp_path / name if isinstance(name, str) else name
+    with pytest.raises(SpecError, match=r"path is|cannot be read|is not a file"):
+        Pool(pool_size=3).load(path)
+    if name != "nothing":
+        with pytest.raises(SpecError, match=r"path is|is not a file"):
+            Pool(pool_size=3).save(path)
 
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
