@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from rlpool.agent import Agent, overrides_initial_state
+from rlpool.agent import Agent
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import VecEnv
@@ -191,7 +191,7 @@ class AgentSubject:
         """
         info = self.info(n, variant)
         state: Rows | None = None
-        if overrides_initial_state(agent):
+        if agent.makes_initial_states():
             state = initial_state(agent, info, n)
         history, no_state = self._history(agent, n, variant, state)
         trace = []
