@@ -38,6 +38,7 @@ ORDER = (
     "stack_dumps",
     "data.dict_tensor",
     "data.temporal_dict_tensor",
+    "data.infos",
     "data.index_keys",
     "data.array_index",
     "data.allocation",
