@@ -78,6 +78,14 @@ class Agent:
         """
         return None
 
+    def makes_initial_states(self) -> bool:
+        """Whether ``initial_state`` is to be asked: whether it is overridden.
+
+        An agent that passes calls on to another one, and ``initial_state`` with them, answers for
+        that one: ``return self.inner.makes_initial_states()``.
+        """
+        return type(self).initial_state is not Agent.initial_state
+
     def require_history(self) -> bool:
         """Whether ``__call__`` wants ``history``. Asked once."""
         return False
@@ -105,8 +113,3 @@ class Agent:
 
     def close(self) -> None:
         """Free what the agent holds. Called once, when the worker ends."""
-
-
-def overrides_initial_state(agent: Agent) -> bool:
-    """Whether the agent makes its initial states itself."""
-    return type(agent).initial_state is not Agent.initial_state

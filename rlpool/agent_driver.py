@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlpool.agent import Agent, overrides_initial_state
+from rlpool.agent import Agent
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, compose
@@ -43,7 +43,7 @@ class AgentDriver:
         self._expected_state: Expectation = []
         self._expected_output: Expectation = []
         self._state_tensors: dict[str, torch.Tensor] = {}
-        self._makes_initial_states = overrides_initial_state(agent)
+        self._makes_initial_states = agent.makes_initial_states()
         self._new_state: dict[str, Array] = {}
         self._starting: list[int] = []
 

@@ -13,11 +13,10 @@ from rlpool.batcher_base import (
     CreateEnv,
     Seeds,
     check_count,
-    check_rows,
 )
 from rlpool.coordinator import Coordinator
 from rlpool.crash_files import CrashDir
-from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError, compose
 from rlpool.interrupts import InterruptsHeld
@@ -143,28 +142,28 @@ class EpisodeBatcher(BatcherBase):
     def execute(
         self,
         n_episodes: int,
-        agent_info: DictTensor | None = None,
-        env_info: DictTensor | None = None,
+        agent_info: Info = None,
+        env_info: Info = None,
     ) -> None:
         """Request episodes; returns at once. Further requests queue up.
 
         Args:
             n_episodes: Any number from 1.
             agent_info: ``[n_episodes, ...]`` or empty: row *i* goes to the agent with episode *i*.
-            env_info: ``[n_episodes, ...]`` or empty: row *i* reaches the environment of episode
-                *i* as ``reset(options={...})``.
+                A ``DictTensor``, or a dict of tensors, NumPy arrays, lists or numbers; a number
+                holds for all episodes. It is copied.
+            env_info: Likewise: row *i* reaches the environment of episode *i* as
+                ``reset(options={...})``.
 
         Raises:
-            SpecError: If an info has another number of rows.
+            SpecError: If a value of an info is no numbers, or has another number of rows.
             UsageError: If the batcher is closed.
             WorkerDiedError: If a worker died meanwhile.
         """
         self._open()
         check_count("n_episodes", n_episodes, 1)
         n_episodes = int(n_episodes)
-        check_rows("agent_info", agent_info, n_episodes)
-        check_rows("env_info", env_info, n_episodes)
-        self._submit(n_episodes, as_infos(agent_info, env_info))
+        self._submit(n_episodes, as_infos(agent_info, env_info, n_episodes))
 
     def _submit(self, n_episodes: int, infos: Infos) -> None:
         coordinator = self._open()
@@ -345,7 +344,7 @@ class Batcher(BatcherBase):
         )
         self._n_resets = self._n_windows = 0
         self._n_windows_before = 0  # the last reset
-        self._infos = as_infos(None, None)
+        self._infos = as_infos(None, None, 0)
         self._running: list[int] = []
         self._log: LaneLog | None = None
         self._is_first = False
@@ -364,23 +363,20 @@ class Batcher(BatcherBase):
         n_pending = self._open().n_pending
         return self._is_reset and not self._running and not n_pending
 
-    def reset(
-        self, agent_info: DictTensor | None = None, env_info: DictTensor | None = None
-    ) -> None:
+    def reset(self, agent_info: Info = None, env_info: Info = None) -> None:
         """Restart every lane with the next window; what is pending is given up.
 
         Args:
-            agent_info: ``[n_lanes, ...]`` or empty.
-            env_info: ``[n_lanes, ...]`` or empty; its rows reach the environments at every reset.
+            agent_info: ``[n_lanes, ...]`` or empty, as for ``EpisodeBatcher.execute``.
+            env_info: Likewise; its rows reach the environments at every reset.
 
         Raises:
-            SpecError: If an info has another number of rows.
+            SpecError: If a value of an info is no numbers, or has another number of rows.
         """
         coordinator = self._open()
-        check_rows("agent_info", agent_info, self.n_lanes)
-        check_rows("env_info", env_info, self.n_lanes)
+        infos = as_infos(agent_info, env_info, self.n_lanes)
         coordinator.drop_pending()
-        self._infos = as_infos(agent_info, env_info)
+        self._infos = infos
         self._is_first = self._is_reset = True
         self._n_resets += 1
         self._n_windows_before = self._n_windows

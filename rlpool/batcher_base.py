@@ -12,7 +12,6 @@ from weakref import WeakMethod
 from rlpool.agent import Agent
 from rlpool.coordinator import Coordinator
 from rlpool.crash_files import CrashDir
-from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError, compose
 from rlpool.ownership import ProcessOwner
@@ -200,21 +199,6 @@ def check_timeout(timeout: Any) -> None:
             compose(
                 f"timeout should be a positive number of seconds, got {timeout!r}",
                 fix="pass timeout=None for no limit",
-            )
-        )
-
-
-def check_rows(name: str, info: DictTensor | None, n_rows: int) -> None:
-    """Refuse an info that is neither empty nor has ``n_rows`` rows."""
-    if info is None:
-        return
-    if not isinstance(info, DictTensor):
-        raise SpecError(f"{name} should be a DictTensor, got {type(info).__name__}")
-    if not info.empty() and info.n_elems() != n_rows:
-        raise SpecError(
-            compose(
-                f"{name} has {info.n_elems()} rows, {n_rows} were expected",
-                fix=f"give one row per row of the result, or leave {name} out",
             )
         )
 

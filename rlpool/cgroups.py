@@ -54,6 +54,20 @@ def task_limits(root: Path = ROOT) -> list[GroupLimit]:
     return found
 
 
+def cpu_limits(root: Path = ROOT) -> list[float]:
+    """Cores' worth of time that this process's group and all that it lies in may use."""
+    found = []
+    for directory, version in _directories("cpu", root):
+        if version == 2:
+            quota, _, period = read_text(directory / "cpu.max").strip().partition(" ")
+        else:
+            quota = read_text(directory / "cpu.cfs_quota_us").strip()
+            period = read_text(directory / "cpu.cfs_period_us").strip()
+        if quota.isdecimal() and period.isdecimal() and int(period):  # "max" or -1 is no limit
+            found.append(int(quota) / int(period))
+    return found
+
+
 def read_text(file: Path) -> str:
     """A file of the kernel's, ``""`` where there is none."""
     try:

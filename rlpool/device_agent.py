@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlpool.agent import Agent, AgentStep, overrides_initial_state
+from rlpool.agent import Agent, AgentStep
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
@@ -37,11 +37,6 @@ class DeviceAgent(Agent):
         def create_agent():
             return DeviceAgent(MyAgent(model.to("cuda")), "cuda")
     """
-
-    def __new__(cls, agent: Agent, *_: Any, **__: Any) -> DeviceAgent:
-        """Make one with ``initial_state`` for an agent that makes its initial states itself."""
-        makes_states = isinstance(agent, Agent) and overrides_initial_state(agent)
-        return super().__new__(_StatefulDeviceAgent if makes_states else cls)
 
     def __init__(self, agent: Agent, device: torch.device | str) -> None:
         if not isinstance(agent, Agent):
@@ -85,6 +80,21 @@ class DeviceAgent(Agent):
         before = _part(back, "first") if state is None else state
         return before, _part(back, "output"), _part(back, "new")
 
+    def makes_initial_states(self) -> bool:
+        """Whether the agent makes its initial states itself, or a subclass of this one does."""
+        is_own = type(self).initial_state is not DeviceAgent.initial_state
+        return is_own or self.agent.makes_initial_states()
+
+    def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor | None:
+        """Ask the agent for it."""
+        if self._passes_on:
+            return self.agent.initial_state(agent_info, n)
+        info = None if agent_info is None else agent_info.to(self.device)
+        state = self.agent.initial_state(info, n)
+        if state is None or not torch.is_inference_mode_enabled():
+            return state
+        return state.to(torch.device("cpu"))
+
     def require_history(self) -> bool:
         """Whether the agent wants it."""
         return self.agent.require_history()
@@ -102,17 +112,6 @@ class DeviceAgent(Agent):
         self.agent.close()
 
 
-class _StatefulDeviceAgent(DeviceAgent):
-    """A ``DeviceAgent`` of an agent that makes its initial states itself."""
-
-    def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor | None:
-        if self._passes_on:
-            return self.agent.initial_state(agent_info, n)
-        info = None if agent_info is None else agent_info.to(self.device)
-        state = self.agent.initial_state(info, n)
-        return None if state is None else state.to(torch.device("cpu"))
-
-
 class Transfer:
     """Moves batches of tensors in one piece.
 
@@ -127,6 +126,10 @@ class Transfer:
         self._outgoing: dict[str, torch.Tensor] = {}
         self._arrived: dict[str, torch.Tensor] = {}
         self._here = self._there = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def __reduce__(self) -> tuple[type[Transfer], tuple[torch.device, torch.device]]:
+        # Without its buffers: their views would not be views in a copy.
+        return Transfer, (self._source, self._target)
 
     def moved(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The same values on the target; overwritten by the next call."""

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from rlpool.agent import Agent, overrides_initial_state
+from rlpool.agent import Agent
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, compose
@@ -168,7 +168,7 @@ class _Replay:
 
     def _initial_state(self) -> DictTensor | None:
         """The agent's own initial state, ``None`` if it makes it when called."""
-        if not overrides_initial_state(self._agent):
+        if not self._agent.makes_initial_states():
             return None
         return self._agent.initial_state(self._agent_info, self._n_rows)
 

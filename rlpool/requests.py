@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from rlpool.claims import ClaimLock, Claims
-from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.infos import Info, info_rows
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import RlpoolError, SpecError, compose
+from rlpool.errors import RlpoolError
 from rlpool.lane_log import LaneLog
 from rlpool.seeding import LaneSeeds, episode_seeds
 from rlpool.slots import Block
 from rlpool.specs import join_key
-from rlpool.storage import Array, Memory
+from rlpool.storage import Memory
 from rlpool.trajectories import Glue, copied_slots, slots_in_place, trajectories_of
 from rlpool.workers.collector import Infos
 from rlpool.workers.messages import Execute, Window
@@ -401,25 +401,12 @@ class WindowRequest(Request):
         )
 
 
-def as_infos(agent_info: DictTensor | None, env_info: DictTensor | None) -> Infos:
+def as_infos(agent_info: Info, env_info: Info, n_rows: int) -> Infos:
     """Infos as arrays, copied, so that the caller may change its tensors afterwards.
 
     Raises:
-        SpecError: For a dtype that NumPy lacks.
+        SpecError: See ``info_rows``.
     """
-    return _arrays("agent_info", agent_info), _arrays("env_info", env_info)
-
-
-def _arrays(name: str, info: DictTensor | None) -> dict[str, Array]:
-    arrays = {}
-    for key, tensor in ({} if info is None else info).items():
-        try:
-            arrays[key] = tensor.detach().cpu().numpy().copy()
-        except TypeError:
-            raise SpecError(
-                compose(
-                    f"{key!r} in {name} has dtype {tensor.dtype}, which NumPy lacks",
-                    fix="convert it, for instance to float32",
-                )
-            ) from None
-    return arrays
+    rows = info_rows("agent_info", agent_info, n_rows), info_rows("env_info", env_info, n_rows)
+    agent_arrays, env_arrays = ({k: t.numpy() for k, t in part.items()} for part in rows)
+    return agent_arrays, env_arrays

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import operator
 import os
 import resource
@@ -10,9 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlpool.cgroups import ROOT, read_text, task_limits
+from rlpool.cgroups import ROOT, cpu_limits, read_text, task_limits
 from rlpool.errors import SpecError, compose
 from rlpool.limits import human, resident_bytes, shared_bounds
+
+_LOG = logging.getLogger("rlpool")
+
+_MOST_PER_CORE = 2
+"""More workers than so many per core are worth a warning: one steps while one waits."""
 
 WORKER_BYTES = 100 * 2**20
 """Private memory of a worker that has imported torch and holds nothing else, at the least."""
@@ -102,15 +109,24 @@ def worker_count(num_workers: int | str) -> int:
     return number
 
 
-def n_cores() -> int:
-    """Cores that this process may use."""
+def n_cores(root: Path = ROOT) -> int:
+    """Cores that this process may use, by its affinity and the quotas of its control groups.
+
+    Args:
+        root: Where ``/proc`` and ``/sys`` lie.
+    """
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        n_own = len(os.sched_getaffinity(0))
+    else:
+        n_own = os.cpu_count() or 1
+    return max(1, min([n_own, *map(math.ceil, cpu_limits(root))]))
 
 
 def check_workers(n_workers: int, descriptors_each: int, advice: str) -> None:
     """Refuse more worker processes than descriptors, processes or memory allow.
+
+    More than twice the cores are worth a warning in the log: they are of use only where
+    environments wait for something else than a core.
 
     Args:
         n_workers: Processes to be started.
@@ -126,6 +142,15 @@ def check_workers(n_workers: int, descriptors_each: int, advice: str) -> None:
             raise SpecError(
                 compose(quota.complaint(n_workers), fix=f"{advice}{fits}, or {quota.remedy}")
             )
+    usable = n_cores()
+    if n_workers > _MOST_PER_CORE * usable:
+        _LOG.warning(
+            "worker processes: %d, cores that this process may use: %d; unless environments "
+            'mostly wait, fewer are faster (worker_count("auto") gives %d)',
+            n_workers,
+            usable,
+            worker_count("auto"),
+        )
 
 
 def worker_quotas(n_workers: int, descriptors_each: int, root: Path = ROOT) -> list[Quota]:

@@ -1,10 +1,14 @@
-"""What holds for every test: the installed package, one torch thread, no process left behind."""
+"""What holds for every test: the installed package, one torch thread, no process left behind.
+
+And that SIGINT is not ignored, wherever the tests were started.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import importlib.util
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -85,6 +89,18 @@ def pytest_report_header() -> list[str]:
     spec = importlib.util.find_spec("rlpool")
     origin = spec.origin if spec is not None else "not found"
     return [f"rlpool: {origin}", f"torch: {torch.__version__}"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_interrupts() -> Iterator[None]:
+    """Take SIGINT as at a prompt, here and in what tests start, which inherits that it is ignored.
+
+    A shell that starts commands in its background lets them ignore it.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

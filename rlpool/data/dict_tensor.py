@@ -297,6 +297,9 @@ def _rebuild(tensors: dict[str, Tensor]) -> DictTensor:
     return DictTensor._wrap(tensors)
 
 
+# For torch.load with weights_only=True, its default: this puts tensors together, and nothing else.
+torch.serialization.add_safe_globals([_rebuild])
+
 _pytree.register_pytree_node(
     DictTensor,
     lambda data: (list(data._tensors.values()), list(data._tensors)),

@@ -509,6 +509,9 @@ def _from_parts(steps: DictTensor, lengths: Tensor, info: DictTensor) -> Tempora
     return made
 
 
+torch.serialization.add_safe_globals([_from_parts])  # as for DictTensor
+
+
 def _flatten(data: TemporalDictTensor) -> tuple[list[Any], list[str]]:
     return [*data.values(), data._lengths, data._info], list(data.keys())
 

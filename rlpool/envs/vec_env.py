@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.infos import Info, info_rows
 from rlpool.envs.columns import Columns
 from rlpool.errors import RlpoolError, SpecError, UsageError, compose
 from rlpool.seeding import LaneSeeds, root_from
@@ -297,11 +298,12 @@ class VecEnv(ABC):
         """Number of environments."""
         return self.n_lanes
 
-    def reset(self, env_info: DictTensor | None = None) -> tuple[DictTensor, torch.Tensor]:
+    def reset(self, env_info: Info = None) -> tuple[DictTensor, torch.Tensor]:
         """Reset all environments.
 
         Args:
-            env_info: ``[n_envs, ...]`` or empty. Row *n* reaches environment *n* as
+            env_info: ``[n_envs, ...]`` or empty: a ``DictTensor``, or a dict of tensors, NumPy
+                arrays, lists, or numbers for all environments. Row *n* reaches environment *n* as
                 ``reset(options={...})``, at automatic resets as well.
 
         Returns:
@@ -309,7 +311,7 @@ class VecEnv(ABC):
             int64 ``[n_envs]``.
 
         Raises:
-            SpecError: If ``env_info`` has another number of rows.
+            SpecError: If a value of ``env_info`` is no numbers, or has another number of rows.
         """
         self._env_options = list(options_of(env_info, self.n_lanes, "env_info"))
         self._n_restarts_before += max(self._restarts)
@@ -415,7 +417,7 @@ def _refuse_flag(key: str, flag: Any, lane: int) -> None:
         raise LaneError(lane, "step") from cause
 
 
-def options_of(info: DictTensor | None, n_rows: int, name: str) -> list[Options]:
+def options_of(info: Info, n_rows: int, name: str) -> list[Options]:
     """Rows of an info as dicts of Python values.
 
     Args:
@@ -427,16 +429,10 @@ def options_of(info: DictTensor | None, n_rows: int, name: str) -> list[Options]
         One dict per row, or ``None`` for each where there is no info.
 
     Raises:
-        SpecError: If the number of rows differs.
+        SpecError: See ``info_rows``.
     """
-    if info is None or info.empty():
+    rows = info_rows(name, info, n_rows)
+    if rows.empty():
         return [None] * n_rows
-    if info.n_elems() != n_rows:
-        raise SpecError(
-            compose(
-                f"{name} has {info.n_elems()} rows, {n_rows} were expected",
-                fix=f"give one row per episode or leave {name} out",
-            )
-        )
-    lists = {key: value.tolist() for key, value in info.items()}
+    lists = {key: value.tolist() for key, value in rows.items()}
     return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]

@@ -130,8 +130,8 @@ def restore(pool: TransitionWriter, saved: Saved) -> dict[str, Any]:
         The text, parsed.
 
     Raises:
-        SpecError: If the pool has other sizes or rules, holds other keys, or if something is missing
-            or damaged. The pool is as before then, whatever happens.
+        SpecError: If the pool has other sizes or rules, holds other keys, or if something is
+            missing or damaged. The pool is as before then, whatever happens.
         UsageError: In a process that was forked from the pool's.
     """
     pool._sync.refuse_others()

@@ -281,7 +281,7 @@ class EpisodeRunner(ProcessOwner):
             request = WindowRequest(
                 coordinator.next_number(),
                 lanes,
-                as_infos(None, None),
+                as_infos(None, None, 0),
                 0,
                 update,
                 n_lanes=1,

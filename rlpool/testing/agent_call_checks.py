@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from rlpool.agent import overrides_initial_state
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.failures import described
 from rlpool.generators import seeded_generators
@@ -28,7 +27,7 @@ _NOISE_FIX = (
 def initial_state_agrees(subject: AgentSubject) -> Findings:
     """``initial_state`` gives the state that a call with ``None`` would start from."""
     agent = subject.agent()
-    if not overrides_initial_state(agent):
+    if not agent.makes_initial_states():
         return
     for n in subject.batch_sizes:
         info = subject.info(n, 0)

@@ -13,8 +13,9 @@ from typing import Any, cast
 
 import torch
 
-from rlpool.agent import Agent, overrides_initial_state
+from rlpool.agent import Agent
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.infos import Info, info_rows
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError
@@ -109,7 +110,7 @@ class AgentSubject:
         agent: Any,
         agent_args: Mapping[str, Any] | None,
         rows: ObservationRows,
-        agent_info: DictTensor | None = None,
+        agent_info: Info = None,
         update_info: Any = None,
         seed: int = 0,
         batch_sizes: Sequence[int] = (1, 2, 5),
@@ -121,7 +122,8 @@ class AgentSubject:
         self.factory = None if self.is_instance else agent
         self.agent_args = dict(agent_args or {})
         self.rows = rows
-        self.agent_info = None if agent_info is None or agent_info.empty() else agent_info
+        rows_of_info = info_rows("agent_info", agent_info, None)
+        self.agent_info = None if rows_of_info.empty() else rows_of_info
         self.update_info = update_info
         self.batch_sizes = tuple(batch_sizes)
         self.n_steps = n_steps
@@ -191,7 +193,7 @@ class AgentSubject:
         """
         info = self.info(n, variant)
         state: Rows | None = None
-        if overrides_initial_state(agent):
+        if agent.makes_initial_states():
             state = initial_state(agent, info, n)
         history, no_state = self._history(agent, n, variant, state)
         trace = []

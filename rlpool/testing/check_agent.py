@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.infos import Info
 from rlpool.errors import AgentSpecError, SpecError, compose
 from rlpool.testing.agent_checks import AGENT_CHECKS
 from rlpool.testing.agent_subject import AgentSubject, as_in_a_worker
@@ -20,7 +20,7 @@ def check_agent(
     env_args: Mapping[str, Any] | None = None,
     *,
     action_space: Any = None,
-    agent_info: DictTensor | None = None,
+    agent_info: Info = None,
     options: Mapping[str, Any] | None = None,
     update_info: Any = None,
     seed: int = 0,

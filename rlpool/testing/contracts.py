@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.infos import Info
 from rlpool.generators import seeded_generators
 from rlpool.testing.agent_checks import AGENT_CHECKS
 from rlpool.testing.agent_subject import AgentSubject, as_in_a_worker
@@ -159,7 +159,7 @@ class AgentContract:
     seed: int = 0
     batch_sizes: Sequence[int] = (1, 2, 5)
     n_steps: int = 4
-    agent_info: DictTensor | None = None
+    agent_info: Info = None
     options: Mapping[str, Any] | None = None
     action_space: Any = None
     update_info: Any = None

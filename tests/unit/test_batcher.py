@@ -380,11 +380,10 @@ def test_execute_wants_a_number_of_episodes(n_episodes: Any) -> None:
         DictTensor({"id": torch.arange(2)}),
         DictTensor({"id": torch.arange(4)}),
         DictTensor({"id": torch.arange(0)}),
-        {"id": torch.arange(3)},
         torch.arange(3),
         DictTensor({"id": torch.zeros(3, dtype=torch.bfloat16)}),
     ],
-    ids=["few", "many", "no rows", "dict", "tensor", "bfloat16"],
+    ids=["few", "many", "no rows", "tensor", "bfloat16"],
 )
 def test_infos_of_another_size_or_kind_are_refused(name: str, info: Any) -> None:
     with make() as batcher:

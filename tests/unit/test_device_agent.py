@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
 
 from rlpool import DeviceAgent, DictTensor, EpisodeBatcher, SpecError
-from rlpool.agent import Agent, overrides_initial_state
+from rlpool.agent import Agent
 from rlpool.device_agent import Transfer
 
 from support.agents import GruAgent, HistoryAgent, InfoEcho, InitialStateCounter, StepCounter
@@ -20,9 +24,9 @@ N = 6
 INFO = DictTensor({"id": torch.arange(N), "length": torch.arange(N) % 4 + 2})
 
 
-def collected(agent: Agent) -> dict[str, torch.Tensor]:
+def collected(agent: Agent, n_threads: int = 0) -> dict[str, torch.Tensor]:
     with EpisodeBatcher(
-        5, N, lambda: agent, {}, create_counting, {}, n_threads=0, seeds=2
+        5, N, lambda: agent, {}, create_counting, {}, n_threads=n_threads, seeds=2
     ) as batcher:
         batcher.execute(N, agent_info=INFO, env_info=INFO)
         result = batcher.get()
@@ -103,8 +107,83 @@ def test_gradients_flow_outside_of_inference_mode() -> None:
 
 
 def test_initial_states_are_asked_for_only_where_the_agent_makes_them() -> None:
-    assert overrides_initial_state(DeviceAgent(InitialStateCounter(), "cpu"))
-    assert not overrides_initial_state(DeviceAgent(StepCounter(), "cpu"))
+    assert DeviceAgent(InitialStateCounter(), "cpu").makes_initial_states()
+    assert not DeviceAgent(StepCounter(), "cpu").makes_initial_states()
+
+
+def pickled_copy(agent: Any) -> Any:
+    return pickle.loads(pickle.dumps(agent))
+
+
+def cloudpickled_copy(agent: Any) -> Any:
+    return pickle.loads(cloudpickle.dumps(agent))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled_copy, cloudpickled_copy])
+@pytest.mark.parametrize("make_agent", [GruAgent, InitialStateCounter])
+@pytest.mark.parametrize("passes_on", [True, False])
+def test_copies_act_like_the_original(
+    copied: Callable[[Any], Any], make_agent: Any, passes_on: bool
+) -> None:
+    wrapped = DeviceAgent(make_agent(), "cpu") if passes_on else packing(make_agent())
+    expected = collected(wrapped)  # with transfers there are buffers now
+    other = copied(wrapped)
+    assert type(other) is DeviceAgent
+    assert other.agent is wrapped.agent or copied is not copy.copy
+    got = collected(other)
+    for key, tensor in expected.items():
+        assert torch.equal(got[key], tensor), key
+
+
+def test_a_copy_shares_no_parameters_with_the_original() -> None:
+    wrapped = DeviceAgent(GruAgent(), "cpu")
+    other = copy.deepcopy(wrapped)
+    with torch.no_grad():
+        wrapped.agent.head.weight.zero_()
+    assert other.agent.head.weight.any()
+
+
+class Scaled(DeviceAgent):
+    """A subclass with arguments of its own, around an agent that it makes itself."""
+
+    def __init__(self, make_agent: Callable[[], Agent], *, scale: int) -> None:
+        super().__init__(make_agent(), "cpu")
+        self.scale = scale
+
+    def __call__(self, *arguments: Any) -> Any:
+        state, output, new_state = super().__call__(*arguments)
+        output["action"].mul_(self.scale)
+        return state, output, new_state
+
+
+@pytest.mark.parametrize("make_agent", [StepCounter, InitialStateCounter])
+@pytest.mark.parametrize("n_threads", [0, 1])
+def test_a_subclass_has_arguments_of_its_own(make_agent: Any, n_threads: int) -> None:
+    expected = collected(make_agent())
+    for agent in (Scaled(make_agent, scale=3), copy.deepcopy(Scaled(make_agent, scale=3))):
+        assert type(agent) is Scaled
+        assert agent.makes_initial_states() == (make_agent is InitialStateCounter)
+        got = collected(agent, n_threads)
+        assert torch.equal(got["action"], 3 * expected["action"])
+        assert torch.equal(got["steps"], expected["steps"])
+
+
+@pytest.mark.parametrize("make_agent", [StepCounter, InitialStateCounter, GruAgent])
+def test_wrappers_can_be_nested(make_agent: Any) -> None:
+    wrapped = DeviceAgent(packing(make_agent()), "cpu")
+    assert wrapped.makes_initial_states() == (make_agent is InitialStateCounter)
+    assert wrapped.n_noise == make_agent().n_noise
+    got, expected = collected(wrapped), collected(make_agent())
+    for key, tensor in expected.items():
+        assert torch.equal(got[key], tensor), key
+
+
+def test_a_subclass_may_make_the_initial_states() -> None:
+    class Begins(DeviceAgent):
+        def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor:
+            return DictTensor({"steps": torch.full((n,), 7)})
+
+    assert set(collected(Begins(StepCounter(), "cpu"))["steps"][:, 0].tolist()) == {7}
 
 
 def test_the_agent_gets_updates_seeds_and_its_end() -> None:

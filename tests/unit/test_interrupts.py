@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import signal
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import pytest
 
 from rlpool import interrupts
 from rlpool.interrupts import InterruptsHeld
+
+TESTS = Path(__file__).resolve().parents[1]
 
 
 class Interrupt(Exception):
@@ -112,9 +116,29 @@ def test_what_a_handler_raises_is_in_no_cycle() -> None:
     alive: list[weakref.ref[Canary]] = []
     gc.collect()
     gc.disable()
+    was_interrupted = False
     try:
-        with contextlib.suppress(KeyboardInterrupt):
+        try:
             interrupted()
+        except KeyboardInterrupt:
+            was_interrupted = True
+        assert was_interrupted
         assert alive[0]() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_is_tested_where_a_shell_lets_commands_ignore_it() -> None:
+    tests = [
+        f"{__file__}::{test_what_a_handler_raises_is_in_no_cycle.__name__}",
+        f"{TESTS / 'process' / 'test_caller_mishaps.py'}::test_ctrl_c_twice_at_once[group-start]",
+    ]
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    run = subprocess.run(
+        ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *pytest_],
+        capture_output=True,
+        text=True,
+        cwd=TESTS.parent,
+    )
+    assert "2 passed" in run.stdout, run.stdout

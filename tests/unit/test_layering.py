@@ -41,6 +41,7 @@ ORDER = (
     "stack_dumps",
     "data.dict_tensor",
     "data.temporal_dict_tensor",
+    "data.infos",
     "data.index_keys",
     "data.array_index",
     "data.allocation",

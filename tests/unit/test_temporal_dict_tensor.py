@@ -5,7 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +17,13 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlpool import MonoThreadEpisodeBatcher
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
+
+from support.agents import ConstantAgent
+from support.envs import create_counting
 
 LENGTHS = [3, 1, 0, 5]
 T = 5
@@ -760,11 +768,39 @@ def test_view_pickles_its_values_and_not_the_storage() -> None:
     torch.save(part, file)
     file_size = file.tell()
     file.seek(0)
-    for again in (pickle.loads(pickle.dumps(part)), torch.load(file, weights_only=False)):
+    for again in (pickle.loads(pickle.dumps(part)), torch.load(file, weights_only=True)):
         assert rows(again) == [[400, 401, 402, 403], [500, 501, 502, 503]]
     assert len(pickle.dumps(block[3:5])) < 4000  # lengths are a view here
     assert len(pickle.dumps(part)) < 4000  # the block has 178,000 bytes, its lengths 8,000
     assert file_size < 8000
+
+
+LOADS = """
+import sys
+import torch
+import {module}
+saved = torch.load(sys.argv[1], weights_only=True)
+print(saved["trajectories"]["_frame"].sum().item(), saved["epoch"])
+print(saved["trajectories"].info["seed"].tolist() == saved["info"]["seed"].tolist())
+"""
+
+
+def test_a_saved_result_is_loaded_by_a_process_that_has_imported_rlpool(tmp_path: Path) -> None:
+    file = tmp_path / "result.pt"
+    with MonoThreadEpisodeBatcher(ConstantAgent, {}, create_counting, {}, seeds=1) as batcher:
+        batcher.execute(3)
+        result = batcher.get()
+        assert result is not None
+    torch.save({"trajectories": result, "info": result.info, "epoch": 3}, file)
+
+    def run(module: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", LOADS.format(module=module), str(file)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    done = run("rlpool")
+    assert done.stdout == f"{result['_frame'].sum().item()} 3\nTrue\n", done.stderr
+    # Without it torch tells what it misses.
+    assert re.search(r"rlpool\.data\.(.|\n)*add_safe_globals", run("math").stderr)
 
 
 def test_copy_shares_tensors_and_deepcopy_does_not() -> None:

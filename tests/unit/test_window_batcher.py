@@ -453,7 +453,7 @@ def test_infos_of_another_size_are_refused(name: str) -> None:
         with pytest.raises(SpecError, match=f"{name} has 2 rows, 3 were expected"):
             batcher.reset(**{name: DictTensor({"id": torch.arange(2)})})
         with pytest.raises(SpecError, match=name):
-            batcher.reset(**{name: {"id": torch.arange(3)}})
+            batcher.reset(**{name: torch.arange(3)})
 
 
 def test_infos_may_be_changed_after_reset() -> None:

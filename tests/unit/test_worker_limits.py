@@ -5,14 +5,26 @@ from __future__ import annotations
 import os
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from rlpool import SpecError, worker_count, worker_limits
+from rlpool import (
+    Agent,
+    DictTensor,
+    EpisodeBatcher,
+    GymEnv,
+    ParallelEnvManager,
+    SpecError,
+    worker_count,
+    worker_limits,
+)
 from rlpool.limits import Bound
+from rlpool.testing import CountingEnv
 from rlpool.worker_limits import Quota
 
-from support.machines import machine, new_machine
+from support.machines import machine, new_machine, old_machine
 
 
 @pytest.mark.parametrize(("n_cores", "expected"), [(1, 1), (2, 1), (3, 1), (4, 2), (64, 62)])
@@ -23,14 +35,69 @@ def test_auto_leaves_two_cores(
     assert worker_count("auto") == expected
 
 
-def test_cores_are_those_that_this_process_may_use() -> None:
+def test_cores_are_those_that_this_process_may_use(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
-        assert worker_limits.n_cores() == 1
+        assert worker_limits.n_cores(tmp_path) == 1
     finally:
         os.sched_setaffinity(0, before)
-    assert worker_limits.n_cores() == len(before)
+    assert worker_limits.n_cores(tmp_path) == len(before)
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [("max 100000", 64), ("150000 100000", 2), ("400000 100000", 4), ("1000 100000", 1), ("", 64)],
+)
+def test_cores_are_those_that_the_container_pays_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str, expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    root = new_machine(tmp_path, "/user/job", {"user/cpu.max": quota, "cpu.max": "max 100000"})
+    assert worker_limits.n_cores(root) == expected
+
+
+def test_old_containers_have_a_quota_as_well(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    files = {"cpu,cpuacct/other/cpu.cfs_quota_us": "250000"}
+    files["cpu,cpuacct/other/cpu.cfs_period_us"] = "100000"
+    files["cpu,cpuacct/cpu.cfs_quota_us"] = "-1"
+    files["cpu,cpuacct/cpu.cfs_period_us"] = "100000"
+    assert worker_limits.n_cores(old_machine(tmp_path, "/jobs", "/", files)) == 3
+
+
+def test_more_workers_than_twice_the_cores_are_worth_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_limits, "n_cores", lambda: 1)
+    with EpisodeBatcher(3, 4, AlwaysZero, {}, create_env, {}, n_threads=2, seeds=1) as batcher:
+        batcher.execute(2)
+        batcher.get()
+    assert [r for r in caplog.records if "cores" in r.message] == []
+    with EpisodeBatcher(3, 4, AlwaysZero, {}, create_env, {}, n_threads=3, seeds=1) as batcher:
+        for _ in range(2):
+            batcher.execute(4)
+            batcher.get()
+    with ParallelEnvManager([CountingEnv] * 3) as manager:
+        manager.reset()
+    texts = [record.message for record in caplog.records if record.name == "rlpool"]
+    texts = [text for text in texts if "cores" in text]
+    assert len(texts) == 2
+    for text in texts:
+        assert text.startswith("worker processes: 3, cores that this process may use: 1;")
+        assert text.endswith('(worker_count("auto") gives 1)')
+
+
+class AlwaysZero(Agent):
+    def __call__(self, state: Any, observation: Any, *_: Any) -> Any:
+        action = torch.zeros(observation.n_elems(), dtype=torch.int64)
+        return DictTensor(), DictTensor({"action": action}), DictTensor()
+
+
+def create_env(seed: int) -> GymEnv:
+    return GymEnv([CountingEnv(length=2)], seed)
 
 
 @pytest.mark.parametrize("number", [0, -1, True, "many", 1.5, None])

@@ -1,0 +1,94 @@
+"""What users give as ``agent_info`` and ``env_info``: named rows, one per episode or lane."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlpool.data.dict_tensor import DictTensor
+from rlpool.errors import SpecError, compose
+
+Info: TypeAlias = DictTensor | Mapping[str, Any] | None
+"""Tensors, NumPy arrays or (nested) lists of numbers by name, one row per row of the result.
+
+A number, a bool, or a tensor or array without dimensions holds for all rows. Python ints become
+int64, Python floats torch's default dtype (float32), bools bool; tensors and arrays keep theirs.
+"""
+
+
+def info_rows(name: str, info: Info, n_rows: int | None) -> DictTensor:
+    """An info as tensors ``[n_rows, ...]`` on the CPU, which share no memory with it.
+
+    Args:
+        name: How errors call it.
+        info: What the user gave; ``None`` for nothing.
+        n_rows: Rows expected; ``None`` for any number, the same under every key.
+
+    Raises:
+        SpecError: If it is no info, or a value is no numbers, has a dtype that NumPy lacks, or
+            another number of rows; the message names the key.
+    """
+    if info is None:
+        return DictTensor()
+    if not isinstance(info, DictTensor | Mapping):
+        raise SpecError(
+            compose(
+                f"{name} should be a DictTensor or a dict, got {type(info).__name__}",
+                fix=f"name its values: {name}={{'task': ...}}",
+            )
+        )
+    tensors = {key: _copied(name, key, value) for key, value in info.items()}
+    if n_rows is None:
+        n_rows = next((tensor.shape[0] for tensor in tensors.values() if tensor.ndim), 1)
+    for key, tensor in tensors.items():
+        if not tensor.ndim:
+            tensors[key] = tensor.repeat(n_rows)
+        elif tensor.shape[0] != n_rows:
+            raise SpecError(
+                compose(
+                    f"{key!r} in {name} has {tensor.shape[0]} rows, {n_rows} were expected",
+                    fix=f"give one row per row of the result, one number for all of them, or leave "
+                    f"{name} out",
+                )
+            )
+    return DictTensor(tensors)
+
+
+def _copied(name: str, key: Any, value: Any) -> Tensor:
+    """A value as a tensor of its own."""
+    if not isinstance(key, str):
+        raise SpecError(
+            compose(f"key {key!r} in {name} is no string", fix="name values by strings")
+        )
+    try:
+        tensor = _tensor(value)
+        tensor.numpy()
+    except (TypeError, ValueError, RuntimeError) as error:
+        what, _, _ = str(error).partition("\n")
+        if isinstance(value, Tensor):
+            what, fix = f"has dtype {value.dtype}, which NumPy lacks", "convert it, to float32 say"
+        else:
+            what = f"is {type(value).__name__} {value!r:.40}, not numbers ({what:.80})"
+            fix = "give numbers, with as many in every row: a tensor, an array, or a list"
+        raise SpecError(compose(f"{key!r} in {name} {what}", fix=fix)) from None
+    return tensor
+
+
+def _tensor(value: Any) -> Tensor:
+    if isinstance(value, str | bytes):
+        raise TypeError("it is text")
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, list | tuple):
+        if any(isinstance(part, Tensor) for part in value):
+            return torch.stack([_tensor(part) for part in value])
+        if any(isinstance(part, np.ndarray | np.generic) for part in value):
+            value = np.array(value)
+    if hasattr(value, "__array__"):
+        array = np.asarray(value)
+        return torch.from_numpy(np.array(array, array.dtype.newbyteorder("=")))
+    return torch.tensor(value, device="cpu")

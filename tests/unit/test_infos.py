@@ -1,0 +1,250 @@
+"""``agent_info`` and ``env_info`` may be dicts of tensors, arrays, lists and numbers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from rlpool import (
+    Batcher,
+    DictTensor,
+    EpisodeBatcher,
+    GymEnv,
+    MonoThreadEpisodeBatcher,
+    ParallelEnvManager,
+    SpecError,
+)
+from rlpool.testing import CountingEnv, check_agent
+
+from support.agents import ConstantAgent, InfoEcho
+
+N = 4
+TENSORS = {
+    "id": torch.arange(N),
+    "length": torch.tensor([2, 3, 2, 1]),
+    "goal": torch.arange(2.0 * N).view(N, 2),
+    "is_easy": torch.tensor([True, False, True, False]),
+}
+SAME = {
+    "DictTensor": lambda: DictTensor(TENSORS),
+    "tensors": lambda: dict(TENSORS),
+    "arrays": lambda: {key: tensor.numpy() for key, tensor in TENSORS.items()},
+    "lists": lambda: {key: tensor.tolist() for key, tensor in TENSORS.items()},
+    "tuples": lambda: {key: tuple(tensor.tolist()) for key, tensor in TENSORS.items()},
+    "lists of tensors": lambda: {key: list(tensor) for key, tensor in TENSORS.items()},
+    "lists of arrays": lambda: {key: list(tensor.numpy()) for key, tensor in TENSORS.items()},
+}
+REFUSED: dict[str, tuple[Any, str]] = {
+    "text": ("easy", "'key' in env_info is str 'easy', not numbers"),
+    "texts": (["a", "b", "c", "d"], "'key' in env_info is list .*, not numbers"),
+    "array of texts": (np.array(["a"] * N), "'key' in env_info is ndarray .*, not numbers"),
+    "objects": (np.array([None] * N), "'key' in env_info is ndarray .*, not numbers"),
+    "ragged": ([[1], [1, 2], [1], [1]], "'key' in env_info is list .*, not numbers"),
+    "ragged arrays": ([np.zeros(1), np.zeros(2)], "'key' in env_info is list .*, not numbers"),
+    "None": (None, "'key' in env_info is NoneType None, not numbers"),
+    "dict": ({"x": 1}, "'key' in env_info is dict .*, not numbers"),
+    "too large": ([2**70] * N, "'key' in env_info is list .*, not numbers"),
+    "bfloat16": (torch.zeros(N, dtype=torch.bfloat16), "'key' in env_info has dtype torch.bfloat"),
+    "too few": ([1, 2, 3], f"'key' in env_info has 3 rows, {N} were expected"),
+    "too many": (torch.zeros(5, 2), f"'key' in env_info has 5 rows, {N} were expected"),
+    "one row": (np.zeros(1), f"'key' in env_info has 1 rows, {N} were expected"),
+    "no row": ([], f"'key' in env_info has 0 rows, {N} were expected"),
+}
+
+
+class OptionsEnv(CountingEnv):
+    """Keeps the options of its resets."""
+
+    seen: list[Any]
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.seen = []
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.seen.append(options)
+        return super().reset(seed=seed, options=options)
+
+
+def create_env(seed: int, n_envs: int = 2) -> GymEnv:
+    return GymEnv([CountingEnv() for _ in range(n_envs)], seed)
+
+
+def rewards_of(result: Any) -> list[float]:
+    return result["_reward"][:, 0].tolist()
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_every_kind_of_info_is_the_same(kind: str) -> None:
+    info = SAME[kind]()
+    with MonoThreadEpisodeBatcher(InfoEcho, {}, create_env, {}, seeds=1) as batcher:
+        batcher.execute(N, agent_info=info, env_info=info)
+        result = batcher.get()
+        assert result is not None
+    assert result.lengths.tolist() == TENSORS["length"].tolist()
+    assert rewards_of(result) == [1, 1001, 2001, 3001]
+    assert result["info_id"][:, 0].tolist() == [0, 1, 2, 3]
+    for name in ("agent_info", "env_info"):
+        for key, tensor in TENSORS.items():
+            got = result.info[f"{name}/{key}"]
+            assert got.dtype == tensor.dtype, key
+            assert torch.equal(got, tensor), key
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (3, torch.int64),
+        (2.5, torch.float32),
+        (True, torch.bool),
+        (torch.tensor(3, dtype=torch.int32), torch.int32),
+        (np.float64(2.5), torch.float64),
+        (np.array(7, np.uint8), torch.uint8),
+    ],
+    ids=repr,
+)
+def test_a_number_holds_for_all_episodes(value: Any, dtype: torch.dtype) -> None:
+    with EpisodeBatcher(3, N, ConstantAgent, {}, create_env, {}, n_threads=0, seeds=1) as batcher:
+        batcher.execute(N, agent_info={"x": value}, env_info={"length": 2})
+        result = batcher.get()
+        assert result is not None
+    assert result.info["agent_info/x"].dtype == dtype
+    assert result.info["agent_info/x"].tolist() == [float(value)] * N
+    assert result.info["env_info/length"].tolist() == [2] * N
+    assert result.lengths.tolist() == [2] * N
+
+
+def test_workers_and_windows_take_dicts_too() -> None:
+    with EpisodeBatcher(3, N, InfoEcho, {}, create_env, {}, n_threads=2, seeds=1) as batcher:
+        batcher.execute(N, {"id": range(N)}, {"id": np.arange(N), "length": 1})
+        batcher.reexecute()
+        for _ in range(2):
+            result = batcher.get()
+            assert result is not None
+            assert rewards_of(result) == [1, 1001, 2001, 3001]
+            assert result["info_id"][:, 0].tolist() == [0, 1, 2, 3]
+    with Batcher(3, None, InfoEcho, {}, create_env, {}, n_threads=0, seeds=1) as windows:
+        windows.reset({"id": 5}, {"id": [1, 2]})
+        windows.execute()
+        window = windows.get()
+        assert window is not None
+        assert rewards_of(window) == [1001, 2001]
+        assert window["info_id"].unique().tolist() == [5]
+        with pytest.raises(SpecError, match="'id' in env_info has 3 rows, 2 were expected"):
+            windows.reset(env_info={"id": [1, 2, 3]})
+
+
+def test_environments_by_hand_take_dicts_too() -> None:
+    envs = [OptionsEnv(), OptionsEnv()]
+    GymEnv(envs).reset({"goal": [[1.0, 2.0], [3.0, 4.0]], "is_easy": True})
+    assert [env.seen for env in envs] == [
+        [{"goal": [1.0, 2.0], "is_easy": True}],
+        [{"goal": [3.0, 4.0], "is_easy": True}],
+    ]
+    with pytest.raises(SpecError, match="'goal' in env_info has 3 rows, 2 were expected"):
+        GymEnv(envs).reset({"goal": np.zeros(3)})
+    with ParallelEnvManager([CountingEnv] * 2) as manager:
+        manager.reset({"length": [1, 2]})
+        (_, _), (_, running) = manager.step(DictTensor({"action": torch.zeros(2).long()}))
+        assert running.tolist() == [1]
+
+
+def test_checks_of_agents_take_dicts_too() -> None:
+    report = check_agent(
+        InfoEcho,
+        CountingEnv,
+        agent_info={"id": [1, 2, 3]},
+        skip=["update_takes_state_dict"],
+        strict=False,
+    )
+    assert report.ok, report
+    assert check_agent(InfoEcho, CountingEnv, agent_info={"id": 1}, strict=False).ok
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_info_is_refused_by_its_key(case: str) -> None:
+    value, message = REFUSED[case]
+    with EpisodeBatcher(3, N, InfoEcho, {}, create_env, {}, n_threads=0, seeds=1) as batcher:
+        with pytest.raises(SpecError, match=message):
+            batcher.execute(N, env_info={"length": 1, "key": value})
+        with pytest.raises(SpecError, match=message.replace("env_info", "agent_info")):
+            batcher.execute(N, agent_info={"length": 1, "key": value})
+        batcher.execute(1, env_info={"length": 1})  # nothing was requested
+        result = batcher.get()
+        assert result is not None
+        assert result.n_elems() == 1
+
+
+@pytest.mark.parametrize("info", [[1, 2, 3, 4], torch.arange(N), "task", {3: [1, 2, 3, 4]}])
+def test_what_has_no_names_is_refused(info: Any) -> None:
+    with EpisodeBatcher(3, N, InfoEcho, {}, create_env, {}, n_threads=0, seeds=1) as batcher:
+        message = "key 3 in env_info is no string|env_info should be a DictTensor or a dict, got"
+        with pytest.raises(SpecError, match=message):
+            batcher.execute(N, env_info=info)
+
+
+@pytest.mark.parametrize("kind", ["DictTensor", "tensors", "arrays", "lists"])
+def test_later_changes_do_not_reach_a_request(kind: str) -> None:
+    given: dict[str, Any] = {"id": [1, 2], "goal": np.zeros(2), "length": torch.ones(2).long()}
+    if kind == "lists":
+        given = {key: list(value) for key, value in given.items()}
+    elif kind == "arrays":
+        given = {key: torch.as_tensor(value).numpy() for key, value in given.items()}
+    elif kind == "tensors":
+        given = {key: torch.as_tensor(value) for key, value in given.items()}
+    info: Any = given
+    if kind == "DictTensor":
+        info = DictTensor({key: torch.as_tensor(value) for key, value in given.items()})
+    with EpisodeBatcher(3, N, InfoEcho, {}, create_env, {}, n_threads=0, seeds=1) as batcher:
+        batcher.execute(2, agent_info=info, env_info=info)
+        for key in list(info.keys()):
+            info[key][0] = 9
+        result = batcher.get()
+        assert result is not None
+        result.info["env_info/length"][:] = 7  # the caller's own
+        batcher.reexecute()
+        again = batcher.get()
+        assert again is not None
+    for part in (result, again):
+        assert part["info_id"][:, 0].tolist() == [1, 2]
+        assert part.info["env_info/goal"].tolist() == [0, 0]
+        assert part.lengths.tolist() == [1, 1]
+
+
+def test_options_are_python_values_and_the_given_tensors_stay_as_they_are() -> None:
+    env = OptionsEnv()
+    task = torch.tensor([4], dtype=torch.int16)
+    with EpisodeBatcher(
+        3, N, InfoEcho, {}, lambda seed: GymEnv([env], seed), {}, n_threads=0, seeds=1
+    ) as batcher:
+        batcher.execute(1, {"id": 0}, {"task": task, "x": np.float32(0.5), "length": 1})
+        batcher.get()
+    assert env.seen[-1] == {"task": 4, "x": 0.5, "length": 1}
+    assert [type(value) for value in env.seen[-1].values()] == [int, float, int]
+    assert task.tolist() == [4]
+
+
+def test_an_empty_info_is_none_at_all() -> None:
+    env = OptionsEnv(length=1)
+    with EpisodeBatcher(
+        3, N, InfoEcho, {}, lambda seed: GymEnv([env], seed), {}, n_threads=0, seeds=1
+    ) as batcher:
+        for info in ({}, DictTensor(), None):
+            batcher.execute(1, info, info)
+            result = batcher.get()
+            assert result is not None
+            assert result["info_id"].tolist() == [[-1]]
+    assert set(map(repr, env.seen)) == {"None"}
+
+
+def test_an_error_quotes_no_more_than_the_beginning() -> None:
+    env = GymEnv([gymnasium.make("CartPole-v1")])
+    with pytest.raises(SpecError, match="'x' in env_info") as caught:
+        env.reset({"x": ["text"] * 10_000})
+    assert len(str(caught.value)) < 500
+    assert re.search(r"fix: .*a tensor, an array, or a list", str(caught.value))
