@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from rlpool import DictTensor, GymEnv, ParallelEnvManager, Pool
 
 PROGRAMS = Path(__file__).resolve().parent
 
@@ -164,6 +167,48 @@ def _assert_episodes(values: dict[str, torch.Tensor], lengths: list[int]) -> Non
         assert set(mine["action"].tolist()) <= {0, 1}
         torch.testing.assert_close(mine["action_probabilities"].sum(-1), torch.ones(length))
         assert all(not tensor[row, length:].any() for tensor in values.values())
+
+
+@pytest.fixture(scope="module")
+def make_env() -> Any:
+    """Makes the environment of the episode batcher's program, as that does."""
+    program = runpy.run_path(str(PROGRAMS / "episode_batcher.py"), run_name="episode_batcher")
+    kind, limit = program["MyEnv"], program["TimeLimit"]
+    return lambda: limit(kind(), max_episode_steps=100)
+
+
+def assert_moves(before: Any, after: Any, ids: list[int]) -> None:
+    torch.testing.assert_close(after["x"], before["x"] + 0.3)
+    assert after["reward"].tolist() == after["x"].tolist()
+    assert before["env_id"].tolist() == after["env_id"].tolist() == ids
+    assert before["identifier"].tolist() == after["identifier"].tolist()
+
+
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_the_documents_environment_can_be_driven_by_hand(make_env: Any, is_parallel: bool) -> None:
+    envs: Any = (
+        ParallelEnvManager([make_env] * 2, seed=1, envs_per_worker=2)
+        if is_parallel
+        else GymEnv([make_env(), make_env()], seed=1)
+    )
+    ones = DictTensor({"action": torch.ones(2, dtype=torch.int64)})
+    for info, ids in ((None, [0, 0]), (DictTensor({"env_id": torch.tensor([3, 4])}), [3, 4])):
+        before, _ = envs.reset(info)
+        assert len({*before["x"].tolist(), *before["identifier"].tolist()}) == 4
+        (after, _), _ = envs.step(ones)
+        assert_moves(before, after, ids)
+    envs.close()
+
+
+def test_the_documents_environment_fills_a_pool_by_a_policy(make_env: Any) -> None:
+    with Pool([make_env(), make_env()], 2, 50, random=False, seed=0, policy=lambda state: 1) as p:
+        p.store()
+        rows = p.transitions()
+    assert set(rows["action"].tolist()) == {1}
+    np.testing.assert_allclose(rows["_x"], rows["x"] + 0.3, rtol=1e-6)
+    np.testing.assert_allclose(rows["_reward"], rows["_x"], rtol=1e-6)
+    assert set(rows["env_id"].tolist()) == {0}
+    assert rows["_done"].tolist() == (rows["_x"] > 1).tolist()
 
 
 # Array -----------------------------------------------------------------------------------------
