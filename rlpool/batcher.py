@@ -275,6 +275,20 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         self._n_executions = self._n_episodes = 0
         self._last = None
 
+    def execute(
+        self,
+        n_episodes: int | None = None,
+        agent_info: DictTensor | None = None,
+        env_info: DictTensor | None = None,
+    ) -> None:
+        """Request episodes, as many as there are environments unless told otherwise.
+
+        See ``EpisodeBatcher.execute``.
+        """
+        super().execute(
+            self._open().n_lanes if n_episodes is None else n_episodes, agent_info, env_info
+        )
+
 
 class Batcher(BatcherBase):
     """Collects windows: the next ``n_timesteps`` steps of every lane, in lane order.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from rlpool.agent import Agent, AgentStep
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError, compose
+from rlpool.signatures import takes_keyword, takes_position
 from rlpool.specs import DEFAULT_OBSERVATION_KEY, join_key
 from rlpool.storage import Array
 
@@ -26,13 +26,12 @@ _ACTED_SPACES = ("Box", "Discrete", "MultiDiscrete", "MultiBinary")
 class ActingAgent(Agent):
     """An agent with ``act`` in place of ``__call__``, for one batch of rows.
 
-    Without memory it is called as ``act(obs, deterministic=False)`` (the latter if it takes that);
-    with memory, known by the
-    argument ``prev_internal_state`` of ``act``, as ``act(prev_internal_state=, prev_action=,
-    reward=, obs=, deterministic=False)``, and starts from ``get_initial_info()``, which gives a
-    previous action ``[1, ...]``, a reward ``[1, 1]`` and an internal state of batch size 1. It
-    returns its action, or a tuple that begins with it; with memory, a pair of that and the new
-    internal state.
+    Without memory it is called as ``act(obs, deterministic=False)`` (the latter if it takes that).
+    With memory it is called as ``act(prev_internal_state=, prev_action=, reward=, obs=,
+    deterministic=False)``, and starts from ``get_initial_info()``, which gives a previous action
+    ``[1, ...]``, a reward ``[1, 1]`` and an internal state of batch size 1. It has one if ``act``
+    takes ``prev_internal_state``. It returns its action, or a tuple that begins with it; with
+    memory, a pair of that and the new internal state.
 
     The internal state is a tensor, or tuples, dicts and DictTensors of tensors. Its batch is the
     second dimension where that has size 1 and there are three or more, as in ``torch.nn.GRU``,
@@ -42,6 +41,7 @@ class ActingAgent(Agent):
         agent: The agent. Observations and rewards come to the device of its parameters.
         space: The action space of the environments. For a Discrete one, actions may be numbers
             or one-hot rows.
+        wants_memory: Whether it has a memory if its ``act`` takes ``**kwargs``.
 
     Attributes:
         is_probed: Until this is set the agent is not called: zeros are returned.
@@ -50,7 +50,7 @@ class ActingAgent(Agent):
         SpecError: For an action space that is not one array.
     """
 
-    def __init__(self, agent: Any, space: Any) -> None:
+    def __init__(self, agent: Any, space: Any, wants_memory: bool = False) -> None:
         if type(space).__name__ not in _ACTED_SPACES:
             raise SpecError(
                 compose(
@@ -61,8 +61,10 @@ class ActingAgent(Agent):
         self._agent = agent
         self._space = space
         self._device = _device_of(agent)
-        self._has_memory = _takes(agent, "prev_internal_state")
-        self._mode = {"deterministic": False} if _takes(agent, "deterministic") else {}
+        self._has_memory = has_memory(agent, wants_memory)
+        takes_mode = takes_keyword(agent.act, "deterministic")
+        self._mode = {"deterministic": False} if takes_mode else {}
+        self._takes_position = takes_position(agent.act)
         self._structure: Any = None
         self._batch_dims: list[int] = []
         self._initial_reward = torch.zeros(1, 1, device=self._device)
@@ -104,7 +106,12 @@ class ActingAgent(Agent):
             return state, DictTensor({"action": self._no_action(observation.n_elems())}), state
         seen = self._seen(observation)
         if not self._has_memory:
-            action = _first(self._agent.act(seen, **self._mode))
+            chosen = (
+                self._agent.act(seen, **self._mode)
+                if self._takes_position
+                else self._agent.act(obs=seen, **self._mode)
+            )
+            action = _first(chosen)
             return state, DictTensor({"action": self._for_env(action)}), DictTensor()
         reward = observation["reward"].to(self._device).unsqueeze(-1)
         starts = observation["initial_state"].to(self._device).unsqueeze(-1)
@@ -218,13 +225,9 @@ class RandomAgent(Agent):
         self._draws.append((key, math.prod(space.shape), draw))
 
 
-def _takes(agent: Any, name: str) -> bool:
-    """Whether ``agent.act`` takes an argument."""
-    try:
-        parameters = inspect.signature(agent.act).parameters
-    except (TypeError, ValueError):
-        return False
-    return name in parameters
+def has_memory(agent: Any, wants_memory: bool) -> bool:
+    """Whether ``agent.act`` takes an internal state; one that takes every keyword, if it shall."""
+    return takes_keyword(agent.act, "prev_internal_state", otherwise=wants_memory)
 
 
 def _device_of(agent: Any) -> torch.device:
@@ -318,8 +321,8 @@ def check_agent(agent: Any, *, needs_memory: bool) -> None:
                 fix="subclass rlpool.Agent, or give it act(obs, deterministic=False)",
             )
         )
-    has_memory = _takes(agent, "prev_internal_state")
-    if has_memory and not callable(getattr(agent, "get_initial_info", None)):
+    takes_state = has_memory(agent, needs_memory)
+    if takes_state and not callable(getattr(agent, "get_initial_info", None)):
         raise UsageError(
             compose(
                 f"{type(agent).__name__}.act takes prev_internal_state, but there is no "
@@ -327,7 +330,7 @@ def check_agent(agent: Any, *, needs_memory: bool) -> None:
                 fix="define get_initial_info() -> (previous action, reward, internal state)",
             )
         )
-    if needs_memory and not has_memory:
+    if needs_memory and not takes_state:
         raise UsageError(
             compose(
                 f"agent_arch is Memory, but {type(agent).__name__}.act takes no "

@@ -18,6 +18,7 @@ from rlpool.failures import DEBUG_HINT
 from rlpool.meta.agents import ActingAgent, RandomAgent, check_agent
 from rlpool.meta.rollouts import MAX_CHUNK, NO_TASK, RolloutData, RolloutPlan
 from rlpool.meta.rows import RowsEnv
+from rlpool.meta.trials import TASK_OPTION
 from rlpool.parallel_env import ParallelEnvManager
 from rlpool.rollout import Rollout
 from rlpool.seeding import episode_seeds, noise_keys, probe_seed, root_from, task_draws
@@ -141,7 +142,8 @@ def collect_rollouts_parallel(
 
     Returns:
         The steps of the environments. They are added to ``learner.n_env_steps_total``, and the
-        rollouts to ``learner.n_rollouts_total``.
+        rollouts to ``learner.n_rollouts_total``; where the learner has ``_n_env_steps_total`` and
+        ``_n_rollouts_total``, to these, and to the former only if they count the same.
 
     Raises:
         SpecError: For arguments that do not fit.
@@ -172,7 +174,8 @@ def collect_rollouts_parallel(
     try:
         rows = RowsEnv(lanes, n_rows)
         rollout = Rollout(agent, rows)
-        steps = rollout.probe(probe_seed(root), [None] * n_rows, None)
+        task = None if not drawn or drawn[0] is NO_TASK else {TASK_OPTION: drawn[0]}
+        steps = rollout.probe(probe_seed(root), [task] * n_rows, None)
         rows.is_probed = True
         if isinstance(agent, ActingAgent):
             agent.is_probed = True
@@ -213,9 +216,24 @@ class _Delivery:
         data = self._waiting.pop(number)
         self._store(data)
         self.n_steps += data.n_steps
-        learner = self._learner
-        learner.n_env_steps_total = getattr(learner, "n_env_steps_total", 0) + data.n_steps
-        learner.n_rollouts_total = getattr(learner, "n_rollouts_total", 0) + 1
+        _count_up(self._learner, "n_env_steps_total", data.n_steps)
+        _count_up(self._learner, "n_rollouts_total", 1)
+
+
+def _count_up(learner: Any, name: str, n: int) -> None:
+    """Add to a counter, and to the one that has an underscore before its name, if there is one."""
+    own = f"_{name}"
+    if not hasattr(learner, own):
+        setattr(learner, name, getattr(learner, name, 0) + n)
+        return
+    before = getattr(learner, own)
+    goals: frozenset[str] = getattr(learner, "_rlpool_goals", frozenset())
+    if getattr(learner, name, before) != before:
+        # There it is how far to go, and stays so when that is reached.
+        learner._rlpool_goals = goals = goals | {name}
+    setattr(learner, own, before + n)
+    if name not in goals and getattr(learner, name, before) == before:
+        setattr(learner, name, before + n)
 
 
 def _count(name: str, value: Any, least: int) -> int:
@@ -319,7 +337,9 @@ def _agent(agent: Any, arch: AGENT_ARCHS, lanes: VecEnv, random_actions: bool) -
     if random_actions:
         return RandomAgent(space)
     check_agent(agent, needs_memory=arch is AGENT_ARCHS.Memory)
-    return agent if isinstance(agent, Agent) else ActingAgent(agent, space)
+    if isinstance(agent, Agent):
+        return agent
+    return ActingAgent(agent, space, wants_memory=arch is AGENT_ARCHS.Memory)
 
 
 def _tasks(learner: Any, lanes: VecEnv) -> list[Any] | None:

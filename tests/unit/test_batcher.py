@@ -484,6 +484,16 @@ def test_a_create_env_that_takes_no_seed_is_called_without(
         assert_same_tensors(batcher.get(), expected([2, 1], first=5))
 
 
+def test_one_thread_runs_an_episode_in_every_environment_unless_told_otherwise() -> None:
+    with in_one_thread(create_counting, env_args={"n_envs": 3}) as batcher:
+        batcher.execute()
+        assert batcher.get().lengths.tolist() == [3, 3, 3]
+        batcher.execute(env_info=info_of([2, 1, 3], first=5))
+        assert_same_tensors(batcher.get(), expected([2, 1, 3], first=5))
+        batcher.execute(2)
+        assert batcher.get().n_elems() == 2
+
+
 def test_a_seed_in_env_args_takes_the_place_of_the_worker_s() -> None:
     got = []
 

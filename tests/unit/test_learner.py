@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -657,3 +658,127 @@ def test_a_state_without_a_batch_of_one_is_refused(state: Any, message: str) -> 
     actor.get_initial_info = lambda: (torch.zeros(1, 2), torch.zeros(1, 1), state)  # type: ignore[method-assign]
     with pytest.raises(AgentError, match=message):
         learner_of(actor).collect_rollouts_parallel(1)
+
+
+# Learners and agents of the document ---------------------------------------------------------
+
+
+class Own:
+    """A learner of somebody's own, with counters of its own."""
+
+    collect_rollouts_parallel = collect_rollouts_parallel
+
+    def __init__(self, **attributes: Any) -> None:
+        self.agent, self.agent_arch, self.seed = StepCounter(), MEMORY, 0
+        self.train_env, self.train_tasks = CountingEnv(3), None
+        self.policy_storage = Storage()
+        vars(self).update(attributes)
+
+
+def test_counters_of_the_documents_names_count_and_its_goal_stays() -> None:
+    learner: Any = Own(_n_env_steps_total=0, _n_rollouts_total=0, n_env_steps_total=6)
+    for _ in range(2):
+        assert learner._n_env_steps_total < learner.n_env_steps_total
+        assert learner.collect_rollouts_parallel(1) == 3
+    assert learner._n_env_steps_total == learner.n_env_steps_total == 6
+    learner.collect_rollouts_parallel(2)
+    assert (learner._n_env_steps_total, learner.n_env_steps_total) == (12, 6)
+    assert (learner._n_rollouts_total, learner.n_rollouts_total) == (4, 4)
+
+
+def test_a_goal_of_as_many_steps_as_the_first_rollout_stays() -> None:
+    learner: Any = Own(_n_env_steps_total=0, n_env_steps_total=3)
+    learner.collect_rollouts_parallel(2)
+    assert (learner._n_env_steps_total, learner.n_env_steps_total) == (6, 3)
+
+
+def test_a_learner_counts_under_both_names_where_it_has_both() -> None:
+    learner: Any = learner_of(StepCounter(), MEMORY, CountingEnv(3))
+    learner._n_env_steps_total = learner._n_rollouts_total = 0
+    learner.collect_rollouts_parallel(2)
+    assert (learner._n_env_steps_total, learner.n_env_steps_total) == (6, 6)
+    assert (learner._n_rollouts_total, learner.n_rollouts_total) == (2, 2)
+
+
+def test_a_counter_that_is_a_property_follows() -> None:
+    class Learner(Own):
+        @property
+        def n_env_steps_total(self) -> int:
+            return self._n_env_steps_total  # type: ignore[attr-defined, no-any-return]
+
+    learner: Any = Learner(_n_env_steps_total=0)
+    for n in (3, 6):
+        learner.collect_rollouts_parallel(1)
+        assert (learner._n_env_steps_total, learner.n_env_steps_total) == (n, n)
+
+
+def handing_on(function: Any) -> Any:
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return outer
+
+
+def by_name_only(function: Any) -> Any:
+    def outer(self: Any, **kwargs: Any) -> Any:
+        return function(self, **kwargs)
+
+    return outer
+
+
+DECORATORS = [
+    handing_on,
+    by_name_only,
+    lambda function: functools.wraps(function)(handing_on(function)),
+    torch.no_grad(),
+]
+
+
+@pytest.mark.parametrize("decorated", DECORATORS)
+@pytest.mark.parametrize("arch", [MARKOV, BOTH])
+def test_an_act_that_takes_everything_acts_by_the_observation(decorated: Any, arch: Any) -> None:
+    class Actor(MarkovActor):
+        act = decorated(MarkovActor.act)
+
+    got = [learner_of(kind(), arch) for kind in (MarkovActor, Actor)]
+    for learner in got:
+        learner.collect_rollouts_parallel(2)
+    assert got[0].policy_storage.as_bytes() == got[1].policy_storage.as_bytes()
+
+
+@pytest.mark.parametrize("decorated", DECORATORS)
+def test_an_act_that_takes_everything_has_a_memory_where_one_is_wanted(decorated: Any) -> None:
+    class Actor(MemoryActor):
+        act = decorated(MemoryActor.act)
+
+    got = [learner_of(kind(), MEMORY) for kind in (MemoryActor, Actor)]
+    for learner in got:
+        learner.collect_rollouts_parallel(2)
+    assert got[0].policy_storage.as_bytes() == got[1].policy_storage.as_bytes()
+
+
+def test_an_act_that_takes_everything_is_asked_not_to_be_deterministic() -> None:
+    given = []
+
+    class Actor(MarkovActor):
+        def act(self, *args: Any, **kwargs: Any) -> Any:
+            given.append((len(args), dict(kwargs)))
+            return super().act(*args, **kwargs)
+
+    learner_of(Actor(), MARKOV).collect_rollouts_parallel(1)
+    assert given[0] == (1, {"deterministic": False})
+
+
+class NeedyTask(CountingEnv):
+    """Undeclared, and cannot be reset without a task."""
+
+    observation_space = None  # type: ignore[assignment]
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return super().reset(options={"id": options["task"]})
+
+
+def test_an_undeclared_environment_that_needs_a_task_gets_one_at_once() -> None:
+    learner = learner_of(StepCounter(), MEMORY, NeedyTask(), tasks=[4])
+    learner.collect_rollouts_parallel(1)
+    assert learner.policy_storage.episodes[0][0][:, 1].tolist() == [4, 4, 4]

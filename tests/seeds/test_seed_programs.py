@@ -1,0 +1,319 @@
+"""The programs of the documents run as scripts, and give what the documents say."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlpool import DictTensor, GymEnv, ParallelEnvManager, Pool
+
+PROGRAMS = Path(__file__).resolve().parent
+
+TIMEOUT_S = 120.0
+"""A program starts four workers at most, on two busy cores."""
+
+_KEEP = """
+
+if __name__ == "__main__":
+    import pickle as _pickle
+
+    with open("kept", "wb") as _file:
+        _pickle.dump({kept}, _file)
+"""
+
+Run = Callable[..., tuple[str, Any]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A function that runs a program; returns what it prints, and the value of an expression.
+
+    Args of the function: its name, the expression, arguments of the script, and texts of the
+    program to replace.
+    """
+
+    def run(name: str, kept: str, *arguments: str, replaced: dict[str, str] | None = None) -> Any:
+        source = (PROGRAMS / f"{name}.py").read_text(encoding="utf-8")
+        for old, new in (replaced or {}).items():
+            assert source.count(old) == 1, old
+            source = source.replace(old, new)
+        script = tmp_path / f"{name}.py"
+        script.write_text(source + _KEEP.format(kept=kept), encoding="utf-8")
+        process = subprocess.run(
+            [sys.executable, str(script), *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        assert process.returncode == 0, process.stderr
+        assert "Traceback" not in process.stderr
+        return process.stdout, pickle.loads((tmp_path / "kept").read_bytes())
+
+    return run
+
+
+# Pool ------------------------------------------------------------------------------------------
+
+
+_POOL = "(pool_manager.get_pool(), pool_manager.lengths)"
+
+
+def assert_transitions(arrays: Any) -> None:
+    """What DummyEnv does from one row to the state after it."""
+    state, action, next_state, reward, done = arrays
+    grown = next_state - state
+    assert ((grown >= 0) & (grown < 0.1)).all()
+    np.testing.assert_allclose(reward, next_state.sum(1), rtol=1e-6)
+    assert set(action.tolist()) <= {0, 1}
+    assert done.dtype == bool
+
+
+def test_the_pools_example_gives_two_episodes_of_ten_steps(run: Run) -> None:
+    output, (arrays, lengths) = run("pool", _POOL)
+    assert [a.shape for a in arrays] == [(20, 4), (20,), (20, 4), (20,), (20,)]
+    assert "Collected States Shape: (20, 4)" in output
+    assert output.count("Resetting") == 2
+    for number in (0, 1):
+        assert output.count(f"Env {number}: Step 10.") == 1
+    assert_transitions(arrays)
+    assert sum(lengths) == 20
+    assert min(lengths) >= 1
+    state, _, next_state, _, done = arrays
+    assert done.sum() == 2
+    # Two chains: all states but the first ones are the state after another row's step.
+    following = {row.tobytes() for row in next_state}
+    assert sum(row.tobytes() not in following for row in state) == 2
+
+
+def test_the_pools_other_example_clears_each_episode_twice(run: Run) -> None:
+    other = "clearing_freq=5, window_size_=2, random=False)\n\n    # Example with window_size\n"
+    _, (arrays, lengths) = run(
+        "pool",
+        _POOL,
+        replaced={
+            "    # pool_manager = Pool(": "    pool_manager = Pool(",
+            "    pool_manager = Pool(envs, num_processes, total_pool_size, window_size=5, "
+            "random=True)\n": "",
+        },
+    )
+    assert other in (PROGRAMS / "pool.py").read_text(encoding="utf-8")
+    assert lengths == [6, 6]
+    assert [a.shape for a in arrays] == [(12, 4), (12,), (12, 4), (12,), (12,)]
+    assert_transitions(arrays)
+    state, _, next_state, _, done = arrays
+    for start in (0, 6):  # the last six steps of each process, in order
+        np.testing.assert_array_equal(state[start + 1 : start + 6], next_state[start : start + 5])
+        assert done[start : start + 6].tolist() == [False] * 5 + [True]
+
+
+# Episode batcher -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_threads", [4, 0])
+def test_the_episode_batchers_program_gives_32_episodes_twice(run: Run, n_threads: int) -> None:
+    output, requests = run(
+        "episode_batcher",
+        "[({k: t[k] for k in t.keys()}, t.lengths) for t in (first_trajectories, trajectories)]",
+        replaced={"n_threads=4,": f"n_threads={n_threads},"},
+    )
+    assert output == ""
+    for values, lengths in requests:
+        _assert_episodes(values, lengths.tolist())
+    first, again = (values["x"][:, 0] for values, _ in requests)
+    assert len({*first.tolist(), *again.tolist()}) == 64  # every episode has noise of its own
+
+
+def _assert_episodes(values: dict[str, torch.Tensor], lengths: list[int]) -> None:
+    observed = ["x", "identifier", "env_id", "reward", "terminated", "truncated", "done"]
+    observed += ["initial_state", "last_action", "timestep"]
+    outputs = ["action", "action_probabilities", "agent_id"]
+    assert {*values} == {*observed, *outputs, *(f"_{key}" for key in observed)}
+    longest = max(lengths)
+    for key, tensor in values.items():
+        more = (2,) if key == "action_probabilities" else ()
+        assert tensor.shape == (32, longest, *more), key
+    for key in ("env_id", "agent_id", "timestep", "action"):
+        assert values[key].dtype == torch.int64
+    assert values["x"].dtype == values["identifier"].dtype == torch.float32
+    for row, length in enumerate(lengths):
+        mine = {key: tensor[row, :length] for key, tensor in values.items()}
+        assert mine["env_id"].tolist() == mine["_env_id"].tolist() == [row] * length
+        assert mine["agent_id"].tolist() == [row] * length
+        assert mine["timestep"].tolist() == list(range(length))
+        assert mine["_timestep"].tolist() == list(range(1, length + 1))
+        assert len({*mine["identifier"].tolist(), *mine["_identifier"].tolist()}) == 1
+        moved = mine["x"] + torch.where(mine["action"] == 0, -0.3, 0.3)
+        torch.testing.assert_close(mine["_x"], moved)
+        assert mine["x"][1:].tolist() == mine["_x"][:-1].tolist()
+        assert mine["_reward"].tolist() == mine["_x"].tolist()
+        is_outside = (mine["_x"].abs() > 1).tolist()
+        assert is_outside[:-1] == [False] * (length - 1)
+        assert is_outside[-1] or length == 100
+        assert mine["_terminated"].tolist() == is_outside
+        assert mine["_done"].tolist() == [False] * (length - 1) + [True]
+        assert mine["_last_action"].tolist() == mine["action"].tolist()
+        assert set(mine["action"].tolist()) <= {0, 1}
+        torch.testing.assert_close(mine["action_probabilities"].sum(-1), torch.ones(length))
+        assert all(not tensor[row, length:].any() for tensor in values.values())
+
+
+@pytest.fixture(scope="module")
+def make_env() -> Any:
+    """Makes the environment of the episode batcher's program, as that does."""
+    program = runpy.run_path(str(PROGRAMS / "episode_batcher.py"), run_name="episode_batcher")
+    kind, limit = program["MyEnv"], program["TimeLimit"]
+    return lambda: limit(kind(), max_episode_steps=100)
+
+
+def assert_moves(before: Any, after: Any, ids: list[int]) -> None:
+    torch.testing.assert_close(after["x"], before["x"] + 0.3)
+    assert after["reward"].tolist() == after["x"].tolist()
+    assert before["env_id"].tolist() == after["env_id"].tolist() == ids
+    assert before["identifier"].tolist() == after["identifier"].tolist()
+
+
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_the_documents_environment_can_be_driven_by_hand(make_env: Any, is_parallel: bool) -> None:
+    envs: Any = (
+        ParallelEnvManager([make_env] * 2, seed=1, envs_per_worker=2)
+        if is_parallel
+        else GymEnv([make_env(), make_env()], seed=1)
+    )
+    ones = DictTensor({"action": torch.ones(2, dtype=torch.int64)})
+    for info, ids in ((None, [0, 0]), (DictTensor({"env_id": torch.tensor([3, 4])}), [3, 4])):
+        before, _ = envs.reset(info)
+        assert len({*before["x"].tolist(), *before["identifier"].tolist()}) == 4
+        (after, _), _ = envs.step(ones)
+        assert_moves(before, after, ids)
+    envs.close()
+
+
+def test_the_documents_environment_fills_a_pool_by_a_policy(make_env: Any) -> None:
+    with Pool([make_env(), make_env()], 2, 50, random=False, seed=0, policy=lambda state: 1) as p:
+        p.store()
+        rows = p.transitions()
+    assert set(rows["action"].tolist()) == {1}
+    np.testing.assert_allclose(rows["_x"], rows["x"] + 0.3, rtol=1e-6)
+    np.testing.assert_allclose(rows["_reward"], rows["_x"], rtol=1e-6)
+    assert set(rows["env_id"].tolist()) == {0}
+    assert rows["_done"].tolist() == (rows["_x"] > 1).tolist()
+
+
+# Array -----------------------------------------------------------------------------------------
+
+
+def test_the_notebook_of_the_array_prints_what_it_says(run: Run) -> None:
+    output, shared = run("arrays", "array.to_ndarray().copy()")
+    numbers = np.arange(20, dtype=np.float32).reshape(5, 4)
+    with_first = np.concatenate([np.arange(-4, 0, dtype=np.float32)[None], numbers[:-1]])
+    with_last = np.concatenate([numbers[1:], np.zeros((1, 4), np.float32)])
+    shown = [
+        np.tile(np.arange(4, dtype=np.float32), (5, 1)),
+        np.tile(np.arange(4, dtype=np.float32), (5, 1)),
+        np.float32([4, 5, 6, 7]),
+        np.float32([4, 5, 6, 7]),
+        np.float32([4, 5, 6, 7]),
+        np.full((5, 4), 7, np.float32),
+        np.full((5, 4), 42, np.float32),
+        numbers,
+        with_first,
+        with_last,
+        numbers[2],
+        numbers[1],
+        numbers[3],
+        shared,
+    ]
+    printed = re.findall(r"Array\((\[.*?\]), storage", output, re.DOTALL)
+    numbers_of = [[float(text) for text in re.findall(r"-?\d+", each)] for each in printed]
+    assert numbers_of == [np.ravel(values).tolist() for values in shown]
+    assert "\n[6. 6. 6. 6. 6.]\n" in output  # the sum of an ndarray
+    expected = np.zeros((5, 4), np.int32)
+    expected[[1, 3], [0, 2]] = 42
+    np.testing.assert_array_equal(shared, expected)
+
+
+# Parallel environments -------------------------------------------------------------------------
+
+
+_LEARNER = (
+    "(learner._n_env_steps_total, learner._n_rollouts_total, learner.n_env_steps_total, "
+    "learner.stats, learner.policy_storage.samples, learner.policy_storage.episodes, by_hand)"
+)
+
+
+@pytest.mark.parametrize("arch", ["markov", "memory"])
+def test_the_documents_learner_trains_with_one_worker_and_with_two(run: Run, arch: str) -> None:
+    kept = {}
+    for n_workers in (1, 2):
+        output, kept[n_workers] = run("learner", _LEARNER, arch, str(n_workers))
+        assert output == "Collecting initial pool of data..\n"
+    for n_steps, n_rollouts, goal, stats, samples, episodes, by_hand in kept.values():
+        # A trial has two episodes of five steps: two rollouts at first, then four at a time.
+        assert (n_steps, n_rollouts, goal) == (100, 10, 100)
+        assert stats == [{"n_env_steps": 60}, {"n_env_steps": 100}]
+        _assert_stored(arch, samples, episodes)
+        if by_hand is not None:
+            _assert_by_hand(*by_hand)
+    # The bits do not depend on where environments run.
+    assert _bits(kept[1][4:6]) == _bits(kept[2][4:6])
+    assert (kept[1][6] is None, kept[2][6] is None) == (True, False)
+
+
+def _bits(rows: Any) -> Any:
+    return [np.asarray(column).tobytes() for kind in rows for row in kind for column in row]
+
+
+def _assert_stored(arch: str, samples: Any, episodes: Any) -> None:
+    if arch == "markov":
+        assert (len(samples), len(episodes)) == (100, 0)
+        columns = [np.stack(column) for column in zip(*samples, strict=True)]
+        rollouts = [[c[start : start + 10] for c in columns] for start in range(0, 100, 10)]
+    else:
+        assert (len(samples), len(episodes)) == (0, 10)
+        rollouts = episodes
+    tasks = set()
+    for observations, actions, rewards, terminals, following in rollouts:
+        assert observations[:, 2].tolist() == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0]  # the flag
+        assert following[:, 2].tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0, 1]
+        moved = observations[:, :2] + 2 * np.clip(actions, -1, 1)
+        same = [0, 1, 2, 3, 4, 6, 7, 8, 9]  # the sixth step starts from a new place
+        np.testing.assert_allclose(following[same, :2], moved[same], atol=1e-5)
+        assert not terminals.any()  # only time runs out
+        angle = 2 * np.pi * np.arange(7) / 7
+        gains = 2 * np.clip(actions, -1, 1) @ np.stack([np.cos(angle), np.sin(angle)])
+        fits = np.isclose(gains, np.reshape(rewards, (-1, 1)), atol=1e-4).all(0)
+        assert fits.sum() == 1
+        tasks.add(int(fits.argmax()))
+    assert tasks <= set(range(5))  # those for training
+    assert len(tasks) > 1
+
+
+def _assert_by_hand(tasks: list[int], results: Any) -> None:
+    assert len(results) == 3 * len(tasks)
+    for worker, before, (kind, (observation, reward, done, info)) in results:
+        assert kind == "transition"
+        np.testing.assert_allclose(observation[:2], before[:2] + 1.0, atol=1e-5)
+        angle = 2 * np.pi * tasks[worker] / 7
+        assert reward == pytest.approx(np.cos(angle) + np.sin(angle), abs=1e-5)
+        assert (bool(done), info["done_mdp"]) == (False, False)
+
+
+@pytest.mark.parametrize("name", ["pool", "episode_batcher", "arrays", "learner"])
+def test_a_program_has_its_imports_renamed(name: str) -> None:
+    source = (PROGRAMS / f"{name}.py").read_text(encoding="utf-8")
+    lines = [line.split() for line in source.splitlines()]
+    imported = {words[1].split(".")[0] for words in lines if words[:1] in (["import"], ["from"])}
+    assert "rlpool" in imported
+    assert not imported & {"gym", "rlstructures", "parllel", "envs"}
