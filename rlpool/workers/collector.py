@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from rlpool.agent import Agent
+from rlpool.agent import Agent, call_problem
 from rlpool.claims import ClaimLock
+from rlpool.envs.gym_env import how_to_make_one, is_environment
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import EnvError, RlpoolError, Where, WorkerError, WorkerStartupError
 from rlpool.failures import agent_error, described, text_of
@@ -179,7 +180,7 @@ class Collector:
             raise WorkerStartupError(
                 f"create_env returned {type(env).__name__}, not a VecEnv",
                 where=where,
-                fix="return GymEnv([...environments...], seed)",
+                fix=_how_to_return(env),
             )
         self._env = env
         env.lane_in_use = self._lane_in_use
@@ -195,8 +196,13 @@ class Collector:
             raise WorkerStartupError(
                 f"create_agent returned {type(agent).__name__}, not an Agent",
                 where=where,
-                fix="subclass rlpool.Agent",
+                fix="let create_agent return an instance of a subclass of rlpool.Agent, such as "
+                "class MyAgent(Agent, nn.Module)",
             )
+        problem = call_problem(agent)
+        if problem:
+            what, _, fix = problem.partition("\n  fix:   ")
+            raise WorkerStartupError(what, where=where, fix=fix)
         n_noise = agent.n_noise
         if isinstance(n_noise, bool) or not isinstance(n_noise, int) or n_noise < 0:
             raise WorkerStartupError(
@@ -334,6 +340,17 @@ def _infos(parcel: Parcel | None, memory: Memory | None) -> tuple[Infos | None, 
         return None, ()
     agent_info, env_info, resumed = unpack(parcel, memory)
     return (agent_info, env_info), resumed
+
+
+def _how_to_return(made: Any) -> str:
+    """What to do about something that is not the environments of a worker."""
+    if made is None:
+        return "end create_env with return GymEnv([...environments...], seed)"
+    if is_environment(made):
+        return "return GymEnv([env], seed), with one or several environments"
+    if isinstance(made, list | tuple):
+        return "put them into one: return GymEnv(environments, seed)"
+    return how_to_make_one(made)
 
 
 def _startup_error(what: str, error: BaseException, where: Where) -> WorkerStartupError:
