@@ -187,11 +187,10 @@ class _Weakly:
 
 def _refuse_no_factory(name: str, function: Any) -> None:
     """Refuse what is no function, agents and environments among it, which may be callable."""
-    is_made = not isinstance(function, type) and (
-        isinstance(function, Agent | nn.Module) or hasattr(function, "step")
-    )
-    if callable(function) and not is_made:
+    is_agent = isinstance(function, Agent | nn.Module)  # which can be called as well
+    if callable(function) and not is_agent:
         return
+    is_made = is_agent or hasattr(function, "step")
     what, fix = f"{function!r:.80}", f"pass a function as {name}"
     if is_made:
         what = f"an object, {type(function).__name__}"

@@ -320,8 +320,10 @@ def is_environment(value: Any) -> bool:
 
 def is_batch(value: Any) -> bool:
     """Whether a value holds several environments."""
-    others = isinstance(value, gymnasium.vector.VectorEnv) or hasattr(value, "step_async")
-    return isinstance(value, VecEnv) or (others and not isinstance(value, type))
+    if isinstance(value, VecEnv | gymnasium.vector.VectorEnv):
+        return True
+    # Those of other libraries, such as Stable-Baselines3; not their classes.
+    return isinstance(getattr(value, "num_envs", None), int) and hasattr(value, "step_async")
 
 
 def how_to_make_one(value: Any) -> str:
