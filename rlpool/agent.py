@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
+
+from torch import nn
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import UsageError, compose
+
+_DEFINE_CALL = (
+    "define __call__(self, state, observation, agent_info=None, history=None) in its class"
+)
 
 AgentStep = tuple[DictTensor, DictTensor, DictTensor]
 """What a call returns: the state it started from, its outputs, the state after it."""
@@ -61,7 +68,13 @@ class Agent:
             ``action/...``), and the state after the step. Outputs and states are stored in the
             trajectory under their keys. Shapes and dtypes must never change.
         """
-        raise NotImplementedError
+        # Bases that stand behind this one, such as nn.Module, may know how.
+        call = getattr(super(), "__call__", None)  # noqa: B004  (of the class behind this one)
+        if call is None:
+            what = f"{type(self).__name__} does not say how to choose actions"
+            raise NotImplementedError(compose(what, fix=_DEFINE_CALL))
+        result: AgentStep = call(state, observation, agent_info, history)
+        return result
 
     def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor | None:
         """State of rows that start an episode, for agents that override this.
@@ -113,3 +126,42 @@ class Agent:
 
     def close(self) -> None:
         """Free what the agent holds. Called once, when the worker ends."""
+
+
+def call_problem(agent: Agent) -> str:
+    """Why an agent cannot be called as it has to be; empty if it can.
+
+    Its call is its class's ``__call__`` or, where that is left to ``nn.Module``, its ``forward``.
+    """
+    name = type(agent).__name__
+    call, method = type(agent).__call__, "__call__"
+    if call in (Agent.__call__, nn.Module.__call__):
+        forward = getattr(agent, "forward", None) if isinstance(agent, nn.Module) else None
+        if forward is None or getattr(forward, "__func__", None) is nn.Module.forward:
+            hidden = ""
+            if call is nn.Module.__call__ and _has_own_call(agent):
+                hidden = ", or put nn.Module last in its bases: its __call__ hides the agent's"
+            return compose(
+                f"{name} does not say how to choose actions",
+                fix=_DEFINE_CALL + hidden,
+            )
+        method = "forward"
+    try:
+        inspect.signature(getattr(agent, method)).bind(None, None, None, None)
+    except TypeError:
+        signature = inspect.signature(getattr(agent, method))
+        return compose(
+            f"{name}.{method} takes {signature}, and agents are called with four arguments",
+            fix=_DEFINE_CALL,
+        )
+    except ValueError:
+        pass  # a signature that cannot be known
+    return ""
+
+
+def _has_own_call(agent: Agent) -> bool:
+    """Whether one of an agent's classes defines the call of an agent."""
+    return any(
+        issubclass(kind, Agent) and kind is not Agent and "__call__" in vars(kind)
+        for kind in type(agent).__mro__
+    )

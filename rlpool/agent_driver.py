@@ -93,10 +93,9 @@ class AgentDriver:
         state = DictTensor._wrap({key: t.clone() for key, t in self._state_tensors.items()})
         observed = DictTensor._wrap(observation.copy())
         result = self.agent(state, observed, agent_info, history)
-        try:
-            _, output, new_state = result
-        except (TypeError, ValueError):
-            raise _not_three(result) from None
+        if not isinstance(result, tuple | list) or len(result) != 3:
+            raise _not_three(result)
+        _, output, new_state = result
         if self.output_specs is None:
             self._learn_outputs(output)
         self._new_state = self._read(new_state, self._expected_state, "state")
@@ -164,10 +163,9 @@ class AgentDriver:
         history: TemporalDictTensor | None,
     ) -> tuple[Any, Any, Any]:
         result = self.agent(state, DictTensor._wrap(dict(observation)), agent_info, history)
-        try:
-            before, output, after = result
-        except (TypeError, ValueError):
-            raise _not_three(result) from None
+        if not isinstance(result, tuple | list) or len(result) != 3:
+            raise _not_three(result)
+        before, output, after = result
         return before, output, after
 
     def _learn_outputs(self, output: Any) -> None:
@@ -218,7 +216,12 @@ def _as_arrays(value: Any, name: str, n_lanes: int) -> dict[str, Array]:
     if value is None:
         return arrays
     if not isinstance(value, DictTensor | Mapping):
-        raise SpecError(f"the agent's {name} should be a DictTensor, got {type(value).__name__}")
+        raise SpecError(
+            compose(
+                f"the agent's {name} should be a DictTensor, got {type(value).__name__}",
+                fix='return (state, DictTensor({"action": actions}), new_state)',
+            )
+        )
     for key, tensor in value.items():
         try:
             array = tensor.numpy()
@@ -239,7 +242,10 @@ def _as_arrays(value: Any, name: str, n_lanes: int) -> dict[str, Array]:
 def _detached(tensor: Any, name: str, key: str) -> Array:
     if not isinstance(tensor, torch.Tensor):
         raise SpecError(
-            f"{key!r} in the agent's {name} should be a tensor, got {type(tensor).__name__}"
+            compose(
+                f"{key!r} in the agent's {name} should be a tensor, got {type(tensor).__name__}",
+                fix="convert it: torch.as_tensor",
+            )
         )
     try:
         array: Array = tensor.detach().cpu().resolve_conj().resolve_neg().numpy()
@@ -254,10 +260,13 @@ def _detached(tensor: Any, name: str, key: str) -> Array:
 
 
 def _not_three(result: Any) -> SpecError:
+    what = type(result).__name__
+    if isinstance(result, tuple | list):
+        what = f"{len(result)} value{'s'[: len(result) != 1]}"
     return SpecError(
         compose(
-            f"the agent returned {type(result).__name__}, not three values",
-            fix="return (state, output, new_state)",
+            f"the agent returned {what}, not three values",
+            fix='with output = DictTensor({"action": actions}): return (state, output, new_state)',
         )
     )
 

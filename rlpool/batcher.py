@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from rlpool.arguments import names_arguments
 from rlpool.batcher_base import (
     DEFAULT_TIMEOUT_S,
     BatcherBase,
@@ -98,6 +99,7 @@ class EpisodeBatcher(BatcherBase):
     _LOWERABLE: tuple[str, ...] = ("n_slots", "n_timesteps")
     """Arguments that make blocks smaller."""
 
+    @names_arguments
     def __init__(
         self,
         n_timesteps: int,
@@ -139,6 +141,7 @@ class EpisodeBatcher(BatcherBase):
         self._n_executions = self._n_episodes = 0
         self._last: tuple[int, Infos] | None = None
 
+    @names_arguments
     def execute(
         self,
         n_episodes: int,
@@ -196,6 +199,7 @@ class EpisodeBatcher(BatcherBase):
             )
         self._submit(*self._last)
 
+    @names_arguments
     def get(self, blocking: bool = True) -> TemporalDictTensor | None:
         """Take the result of the oldest request.
 
@@ -251,6 +255,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
 
     _LOWERABLE = ()
 
+    @names_arguments
     def __init__(
         self,
         create_agent: CreateAgent | None = None,
@@ -318,6 +323,7 @@ class Batcher(BatcherBase):
         crash_dir: As for ``EpisodeBatcher``.
     """
 
+    @names_arguments
     def __init__(
         self,
         n_timesteps: int,
@@ -377,6 +383,7 @@ class Batcher(BatcherBase):
         n_pending = self._open().n_pending
         return self._is_reset and not self._running and not n_pending
 
+    @names_arguments
     def reset(self, agent_info: Info = None, env_info: Info = None) -> None:
         """Restart every lane with the next window; what is pending is given up.
 
@@ -417,6 +424,7 @@ class Batcher(BatcherBase):
             elif self._running:
                 self._submit(coordinator, self._take_update(), self._policy_version)
 
+    @names_arguments
     def get(self, blocking: bool = True) -> TemporalDictTensor | None:
         """Take the oldest window.
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakMethod
 
+from torch import nn
+
 from rlpool.agent import Agent
 from rlpool.coordinator import Coordinator
 from rlpool.crash_files import CrashDir
@@ -66,10 +68,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             check_count("n_slots", n_slots, 1)
         check_timeout(timeout)
         for name, function in (("create_agent", create_agent), ("create_env", create_env)):
-            if not callable(function):
-                raise SpecError(
-                    compose(f"{name} is {function!r}", fix=f"pass a function as {name}")
-                )
+            _refuse_no_factory(name, function)
         self._root = root_from(_checked_seeds(seeds, n_threads))
         if seeds is None:
             _LOG.info("drew the root seed %d", self._root)
@@ -183,6 +182,21 @@ class _Weakly:
         if method is None:
             raise ReferenceError("the batcher is gone")
         return method(specs)
+
+
+def _refuse_no_factory(name: str, function: Any) -> None:
+    """Refuse what is no function, agents and environments among it, which may be callable."""
+    is_agent = isinstance(function, Agent | nn.Module)  # which can be called as well
+    if callable(function) and not is_agent:
+        return
+    is_made = is_agent or hasattr(function, "step")
+    what, fix = f"{function!r:.80}", f"pass a function as {name}"
+    if is_made:
+        what = f"an object, {type(function).__name__}"
+        fix = f"pass the function or class that makes it, which every worker calls: {name}=" + (
+            "MyAgent, agent_args={...}" if name == "create_agent" else "lambda seed: GymEnv(...)"
+        )
+    raise SpecError(compose(f"{name} is {what}", fix=fix))
 
 
 def check_count(name: str, value: Any, least: int) -> None:

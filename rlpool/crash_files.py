@@ -10,7 +10,7 @@ from typing import overload
 
 from rlpool.capsule import CrashCapsule
 from rlpool.errors import EnvError, RlpoolError, SpecError, WorkerError, compose
-from rlpool.failures import DEBUG_HINT, described
+from rlpool.failures import DEBUG_HINT, LOCAL_HINT, described
 
 _LOG = logging.getLogger("rlpool")
 
@@ -75,7 +75,7 @@ class CrashFiles:
         hint = f"repeat it in this process to debug: rlpool.replay_crash({str(path)!r}, create_env)"
         fix = error.fix
         return error.reworded(
-            what=error.what, fix=hint if fix in ("", DEBUG_HINT) else f"{fix}; {hint}"
+            what=error.what, fix=hint if fix in ("", DEBUG_HINT, LOCAL_HINT) else f"{fix}; {hint}"
         )
 
     @staticmethod

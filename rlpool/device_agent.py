@@ -70,10 +70,11 @@ class DeviceAgent(Agent):
             None if agent_info is None else _part(there, "info"),
             history,
         )
-        try:
-            first, output, new_state = result
-        except (TypeError, ValueError):
+        # By whatever else a user's agent may return, such as a tensor of three rows.
+        is_step = isinstance(result, tuple | list) and len(result) == 3
+        if not is_step:
             return result  # which whoever called will refuse
+        first, output, new_state = result
         # The state that was given is known here already.
         unknown = first if state is None else None
         back = self._back.moved(_joined(first=unknown, output=output, new=new_state))

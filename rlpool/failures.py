@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +16,11 @@ from rlpool.errors import AgentError, AgentSpecError, EnvError, EnvSpecError, Sp
 from rlpool.storage import Array
 
 DEBUG_HINT = "run it in this process to debug: EpisodeBatcher(..., n_threads=0)"
+LOCAL_HINT = "it ran in this process: debug it here (the __cause__ of the error has the frames)"
+"""The advice where the user's code failed in the caller's process: its exception is the cause."""
+
+_OPTIONS = re.compile(r"\b(options|env_info|task)\b")
+_SEED = re.compile(r"\bseed", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,8 @@ def env_error(error: LaneError, where: Where, scene: Scene | None = None) -> Env
     else:
         kind = EnvSpecError if isinstance(cause, SpecError) else EnvError
         what, fix = _what_and_fix(f"env.{error.call}", cause)
+        if error.call == "reset" and fix == DEBUG_HINT:
+            fix = reset_advice(cause, where.env_info) or fix
         text, capsule = text_of(cause), None
     if scene is not None:
         capsule = scene.capsule(error.call, what, where, text)
@@ -96,11 +105,40 @@ def agent_error(
     """
     kind = AgentSpecError if isinstance(error, SpecError) else AgentError
     what, fix = _what_and_fix(who, error)
+    fix = agent_advice(error) or fix
     text, capsule = text_of(error), None
     if scene is not None:
         call = "initial_state" if who == "agent.initial_state" else "agent"
         capsule = scene.capsule(call, what, where, text)
     return kind(what, where=where, fix=fix, traceback_text=text, capsule=capsule)
+
+
+def reset_advice(error: BaseException, options: Mapping[str, Any] | None) -> str:
+    """What to do about a ``reset`` that lacks an option or refuses its seed; ``""`` otherwise.
+
+    Args:
+        error: What it raised.
+        options: What it got.
+    """
+    # The line that raised tells more than "'NoneType' object is not subscriptable".
+    frames = traceback.extract_tb(error.__traceback__)
+    told = f"{described(error)} {frames[-1].line if frames else ''}"
+    key = error.args[0] if isinstance(error, KeyError) and error.args else None
+    is_missing = key not in options if options and isinstance(key, str) else not options
+    if is_missing and _OPTIONS.search(told):
+        name = key if isinstance(key, str) and key.isidentifier() else "task"
+        return f'if it needs options, pass env_info={{"{name}": ...}}, one row per episode'
+    if _SEED.search(told):
+        return "let reset(seed=...) take every int from 0 to 2**31 - 1: that is what rlpool gives"
+    return ""
+
+
+def agent_advice(error: BaseException) -> str:
+    """What to do about an agent that looks for noise without declaring it; ``""`` otherwise."""
+    missing = str(error.args[0]) if isinstance(error, KeyError) and error.args else ""
+    if missing == "noise" or missing.startswith("no key 'noise'"):
+        return "set n_noise of the agent's class to how many random numbers it needs per step"
+    return ""
 
 
 def text_of(error: BaseException) -> str:

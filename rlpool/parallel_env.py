@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rlpool.arguments import names_arguments
 from rlpool.batcher_base import check_count, check_timeout
 from rlpool.crash_files import CrashDir
 from rlpool.envs.columns import Columns
@@ -117,6 +118,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         UsageError: If the script lacks its ``if __name__ == "__main__":`` guard.
     """
 
+    @names_arguments
     def __init__(
         self,
         env_fns: Sequence[Callable[[], Any]],

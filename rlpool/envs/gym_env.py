@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
 
+from rlpool.arguments import names_arguments
 from rlpool.envs.ancestor_env import modernised
 from rlpool.envs.columns import BadValue, Columns
 from rlpool.envs.make_wrappers import have_passed, without_checkers, without_time_limit
@@ -54,6 +55,7 @@ class GymEnv(VecEnv):
         SpecError: For no environments, spaces that have no tensors, or spaces that differ.
     """
 
+    @names_arguments
     def __init__(
         self,
         envs: Sequence[Any],
@@ -62,8 +64,7 @@ class GymEnv(VecEnv):
         max_episode_steps: int | None = None,
         keep_float64: bool = False,
     ) -> None:
-        if not envs:
-            raise SpecError(compose("GymEnv got no environments", fix="pass at least one"))
+        envs = _checked_environments(envs)
         super().__init__(len(envs), seed)
         self._keep_float64 = keep_float64
         self._envs = [modernised(env) for env in envs]
@@ -342,6 +343,60 @@ def _may_differ(env: Any) -> bool:
             return True
         env = env.env
     return False
+
+
+def _checked_environments(envs: Any) -> list[Any]:
+    """The environments of a list; refuses anything else, and what is no environment."""
+    if isinstance(envs, str) or not isinstance(envs, Iterable) or is_environment(envs):
+        raise SpecError(
+            compose(
+                f"GymEnv got {_named(envs)}, not a list of environments",
+                fix="pass a list: GymEnv([env], seed)",
+            )
+        )
+    checked = list(envs)
+    if not checked:
+        raise SpecError(compose("GymEnv got no environments", fix="pass at least one"))
+    for number, env in enumerate(checked):
+        if not is_environment(env):
+            raise SpecError(
+                compose(
+                    f"environment {number} of a GymEnv is {_named(env)}, not an environment",
+                    fix=how_to_make_one(env),
+                )
+            )
+    return checked
+
+
+def is_environment(value: Any) -> bool:
+    """Whether a value is one environment, of whatever protocol, and can be a lane."""
+    has_methods = callable(getattr(value, "reset", None)) and callable(getattr(value, "step", None))
+    return has_methods and not isinstance(value, type) and not is_batch(value)
+
+
+def is_batch(value: Any) -> bool:
+    """Whether a value holds several environments."""
+    if isinstance(value, VecEnv | gymnasium.vector.VectorEnv):
+        return True
+    # Those of other libraries, such as Stable-Baselines3; not their classes.
+    return isinstance(getattr(value, "num_envs", None), int) and hasattr(value, "step_async")
+
+
+def how_to_make_one(value: Any) -> str:
+    """What to do where an environment was expected, and this came."""
+    if is_batch(value):
+        return "pass the environments one by one: GymEnv([make() for _ in range(n)], seed)"
+    if isinstance(value, str):
+        return f"make it: GymEnv([gymnasium.make({value!r})], seed)"
+    if callable(value):
+        return "call it: GymEnv([make() for make in functions], seed)"
+    return "pass objects with reset() and step(), such as gymnasium.make('CartPole-v1')"
+
+
+def _named(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return type(value).__name__ if hasattr(value, "step") else f"{value!r:.60}"
 
 
 def _limited(env: Any, max_episode_steps: int) -> Any:

@@ -14,7 +14,7 @@ from rlpool.agent import Agent
 from rlpool.envs.gym_env import GymEnv, all_tasks
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import AgentError, EnvError, SpecError, UsageError, WorkerError, compose
-from rlpool.failures import DEBUG_HINT
+from rlpool.failures import DEBUG_HINT, LOCAL_HINT
 from rlpool.meta.agents import ActingAgent, RandomAgent, check_agent
 from rlpool.meta.rollouts import MAX_CHUNK, NO_TASK, RolloutData, RolloutPlan
 from rlpool.meta.rows import RowsEnv
@@ -408,9 +408,11 @@ def _placed(error: EnvError | AgentError, lanes: VecEnv) -> WorkerError:
         where = where._replace(worker=None)
     fix = error.fix
     if fix in (DEBUG_HINT, ENV_HINT):
-        fix = "it ran in this process: debug it here"
+        fix = LOCAL_HINT
         if is_remote:
             fix = "run it in this process to debug: parallel_env=None"
+    elif "env_info" in fix:
+        fix = "if it needs a task, list them in the learner's train_tasks"
     return type(error)(
         error.what,
         where=where,

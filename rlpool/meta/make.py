@@ -8,6 +8,7 @@ from typing import Any
 
 import gymnasium
 
+from rlpool.arguments import names_arguments
 from rlpool.batcher_base import check_count
 from rlpool.crash_files import CrashDir
 from rlpool.meta.trials import VariBadWrapper
@@ -50,6 +51,7 @@ def make_env(
     return trials
 
 
+@names_arguments
 def make_parallel_env(
     env_id: str | Callable[..., Any],
     episodes_per_task: int,

@@ -359,4 +359,6 @@ def _in_words_of_the_pool(error: WorkerError) -> WorkerError:
     if "n_threads=0" in fix:
         who = "the policy" if isinstance(error, AgentError) else "reset() and step()"
         fix = f"call {who} of environment {worker} in this process to debug"
+    elif "env_info" in fix:
+        fix = "let its reset() do without options: a pool passes none"
     return error.reworded(what=what, fix=fix)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rlpool.arguments import names_arguments
 from rlpool.batcher_base import DEFAULT_TIMEOUT_S, check_count
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError, compose
@@ -97,6 +98,7 @@ class Pool(TransitionWriter, DumpsStacks):
         (20, torch.Size([4, 1]))
     """
 
+    @names_arguments
     def __init__(
         self,
         env: Sequence[Any] | None = None,

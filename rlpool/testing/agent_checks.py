@@ -7,11 +7,11 @@ from typing import Any
 
 import cloudpickle
 
-from rlpool.agent import Agent
+from rlpool.agent import Agent, call_problem
 from rlpool.agent_driver import AgentDriver
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.errors import SpecError, compose
-from rlpool.failures import described
+from rlpool.failures import agent_advice, described
 from rlpool.probe import refuse_misfit
 from rlpool.specs import TensorSpec
 from rlpool.testing.agent_call_checks import (
@@ -64,6 +64,8 @@ def creation(subject: AgentSubject) -> Findings:
             f"{subject.name} returned {type(made[0]).__name__}, not an Agent",
             "subclass rlpool.Agent",
         )
+    elif problem := call_problem(made[0]):
+        yield from_spec_error("creation", SpecError(problem), "")
     elif made[0] is made[1] and not subject.is_instance:
         yield error(
             "creation",
@@ -211,13 +213,16 @@ def _run_with_history(subject: AgentSubject, agent: Agent, n: int) -> None:
 
 def _failure(check: str, failure: BaseException, n: int) -> Finding:
     if isinstance(failure, Failed):
-        return error(check, f"with {n} rows: {failure}", _RETURN_FIX)
+        cause = failure.__cause__
+        advice = "" if cause is None else agent_advice(cause)
+        return error(check, f"with {n} rows: {failure}", advice or _RETURN_FIX)
     if isinstance(failure, SpecError):
         return from_spec_error(check, failure, _RETURN_FIX, f" (a batch of {n} rows)")
     return error(
         check,
         f"a call with {n} rows raised {described(failure)}",
-        "let it take any number of rows, state None where rows start, and the keys of the "
+        agent_advice(failure)
+        or "let it take any number of rows, state None where rows start, and the keys of the "
         "environment; agent_info is None unless given",
     )
 

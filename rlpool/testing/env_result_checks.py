@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from rlpool.envs.columns import converted
+from rlpool.envs.vec_env import LaneError
 from rlpool.errors import SpecError
+from rlpool.failures import reset_advice
 from rlpool.specs import DEFAULT_OBSERVATION_KEY, flattener, leaves_of, structure_of_space
 from rlpool.testing.env_subject import EnvSubject
 from rlpool.testing.episodes import Step, arrays_in, place
@@ -22,17 +24,39 @@ def runs(subject: EnvSubject) -> Findings:
     """Episodes run without an exception, and give what Gymnasium says."""
     for episode in subject.episodes:
         if episode.failure:
-            yield error(
-                "runs",
+            what, fix = (
                 episode.failure,
-                "reset() returns (observation, info), step() returns (observation, reward, "
-                "terminated, truncated, info); neither raises",
+                (
+                    "reset() returns (observation, info), step() returns (observation, reward, "
+                    "terminated, truncated, info); neither raises"
+                ),
             )
+            if episode.failure.startswith("reset raised"):
+                other = _failure_without_seed(subject)
+                if other is None:
+                    what = f"reset(seed={episode.seed}) refused the seed: {what}"
+                    fix = "take every int from 0 to 2**31 - 1, as super().reset(seed=seed) does"
+                elif "env_info" in reset_advice(other, subject.options):
+                    fix = 'if it needs options, pass them: check_env(env, options={"task": ...})'
+            yield error("runs", what, fix)
             return
     for episode in subject.episodes:
         if any(not isinstance(step.info, dict) for step in episode.steps):
             yield warning("runs", "info is no dict", "return a dict as info, {} for nothing")
             return
+
+
+def _failure_without_seed(subject: EnvSubject) -> BaseException | None:
+    """What a reset raises that gets no seed."""
+    with subject.opened() as opened:
+        try:
+            opened.runs.reset(seed=None, options=subject.options)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as failure:
+            cause = failure.__cause__ if isinstance(failure, LaneError) else None
+            return cause or failure
+    return None
 
 
 def observations_fit(subject: EnvSubject) -> Findings:

@@ -57,7 +57,7 @@ class Episode:
 class Runnable(Protocol):
     """One environment, however it is stepped."""
 
-    def reset(self, *, seed: int, options: Options) -> Any:
+    def reset(self, *, seed: int | None, options: Options) -> Any:
         """Start an episode: ``(observation, info)``."""
 
     def step(self, action: Any) -> Any:
@@ -76,9 +76,9 @@ class LaneOf:
     def __init__(self, env: VecEnv, lane: int, actions: ActionArrays) -> None:
         self._env, self._lane, self._actions = env, lane, actions
 
-    def reset(self, *, seed: int, options: Options) -> Any:
+    def reset(self, *, seed: int | None, options: Options) -> Any:
         """Reset the lane."""
-        self._env.reset_lanes([self._lane], [seed], [options])
+        self._env.reset_lanes([self._lane], [seed or 0], [options])
         self._actions.declare(self._env)
         return observation_of(self._env, self._lane), {}
 

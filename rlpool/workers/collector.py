@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlpool.agent import Agent
+from rlpool.agent import Agent, call_problem
 from rlpool.claims import ClaimLock
+from rlpool.envs.gym_env import how_to_make_one, is_environment
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import (
     AgentError,
@@ -188,7 +189,7 @@ class Collector:
             raise WorkerStartupError(
                 f"create_env returned {type(env).__name__}, not a VecEnv",
                 where=where,
-                fix="return GymEnv([...environments...], seed)",
+                fix=_how_to_return(env),
             )
         self._env = env
         env.lane_in_use = self._lane_in_use
@@ -204,8 +205,13 @@ class Collector:
             raise WorkerStartupError(
                 f"create_agent returned {type(agent).__name__}, not an Agent",
                 where=where,
-                fix="subclass rlpool.Agent",
+                fix="let create_agent return an instance of a subclass of rlpool.Agent, such as "
+                "class MyAgent(Agent, nn.Module)",
             )
+        problem = call_problem(agent)
+        if problem:
+            what, _, fix = problem.partition("\n  fix:   ")
+            raise WorkerStartupError(what, where=where, fix=fix)
         n_noise = agent.n_noise
         if isinstance(n_noise, bool) or not isinstance(n_noise, int) or n_noise < 0:
             raise WorkerStartupError(
@@ -360,6 +366,17 @@ def _with_hint(error: RlpoolError, had_agent_info: bool) -> RlpoolError:
         return error
     fix = f"{needed}, one row per episode; otherwise {error.fix}"
     return error.reworded(what=error.what, fix=fix)
+
+
+def _how_to_return(made: Any) -> str:
+    """What to do about something that is not the environments of a worker."""
+    if made is None:
+        return "end create_env with return GymEnv([...environments...], seed)"
+    if is_environment(made):
+        return "return GymEnv([env], seed), with one or several environments"
+    if isinstance(made, list | tuple):
+        return "put them into one: return GymEnv(environments, seed)"
+    return how_to_make_one(made)
 
 
 def _startup_error(what: str, error: BaseException, where: Where) -> WorkerStartupError:

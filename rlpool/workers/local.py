@@ -6,15 +6,18 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.context import SpawnProcess
 
 import torch
 
 from rlpool.claims import ClaimLock
+from rlpool.errors import WorkerError
+from rlpool.failures import DEBUG_HINT, LOCAL_HINT
 from rlpool.generators import OwnGenerators
 from rlpool.storage import Memory
 from rlpool.workers.collector import Collector, Deliver
-from rlpool.workers.messages import Close, Message, Setup
+from rlpool.workers.messages import Close, Failed, Message, Ready, Setup
 from rlpool.workers.stacks import Stacks, own_stacks
 
 
@@ -31,6 +34,12 @@ class LocalLink:
 
     def send(self, message: Message) -> None:
         """Hand a message to the caller's bookkeeping."""
+        if isinstance(message, Ready | Failed) and isinstance(message.error, WorkerError):
+            error = message.error
+            if error.fix == DEBUG_HINT:  # it does run in this process
+                reworded = error.reworded(what=error.what, fix=LOCAL_HINT)
+                reworded.__cause__ = error.__cause__  # the exception itself, not its text
+                message = replace(message, error=reworded)
         self._deliver(0, message)
 
     def receive(self) -> tuple[Message, Memory | None]:

@@ -101,7 +101,7 @@ def test_without_a_directory_nothing_is_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with make() as batcher:
-        assert "n_threads=0" in str(failure_of(batcher))
+        assert "debug it here" in str(failure_of(batcher))
     assert not list(tmp_path.iterdir())
 
 
@@ -134,7 +134,7 @@ def test_what_cannot_be_written_does_not_lose_the_error(
         with caplog.at_level(logging.WARNING, "rlpool"):
             error = failure_of(batcher)
     assert "KeyError: 'goal'" in str(error)
-    assert "n_threads=0" in str(error)
+    assert "debug it here" in str(error)
     assert error.capsule is not None
     assert "no crash file" in caplog.text
 

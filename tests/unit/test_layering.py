@@ -15,6 +15,7 @@ PACKAGE = REPOSITORY / "rlpool"
 # where it belongs.
 ORDER = (
     "errors",
+    "arguments",
     "restarts",
     "interrupts",
     "generators",

@@ -582,6 +582,15 @@ def test_a_failing_reset_says_where() -> None:
         learner_of(StepCounter(), MEMORY, env).collect_rollouts_parallel(1)
 
 
+def test_an_environment_that_needs_a_task_is_told_where_tasks_come_from() -> None:
+    class NeedsTask(CountingEnv):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return super().reset(seed=seed, options={"length": 2 + options["task"]})
+
+    with pytest.raises(EnvError, match=r"fix:   if it needs a task, list them in .* train_tasks"):
+        learner_of(StepCounter(), MEMORY, NeedsTask()).collect_rollouts_parallel(1)
+
+
 def test_a_failing_agent_raises_agent_error() -> None:
     class Broken:
         def act(self, obs: Any, deterministic: bool = False) -> Any:
