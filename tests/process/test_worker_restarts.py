@@ -327,6 +327,36 @@ def test_windows_of_an_agent_with_history_cannot_be_continued_but_begun_again(
         assert batcher.get() is not None
 
 
+@pytest.mark.parametrize(("kind", "error"), [("raise", EnvError), ("sigkill", WorkerDiedError)])
+def test_an_update_outlives_the_windows_that_a_failure_gives_up(
+    marks: Marks, kind: str, error: type[Exception]
+) -> None:
+    env_args = {"marks": marks(), "restarts": True, "strikes": {(0, 6): kind}}
+    with Batcher(
+        n_timesteps=5,
+        create_agent=RememberingAgent,
+        agent_args={"wants_history": True},
+        create_env=create_walks,
+        env_args=env_args,
+        n_threads=2,
+        seeds=5,
+    ) as batcher:
+        batcher.reset(env_info=DictTensor({"id": torch.arange(4), "length": torch.full((4,), 50)}))
+        batcher.execute()
+        batcher.execute()
+        batcher.update(0.5)
+        batcher.execute()
+        assert batcher.get() is not None
+        with pytest.raises(error):
+            batcher.get()
+        batcher.reset()
+        batcher.execute()
+        window = batcher.get()
+    assert window is not None
+    assert window["bias"].unique().tolist() == [0.5]
+    assert window.info["policy_version"].unique().tolist() == [1]
+
+
 # Worn workers --------------------------------------------------------------------------------
 
 
