@@ -432,7 +432,7 @@ class Coordinator:
             row = int(running[lane])
             env_info = {key: array[row].tolist() for key, array in request.infos[1].items()}
             control, layout = request.running_block.arrays.control, request.running_block.layout
-            step = int(control["row"][worker, lane]) % layout.n_timesteps
+            step = int(layout.steps_in_slot(control, worker)[lane])
             step += int(control["steps_before"][worker, lane])
             return Where(worker, lane, row, step, request.seed_of(row), env_info or None)
         return Where(worker)

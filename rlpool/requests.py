@@ -149,11 +149,11 @@ class Request(ABC):
     def _note_writing(self, worker: int) -> None:
         """Remember how far a dead worker had written into slots that it did not finish."""
         layout, control = self.running_block.layout, self.running_block.arrays.control
-        running, rows, dirty = control["running"][worker], control["row"][worker], control["dirty"]
-        for lane in np.flatnonzero(running >= 0):
-            slot, step = divmod(int(rows[lane]), layout.n_timesteps)
-            dirty[slot] = max(dirty[slot], min(step + 2, layout.n_timesteps))
-        running[:] = -1
+        steps, dirty = layout.steps_in_slot(control, worker), control["dirty"]
+        for lane in np.flatnonzero(control["running"][worker] >= 0):
+            slot = control["slot"][worker, lane]
+            dirty[slot] = max(dirty[slot], min(steps[lane] + 1, layout.n_timesteps))
+        control["running"][worker] = -1
 
     @abstractmethod
     def seed_of(self, row: int) -> int:

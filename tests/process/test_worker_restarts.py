@@ -23,7 +23,12 @@ from rlpool import (
     WorkerTimeoutError,
 )
 
-from support.mortal import RememberingAgent, create_unsteady_walks, create_walks
+from support.mortal import (
+    RememberingAgent,
+    create_unsteady_walks,
+    create_walks,
+    create_walks_that_end_with_a_full_slot,
+)
 
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(120)]
 
@@ -134,6 +139,27 @@ def test_many_deaths_in_few_slots_lose_nothing(marks: Marks) -> None:
     with open_batcher(mine, n_slots=6, env_args={"strikes": strikes}) as batcher:
         assert_same(collect(batcher), expected)
     assert n_processes(mine) == 2 + len(strikes)
+
+
+def test_what_a_killed_worker_wrote_into_a_full_slot_does_not_show_behind_a_shorter_episode(
+    marks: Marks,
+) -> None:
+    with EpisodeBatcher(
+        n_timesteps=4,
+        n_slots=4,
+        create_agent=RememberingAgent,
+        create_env=create_walks_that_end_with_a_full_slot,
+        env_args={"marks": marks(), "n_timesteps": 4},
+        seeds=3,
+    ) as batcher:
+        batcher.execute(
+            2, env_info=DictTensor({"id": torch.arange(2), "length": torch.full((2,), 4)})
+        )
+        result = batcher.get()
+    assert result is not None
+    assert result.lengths.tolist() == [2, 4]
+    for key, values in result.items():
+        assert not values[0, 2:].any(), key
 
 
 def test_an_idle_worker_that_dies_is_replaced_by_the_next_request(marks: Marks) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rlpool import Agent, DictTensor, GymEnv, GymEnvInf, TemporalDictTensor
+from rlpool.writer import SlotWriter
 
 from support.faults import strike
 
@@ -119,6 +120,36 @@ def create_walks(seed: int, n_lanes: int = 2, restarts: bool = False, **argument
     """``n_lanes`` walks; they begin again on their own with ``restarts``."""
     kind = GymEnvInf if restarts else GymEnv
     return kind([MortalWalk(**arguments) for _ in range(n_lanes)], seed)
+
+
+def create_walks_that_end_with_a_full_slot(seed: int, marks: str, n_timesteps: int) -> GymEnv:
+    """A walk; the first worker that has filled a slot is killed before it says so.
+
+    The first episode is shorter then, so that its second run leaves rows of the first alone.
+    """
+    complete, mark = SlotWriter.complete, Path(marks) / "struck"
+
+    def fatal_complete(writer: SlotWriter, slot: int, lane: int, length: int, starts: bool) -> None:
+        if length == n_timesteps and not mark.exists():
+            strike("sigkill", str(mark))
+        complete(writer, slot, lane, length, starts)
+
+    SlotWriter.complete = fatal_complete  # type: ignore[method-assign]
+    lengths = {0: n_timesteps // 2} if mark.exists() else {}
+    return GymEnv([ShrunkWalk(marks, lengths)], seed)
+
+
+class ShrunkWalk(MortalWalk):
+    """A walk some of whose episodes are of another length than asked for: ``id -> length``."""
+
+    def __init__(self, marks: str, lengths: Mapping[int, int]) -> None:
+        super().__init__(marks)
+        self._lengths = lengths
+
+    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
+        result = super().reset(**arguments)
+        self._length = self._lengths.get(self._id, self._length)
+        return result
 
 
 class UnsteadyWalk(MortalWalk):
