@@ -8,12 +8,9 @@ import time
 from rlpool.errors import WorkerDiedError, WorkerError
 from rlpool.restarts import FailurePolicy, Restarts
 from rlpool.workers.messages import Close
-from rlpool.workers.supervisor import Supervisor
+from rlpool.workers.supervisor import LEAVE_S, Supervisor
 
 _LOG = logging.getLogger("rlpool")
-
-_LEAVE_S = 3.0
-"""How long a worker may take to close its environments before it is killed."""
 
 
 class Replacements:
@@ -63,7 +60,7 @@ class Replacements:
     def dismiss(self, worker: int) -> None:
         """Tell a worker that lives to close its environments and leave."""
         self.down.add(worker)
-        self._leaving[worker] = time.monotonic() + _LEAVE_S
+        self._leaving[worker] = time.monotonic() + LEAVE_S
         self._supervisor.send(worker, Close())
 
     def recycle(self, worker: int, why: str) -> None:

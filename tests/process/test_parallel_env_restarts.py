@@ -31,6 +31,7 @@ from rlpool import (
 )
 
 from support.agents import StepCounter
+from support.faults import ENDINGS, FaultyEnv
 from support.fragile import (
     ChancyEnv,
     FragileEnv,
@@ -428,6 +429,23 @@ def test_remotes_are_recycled_as_well() -> None:
                 answer = manager.remotes[0].recv()[1]
             expected.append(answer)
     assert seeds == expected
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_whatever_a_worn_worker_does_while_it_closes_it_is_replaced_soon_and_without_a_failure(
+    ending: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_env = partial(FaultyEnv, close_fault=ending)
+    with open_manager(
+        make_env, 2, envs_per_worker=2, max_episodes_per_worker=2, max_restarts=0, timeout=None
+    ) as manager:
+        before = pids(manager)
+        with caplog.at_level(logging.WARNING, "rlpool"):
+            for _ in range(2):
+                manager.reset()
+                manager.step(DictTensor({"action": torch.zeros(2, dtype=torch.int64)}))
+        assert not caplog.records
+        assert pids(manager) != before
 
 
 def test_a_batcher_over_a_manager_sees_no_failure(fragile: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from rlpool import (
     WorkerTimeoutError,
 )
 
+from support import faults
 from support.mortal import (
     RememberingAgent,
     create_unsteady_walks,
@@ -31,6 +33,9 @@ from support.mortal import (
 )
 
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(120)]
+
+CLOSE_S = 7.0
+"""close() takes less than this even if a worker has to be killed."""
 
 Results = list[TemporalDictTensor]
 Marks = Callable[[], str]
@@ -406,6 +411,49 @@ def test_a_leaking_environment_stays_bounded(marks: Marks) -> None:
         results = collect(batcher)
     assert_same(results, expected)
     assert n_processes(mine) in (3, 4)  # one of them measured the base
+
+
+@pytest.mark.parametrize("ending", faults.ENDINGS)
+@pytest.mark.parametrize("part", ["env", "agent"])
+def test_whatever_a_worn_worker_does_while_it_closes_it_is_replaced_soon_and_without_a_failure(
+    part: str, ending: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with EpisodeBatcher(
+        n_timesteps=4,
+        n_slots=8,
+        create_agent=faults.create_agent,
+        agent_args={"close_fault": ending} if part == "agent" else {},
+        create_env=faults.create_env,
+        env_args={"close_fault": ending} if part == "env" else {},
+        max_episodes_per_worker=2,
+        max_restarts=0,
+        timeout=None,
+    ) as batcher:
+        with caplog.at_level(logging.WARNING, "rlpool"):
+            for _ in range(2):
+                batcher.execute(2)
+                assert batcher.get() is not None
+        assert not caplog.records
+        start_s = time.monotonic()
+    assert time.monotonic() - start_s < CLOSE_S
+
+
+def test_a_worn_worker_that_hangs_while_it_closes_hands_its_windows_on(marks: Marks) -> None:
+    with Batcher(
+        n_timesteps=4,
+        create_agent=faults.create_agent,
+        create_env=faults.create_env,
+        env_args={"close_fault": "hang", "restarts": True},
+        max_episodes_per_worker=2,
+        max_restarts=0,
+        timeout=None,
+    ) as batcher:
+        batcher.reset()
+        frames = []
+        for _ in range(3):
+            batcher.execute()
+            frames += batcher.get()["frame"][0, :, 1].tolist()
+    assert frames == [0, 1, 2] * 4
 
 
 def test_a_limit_that_a_fresh_worker_exceeds_is_refused(marks: Marks) -> None:

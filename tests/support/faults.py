@@ -13,8 +13,10 @@ are noted in the file ``struck_at``; with ``once``, nothing strikes where that f
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,9 @@ KINDS = (
     "wrong_flag",
 )
 
+ENDINGS = ("hang", "hold_the_lock", "linger", "raise", "os_exit", "sigkill", "segfault")
+"""What may go wrong in ``close``, ``"linger"`` beside the others."""
+
 _FOREVER_S = 1000.0
 
 # Kinds that the public kit has under another name.
@@ -59,7 +64,10 @@ def code(kind: str) -> int:
 def strike(
     kind: str, struck_at: str | None = None, seed: int | None = None, once: bool = False
 ) -> str:
-    """Fail; returns the kind if it is a wrong result rather than a failure, else ``"none"``."""
+    """Fail; returns the kind if it is a wrong result rather than a failure, else ``"none"``.
+
+    Beside ``KINDS`` there is ``"linger"``: a thread and an exit handler keep the process alive.
+    """
     if kind == "none" or (once and struck_at is not None and os.path.exists(struck_at)):
         return "none"
     if struck_at is not None:
@@ -67,6 +75,10 @@ def strike(
         partial = Path(f"{struck_at}.{os.getpid()}")
         partial.write_text(json.dumps(note))
         partial.replace(struck_at)  # whoever sees the file sees all of it
+    if kind == "linger":
+        threading.Thread(target=time.sleep, args=(_FOREVER_S,)).start()
+        atexit.register(time.sleep, _FOREVER_S)
+        return "none"
     if kind == "fork_and_sigkill":
         _leave_a_child_behind(f"{struck_at}.child")
     strike_now(_PUBLIC.get(kind, kind))
