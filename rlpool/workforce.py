@@ -128,9 +128,7 @@ class Workforce:
         self._is_probing = False
         self._last_words: dict[int, WorkerError] = {}
         self._retiring: dict[int, str] = {}
-        self._leave_by_s: dict[
-            int, float
-        ] = {}  # leaving workers: when they are killed at the latest
+        self._leave_by_s: dict[int, float] = {}  # when leaving workers are killed
         self._n_finished: dict[int, int] = {}  # episodes that each worker had finished at its end
         self._workers: LocalWorker | Supervisor
         if in_process:

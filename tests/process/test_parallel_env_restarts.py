@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from process.watching import n_descriptors, wait_until
+from process.watching import is_running, n_descriptors, wait_until
 
 from rlpool import (
     DictTensor,
@@ -235,6 +235,51 @@ def test_environments_that_raise_are_replaced_if_that_is_wanted(
         assert_same_rows(played(manager, options), undisturbed(options))
         if kind == "raise":
             assert pids(manager)[0] != before[0]
+
+
+@pytest.mark.parametrize("step", [0, -1], ids=["step", "reset"])
+def test_an_environment_that_raises_and_takes_its_worker_down_is_one_failure(
+    fragile: Callable[..., Any], step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        open_manager(fragile, 2, on_env_error="restart", timeout=30.0) as manager,
+        caplog.at_level(logging.WARNING, "rlpool"),
+    ):
+        first = pids(manager)
+        if step < 0:  # as an order, then as a remote's request
+            manager.reset_lanes([0], [1], [failing("raise_and_die", -1)])
+            manager.remotes[1].send(("reset", {"seed": 2, "options": failing("raise_and_die", -1)}))
+            wait_until(lambda: not is_running(first[1]))
+            assert manager.remotes[1].recv()[0] == "obs"
+        else:
+            manager.reset_lanes([0, 1], [1, 2], [failing("raise_and_die", step)] * 2)
+            for lane in (0, 1):
+                assert manager.step_some(0, [lane], no_actions(manager)) == []
+                wait_until(lambda lane=lane: not is_running(first[lane]))
+                assert manager.step_some(1) == [lane]
+        second = pids(manager)
+        assert not set(first) & set(second)
+        for _ in range(3):
+            manager.reset_lanes([0, 1], [3, 4], [None, None])
+            manager.step_lanes([0, 1], no_actions(manager))
+        assert pids(manager) == second
+    assert len(caplog.records) == 2
+    assert "restart 2 of 16" in caplog.records[1].getMessage()
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_an_environment_that_raises_and_then_fails_to_close_is_one_failure(
+    fragile: Callable[..., Any], ending: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_env = partial(fragile, close_fault=ending)
+    with (
+        open_manager(make_env, 1, on_env_error="restart", max_restarts=1, timeout=None) as manager,
+        caplog.at_level(logging.WARNING, "rlpool"),
+    ):
+        manager.reset_lanes([0], [1], [failing("raise", 1)])
+        for _ in range(3):
+            manager.step_lanes([0], no_actions(manager))
+    assert len(caplog.records) == 1
 
 
 def test_too_many_that_raise_are_an_error_with_the_history(fragile: Callable[..., Any]) -> None:

@@ -245,6 +245,22 @@ def test_an_environment_that_raises_is_reported_unless_restarts_are_asked_for(
     assert n_processes(mine) == 3
 
 
+@pytest.mark.parametrize("ending", ["none", *faults.ENDINGS])
+def test_an_environment_that_raises_and_takes_its_worker_down_is_one_failure(
+    marks: Marks, ending: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = "raise_and_die" if ending == "none" else "raise"
+    env_args = {"strikes": {(3, 1): kind}, "close_fault": ending}
+    with (
+        open_batcher(
+            marks(), 1, on_env_error="restart", max_restarts=1, timeout=None, env_args=env_args
+        ) as batcher,
+        caplog.at_level(logging.WARNING, "rlpool"),
+    ):
+        assert len(collect(batcher)) == 3
+    assert len(caplog.records) == 1
+
+
 def test_an_environment_that_always_raises_uses_up_the_budget(marks: Marks) -> None:
     strikes = {(1, step): "raise" for step in range(8)}
     with open_batcher(

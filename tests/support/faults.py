@@ -45,12 +45,14 @@ KINDS = (
     "wrong_dtype",
     "wrong_reward",
     "wrong_flag",
+    "raise_and_die",
 )
 
 ENDINGS = ("hang", "hold_the_lock", "linger", "raise", "os_exit", "sigkill", "segfault")
 """What may go wrong in ``close``, ``"linger"`` beside the others."""
 
 _FOREVER_S = 1000.0
+_SOON_S = 0.1
 
 # Kinds that the public kit has under another name.
 _PUBLIC = {"os_exit": "exit", "hold_the_lock": "hang_gil", "fork_and_sigkill": "sigkill"}
@@ -79,6 +81,10 @@ def strike(
         threading.Thread(target=time.sleep, args=(_FOREVER_S,)).start()
         atexit.register(time.sleep, _FOREVER_S)
         return "none"
+    if kind == "raise_and_die":
+        time.sleep(_SOON_S)  # until nobody looks any more who does not wait for it
+        threading.Timer(_SOON_S, os._exit, args=(EXIT_CODE,)).start()
+        kind = "raise"
     if kind == "fork_and_sigkill":
         _leave_a_child_behind(f"{struck_at}.child")
     strike_now(_PUBLIC.get(kind, kind))

@@ -29,6 +29,7 @@ class MortalWalk(gymnasium.Env[Any, Any]):
         marks: Directory for the marks of what has struck already.
         strikes: ``(episode's id, step) -> kind of ``support.faults.strike``; step -1 is a reset.
         leaks: Whether every episode keeps 16 MiB.
+        close_fault: How ``close`` fails, a kind of ``support.faults.strike``.
     """
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -39,7 +40,9 @@ class MortalWalk(gymnasium.Env[Any, Any]):
         marks: str,
         strikes: Mapping[tuple[int, int], str] | None = None,
         leaks: bool = False,
+        close_fault: str = "none",
     ) -> None:
+        self._close_fault = close_fault
         self._marks = Path(marks)
         self._strikes = dict(strikes or {})
         self._leaks = leaks
@@ -66,6 +69,9 @@ class MortalWalk(gymnasium.Env[Any, Any]):
         self._position += float(self.np_random.normal()) * (1 + int(action))
         is_over = self._step >= self._length
         return self._observation(), self._position, is_over, False, {}
+
+    def close(self) -> None:
+        strike(self._close_fault)
 
     def _observation(self) -> Any:
         return np.array([self._position, self._step], np.float32)
