@@ -129,7 +129,7 @@ class Workforce:
         self._last_words: dict[int, WorkerError] = {}
         self._retiring: dict[int, str] = {}
         self._leave_by_s: dict[int, float] = {}  # when leaving workers are killed
-        self._n_finished: dict[int, int] = {}  # episodes that each worker had finished at its end
+        self._n_finished: dict[int, int] = {}  # episodes of each worker when one failed last
         self._workers: LocalWorker | Supervisor
         if in_process:
             self._workers = LocalWorker(setups[0], self._deliver)
@@ -436,15 +436,22 @@ class Workforce:
             or not self._policy.restarts_on(failure)
         ):
             self.fatal = failure
-        n_finished = self._client.n_finished(worker)
-        if n_finished != self._n_finished.get(worker, 0):
-            self._n_finished[worker] = n_finished
-            self._restarts.succeeded(worker)
+        self._note_progress()
         if self.fatal is None:
             self.fatal = self._restarts.note(worker, failure)
         if self.fatal is None:
             _LOG.warning("worker %d is started again: %s (%s)", worker, failure.what, failure.where)
             self._client.lost(worker, failure)
+
+    def _note_progress(self) -> None:
+        """Look at what the workers have done, of which there are messages only when it is over."""
+        for worker in range(self.n_workers):
+            n_finished = self._client.n_finished(worker)
+            if n_finished != self._n_finished.get(worker, 0):
+                self._n_finished[worker] = n_finished
+                self._restarts.succeeded(worker)
+        steps = self._workers.progress()
+        self._restarts.look_at({worker: steps[worker] for worker in self.ready})
 
     def _error_of(self, worker: int, died: Died) -> WorkerDiedError:
         how = died.signal_name or f"exit code {died.exitcode}"

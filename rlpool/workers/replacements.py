@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 from rlpool.errors import WorkerDiedError, WorkerError
 from rlpool.restarts import FailurePolicy, Restarts
@@ -53,6 +54,11 @@ class Replacements:
             _LOG.warning("%s%s: restart %s", failure.what, where, budget)
         return error
 
+    def look_at(self, steps: Sequence[int]) -> None:
+        """Take note of how many steps workers have made until now."""
+        up = (worker for worker in range(len(steps)) if worker not in self.down)
+        self._restarts.look_at({worker: steps[worker] for worker in up})
+
     def note_success(self, worker: int) -> None:
         """Take note that a worker has done some work."""
         self._restarts.succeeded(worker)
@@ -99,7 +105,7 @@ class Replacements:
         return None
 
     def note_up(self, worker: int) -> None:
-        """Take note that a successor has its environments and can be sent something."""
+        """Take note that a worker has its environments and can be sent something."""
         self._restarts.ready(worker)
         self._recycled.discard(worker)
         self.starting.discard(worker)

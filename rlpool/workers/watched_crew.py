@@ -134,13 +134,14 @@ class WatchedCrew:
     def _note_end(self, worker: int, died: Died) -> None:
         """Judge the end of a process, once: by its last words if it left any, else by its death."""
         has_left = self._replacements.has_left(worker)
+        stuck, _ = self._stuck.pop(worker, (None, 0.0))
         if self._fatal is not None or self.closed_lanes.issuperset(self.lanes_of[worker]):
             return
         failure = self._failures.get(worker)
         if failure is not None and self.is_repeatable(worker, failure):
             self.repeat_order(worker, failure)
         elif not has_left:
-            self._note_death(worker, died)
+            self._note_death(worker, died, stuck)
 
     def is_repeatable(self, worker: int, failure: LaneFailed) -> bool:
         """Whether a successor may succeed where an environment failed in the last order."""
@@ -169,9 +170,8 @@ class WatchedCrew:
             resets = self._successors.resets
             resets[worker] = replace(resets[worker], order=order + 1)
 
-    def _note_death(self, worker: int, died: Died) -> None:
+    def _note_death(self, worker: int, died: Died, stuck: WorkerTimeoutError | None) -> None:
         how = died.signal_name or f"exit code {died.exitcode}"
-        stuck, _ = self._stuck.pop(worker, (None, 0.0))
         failed = self._failed_starts.pop(worker, None)
         guard = missing_guard_error(died)
         if guard is not None:
@@ -196,6 +196,7 @@ class WatchedCrew:
             if n_done > n_orders:
                 self._replacements.note_success(worker)
             self._successors.forget_ahead(worker, self.arena)
+            self._replacements.look_at(self._supervisor.progress())
         self._fatal = self._replacements.note_failure(worker, error)
 
     def _look_for_hang(self, busy: set[int]) -> None:
@@ -265,6 +266,8 @@ class WatchedCrew:
             )
         if worker in self._down:
             self._ready.append(worker)
+        else:
+            self._replacements.note_up(worker)
 
     def _advance(self) -> None:
         """Go on with workers that are being replaced.

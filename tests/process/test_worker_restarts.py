@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import random
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +35,7 @@ from support.mortal import (
     RememberingAgent,
     create_unsteady_walks,
     create_walks,
+    create_walks_once,
     create_walks_that_end_with_a_full_slot,
 )
 
@@ -186,6 +193,80 @@ def test_an_idle_worker_that_dies_is_replaced_by_the_next_request(marks: Marks) 
             results.append(batcher.get())
             first += size
     assert_same([r for r in results if r is not None], expected)
+
+
+@contextmanager
+def signals_for(seconds: float) -> Iterator[Callable[[], bool]]:
+    """Send workers signals at random for so long; gives what tells whether that goes on."""
+    rng = random.Random(7)
+    sent: list[int] = []
+
+    def strike_again_and_again() -> None:
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            time.sleep(rng.uniform(0.3, 1.5))
+            there = sorted(worker_pids())  # none where all wait for their restarts
+            with contextlib.suppress(IndexError, ProcessLookupError):
+                number = rng.choice((signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV))
+                os.kill(rng.choice(there), number)
+                sent.append(number)
+
+    thread = threading.Thread(target=strike_again_and_again)
+    thread.start()
+    try:
+        yield thread.is_alive
+    finally:
+        thread.join()
+    assert len(sent) > seconds / 8
+
+
+@pytest.mark.parametrize(
+    ("seconds", "n_threads", "n_slots"), [(8, 2, 6), (40, 1, 24), (40, 2, 24), (40, 3, 6)]
+)
+def test_workers_that_are_hit_again_and_again_also_while_they_start_lose_nothing(
+    marks: Marks, seconds: float, n_threads: int, n_slots: int
+) -> None:
+    n_rounds = 0
+    args = {"n_slots": n_slots, "env_args": {"step_s": 0.01}}
+    with open_batcher(marks(), n_threads, max_restarts=None, **args) as batcher:
+        results = []
+        with signals_for(seconds) as goes_on:
+            while goes_on():
+                results += collect(batcher)
+                n_rounds += 1
+        results += collect(batcher)
+    with open_batcher(marks(), 0, n_slots=n_slots) as batcher:
+        assert_same(results, [each for _ in range(n_rounds + 1) for each in collect(batcher)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "worked_before", "most_s"),
+    [("os_exit", True, 60), ("segfault", False, 60), ("segfault", True, 150)],
+)
+@pytest.mark.timeout(200)
+def test_a_start_that_always_fails_is_given_up(
+    marks: Marks, kind: str, worked_before: bool, most_s: float
+) -> None:
+    mine, start_s = marks(), time.monotonic()
+    if not worked_before:
+        (Path(mine) / "made").touch()
+
+    def collect_once() -> None:
+        with EpisodeBatcher(
+            n_timesteps=4,
+            n_slots=8,
+            create_agent=RememberingAgent,
+            create_env=create_walks_once,
+            env_args={"marks": mine, "kind": kind},
+            max_restarts=None,
+        ) as batcher:
+            batcher.execute(4, env_info=DictTensor({"id": torch.arange(4)}))
+            batcher.get()
+
+    with pytest.raises(WorkerDiedError, match="times before it was ready") as caught:
+        collect_once()
+    assert time.monotonic() - start_s < most_s
+    assert len(caught.value.history) - worked_before >= 3
 
 
 @pytest.mark.parametrize("kind", ["hang", "hold_the_lock"])

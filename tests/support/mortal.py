@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class MortalWalk(gymnasium.Env[Any, Any]):
         strikes: ``(episode's id, step) -> kind of ``support.faults.strike``; step -1 is a reset.
         leaks: Whether every episode keeps 16 MiB.
         close_fault: How ``close`` fails, a kind of ``support.faults.strike``.
+        step_s: How long a step takes, in seconds.
     """
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -41,7 +43,9 @@ class MortalWalk(gymnasium.Env[Any, Any]):
         strikes: Mapping[tuple[int, int], str] | None = None,
         leaks: bool = False,
         close_fault: str = "none",
+        step_s: float = 0.0,
     ) -> None:
+        self._step_s = step_s
         self._close_fault = close_fault
         self._marks = Path(marks)
         self._strikes = dict(strikes or {})
@@ -64,6 +68,7 @@ class MortalWalk(gymnasium.Env[Any, Any]):
         return self._observation(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        time.sleep(self._step_s)
         self._strike(self._step)
         self._step += 1
         self._position += float(self.np_random.normal()) * (1 + int(action))
@@ -126,6 +131,15 @@ def create_walks(seed: int, n_lanes: int = 2, restarts: bool = False, **argument
     """``n_lanes`` walks; they begin again on their own with ``restarts``."""
     kind = GymEnvInf if restarts else GymEnv
     return kind([MortalWalk(**arguments) for _ in range(n_lanes)], seed)
+
+
+def create_walks_once(seed: int, marks: str, kind: str) -> GymEnv:
+    """Two walks; whoever makes them again fails."""
+    mark = Path(marks) / "made"
+    if mark.exists():
+        strike(kind)
+    mark.touch()
+    return create_walks(seed, marks=marks, strikes={(2, 0): "sigkill"})
 
 
 def create_walks_that_end_with_a_full_slot(seed: int, marks: str, n_timesteps: int) -> GymEnv:
