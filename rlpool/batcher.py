@@ -23,7 +23,7 @@ from rlpool.errors import RlpoolError, UsageError, compose
 from rlpool.interrupts import InterruptsHeld
 from rlpool.lane_log import LaneLog
 from rlpool.preflight import checked
-from rlpool.requests import EpisodeRequest, Packed, WindowRequest, as_infos
+from rlpool.requests import EpisodeRequest, Policy, WindowRequest, as_infos
 from rlpool.restarts import DEFAULT_MAX_RESTARTS, FailurePolicy
 from rlpool.slots import Layout, StepSpecs
 from rlpool.workers.collector import Infos
@@ -175,8 +175,7 @@ class EpisodeBatcher(BatcherBase):
                 coordinator.next_number(),
                 n_episodes,
                 infos,
-                self._policy_version,
-                self._take_update(),
+                coordinator.policy,
                 execution=self._n_executions,
                 first=self._n_episodes,
                 root=self._root,
@@ -283,8 +282,8 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
     def execute(
         self,
         n_episodes: int | None = None,
-        agent_info: DictTensor | None = None,
-        env_info: DictTensor | None = None,
+        agent_info: Info = None,
+        env_info: Info = None,
     ) -> None:
         """Request episodes, as many as there are environments unless told otherwise.
 
@@ -370,7 +369,7 @@ class Batcher(BatcherBase):
         self._is_first = False
         self._last_window = 0  # number of the newest request whose lanes_left was taken over
         self._is_reset = False  # false again after an error, which ends all episodes
-        self._queued: deque[tuple[Packed | None, int]] = deque()
+        self._queued: deque[Policy] = deque()  # of windows that wait for the one before
 
     @property
     def n_lanes(self) -> int:
@@ -420,9 +419,9 @@ class Batcher(BatcherBase):
             self._n_windows += 1
             if coordinator.n_pending:
                 # Which lanes run is known when the window before is there; the policy is today's.
-                self._queued.append((self._take_update(), self._policy_version))
+                self._queued.append(coordinator.policy)
             elif self._running:
-                self._submit(coordinator, self._take_update(), self._policy_version)
+                self._submit(coordinator, coordinator.policy)
 
     @names_arguments
     def get(self, blocking: bool = True) -> TemporalDictTensor | None:
@@ -459,17 +458,16 @@ class Batcher(BatcherBase):
                 self._last_window = request.number
                 self._running = request.lanes_left
                 if self._queued and self._running:
-                    self._submit(coordinator, *self._queued.popleft())
+                    self._submit(coordinator, self._queued.popleft())
         return coordinator.hand_out()
 
-    def _submit(self, coordinator: Coordinator, update: Packed | None, policy_version: int) -> None:
+    def _submit(self, coordinator: Coordinator, policy: Policy) -> None:
         coordinator.submit(
             WindowRequest(
                 coordinator.next_number(),
                 self._running,
                 self._infos,
-                policy_version,
-                update,
+                policy,
                 n_lanes=coordinator.n_lanes,
                 n_resets=self._n_resets - 1,
                 n_windows=self._n_windows_before,

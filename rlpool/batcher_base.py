@@ -18,7 +18,6 @@ from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError, compose
 from rlpool.ownership import ProcessOwner
 from rlpool.pickling import pickled, why_not
-from rlpool.requests import Packed
 from rlpool.restarts import FailurePolicy
 from rlpool.seeding import root_from
 from rlpool.slots import Layout, StepSpecs
@@ -76,8 +75,6 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         self._n_slots = n_slots
         self._n_workers = max(1, n_threads)
         self._is_private = n_threads == 0
-        self._policy_version = 0
-        self._update: Packed | None = None
         functions: Any = (create_env, dict(env_args or {}), create_agent, dict(agent_args or {}))
         if n_threads:
             check_workers(n_threads, WORKER_DESCRIPTORS, "lower n_threads")
@@ -119,10 +116,11 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         """Hand new parameters to every worker's ``agent.update``.
 
         The object is copied now, once for all workers, and takes effect with the next
-        ``execute``: episodes that were requested before keep the policy they were requested with.
-        Of several updates between two ``execute`` only the last one is sent. What ``agent.update``
-        raises surfaces in the ``get`` of that ``execute``, and of every further one until an
-        update succeeds.
+        ``execute``: episodes that were requested before keep the policy they were requested with,
+        and whatever becomes of them, all that is requested later runs with the new one. An update
+        has to say all: of several an agent may get the last one only. What ``agent.update`` raises
+        surfaces in the ``get`` of the next ``execute``, and of every further one until an update
+        succeeds.
 
         Args:
             info: Any object that cloudpickle can pickle, such as ``model.state_dict()``. Tensors
@@ -134,11 +132,10 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         """
         coordinator = self._open()
         try:
-            self._update = coordinator.pack(info)
+            coordinator.update(info)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             fix = "send what its receivers need only, such as model.state_dict()"
             raise SpecError(compose(why_not({"info": info}, error), fix=fix)) from error
-        self._policy_version += 1
 
     def _stacks(self) -> str:
         return self._open().stacks()
@@ -165,10 +162,6 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             )
         self._coordinator.deliver_logs()
         return self._coordinator
-
-    def _take_update(self) -> Packed | None:
-        update, self._update = self._update, None
-        return update
 
 
 class _Weakly:

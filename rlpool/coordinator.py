@@ -20,13 +20,21 @@ from typing import Any
 
 from rlpool.crash_files import CrashDir, CrashFiles
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import EnvError, RlpoolError, UsageError, Where, WorkerError, compose
+from rlpool.errors import (
+    EnvError,
+    RlpoolError,
+    SpecError,
+    UsageError,
+    Where,
+    WorkerError,
+    compose,
+)
 from rlpool.interrupts import InterruptsHeld
-from rlpool.requests import Packed, Request
+from rlpool.requests import Packed, Policy, Request
 from rlpool.restarts import FailurePolicy
 from rlpool.slots import BlockPool, Layout, StepSpecs
 from rlpool.stack_dumps import note_source
-from rlpool.storage import Array, Memory
+from rlpool.storage import Array
 from rlpool.workers.messages import (
     ChunksDone,
     Credit,
@@ -62,6 +70,10 @@ class Coordinator:
             never.
         crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
 
+    Attributes:
+        policy: What new requests are to run with. It is sent to each worker with the first
+            request that needs it, whatever became of those before.
+
     Raises:
         WorkerStartupError, WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
         UsageError: If the caller's script lacks its ``__main__`` guard.
@@ -86,8 +98,8 @@ class Coordinator:
         self._sent: list[Request] = []  # sent, and not yet done in every worker
         self._pending: deque[Request] = deque()  # not yet handed to the user
         self._blocks: BlockPool | None = None
-        self._unsent_update: Packed | None = None  # of a request that failed before it was sent
-        self._policy: Packed | None = None  # the last update that was sent
+        self.policy = Policy()
+        self._sent_versions: dict[int, int] = {}  # worker: that of the last policy it was sent
         self._successors: dict[int, WorkerError | None] = {}  # new ones, and what ended the last
         self._owner_pid = os.getpid()
         self._n_requests = 0
@@ -140,8 +152,6 @@ class Coordinator:
         """
         self._workers.refuse_if_dead()
         with self._whole():
-            if request.update is None:
-                request.update, self._unsent_update = self._unsent_update, None
             self._pending.append(request)
             self._queued.append(request)
             self._advance()
@@ -213,6 +223,10 @@ class Coordinator:
         """Put an object where all workers can read it."""
         return pack(value, self._workers.allocate)
 
+    def update(self, info: Any) -> None:
+        """Let requests that are made from now on run with agents that were updated with this."""
+        self.policy = Policy(self.policy.version + 1, self.pack(info))
+
     def give_up(self) -> None:
         """Let the workers stop what they run, without a word to anybody who waits for it."""
         if os.getpid() == self._owner_pid:
@@ -254,9 +268,9 @@ class Coordinator:
         self._pending.clear()
 
     def _kept_for_successors(self) -> list[Packed]:
-        packed = [request.packed for request in self._sent]
-        packed += [request.policy for request in self._sent]
-        packed += [self._policy, self._workers.infos]
+        packed = [self.policy.packed, self._workers.infos]
+        for request in (*self._sent, *self._queued):
+            packed += request.parcels
         return [each for each in packed if each is not None]
 
     # Starting --------------------------------------------------------------------------------
@@ -287,37 +301,49 @@ class Coordinator:
             self._queued.popleft()
             request.n_slots = wanted
             try:
-                self._send(request, self._blocks)
+                self._prepare(request, self._blocks)
             except RlpoolError as error:
                 request.n_slots = 0
                 request.error = error
+            else:
+                self._send(request, self._blocks.forget_surplus())
 
-    def _send(self, request: Request, blocks: BlockPool) -> None:
+    def _prepare(self, request: Request, blocks: BlockPool) -> None:
+        """Do all that may fail before anything is sent.
+
+        Raises:
+            RlpoolError: If it did; the request is not sent.
+        """
         if self._successors and not request.can_be_repeated():
             failure = next(filter(None, self._successors.values()), None)
             raise failure or UsageError("a worker was replaced, and the lanes need a reset()")
-        block = request.block = blocks.take()
-        _clear(block.arrays.control)
-        gone = blocks.forget_surplus()
-        if request.update is not None:
-            self._policy, request.update = request.update, None
-            for worker in self._workers.ready:
-                self._send_policy(worker, self._policy)
-            self._done_with(self._policy[1])
-        request.policy = self._policy
+        request.block = blocks.take()
+        _clear(request.block.arrays.control)
         if request.needs_parcel:
-            request.packed = self.pack(request.contents(0, is_successor=False))
+            try:
+                request.packed = self.pack(request.contents(0, is_successor=False))
+            except (OSError, RuntimeError, MemoryError) as error:
+                fix = "drop results that are no longer needed"
+                raise SpecError(compose(f"no memory for the infos: {error}", fix=fix)) from error
+
+    def _send(self, request: Request, gone: list[int]) -> None:
+        """Send a request to all workers that are there."""
         request.remaining.update(range(self._workers.n_workers))
         self._sent.append(request)
         for worker in self._workers.ready:
             self._send_to(worker, request, gone)
-        self._done_with(block.memory)
-        if request.packed is not None:
-            self._done_with(request.packed[1])
+        if not self._workers.repeats:  # no successor will need what all of them have now
+            request.running_block.memory.close_fd()
+            for _, memory in request.parcels:
+                memory.close_fd()
 
     def _send_to(self, worker: int, request: Request, gone: list[int]) -> None:
-        """Send a request to one worker, after the block if it does not have it."""
+        """Send a request to one worker, after the policy and the block if it lacks them."""
         block, send = request.running_block, self._workers.send
+        version, update = request.policy
+        if update is not None and self._sent_versions.get(worker) != version:
+            self._sent_versions[worker] = version
+            send(worker, Update(update[0]), update[1])
         if gone or worker not in block.mapped_by:
             is_new = worker not in block.mapped_by
             block.mapped_by.add(worker)
@@ -330,15 +356,6 @@ class Coordinator:
             if contents[-1]:
                 parcel, memory = self.pack(contents)
         send(worker, request.message(worker, parcel), memory)
-
-    def _send_policy(self, worker: int, policy: Packed) -> None:
-        parcel, memory = policy
-        self._workers.send(worker, Update(parcel), memory)
-
-    def _done_with(self, memory: Memory) -> None:
-        """Close the descriptor of what was sent to all workers, if no successor will need it."""
-        if not self._workers.repeats:
-            memory.close_fd()
 
     # Receiving -------------------------------------------------------------------------------
 
@@ -366,7 +383,7 @@ class Coordinator:
         request.remaining.discard(worker)
         if not request.remaining:
             self._sent.remove(request)
-            request.packed = request.policy = None
+            request.drop_parcels()
             if request not in self._pending:
                 self._release(request)
 
@@ -379,6 +396,7 @@ class Coordinator:
     def lost(self, worker: int, failure: WorkerError | None) -> None:
         """Take back what a worker had begun, for its successor."""
         self._successors[worker] = failure
+        self._sent_versions.pop(worker, None)
         if self._blocks is not None:
             self._blocks.forget_worker(worker)
         with self._workers.claims_locked() as lock:
@@ -391,14 +409,8 @@ class Coordinator:
 
     def returned(self, worker: int) -> None:
         """Give a successor what there is to do."""
-        policy: Packed | None = None
         for request in [other for other in self._sent if worker in other.remaining]:
-            if request.policy is not None and request.policy is not policy:
-                policy = request.policy
-                self._send_policy(worker, policy)
             self._send_to(worker, request, [])
-        if self._policy is not None and self._policy is not policy:
-            self._send_policy(worker, self._policy)
 
     def n_finished(self, worker: int) -> int:
         """Episodes that a worker has finished in the requests that are running."""
@@ -420,7 +432,7 @@ class Coordinator:
             row = int(running[lane])
             env_info = {key: array[row].tolist() for key, array in request.infos[1].items()}
             control, layout = request.running_block.arrays.control, request.running_block.layout
-            step = int(control["row"][worker, lane]) % layout.n_timesteps
+            step = int(layout.steps_in_slot(control, worker)[lane])
             step += int(control["steps_before"][worker, lane])
             return Where(worker, lane, row, step, request.seed_of(row), env_info or None)
         return Where(worker)
@@ -439,19 +451,7 @@ class Coordinator:
     def _fail_queued(self, error: RlpoolError) -> None:
         """Fail the request that was to run next: its infos did not even give the keys."""
         if self._queued:
-            request = self._queued.popleft()
-            request.error = error
-            self._keep_update(request)
-
-    def _keep_update(self, request: Request) -> None:
-        """Let the next request bring the update that a failed one did not."""
-        if request.update is not None:
-            later = next((other for other in self._queued if other.update is None), None)
-            if later is not None and not any(other.update for other in self._queued):
-                later.update = request.update
-            elif later is None and not self._queued:
-                self._unsent_update = request.update
-            request.update = None
+            self._queued.popleft().error = error
 
     # Waiting ---------------------------------------------------------------------------------
 
@@ -505,7 +505,6 @@ class Coordinator:
         """Give up a request; its block is used again when no worker writes into it any more."""
         if request in self._queued:
             self._queued.remove(request)
-            self._keep_update(request)
         if request in self._sent:
             self._cancel(request)
         else:

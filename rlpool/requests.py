@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,18 @@ Chunk = tuple[int, int, int, bool]
 """``(episode, slot, chunk, is_last)``: a complete slot."""
 
 
+class Policy(NamedTuple):
+    """What the agents were updated with.
+
+    Attributes:
+        version: Updates until then, this one included; 0 for what the agents began with.
+        packed: The object; ``None`` with version 0, and once it is not needed any more.
+    """
+
+    version: int = 0
+    packed: Packed | None = None
+
+
 class Request(ABC):
     """One batch of rows.
 
@@ -35,11 +47,10 @@ class Request(ABC):
         number: Names it in messages.
         n_rows: Rows of the result.
         infos: Its infos, per row.
-        policy_version: Updates of the agents that it runs with.
-        update: The update to send before it, if there is a new one.
+        policy: What it runs with.
 
     Attributes:
-        policy: The last update that was sent when it was.
+        policy: Likewise.
         packed: ``contents`` as they were sent to all workers.
         block: Where it is written, once it runs.
         n_slots: Slots that it takes.
@@ -53,15 +64,12 @@ class Request(ABC):
         number: int,
         n_rows: int,
         infos: Infos,
-        policy_version: int,
-        update: Packed | None,
+        policy: Policy,
     ) -> None:
         self.number = number
         self.n_rows = n_rows
         self.infos = infos
-        self.policy_version = policy_version
-        self.update = update
-        self.policy: Packed | None = None
+        self.policy = policy
         self.packed: Packed | None = None
         self.block: Block | None = None
         self.n_slots = 0
@@ -90,6 +98,15 @@ class Request(ABC):
         if self.block is None:
             raise LookupError("the request has not begun")
         return self.block
+
+    @property
+    def parcels(self) -> list[Packed]:
+        """What was packed for workers to read."""
+        return [each for each in (self.packed, self.policy.packed) if each is not None]
+
+    def drop_parcels(self) -> None:
+        """Give up what was packed, as no worker will read it any more."""
+        self.packed, self.policy = None, self.policy._replace(packed=None)
 
     @abstractmethod
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
@@ -132,11 +149,11 @@ class Request(ABC):
     def _note_writing(self, worker: int) -> None:
         """Remember how far a dead worker had written into slots that it did not finish."""
         layout, control = self.running_block.layout, self.running_block.arrays.control
-        running, rows, dirty = control["running"][worker], control["row"][worker], control["dirty"]
-        for lane in np.flatnonzero(running >= 0):
-            slot, step = divmod(int(rows[lane]), layout.n_timesteps)
-            dirty[slot] = max(dirty[slot], min(step + 2, layout.n_timesteps))
-        running[:] = -1
+        steps, dirty = layout.steps_in_slot(control, worker), control["dirty"]
+        for lane in np.flatnonzero(control["running"][worker] >= 0):
+            slot = control["slot"][worker, lane]
+            dirty[slot] = max(dirty[slot], min(steps[lane] + 1, layout.n_timesteps))
+        control["running"][worker] = -1
 
     @abstractmethod
     def seed_of(self, row: int) -> int:
@@ -160,7 +177,7 @@ class Request(ABC):
         }
         info.update(columns)
         n_rows = next(iter(columns.values())).shape[0]
-        info["policy_version"] = torch.from_numpy(np.full(n_rows, self.policy_version))
+        info["policy_version"] = torch.from_numpy(np.full(n_rows, self.policy.version))
         return info
 
 
@@ -178,13 +195,12 @@ class EpisodeRequest(Request):
         number: int,
         n_rows: int,
         infos: Infos,
-        policy_version: int,
-        update: Packed | None,
+        policy: Policy,
         execution: int,
         first: int,
         root: int,
     ) -> None:
-        super().__init__(number, n_rows, infos, policy_version, update)
+        super().__init__(number, n_rows, infos, policy)
         self._execution = execution
         self._first = first
         self._root = root
@@ -308,8 +324,7 @@ class WindowRequest(Request):
         number: int,
         lanes: Sequence[int],
         infos: Infos,
-        policy_version: int,
-        update: Packed | None,
+        policy: Policy,
         n_lanes: int,
         n_resets: int,
         n_windows: int,
@@ -317,7 +332,7 @@ class WindowRequest(Request):
         root: int,
         log: LaneLog | None = None,
     ) -> None:
-        super().__init__(number, len(lanes), infos, policy_version, update)
+        super().__init__(number, len(lanes), infos, policy)
         self.is_first = is_first
         self._log = log
         self.lanes_left: list[int] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,17 @@ _LONGEST_DELAY_S = 5.0
 
 _MOST_FAILED_STARTS = 3
 _MOST_BROKEN_STARTS = 10
-"""A worker that fails so often in a row before it is ready will not get ready the next time. What
-comes from outside, a kill or a stop, may hit a worker that is starting as well as any other."""
+"""A worker that fails so often in a row before it is ready will not get ready the next time: the
+first number is for failures of its own, the second for signals and hangs, which may come from
+outside and then hit a worker that is starting as well as any other."""
+
+_CALM_S = 90.0
+"""Where a worker has been ready before, starting works, and signals come from outside as long as
+anybody sends them. So long without one worker that gets ready or makes a step, they are taken for
+the start's own all the same: far more than any start takes."""
+
+_CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
+"""Signals that a process mostly sends itself."""
 
 _LONGEST_HISTORY = 1000
 """Failures that are remembered: an owner without a limit may live for months."""
@@ -104,7 +113,9 @@ class Restarts:
     """Notes the failures of one owner's workers and says when which of them starts again.
 
     The first failure of a worker is followed by a restart at once. While the same worker fails
-    again without success in between, each restart waits twice as long as the one before.
+    again without success in between, each restart waits twice as long as the one before. One that
+    fails again and again before it is ready is given up: soon if it fails by itself, with more
+    patience if signals end it and starting has worked before.
 
     Args:
         max_restarts: How many restarts there may be in all, ``None`` for no limit.
@@ -123,7 +134,11 @@ class Restarts:
         self._history: deque[WorkerError] = deque(maxlen=_LONGEST_HISTORY)
         self._due_s: dict[int, float] = {}  # worker: when it starts again
         self._in_a_row: dict[int, int] = {}  # worker: failures without success in between
-        self._failed_starts: dict[int, int] = {}  # worker: those since it was ready last
+        self._ready: set[int] = set()
+        self._failed_starts: dict[int, int] = {}  # worker: those of its own since it was ready
+        self._broken_starts: dict[int, int] = {}  # worker: those by signals and hangs
+        self._moved_s: float | None = None  # when any worker got ready, or had made a step, last
+        self._steps: dict[int, int] = {}
 
     @property
     def history(self) -> tuple[WorkerError, ...]:
@@ -141,7 +156,6 @@ class Restarts:
             What to raise if there will be no restart; ``None`` if ``due`` will name the worker.
         """
         self._history.append(failure)
-        n_starts = self._failed_starts[worker] = self._failed_starts.get(worker, 0) + 1
         n_in_a_row = self._in_a_row[worker] = self._in_a_row.get(worker, 0) + 1
         if self._max_restarts is not None and self.n_restarts >= self._max_restarts:
             if not self._max_restarts:
@@ -149,8 +163,9 @@ class Restarts:
             raise_it = "; if that many failures are expected, raise max_restarts"
             spent = f"all {self._max_restarts} restarts (max_restarts) are used up"
             return self._final(failure, spent, raise_it)
-        if n_starts >= (_MOST_BROKEN_STARTS if _is_from_outside(failure) else _MOST_FAILED_STARTS):
+        if worker not in self._ready and (n_starts := self._failed_to_start(worker, failure)):
             return self._final(failure, f"it failed {n_starts} times before it was ready", "")
+        self._ready.discard(worker)
         self.n_restarts += 1
         delay_s = 0.0
         if n_in_a_row > 1:
@@ -178,12 +193,38 @@ class Restarts:
 
     def ready(self, worker: int) -> None:
         """Take note that a worker has its environments; that is no success of its work yet."""
+        self._ready.add(worker)
+        self._moved_s = self._clock()
         self._failed_starts.pop(worker, None)
+        self._broken_starts.pop(worker, None)
 
     def succeeded(self, worker: int) -> None:
         """Take note that a worker has done some work: its next failure is a first one again."""
+        self._moved_s = self._clock()
         self._failed_starts.clear()  # where one can work, so can the others
+        self._broken_starts.clear()
         self._in_a_row.pop(worker, None)
+
+    def look_at(self, steps: Mapping[int, int]) -> None:
+        """Take note of how many steps workers that are ready have made until now."""
+        if any(n_steps != self._steps.get(worker) for worker, n_steps in steps.items()):
+            self._moved_s = self._clock()
+        self._steps = dict(steps)
+
+    def _failed_to_start(self, worker: int, failure: WorkerError) -> int:
+        """How often a worker has failed in a row before it was ready, if that is too often."""
+        has_started = self._moved_s is not None
+        signal_name = getattr(failure, "signal_name", None)
+        is_hit = isinstance(failure, WorkerTimeoutError) or signal_name is not None
+        if signal_name in _CRASHES and not has_started:
+            is_hit = False
+        counts = self._broken_starts if is_hit else self._failed_starts
+        counts[worker] = counts.get(worker, 0) + 1
+        if counts[worker] < (_MOST_BROKEN_STARTS if is_hit else _MOST_FAILED_STARTS):
+            return 0
+        if is_hit and self._moved_s is not None and self._clock() - self._moved_s < _CALM_S:
+            return 0
+        return self._failed_starts.get(worker, 0) + self._broken_starts.get(worker, 0)
 
     def _final(self, failure: WorkerError, why: str, advice: str) -> WorkerDiedError:
         n = self.n_restarts
@@ -198,13 +239,6 @@ class Restarts:
             traceback_text=failure.traceback_text,
             history=self.history,
         )
-
-
-def _is_from_outside(failure: WorkerError) -> bool:
-    """Whether a process was probably ended by somebody else, or stopped."""
-    if isinstance(failure, WorkerTimeoutError):
-        return True
-    return isinstance(failure, WorkerDiedError) and failure.signal_name in ("SIGKILL", "SIGTERM")
 
 
 def _check_limit(name: str, value: Any, least: int) -> None:

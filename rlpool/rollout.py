@@ -204,6 +204,7 @@ class Rollout:
         self._writer = SlotWriter(layout, plan.arrays, self._current, driver.state)
         self._running = plan.arrays.control["running"][self._worker].data
         # The rows' numbers themselves are shared: they tell how far a worker got that died.
+        self._slots = plan.arrays.control["slot"][self._worker].data
         self._rows = plan.arrays.control["row"][self._worker]
         self._recorder.bind(
             plan.arrays.rows, self._current, driver.state, self._rows, plan.agent_info
@@ -324,10 +325,11 @@ class Rollout:
 
     def _finish(self, plan: Plan, lane: int) -> None:
         """Complete the last slot of an episode; the lane is idle then."""
-        running = self._lanes.pop(lane)
-        self._waiting.append(lane)
+        running = self._lanes[lane]
         length = int(self._rows[lane]) - running.slot * self._n_timesteps
         self._writer.complete(running.slot, lane, length, running.steps_before == 0)
+        del self._lanes[lane]  # only now, so that what stops this before marks the slot as dirty
+        self._waiting.append(lane)
         self._running[lane] = -1
         self._n_finished[self._worker] += 1
         plan.chunk_done(running.episode.number, running.slot, running.chunk, True)
@@ -428,6 +430,7 @@ class Rollout:
 
     def _enter_slot(self, lane: int, running: _Lane) -> None:
         self._lanes[lane] = running
+        self._slots[lane] = running.slot
         self._rows[lane] = running.slot * self._n_timesteps
         self._running[lane] = running.episode.number
         self._steps_before[lane] = running.steps_before

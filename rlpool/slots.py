@@ -139,12 +139,22 @@ class Layout:
             "claim": (self.n_workers, self.step.n_lanes),  # what each lane claimed last
             "pending": (self.step.n_lanes,),  # a claim that is being made, see ``claims``
             "running": (self.n_workers, self.step.n_lanes),  # episode that runs there, -1 if none
+            "slot": (self.n_workers, self.step.n_lanes),  # the slot that each lane writes to
             "row": (self.n_workers, self.step.n_lanes),  # slot * n_timesteps + step, of each lane
             "steps_before": (self.n_workers, self.step.n_lanes),  # steps in earlier slots
             "n_finished": (self.n_workers,),  # episodes each worker has finished
             "cancelled": (1,),
         }
         return {key: TensorSpec(shape, _INT64) for key, shape in shapes.items()}
+
+    def steps_in_slot(self, control: Mapping[str, Array], worker: int) -> Array:
+        """Steps that each lane of a worker has done in its slot, ``n_timesteps`` if that is full.
+
+        The row alone does not tell: that behind a full slot is the first one of the next.
+        """
+        steps = control["row"][worker] - control["slot"][worker] * self.n_timesteps
+        # A lane that is between two slots, or that waits for one, has done nothing in any.
+        return np.where((steps < 0) | (steps > self.n_timesteps), 0, steps)
 
     def bytes_of_key(self) -> dict[str, int]:
         """Bytes per key, finals counted with their key, control left out."""

@@ -28,7 +28,7 @@ from rlpool.worker_limits import refuse_small_limit
 from rlpool.workers.hang_watch import HangWatch
 from rlpool.workers.local import LocalWorker
 from rlpool.workers.messages import Failed, Message, Probe, Ready, Retiring, Setup
-from rlpool.workers.supervisor import Died, Supervisor, missing_guard_error
+from rlpool.workers.supervisor import LEAVE_S, Died, Supervisor, missing_guard_error
 
 _LOG = logging.getLogger("rlpool")
 
@@ -44,7 +44,7 @@ _OUT_OF_MEMORY = (
 
 Packed = tuple[Any, Memory]
 
-_GONE, _STARTING, _PROBING, _UP = range(4)
+_GONE, _STARTING, _PROBING, _UP, _LEAVING = range(5)
 
 
 class WorkersDisagree(SpecError):
@@ -128,7 +128,8 @@ class Workforce:
         self._is_probing = False
         self._last_words: dict[int, WorkerError] = {}
         self._retiring: dict[int, str] = {}
-        self._n_finished: dict[int, int] = {}  # episodes that each worker had finished at its end
+        self._leave_by_s: dict[int, float] = {}  # when leaving workers are killed
+        self._n_finished: dict[int, int] = {}  # episodes of each worker when one failed last
         self._workers: LocalWorker | Supervisor
         if in_process:
             self._workers = LocalWorker(setups[0], self._deliver)
@@ -209,11 +210,14 @@ class Workforce:
         due_s = self._restarts.next_due_s()
         if due_s is None:
             self._workers.poll(timeout_s)
-            return
-        self._workers.poll(due_s if timeout_s is None else min(due_s, timeout_s))
-        with InterruptsHeld():
-            for worker in self._restarts.due() if self.fatal is None else ():
-                self._replace(worker)
+        else:
+            self._workers.poll(due_s if timeout_s is None else min(due_s, timeout_s))
+            with InterruptsHeld():
+                for worker in self._restarts.due() if self.fatal is None else ():
+                    self._replace(worker)
+        for worker, deadline_s in self._leave_by_s.items():
+            if time.monotonic() > deadline_s:
+                self._workers.kill(worker)
 
     def wait_until(self, is_over: Callable[[], bool], busy: Callable[[], set[int]]) -> None:
         """Handle messages until a condition holds.
@@ -238,16 +242,13 @@ class Workforce:
             return
         # Whoever waits for the lock hangs as well, but not by a fault of its own.
         worker = self._workers.holder_of_claims(worker)
-        if worker in self._last_words:
-            self._workers.kill(worker)  # it is about to end, and does not get there
-            return
         error = WorkerTimeoutError(
             f"worker {worker} made no progress for {self._timeout_s:g} s",
             where=self._client.where(worker),
             fix="look for an endless wait in the environment or the agent, or raise timeout",
             traceback_text=self._workers.stacks_of(worker),
         )
-        self._last_words[worker] = error
+        self.note_last_words(worker, error)
         if not self._policy.restarts_on(error):
             self.fatal = error
         self._workers.kill(worker)
@@ -376,7 +377,7 @@ class Workforce:
     def _welcome(self, worker: int, report: Ready) -> None:
         """Let a successor take part, if it is like the one before."""
         if report.specs is None and isinstance(report.error, WorkerError):
-            self._last_words[worker] = report.error
+            self.note_last_words(worker, report.error)
             self._workers.kill(worker)
         elif report.specs != self.specs or report.n_lanes != self.n_lanes:
             self.fatal = SpecError(
@@ -397,10 +398,11 @@ class Workforce:
             self._note_ready(worker, message)
         elif isinstance(message, Retiring):
             self._retiring[worker] = message.why
+            self._let_leave(worker)
         elif isinstance(message, Died):
             self._note_death(worker, message)
         elif isinstance(message, Failed) and message.request is None:
-            self._last_words[worker] = message.error
+            self.note_last_words(worker, message.error)
             if not self._has_started:
                 self._failed_start = self._failed_start or message.error
         else:
@@ -409,9 +411,16 @@ class Workforce:
     def note_last_words(self, worker: int, error: WorkerError) -> None:
         """Take note of why a worker is about to end."""
         self._last_words[worker] = error
+        self._let_leave(worker)
+
+    def _let_leave(self, worker: int) -> None:
+        """Give a worker that is about to end a while to close its environments."""
+        self._states[worker] = _LEAVING
+        self._leave_by_s[worker] = time.monotonic() + LEAVE_S
 
     def _note_death(self, worker: int, died: Died) -> None:
         self._states[worker] = _GONE
+        self._leave_by_s.pop(worker, None)
         self._reports.pop(worker, None)
         last_words, why = self._last_words.pop(worker, None), self._retiring.pop(worker, None)
         self.fatal = self.fatal or missing_guard_error(died)
@@ -427,15 +436,22 @@ class Workforce:
             or not self._policy.restarts_on(failure)
         ):
             self.fatal = failure
-        n_finished = self._client.n_finished(worker)
-        if n_finished != self._n_finished.get(worker, 0):
-            self._n_finished[worker] = n_finished
-            self._restarts.succeeded(worker)
+        self._note_progress()
         if self.fatal is None:
             self.fatal = self._restarts.note(worker, failure)
         if self.fatal is None:
             _LOG.warning("worker %d is started again: %s (%s)", worker, failure.what, failure.where)
             self._client.lost(worker, failure)
+
+    def _note_progress(self) -> None:
+        """Look at what the workers have done, of which there are messages only when it is over."""
+        for worker in range(self.n_workers):
+            n_finished = self._client.n_finished(worker)
+            if n_finished != self._n_finished.get(worker, 0):
+                self._n_finished[worker] = n_finished
+                self._restarts.succeeded(worker)
+        steps = self._workers.progress()
+        self._restarts.look_at({worker: steps[worker] for worker in self.ready})
 
     def _error_of(self, worker: int, died: Died) -> WorkerDiedError:
         how = died.signal_name or f"exit code {died.exitcode}"

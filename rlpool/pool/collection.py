@@ -46,7 +46,7 @@ from rlpool.pool.environments import (
 )
 from rlpool.pool.transitions import EpisodeParts, Transitions, is_part
 from rlpool.preflight import checked
-from rlpool.requests import Packed, WindowRequest, as_infos
+from rlpool.requests import WindowRequest, as_infos
 from rlpool.restarts import FailurePolicy
 from rlpool.seeding import LaneSeeds, root_from
 from rlpool.slots import Layout, StepSpecs
@@ -207,18 +207,16 @@ class EpisodeRunner(ProcessOwner):
         return self._run(number)
 
     def _run(self, number: int) -> list[Transitions]:
-        coordinator, update = self._started(number)
+        coordinator = self._started(number)
         try:
-            return self._collected(coordinator, number, update)
+            return self._collected(coordinator, number)
         except BaseException:
-            if update is not None:
-                self._sent_policy = b""  # who knows whether it arrived
             if not coordinator.is_closed:
                 coordinator.drop_pending()
             raise
 
-    def _started(self, number: int) -> tuple[Coordinator, Packed | None]:
-        """Workers that have today's environments, and the policy to send them if it is new."""
+    def _started(self, number: int) -> Coordinator:
+        """Workers that have today's environments, and get the policy if it is new."""
         if os.getpid() != self._owner_pid:  # a forked copy: the workers are not its own
             self._coordinator, self._owner_pid = None, os.getpid()
         check_environments(self.envs, self._n_processes)
@@ -229,8 +227,10 @@ class EpisodeRunner(ProcessOwner):
         # Before the first step that works, workers know no other policy than they started with.
         can_update = coordinator is not None and (coordinator.specs or not is_new_policy)
         if coordinator is not None and digests == self._sent and can_update:
-            self._sent_policy = policy_digest
-            return coordinator, coordinator.pack(policy) if is_new_policy else None
+            if is_new_policy:
+                coordinator.update(policy)
+                self._sent_policy = policy_digest
+            return coordinator
         self._stop()
         refuse_during_import()
         again = pickled_environments(self.envs)
@@ -248,7 +248,7 @@ class EpisodeRunner(ProcessOwner):
             policy=_REPORTING,
             timeout_s=self._timeout_s,
         )
-        return self._coordinator, None
+        return self._coordinator
 
     def _digests(self, pickles: Sequence[bytes]) -> list[bytes]:
         """What tells whether environments are those that were sent."""
@@ -271,9 +271,7 @@ class EpisodeRunner(ProcessOwner):
 
     # Episodes -------------------------------------------------------------------------------
 
-    def _collected(
-        self, coordinator: Coordinator, number: int, update: Packed | None
-    ) -> list[Transitions]:
+    def _collected(self, coordinator: Coordinator, number: int) -> list[Transitions]:
         """One episode of every lane, window by window."""
         episodes = [EpisodeParts() for _ in range(self._n_processes)]
         lanes, is_first = list(range(self._n_processes)), True
@@ -282,8 +280,7 @@ class EpisodeRunner(ProcessOwner):
                 coordinator.next_number(),
                 lanes,
                 as_infos(None, None, 0),
-                0,
-                update,
+                coordinator.policy,
                 n_lanes=1,
                 n_resets=number,
                 n_windows=0,  # environments of a pool never restart on their own
@@ -295,7 +292,7 @@ class EpisodeRunner(ProcessOwner):
             window = coordinator.hand_out()
             for row, lane in enumerate(lanes):
                 episodes[lane].add(window, row, is_last=lane not in request.lanes_left)
-            lanes, is_first, update = request.lanes_left, False, None
+            lanes, is_first = request.lanes_left, False
         return [episode.joined() for episode in episodes]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from rlpool.crash_files import CrashDir
@@ -38,7 +37,7 @@ from rlpool.workers.shipment import Shipment
 from rlpool.workers.successors import Mapping as MemoryMapping
 from rlpool.workers.supervisor import Supervisor
 from rlpool.workers.wake import Wake
-from rlpool.workers.watched_crew import WatchedCrew, placed
+from rlpool.workers.watched_crew import WatchedCrew
 
 _DESCRIPTORS_EACH = 4
 """A worker's pipe, its wake, and two that multiprocessing keeps to notice its end and ours."""
@@ -317,11 +316,19 @@ class EnvCrew(WatchedCrew):
 
     def failure_of(self, worker: int) -> LaneFailed:
         """A worker's report about the order that it failed in."""
-        self.wait_until(lambda: self._has_failed(worker), lambda: {worker})
+        self._wait_for_failure(worker)
         return self._failures.pop(worker)
 
-    def _has_failed(self, worker: int) -> bool:
-        return worker in self._failures and self._failures[worker].order == self.issued[worker]
+    def _wait_for_failure(self, worker: int) -> LaneFailed | None:
+        """Wait for that report; ``None`` if the worker died and its successor does the order."""
+        order, failures = self.issued[worker], self._failures
+
+        def is_told() -> bool:
+            has_failed = worker in failures and failures[worker].order == order
+            return has_failed or self.issued[worker] != order
+
+        self.wait_until(is_told, lambda: {worker})
+        return failures.get(worker) if self.issued[worker] == order else None
 
     def try_again(self, worker: int) -> bool:
         """Replace a worker whose order failed, so that its successor carries it out again.
@@ -334,27 +341,14 @@ class EnvCrew(WatchedCrew):
         """
         if not self.policy.restarts_on_env_errors:
             return False
-        failure = self.failure_of(worker)
-        if failure.is_lost:
-            self._failures[worker] = failure
-            return False
-        arena, order = self.arena, self.issued[worker]
-        where = self.where(self.lanes_of[worker][failure.lane])
-        if failure.call == "reset":
-            where = where._replace(step=0)
-        self.capsules.remember(worker, self.lanes_of[worker])
-        error = self.capsules.of_order(placed(failure.error, where), failure.call, where)
-        self._note_failure(worker, error, n_orders=1)
-        if self._fatal is None:
-            self._replacements.dismiss(worker)
-            self.issued[worker] += 1
-            if arena.order[worker] == order:  # it was a step
-                arena.order[worker] += 1
-                if arena.writing[worker] == order:
-                    arena.writing[worker] += 1
-            else:
-                resets = self._successors.resets
-                resets[worker] = replace(resets[worker], order=order + 1)
+        failure = self._wait_for_failure(worker)
+        if failure is not None:
+            if not self.is_repeatable(worker, failure):
+                return False
+            is_down = worker in self._down
+            self.repeat_order(worker, failure)
+            if self._fatal is None and not is_down:
+                self._replacements.dismiss(worker)
         self._advance()
         return True
 

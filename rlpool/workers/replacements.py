@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 from rlpool.errors import WorkerDiedError, WorkerError
 from rlpool.restarts import FailurePolicy, Restarts
 from rlpool.workers.messages import Close
-from rlpool.workers.supervisor import Supervisor
+from rlpool.workers.supervisor import LEAVE_S, Supervisor
 
 _LOG = logging.getLogger("rlpool")
-
-_LEAVE_S = 3.0
-"""How long a worker may take to close its environments before it is killed."""
 
 
 class Replacements:
@@ -56,6 +54,11 @@ class Replacements:
             _LOG.warning("%s%s: restart %s", failure.what, where, budget)
         return error
 
+    def look_at(self, steps: Sequence[int]) -> None:
+        """Take note of how many steps workers have made until now."""
+        up = (worker for worker in range(len(steps)) if worker not in self.down)
+        self._restarts.look_at({worker: steps[worker] for worker in up})
+
     def note_success(self, worker: int) -> None:
         """Take note that a worker has done some work."""
         self._restarts.succeeded(worker)
@@ -63,7 +66,7 @@ class Replacements:
     def dismiss(self, worker: int) -> None:
         """Tell a worker that lives to close its environments and leave."""
         self.down.add(worker)
-        self._leaving[worker] = time.monotonic() + _LEAVE_S
+        self._leaving[worker] = time.monotonic() + LEAVE_S
         self._supervisor.send(worker, Close())
 
     def recycle(self, worker: int, why: str) -> None:
@@ -102,7 +105,7 @@ class Replacements:
         return None
 
     def note_up(self, worker: int) -> None:
-        """Take note that a successor has its environments and can be sent something."""
+        """Take note that a worker has its environments and can be sent something."""
         self._restarts.ready(worker)
         self._recycled.discard(worker)
         self.starting.discard(worker)

@@ -40,6 +40,9 @@ _GUARD_EXIT_CODE = 76
 _CLOSE_S = 1.5
 """How long workers may take to close their environments before they are terminated."""
 
+LEAVE_S = 3.0
+"""How long one that is replaced may take to do so, or to end otherwise, before it is killed."""
+
 _LOOKS_AT_LOCK = 4
 """The lock of claims is held for microseconds; who has it in so many looks does not go on."""
 

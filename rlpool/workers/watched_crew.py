@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.context import SpawnProcess
 
 from rlpool.crash_files import CrashDir
@@ -127,14 +128,50 @@ class WatchedCrew:
                 self._failed_starts[worker] = message.error
             else:
                 self._fatal = self._fatal or message.error
-        elif isinstance(message, Died) and not self._replacements.has_left(worker):
-            self._note_death(worker, message)
+        elif isinstance(message, Died):
+            self._note_end(worker, message)
 
-    def _note_death(self, worker: int, died: Died) -> None:
+    def _note_end(self, worker: int, died: Died) -> None:
+        """Judge the end of a process, once: by its last words if it left any, else by its death."""
+        has_left = self._replacements.has_left(worker)
+        stuck, _ = self._stuck.pop(worker, (None, 0.0))
         if self._fatal is not None or self.closed_lanes.issuperset(self.lanes_of[worker]):
             return
+        failure = self._failures.get(worker)
+        if failure is not None and self.is_repeatable(worker, failure):
+            self.repeat_order(worker, failure)
+        elif not has_left:
+            self._note_death(worker, died, stuck)
+
+    def is_repeatable(self, worker: int, failure: LaneFailed) -> bool:
+        """Whether a successor may succeed where an environment failed in the last order."""
+        is_last = failure.order == self.issued[worker]
+        return is_last and self.policy.restarts_on_env_errors and not failure.is_lost
+
+    def repeat_order(self, worker: int, failure: LaneFailed) -> None:
+        """Let the worker's successor carry out the order in which an environment failed."""
+        del self._failures[worker]
+        order, arena = self.issued[worker], self.arena
+        where = self.where(self.lanes_of[worker][failure.lane])
+        if failure.call == "reset":
+            where = where._replace(step=0)
+        self.capsules.remember(worker, self.lanes_of[worker])
+        error = self.capsules.of_order(placed(failure.error, where), failure.call, where)
+        if worker not in self._down:
+            self._note_failure(worker, error, n_orders=1)
+        if self._fatal is not None:
+            return
+        self.issued[worker] += 1
+        if arena.order[worker] == order:  # it was a step
+            arena.order[worker] += 1
+            if arena.writing[worker] == order:
+                arena.writing[worker] += 1
+        else:
+            resets = self._successors.resets
+            resets[worker] = replace(resets[worker], order=order + 1)
+
+    def _note_death(self, worker: int, died: Died, stuck: WorkerTimeoutError | None) -> None:
         how = died.signal_name or f"exit code {died.exitcode}"
-        stuck, _ = self._stuck.pop(worker, (None, 0.0))
         failed = self._failed_starts.pop(worker, None)
         guard = missing_guard_error(died)
         if guard is not None:
@@ -159,6 +196,7 @@ class WatchedCrew:
             if n_done > n_orders:
                 self._replacements.note_success(worker)
             self._successors.forget_ahead(worker, self.arena)
+            self._replacements.look_at(self._supervisor.progress())
         self._fatal = self._replacements.note_failure(worker, error)
 
     def _look_for_hang(self, busy: set[int]) -> None:
@@ -209,6 +247,8 @@ class WatchedCrew:
             error = placed(message.error, self.where(lane))
             error = self.capsules.of_remote(error, self.calls.waiting[lane])
             if self.policy.restarts_on_env_errors:
+                if worker in self._down:
+                    return  # it is being replaced for another failure, and its successor is asked
                 self._note_failure(worker, error, n_orders=1)
                 if self._fatal is None:
                     self._replacements.dismiss(worker)
@@ -226,6 +266,8 @@ class WatchedCrew:
             )
         if worker in self._down:
             self._ready.append(worker)
+        else:
+            self._replacements.note_up(worker)
 
     def _advance(self) -> None:
         """Go on with workers that are being replaced.

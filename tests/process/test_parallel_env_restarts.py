@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from process.watching import n_descriptors, wait_until
+from process.watching import is_running, n_descriptors, wait_until
 
 from rlpool import (
     DictTensor,
@@ -31,6 +31,7 @@ from rlpool import (
 )
 
 from support.agents import StepCounter
+from support.faults import ENDINGS, FaultyEnv
 from support.fragile import (
     ChancyEnv,
     FragileEnv,
@@ -236,6 +237,51 @@ def test_environments_that_raise_are_replaced_if_that_is_wanted(
             assert pids(manager)[0] != before[0]
 
 
+@pytest.mark.parametrize("step", [0, -1], ids=["step", "reset"])
+def test_an_environment_that_raises_and_takes_its_worker_down_is_one_failure(
+    fragile: Callable[..., Any], step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        open_manager(fragile, 2, on_env_error="restart", timeout=30.0) as manager,
+        caplog.at_level(logging.WARNING, "rlpool"),
+    ):
+        first = pids(manager)
+        if step < 0:  # as an order, then as a remote's request
+            manager.reset_lanes([0], [1], [failing("raise_and_die", -1)])
+            manager.remotes[1].send(("reset", {"seed": 2, "options": failing("raise_and_die", -1)}))
+            wait_until(lambda: not is_running(first[1]))
+            assert manager.remotes[1].recv()[0] == "obs"
+        else:
+            manager.reset_lanes([0, 1], [1, 2], [failing("raise_and_die", step)] * 2)
+            for lane in (0, 1):
+                assert manager.step_some(0, [lane], no_actions(manager)) == []
+                wait_until(lambda lane=lane: not is_running(first[lane]))
+                assert manager.step_some(1) == [lane]
+        second = pids(manager)
+        assert not set(first) & set(second)
+        for _ in range(3):
+            manager.reset_lanes([0, 1], [3, 4], [None, None])
+            manager.step_lanes([0, 1], no_actions(manager))
+        assert pids(manager) == second
+    assert len(caplog.records) == 2
+    assert "restart 2 of 16" in caplog.records[1].getMessage()
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_an_environment_that_raises_and_then_fails_to_close_is_one_failure(
+    fragile: Callable[..., Any], ending: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_env = partial(fragile, close_fault=ending)
+    with (
+        open_manager(make_env, 1, on_env_error="restart", max_restarts=1, timeout=None) as manager,
+        caplog.at_level(logging.WARNING, "rlpool"),
+    ):
+        manager.reset_lanes([0], [1], [failing("raise", 1)])
+        for _ in range(3):
+            manager.step_lanes([0], no_actions(manager))
+    assert len(caplog.records) == 1
+
+
 def test_too_many_that_raise_are_an_error_with_the_history(fragile: Callable[..., Any]) -> None:
     with open_manager(partial(fragile, 99), 2, on_env_error="restart", max_restarts=1) as manager:
         manager.reset_lanes([0, 1], [4, 5], [failing("raise", 0), None])
@@ -428,6 +474,23 @@ def test_remotes_are_recycled_as_well() -> None:
                 answer = manager.remotes[0].recv()[1]
             expected.append(answer)
     assert seeds == expected
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_whatever_a_worn_worker_does_while_it_closes_it_is_replaced_soon_and_without_a_failure(
+    ending: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_env = partial(FaultyEnv, close_fault=ending)
+    with open_manager(
+        make_env, 2, envs_per_worker=2, max_episodes_per_worker=2, max_restarts=0, timeout=None
+    ) as manager:
+        before = pids(manager)
+        with caplog.at_level(logging.WARNING, "rlpool"):
+            for _ in range(2):
+                manager.reset()
+                manager.step(DictTensor({"action": torch.zeros(2, dtype=torch.int64)}))
+        assert not caplog.records
+        assert pids(manager) != before
 
 
 def test_a_batcher_over_a_manager_sees_no_failure(fragile: Callable[..., Any]) -> None:

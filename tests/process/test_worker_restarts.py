@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +30,19 @@ from rlpool import (
     WorkerTimeoutError,
 )
 
-from support.mortal import RememberingAgent, create_unsteady_walks, create_walks
+from support import faults
+from support.mortal import (
+    RememberingAgent,
+    create_unsteady_walks,
+    create_walks,
+    create_walks_once,
+    create_walks_that_end_with_a_full_slot,
+)
 
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(120)]
+
+CLOSE_S = 7.0
+"""close() takes less than this even if a worker has to be killed."""
 
 Results = list[TemporalDictTensor]
 Marks = Callable[[], str]
@@ -136,6 +153,27 @@ def test_many_deaths_in_few_slots_lose_nothing(marks: Marks) -> None:
     assert n_processes(mine) == 2 + len(strikes)
 
 
+def test_what_a_killed_worker_wrote_into_a_full_slot_does_not_show_behind_a_shorter_episode(
+    marks: Marks,
+) -> None:
+    with EpisodeBatcher(
+        n_timesteps=4,
+        n_slots=4,
+        create_agent=RememberingAgent,
+        create_env=create_walks_that_end_with_a_full_slot,
+        env_args={"marks": marks(), "n_timesteps": 4},
+        seeds=3,
+    ) as batcher:
+        batcher.execute(
+            2, env_info=DictTensor({"id": torch.arange(2), "length": torch.full((2,), 4)})
+        )
+        result = batcher.get()
+    assert result is not None
+    assert result.lengths.tolist() == [2, 4]
+    for key, values in result.items():
+        assert not values[0, 2:].any(), key
+
+
 def test_an_idle_worker_that_dies_is_replaced_by_the_next_request(marks: Marks) -> None:
     expected = undisturbed(marks)
     with open_batcher(marks()) as batcher:
@@ -155,6 +193,80 @@ def test_an_idle_worker_that_dies_is_replaced_by_the_next_request(marks: Marks) 
             results.append(batcher.get())
             first += size
     assert_same([r for r in results if r is not None], expected)
+
+
+@contextmanager
+def signals_for(seconds: float) -> Iterator[Callable[[], bool]]:
+    """Send workers signals at random for so long; gives what tells whether that goes on."""
+    rng = random.Random(7)
+    sent: list[int] = []
+
+    def strike_again_and_again() -> None:
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            time.sleep(rng.uniform(0.3, 1.5))
+            there = sorted(worker_pids())  # none where all wait for their restarts
+            with contextlib.suppress(IndexError, ProcessLookupError):
+                number = rng.choice((signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV))
+                os.kill(rng.choice(there), number)
+                sent.append(number)
+
+    thread = threading.Thread(target=strike_again_and_again)
+    thread.start()
+    try:
+        yield thread.is_alive
+    finally:
+        thread.join()
+    assert len(sent) > seconds / 8
+
+
+@pytest.mark.parametrize(
+    ("seconds", "n_threads", "n_slots"), [(8, 2, 6), (40, 1, 24), (40, 2, 24), (40, 3, 6)]
+)
+def test_workers_that_are_hit_again_and_again_also_while_they_start_lose_nothing(
+    marks: Marks, seconds: float, n_threads: int, n_slots: int
+) -> None:
+    n_rounds = 0
+    args = {"n_slots": n_slots, "env_args": {"step_s": 0.01}}
+    with open_batcher(marks(), n_threads, max_restarts=None, **args) as batcher:
+        results = []
+        with signals_for(seconds) as goes_on:
+            while goes_on():
+                results += collect(batcher)
+                n_rounds += 1
+        results += collect(batcher)
+    with open_batcher(marks(), 0, n_slots=n_slots) as batcher:
+        assert_same(results, [each for _ in range(n_rounds + 1) for each in collect(batcher)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "worked_before", "most_s"),
+    [("os_exit", True, 60), ("segfault", False, 60), ("segfault", True, 150)],
+)
+@pytest.mark.timeout(200)
+def test_a_start_that_always_fails_is_given_up(
+    marks: Marks, kind: str, worked_before: bool, most_s: float
+) -> None:
+    mine, start_s = marks(), time.monotonic()
+    if not worked_before:
+        (Path(mine) / "made").touch()
+
+    def collect_once() -> None:
+        with EpisodeBatcher(
+            n_timesteps=4,
+            n_slots=8,
+            create_agent=RememberingAgent,
+            create_env=create_walks_once,
+            env_args={"marks": mine, "kind": kind},
+            max_restarts=None,
+        ) as batcher:
+            batcher.execute(4, env_info=DictTensor({"id": torch.arange(4)}))
+            batcher.get()
+
+    with pytest.raises(WorkerDiedError, match="times before it was ready") as caught:
+        collect_once()
+    assert time.monotonic() - start_s < most_s
+    assert len(caught.value.history) - worked_before >= 3
 
 
 @pytest.mark.parametrize("kind", ["hang", "hold_the_lock"])
@@ -212,6 +324,22 @@ def test_an_environment_that_raises_is_reported_unless_restarts_are_asked_for(
     ) as batcher:
         assert_same(collect(batcher), expected)
     assert n_processes(mine) == 3
+
+
+@pytest.mark.parametrize("ending", ["none", *faults.ENDINGS])
+def test_an_environment_that_raises_and_takes_its_worker_down_is_one_failure(
+    marks: Marks, ending: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = "raise_and_die" if ending == "none" else "raise"
+    env_args = {"strikes": {(3, 1): kind}, "close_fault": ending}
+    with (
+        open_batcher(
+            marks(), 1, on_env_error="restart", max_restarts=1, timeout=None, env_args=env_args
+        ) as batcher,
+        caplog.at_level(logging.WARNING, "rlpool"),
+    ):
+        assert len(collect(batcher)) == 3
+    assert len(caplog.records) == 1
 
 
 def test_an_environment_that_always_raises_uses_up_the_budget(marks: Marks) -> None:
@@ -327,6 +455,36 @@ def test_windows_of_an_agent_with_history_cannot_be_continued_but_begun_again(
         assert batcher.get() is not None
 
 
+@pytest.mark.parametrize(("kind", "error"), [("raise", EnvError), ("sigkill", WorkerDiedError)])
+def test_an_update_outlives_the_windows_that_a_failure_gives_up(
+    marks: Marks, kind: str, error: type[Exception]
+) -> None:
+    env_args = {"marks": marks(), "restarts": True, "strikes": {(0, 6): kind}}
+    with Batcher(
+        n_timesteps=5,
+        create_agent=RememberingAgent,
+        agent_args={"wants_history": True},
+        create_env=create_walks,
+        env_args=env_args,
+        n_threads=2,
+        seeds=5,
+    ) as batcher:
+        batcher.reset(env_info=DictTensor({"id": torch.arange(4), "length": torch.full((4,), 50)}))
+        batcher.execute()
+        batcher.execute()
+        batcher.update(0.5)
+        batcher.execute()
+        assert batcher.get() is not None
+        with pytest.raises(error):
+            batcher.get()
+        batcher.reset()
+        batcher.execute()
+        window = batcher.get()
+    assert window is not None
+    assert window["bias"].unique().tolist() == [0.5]
+    assert window.info["policy_version"].unique().tolist() == [1]
+
+
 # Worn workers --------------------------------------------------------------------------------
 
 
@@ -350,6 +508,49 @@ def test_a_leaking_environment_stays_bounded(marks: Marks) -> None:
         results = collect(batcher)
     assert_same(results, expected)
     assert n_processes(mine) in (3, 4)  # one of them measured the base
+
+
+@pytest.mark.parametrize("ending", faults.ENDINGS)
+@pytest.mark.parametrize("part", ["env", "agent"])
+def test_whatever_a_worn_worker_does_while_it_closes_it_is_replaced_soon_and_without_a_failure(
+    part: str, ending: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with EpisodeBatcher(
+        n_timesteps=4,
+        n_slots=8,
+        create_agent=faults.create_agent,
+        agent_args={"close_fault": ending} if part == "agent" else {},
+        create_env=faults.create_env,
+        env_args={"close_fault": ending} if part == "env" else {},
+        max_episodes_per_worker=2,
+        max_restarts=0,
+        timeout=None,
+    ) as batcher:
+        with caplog.at_level(logging.WARNING, "rlpool"):
+            for _ in range(2):
+                batcher.execute(2)
+                assert batcher.get() is not None
+        assert not caplog.records
+        start_s = time.monotonic()
+    assert time.monotonic() - start_s < CLOSE_S
+
+
+def test_a_worn_worker_that_hangs_while_it_closes_hands_its_windows_on(marks: Marks) -> None:
+    with Batcher(
+        n_timesteps=4,
+        create_agent=faults.create_agent,
+        create_env=faults.create_env,
+        env_args={"close_fault": "hang", "restarts": True},
+        max_episodes_per_worker=2,
+        max_restarts=0,
+        timeout=None,
+    ) as batcher:
+        batcher.reset()
+        frames = []
+        for _ in range(3):
+            batcher.execute()
+            frames += batcher.get()["frame"][0, :, 1].tolist()
+    assert frames == [0, 1, 2] * 4
 
 
 def test_a_limit_that_a_fresh_worker_exceeds_is_refused(marks: Marks) -> None:

@@ -13,8 +13,10 @@ are noted in the file ``struck_at``; with ``once``, nothing strikes where that f
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -43,9 +45,14 @@ KINDS = (
     "wrong_dtype",
     "wrong_reward",
     "wrong_flag",
+    "raise_and_die",
 )
 
+ENDINGS = ("hang", "hold_the_lock", "linger", "raise", "os_exit", "sigkill", "segfault")
+"""What may go wrong in ``close``, ``"linger"`` beside the others."""
+
 _FOREVER_S = 1000.0
+_SOON_S = 0.1
 
 # Kinds that the public kit has under another name.
 _PUBLIC = {"os_exit": "exit", "hold_the_lock": "hang_gil", "fork_and_sigkill": "sigkill"}
@@ -59,7 +66,10 @@ def code(kind: str) -> int:
 def strike(
     kind: str, struck_at: str | None = None, seed: int | None = None, once: bool = False
 ) -> str:
-    """Fail; returns the kind if it is a wrong result rather than a failure, else ``"none"``."""
+    """Fail; returns the kind if it is a wrong result rather than a failure, else ``"none"``.
+
+    Beside ``KINDS`` there is ``"linger"``: a thread and an exit handler keep the process alive.
+    """
     if kind == "none" or (once and struck_at is not None and os.path.exists(struck_at)):
         return "none"
     if struck_at is not None:
@@ -67,6 +77,14 @@ def strike(
         partial = Path(f"{struck_at}.{os.getpid()}")
         partial.write_text(json.dumps(note))
         partial.replace(struck_at)  # whoever sees the file sees all of it
+    if kind == "linger":
+        threading.Thread(target=time.sleep, args=(_FOREVER_S,)).start()
+        atexit.register(time.sleep, _FOREVER_S)
+        return "none"
+    if kind == "raise_and_die":
+        time.sleep(_SOON_S)  # until nobody looks any more who does not wait for it
+        threading.Timer(_SOON_S, os._exit, args=(EXIT_CODE,)).start()
+        kind = "raise"
     if kind == "fork_and_sigkill":
         _leave_a_child_behind(f"{struck_at}.child")
     strike_now(_PUBLIC.get(kind, kind))

@@ -31,14 +31,20 @@ class FragileEnv(gymnasium.Env[Any, Any]):
         marks: Directory for a file per fault that struck; without one there are no faults.
         times: How often one fault strikes.
         noted_in: Directory in which each process leaves a line per reset.
+        close_fault: How ``close`` fails, a kind of ``support.faults.strike``.
     """
 
     observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
     action_space: Any = spaces.Discrete(100)
 
     def __init__(
-        self, marks: str | None = None, times: int = 1, noted_in: str | None = None
+        self,
+        marks: str | None = None,
+        times: int = 1,
+        noted_in: str | None = None,
+        close_fault: str = "none",
     ) -> None:
+        self._close_fault = close_fault
         self._marks = marks
         self._times = times
         self._noted_in = noted_in
@@ -64,6 +70,9 @@ class FragileEnv(gymnasium.Env[Any, Any]):
         self.total += int(action)
         reward = self.np_random.random() + self.total
         return self._observation(), reward, self.t >= self.length, False, {"t": self.t}
+
+    def close(self) -> None:
+        strike(self._close_fault)
 
     def _observation(self) -> Any:
         return np.array([self.t, self.np_random.random(), self.total])

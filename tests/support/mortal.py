@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from rlpool import Agent, DictTensor, GymEnv, GymEnvInf, TemporalDictTensor
+from rlpool.writer import SlotWriter
 
 from support.faults import strike
 
@@ -28,6 +30,8 @@ class MortalWalk(gymnasium.Env[Any, Any]):
         marks: Directory for the marks of what has struck already.
         strikes: ``(episode's id, step) -> kind of ``support.faults.strike``; step -1 is a reset.
         leaks: Whether every episode keeps 16 MiB.
+        close_fault: How ``close`` fails, a kind of ``support.faults.strike``.
+        step_s: How long a step takes, in seconds.
     """
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -38,7 +42,11 @@ class MortalWalk(gymnasium.Env[Any, Any]):
         marks: str,
         strikes: Mapping[tuple[int, int], str] | None = None,
         leaks: bool = False,
+        close_fault: str = "none",
+        step_s: float = 0.0,
     ) -> None:
+        self._step_s = step_s
+        self._close_fault = close_fault
         self._marks = Path(marks)
         self._strikes = dict(strikes or {})
         self._leaks = leaks
@@ -60,11 +68,15 @@ class MortalWalk(gymnasium.Env[Any, Any]):
         return self._observation(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        time.sleep(self._step_s)
         self._strike(self._step)
         self._step += 1
         self._position += float(self.np_random.normal()) * (1 + int(action))
         is_over = self._step >= self._length
         return self._observation(), self._position, is_over, False, {}
+
+    def close(self) -> None:
+        strike(self._close_fault)
 
     def _observation(self) -> Any:
         return np.array([self._position, self._step], np.float32)
@@ -119,6 +131,45 @@ def create_walks(seed: int, n_lanes: int = 2, restarts: bool = False, **argument
     """``n_lanes`` walks; they begin again on their own with ``restarts``."""
     kind = GymEnvInf if restarts else GymEnv
     return kind([MortalWalk(**arguments) for _ in range(n_lanes)], seed)
+
+
+def create_walks_once(seed: int, marks: str, kind: str) -> GymEnv:
+    """Two walks; whoever makes them again fails."""
+    mark = Path(marks) / "made"
+    if mark.exists():
+        strike(kind)
+    mark.touch()
+    return create_walks(seed, marks=marks, strikes={(2, 0): "sigkill"})
+
+
+def create_walks_that_end_with_a_full_slot(seed: int, marks: str, n_timesteps: int) -> GymEnv:
+    """A walk; the first worker that has filled a slot is killed before it says so.
+
+    The first episode is shorter then, so that its second run leaves rows of the first alone.
+    """
+    complete, mark = SlotWriter.complete, Path(marks) / "struck"
+
+    def fatal_complete(writer: SlotWriter, slot: int, lane: int, length: int, starts: bool) -> None:
+        if length == n_timesteps and not mark.exists():
+            strike("sigkill", str(mark))
+        complete(writer, slot, lane, length, starts)
+
+    SlotWriter.complete = fatal_complete  # type: ignore[method-assign]
+    lengths = {0: n_timesteps // 2} if mark.exists() else {}
+    return GymEnv([ShrunkWalk(marks, lengths)], seed)
+
+
+class ShrunkWalk(MortalWalk):
+    """A walk some of whose episodes are of another length than asked for: ``id -> length``."""
+
+    def __init__(self, marks: str, lengths: Mapping[int, int]) -> None:
+        super().__init__(marks)
+        self._lengths = lengths
+
+    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
+        result = super().reset(**arguments)
+        self._length = self._lengths.get(self._id, self._length)
+        return result
 
 
 class UnsteadyWalk(MortalWalk):

@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlpool.errors import EnvError, SpecError, Where, WorkerDiedError, WorkerTimeoutError
+from rlpool.errors import (
+    EnvError,
+    SpecError,
+    Where,
+    WorkerDiedError,
+    WorkerError,
+    WorkerStartupError,
+    WorkerTimeoutError,
+)
 from rlpool.restarts import FailurePolicy, Restarts
 
 
@@ -23,7 +31,7 @@ class Clock:
         return self.now_s
 
 
-def death(worker: int = 0, signal_name: str = "SIGKILL") -> WorkerDiedError:
+def death(worker: int = 0, signal_name: str | None = "SIGKILL") -> WorkerDiedError:
     return WorkerDiedError(
         f"worker {worker} died ({signal_name})",
         exitcode=-9,
@@ -129,6 +137,88 @@ def test_a_worker_that_never_gets_ready_is_given_up(signal_name: str, most: int)
     error = some.note(0, death(0, signal_name))
     assert error is not None
     assert f"{most} times before it was ready" in str(error)
+
+
+def start_error(worker: int = 0) -> WorkerStartupError:
+    return WorkerStartupError("create_env raised KeyError: 3", where=Where(worker=worker))
+
+
+def fail_to_start(
+    some: Restarts, clock: Clock, failure: WorkerError, most: int = 100
+) -> tuple[int, float]:
+    """Failures until worker 0 is given up, and how long that took; as many as ``most``."""
+    start_s = clock.now_s
+    for number in range(1, most + 1):
+        clock.now_s += 5.0
+        if some.note(0, failure) is not None:
+            return number, clock.now_s - start_s
+        clock.now_s += some.next_due_s() or 0.0
+        assert some.due() == [0]
+    return most, clock.now_s - start_s
+
+
+@pytest.mark.parametrize("failure", [start_error(), death(signal_name=None)])
+def test_the_death_of_a_worker_that_was_ready_is_no_failed_start(failure: WorkerError) -> None:
+    some, clock = restarts(None)
+    some.ready(0)
+    some.note(0, death())
+    some.due()
+    assert fail_to_start(some, clock, failure)[0] == 3
+
+
+SIGNALS = ("SIGKILL", "SIGTERM", "SIGSEGV", "SIGABRT", "SIGSTOP")
+
+
+@pytest.mark.parametrize("signal_name", SIGNALS)
+def test_signals_that_hit_every_start_for_a_minute_are_survived(signal_name: str) -> None:
+    some, clock = restarts(None)
+    some.ready(0)
+    start_s = clock.now_s
+    while clock.now_s < start_s + 60:
+        assert some.note(0, death(signal_name=signal_name)) is None
+        clock.now_s += 0.9 + (some.next_due_s() or 0.0)
+        some.due()
+    assert some.n_restarts > 10
+    some.ready(0)
+    assert some.note(0, death()) is None
+
+
+@pytest.mark.parametrize("signal_name", SIGNALS)
+def test_a_start_that_always_ends_with_a_signal_is_given_up_though_it_worked_before(
+    signal_name: str,
+) -> None:
+    some, clock = restarts(None)
+    some.ready(0)
+    some.note(0, death())
+    some.due()
+    n_failed, took_s = fail_to_start(some, clock, death(signal_name=signal_name))
+    assert n_failed < 30
+    assert 90 <= took_s <= 100
+
+
+def test_steps_of_another_worker_renew_the_patience_with_signals() -> None:
+    some, clock = restarts(None)
+    for worker in (0, 1):
+        some.ready(worker)
+    some.note(0, death())
+    some.due()
+    for n_steps in range(200):
+        some.look_at({1: n_steps})
+        fail_to_start(some, clock, death(), most=1)
+        assert some.n_restarts == n_steps + 2
+    took_s = fail_to_start(some, clock, death())[1]
+    assert 80 <= took_s <= 100
+
+
+def test_signals_in_between_do_not_hide_a_start_that_fails_by_itself() -> None:
+    some, clock = restarts(None)
+    some.ready(0)
+    some.note(0, death())
+    some.due()
+    for _ in range(2):
+        fail_to_start(some, clock, start_error(), most=1)
+        fail_to_start(some, clock, death(), most=3)
+    assert "9 times before it was ready" in str(some.note(0, start_error()))
 
 
 def test_where_another_worker_succeeds_one_that_never_gets_ready_is_not_given_up() -> None:
