@@ -87,6 +87,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
                 worker,
                 self._n_workers,
                 self._root,
+                in_process=n_threads == 0,
                 quits_on_env_error=n_threads > 0 and policy.restarts_on_env_errors,
                 max_episodes=policy.max_episodes_per_worker if n_threads else None,
                 max_rss_bytes=policy.max_rss_bytes if n_threads else None,

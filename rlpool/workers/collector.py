@@ -249,7 +249,7 @@ class Collector:
         try:
             self._agent.update(unpack(message.parcel, memory))
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and not self._setup.owns_process:
+            if isinstance(error, KeyboardInterrupt) and self._setup.in_process:
                 self._inbox.appendleft((message, memory))  # done again by whoever goes on
                 raise
             failure = agent_error(error, Where(worker=self._setup.worker), "agent.update")

@@ -31,6 +31,7 @@ class Setup:
         worker: The worker's number.
         n_workers: How many there are.
         root: Root of all seeds.
+        in_process: Whether it runs in the caller's process, where Ctrl-C may reach it.
         quits_on_env_error: Whether it ends, to be replaced, when an environment raises.
         max_episodes: Episodes after which it ends, to be replaced; ``None`` for any number.
         max_rss_bytes: Memory of its own at which it does; ``None`` for any size.
@@ -40,6 +41,7 @@ class Setup:
     worker: int
     n_workers: int
     root: int
+    in_process: bool = False
     quits_on_env_error: bool = False
     max_episodes: int | None = None
     max_rss_bytes: int | None = None
