@@ -19,7 +19,9 @@ DEBUG_HINT = "run it in this process to debug: EpisodeBatcher(..., n_threads=0)"
 LOCAL_HINT = "it ran in this process: debug it here (the __cause__ of the error has the frames)"
 """The advice where the user's code failed in the caller's process: its exception is the cause."""
 
-_OPTIONS = re.compile(r"\b(options|env_info|task)\b")
+_OPTIONS = re.compile(r"\b(options|env_info|task|NoneType)\b")
+_OPTION = re.compile(r"""\b(?:options|env_info)(?:\[|\.get\()["'](\w+)["']|\b(task)\b""")
+_AGENT_INFO = re.compile(r"\bagent_info\b")
 _SEED = re.compile(r"\bseed", re.IGNORECASE)
 
 
@@ -105,7 +107,7 @@ def agent_error(
     """
     kind = AgentSpecError if isinstance(error, SpecError) else AgentError
     what, fix = _what_and_fix(who, error)
-    fix = agent_advice(error) or fix
+    fix = agent_advice(error, has_agent_info=scene is None or bool(scene.agent_info)) or fix
     text, capsule = text_of(error), None
     if scene is not None:
         call = "initial_state" if who == "agent.initial_state" else "agent"
@@ -120,25 +122,38 @@ def reset_advice(error: BaseException, options: Mapping[str, Any] | None) -> str
         error: What it raised.
         options: What it got.
     """
-    # The line that raised tells more than "'NoneType' object is not subscriptable".
-    frames = traceback.extract_tb(error.__traceback__)
-    told = f"{described(error)} {frames[-1].line if frames else ''}"
+    told = _told(error)
     key = error.args[0] if isinstance(error, KeyError) and error.args else None
     is_missing = key not in options if options and isinstance(key, str) else not options
     if is_missing and _OPTIONS.search(told):
-        name = key if isinstance(key, str) and key.isidentifier() else "task"
-        return f'if it needs options, pass env_info={{"{name}": ...}}, one row per episode'
+        found = _OPTION.search(told)
+        name = found[1] or found[2] if found else key
+        each = f'"{name}": ...' if isinstance(name, str) and name.isidentifier() else "..."
+        return f"if it needs options, pass env_info={{{each}}}, one row per episode"
     if _SEED.search(told):
         return "let reset(seed=...) take every int from 0 to 2**31 - 1: that is what rlpool gives"
     return ""
 
 
-def agent_advice(error: BaseException) -> str:
-    """What to do about an agent that looks for noise without declaring it; ``""`` otherwise."""
+def agent_advice(error: BaseException, has_agent_info: bool = True) -> str:
+    """What to do about an agent that looks for what it did not ask for; ``""`` otherwise.
+
+    Args:
+        error: What it raised.
+        has_agent_info: Whether the request has an ``agent_info``.
+    """
     missing = str(error.args[0]) if isinstance(error, KeyError) and error.args else ""
     if missing == "noise" or missing.startswith("no key 'noise'"):
         return "set n_noise of the agent's class to how many random numbers it needs per step"
+    if not has_agent_info and _AGENT_INFO.search(_told(error)):
+        return "if the agent needs it, pass agent_info={...}, one row per episode"
     return ""
+
+
+def _told(error: BaseException) -> str:
+    """What an exception says, and the line that raised it: of ``None[0]`` that tells more."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{described(error)} {frames[-1].line if frames else ''}"
 
 
 def text_of(error: BaseException) -> str:

@@ -14,10 +14,8 @@ from rlpool.claims import ClaimLock
 from rlpool.envs.gym_env import how_to_make_one, is_environment
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import (
-    AgentError,
     EnvError,
     RlpoolError,
-    SpecError,
     Where,
     WorkerError,
     WorkerStartupError,
@@ -240,7 +238,7 @@ class Collector:
         try:
             specs = rollout.probe(probe_seed(self._setup.root), options, rows or None)
         except RlpoolError as error:
-            return Ready(env.n_lanes, None, _with_hint(error, bool(rows)))
+            return Ready(env.n_lanes, None, error)
         return Ready(env.n_lanes, specs)
 
     def _update(self, message: Update, memory: Memory | None) -> None:
@@ -354,21 +352,6 @@ def _infos(parcel: Parcel | None, memory: Memory | None) -> tuple[Infos | None, 
         return None, ()
     agent_info, env_info, resumed = unpack(parcel, memory)
     return (agent_info, env_info), resumed
-
-
-def _with_hint(error: RlpoolError, had_agent_info: bool) -> RlpoolError:
-    """An error of a first reset or call, with what to do if it is for want of an info."""
-    is_env, is_agent = isinstance(error, EnvError), isinstance(error, AgentError)
-    if isinstance(error, SpecError) or not isinstance(error, WorkerError):
-        return error
-    if is_env and not error.where.env_info:
-        needed = "if reset() needs options, pass them as env_info=DictTensor({...})"
-    elif is_agent and not had_agent_info:
-        needed = "if the agent needs it, pass agent_info=DictTensor({...})"
-    else:
-        return error
-    fix = f"{needed}, one row per episode; otherwise {error.fix}"
-    return error.reworded(what=error.what, fix=fix)
 
 
 def _how_to_return(made: Any) -> str:

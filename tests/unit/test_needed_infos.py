@@ -133,7 +133,7 @@ def test_a_request_without_env_info_says_that_it_is_needed(runs: MakeRuns, obser
     for infos in ({}, {"env_info": DictTensor({})}):
         with pytest.raises(EnvError, match=r"env\.reset raised TypeError") as caught:
             run(**infos)
-        assert "env_info=DictTensor(" in caught.value.fix
+        assert "pass env_info={" in caught.value.fix
     run.assert_right(env_info=env_info())
 
 
@@ -141,7 +141,7 @@ def test_a_request_without_agent_info_says_that_it_may_be_needed(runs: MakeRuns)
     run = runs(create_needy, NeedyAgent)
     with pytest.raises(AgentError, match="TypeError") as caught:
         run(env_info=env_info())
-    assert "agent_info=DictTensor(" in caught.value.fix
+    assert "pass agent_info={" in caught.value.fix
     run.assert_right(env_info=env_info(), agent_info=agent_info())
 
 
