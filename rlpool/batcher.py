@@ -147,7 +147,8 @@ class EpisodeBatcher(BatcherBase):
             n_episodes: Any number from 1.
             agent_info: ``[n_episodes, ...]`` or empty: row *i* goes to the agent with episode *i*.
             env_info: ``[n_episodes, ...]`` or empty: row *i* reaches the environment of episode
-                *i* as ``reset(options={...})``.
+                *i* as ``reset(options={...})``, or ``reset(env_info={...})`` where it takes that.
+                Without one nothing is handed over, so that the environment's own default applies.
 
         Raises:
             SpecError: If an info has another number of rows.

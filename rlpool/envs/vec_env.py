@@ -303,7 +303,8 @@ class VecEnv(ABC):
 
         Args:
             env_info: ``[n_envs, ...]`` or empty. Row *n* reaches environment *n* as
-                ``reset(options={...})``, at automatic resets as well.
+                ``reset(options={...})``, at automatic resets as well. Without one nothing is
+                handed over, so that the environment's own default applies.
 
         Returns:
             The observation ``[n_envs, ...]``, a copy, and the running environments' numbers,
