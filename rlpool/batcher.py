@@ -156,7 +156,8 @@ class EpisodeBatcher(BatcherBase):
                 A ``DictTensor``, or a dict of tensors, NumPy arrays, lists or numbers; a number
                 holds for all episodes. It is copied.
             env_info: Likewise: row *i* reaches the environment of episode *i* as
-                ``reset(options={...})``.
+                ``reset(options={...})``, or ``reset(env_info={...})`` where it takes that. Without
+                one nothing is handed over, so that the environment's own default applies.
 
         Raises:
             SpecError: If a value of an info is no numbers, or has another number of rows.

@@ -64,6 +64,9 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
     A task is an option of a reset: ``{"task": task}`` reaches an environment whose ``reset`` takes
     ``task`` there, any other as ``options["task"]``.
 
+    Environments without an observation space are reset once when they are made, to see what they
+    show, or, if they cannot be reset without options, by the first reset that brings some.
+
     Environments of lanes whose next episodes are known may be reset for them as soon as an
     episode ends, which saves the way there and back.
 

@@ -20,6 +20,7 @@ from rlpool.envs.former_generator import give_former_names
 
 _RESET_ARGUMENTS = ("seed", "options", "env_info", "task")
 _OWN_ARGUMENTS = {"env_info", "task"}  # those that no wrapper of Gymnasium's hands on
+_OWN_OPTIONS = "options by default"  # among them: None would replace what the default is
 
 
 class AncestorEnv(gymnasium.Env[Any, Any]):
@@ -27,7 +28,7 @@ class AncestorEnv(gymnasium.Env[Any, Any]):
 
     Args:
         inner: The environment.
-        reset_arguments: Which of ``seed``, ``options``, ``env_info``, ``task`` its ``reset`` takes.
+        reset_arguments: What ``reset_arguments`` says of it.
     """
 
     def __init__(self, inner: Any, reset_arguments: set[str]) -> None:
@@ -97,7 +98,6 @@ def modernised(env: Any, *, with_tasks: bool = True) -> Any:
     if (
         isinstance(layer, gymnasium.Env)
         and arguments == {"seed", "options"}
-        and not _has_own_options(layer)
         and not (with_tasks and callable(getattr(layer, "reset_task", None)))
     ):
         return env
@@ -126,9 +126,9 @@ def call_reset(
     """
     if seed is not None and "seed" not in arguments:
         _seed_former(env, seed)
-    given: dict[str, Any] = {"seed": seed, "options": None}
-    if _has_own_options(env):
-        del given["options"]
+    given: dict[str, Any] = {"seed": seed}
+    if _OWN_OPTIONS not in arguments:
+        given["options"] = None
     if options:
         given.update(options=options, env_info=options)
         reset_task = getattr(env, "reset_task", None)
@@ -154,12 +154,6 @@ def _seed_former(env: Any, seed: int) -> None:
     give_former_names(env)
 
 
-def _has_own_options(env: Any) -> bool:
-    """Whether ``reset`` has a default for ``options`` that ``None`` would replace."""
-    parameter = inspect.signature(env.reset).parameters.get("options")
-    return parameter is not None and parameter.default not in (None, parameter.empty)
-
-
 def _wants_more(wrapper: Any) -> bool:
     """Whether a wrapper's own ``reset`` takes what Gymnasium's does not."""
     return not _OWN_ARGUMENTS.isdisjoint(inspect.signature(wrapper.reset).parameters)
@@ -169,6 +163,9 @@ def reset_arguments(env: Any) -> set[str]:
     """Which arguments ``reset`` takes, by itself or by handing them on to what it wraps."""
     parameters = inspect.signature(env.reset).parameters
     arguments = {name for name in _RESET_ARGUMENTS if name in parameters}
+    default = parameters["options"].default if "options" in parameters else None
+    if default is not None and default is not inspect.Parameter.empty:
+        arguments.add(_OWN_OPTIONS)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         inner = getattr(env, "env", None)
         arguments |= reset_arguments(inner) if hasattr(inner, "reset") else {"seed", "options"}

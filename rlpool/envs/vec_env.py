@@ -304,7 +304,8 @@ class VecEnv(ABC):
         Args:
             env_info: ``[n_envs, ...]`` or empty: a ``DictTensor``, or a dict of tensors, NumPy
                 arrays, lists, or numbers for all environments. Row *n* reaches environment *n* as
-                ``reset(options={...})``, at automatic resets as well.
+                ``reset(options={...})``, at automatic resets as well. Without one nothing is
+                handed over, so that the environment's own default applies.
 
         Returns:
             The observation ``[n_envs, ...]``, a copy, and the running environments' numbers,

@@ -323,6 +323,10 @@ def self_reset(env: CountingEnv) -> Any:
     return env._observation(), {}
 
 
+def test_a_function_without_a_seed_may_return_several_environments() -> None:
+    assert check_env(lambda: GymEnv([CountingEnv()]), strict=False).failed == ()
+
+
 @pytest.mark.parametrize(("clause", "env"), ERRORS)
 def test_a_broken_clause_is_named(clause: str, env: Any) -> None:
     report = check_env(env, strict=False)
