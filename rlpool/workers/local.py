@@ -37,9 +37,7 @@ class LocalLink:
             error = message.error
             if DEBUG_HINT in error.fix:  # it does run in this process
                 fix = error.fix.replace(DEBUG_HINT, LOCAL_HINT)
-                reworded = error.reworded(what=error.what, fix=fix)
-                reworded.__cause__ = error.__cause__  # the exception itself, not its text
-                message = replace(message, error=reworded)
+                message = replace(message, error=error.reworded(what=error.what, fix=fix))
         self._deliver(0, message)
 
     def receive(self) -> tuple[Message, Memory | None]:
