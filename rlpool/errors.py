@@ -123,13 +123,15 @@ class WorkerError(RlpoolError, RuntimeError):
         }
 
     def reworded(self, *, what: str, fix: str) -> WorkerError:
-        """The same error in the words of whoever the user called.
+        """The same error, with the same cause, in the words of whoever the user called.
 
         Args:
             what: One line that says what happened.
             fix: One line that says what to do about it.
         """
-        return _rebuild(type(self), {**self._constructor_arguments(), "what": what, "fix": fix})
+        same = _rebuild(type(self), {**self._constructor_arguments(), "what": what, "fix": fix})
+        same.__cause__ = self.__cause__
+        return same
 
     def __reduce__(self) -> tuple[Callable[..., WorkerError], tuple[Any, ...]]:
         return _rebuild, (type(self), self._constructor_arguments())

@@ -36,10 +36,9 @@ class LocalLink:
         """Hand a message to the caller's bookkeeping."""
         if isinstance(message, Ready | Failed) and isinstance(message.error, WorkerError):
             error = message.error
-            if error.fix == DEBUG_HINT:  # it does run in this process
-                reworded = error.reworded(what=error.what, fix=LOCAL_HINT)
-                reworded.__cause__ = error.__cause__  # the exception itself, not its text
-                message = replace(message, error=reworded)
+            if DEBUG_HINT in error.fix:  # it does run in this process
+                fix = error.fix.replace(DEBUG_HINT, LOCAL_HINT)
+                message = replace(message, error=error.reworded(what=error.what, fix=fix))
         self._deliver(0, message)
 
     def receive(self) -> tuple[Message, Memory | None]:
