@@ -51,7 +51,7 @@ from rlpool.envs.handed_out import (
     pair_of,
     plain,
 )
-from rlpool.envs.vec_env import LaneError, Options, VecEnv
+from rlpool.envs.vec_env import LaneError, Options, VecEnv, flag_of
 from rlpool.errors import SpecError, compose
 from rlpool.seeding import fold_seed, stream_seed
 from rlpool.specs import (
@@ -313,11 +313,7 @@ class OneEnv(VecEnv):
         if self._taken is not None and self._state is not None:
             self._taken.write(taken)
             self._state.write(state)
-        if done is not True and done is not False:
-            done = number_of(done)
-            if np.ndim(done) or np.asarray(done).dtype.kind not in "biuf":
-                raise SpecError(f"'done' should be True or False, got {done!r}")
-        return number_of(reward), done, False
+        return number_of(reward), flag_of("done", number_of(done)), False
 
 
 def seed_process(seed: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -51,6 +51,19 @@ class TransitionReader(ABC):
         self._store: RowStore | None = None
         self._tree: PriorityTree | None = None
         self._generator = np.random.Generator(np.random.PCG64(seed))
+
+    def __copy__(self) -> NoReturn:
+        raise UsageError(
+            compose(
+                f"a {type(self).__name__} is not copied: it would read the same memory, or need as "
+                "much again",
+                fix="transitions() copies what it holds; Pool(...).load_state_dict("
+                "pool.state_dict()) makes another pool of it",
+            )
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__copy__()
 
     # What there is ---------------------------------------------------------------------------
 

@@ -43,6 +43,8 @@ KINDS = (
     "wrong_dtype",
     "wrong_reward",
     "wrong_flag",
+    "huge_reward",
+    "nan_flag",
 )
 
 _FOREVER_S = 1000.0
@@ -135,6 +137,10 @@ class FaultyEnv(gymnasium.Env):
             reward = np.zeros(2)
         if kind == "wrong_flag":
             terminated = np.array([True, False])
+        if kind == "huge_reward":
+            reward = 1e39  # more than float32 holds
+        if kind == "nan_flag":
+            terminated = float("nan")
         return self._observation(kind), reward, terminated, False, {}
 
     def close(self) -> None:
