@@ -254,6 +254,8 @@ class Array:
         region = self._region.index(key)
         written = plain(value)
         try:
+            if getattr(written, "dtype", self.dtype).kind == "c" != self.dtype.kind:
+                raise TypeError("they are complex")  # NumPy would drop a part of them
             region.write(values, written)
         except (ValueError, TypeError, OverflowError) as error:
             shape = getattr(written, "shape", None)

@@ -134,7 +134,7 @@ def as_array(name: str, value: Any) -> Array:
         if isinstance(value, torch.Tensor):
             value = value.detach().cpu().numpy()
         array = np.asarray(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):
         array = np.asarray(None)
     if not is_storable(array.dtype):
         raise SpecError(
