@@ -345,6 +345,9 @@ class VecEnv(ABC):
         Raises:
             UsageError: Before ``reset``, or when no environment is running.
             SpecError: If rows or keys do not fit.
+            EnvSpecError: If an environment returns what does not fit, such as a flag that is
+                neither true nor false, or a finite reward that is not finite in float32. ``where``
+                has its lane and the step of its episode.
         """
         if not self._running:
             raise UsageError(
