@@ -234,4 +234,8 @@ def _checked_seeds(seeds: Any, n_threads: int) -> Seeds:
 
 
 def _is_number(value: Any) -> bool:
-    return hasattr(value, "__index__") and not getattr(value, "shape", ())
+    try:
+        operator.index(value)
+    except (TypeError, ValueError, RuntimeError):  # of tensors: fractions, several, no values
+        return False
+    return not getattr(value, "shape", ())

@@ -51,7 +51,7 @@ def allocate(storage: str, n_bytes: int, *, directory: str | Path | None = None)
     Raises:
         SpecError: If there is no such kind, or the machine or the disk cannot hold that much.
     """
-    if storage not in KINDS:
+    if not isinstance(storage, str) or storage not in KINDS:
         choices = ", ".join(f'"{kind}"' for kind in KINDS)
         raise SpecError(compose(f"there is no storage {storage!r}", fix=f"choose from {choices}"))
     if storage != "memmap" and directory is not None:
@@ -118,7 +118,12 @@ class Memory:
         Raises:
             SpecError: If no file of that size can be made there.
         """
-        where = Path(tempfile.gettempdir() if directory is None else directory)
+        try:
+            where = Path(tempfile.gettempdir() if directory is None else directory)
+        except TypeError:
+            raise SpecError(
+                compose(f"directory is {directory!r}", fix="pass the path of a directory")
+            ) from None
         try:
             return cls._over(_unlinked_file(where), n_bytes, "memmap")
         except OSError as error:

@@ -279,7 +279,7 @@ def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
 def _size(name: str, size: Any) -> int:
     try:
         number = -1 if isinstance(size, bool) else operator.index(size)
-    except TypeError:
+    except (TypeError, RuntimeError):
         number = -1
     if number < 0:
         raise SpecError(f"{name} has to be an int of 0 or more, not {size!r}")
@@ -294,7 +294,7 @@ def _dtype(dtype: Any) -> np.dtype[Any]:
             raise TypeError("None")  # float64 to NumPy
         else:
             found = np.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError):
         found = np.dtype(object)
     if found.kind not in "biufc":
         raise SpecError(
@@ -310,5 +310,8 @@ def plain(value: Any) -> Any:
     """A value to be written or compared, as NumPy takes it."""
     if not isinstance(value, torch.Tensor):
         return value
-    value = value.detach().cpu().resolve_conj().resolve_neg()
-    return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    try:
+        value = value.detach().cpu().resolve_conj().resolve_neg()
+        return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    except (TypeError, RuntimeError) as error:  # of a sparse tensor, of one without values
+        raise SpecError(compose(f"NumPy cannot take this tensor: {error}")) from error

@@ -214,7 +214,8 @@ class Array:
 
         Where the window stands is kept with the values: with ``storage="shared"`` and ``"memmap"``
         it moves in every process that has the whole array. Any of them may rotate; one that rotates
-        while another one does waits until it is done, or dead. The rows that are brought along are
+        while another one does waits until it is done, or dead (threads of one process have to agree
+        among themselves). The rows that are brought along are
         in their places before the window is, so that whoever looks shows the old window or the new
         one, and what copies values (``copy=True``, comparing, printing, index arrays) never sees
         some rows from before and some from after. A NumPy view or a tensor of rows that are written
@@ -254,6 +255,8 @@ class Array:
         region = self._region.index(key)
         written = plain(value)
         try:
+            if getattr(written, "dtype", self.dtype).kind == "c" != self.dtype.kind:
+                raise TypeError("they are complex")  # NumPy would drop a part of them
             region.write(values, written)
         except (ValueError, TypeError, OverflowError) as error:
             shape = getattr(written, "shape", None)

@@ -48,7 +48,10 @@ class DictTensor:
     _tensors: dict[str, Tensor]
 
     def __init__(self, tensors: Mapping[str, Tensor] | DictTensor | None = None) -> None:
-        self._tensors = own = {} if tensors is None else dict(tensors)
+        try:
+            self._tensors = own = {} if tensors is None else dict(tensors)
+        except (TypeError, ValueError, RuntimeError):
+            raise spec_error(f"tensors are {kind(tensors)}", "pass a dict of tensors") from None
         device = n_elems = None
         for key, tensor in own.items():
             if not isinstance(tensor, Tensor) or not isinstance(key, str):
@@ -135,11 +138,9 @@ class DictTensor:
 
         Raises:
             KeyError: If a key does not exist.
-            SpecError: If ``keys`` is a single string.
+            SpecError: If ``keys`` is a single string, or has what is none.
         """
-        if isinstance(keys, str):
-            raise spec_error(f"keys is the string {keys!r}", f"pass [{keys!r}]")
-        kept = DictTensor._wrap({key: self[key] for key in keys})
+        kept = DictTensor._wrap({key: self[key] for key in listed_keys(keys)})
         return kept.clone() if clone else kept
 
     def index(self, rows: Rows) -> DictTensor:
@@ -187,7 +188,15 @@ class DictTensor:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> DictTensor:
         """Move to a device; gives ``self`` if everything is there already."""
-        moved = {k: t.to(device, non_blocking=non_blocking) for k, t in self._tensors.items()}
+        try:
+            moved = {k: t.to(device, non_blocking=non_blocking) for k, t in self._tensors.items()}
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+            what, _, _ = str(error).partition("\n")
+            raise spec_error(
+                f"cannot move to the device {device!r:.40}: {what}", "use one that is there: 'cpu'"
+            ) from error
         if all(moved[k] is t for k, t in self._tensors.items()):
             return self
         return DictTensor._wrap(moved)
@@ -217,10 +226,12 @@ class DictTensor:
 
     def prepend_key(self, prefix: str) -> DictTensor:
         """Put ``prefix`` before every key; the tensors are shared."""
+        _check_prefix(prefix)
         return DictTensor._wrap({prefix + key: t for key, t in self._tensors.items()})
 
     def truncate_key(self, prefix: str) -> DictTensor:
         """Keep only keys that start with ``prefix``, and cut it off; the tensors are shared."""
+        _check_prefix(prefix)
         cut, own = len(prefix), self._tensors
         return DictTensor._wrap({k[cut:]: t for k, t in own.items() if k.startswith(prefix)})
 
@@ -336,11 +347,13 @@ def masked_tensor(tensor0: Tensor, tensor1: Tensor, mask: Tensor) -> Tensor:
 
 def masked_dicttensor(dicttensor0: DictTensor, dicttensor1: DictTensor, mask: Tensor) -> DictTensor:
     """``masked_tensor`` for every key; ``SpecError`` unless both have the same keys."""
-    tensors0, tensors1 = dicttensor0._tensors, dicttensor1._tensors
     check_alike(dicttensor0, dicttensor1, 0, "the second")
+    tensors0, tensors1 = dicttensor0._tensors, dicttensor1._tensors
     dicttensor0._require_rows()
     if not isinstance(mask, Tensor) or (tensors0 and mask.shape != (dicttensor0.n_elems(),)):
         raise spec_error(f"the mask is {kind(mask)}", f"use a bool [{dicttensor0.n_elems()}]")
+    if tensors0 and mask.device != dicttensor0.device():
+        raise spec_error(f"the mask is {kind(mask)}", f"move it to {dicttensor0.device()}")
     takes_second = mask != 0
     if mask.dtype is not torch.bool and not bool((takes_second == mask).all()):
         raise spec_error("the mask holds values other than 0 and 1", "make it bool")
@@ -356,17 +369,62 @@ def resolve_rows(rows: Rows, n_elems: int) -> Rows:
     if isinstance(rows, Tensor):
         if rows.dtype is torch.bool and rows.shape == (n_elems,):
             return rows.nonzero().squeeze(1)
-        if rows.dtype in INDEX_DTYPES and rows.ndim < 2:
-            return rows.long() if rows.ndim else int(rows)
+        if rows.dtype in INDEX_DTYPES and rows.ndim == 1:
+            return rows.long()
+        if rows.dtype in INDEX_DTYPES and (number := _int_of(rows)) is not None:
+            return resolve_rows(number, n_elems)
     elif isinstance(rows, slice):
-        if rows.step is None or rows.step > 0:
-            return rows
-    elif hasattr(rows, "__index__") and not isinstance(rows, bool):
-        return operator.index(rows)
+        try:
+            start, stop, step = rows.indices(n_elems)
+        except (TypeError, ValueError, RuntimeError):
+            step = 0  # not made of ints
+        if step > 0:
+            return slice(start, stop, step)
+    elif (number := _int_of(rows)) is not None:
+        if -n_elems <= number < n_elems:
+            return number
+        raise IndexError(f"row {number} does not exist, there are {n_elems}")
     raise spec_error(
         f"cannot select from {n_elems} rows with {kind(rows)}",
         f"use an int, a forward slice, an int tensor [N] or a bool mask [{n_elems}]",
     )
+
+
+def _int_of(value: Any) -> int | None:
+    """An int, or a number or tensor that stands for one; ``None`` for everything else."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def int_of(name: str, value: Any) -> int:
+    """An int from an argument; refuses what is none, or none that torch takes."""
+    number = _int_of(value)
+    if number is None or not -(2**63) <= number < 2**63:
+        raise spec_error(f"{name} is {kind(value)}", "use an int")
+    return number
+
+
+def listed_keys(keys: Any) -> list[str]:
+    """Several keys as a list; refuses a single one, and what is no key."""
+    if isinstance(keys, str):
+        raise spec_error(f"keys is the string {keys!r}", f"pass [{keys!r}]")
+    try:
+        listed_ = list(keys)
+    except (TypeError, RuntimeError):
+        raise spec_error(f"keys are {kind(keys)}", "pass a list of keys") from None
+    for key in listed_:
+        if not isinstance(key, str):
+            raise spec_error(f"key {key!r:.40} is no string", "pass a list of keys")
+    return listed_
+
+
+def _check_prefix(prefix: Any) -> None:
+    if not isinstance(prefix, str):
+        raise spec_error(f"the prefix is {kind(prefix)}", "use a string")
 
 
 def row_pair(
@@ -436,6 +494,9 @@ def check_alike(
     first: DictTensor, other: DictTensor, n_leading: int, other_name: str, *, subset: bool = False
 ) -> None:
     """Refuse other keys (with ``subset``, missing ones only), dtypes, devices, trailing shapes."""
+    for batch in (first, other):
+        if not isinstance(batch, DictTensor):
+            raise spec_error(f"{other_name} or the first is {kind(batch)}", "use DictTensors")
     lonely = [key for key in first if key not in other]
     if not subset:
         lonely += [key for key in other if key not in first]
@@ -458,7 +519,10 @@ def check_alike(
 
 def listed(parts: Iterable[Any], kind_of_part: type) -> list[Any]:
     """The parts of a ``cat`` as a list; refuses anything else than ``kind_of_part``."""
-    parts = list(parts)
+    try:
+        parts = list(parts)
+    except (TypeError, RuntimeError):
+        parts = [parts]
     for part in parts:
         if not isinstance(part, kind_of_part):
             raise spec_error(f"cat got {kind(part)}", f"pass a list of {kind_of_part.__name__}")

@@ -80,8 +80,11 @@ def _entry(entry: Any) -> Part | EllipsisType:
             raise ValueError("the step of a slice cannot be zero")
         return slice(start, stop, step)
     if isinstance(entry, torch.Tensor):
-        entry = entry.detach().cpu()
-        entry = (entry.float() if entry.dtype == torch.bfloat16 else entry).numpy()
+        try:
+            entry = entry.detach().cpu()
+            entry = (entry.float() if entry.dtype == torch.bfloat16 else entry).numpy()
+        except (TypeError, RuntimeError) as error:  # of a sparse tensor, of one without values
+            raise IndexError(f"NumPy cannot take this tensor: {error}") from error
     elif not isinstance(entry, bool | np.bool_) and not hasattr(entry, "__array__"):
         try:
             return operator.index(entry)
@@ -93,7 +96,7 @@ def _entry(entry: Any) -> Part | EllipsisType:
 def _bound(bound: Any) -> int | None:
     try:
         return None if bound is None else operator.index(bound)
-    except TypeError:
+    except (TypeError, RuntimeError):
         raise IndexError(f"a slice needs ints or None, not {bound!r}") from None
 
 

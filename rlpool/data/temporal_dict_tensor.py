@@ -18,6 +18,7 @@ from rlpool.data.dict_tensor import (
     check_alike,
     compact,
     copy_rows_,
+    int_of,
     kind,
     listed,
     resolve_rows,
@@ -226,10 +227,10 @@ class TemporalDictTensor:
         """Views of rows ``start <= i < stop``, or of row ``start`` with B = 1."""
         if stop is not None:
             return self.index(slice(start, stop))
-        n_elems = self.n_elems()
-        if not -n_elems <= start < n_elems:
-            raise IndexError(f"row {start} does not exist, there are {n_elems}")
-        return self.index(slice(start % n_elems, start % n_elems + 1))
+        n_elems, row = self.n_elems(), int_of("start", start)
+        if not -n_elems <= row < n_elems:
+            raise IndexError(f"row {row} does not exist, there are {n_elems}")
+        return self.index(slice(row % n_elems, row % n_elems + 1))
 
     def unfold(self) -> list[TemporalDictTensor]:
         """One ``TemporalDictTensor`` of views ``[1, T, ...]`` per row."""
@@ -258,6 +259,7 @@ class TemporalDictTensor:
             >>> batch.temporal_slice(1, 3).lengths
             tensor([2, 0])
         """
+        start, stop = int_of("start", start), int_of("stop", stop)
         if not 0 <= start <= stop <= self.n_timesteps():
             raise spec_error(
                 f"steps {start} to {stop} are not within 0 to {self.n_timesteps()}",
@@ -268,7 +270,7 @@ class TemporalDictTensor:
 
     def temporal_index(self, step: int) -> DictTensor:
         """Views ``[B, ...]`` of one step, padding included; ``SpecError`` if not in 0 to T - 1."""
-        self._check_step(step)
+        step = self._checked_step(step)
         dim = self._lengths.ndim
         return DictTensor._wrap({key: t.select(dim, step) for key, t in self.items()})
 
@@ -294,7 +296,7 @@ class TemporalDictTensor:
         if not is_int or steps.shape != (n_elems,):
             raise spec_error(f"steps are {kind(steps)}", f"use an int64 [{n_elems}]")
         for bound in steps.aminmax() if n_elems else ():
-            self._check_step(int(bound))
+            self._checked_step(int(bound))
         rows, times = torch.arange(n_elems, device=self.device()), steps.to(self.device()).long()
         return DictTensor._wrap({key: _take(t, rows, times) for key, t in self.items()})
 
@@ -312,6 +314,7 @@ class TemporalDictTensor:
             SpecError: If the step is out of range.
         """
         self.n_elems()  # refuses a single trajectory
+        step = self._checked_step(step)
         rows = (self._lengths > step).nonzero().squeeze(1)
         return self.temporal_index(step).index(rows), rows
 
@@ -366,6 +369,7 @@ class TemporalDictTensor:
         Raises:
             SpecError: If it is smaller.
         """
+        n_elems = int_of("n_elems", n_elems)
         if n_elems < self.n_elems():
             what = f"cannot expand {self.n_elems()} rows to {n_elems}"
             raise spec_error(what, f"slice(0, {n_elems}) takes rows away")
@@ -393,6 +397,8 @@ class TemporalDictTensor:
         Raises:
             SpecError: If it is no tensor, or its first two dimensions or its device differ.
         """
+        if not isinstance(key, str):
+            raise spec_error(f"key {key!r:.40} is no string", "name tensors with strings")
         if not self.n_elems() and self._steps.empty():
             whole = TemporalDictTensor({key: tensor}, None, self._info)
             self._steps, self._lengths = whole._steps, whole._lengths
@@ -440,6 +446,8 @@ class TemporalDictTensor:
             SpecError: If batches or numbers of rows do not fit, or a trajectory is longer than T.
             In both cases nothing is written.
         """
+        if not isinstance(source, TemporalDictTensor):
+            raise spec_error(f"source is {kind(source)}", "use a TemporalDictTensor")
         sizes = source.n_elems(), self.n_elems()
         check_alike(self._steps, source._steps, 2, "source", subset=True)
         check_alike(self._info, source._info, 1, "the info of source", subset=True)
@@ -484,12 +492,14 @@ class TemporalDictTensor:
         dim = self._lengths.ndim
         return DictTensor._wrap({k: t.narrow(dim, start, stop - start) for k, t in self.items()})
 
-    def _check_step(self, step: int) -> None:
-        if not 0 <= step < self.n_timesteps():
+    def _checked_step(self, step: Any) -> int:
+        number = int_of("step", step)
+        if not 0 <= number < self.n_timesteps():
             raise spec_error(
-                f"step {step} is not within 0 to {self.n_timesteps() - 1}",
+                f"step {number} is not within 0 to {self.n_timesteps() - 1}",
                 "temporal_multi_index(lengths - 1) gives the last step of every row",
             )
+        return number
 
     def __copy__(self) -> TemporalDictTensor:
         return self._same_rows(copy(self._steps))

@@ -53,8 +53,8 @@ class AncestorEnv(gymnasium.Env[Any, Any]):
         if len(result) == 5:
             return result  # type: ignore[no-any-return]
         observation, reward, done, info = result
-        truncated = bool(done) and bool(info.get("TimeLimit.truncated", False))
-        return observation, reward, bool(done) and not truncated, truncated, info
+        flags = (False, done) if info.get("TimeLimit.truncated", False) else (done, False)
+        return observation, reward, *flags, info
 
     def close(self) -> None:
         """Close the environment if it can be closed."""

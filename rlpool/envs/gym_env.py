@@ -236,7 +236,7 @@ class GymEnv(VecEnv):
         left = self._limits - self._elapsed
         self._until_limit = max(1, int(left[left > 0].min(initial=_NO_LIMIT)))
         return [
-            was_truncated or bool(left[lane] <= 0)
+            bool(left[lane] <= 0) or was_truncated
             for lane, was_truncated in zip(lanes, truncated, strict=True)
         ]
 

@@ -50,7 +50,7 @@ from rlpool.envs.handed_out import (
     pair_of,
     plain,
 )
-from rlpool.envs.vec_env import LaneError, Options, VecEnv
+from rlpool.envs.vec_env import LaneError, Options, VecEnv, flag_of
 from rlpool.errors import SpecError, compose
 from rlpool.generators import seed_generators
 from rlpool.seeding import stream_seed
@@ -309,11 +309,7 @@ class OneEnv(VecEnv):
         if self._taken is not None and self._state is not None:
             self._taken.write(taken)
             self._state.write(state)
-        if done is not True and done is not False:
-            done = number_of(done)
-            if np.ndim(done) or np.asarray(done).dtype.kind not in "biuf":
-                raise SpecError(f"'done' should be True or False, got {done!r}")
-        return number_of(reward), done, False
+        return number_of(reward), flag_of("done", number_of(done)), False
 
 
 def seed_process(seed: int) -> None:

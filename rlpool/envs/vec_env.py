@@ -17,7 +17,7 @@ import torch
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import Info, info_rows
 from rlpool.envs.columns import Columns
-from rlpool.errors import RlpoolError, SpecError, UsageError, compose
+from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where, compose
 from rlpool.seeding import LaneSeeds, root_from
 from rlpool.specs import Leaf, TensorSpec
 from rlpool.storage import Array, batch_array
@@ -27,6 +27,8 @@ Options = Mapping[str, Any] | None
 
 _ALL = slice(None)
 _NO_NUMBERS = np.empty((), object)
+_BOOLS = frozenset([bool, np.bool_])
+_MOST_SQUARED = float(np.finfo(np.float32).max) ** 2
 REWARD_SPEC = TensorSpec((), np.dtype(np.float32))
 FLAGS = ("terminated", "truncated", "done", "initial_state")
 """Rows of ``VecEnv.flags``."""
@@ -89,6 +91,7 @@ class VecEnv(ABC):
         self._lane_seeds = LaneSeeds(self._root, 0, n_lanes)
         self._restarts = [0] * n_lanes  # since the reset
         self._n_restarts_before = 0  # the most that any lane made before it
+        self._n_steps = np.zeros(n_lanes, np.int64)  # of episodes that ``step`` goes through
         self._running: list[int] = []
         self._env_options: list[Options] = [None] * n_lanes
 
@@ -228,17 +231,22 @@ class VecEnv(ABC):
             values = _NO_NUMBERS
         if values.ndim != 1 or values.dtype.kind not in "fiub":
             self._refuse_rewards(lanes, rewards)
+        # One product for all lanes: as long as it is small, no reward is too large for float32.
+        # (Of the ways to compute it, vdot does not warn if it overflows.)
+        if values.dtype.itemsize > 4 and not np.vdot(values, values) < _MOST_SQUARED:
+            self._refuse_rewards(lanes, rewards)
         self._reward[rows] = values
         for key, array in self._last_actions.items():
             array[rows] = actions[key][rows]
         if self._some_lane_is_initial:
             self._initial_state[rows] = False
             self._some_lane_is_initial = not all_step
-        try:
-            if not (any(terminated) or any(truncated)):
-                return []
-        except ValueError:
-            pass  # an array among them, which is refused below
+        if not _BOOLS.issuperset(map(type, terminated)):
+            terminated = self._flags("terminated", lanes, terminated)
+        if not _BOOLS.issuperset(map(type, truncated)):
+            truncated = self._flags("truncated", lanes, truncated)
+        if not (any(terminated) or any(truncated)):
+            return []
         return self._note_ends(lanes, terminated, truncated)
 
     def step_some(
@@ -269,28 +277,41 @@ class VecEnv(ABC):
         ended = []
         flags = self.current
         for lane, is_terminated, is_truncated in zip(lanes, terminated, truncated, strict=True):
-            try:
-                if not (is_terminated or is_truncated):
-                    continue
-            except ValueError:
-                pass  # an array, refused below
-            _refuse_flag("terminated", is_terminated, lane)
-            _refuse_flag("truncated", is_truncated, lane)
+            if not (is_terminated or is_truncated):
+                continue
             flags["terminated"][lane] = is_terminated
             flags["truncated"][lane] = is_truncated
             flags["done"][lane] = True
             ended.append(lane)
         return ended
 
-    def _refuse_rewards(self, lanes: Sequence[int], rewards: Sequence[Any]) -> None:
+    @staticmethod
+    def _flags(key: str, lanes: Sequence[int], flags: Sequence[Any]) -> list[bool]:
+        """Flags that are not all bools, as bools."""
+        found = []
+        for lane, flag in zip(lanes, flags, strict=True):
+            try:
+                found.append(flag_of(key, flag))
+            except SpecError as cause:
+                raise LaneError(lane, "step") from cause
+        return found
+
+    @staticmethod
+    def _refuse_rewards(lanes: Sequence[int], rewards: Sequence[Any]) -> None:
+        """Refuse what is no number, and finite numbers that are not finite in float32."""
         for lane, reward in zip(lanes, rewards, strict=True):
             try:
-                is_number = np.array(reward).ndim == 0 and np.array(reward).dtype.kind in "fiub"
+                value = np.array(reward)
             except ValueError:
-                is_number = False
-            if not is_number:
+                value = _NO_NUMBERS
+            if value.ndim or value.dtype.kind not in "fiub":
                 cause = SpecError(f"'reward' should be a number, got {reward!r}")
                 raise LaneError(lane, "step") from cause
+            with np.errstate(over="ignore"):
+                is_too_large = np.isfinite(value) and not np.isfinite(value.astype(np.float32))
+            if is_too_large:
+                what = f"'reward' should be a number that float32 holds, got {reward!r}"
+                raise LaneError(lane, "step") from SpecError(compose(what, fix="scale the rewards"))
 
     # The rlstructures-style interface ------------------------------------------------------
 
@@ -343,12 +364,16 @@ class VecEnv(ABC):
         Raises:
             UsageError: Before ``reset``, or when no environment is running.
             SpecError: If rows or keys do not fit.
+            EnvSpecError: If an environment returns what does not fit, such as a flag that is
+                neither true nor false, or a finite reward that is not finite in float32. ``where``
+                has its lane and the step of its episode.
         """
         if not self._running:
             raise UsageError(
                 compose("step() with no running environment", fix="call reset() first")
             )
         ended = self._call(self.step_lanes, self._running, self._actions_of(policy_output))
+        self._n_steps[self._running] += 1
         stepped = self._observation(self._running)
         if self.auto_reset:
             for lane in ended:
@@ -363,6 +388,7 @@ class VecEnv(ABC):
             return
         seeds = [self._lane_seeds.seed(lane, self._restarts[lane]) for lane in lanes]
         options = [self._env_options[lane] for lane in lanes]
+        self._n_steps[list(lanes)] = 0
         self._call(self.reset_lanes, lanes, seeds, options)
         if self.action_leaves is not None:
             self.declare_actions({key: leaf.spec for key, leaf in self.action_leaves.items()})
@@ -400,22 +426,33 @@ class VecEnv(ABC):
             )
         return actions
 
-    @staticmethod
-    def _call(method: Any, *arguments: Any) -> Any:
+    def _call(self, method: Any, *arguments: Any) -> Any:
         # Outside a batcher the user's own exception is worth more than its lane.
         try:
             return method(*arguments)
         except LaneError as error:
-            if error.__cause__ is None or isinstance(error, RlpoolError):
+            cause = error.__cause__
+            if cause is None or isinstance(error, RlpoolError):
                 raise
-            raise error.__cause__ from None
+            if not isinstance(cause, SpecError):
+                raise cause from None
+            step = int(self._n_steps[error.lane]) if error.call == "step" else 0
+            what, _, fix = str(cause).partition("\n  fix:   ")
+            where = Where(lane=error.lane, step=step)
+            raise EnvSpecError(f"env.{error.call}: {what}", where=where, fix=fix) from cause
 
 
-def _refuse_flag(key: str, flag: Any, lane: int) -> None:
-    """Refuse a flag that is neither true nor false."""
-    if np.ndim(flag) or np.asarray(flag).dtype.kind not in "biuf":
-        cause = SpecError(f"{key!r} should be True or False, got {flag!r}")
-        raise LaneError(lane, "step") from cause
+def flag_of(key: str, flag: Any) -> bool:
+    """A flag as a bool; SpecError for what is neither true nor false, such as NaN and ``None``."""
+    try:
+        value = np.asarray(flag)
+    except (ValueError, TypeError, RuntimeError):
+        value = _NO_NUMBERS
+    if value.ndim or value.dtype.kind not in "biuf" or value not in (0, 1):
+        raise SpecError(
+            compose(f"{key!r} should be True or False, got {flag!r}", fix="return a bool")
+        )
+    return bool(value)
 
 
 def options_of(info: Info, n_rows: int, name: str) -> list[Options]:

@@ -19,7 +19,10 @@ def dict_tensor_to_tensordict(data: DictTensor) -> Any:
 
 def dict_tensor_from_tensordict(tensordict: Any) -> DictTensor:
     """See ``DictTensor.from_tensordict``."""
-    tensors = dict(tensordict.items(include_nested=True, leaves_only=True))
+    try:
+        tensors = dict(tensordict.items(include_nested=True, leaves_only=True))
+    except (AttributeError, TypeError):
+        raise _not_one(tensordict) from None
     return DictTensor({"/".join(_path(key)): tensor for key, tensor in tensors.items()})
 
 
@@ -36,6 +39,8 @@ def temporal_dict_tensor_to_tensordict(data: TemporalDictTensor) -> Any:
 
 def temporal_dict_tensor_from_tensordict(tensordict: Any) -> TemporalDictTensor:
     """See ``TemporalDictTensor.from_tensordict``."""
+    if not callable(getattr(tensordict, "keys", None)):
+        raise _not_one(tensordict)
     entries = list(tensordict.keys())
     if "steps" not in entries or "lengths" not in entries:
         raise SpecError(
@@ -51,6 +56,10 @@ def temporal_dict_tensor_from_tensordict(tensordict: Any) -> TemporalDictTensor:
         tensordict["lengths"],
         None if info is None else dict_tensor_from_tensordict(info),
     )
+
+
+def _not_one(value: object) -> SpecError:
+    return SpecError(compose(f"got {type(value).__name__}", fix="pass a TensorDict"))
 
 
 def _tensordict_class() -> Any:

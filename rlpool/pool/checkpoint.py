@@ -462,7 +462,7 @@ def from_tensors(pool: TransitionWriter, state: Mapping[str, Any]) -> dict[str, 
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     try:
         arrays = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
-    except TypeError as error:
+    except (TypeError, RuntimeError) as error:
         raise _damaged("the state", f"it has tensors that NumPy lacks ({error})") from error
     specs = {name: TensorSpec(array.shape, array.dtype) for name, array in arrays.items()}
 

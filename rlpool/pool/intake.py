@@ -276,7 +276,7 @@ class _Steps:
 
     def flags(self, key: str, tensor: torch.Tensor) -> Array:
         """The steps of one tensor, as flags ``[n]``."""
-        array = tensor.numpy(force=True).astype(bool, copy=False)
+        array = tensor.numpy(force=True)
         if math.prod(array.shape[2:]) != 1:
             raise SpecError(
                 compose(
@@ -284,7 +284,12 @@ class _Steps:
                     fix="give one flag per step, or another name",
                 )
             )
-        return self._source(array, 1).at(_EVERY).reshape(-1)
+        flags = self._source(array, array.itemsize).at(_EVERY).reshape(-1)
+        if flags.dtype.kind != "b" and not np.isin(flags, (0, 1)).all():
+            raise SpecError(
+                compose(f"{key!r} has values that are neither true nor false", fix="pass bools")
+            )
+        return flags.astype(bool, copy=False)
 
     def _source(self, array: Array, row_bytes: int) -> Source:
         n_rows, n_times, *shape = array.shape

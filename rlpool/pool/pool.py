@@ -43,6 +43,10 @@ _FIVE_KEYS = (
 )
 
 
+_MOST_TRANSITIONS = 2**48
+"""More than any memory or disk has room for."""
+
+
 class Pool(TransitionWriter, DumpsStacks):
     """A bounded store of transitions: the most recent ones, to be sampled for learning.
 
@@ -123,6 +127,10 @@ class Pool(TransitionWriter, DumpsStacks):
         if pool_size is None:
             raise SpecError(compose("pool_size is missing", fix="say how many transitions to hold"))
         check_count("pool_size", pool_size, processes)
+        if pool_size > _MOST_TRANSITIONS:
+            raise SpecError(f"pool_size should be at most {_MOST_TRANSITIONS}, got {pool_size}")
+        if not isinstance(random, bool | np.bool_):
+            raise SpecError(compose(f"random is {random!r}", fix="pass True or False"))
         rules = WindowRules.checked(window_size, clearing_freq, window_size_)
         if priority_exponent is not None:
             check_number("priority_exponent", priority_exponent, np.inf)
@@ -130,7 +138,7 @@ class Pool(TransitionWriter, DumpsStacks):
             check_count("seed", seed, 0)
             seed = int(seed)
         if keys is not None:
-            check_keys(keys)
+            keys = check_keys(keys)
             if not keys:
                 raise SpecError(compose("keys are empty", fix="leave keys out to store all"))
         self._runner = None

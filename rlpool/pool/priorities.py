@@ -128,7 +128,10 @@ def checked_powers(priorities: Array, alpha: float) -> Array:
 
 def checked_indexes(value: Any) -> Array:
     """Indexes of transitions, int64 ``[n]``; refuses everything else."""
-    array = value.cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    try:
+        array = value.cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):
+        array = np.asarray(None)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise SpecError(
             f"index should be int64 [n] as sample() gave it, got {array.dtype}{list(array.shape)}"
@@ -139,10 +142,12 @@ def checked_indexes(value: Any) -> Array:
 def checked_priorities(value: Any) -> Array:
     """Priorities, float64 ``[n]``, finite and not negative; refuses everything else."""
     try:
+        if isinstance(value, torch.Tensor) and value.is_complex():
+            raise TypeError("complex")
         if isinstance(value, torch.Tensor):
             value = value.detach().to("cpu", torch.float64)
         array = np.asarray(value, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):
         array = np.asarray(np.nan)
     if array.ndim != 1 or not (np.isfinite(array) & (array >= 0)).all():
         raise SpecError(

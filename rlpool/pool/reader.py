@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ WEIGHT_KEY = "weight"
 RETURN_KEY = "n_step_return"
 DISCOUNT_KEY = "n_step_discount"
 RESULT_KEYS = (INDEX_KEY, WEIGHT_KEY, RETURN_KEY, DISCOUNT_KEY)
+_LONGEST = 2**31  # steps: more than any pool's episode has, and few enough to be counted
 _MOST = float(np.finfo(np.float64).max)
 _REWARD, _DONE = "_reward", "_done"
 _TERMINATED, _TRUNCATED = "_terminated", "_truncated"
@@ -51,6 +52,19 @@ class TransitionReader(ABC):
         self._store: RowStore | None = None
         self._tree: PriorityTree | None = None
         self._generator = np.random.Generator(np.random.PCG64(seed))
+
+    def __copy__(self) -> NoReturn:
+        raise UsageError(
+            compose(
+                f"a {type(self).__name__} is not copied: it would read the same memory, or need as "
+                "much again",
+                fix="transitions() copies what it holds; Pool(...).load_state_dict("
+                "pool.state_dict()) makes another pool of it",
+            )
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__copy__()
 
     # What there is ---------------------------------------------------------------------------
 
@@ -85,7 +99,7 @@ class TransitionReader(ABC):
     def _transitions(self, keys: Sequence[str] | None) -> DictTensor:
         if self._store is None:
             return DictTensor()
-        check_keys(keys or ())
+        keys = None if keys is None else check_keys(keys)
         store, known = self._store, self.specs
         unknown = [key for key in keys or () if key not in known]
         if unknown:
@@ -139,6 +153,7 @@ class TransitionReader(ABC):
         check_count("batch_size", batch_size, 1)
         if n_step is not None:
             check_count("n_step", n_step, 1)
+            n_step = int(n_step)
         return self._unchanged(lambda: self._sample(batch_size, n_step, discount, beta))
 
     def _sample(
@@ -185,7 +200,9 @@ class TransitionReader(ABC):
         """
         check_count("batch_size", batch_size, 1)
         check_count("length", length, 1)
-        return self._unchanged(lambda: self._sample_sequences(batch_size, length, beta))
+        if length > _LONGEST:
+            raise SpecError(f"length should be at most {_LONGEST}, got {length}")
+        return self._unchanged(lambda: self._sample_sequences(batch_size, int(length), beta))
 
     def _sample_sequences(self, batch_size: int, length: int, beta: float) -> TemporalDictTensor:
         store = self._ready(batch_size)
@@ -215,6 +232,8 @@ class TransitionReader(ABC):
             n_batches: How many batches, ``None`` for no end.
             **options: As for ``sample``.
         """
+        if n_batches is not None:
+            check_count("n_batches", n_batches, 0)
         n_given = 0
         while n_batches is None or n_given < n_batches:
             yield self.sample(batch_size, **options)
@@ -359,10 +378,15 @@ def check_number(name: str, value: Any, most: float) -> None:
         raise SpecError(f"{name} should be a finite number {limits}, got {value!r}")
 
 
-def check_keys(keys: Any) -> None:
-    """Refuse what is not several keys, a single one included."""
-    if isinstance(keys, str) or not isinstance(keys, Iterable):
-        raise SpecError(f"keys should be a list of keys, got {keys!r}")
+def check_keys(keys: Any) -> list[str]:
+    """Several keys as a list; refuses everything else, a single key included."""
+    try:
+        listed = [] if isinstance(keys, str) else list(keys)
+    except (TypeError, RuntimeError):
+        listed = [None]
+    if isinstance(keys, str) or not all(isinstance(key, str) for key in listed):
+        raise SpecError(compose(f"keys should be a list of keys, got {keys!r}", fix="pass strings"))
+    return listed
 
 
 def _padded(values: Array, is_step: Array) -> torch.Tensor:

@@ -53,8 +53,13 @@ def transition_of(
         values[key] = state.astype(dtype, copy=False)
         values[successor_key(key)] = after[key].astype(dtype, copy=False)
     values[REWARD_KEY] = _single("r", r)
-    values[DONE_KEY] = _single("done", done).astype(bool)
-    values[TERMINATED_KEY] = _single("terminated", terminated).astype(bool)
+    for key, name, flag in (DONE_KEY, "done", done), (TERMINATED_KEY, "terminated", terminated):
+        value = _single(name, flag)
+        if value not in (0, 1):
+            raise SpecError(
+                compose(f"{name} should be True or False, got {flag!r}", fix="pass a bool")
+            )
+        values[key] = value.astype(bool)
     if values[TERMINATED_KEY] and not values[DONE_KEY]:
         raise SpecError(
             compose("terminated is true, but done is not", fix="done=True ends the episode")
@@ -129,7 +134,7 @@ def as_array(name: str, value: Any) -> Array:
         if isinstance(value, torch.Tensor):
             value = value.detach().cpu().numpy()
         array = np.asarray(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):
         array = np.asarray(None)
     if not is_storable(array.dtype):
         raise SpecError(

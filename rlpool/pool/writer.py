@@ -101,7 +101,7 @@ class TransitionWriter(TransitionReader):
             return None
         try:
             number = -1 if isinstance(index, bool) else operator.index(index)
-        except TypeError:
+        except (TypeError, RuntimeError):
             number = -1
         if number not in range(len(self._rings)):
             raise SpecError(

@@ -167,7 +167,7 @@ def agents_batcher(
 @pytest.mark.parametrize(
     ("place", "kind"),
     [(place, kind) for place in ("reset", "step") for kind in (*RAISES, *WRONG)]
-    + [("step", "wrong_reward"), ("step", "wrong_flag")],
+    + [("step", kind) for kind in ("wrong_reward", "wrong_flag", "huge_reward", "nan_flag")],
 )
 def test_a_failing_environment_raises_env_error_and_the_batcher_goes_on(
     lanes_batcher: EpisodeBatcher, lasting_struck: Struck, place: str, kind: str

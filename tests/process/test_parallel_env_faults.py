@@ -46,7 +46,7 @@ REPORTED = {"on_worker_failure": "raise"}
 """Failures of workers are errors; what replaces workers is tested elsewhere."""
 
 RAISES = ("raise", "unpicklable", "unprintable", "sys_exit")
-WRONG = ("wrong_shape", "wrong_dtype", "wrong_reward", "wrong_flag")
+WRONG = ("wrong_shape", "wrong_dtype", "wrong_reward", "wrong_flag", "huge_reward", "nan_flag")
 DEATHS = {
     "os_exit": (EXIT_CODE, None),
     "sigkill": (-signal.SIGKILL, "SIGKILL"),

@@ -46,6 +46,8 @@ KINDS = (
     "wrong_reward",
     "wrong_flag",
     "raise_and_die",
+    "huge_reward",
+    "nan_flag",
 )
 
 ENDINGS = ("hang", "hold_the_lock", "linger", "raise", "os_exit", "sigkill", "segfault")
@@ -153,6 +155,10 @@ class FaultyEnv(gymnasium.Env):
             reward = np.zeros(2)
         if kind == "wrong_flag":
             terminated = np.array([True, False])
+        if kind == "huge_reward":
+            reward = 1e39  # more than float32 holds
+        if kind == "nan_flag":
+            terminated = float("nan")
         return self._observation(kind), reward, terminated, False, {}
 
     def close(self) -> None:

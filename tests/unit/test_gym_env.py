@@ -402,6 +402,105 @@ def test_rewards_that_are_no_numbers_are_refused(reward: Any, n_envs: int) -> No
         env.step(action(*[0] * n_envs))
 
 
+class StepEnv(CountingEnv):
+    """Returns some values instead of its own from the second step on."""
+
+    def __init__(self, values: dict[str, Any] | None = None, at: int = 1) -> None:
+        super().__init__(length=9)
+        self.values, self.n_ok = values or {}, at
+
+    def step(self, action: Any) -> Any:
+        names = ("observation", "reward", "terminated", "truncated", "info")
+        result = dict(zip(names, super().step(action), strict=True))
+        self.n_ok -= 1
+        return tuple({**result, **(self.values if self.n_ok < 0 else {})}.values())
+
+
+WRONG_FLAGS = [float("nan"), None, "yes", "", 0.5, 2, -1, [], [False], [True], (), {}]
+WRONG_FLAGS += [np.array([False]), np.array([True]), np.array([False, True]), np.zeros(0), object()]
+WRONG_FLAGS += [torch.tensor([False]), torch.tensor(float("nan")), np.float32("nan"), 1j]
+WRONG_REWARDS = [1e39, -1e39, np.float64(1e300), 10**39, np.array(1e39), None, "a", [1.0], 1j]
+WRONG_STEPS = [
+    *(("terminated", flag) for flag in WRONG_FLAGS),
+    *(("truncated", flag) for flag in WRONG_FLAGS),
+    *(("reward", reward) for reward in WRONG_REWARDS),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_STEPS, ids=str)
+def test_a_flag_or_reward_that_is_none_is_refused_with_lane_and_step(name: str, value: Any) -> None:
+    env = GymEnv([CountingEnv(length=9), StepEnv({name: value}), CountingEnv(length=9)], seed=0)
+    env.reset()
+    env.step(action(0, 0, 0))
+    with pytest.raises(EnvSpecError, match=f"'{name}' should be") as caught:
+        env.step(action(0, 0, 0))
+    assert (caught.value.where.lane, caught.value.where.step) == (1, 1)
+    env.reset()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("terminated", float("nan")), ("truncated", None), ("reward", 1e39)]
+)
+def test_a_batcher_refuses_such_a_step_with_lane_and_step(name: str, value: Any) -> None:
+    def act(state: Any, observation: DictTensor, *_: Any) -> Any:
+        actions = torch.zeros(observation.n_elems(), dtype=torch.int64)
+        return DictTensor(), DictTensor({"action": actions}), DictTensor()
+
+    def create_env(seed: int) -> GymEnv:
+        return GymEnv([CountingEnv(length=9), StepEnv({name: value})], seed)
+
+    with EpisodeBatcher(
+        n_timesteps=9,
+        n_slots=4,
+        create_agent=lambda: FunctionAgent(act),
+        create_env=create_env,
+        n_threads=0,
+        seeds=0,
+    ) as batcher:
+        batcher.execute(2)
+        with pytest.raises(EnvSpecError, match=f"'{name}' should be") as caught:
+            batcher.get()
+    assert (caught.value.where.lane, caught.value.where.step) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "flag", [1, 0, 1.0, np.True_, np.array(False), torch.tensor(True)], ids=str
+)
+def test_flags_may_be_of_every_type_that_says_true_or_false(flag: Any) -> None:
+    env = GymEnv([CountingEnv(length=9), StepEnv({"terminated": flag, "truncated": flag})], seed=0)
+    env.reset()
+    env.step(action(0, 0))
+    (observation, _), (_, running) = env.step(action(0, 0))
+    assert observation["terminated"].tolist() == [False, bool(flag)]
+    assert running.tolist() == [0, 1][: 2 - bool(flag)]
+
+
+@pytest.mark.parametrize("rewards", [[float("inf"), 1.0], [float("nan"), 3e38], [3.4e38, -3.4e38]])
+def test_rewards_that_are_not_finite_or_just_fit_are_kept(rewards: list[float]) -> None:
+    env = GymEnv([StepEnv({"reward": reward}, at=0) for reward in rewards], seed=0)
+    env.reset()
+    (observation, _), _ = env.step(action(0, 0))
+    np.testing.assert_array_equal(observation["reward"], np.array(rewards, np.float32))
+
+
+@pytest.mark.parametrize("done", [float("nan"), None, [True], 0.5])
+def test_an_older_environment_whose_done_is_neither_true_nor_false_is_refused(done: Any) -> None:
+    class Env:
+        observation_space = spaces.Box(0, 1, (1,))
+        action_space = spaces.Discrete(2)
+
+        def reset(self) -> Any:
+            return np.zeros(1, np.float32)
+
+        def step(self, action: Any) -> Any:
+            return np.zeros(1, np.float32), 0.0, done, {}
+
+    env = GymEnv([Env()], seed=0)
+    env.reset()
+    with pytest.raises(EnvSpecError, match="should be True or False"):
+        env.step(action(0))
+
+
 @pytest.mark.parametrize("result", [(1, 2, 3), None, (1, 2, 3, 4, 5, 6)])
 def test_a_step_without_five_values_is_refused(result: Any) -> None:
     class Env(CountingEnv):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -177,6 +179,11 @@ def test_the_dtype_of_the_first_state_is_kept() -> None:
         (([0.0], 0, [1.0], [1.0, 2.0], False), "r should"),
         (([0.0], 0, [1.0], 0.0, "yes"), "done should"),
         (([0.0], 0, [1.0], 0.0, None), "done should"),
+        (([0.0], 0, [1.0], 0.0, float("nan")), "done should be True or False"),
+        (([0.0], 0, [1.0], 0.0, np.float32("nan")), "done should be True or False"),
+        (([0.0], 0, [1.0], 0.0, 0.5), "done should be True or False"),
+        (([0.0], 0, [1.0], 0.0, 2), "done should be True or False"),
+        (([0.0], 0, [1.0], 0.0, [True, False]), "done should"),
     ],
 )
 def test_a_single_transition_that_does_not_fit_is_refused_and_nothing_is_lost(
@@ -413,6 +420,30 @@ def test_an_episode_that_is_done_does_not_go_on_even_if_the_states_are_the_same(
     for _ in range(4):
         pool(np.zeros(3), 0, np.zeros(3), 1.0, True)
     assert pool.sample_sequences(4, 4).lengths.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("storage", ["local", "shared", "memmap"])
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy])
+def test_a_pool_is_not_copied_by_accident(storage: str, make_copy: Any) -> None:
+    empty, pool = Pool(pool_size=5, storage=storage), filled(storage=storage)
+    readers = [] if storage == "local" else [pickle.loads(pickle.dumps(pool))]
+    for each in (empty, pool, *readers):
+        with pytest.raises(UsageError, match=r"copied(.|\n)*transitions\(\)"):
+            make_copy(each)
+        with pytest.raises(UsageError, match="copied"):
+            make_copy({"pool": each}) if make_copy is copy.deepcopy else make_copy(each)
+
+
+@pytest.mark.parametrize("key", ["_done", "_terminated", "_truncated", "initial_state"])
+def test_trajectories_with_flags_that_are_neither_true_nor_false_are_refused(key: str) -> None:
+    steps = {"frame": torch.zeros(1, 2, 3), key: torch.tensor([[0.0, float("nan")]])}
+    pool = Pool(pool_size=5)
+    with pytest.raises(SpecError, match=f"'{key}' has values"):
+        pool.extend(TemporalDictTensor(steps))
+    pool.extend(TemporalDictTensor({**steps, key: steps[key].nan_to_num(1.0)}))
+    assert len(pool) == 2
+    pool.extend(TemporalDictTensor(steps, torch.tensor([1])))  # padding is not looked at
+    assert len(pool) == 3
 
 
 # Resuming ------------------------------------------------------------------------------------
