@@ -59,7 +59,7 @@ _PERMUTATION_ROUNDS = 5  # with four, differences of neighbours are already unif
 _PERMUTATION_FACTORS = (0x85EBCA6B, 0xC2B2AE35)  # of MurmurHash3's finaliser: odd
 
 # First word of a spawn key: what the derived words are for.
-_EPISODES, _LANES, _WORKERS, _PROBES, _STREAMS, _TASKS, _SEEDS = range(7)
+_EPISODES, _LANES, _WORKERS, _PROBES, _STREAMS, _TASKS, _EPISODE_SEEDS, _LANE_SEEDS = range(8)
 
 _Numbers = TypeVar("_Numbers", int, Words)
 
@@ -116,7 +116,7 @@ def episode_seeds(root: int, first: int, n_episodes: int) -> list[int]:
         n_episodes: How many.
     """
     numbers = np.arange(n_episodes, dtype=np.uint64) + np.uint64(first % N_SEEDS)
-    seeds: list[int] = permuted(numbers, _seed_keys(root, _SEEDS)).tolist()
+    seeds: list[int] = permuted(numbers, _seed_keys(root, _EPISODE_SEEDS)).tolist()
     return seeds
 
 
@@ -155,7 +155,7 @@ class LaneSeeds:
 
     def __init__(self, root: int, n_resets: int, n_lanes: int, n_restarts: int = 0) -> None:
         self._noise_key, self._noise_salt = _derive(root, _LANES, n_resets).tolist()
-        self._seed_keys = _seed_keys(root, _SEEDS)
+        self._seed_keys = _seed_keys(root, _LANE_SEEDS)
         self._n_lanes = n_lanes
         self._first = (n_resets + n_restarts) * n_lanes
 
