@@ -59,7 +59,7 @@ _PERMUTATION_ROUNDS = 5  # with four, differences of neighbours are already unif
 _PERMUTATION_FACTORS = (0x85EBCA6B, 0xC2B2AE35)  # of MurmurHash3's finaliser: odd
 
 # First word of a spawn key: what the derived words are for.
-_EPISODES, _LANES, _WORKERS, _PROBES, _STREAMS, _TASKS, _SEEDS = range(7)
+_EPISODES, _LANES, _WORKERS, _PROBES, _STREAMS, _TASKS, _EPISODE_SEEDS, _LANE_SEEDS = range(8)
 
 _Numbers = TypeVar("_Numbers", int, Words)
 
@@ -116,7 +116,7 @@ def episode_seeds(root: int, first: int, n_episodes: int) -> list[int]:
         n_episodes: How many.
     """
     numbers = np.arange(n_episodes, dtype=np.uint64) + np.uint64(first % N_SEEDS)
-    seeds: list[int] = permuted(numbers, _seed_keys(root, _SEEDS)).tolist()
+    seeds: list[int] = permuted(numbers, _seed_keys(root, _EPISODE_SEEDS)).tolist()
     return seeds
 
 
@@ -155,7 +155,7 @@ class LaneSeeds:
 
     def __init__(self, root: int, n_resets: int, n_lanes: int, n_restarts: int = 0) -> None:
         self._noise_key, self._noise_salt = _derive(root, _LANES, n_resets).tolist()
-        self._seed_keys = _seed_keys(root, _SEEDS)
+        self._seed_keys = _seed_keys(root, _LANE_SEEDS)
         self._n_lanes = n_lanes
         self._first = (n_resets + n_restarts) * n_lanes
 
@@ -238,14 +238,16 @@ class NoiseStarts:
     """
 
     _MAX_EPISODES = 32  # per block: enough that the cost per episode no longer matters
-    _BLOCK_NUMBERS = 2**14  # 64 KiB: large enough, too, however few episodes that are
-    _MAX_BLOCKS = 64
+    _BLOCK_NUMBERS = 2**14  # large enough, too, however few episodes that are
+    _KEPT_NUMBERS = 2**20  # of all blocks: 4 MiB
 
     def __init__(self, keys: Words, n_noise: int) -> None:
         self._starts, self._streams = _mix(keys ^ _START_SALT), _mix(keys ^ _STREAM_SALT)
         self._n_noise = n_noise
         n_episodes = self._BLOCK_NUMBERS // (NOISE_CHUNK * n_noise)
         self._n_episodes = min(max(n_episodes, 1), self._MAX_EPISODES)
+        n_kept = self._KEPT_NUMBERS // (self._n_episodes * NOISE_CHUNK * n_noise)
+        self._max_blocks = max(n_kept, 1)
         self._heads: dict[int, Floats] = {}  # by number of the block, the newest last
 
     def __getitem__(self, episode: int) -> NoiseStart:
@@ -254,7 +256,7 @@ class NoiseStarts:
         if heads is None:
             rows = slice(number * self._n_episodes, (number + 1) * self._n_episodes)
             heads = _chunks(self._starts[rows], self._streams[rows], 0, self._n_noise)
-            if len(self._heads) == self._MAX_BLOCKS:
+            if len(self._heads) == self._max_blocks:
                 del self._heads[next(iter(self._heads))]
             self._heads[number] = heads
         return NoiseStart(self._starts[episode], self._streams[episode], heads[row])

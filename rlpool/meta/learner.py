@@ -126,7 +126,7 @@ def collect_rollouts_parallel(
     last.
 
     Rollouts reach the storage complete and in the order of their numbers. Tasks, seeds and noise
-    depend on the learner's seed, on how many calls came before, and on the rollout's number, not
+    depend on the learner's seed, on the calls that came before, and on the rollout's number, not
     on the environments: one environment or many, with processes or without, give the same bits
     for an agent that is deterministic or draws from its ``noise``. (An agent that draws from
     torch's global generator depends on who draws before it.)

@@ -164,11 +164,10 @@ def failure_of_store(pool: Pool) -> WorkerError:
 
 
 def test_failures_of_a_pools_environments_come_again_here() -> None:
-    for env in (UnluckyEnv(end=0.0), Acting(1000)):
-        error = failure_of_store(Pool([env], processes=1, pool_size=5000, seed=5))
+    for create_env in (lambda: UnluckyEnv(end=0.0), lambda: Acting(1000)):
+        error = failure_of_store(Pool([create_env()], processes=1, pool_size=5000, seed=5))
         assert error.capsule.env_type == "OneEnv"
         assert error.capsule.n_actions == error.where.step + 1
-        create_env: Any = type(env) if isinstance(env, UnluckyEnv) else lambda: Acting(1000)
         state = random.getstate()
         assert_repeats(error, create_env)
         assert random.getstate() == state
