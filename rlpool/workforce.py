@@ -362,7 +362,6 @@ class Workforce:
     def _note_ready(self, worker: int, report: Ready) -> None:
         was_starting = self._states[worker] == _STARTING
         self._states[worker] = _UP
-        self._restarts.ready(worker)
         wants_infos = report.specs is None and self.infos is not None
         if was_starting and wants_infos and (self._is_probing or self.specs is not None):
             self._ask(worker)
@@ -370,7 +369,9 @@ class Workforce:
         self._reports[worker] = report
         if self.specs is not None:
             self._welcome(worker, report)
-        elif self._is_probing and len(self._reports) == self.n_workers:
+            return
+        self._restarts.ready(worker)
+        if self._is_probing and len(self._reports) == self.n_workers:
             self._is_probing = False
             self._client.reported()
 
@@ -388,6 +389,7 @@ class Workforce:
                 )
             )
         else:
+            self._restarts.ready(worker)
             self._client.returned(worker)
 
     # Failing ----------------------------------------------------------------------------------

@@ -248,7 +248,7 @@ class Collector:
             self._agent.update(unpack(message.parcel, memory))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and self._setup.in_process:
-                self._inbox.appendleft((message, memory))  # done again by whoever goes on
+                self._inbox.appendleft((message, memory))  # Ctrl-C: the next get() does it again
                 raise
             failure = agent_error(error, Where(worker=self._setup.worker), "agent.update")
             failure.__cause__ = error

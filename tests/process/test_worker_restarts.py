@@ -241,7 +241,7 @@ def test_workers_that_are_hit_again_and_again_also_while_they_start_lose_nothing
 
 @pytest.mark.parametrize(
     ("kind", "worked_before", "most_s"),
-    [("os_exit", True, 60), ("segfault", False, 60), ("segfault", True, 150)],
+    [("reset", True, 60), ("os_exit", True, 60), ("segfault", False, 60), ("segfault", True, 150)],
 )
 @pytest.mark.timeout(200)
 def test_a_start_that_always_fails_is_given_up(
@@ -259,6 +259,7 @@ def test_a_start_that_always_fails_is_given_up(
             create_env=create_walks_once,
             env_args={"marks": mine, "kind": kind},
             max_restarts=None,
+            on_env_error="restart",
         ) as batcher:
             batcher.execute(4, env_info=DictTensor({"id": torch.arange(4)}))
             batcher.get()

@@ -134,9 +134,11 @@ def create_walks(seed: int, n_lanes: int = 2, restarts: bool = False, **argument
 
 
 def create_walks_once(seed: int, marks: str, kind: str) -> GymEnv:
-    """Two walks; whoever makes them again fails."""
+    """Two walks; whoever makes them again fails, or with ``"reset"`` whoever resets them then."""
     mark = Path(marks) / "made"
-    if mark.exists():
+    if mark.exists() and kind == "reset":
+        MortalWalk.reset = lambda *_, **__: strike("raise")  # type: ignore[assignment, method-assign]
+    elif mark.exists():
         strike(kind)
     mark.touch()
     return create_walks(seed, marks=marks, strikes={(2, 0): "sigkill"})
