@@ -70,7 +70,7 @@ class DeviceAgent(Agent):
             None if agent_info is None else _part(there, "info"),
             history,
         )
-        # By whatever else a user's agent may return, such as a tensor of three rows.
+        # A user's agent may return anything, such as a tensor of three rows.
         is_step = isinstance(result, tuple | list) and len(result) == 3
         if not is_step:
             return result  # which whoever called will refuse

@@ -24,12 +24,10 @@ def runs(subject: EnvSubject) -> Findings:
     """Episodes run without an exception, and give what Gymnasium says."""
     for episode in subject.episodes:
         if episode.failure:
-            what, fix = (
-                episode.failure,
-                (
-                    "reset() returns (observation, info), step() returns (observation, reward, "
-                    "terminated, truncated, info); neither raises"
-                ),
+            what = episode.failure
+            fix = (
+                "reset() returns (observation, info), step() returns (observation, reward, "
+                "terminated, truncated, info); neither raises"
             )
             if episode.failure.startswith("reset raised"):
                 other = _failure_without_seed(subject)
