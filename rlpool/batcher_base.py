@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from rlpool.crash_files import CrashDir
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError, compose
-from rlpool.ownership import ProcessOwner
+from rlpool.ownership import ProcessOwner, refuse_forked_copy
 from rlpool.pickling import pickled, why_not
 from rlpool.requests import Packed
 from rlpool.restarts import FailurePolicy
@@ -78,6 +79,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         self._n_slots = n_slots
         self._n_workers = max(1, n_threads)
         self._is_private = n_threads == 0
+        self._owner_pid = os.getpid()
         self._policy_version = 0
         self._update: Packed | None = None
         functions: Any = (create_env, dict(env_args or {}), create_agent, dict(agent_args or {}))
@@ -166,6 +168,8 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             raise UsageError(
                 compose("the batcher is closed", fix="make a new one, or close it later")
             )
+        if not self._is_private:
+            refuse_forked_copy(self._owner_pid)
         self._coordinator.deliver_logs()
         return self._coordinator
 

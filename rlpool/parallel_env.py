@@ -403,6 +403,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
     def _stacks(self) -> str:
         if self._crew.closed:
             self._crew.check_open()  # which says so
+        self._crew.refuse_forked_copy()
         return self._crew.worker_stacks()
 
     def close(self) -> None:

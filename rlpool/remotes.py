@@ -185,6 +185,7 @@ class WorkerHandle:
 
     @property
     def _process(self) -> SpawnProcess:
+        self._crew.refuse_forked_copy()
         return self._crew.processes[self._worker]
 
     @property
@@ -213,7 +214,11 @@ class WorkerHandle:
             return None
 
     def __repr__(self) -> str:
-        return f"WorkerHandle(pid={self.pid}, {'alive' if self.is_alive() else 'ended'})"
+        try:
+            state = "alive" if self.is_alive() else "ended"
+        except UsageError:
+            state = "of another process"
+        return f"WorkerHandle(pid={self.pid}, {state})"
 
 
 def _named(data: Any, key: str, command: str) -> Any:

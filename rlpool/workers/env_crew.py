@@ -15,6 +15,7 @@ from rlpool.errors import (
     compose,
 )
 from rlpool.limits import check_size
+from rlpool.ownership import refuse_forked_copy
 from rlpool.pickling import pickled, why_not
 from rlpool.restarts import FailurePolicy
 from rlpool.specs import TensorSpec
@@ -161,18 +162,23 @@ class EnvCrew(WatchedCrew):
         return described(self._supervisor.stacks(), self._where)
 
     def check_open(self) -> None:
-        """Refuse to go on after ``close``, or after a death.
+        """Refuse to go on after ``close``, after a death, or in a forked copy.
 
         Raises:
-            UsageError: If closed.
+            UsageError: If closed, or the workers are those of another process.
             WorkerDiedError, WorkerTimeoutError: If a worker died.
         """
         if self.closed:
             raise UsageError(
                 compose("the environments are closed", fix="make a new manager, or close it later")
             )
+        self.refuse_forked_copy()
         self._supervisor.deliver_logs()
         self._advance()
+
+    def refuse_forked_copy(self) -> None:
+        """Refuse to use the workers in another process than that which started them."""
+        refuse_forked_copy(self._owner_pid)
 
     def refuse_bad_lanes(self, lanes: Sequence[int]) -> None:
         """Refuse lanes that are not ascending numbers of open environments.

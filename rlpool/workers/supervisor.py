@@ -316,6 +316,7 @@ class Supervisor:
         if worker.is_alive():
             worker.kill()  # else nobody would ever look after it again
             worker.join(_REAP_S)
+        _end_group_of(worker)
         self._deliver(number, Died(worker.exitcode))
 
     def progress(self) -> list[int]:
@@ -404,9 +405,10 @@ def _end_all(pipes: list[Pipe | None], processes: list[SpawnProcess], logs: LogR
             worker.join(_REAP_S)
         raise
     finally:
-        for pipe in pipes:
-            if pipe is not None:
+        for pipe, worker in zip(pipes, processes, strict=False):
+            if pipe is not None:  # else it ended before, and its number may be another's by now
                 pipe.close()
+                _end_group_of(worker)
         for worker in processes:
             with suppress(ValueError):  # not ended although killed: the kernel is not done with it
                 worker.close()  # frees its descriptors
@@ -435,6 +437,13 @@ def _ask_to_end(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None
         deadline = time.monotonic() + patience_s
         for worker in late:
             worker.join(max(0.0, deadline - time.monotonic()))
+
+
+def _end_group_of(worker: SpawnProcess) -> None:
+    """End what the environments of a worker that has ended have started and not ended."""
+    if worker.pid is not None:
+        with suppress(OSError):  # mostly there is nothing
+            os.killpg(worker.pid, signal.SIGKILL)
 
 
 @contextmanager
