@@ -18,9 +18,6 @@ from rlpool.workers.env_crew import EnvCrew
 from rlpool.workers.env_messages import Call
 from rlpool.workers.orders import Orders
 
-_LARGE_BYTES = 2**15
-"""A request that does not surely fit into a pipe is not sent while its worker may be answering."""
-
 _COMMANDS = ("reset", "step", "get_attr", "seed", "close")
 
 
@@ -132,10 +129,6 @@ class Remote:
         worker = crew.worker_of[lane]
         own = crew.lanes_of[worker]
         message = Call(lane - own.start, command, data)
-        if not _is_small(message):
-            # The worker may be writing replies that nobody reads: both would wait without end.
-            calls, others = crew.calls, crew.calls.waiting.keys() & set(own)
-            crew.wait_until(lambda: others <= calls.replies.keys(), lambda: {worker})
         crew.has_called = True
         if command == "close":
             crew.closed_lanes.add(lane)
@@ -236,11 +229,3 @@ def _checked_seed(seed: Any) -> int:
     if number < 0 or number > np.iinfo(np.int64).max:
         raise SpecError(f"a seed should be an int in [0, 2**63), got {seed!r}")
     return number
-
-
-def _is_small(message: Call) -> bool:
-    """Whether a request surely fits into an empty pipe."""
-    try:
-        return len(pickle.dumps(message)) < _LARGE_BYTES
-    except Exception:
-        return True  # which sending it will refuse
