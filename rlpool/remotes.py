@@ -14,6 +14,7 @@ import numpy as np
 
 from rlpool.capsule import CrashCapsule
 from rlpool.errors import SpecError, UsageError, compose
+from rlpool.interrupts import InterruptsHeld
 from rlpool.workers.env_crew import EnvCrew
 from rlpool.workers.env_messages import Call
 from rlpool.workers.orders import Orders
@@ -57,10 +58,14 @@ class Remote:
         self._orders = orders
         self._lane = lane
         self._action_space = action_space
+        self._unconfirmed: Any = None  # a request that was sent, if send() was interrupted then
         self.capsule: CrashCapsule | None = None
 
     def send(self, request: tuple[str, Any]) -> None:
         """Send a request; returns at once.
+
+        If a signal's handler raises in it, the same request may be sent again: it is carried out
+        once. ``recv`` may be repeated as well.
 
         Raises:
             SpecError: If it is none of those above, or cannot be pickled.
@@ -68,7 +73,10 @@ class Remote:
                 closed.
             WorkerDiedError, WorkerTimeoutError: If a worker died.
         """
-        self._crew.check_open()
+        self._begin()
+        if self._is_repeated(request):
+            self._unconfirmed = None
+            return
         self._crew.refuse_bad_lanes([self._lane])
         self._orders.refuse_stepping([self._lane])
         self._orders.settle([self._lane])
@@ -80,8 +88,6 @@ class Remote:
             raise SpecError(f"a request is one of {', '.join(_COMMANDS)}, got {command!r}")
         if command == "reset":
             data = self._reset_data(data)
-            self._crew.recycle([self._lane])
-            self._crew.recycling.note_begun(self._crew.worker_of[self._lane], 1)
         elif command == "step":
             data = self._action(data)
         elif command == "get_attr":
@@ -90,9 +96,15 @@ class Remote:
                 raise SpecError(f"the name of an attribute should be a str, got {data!r}")
         elif command == "seed":
             data = _checked_seed(_named(data, "seed", command))
-        self._call(command, data)
-        if command == "reset":
-            self._orders.note_reset([self._lane])
+        with InterruptsHeld():
+            if command == "reset":
+                self._crew.recycle([self._lane])
+                self._crew.recycling.note_begun(self._crew.worker_of[self._lane], 1)
+            self._call(command, data)
+            if command == "reset":
+                self._orders.note_reset([self._lane])
+            self._unconfirmed = request
+        self._unconfirmed = None
 
     def recv(self) -> tuple[str, Any]:
         """Wait for the reply to the request.
@@ -102,27 +114,42 @@ class Remote:
             WorkerDiedError, WorkerTimeoutError: If the worker died or hangs.
         """
         crew, lane = self._crew, self._lane
-        crew.check_open()
+        self._begin()
         calls = crew.calls
         if lane not in calls.waiting:
             raise UsageError(
                 compose("there is nothing to receive", fix=f"call remotes[{lane}].send(...) first")
             )
         crew.wait_until(lambda: lane in calls.replies, lambda: {crew.worker_of[lane]})
-        reply: tuple[str, Any] = pickle.loads(calls.received(lane))
+        reply: tuple[str, Any] = pickle.loads(calls.replies[lane])
         if reply[0] == "error":
-            self.capsule, hint = crew.capsules.taken(lane)
+            self.capsule, hint = crew.capsules.noted(lane)
             if hint:
                 reply = ("error", f"{reply[1]}\n  fix:   {hint}")
+        self._unconfirmed = None
+        # Nothing is called from here on, so that no handler runs before the caller has it.
+        del calls.waiting[lane], calls.replies[lane]
         return reply
 
     def poll(self, timeout: float = 0.0) -> bool:
         """Whether a reply is there, waiting for it for ``timeout`` seconds at most."""
         crew, lane = self._crew, self._lane
-        crew.check_open()
+        self._begin()
         if lane in crew.calls.unanswered():
             crew.look({crew.worker_of[lane]}, timeout)
         return lane in crew.calls.replies
+
+    def _begin(self) -> None:
+        """Refuse to go on, or go on with a step that was interrupted while it was asked for."""
+        if not self._crew.closed:
+            self._crew.refuse_forked_copy()
+            self._orders.go_on()
+        self._crew.check_open()
+
+    def _is_repeated(self, request: Any) -> bool:
+        """Whether a request was sent by a call that was interrupted afterwards."""
+        before, waiting = self._unconfirmed, self._lane in self._crew.calls.waiting
+        return waiting and before is not None and pickle.dumps(before) == pickle.dumps(request)
 
     def _call(self, command: str, data: Any) -> None:
         crew, lane = self._crew, self._lane

@@ -254,11 +254,9 @@ class Collector:
             send(Failed(error, request))
             if isinstance(error, EnvError) and self._setup.quits_on_env_error:
                 return False  # its successor will finish what is left
-        except KeyboardInterrupt:
-            send(Failed(WorkerError("interrupted", where=self._here), request))
-            send(RequestDone(request))
-            raise
         except BaseException as error:
+            if not self._setup.owns_process:
+                raise  # as it is: most likely it was raised by a handler of one of its signals
             what, text = f"the worker failed with {described(error)}", text_of(error)
             send(Failed(WorkerError(what, where=self._here, traceback_text=text), request))
         if self._wear.is_worn:

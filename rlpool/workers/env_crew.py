@@ -14,6 +14,7 @@ from rlpool.errors import (
     UsageError,
     compose,
 )
+from rlpool.interrupts import InterruptsHeld
 from rlpool.limits import check_size
 from rlpool.ownership import refuse_forked_copy
 from rlpool.pickling import pickled, why_not
@@ -300,7 +301,7 @@ class EnvCrew(WatchedCrew):
     def failure_of(self, worker: int) -> LaneFailed:
         """A worker's report about the order that it failed in."""
         self.wait_until(lambda: self._has_failed(worker), lambda: {worker})
-        return self._failures.pop(worker)
+        return self._failures[worker]
 
     def _has_failed(self, worker: int) -> bool:
         return worker in self._failures and self._failures[worker].order == self.issued[worker]
@@ -318,8 +319,14 @@ class EnvCrew(WatchedCrew):
             return False
         failure = self.failure_of(worker)
         if failure.is_lost:
-            self._failures[worker] = failure
             return False
+        with InterruptsHeld():
+            self._replace_failed(worker, failure)
+        self._advance()
+        return True
+
+    def _replace_failed(self, worker: int, failure: LaneFailed) -> None:
+        """Dismiss a worker, and make its order one that its successor has to carry out."""
         arena, order = self.arena, self.issued[worker]
         where = self.where(self.lanes_of[worker][failure.lane])
         if failure.call == "reset":
@@ -337,8 +344,6 @@ class EnvCrew(WatchedCrew):
             else:
                 resets = self._successors.resets
                 resets[worker] = replace(resets[worker], order=order + 1)
-        self._advance()
-        return True
 
 
 def _pickled(env_fns: Mapping[str, Callable[[], Any]]) -> bytes:
