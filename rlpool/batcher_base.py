@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from rlpool.coordinator import Coordinator
 from rlpool.crash_files import CrashDir
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError, compose
-from rlpool.ownership import ProcessOwner
+from rlpool.ownership import ProcessOwner, refuse_forked_copy
 from rlpool.pickling import pickled, why_not
 from rlpool.restarts import FailurePolicy
 from rlpool.seeding import root_from
@@ -75,6 +76,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         self._n_slots = n_slots
         self._n_workers = max(1, n_threads)
         self._is_private = n_threads == 0
+        self._owner_pid = os.getpid()
         functions: Any = (create_env, dict(env_args or {}), create_agent, dict(agent_args or {}))
         if n_threads:
             check_workers(n_threads, WORKER_DESCRIPTORS, "lower n_threads")
@@ -161,6 +163,8 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             raise UsageError(
                 compose("the batcher is closed", fix="make a new one, or close it later")
             )
+        if not self._is_private:
+            refuse_forked_copy(self._owner_pid)
         self._coordinator.deliver_logs()
         return self._coordinator
 

@@ -194,9 +194,10 @@ class Coordinator:
     def hand_out(self) -> TemporalDictTensor:
         """The result of the request that ``wait`` returned, which is dropped here."""
         # The last thing that a get() does: interrupted before it, a get() may be repeated.
-        trajectories = self._pending.popleft().trajectories
+        trajectories = self._pending[0].trajectories
         if trajectories is None:
             raise LookupError("handed out before it was finished")
+        del self._pending[0]  # not popleft(): signals' handlers may run when a call is over
         return trajectories
 
     def drop_pending(self) -> None:

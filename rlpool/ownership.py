@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -57,6 +58,25 @@ class ProcessOwner(ABC):
             compose(
                 f"a {type(self).__name__} owns processes and cannot be copied or pickled",
                 fix="copy what it was made with, and make another one",
+            )
+        )
+
+
+def refuse_forked_copy(owner_pid: int) -> None:
+    """Refuse to use workers in a process that was forked from the one that owns them.
+
+    Args:
+        owner_pid: The process that started the workers.
+
+    Raises:
+        UsageError: If it is another one than this.
+    """
+    if os.getpid() != owner_pid:
+        raise UsageError(
+            compose(
+                f"this process ({os.getpid()}) was forked from process {owner_pid}, to which the "
+                "workers belong",
+                fix="use the object in the process that made it, and make another one here",
             )
         )
 

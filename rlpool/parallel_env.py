@@ -18,7 +18,8 @@ from rlpool.crash_files import CrashDir
 from rlpool.envs.columns import Columns
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.errors import SpecError, Where, compose
+from rlpool.errors import EnvError, SpecError, Where, compose
+from rlpool.interrupts import InterruptsHeld
 from rlpool.ownership import ProcessOwner
 from rlpool.remotes import Remote, WorkerHandle
 from rlpool.restarts import DEFAULT_MAX_RESTARTS, FailurePolicy
@@ -69,6 +70,9 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
 
     Environments of lanes whose next episodes are known may be reset for them as soon as an
     episode ends, which saves the way there and back.
+
+    A call in which a signal's handler raises may be repeated with the same arguments; what it had
+    begun is not done twice. Any other call first finishes what was begun.
 
     A worker that dies or hangs is replaced. Its environments are reset with the same seeds and
     options and given the same actions again, which are kept for that until the next reset; for
@@ -210,6 +214,11 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         self._handed = arena.action  # where actions are handed over
         self._copied: dict[str, Array] = {}  # last actions that are kept elsewhere
         self._announced: tuple[list[int], dict[str, Array]] = ([], {})
+        # What a signal's handler interrupted:
+        self._begun_reset: tuple[Sequence[int], Sequence[int], Sequence[Options]] | None = None
+        self._reset_number: int | None = None  # of ``reset``
+        self._half_step: tuple[dict[str, Array], Any] | None = None  # of ``step``
+        self._is_in_step = False
         if structure is not None and len(shown) < crew.n_workers:
             self._map_observations(structure)
 
@@ -269,9 +278,10 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
 
     def announce_episodes(self, seeds: Sequence[int], env_info: Mapping[str, Array]) -> None:
         """Let the workers know which episodes will come, so that they begin them on their own."""
-        self._crew.check_open()
-        self._announced = (list(seeds), dict(env_info))
+        self._begin()
+        announced = (list(seeds), dict(env_info))
         self._orders.announce(seeds, env_info)
+        self._announced = announced
 
     def _action_arrays(self, specs: Mapping[str, TensorSpec]) -> dict[str, Array]:
         if not self._handed:  # no action space: what the agent gives is what there is
@@ -283,16 +293,56 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         self._copied = {k: a for k, a in arrays.items() if a is not self._handed.get(k)}
         return arrays
 
+    def _begin(self, to_reset: Sequence[int] = ()) -> None:
+        """What every call begins with: refuse to go on, or finish what was interrupted.
+
+        Args:
+            to_reset: Lanes that the call will reset itself.
+        """
+        crew = self._crew
+        if not crew.closed:
+            crew.refuse_forked_copy()
+            self._orders.go_on()
+        crew.check_open()
+        begun = self._begun_reset
+        if begun is not None and not set(to_reset).issuperset(begun[0]):
+            self._reset_number = None
+            super().reset_lanes(*begun)
+            self._begun_reset = None
+
+    def reset_lanes(
+        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
+    ) -> None:
+        """Start an episode on some lanes, see ``VecEnv.reset_lanes``."""
+        self._begin(lanes)
+        if not self._is_in_step:
+            self._half_step = None
+        super().reset_lanes(lanes, seeds, options)
+        self._begun_reset = None
+
     def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> None:
-        crew, arena = self._crew, self._arena
-        crew.check_open()
+        crew = self._crew
         crew.refuse_bad_lanes(lanes)
         self._orders.settle(lanes)
-        crew.recycle(lanes)
         if self._columns is None:
             self._learn_observations(lanes[0], seeds[0], options[0])
+        with InterruptsHeld():
+            crew.recycle(lanes)
+            workers = self._begin_episodes(lanes, seeds, options)
+            self._begun_reset = lanes, seeds, options
+        try:
+            self._orders.wait_for_resets(workers)
+        except EnvError:
+            self._begun_reset = None
+            raise
+
+    def _begin_episodes(
+        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
+    ) -> list[int]:
+        """Let lanes begin episodes; returns the workers that have to be waited for."""
+        crew, arena = self._crew, self._arena
         rest, begun = [], []
         for row, lane in enumerate(lanes):
             number = int(arena.is_ahead[lane])
@@ -309,12 +359,13 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             self._orders.note_begun(
                 begun, [seeds[row] for row in rows], [options[row] for row in rows]
             )
-        if rest:
-            self._orders.reset(
-                [lanes[row] for row in rest],
-                [seeds[row] for row in rest],
-                [options[row] for row in rest],
-            )
+        if not rest:
+            return []
+        return self._orders.reset(
+            [lanes[row] for row in rest],
+            [seeds[row] for row in rest],
+            [options[row] for row in rest],
+        )
 
     def _is_announced(self, number: int, seed: int, options: Options) -> bool:
         """Whether an episode that is begun already is the one that is asked for."""
@@ -331,6 +382,9 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
     def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> list[int]:
         """Step some lanes, those of all workers at the same time.
 
+        If a signal's handler raises in it, it may be called again with the same lanes and actions:
+        the step is made once. Whatever is called instead waits for the step if it was begun.
+
         Args:
             lanes: Ascending lane numbers.
             actions: Action key to array ``[n_lanes, ...]``; only the rows of ``lanes`` are read.
@@ -346,18 +400,28 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
             UsageError: If the manager is closed.
         """
-        self._crew.check_open()
+        self._begin()
         if type(lanes) is not list:
             lanes = list(lanes)
         all_step = len(lanes) == self.n_lanes
-        self._hand_over(lanes, actions, all_step)
+        orders = self._orders
+        if not self._is_in_step:
+            self._half_step = None
+        if orders.open is not None and not self._is_repeated(lanes, actions, is_waited_for=True):
+            orders.close_step()
+        if orders.open is None:
+            self._hand_over(lanes, actions, all_step)
         if self._some_lane_is_initial:
             self._initial_state[_ALL if all_step else lanes] = False
             self._some_lane_is_initial = not all_step
-        if not self._orders.step(lanes):
-            return []
-        done: list[int] = np.flatnonzero(self.current["done"]).tolist()
-        return done if all_step else sorted(set(done).intersection(lanes))
+        done: list[int] = []
+        if orders.step(lanes):
+            done = np.flatnonzero(self.current["done"]).tolist()
+            if not all_step:
+                done = sorted(set(done).intersection(lanes))
+        if not self._is_in_step:
+            orders.open = None
+        return done
 
     def step_some(
         self,
@@ -375,6 +439,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
                 ready = manager.step_some(4, ready, actions)
 
         With several environments per worker, all those of a worker that step are ready together.
+        If a signal's handler raises in it, it may be called again with the same arguments.
 
         Args:
             min_ready: Wait until so many of the lanes that are stepping are ready, or all of them
@@ -393,10 +458,16 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             UsageError: If one of the lanes is stepping, or the manager is closed.
         """
         crew, orders = self._crew, self._orders
-        crew.check_open()
+        self._begin()
         check_count("min_ready", min_ready, 0)
+        self._half_step = None
         lanes = list(lanes)
-        if lanes:
+        is_begun = orders.open is not None and self._is_repeated(
+            lanes, actions or {}, is_waited_for=False
+        )
+        if not is_begun:
+            orders.close_step()
+        if lanes and not is_begun:
             crew.refuse_bad_lanes(lanes)
             orders.refuse_stepping(lanes)
             self._hand_over(lanes, actions or {}, False)
@@ -405,6 +476,15 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         elif not min_ready:
             orders.look()
         return orders.take_ready(min_ready)
+
+    def _is_repeated(
+        self, lanes: list[int], actions: Mapping[str, Array], *, is_waited_for: bool
+    ) -> bool:
+        """Whether a step that was interrupted is asked for again."""
+        step = self._orders.open
+        if step is None or (step.lanes, step.is_waited_for) != (lanes, is_waited_for):
+            return False
+        return _are_equal(self._handed, actions, lanes)
 
     def _hand_over(
         self, lanes: Sequence[int], actions: Mapping[str, Array], all_step: bool
@@ -444,18 +524,46 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         return self._crew.closed
 
     def reset(self, *arguments: Any, **named: Any) -> Any:
-        """Reset all environments, see ``VecEnv.reset``."""
-        self._crew.check_open()
-        return super().reset(*arguments, **named)
+        """Reset all environments, see ``VecEnv.reset``; may be repeated after an interruption."""
+        self._begin(range(self.n_lanes))
+        if self._reset_number is not None:
+            self._n_resets = self._reset_number
+        self._half_step = None
+        self._reset_number = self._n_resets
+        try:
+            result = super().reset(*arguments, **named)
+        except EnvError:
+            self._reset_number = None
+            raise
+        self._reset_number = None
+        return result
 
     def step(self, *arguments: Any, **named: Any) -> Any:
-        """Step the running environments, see ``VecEnv.step``."""
-        self._crew.check_open()
-        return super().step(*arguments, **named)
+        """Step the running environments, see ``VecEnv.step``; may be repeated likewise."""
+        self._begin()
+        self._reset_number = None
+        self._is_in_step = True
+        try:
+            result = super().step(*arguments, **named)
+        except EnvError:
+            self._half_step = None
+            raise
+        finally:
+            self._is_in_step = False
+        self._half_step = None
+        return result
+
+    def _stepped(self, actions: dict[str, Array]) -> Any:
+        half = self._half_step
+        if half is None or not _are_equal(half[0], actions, self._running):
+            half = self._half_step = actions, super()._stepped(actions)
+        self._orders.open = None
+        return half[1]
 
     def _stacks(self) -> str:
         if self._crew.closed:
             self._crew.check_open()  # which says so
+        self._crew.refuse_forked_copy()
         return self._crew.worker_stacks()
 
     def close(self) -> None:
@@ -482,6 +590,17 @@ def _checked_functions(env_fns: Any) -> list[Callable[[], Any]]:
             )
         )
     return functions
+
+
+def _are_equal(some: Mapping[str, Array], others: Mapping[str, Array], lanes: list[int]) -> bool:
+    """Whether actions of lanes are the same, as far as they can be told apart."""
+    try:
+        return all(
+            array[lanes].tobytes() == others[key][lanes].astype(array.dtype).tobytes()
+            for key, array in some.items()
+        )
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        return False
 
 
 def _specs_of(actions: Mapping[str, Array]) -> dict[str, TensorSpec]:

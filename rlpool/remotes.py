@@ -14,13 +14,11 @@ import numpy as np
 
 from rlpool.capsule import CrashCapsule
 from rlpool.errors import SpecError, UsageError, compose
+from rlpool.interrupts import InterruptsHeld
 from rlpool.seeding import seed_from
 from rlpool.workers.env_crew import EnvCrew
 from rlpool.workers.env_messages import Call
 from rlpool.workers.orders import Orders
-
-_LARGE_BYTES = 2**15
-"""A request that does not surely fit into a pipe is not sent while its worker may be answering."""
 
 _COMMANDS = ("reset", "step", "get_attr", "seed", "close")
 
@@ -61,10 +59,14 @@ class Remote:
         self._orders = orders
         self._lane = lane
         self._action_space = action_space
+        self._unconfirmed: Any = None  # a request that was sent, if send() was interrupted then
         self.capsule: CrashCapsule | None = None
 
     def send(self, request: tuple[str, Any]) -> None:
         """Send a request; returns at once.
+
+        If a signal's handler raises in it, the same request may be sent again: it is carried out
+        once. ``recv`` may be repeated as well.
 
         Raises:
             SpecError: If it is none of those above, or cannot be pickled.
@@ -72,7 +74,10 @@ class Remote:
                 closed.
             WorkerDiedError, WorkerTimeoutError: If a worker died.
         """
-        self._crew.check_open()
+        self._begin()
+        if self._is_repeated(request):
+            self._unconfirmed = None
+            return
         self._crew.refuse_bad_lanes([self._lane])
         self._orders.refuse_stepping([self._lane])
         self._orders.settle([self._lane])
@@ -84,8 +89,6 @@ class Remote:
             raise SpecError(f"a request is one of {', '.join(_COMMANDS)}, got {command!r}")
         if command == "reset":
             data = self._reset_data(data)
-            self._crew.recycle([self._lane])
-            self._crew.recycling.note_begun(self._crew.worker_of[self._lane], 1)
         elif command == "step":
             data = self._action(data)
         elif command == "get_attr":
@@ -94,9 +97,15 @@ class Remote:
                 raise SpecError(f"the name of an attribute should be a str, got {data!r}")
         elif command == "seed":
             data = _checked_seed(_named(data, "seed", command))
-        self._call(command, data)
-        if command == "reset":
-            self._orders.note_reset([self._lane])
+        with InterruptsHeld():
+            if command == "reset":
+                self._crew.recycle([self._lane])
+                self._crew.recycling.note_begun(self._crew.worker_of[self._lane], 1)
+            self._call(command, data)
+            if command == "reset":
+                self._orders.note_reset([self._lane])
+            self._unconfirmed = request
+        self._unconfirmed = None
 
     def recv(self) -> tuple[str, Any]:
         """Wait for the reply to the request.
@@ -106,37 +115,48 @@ class Remote:
             WorkerDiedError, WorkerTimeoutError: If the worker died or hangs.
         """
         crew, lane = self._crew, self._lane
-        crew.check_open()
+        self._begin()
         calls = crew.calls
         if lane not in calls.waiting:
             raise UsageError(
                 compose("there is nothing to receive", fix=f"call remotes[{lane}].send(...) first")
             )
         crew.wait_until(lambda: lane in calls.replies, lambda: {crew.worker_of[lane]})
-        reply: tuple[str, Any] = pickle.loads(calls.received(lane))
+        reply: tuple[str, Any] = pickle.loads(calls.replies[lane])
         if reply[0] == "error":
-            self.capsule, hint = crew.capsules.taken(lane)
+            self.capsule, hint = crew.capsules.noted(lane)
             if hint:
                 reply = ("error", f"{reply[1]}\n  fix:   {hint}")
+        self._unconfirmed = None
+        # Nothing is called from here on, so that no handler runs before the caller has it.
+        del calls.waiting[lane], calls.replies[lane]
         return reply
 
     def poll(self, timeout: float = 0.0) -> bool:
         """Whether a reply is there, waiting for it for ``timeout`` seconds at most."""
         crew, lane = self._crew, self._lane
-        crew.check_open()
+        self._begin()
         if lane in crew.calls.unanswered():
             crew.look({crew.worker_of[lane]}, timeout)
         return lane in crew.calls.replies
+
+    def _begin(self) -> None:
+        """Refuse to go on, or go on with a step that was interrupted while it was asked for."""
+        if not self._crew.closed:
+            self._crew.refuse_forked_copy()
+            self._orders.go_on()
+        self._crew.check_open()
+
+    def _is_repeated(self, request: Any) -> bool:
+        """Whether a request was sent by a call that was interrupted afterwards."""
+        before, waiting = self._unconfirmed, self._lane in self._crew.calls.waiting
+        return waiting and before is not None and pickle.dumps(before) == pickle.dumps(request)
 
     def _call(self, command: str, data: Any) -> None:
         crew, lane = self._crew, self._lane
         worker = crew.worker_of[lane]
         own = crew.lanes_of[worker]
         message = Call(lane - own.start, command, data)
-        if not _is_small(message):
-            # The worker may be writing replies that nobody reads: both would wait without end.
-            calls, others = crew.calls, crew.calls.waiting.keys() & set(own)
-            crew.wait_until(lambda: others <= calls.replies.keys(), lambda: {worker})
         crew.has_called = True
         if command == "close":
             crew.closed_lanes.add(lane)
@@ -186,6 +206,7 @@ class WorkerHandle:
 
     @property
     def _process(self) -> SpawnProcess:
+        self._crew.refuse_forked_copy()
         return self._crew.processes[self._worker]
 
     @property
@@ -214,7 +235,11 @@ class WorkerHandle:
             return None
 
     def __repr__(self) -> str:
-        return f"WorkerHandle(pid={self.pid}, {'alive' if self.is_alive() else 'ended'})"
+        try:
+            state = "alive" if self.is_alive() else "ended"
+        except UsageError:
+            state = "of another process"
+        return f"WorkerHandle(pid={self.pid}, {state})"
 
 
 def _named(data: Any, key: str, command: str) -> Any:
@@ -232,11 +257,3 @@ def _checked_seed(seed: Any) -> int:
     if number < 0 or number > np.iinfo(np.int64).max:
         raise SpecError(f"a seed should be an int in [0, 2**63), got {seed!r}")
     return seed_from(number)
-
-
-def _is_small(message: Call) -> bool:
-    """Whether a request surely fits into an empty pipe."""
-    try:
-        return len(pickle.dumps(message)) < _LARGE_BYTES
-    except Exception:
-        return True  # which sending it will refuse

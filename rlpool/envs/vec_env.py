@@ -372,16 +372,30 @@ class VecEnv(ABC):
             raise UsageError(
                 compose("step() with no running environment", fix="call reset() first")
             )
-        ended = self._call(self.step_lanes, self._running, self._actions_of(policy_output))
-        self._n_steps[self._running] += 1
-        stepped = self._observation(self._running)
+        stepped, ended, restarts = self._stepped(self._actions_of(policy_output))
+        running = self._running
+        self._n_steps[running] += 1
         if self.auto_reset:
-            for lane in ended:
-                self._restarts[lane] += 1
+            self._restarts = restarts
             self._restart(ended)
         else:
-            self._running = [lane for lane in self._running if lane not in set(ended)]
-        return stepped, self._observation(self._running)
+            running = [lane for lane in running if lane not in set(ended)]
+        result = stepped, self._observation(running)
+        self._running = running
+        return result
+
+    def _stepped(
+        self, actions: dict[str, Array]
+    ) -> tuple[tuple[DictTensor, torch.Tensor], list[int], list[int]]:
+        """Step the running environments.
+
+        Returns:
+            What they are like after it, those that ended, and how often each has restarted when
+            these have.
+        """
+        ended = self._call(self.step_lanes, self._running, actions)
+        restarts = [n + (lane in ended) for lane, n in enumerate(self._restarts)]
+        return self._observation(self._running), ended, restarts
 
     def _restart(self, lanes: Sequence[int]) -> None:
         if not lanes:

@@ -89,6 +89,9 @@ def settle_in(worker: int, root: int) -> None:
     """Do what every worker process begins with: signals, the parent's end, threads, seeds."""
     # Ctrl-C goes to the whole foreground group; the caller decides what becomes of its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.getpgrp() != os.getpid():
+        # What environments start belongs to this worker's group, and is ended with it.
+        os.setpgid(0, 0)
     _end_with_parent()
     torch.set_num_threads(1)
     seed = worker_seed(root, worker)
@@ -106,18 +109,18 @@ def control_row(fd: int, worker: int, n_workers: int) -> memoryview:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent ends, even while an environment is running."""
+    """End this process and its group when its parent ends, even while an environment is running."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
     parent_pid = os.getppid()
-    kill_when_closed(parent.sentinel, os.getpid())
+    kill_when_closed(parent.sentinel, -os.getpgrp())
     let_go()
 
     def watch() -> None:
         while not wait([parent.sentinel], timeout=_PARENT_CHECK_S):
             if os.getppid() != parent_pid:
                 break
-        os._exit(1)
+        os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="rlpool-parent-watch", daemon=True).start()

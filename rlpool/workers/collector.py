@@ -248,8 +248,7 @@ class Collector:
             self._agent.update(unpack(message.parcel, memory))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and self._setup.in_process:
-                self._inbox.appendleft((message, memory))  # Ctrl-C: the next get() does it again
-                raise
+                raise  # Ctrl-C: the next get() does it again
             failure = agent_error(error, Where(worker=self._setup.worker), "agent.update")
             failure.__cause__ = error
             self._failed_update = failure
@@ -270,11 +269,9 @@ class Collector:
             send(Failed(error, request))
             if isinstance(error, EnvError) and self._setup.quits_on_env_error:
                 return False  # its successor will finish what is left
-        except KeyboardInterrupt:
-            send(Failed(WorkerError("interrupted", where=self._here), request))
-            send(RequestDone(request))
-            raise
         except BaseException as error:
+            if self._setup.in_process:
+                raise  # as it is: most likely it was raised by a handler of one of its signals
             what, text = f"the worker failed with {described(error)}", text_of(error)
             send(Failed(WorkerError(what, where=self._here, traceback_text=text), request))
         if self._wear.is_worn:

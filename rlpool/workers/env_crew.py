@@ -13,7 +13,9 @@ from rlpool.errors import (
     UsageError,
     compose,
 )
+from rlpool.interrupts import InterruptsHeld
 from rlpool.limits import check_size
+from rlpool.ownership import refuse_forked_copy
 from rlpool.pickling import pickled, why_not
 from rlpool.restarts import FailurePolicy
 from rlpool.specs import DEFAULT_OBSERVATION_KEY, Structure, TensorSpec, leaves_of
@@ -174,18 +176,23 @@ class EnvCrew(WatchedCrew):
         return described(self._supervisor.stacks(), self._where)
 
     def check_open(self) -> None:
-        """Refuse to go on after ``close``, or after a death.
+        """Refuse to go on after ``close``, after a death, or in a forked copy.
 
         Raises:
-            UsageError: If closed.
+            UsageError: If closed, or the workers are those of another process.
             WorkerDiedError, WorkerTimeoutError: If a worker died.
         """
         if self.closed:
             raise UsageError(
                 compose("the environments are closed", fix="make a new manager, or close it later")
             )
+        self.refuse_forked_copy()
         self._supervisor.deliver_logs()
         self._advance()
+
+    def refuse_forked_copy(self) -> None:
+        """Refuse to use the workers in another process than that which started them."""
+        refuse_forked_copy(self._owner_pid)
 
     def refuse_bad_lanes(self, lanes: Sequence[int]) -> None:
         """Refuse lanes that are not ascending numbers of open environments.
@@ -246,10 +253,14 @@ class EnvCrew(WatchedCrew):
         """Send a request to one environment, as its remote would, and wait for the reply."""
         worker = self.worker_of[lane]
         message = Call(lane - self.lanes_of[worker].start, command, data)
-        self.send(worker, message)
-        self.calls.waiting[lane] = message
-        self.wait_until(lambda: lane in self.calls.replies, lambda: {worker})
-        reply: tuple[str, Any] = pickle.loads(self.calls.received(lane))
+        calls = self.calls
+        if calls.waiting.get(lane) != message:  # else it is asked again after an interruption
+            with InterruptsHeld():
+                self.send(worker, message)
+                calls.waiting[lane] = message
+        self.wait_until(lambda: lane in calls.replies, lambda: {worker})
+        reply: tuple[str, Any] = pickle.loads(calls.replies[lane])
+        del calls.waiting[lane], calls.replies[lane]
         return reply
 
     def _broadcast(self, message: MemoryMapping, memory: Memory) -> None:
@@ -317,7 +328,7 @@ class EnvCrew(WatchedCrew):
     def failure_of(self, worker: int) -> LaneFailed:
         """A worker's report about the order that it failed in."""
         self._wait_for_failure(worker)
-        return self._failures.pop(worker)
+        return self._failures[worker]
 
     def _wait_for_failure(self, worker: int) -> LaneFailed | None:
         """Wait for that report; ``None`` if the worker died and its successor does the order."""
@@ -345,10 +356,11 @@ class EnvCrew(WatchedCrew):
         if failure is not None:
             if not self.is_repeatable(worker, failure):
                 return False
-            is_down = worker in self._down
-            self.repeat_order(worker, failure)
-            if self._fatal is None and not is_down:
-                self._replacements.dismiss(worker)
+            with InterruptsHeld():
+                is_down = worker in self._down
+                self.repeat_order(worker, failure)
+                if self._fatal is None and not is_down:
+                    self._replacements.dismiss(worker)
         self._advance()
         return True
 

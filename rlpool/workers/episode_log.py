@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlpool.envs.vec_env import Options
+from rlpool.interrupts import InterruptsHeld
 from rlpool.storage import Array
 
 _BLOCK_BYTES = 2**18
@@ -86,12 +87,20 @@ class EpisodeLog:
         self._pairs = [(array, self._block[key]) for key, array in actions.items()]
         self._asked = np.empty((self._n_rows, self._n_lanes), bool)
 
-    def note_step(self, lanes: Sequence[int]) -> None:
-        """Write down a step of lanes with the actions that are there now."""
-        row = self._row
-        if row == self._n_rows:
-            self._divide()
-            row = 0
+    def next_row(self) -> int:
+        """Where the next step is written down."""
+        if self._row == self._n_rows:
+            with InterruptsHeld():
+                self._divide()
+        return self._row
+
+    def note_step(self, lanes: Sequence[int], row: int) -> None:
+        """Write down a step of lanes with the actions that are there now.
+
+        Args:
+            lanes: The lanes.
+            row: What ``next_row`` said. Writing the same step there again changes nothing.
+        """
         for source, block in self._pairs:
             block[row] = source
         asked = self._asked[row]

@@ -86,9 +86,13 @@ class LaneCapsules:
         """Take note of what a lane's remote will be told of, and what to do with its file."""
         self._noted[lane] = error.capsule, hint
 
-    def taken(self, lane: int) -> tuple[CrashCapsule | None, str]:
-        """Hand out what was noted for a remote, once; ``None`` and nothing if nothing was."""
-        return self._noted.pop(lane, (None, ""))
+    def forget_noted(self, lane: int) -> None:
+        """Take note that a lane's remote will be told of something else."""
+        self._noted.pop(lane, None)
+
+    def noted(self, lane: int) -> tuple[CrashCapsule | None, str]:
+        """What was noted of a remote's last error; ``None`` and nothing if nothing was."""
+        return self._noted.get(lane, (None, ""))
 
     def _with_capsule(
         self,

@@ -30,7 +30,7 @@ def kill_when_closed(fd: int, pid: int) -> None:
 
     Args:
         fd: The reading end. What counts is the open file behind it, whoever has it.
-        pid: The process.
+        pid: The process; a negative number for a process group.
     """
     if CAN_KILL:
         fcntl.fcntl(fd, fcntl.F_SETOWN, pid)

@@ -13,11 +13,21 @@ import torch
 
 from rlpool.claims import ClaimLock
 from rlpool.errors import WorkerError
-from rlpool.failures import DEBUG_HINT, LOCAL_HINT
+from rlpool.failures import DEBUG_HINT, LOCAL_HINT, described
 from rlpool.generators import OwnGenerators
+from rlpool.interrupts import InterruptsHeld
 from rlpool.storage import Memory
 from rlpool.workers.collector import Collector, Deliver
-from rlpool.workers.messages import Close, Failed, Message, Ready, Setup
+from rlpool.workers.messages import (
+    Close,
+    Execute,
+    Failed,
+    Message,
+    Ready,
+    RequestDone,
+    Setup,
+    Window,
+)
 from rlpool.workers.stacks import Stacks, own_stacks
 
 
@@ -73,6 +83,7 @@ class LocalWorker:
         )
         self._generators = OwnGenerators()
         self._is_closed = False
+        self._message: tuple[Message, Memory | None] | None = None  # that is being carried out
 
     def allocate(self, n_bytes: int) -> Memory:
         """Memory that the worker can see: any."""
@@ -88,12 +99,35 @@ class LocalWorker:
         self._link.inbox.append((message, memory))
 
     def poll(self, timeout_s: float | None) -> None:
-        """Carry out one message, however long that takes."""
-        if self._collector.has_messages():
-            with self._at_work():
-                self._collector.handle(*self._collector.next_message())
+        """Carry out one message, however long that takes.
+
+        What interrupts it is raised. A request is lost then, anything else is carried out by the
+        next call.
+        """
+        if self._message is None and self._collector.has_messages():
+            with InterruptsHeld():
+                self._message = self._collector.next_message()
+        if self._message is not None:
+            try:
+                with self._at_work():
+                    self._collector.handle(*self._message)
+            except BaseException as error:
+                with InterruptsHeld():
+                    self._give_up(self._message[0], error)
+                raise
+            self._message = None
         elif timeout_s != 0.0:
             raise LookupError("waiting for a local worker that has nothing to do")
+
+    def _give_up(self, message: Message, error: BaseException) -> None:
+        """Tell the caller's bookkeeping that a request will not be completed."""
+        if isinstance(message, Execute | Window):
+            self._message = None
+            failure = WorkerError(
+                f"the request was interrupted by {described(error)}", fix="request it again"
+            )
+            self._link.send(Failed(failure, message.request))
+            self._link.send(RequestDone(message.request))
 
     def progress(self) -> list[int]:
         """Steps done."""

@@ -200,10 +200,11 @@ Message = Any
 
 
 class Pipe:
-    """One end of the pipe between the caller and a worker.
+    """A worker's end of the pipe to the caller.
 
     Args:
-        connection: A duplex connection over a Unix socket.
+        connection: A duplex connection over a Unix socket, at the other end of which is a
+            ``CallerPipe``.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -211,20 +212,16 @@ class Pipe:
         self._poller = select.poll()
         self._poller.register(connection.fileno(), select.POLLIN)
 
-    def send(self, message: Message, memory: Memory | None = None) -> None:
-        """Send a message, and with it the descriptor of its memory.
+    def send(self, message: Message) -> None:
+        """Send a message, waiting until the caller has read enough of what was sent before.
 
         Raises:
             OSError: If the other end is gone.
         """
-        size = None if memory is None else memory.n_bytes
-        self.connection.send_bytes(pickle.dumps((message, size), pickle.HIGHEST_PROTOCOL))
-        if memory is not None:
-            with self._socket() as duplicate:
-                socket.send_fds(duplicate, [b"m"], [memory.fd])
+        self.connection.send_bytes(pickle.dumps((message, None), pickle.HIGHEST_PROTOCOL))
 
     def receive(self) -> tuple[Message, Memory | None]:
-        """Wait for a message.
+        """Wait for a message, and for the descriptor of its memory.
 
         Raises:
             EOFError, OSError: If the other end is gone.
@@ -232,7 +229,7 @@ class Pipe:
         message, size = pickle.loads(self.connection.recv_bytes())
         if size is None:
             return message, None
-        with self._socket() as duplicate:
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as duplicate:
             _, descriptors, _, _ = socket.recv_fds(duplicate, 1, 1)
         if not descriptors:
             raise EOFError("the descriptor of a message is missing")
@@ -243,10 +240,3 @@ class Pipe:
         """Whether a message, or the end, can be read without waiting."""
         # Connection.poll() makes a new selector for every call, which costs 20 times as much.
         return not self.connection.closed and bool(self._poller.poll(0))
-
-    def close(self) -> None:
-        """Close this end."""
-        self.connection.close()
-
-    def _socket(self) -> socket.socket:
-        return socket.socket(fileno=os.dup(self.connection.fileno()))

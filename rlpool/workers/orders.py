@@ -5,12 +5,17 @@ numbers of the order it was given last and of the one it finished last tell whet
 step is asked for by writing into the arena and waking the worker; a reset travels through its
 pipe. Either way the worker says that it is done by a number in the arena and a wake, so that what
 was interrupted can be waited for again.
+
+A signal's handler may raise anywhere. A step is therefore written down before it is asked for, and
+asking again changes nothing: whoever comes next finds it, goes on where the interruption was, and
+waits for it. What is rarer than a step is done while such handlers wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +23,7 @@ import numpy as np
 from rlpool.envs.vec_env import LaneError, Options
 from rlpool.errors import EnvError, EnvSpecError, SpecError, UsageError, Where, compose
 from rlpool.failures import DEBUG_HINT
+from rlpool.interrupts import InterruptsHeld
 from rlpool.storage import Array
 from rlpool.workers.arena import ALL_LANES, FAILED, SOME_LANES
 from rlpool.workers.env_crew import EnvCrew
@@ -25,11 +31,36 @@ from rlpool.workers.env_messages import Announce, Reset
 from rlpool.workers.watched_crew import ENV_HINT
 
 
+@dataclass
+class Step:
+    """A step whose outcome the user was not told.
+
+    Attributes:
+        lanes: The lanes.
+        workers: Their workers.
+        numbers: The numbers of these workers' orders.
+        row: Of the log.
+        is_waited_for: Whether the call that asked for it waits for all of it.
+        is_issued: Whether all workers were asked.
+    """
+
+    lanes: list[int]
+    workers: list[int]
+    numbers: list[int]
+    row: int
+    is_waited_for: bool
+    is_issued: bool = False
+
+
 class Orders:
     """Gives the workers orders and waits for them.
 
     Args:
         crew: The workers, their arena mapped.
+
+    Attributes:
+        open: The step that was asked for last, until the user has been told what became of it.
+            Whoever tells them sets it to None; it is found here if that was interrupted.
     """
 
     def __init__(self, crew: EnvCrew) -> None:
@@ -37,31 +68,38 @@ class Orders:
         self._arena = crew.arena
         self._log = crew.log
         self._issued, self._finished = crew.issued, crew.arena.finished
+        self.open: Step | None = None
         self._last_lanes: list[int] | None = None  # of the last step
         self._last_workers: list[int] = []
         self._ordered: dict[int, Sequence[int]] = {}  # worker: lanes of its last order
         self._stale: set[int] = set()  # lanes that took part in an order that failed
         # What was asked for and not waited for yet:
         self._in_flight: dict[int, list[int]] = {}  # worker: lanes that are stepping
-        self._ready: list[int] = []  # lanes that have stepped
+        self._ready: set[int] = set()  # lanes that have stepped
         self._failed: dict[int, list[int]] = {}  # worker that failed: lanes that were stepping
 
     def announce(self, seeds: Sequence[int], env_info: Mapping[str, Array]) -> None:
         """Tell every worker which episodes will come in its lanes."""
         crew = self._crew
         self.settle(range(crew.n_lanes))
-        self._arena.is_ahead[:] = -1
         lanes = np.arange(len(seeds)) % crew.n_lanes
         words = np.asarray(seeds, np.int64)
-        for worker, own in enumerate(crew.lanes_of):
+        messages = []
+        for own in crew.lanes_of:
             rows = np.flatnonzero((lanes >= own[0]) & (lanes <= own[-1]))
             infos = {key: array[rows] for key, array in env_info.items()}
-            crew.announce(worker, Announce(crew.n_lanes, rows, words[rows], infos))
+            messages.append(Announce(crew.n_lanes, rows, words[rows], infos))
+        with InterruptsHeld():
+            self._arena.is_ahead[:] = -1
+            for worker, message in enumerate(messages):
+                crew.announce(worker, message)
 
     # All together -----------------------------------------------------------------------------
 
     def step(self, lanes: list[int]) -> bool:
         """Let lanes step with the actions in the arena, and wait for all of them.
+
+        An ``open`` step, which is of the same lanes, is not made again.
 
         Returns:
             Whether any episode ended.
@@ -70,21 +108,19 @@ class Orders:
             LaneFailure: If an environment failed.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
-        if lanes != self._last_lanes or self._crew.has_called:
-            self._last_workers = self._divide(lanes)
-            self._last_lanes = lanes[:]
-        if self._log is not None:
-            self._log.note_step(lanes)
-        self._issue(self._last_workers)
-        return self._finish(self._last_workers)
+        step = self.open
+        if step is None:
+            if lanes != self._last_lanes or self._crew.has_called:
+                self._last_lanes = None
+                self._last_workers = self._divide(lanes)
+                self._last_lanes = lanes[:]
+            step = self._issue(self._last_lanes, self._last_workers, is_waited_for=True)
+        return self._finish(step.workers)
 
-    def reset(self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]) -> None:
-        """Reset lanes, whose workers have settled, and wait for them.
-
-        Raises:
-            LaneFailure: If an environment failed.
-            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
-        """
+    def reset(
+        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
+    ) -> list[int]:
+        """Reset lanes, whose workers have settled; returns the workers to be waited for."""
         crew = self._crew
         rows: dict[int, list[int]] = {}
         for row, lane in enumerate(lanes):
@@ -103,10 +139,36 @@ class Orders:
         self._last_lanes = None
         self._stale.difference_update(lanes)
         self._note_in_log(lanes, seeds, options)
-        self._finish(list(rows))
+        return list(rows)
+
+    def wait_for_resets(self, workers: Sequence[int]) -> None:
+        """Wait for lanes that are being reset.
+
+        Raises:
+            LaneFailure: If an environment failed.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+        """
+        self._finish(workers)
+
+    def go_on(self) -> None:
+        """Ask for all of a step that was interrupted while it was asked for.
+
+        To be called before anything else, and before successors are told what was asked for.
+        """
+        if self.open is not None and not self.open.is_issued:
+            self._ask_for(self.open)
+
+    def close_step(self) -> None:
+        """Wait for a step that was interrupted, and forget what became of it."""
+        step = self.open
+        if step is not None and step.is_waited_for:
+            with suppress(EnvError):
+                self._finish(step.workers)
+        self.open = None
 
     def settle(self, lanes: Sequence[int]) -> None:
         """Wait for what was asked of the workers of lanes and given up, and forget it."""
+        self.close_step()
         if self._in_flight or self._ready or self._failed:
             self._drop(lanes)
         self._settle({self._crew.worker_of[lane] for lane in lanes})
@@ -117,15 +179,30 @@ class Orders:
             with suppress(EnvError):
                 self._finish(busy)
 
-    def _issue(self, workers: Sequence[int]) -> None:
-        """Wake workers for a step."""
-        issued, order, wakes = self._issued, self._arena.order, self._crew.wakes
+    def _issue(self, lanes: list[int], workers: list[int], *, is_waited_for: bool) -> Step:
+        """Ask for a step of lanes, which are those of ``_divide``."""
+        issued = self._issued
         for worker in workers:
             if issued[worker] != self._finished[worker]:
                 self._settle([worker])
-            issued[worker] += 1
-            order[worker] = issued[worker]
+        row = 0 if self._log is None else self._log.next_row()
+        numbers = [issued[worker] + 1 for worker in workers]
+        self.open = step = Step(lanes, workers, numbers, row, is_waited_for)
+        self._ask_for(step)
+        return step
+
+    def _ask_for(self, step: Step) -> None:
+        """Wake workers for a step. Done again, it changes nothing."""
+        issued, order, wakes = self._issued, self._arena.order, self._crew.wakes
+        if self._log is not None:
+            self._log.note_step(step.lanes, step.row)
+        for worker, number in zip(step.workers, step.numbers, strict=True):
+            if not step.is_waited_for:
+                self._in_flight[worker] = list(self._ordered[worker])
+            issued[worker] = number
+            order[worker] = number
             wakes[worker].signal()
+        step.is_issued = True
 
     def _finish(self, workers: Sequence[int]) -> bool:
         """Wait until workers have carried out their orders; returns whether an episode ended."""
@@ -142,10 +219,13 @@ class Orders:
             again = [worker for worker in failed if crew.try_again(worker)]
             if not again:
                 break
-        for worker in failed:
-            self._note_failure(worker)
+        with InterruptsHeld():
+            for worker in failed:
+                self._note_failure(worker)
         if failed:
-            self._raise_failure(failed[0])
+            failure = self._failure(failed[0])
+            self.open = None
+            raise failure
         return True
 
     def note_reset(self, lanes: Sequence[int]) -> None:
@@ -197,7 +277,8 @@ class Orders:
                 workers.append(worker)
         return workers
 
-    def _raise_failure(self, worker: int) -> None:
+    def _failure(self, worker: int) -> LaneFailure:
+        """What a worker reports about the order that failed."""
         crew = self._crew
         failure = crew.failure_of(worker)
         lane = crew.lanes_of[worker][failure.lane]
@@ -207,19 +288,14 @@ class Orders:
         error = failure.error
         if not failure.is_lost:
             error = crew.capsules.of_order(error, failure.call, where)
-        raise lane_failure(error, lane, failure.call, where)
+        return lane_failure(error, lane, failure.call, where)
 
     # First come, first served -----------------------------------------------------------------
 
     def begin_some(self, lanes: Sequence[int]) -> None:
         """Let lanes step with the actions in the arena, while others may be stepping."""
-        workers = self._divide(lanes)
         self._last_lanes = None
-        for worker in workers:
-            self._in_flight[worker] = list(self._ordered[worker])
-        if self._log is not None:
-            self._log.note_step(lanes)
-        self._issue(workers)
+        self._issue(list(lanes), self._divide(lanes), is_waited_for=False)
 
     def look(self) -> None:
         """Take notice of deaths and hangs, for callers that never wait.
@@ -243,8 +319,13 @@ class Orders:
             self._crew.wait_for_any(self._in_flight)
             self._collect()
         if self._failed:
-            self._raise_failure(self._failed.popitem()[0])
-        ready, self._ready = sorted(self._ready), []
+            worker = next(iter(self._failed))
+            failure = self._failure(worker)
+            del self._failed[worker]
+            raise failure
+        ready, none = sorted(self._ready), set[int]()
+        # Nothing is called from here on, so that no handler runs before the caller has them.
+        self._ready, self.open = none, None
         return ready
 
     def refuse_stepping(self, lanes: Sequence[int]) -> None:
@@ -279,19 +360,22 @@ class Orders:
                 has_failed = self._arena.outcome[worker] == FAILED
                 if has_failed and self._crew.try_again(worker):
                     continue
-                lanes = self._in_flight.pop(worker)
+                # Done again after an interruption, it changes nothing.
+                lanes = self._in_flight[worker]
                 if has_failed:
                     self._failed[worker] = lanes
-                    self._note_failure(worker)
+                    with InterruptsHeld():
+                        self._note_failure(worker)
                 else:
-                    self._ready.extend(lanes)
+                    self._ready.update(lanes)
+                del self._in_flight[worker]
 
     def _drop(self, lanes: Sequence[int]) -> None:
         """Wait for the workers of lanes that are stepping, and forget what became of those."""
         workers = {self._crew.worker_of[lane] for lane in lanes}
         self._crew.wait_idle([worker for worker in workers if worker in self._in_flight])
         self._collect()
-        self._ready = [lane for lane in self._ready if lane not in lanes]
+        self._ready.difference_update(lanes)
         for worker in workers.intersection(self._failed):
             self._failed[worker] = [lane for lane in self._failed[worker] if lane not in lanes]
             if not self._failed[worker]:

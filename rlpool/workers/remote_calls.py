@@ -54,11 +54,6 @@ class RemoteCalls:
         else:
             log.note_reset(lane, int(seed_of[lane]), call.data[1])
 
-    def received(self, lane: int) -> bytes:
-        """Hand a reply out; the lane has no request any more."""
-        del self.waiting[lane]
-        return self.replies.pop(lane)
-
     def unanswered(self) -> list[int]:
         """Lanes whose requests have no reply yet."""
         return [lane for lane in self.waiting if lane not in self.replies]

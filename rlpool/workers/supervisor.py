@@ -6,12 +6,13 @@ import multiprocessing
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import process
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
@@ -24,12 +25,13 @@ from rlpool.interrupts import InterruptsHeld
 from rlpool.limits import process_activity
 from rlpool.main_guard import missing_guard, refuse_missing_guard
 from rlpool.storage import Array, Memory
+from rlpool.workers.caller_pipe import CallerPipe
 from rlpool.workers.child import CONTROL_COLUMNS, main
 from rlpool.workers.collector import Deliver
 from rlpool.workers.inherited import Inherited
 from rlpool.workers.leash import Leash
 from rlpool.workers.logs import LogReader
-from rlpool.workers.messages import Close, Message, Pipe
+from rlpool.workers.messages import Close, Message
 from rlpool.workers.shipment import Shipment
 from rlpool.workers.side_channel import SideChannel, run_connected
 from rlpool.workers.stacks import Stacks
@@ -122,7 +124,7 @@ class Supervisor:
         self._poller: select.poll | None = None
         self._leash: Leash | None = None  # while workers are starting
         self._tied: set[int] = set()  # those that may not have let go of it
-        self._pipes: list[Pipe | None] = []
+        self._pipes: list[CallerPipe | None] = []
         self._processes: list[SpawnProcess] = []
         n_bytes = len(setups) * CONTROL_COLUMNS * np.dtype(np.int64).itemsize
         self._control = Memory.shared(n_bytes, "rlpool-control")
@@ -178,11 +180,12 @@ class Supervisor:
         with suppress(ValueError):  # not ended although killed: the kernel is not done with it
             late.close()
 
-    def _spawned(self, setup: WorkerSetup) -> tuple[Pipe, SpawnProcess]:
+    def _spawned(self, setup: WorkerSetup) -> tuple[CallerPipe, SpawnProcess]:
         context = multiprocessing.get_context("spawn")
         self._leash = self._leash or Leash()
         leash_end = self._leash.end()
-        here, there = context.Pipe(duplex=True)
+        here, end = socket.socketpair()
+        there = Connection(end.detach())
         try:
             worker = context.Process(
                 target=run_connected,
@@ -207,7 +210,7 @@ class Supervisor:
             there.close()
             leash_end.close()
         self._tied.add(setup.worker)
-        return Pipe(here), worker
+        return CallerPipe(here), worker
 
     @property
     def processes(self) -> list[SpawnProcess]:
@@ -215,11 +218,16 @@ class Supervisor:
         return list(self._processes)
 
     def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
-        """Send a message; to a worker that is gone it is lost, which ``poll`` will tell."""
+        """Send a message without waiting for the worker, by what ``poll`` does if need be.
+
+        To a worker that is gone it is lost, which ``poll`` will tell.
+        """
         pipe = self._pipes[worker]
         if pipe is not None:
-            with suppress(OSError):
+            with InterruptsHeld(), suppress(OSError):
                 pipe.send(message, memory)
+            if pipe.events & select.POLLOUT:
+                self._poller = None  # it does not watch for that
 
     def poll(self, timeout_s: float | None) -> None:
         """Deliver what has arrived, logs included, waiting for a message if there is none.
@@ -231,20 +239,21 @@ class Supervisor:
         self.deliver_logs()
 
     def _poll_pipes(self, timeout_s: float | None) -> None:
-        waiting: dict[Any, int] = {}
-        for number, (pipe, worker) in enumerate(zip(self._pipes, self._processes, strict=True)):
-            if pipe is not None:
-                waiting[pipe.connection] = waiting[worker.sentinel] = number
-        if not waiting:
+        poller, number_of = self._new_poller()
+        if not number_of:
             return
-        ready = {waiting[handle] for handle in wait(list(waiting), timeout_s)}
-        if not ready:
+        events = dict(poller.poll(None if timeout_s is None else timeout_s * 1000))
+        ready = {number_of[fd] for fd, event in events.items() if event != select.POLLOUT}
+        if not events:
             # A process that the dead worker had forked may keep its descriptors open.
-            ready = {n for n in waiting.values() if not self._processes[n].is_alive()}
-        if not ready:
+            ready = {n for n in number_of.values() if not self._processes[n].is_alive()}
+        if not ready and not events:
             return
         with InterruptsHeld():
             try:
+                for fd, event in events.items():
+                    if event & select.POLLOUT:
+                        self._flush(number_of[fd])
                 for number in sorted(ready):
                     self._deliver_from(number)
             except BaseException:
@@ -262,22 +271,32 @@ class Supervisor:
             Whether it can be read now.
         """
         if self._poller is None:
-            self._poller = self._new_poller(fd)
+            # Kept from call to call: this is called for every step.
+            self._poller, _ = self._new_poller()
+            self._poller.register(fd, select.POLLIN)
         ready = self._poller.poll(timeout_s * 1000)
         if len(ready) == 1 and ready[0][0] == fd:
             return True
         self.poll(0.0)
         return any(handle == fd for handle, _ in ready)
 
-    def _new_poller(self, fd: int) -> select.poll:
-        # Kept from call to call, which multiprocessing.connection.wait() cannot do.
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        for pipe, worker in zip(self._pipes, self._processes, strict=True):
+    def _new_poller(self) -> tuple[select.poll, dict[int, int]]:
+        """What waits for any worker; and the worker of each descriptor."""
+        poller, number_of = select.poll(), {}
+        for number, (pipe, worker) in enumerate(zip(self._pipes, self._processes, strict=True)):
             if pipe is not None:
-                poller.register(pipe.connection.fileno(), select.POLLIN)
+                poller.register(pipe, pipe.events)
                 poller.register(worker.sentinel, select.POLLIN)
-        return poller
+                number_of[pipe.fileno()] = number_of[worker.sentinel] = number
+        return poller, number_of
+
+    def _flush(self, number: int) -> None:
+        """Go on with what a worker could not take before."""
+        pipe = self._pipes[number]
+        if pipe is not None:
+            with suppress(OSError):  # it is gone, which is told in its turn
+                pipe.flush()
+            self._poller = None  # it watches whether there is something to be written
 
     def _deliver_from(self, number: int) -> None:
         """Deliver a worker's messages, its last words before its death."""
@@ -286,8 +305,8 @@ class Supervisor:
             try:
                 # Asked in this order: what was sent before the death is in the pipe by then.
                 is_alive = self._processes[number].is_alive()
-                if pipe.poll():
-                    message = pipe.receive()[0]
+                message = pipe.receive()
+                if message is not None:
                     self._untie(number)
                     self._deliver(number, message)
                 elif is_alive:
@@ -319,6 +338,7 @@ class Supervisor:
         if worker.is_alive():
             worker.kill()  # else nobody would ever look after it again
             worker.join(_REAP_S)
+        _end_group_of(worker)
         self._deliver(number, Died(worker.exitcode))
 
     def progress(self) -> list[int]:
@@ -396,7 +416,9 @@ def missing_guard_error(died: Died) -> UsageError | None:
     return missing_guard()
 
 
-def _end_all(pipes: list[Pipe | None], processes: list[SpawnProcess], logs: LogReader) -> None:
+def _end_all(
+    pipes: list[CallerPipe | None], processes: list[SpawnProcess], logs: LogReader
+) -> None:
     """Close all workers; also run when a forgotten supervisor is collected or Python exits."""
     try:
         _ask_to_end(pipes, processes)
@@ -407,9 +429,10 @@ def _end_all(pipes: list[Pipe | None], processes: list[SpawnProcess], logs: LogR
             worker.join(_REAP_S)
         raise
     finally:
-        for pipe in pipes:
-            if pipe is not None:
+        for pipe, worker in zip(pipes, processes, strict=False):
+            if pipe is not None:  # else it ended before, and its number may be another's by now
                 pipe.close()
+                _end_group_of(worker)
         for worker in processes:
             with suppress(ValueError):  # not ended although killed: the kernel is not done with it
                 worker.close()  # frees its descriptors
@@ -418,12 +441,11 @@ def _end_all(pipes: list[Pipe | None], processes: list[SpawnProcess], logs: LogR
         logs.finish()  # last: it runs handlers of the user's
 
 
-def _ask_to_end(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None:
+def _ask_to_end(pipes: list[CallerPipe | None], processes: list[SpawnProcess]) -> None:
     """Tell all workers to close, then terminate, then kill those that do not."""
     for pipe in pipes:
         if pipe is not None:
-            with suppress(OSError):
-                pipe.send(Close())
+            pipe.finish(Close())
     deadline = time.monotonic() + _CLOSE_S
     for worker in processes:
         # A worker that ended frees its siblings' time.
@@ -438,6 +460,13 @@ def _ask_to_end(pipes: list[Pipe | None], processes: list[SpawnProcess]) -> None
         deadline = time.monotonic() + patience_s
         for worker in late:
             worker.join(max(0.0, deadline - time.monotonic()))
+
+
+def _end_group_of(worker: SpawnProcess) -> None:
+    """End what the environments of a worker that has ended have started and not ended."""
+    if worker.pid is not None:
+        with suppress(OSError):  # mostly there is nothing
+            os.killpg(worker.pid, signal.SIGKILL)
 
 
 @contextmanager

@@ -243,6 +243,7 @@ class WatchedCrew:
 
     def _take_reply(self, worker: int, message: Reply) -> None:
         lane = self.lanes_of[worker][message.lane]
+        self.capsules.forget_noted(lane)
         if message.error is not None:
             error = placed(message.error, self.where(lane))
             error = self.capsules.of_remote(error, self.calls.waiting[lane])

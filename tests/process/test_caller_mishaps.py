@@ -210,6 +210,78 @@ def test_a_forked_child_has_a_batcher_of_its_own(run_script: RunScript, struck: 
     assert script.stderr == ""
 
 
+REFUSING = """
+from rlpool import ParallelEnvManager, UsageError
+
+def refused(call, *arguments):
+    try:
+        call(*arguments)
+    except UsageError as error:
+        assert "forked" in str(error) and "fix:" in str(error), error
+        return
+    raise AssertionError(f"{call} was not refused")
+
+def main(struck):
+    windows = Batcher(4, None, create_agent, {}, create_env, {}, n_threads=1, seeds=1)
+    windows.reset()
+    windows.execute()
+    manager = ParallelEnvManager([FaultyEnv] * 2, seed=1)
+    manager.reset()
+    manager.remotes[0].send(("get_attr", {"attr": "action_space"}))
+    with open_batcher(struck, 2) as batcher:
+        batcher.execute(3, env_info=rows(5))
+        pid = os.fork()
+        if pid == 0:
+            refused(batcher.get)
+            refused(batcher.get, False)
+            refused(batcher.execute, 3)
+            refused(batcher.reexecute)
+            refused(batcher.update, {})
+            refused(lambda: batcher.progress)
+            refused(batcher.dump_stacks, None)
+            refused(windows.get)
+            refused(windows.execute)
+            refused(windows.reset)
+            refused(lambda: windows.n_lanes)
+            refused(lambda: windows.all_stopped)
+            refused(manager.reset)
+            refused(manager.reset_lanes, [1], [1], [None])
+            refused(manager.step_lanes, [1], {})
+            refused(manager.step_some)
+            refused(manager.announce_episodes, [1], {})
+            refused(manager.dump_stacks, None)
+            refused(manager.remotes[0].recv)
+            refused(manager.remotes[0].poll)
+            refused(manager.remotes[1].send, ("reset", None))
+            refused(manager.workers[0].is_alive)
+            refused(manager.workers[0].join)
+            refused(lambda: manager.workers[0].exitcode)
+            assert str(manager.workers[0].pid) in repr(manager.workers[0])
+            windows.close()
+            windows.close()
+            manager.close()
+            sys.stderr = open(os.devnull, "w")
+            sys.exit(4)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+        check(batcher.get(), 5)
+        assert windows.get()["frame"].shape[:2] == (1, 3)
+        assert manager.remotes[0].recv()[0] == "attr"
+        manager.reset()
+    print("done")
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+def test_a_forked_child_is_told_that_the_workers_are_those_of_its_parent(
+    run_script: RunScript, struck: Struck
+) -> None:
+    script = run_script(COMMON + REFUSING, struck.path)
+    assert finished(script) == "done\n"
+    assert script.stderr == ""
+
+
 POOL_OF_FORKS = """
 import multiprocessing
 

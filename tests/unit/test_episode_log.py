@@ -61,7 +61,7 @@ def test_a_log_is_what_lists_of_actions_are(script: Sequence[tuple[str, Any]]) -
                 expected[who].append(number)
         elif what == "step":
             action[:] = np.arange(N_LANES)[:, None] + 10 * number
-            log.note_step(who)
+            log.note_step(who, log.next_row())
             for lane in set(who) & set(expected):
                 expected[lane].append(lane + 10 * number)
         elif who in expected:
@@ -81,7 +81,7 @@ def test_a_long_episode_is_kept_beside_short_ones_that_are_not() -> None:
         log.note_reset(lane, lane, None)
     for step in range(5000):
         action[:] = step
-        log.note_step(range(N_LANES))
+        log.note_step(range(N_LANES), log.next_row())
         log.note_reset(1, step, None)
     assert len(steps_of(log.reached(0))) == 5000
     assert steps_of(log.reached(1)) == []
@@ -91,7 +91,7 @@ def test_what_the_caller_changes_afterwards_is_not_changed_in_the_log() -> None:
     log, action = bound()
     options, own = {"goal": [1]}, np.ones(2)
     log.note_reset(0, 5, options)
-    log.note_step([0])
+    log.note_step([0], log.next_row())
     log.note_remote_step(0, own)
     options["goal"].append(2)
     action[:], own[:] = 7, 7
@@ -108,7 +108,7 @@ def test_the_last_step_can_be_taken_off() -> None:
     log.note_reset(0, 5, None)
     for step in range(2):
         action[:] = step
-        log.note_step([0])
+        log.note_step([0], log.next_row())
     reached, last = without_last(log.reached(0) or Reached(0, None))
     assert steps_of(reached) == [[0, 0]]
     assert last["action"].tolist() == [1, 1]
@@ -124,7 +124,7 @@ def test_lanes_that_are_forgotten_or_lost_have_no_steps() -> None:
     log.forget(0)
     log.lose(1, "it broke")
     log.lose(2, "it was never reset")
-    log.note_step([0, 1])
+    log.note_step([0, 1], log.next_row())
     assert log.reached(0) is None
     assert log.reached(2) is None
     lost = log.reached(1)
@@ -132,5 +132,5 @@ def test_lanes_that_are_forgotten_or_lost_have_no_steps() -> None:
     assert (lost.why_lost, lost.n_steps) == ("it broke", 0)
     assert without_last(lost) == (lost, {})
     log.note_reset(1, 6, None)
-    log.note_step([1])
+    log.note_step([1], log.next_row())
     assert steps_of(log.reached(1)) == [[0, 0]]

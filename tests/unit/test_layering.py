@@ -76,6 +76,7 @@ ORDER = (
     "workers.shipment",
     "workers.wake",
     "workers.messages",
+    "workers.caller_pipe",
     "workers.wear",
     "workers.plans",
     "workers.collector",

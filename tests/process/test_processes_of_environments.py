@@ -1,0 +1,143 @@
+"""Processes that environments start end with their worker, however that ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process.watching import Script, is_running, wait_until
+
+from rlpool import EpisodeBatcher
+
+from support.agents import ConstantAgent
+from support.parents import WAYS, create_env, open_manager
+
+pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(120)]
+
+GONE_S = 3.0
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Iterator[Path]:
+    directory = tmp_path / "notes"
+    directory.mkdir()
+    yield directory
+    for pid in started(directory):
+        if is_running(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def started(notes: Path) -> set[int]:
+    return {int(note.name) for note in notes.iterdir()}
+
+
+def open_batcher(n_threads: int = 1, **options: Any) -> EpisodeBatcher:
+    env_args = options.pop("env_args")
+    return EpisodeBatcher(
+        4, 8, ConstantAgent, {}, create_env, env_args, n_threads=n_threads, seeds=1, **options
+    )
+
+
+def assert_gone(pids: set[int], since_s: float) -> None:
+    wait_until(lambda: not any(map(is_running, pids)), GONE_S - (time.monotonic() - since_s))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_environments_started_ends_with_close(notes: Path, way: str) -> None:
+    batcher = open_batcher(2, env_args={"notes": str(notes), "way": way})
+    batcher.execute(3)
+    assert batcher.get().lengths.tolist() == [3, 3, 3]
+    children = started(notes)
+    assert len(children) == 2
+    assert all(map(is_running, children))
+    start_s = time.monotonic()
+    batcher.close()
+    assert_gone(children, start_s)
+
+
+def test_what_environments_of_a_manager_started_ends_with_close(notes: Path) -> None:
+    manager = open_manager(notes=str(notes))
+    manager.reset()
+    children = started(notes)
+    assert len(children) == 2
+    start_s = time.monotonic()
+    manager.close()
+    assert_gone(children, start_s)
+
+
+def test_what_a_killed_worker_had_started_ends_before_its_successor_works(notes: Path) -> None:
+    with open_manager(notes=str(notes)) as manager:
+        manager.reset()
+        before = started(notes)
+        os.kill(manager.workers[0].pid, signal.SIGKILL)
+        manager.reset()
+        others = {pid for pid in before if is_running(pid)}
+        assert len(others) == 1, "that of the worker that lives goes on"
+        assert len(started(notes)) == 3
+
+
+def test_what_a_recycled_worker_had_started_ends_with_it(notes: Path) -> None:
+    env_args = {"notes": str(notes)}
+    with open_batcher(env_args=env_args, max_episodes_per_worker=2) as batcher:
+        batcher.execute(6)
+        batcher.get()
+        assert len(started(notes)) >= 3
+        wait_until(lambda: sum(map(is_running, started(notes))) <= 1, GONE_S)
+
+
+def test_environments_that_end_their_processes_are_not_disturbed(notes: Path) -> None:
+    with open_batcher(2, env_args={"notes": str(notes), "ends_it": True}) as batcher:
+        batcher.execute(3)
+        batcher.get()
+    codes = [note.read_text() for note in notes.iterdir()]
+    assert codes == ["7", "7"], "each was ended by its environment, and waited for"
+
+
+CALLER = """
+import os, signal, sys, time
+from rlpool import EpisodeBatcher
+from support.agents import ConstantAgent
+from support.parents import create_env, open_manager
+
+def main(notes, owner, way):
+    if owner == "manager":
+        opened = open_manager(notes=notes, way=way)
+        opened.reset()
+    else:
+        opened = EpisodeBatcher(
+            4, 8, ConstantAgent, {}, create_env, {"notes": notes, "way": way}, n_threads=2, seeds=1
+        )
+        opened.execute(3)
+        opened.get()
+    print("there", flush=True)
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("owner", "way", "number"),
+    [
+        ("batcher", "popen", signal.SIGKILL),
+        ("batcher", "grandchild", signal.SIGKILL),
+        ("batcher", "fork", signal.SIGTERM),
+        ("manager", "process", signal.SIGKILL),
+        ("manager", "popen", signal.SIGINT),
+    ],
+)
+def test_what_environments_started_ends_with_the_caller(
+    run_script: Callable[..., Script], notes: Path, owner: str, way: str, number: signal.Signals
+) -> None:
+    script = run_script(CALLER, str(notes), owner, way)
+    script.wait_for_line("there")
+    children = started(notes)
+    assert len(children) == 2
+    script.signal(number)
+    assert_gone(children, time.monotonic())

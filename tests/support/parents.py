@@ -1,0 +1,80 @@
+"""Environments that start processes of their own, as simulators do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rlpool import GymEnv, ParallelEnvManager
+
+from support.envs import CountingEnv
+
+_FOREVER_S = 1000.0
+
+WAYS = ("popen", "process", "fork", "grandchild")
+
+
+class ParentEnv(CountingEnv):
+    """A ``CountingEnv`` that starts a process and never ends it, or does so in ``close``.
+
+    Args:
+        notes: Directory in which every process that is started leaves a file named by its id.
+        way: How it is started, one of ``WAYS``.
+        ends_it: Whether ``close`` ends it, which takes a moment and is noted.
+    """
+
+    def __init__(self, notes: str, way: str = "popen", ends_it: bool = False) -> None:
+        super().__init__()
+        self._notes, self._ends_it = Path(notes), ends_it
+        if way == "process":
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+            child.start()
+            self._note(child.pid)
+        elif way == "fork":
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(_FOREVER_S)
+                os._exit(0)
+            self._note(pid)
+        elif way == "grandchild":
+            # The shell ends at once: what it leaves in the background has no parent any more.
+            command = ["sh", "-c", "sleep 1000 </dev/null >/dev/null 2>&1 & echo $!"]
+            self._note(int(subprocess.run(command, capture_output=True, check=True).stdout))
+        else:
+            source = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); "
+            source += "print('up', flush=True); time.sleep(1000)"
+            self._child = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE)
+            self._child.stdout.readline()
+            self._note(self._child.pid)
+
+    def _note(self, pid: int | None) -> None:
+        (self._notes / str(pid)).touch()
+
+    def close(self) -> None:
+        if self._ends_it:
+            self._child.terminate()
+            code = self._child.wait()
+            (self._notes / f"{self._child.pid}").write_text(str(code))
+
+
+def create_env(seed: int, n_lanes: int = 1, **arguments: Any) -> GymEnv:
+    return GymEnv([ParentEnv(**arguments) for _ in range(n_lanes)], seed)
+
+
+class MakeParent:
+    """Makes a ``ParentEnv`` in a worker of a manager."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self._arguments = arguments
+
+    def __call__(self) -> ParentEnv:
+        return ParentEnv(**self._arguments)
+
+
+def open_manager(**arguments: Any) -> ParallelEnvManager:
+    return ParallelEnvManager([MakeParent(**arguments)] * 2, seed=1)
