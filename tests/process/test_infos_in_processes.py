@@ -106,12 +106,12 @@ def test_wrong_infos_then_right_ones(
     run = runs(partial(create, observes=observes), NeedyAgent, n_threads, kind)
     with pytest.raises(EnvError, match="TypeError") as caught:
         run(agent_info=agent_info())
-    assert "env_info=DictTensor(" in caught.value.fix
+    assert "pass env_info={" in caught.value.fix
     with pytest.raises(EnvError, match="ids are not negative"):
         run(env_info=env_info([5, -1]), agent_info=agent_info())
     with pytest.raises(AgentError, match="TypeError") as failed:
         run(env_info=env_info())
-    assert "agent_info=DictTensor(" in failed.value.fix
+    assert "pass agent_info={" in failed.value.fix
     for _ in range(2):
         run.assert_right(env_info=env_info(), agent_info=agent_info())
 
