@@ -299,8 +299,8 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         Args:
             to_reset: Lanes that the call will reset itself.
         """
-        crew = self._crew
-        if not crew.closed:
+        crew, step = self._crew, self._orders.open
+        if step is not None and not crew.closed:
             crew.refuse_forked_copy()
             self._orders.go_on()
         crew.check_open()

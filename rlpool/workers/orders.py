@@ -31,7 +31,7 @@ from rlpool.workers.env_messages import Announce, Reset
 from rlpool.workers.watched_crew import ENV_HINT
 
 
-@dataclass
+@dataclass(slots=True)
 class Step:
     """A step whose outcome the user was not told.
 
@@ -219,10 +219,10 @@ class Orders:
             again = [worker for worker in failed if crew.try_again(worker)]
             if not again:
                 break
-        with InterruptsHeld():
-            for worker in failed:
-                self._note_failure(worker)
         if failed:
+            with InterruptsHeld():
+                for worker in failed:
+                    self._note_failure(worker)
             failure = self._failure(failed[0])
             self.open = None
             raise failure
