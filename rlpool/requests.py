@@ -367,7 +367,7 @@ class WindowRequest(Request):
 
     @property
     def _seeds(self) -> LaneSeeds:
-        return LaneSeeds(self._root, self._n_resets, self._n_lanes, self._n_restarts)
+        return LaneSeeds(self._root, self._n_resets, self._n_restarts)
 
     def _rows_of(self, worker: int) -> list[tuple[int, int]]:
         """Rows and lanes of a worker."""

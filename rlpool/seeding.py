@@ -138,38 +138,34 @@ def task_draws(root: int, collection: int, n_rollouts: int, n_tasks: int) -> lis
 class LaneSeeds:
     """Seeds of lanes that restart on their own, since one ``reset``.
 
-    The episodes of a worker are numbered reset by reset, and within one restart by restart: all
-    lanes' first episodes, all lanes' second ones, and so on. A reset goes on behind all numbers
-    that can have been used before it. Worker *w* begins at the bits of *w* in reverse, read as a
-    fraction of all numbers: wherever the others began, and however many there will be, half of
-    the largest gap is its own. So the seeds of a lane do not depend on the number of workers, and
-    with W of them (rounded up to a power of two), no two episodes share a seed before a lane has
-    made ``2**31 / (W * n_lanes)`` restarts and resets.
+    A lane numbers its episodes one by one, resets included, and goes on behind all numbers that it
+    can have used before a reset. Lane *k* begins at the bits of *k* in reverse, read as a fraction
+    of all numbers: wherever the others began, and however many there will be, half of the largest
+    gap is its own. So the seeds of a lane depend neither on the number of workers nor on that of
+    lanes, and of L lanes (rounded up to a power of two) no two episodes share a seed before one has
+    made ``2**31 / L`` restarts and resets.
 
     Args:
         root: The root.
         n_resets: Number of the ``reset``, 0-based.
-        n_lanes: Lanes of a worker.
         n_restarts: The most restarts that any lane can have made before this ``reset``, in all.
     """
 
-    def __init__(self, root: int, n_resets: int, n_lanes: int, n_restarts: int = 0) -> None:
+    def __init__(self, root: int, n_resets: int, n_restarts: int = 0) -> None:
         self._noise_key, self._noise_salt = _derive(root, _LANES, n_resets).tolist()
         self._seed_keys = _seed_keys(root, _LANE_SEEDS)
-        self._n_lanes = n_lanes
-        self._first = (n_resets + n_restarts) * n_lanes
+        self._first = n_resets + n_restarts
 
     def seed(self, lane: int, n_restarts: int) -> int:
         """Seed of a lane's ``n_restarts``-th episode since the reset, in ``[0, 2**31)``.
 
         Args:
             lane: Number of the lane across all workers.
-            n_restarts: 0 for the episode that the reset began.
+            n_restarts: 0 for the episode that the reset began; negative numbers go backwards from
+                where the lane began, into the gap that the lane before it reaches last.
         """
-        worker, lane = divmod(lane, self._n_lanes)
-        begin = int(f"{worker:0{_SEED_BITS}b}"[::-1], 2)
-        number = begin + self._first + n_restarts * self._n_lanes + lane
-        return permuted(number, self._seed_keys)
+        begin = int(f"{lane:0{_SEED_BITS}b}"[::-1], 2)
+        return permuted(begin + self._first + n_restarts, self._seed_keys)
 
     def noise_key(self, lane: int, n_restarts: int) -> int:
         """What the noise of that episode derives from, in ``[0, 2**64)``."""

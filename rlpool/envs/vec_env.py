@@ -88,7 +88,7 @@ class VecEnv(ABC):
         self._all_lanes = list(range(n_lanes))
         self._root = root_from(seed)
         self._n_resets = 0
-        self._lane_seeds = LaneSeeds(self._root, 0, n_lanes)
+        self._lane_seeds = LaneSeeds(self._root, 0)
         self._restarts = [0] * n_lanes  # since the reset
         self._n_restarts_before = 0  # the most that any lane made before it
         self._n_steps = np.zeros(n_lanes, np.int64)  # of episodes that ``step`` goes through
@@ -337,9 +337,7 @@ class VecEnv(ABC):
         """
         self._env_options = list(options_of(env_info, self.n_lanes, "env_info"))
         self._n_restarts_before += max(self._restarts)
-        self._lane_seeds = LaneSeeds(
-            self._root, self._n_resets, self.n_lanes, self._n_restarts_before
-        )
+        self._lane_seeds = LaneSeeds(self._root, self._n_resets, self._n_restarts_before)
         self._n_resets += 1
         self._restarts = [0] * self.n_lanes
         self._running = []

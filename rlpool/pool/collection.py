@@ -259,7 +259,7 @@ class EpisodeRunner(ProcessOwner):
         return digests
 
     def _setup(self, process: int, env: bytes, policy: bytes, number: int) -> Setup:
-        first_seed = LaneSeeds(self._root, number, n_lanes=1).seed(process, 0)
+        first_seed = LaneSeeds(self._root, number).seed(process, 0)
         station = Station(process, env, policy, first_seed, self._dtypes)
         functions = cloudpickle.dumps((station.create_env, {}, station.create_agent, {}))
         return Setup(Shipment(functions), process, self._n_processes, self._root)

@@ -321,9 +321,7 @@ class Collector:
         if message.is_first or self._lane_seeds is None:
             if self._rollout is not None:
                 self._rollout.abandon()
-            self._lane_seeds = LaneSeeds(
-                setup.root, message.n_resets, block.layout.step.n_lanes, message.n_restarts
-            )
+            self._lane_seeds = LaneSeeds(setup.root, message.n_resets, message.n_restarts)
             self._window_infos = infos
         seeds, infos = self._lane_seeds, self._window_infos
         return WindowPlan(message, setup.worker, block, seeds, infos, self._wear)

@@ -20,22 +20,21 @@ class RemoteSeeds:
     """
 
     def __init__(self, root: int, first_lane: int) -> None:
-        # As if each were a worker of its own, beside the one that stands for all lanes when they
-        # are reset together.
-        self._stream = LaneSeeds(root, 0, n_lanes=1)
+        self._stream = LaneSeeds(root, 0)
         self._first_lane = first_lane
         self._seeds: dict[int, Iterator[int]] = {}
 
     def next(self, lane: int) -> int:
         """The next seed of a lane."""
         if lane not in self._seeds:
-            number = 1 + self._first_lane + lane
-            self._seeds[lane] = (self._stream.seed(number, k) for k in itertools.count())
+            number = self._first_lane + lane
+            # Backwards: forwards are the seeds of lanes that are reset together.
+            self._seeds[lane] = (self._stream.seed(number, -k) for k in itertools.count(1))
         return next(self._seeds[lane])
 
     def give(self, lane: int, seed: int) -> None:
         """Go on with this seed, then with others that follow from it."""
-        stream = LaneSeeds(root_from(seed), 0, n_lanes=1)
+        stream = LaneSeeds(root_from(seed), 0)
         others = (stream.seed(0, k) for k in itertools.count())
         self._seeds[lane] = itertools.chain([seed], (other for other in others if other != seed))
 

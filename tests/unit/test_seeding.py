@@ -125,36 +125,38 @@ def test_seeds_are_spread_evenly_and_so_are_their_differences() -> None:
 
 
 def test_lanes_that_restart_share_no_seed_between_lanes_restarts_and_resets() -> None:
-    root, n_lanes, n_workers = root_from(0), 3, 5
+    root, n_lanes = root_from(0), 15
     seeds = []
     n_restarts = 0
     for n_resets, most in enumerate((40, 0, 7, 500)):
-        lanes = LaneSeeds(root, n_resets, n_lanes, n_restarts)
-        for lane in range(n_workers * n_lanes):
+        lanes = LaneSeeds(root, n_resets, n_restarts)
+        for lane in range(n_lanes):
             seeds += [lanes.seed(lane, k) for k in range(most + 1)]
         n_restarts += most
-    assert len(set(seeds)) == len(seeds) == 15 * (41 + 1 + 8 + 501)
+    first = LaneSeeds(root, 0)
+    seeds += [first.seed(lane, -k) for lane in range(n_lanes) for k in range(1, 501)]
+    assert len(set(seeds)) == len(seeds) == n_lanes * (41 + 1 + 8 + 501 + 500)
     assert all(isinstance(seed, int) and 0 <= seed < 2**31 for seed in seeds)
 
 
 def test_half_a_million_episodes_of_restarting_lanes_share_no_seed() -> None:
-    lanes = LaneSeeds(root_from(3), 0, n_lanes=8)
+    lanes = LaneSeeds(root_from(3), 0)
     seeds = {lanes.seed(lane, k) for lane in range(32) for k in range(16_000)}
     assert len(seeds) == 32 * 16_000
 
 
-def test_lanes_of_a_worker_do_not_depend_on_how_many_workers_there_are() -> None:
-    """As each worker begins in the middle of the largest gap that the others before it left."""
-    lanes = LaneSeeds(root_from(3), 0, n_lanes=4)
-    # Worker 1 begins at half of all numbers, worker 2 at a quarter, worker 3 at three quarters.
-    for worker, begin in ((1, 2**30), (2, 2**29), (3, 3 * 2**29), (4, 2**28)):
-        assert lanes.seed(4 * worker, 0) == lanes.seed(0, begin // 4)
+def test_seeds_of_a_lane_do_not_depend_on_how_many_lanes_there_are() -> None:
+    """As each lane begins in the middle of the largest gap that the others before it left."""
+    lanes = LaneSeeds(root_from(3), 0)
+    # Lane 1 begins at half of all numbers, lane 2 at a quarter, lane 3 at three quarters.
+    for lane, begin in ((1, 2**30), (2, 2**29), (3, 3 * 2**29), (4, 2**28)):
+        assert lanes.seed(lane, 0) == lanes.seed(0, begin)
 
 
 def test_lane_seeds_depend_on_reset_lane_and_restart_alone() -> None:
     root = root_from(3)
-    assert LaneSeeds(root, 2, 8).seed(4, 1) == LaneSeeds(root, 2, 8).seed(4, 1)
-    assert LaneSeeds(root, 2, 8).seed(4, 1) != LaneSeeds(root, 2, 8).seed(1, 4)
+    assert LaneSeeds(root, 2).seed(4, 1) == LaneSeeds(root, 2).seed(4, 1)
+    assert LaneSeeds(root, 2).seed(4, 1) != LaneSeeds(root, 2).seed(1, 4)
 
 
 def test_no_two_workers_share_a_seed() -> None:
@@ -280,11 +282,11 @@ def test_noise_does_not_depend_on_seeds() -> None:
     """Its keys are long, and stay different when seeds come again."""
     root = root_from(1)
     keys = keys_of(root, 0, 200_000) + keys_of(root, 1, 200_000)
-    lanes = LaneSeeds(root, 0, n_lanes=8)
+    lanes = LaneSeeds(root, 0)
     keys += [lanes.noise_key(lane, k) for lane in range(16) for k in range(500)]
     assert len(set(keys)) == len(keys)
     assert 2**63 < max(keys) < 2**64
-    again = 2**31 // 8  # restarts after which a lane of a lonely worker has the same seed again
+    again = 2**31  # restarts after which a lane has the same seed again
     assert lanes.seed(3, 5) == lanes.seed(3, 5 + again)
     assert lanes.noise_key(3, 5) != lanes.noise_key(3, 5 + again)
 
