@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
-from rlpool.errors import SpecError, compose
+from rlpool.errors import UnknownArgumentError, compose
 
 ParametersT = ParamSpec("ParametersT")
 ResultT = TypeVar("ResultT")
@@ -35,10 +35,6 @@ _NUMBER_OF_ENVS = "n_envs num_envs n_environments num_environments n_lanes num_l
 
 _CLOSE = 0.8
 """Names that are more alike than this are taken for misspellings of each other, from 0 to 1."""
-
-
-class UnknownArgumentError(SpecError, TypeError):
-    """An argument by a name that the function does not have; Python's own class for it, too."""
 
 
 def names_arguments(function: Callable[ParametersT, ResultT]) -> Callable[ParametersT, ResultT]:

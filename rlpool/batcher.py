@@ -280,6 +280,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         self._n_executions = self._n_episodes = 0
         self._last = None
 
+    @names_arguments
     def execute(
         self,
         n_episodes: int | None = None,

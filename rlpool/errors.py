@@ -5,6 +5,7 @@
     RlpoolError
     ├ UsageError(RuntimeError)        order of calls, closed, nothing pending, no __main__ guard
     ├ SpecError(ValueError)           shape, dtype, device, key, space; names both sides
+    │ └ UnknownArgumentError(TypeError)  an argument by a name that a function does not have
     ├ NotEnoughDataError(ValueError)  a pool cannot fill the sample
     └ WorkerError(RuntimeError)       has .where (worker, lane, episode, step, seed, env_info)
       │                               and .capsule, what replay_crash needs to repeat the episode
@@ -60,6 +61,10 @@ class UsageError(RlpoolError, RuntimeError):
 
 class SpecError(RlpoolError, ValueError):
     """A shape, dtype, device, key or space does not fit; the message names both sides."""
+
+
+class UnknownArgumentError(SpecError, TypeError):
+    """An argument by a name that the function does not have; Python's own class for it, too."""
 
 
 class NotEnoughDataError(RlpoolError, ValueError):

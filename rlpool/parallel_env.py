@@ -24,12 +24,10 @@ from rlpool.ownership import ProcessOwner
 from rlpool.remotes import Remote, WorkerHandle
 from rlpool.restarts import DEFAULT_MAX_RESTARTS, FailurePolicy
 from rlpool.specs import (
-    DEFAULT_OBSERVATION_KEY,
     Leaf,
     Structure,
     TensorSpec,
     leaves_of,
-    refuse_collisions,
 )
 from rlpool.stack_dumps import DumpsStacks
 from rlpool.storage import Array
@@ -201,11 +199,10 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         self.n_tasks, self.horizon_bamdp = first.n_tasks, first.horizon_bamdp
         self.all_tasks = first.all_tasks
         self._is_declared = first.is_declared
-        self._columns: Columns | None = None
         self._action_leaves = None
         if first.action is not None:
             self._action_leaves = leaves_of({"action": first.action}, "")
-        leaves = {} if structure is None else self._declare_observations(structure).leaves
+        leaves = {} if structure is None else self._declare_structure(structure).leaves
         layout = ArenaLayout(self.n_lanes, crew.n_workers, leaves, first.native_action or {})
         arena = crew.map(layout)
         self._arena = arena
@@ -222,22 +219,9 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         if structure is not None and len(shown) < crew.n_workers:
             self._map_observations(structure)
 
-    def _declare_observations(self, structure: Structure) -> Columns:
-        self._forget_columns()
-        self._columns = columns = Columns(structure, DEFAULT_OBSERVATION_KEY, self.n_lanes)
-        own = sorted({*self.current, "last_action"})
-        refuse_collisions({"rlpool": own, "the observation": list(columns.leaves)})
-        self.current = {**columns.arrays, **self.current}
-        return columns
-
-    def _forget_columns(self) -> None:
-        for key in self._columns.leaves if self._columns is not None else ():
-            del self.current[key]
-        self._columns = None
-
     def _map_observations(self, structure: Structure) -> None:
         """Tell all workers what observations look like, and where they are kept."""
-        columns = self._declare_observations(structure)
+        columns = self._declare_structure(structure)
         self._crew.map_observations(structure)
         columns.place(self._arena.observation)
         self.current.update(columns.arrays)
@@ -299,11 +283,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         Args:
             to_reset: Lanes that the call will reset itself.
         """
-        crew, step = self._crew, self._orders.open
-        if step is not None and not crew.closed:
-            crew.refuse_forked_copy()
-            self._orders.go_on()
-        crew.check_open()
+        self._orders.begin()
         begun = self._begun_reset
         if begun is not None and not set(to_reset).issuperset(begun[0]):
             self._reset_number = None

@@ -74,7 +74,7 @@ class Remote:
                 closed.
             WorkerDiedError, WorkerTimeoutError: If a worker died.
         """
-        self._begin()
+        self._orders.begin()
         if self._is_repeated(request):
             self._unconfirmed = None
             return
@@ -115,7 +115,7 @@ class Remote:
             WorkerDiedError, WorkerTimeoutError: If the worker died or hangs.
         """
         crew, lane = self._crew, self._lane
-        self._begin()
+        self._orders.begin()
         calls = crew.calls
         if lane not in calls.waiting:
             raise UsageError(
@@ -135,17 +135,10 @@ class Remote:
     def poll(self, timeout: float = 0.0) -> bool:
         """Whether a reply is there, waiting for it for ``timeout`` seconds at most."""
         crew, lane = self._crew, self._lane
-        self._begin()
+        self._orders.begin()
         if lane in crew.calls.unanswered():
             crew.look({crew.worker_of[lane]}, timeout)
         return lane in crew.calls.replies
-
-    def _begin(self) -> None:
-        """Refuse to go on, or go on with a step that was interrupted while it was asked for."""
-        if not self._crew.closed:
-            self._crew.refuse_forked_copy()
-            self._orders.go_on()
-        self._crew.check_open()
 
     def _is_repeated(self, request: Any) -> bool:
         """Whether a request was sent by a call that was interrupted afterwards."""
@@ -252,7 +245,7 @@ def _named(data: Any, key: str, command: str) -> Any:
 def _checked_seed(seed: Any) -> int:
     try:
         number = operator.index(seed)
-    except TypeError:
+    except (TypeError, RuntimeError):
         number = -1
     if number < 0 or number > np.iinfo(np.int64).max:
         raise SpecError(f"a seed should be an int in [0, 2**63), got {seed!r}")

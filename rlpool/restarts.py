@@ -246,7 +246,7 @@ def _check_limit(name: str, value: Any, least: int) -> None:
         return
     try:
         number = least - 1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
+    except (TypeError, RuntimeError):
         number = least - 1
     if number < least:
         raise SpecError(

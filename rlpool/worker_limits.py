@@ -102,7 +102,7 @@ def worker_count(num_workers: int | str) -> int:
         return max(1, n_cores() - 2)
     try:
         number = operator.index(num_workers)  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, RuntimeError):
         number = 0
     if number < 1 or isinstance(num_workers, bool):
         raise SpecError(f"num_workers should be 'auto' or an int from 1, got {num_workers!r}")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rlpool.data.array_index import Region, Span
+from rlpool.data.index_keys import as_numpy
 from rlpool.errors import SpecError, UsageError, compose
 from rlpool.storage import Memory, allocate
 from rlpool.versions import Version
@@ -311,7 +312,6 @@ def plain(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     try:
-        value = value.detach().cpu().resolve_conj().resolve_neg()
-        return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-    except (TypeError, RuntimeError) as error:  # of a sparse tensor, of one without values
+        return as_numpy(value)
+    except (TypeError, RuntimeError) as error:
         raise SpecError(compose(f"NumPy cannot take this tensor: {error}")) from error

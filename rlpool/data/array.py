@@ -215,11 +215,11 @@ class Array:
         Where the window stands is kept with the values: with ``storage="shared"`` and ``"memmap"``
         it moves in every process that has the whole array. Any of them may rotate; one that rotates
         while another one does waits until it is done, or dead (threads of one process have to agree
-        among themselves). The rows that are brought along are
-        in their places before the window is, so that whoever looks shows the old window or the new
-        one, and what copies values (``copy=True``, comparing, printing, index arrays) never sees
-        some rows from before and some from after. A NumPy view or a tensor of rows that are written
-        over sees that happen, as it sees everything that is written.
+        among themselves). The rows that are brought along are in their places before the window
+        is, so that whoever looks sees the old window or the new one, and what copies values
+        (``copy=True``, comparing, printing, index arrays) never sees some rows from before and
+        some from after. A NumPy view or a tensor of rows that are written over sees that happen,
+        as it sees everything that is written.
 
         Raises:
             UsageError: On a view, or after ``close``.

@@ -413,13 +413,13 @@ def listed_keys(keys: Any) -> list[str]:
     if isinstance(keys, str):
         raise spec_error(f"keys is the string {keys!r}", f"pass [{keys!r}]")
     try:
-        listed_ = list(keys)
+        found = list(keys)
     except (TypeError, RuntimeError):
         raise spec_error(f"keys are {kind(keys)}", "pass a list of keys") from None
-    for key in listed_:
+    for key in found:
         if not isinstance(key, str):
             raise spec_error(f"key {key!r:.40} is no string", "pass a list of keys")
-    return listed_
+    return found
 
 
 def _check_prefix(prefix: Any) -> None:
@@ -494,9 +494,9 @@ def check_alike(
     first: DictTensor, other: DictTensor, n_leading: int, other_name: str, *, subset: bool = False
 ) -> None:
     """Refuse other keys (with ``subset``, missing ones only), dtypes, devices, trailing shapes."""
-    for batch in (first, other):
+    for name, batch in (("the first", first), (other_name, other)):
         if not isinstance(batch, DictTensor):
-            raise spec_error(f"{other_name} or the first is {kind(batch)}", "use DictTensors")
+            raise spec_error(f"{name} is {kind(batch)}", "use a DictTensor")
     lonely = [key for key in first if key not in other]
     if not subset:
         lonely += [key for key in other if key not in first]

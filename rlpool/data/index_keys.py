@@ -81,9 +81,8 @@ def _entry(entry: Any) -> Part | EllipsisType:
         return slice(start, stop, step)
     if isinstance(entry, torch.Tensor):
         try:
-            entry = entry.detach().cpu()
-            entry = (entry.float() if entry.dtype == torch.bfloat16 else entry).numpy()
-        except (TypeError, RuntimeError) as error:  # of a sparse tensor, of one without values
+            entry = as_numpy(entry)
+        except (TypeError, RuntimeError) as error:
             raise IndexError(f"NumPy cannot take this tensor: {error}") from error
     elif not isinstance(entry, bool | np.bool_) and not hasattr(entry, "__array__"):
         try:
@@ -91,6 +90,15 @@ def _entry(entry: Any) -> Part | EllipsisType:
         except TypeError:
             pass
     return _index_array(entry)
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A tensor's values; TypeError or RuntimeError for a sparse tensor, or one without values."""
+    values = tensor.detach().cpu().resolve_conj().resolve_neg()
+    array: np.ndarray[Any, Any] = (
+        values.float() if values.dtype == torch.bfloat16 else values
+    ).numpy()
+    return array
 
 
 def _bound(bound: Any) -> int | None:

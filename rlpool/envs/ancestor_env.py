@@ -20,7 +20,8 @@ from rlpool.envs.former_generator import give_former_names
 
 _RESET_ARGUMENTS = ("seed", "options", "env_info", "task")
 _OWN_ARGUMENTS = {"env_info", "task"}  # those that no wrapper of Gymnasium's hands on
-_OWN_OPTIONS = "options by default"  # among them: None would replace what the default is
+# No name, but among the names: ``options`` has a default of its own, which None would replace.
+_OWN_OPTIONS = "options by default"
 
 
 class AncestorEnv(gymnasium.Env[Any, Any]):

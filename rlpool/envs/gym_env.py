@@ -15,13 +15,11 @@ from rlpool.envs.make_wrappers import have_passed, without_checkers, without_tim
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import SpecError, compose
 from rlpool.specs import (
-    DEFAULT_OBSERVATION_KEY,
     Leaf,
     Structure,
     TensorSpec,
     leaves_of,
     nester,
-    refuse_collisions,
     structure_of_space,
     structure_of_value,
 )
@@ -47,6 +45,7 @@ class GymEnv(VecEnv):
 
     Attributes:
         action_structure: How an action falls into keys, ``None`` without an action space.
+        is_declared: Whether a space says what observations look like.
         keeps_results: Whether ``results`` is filled.
         results: What the environments returned from the last call, one entry per lane that it
             was for.
@@ -80,9 +79,9 @@ class GymEnv(VecEnv):
         self._elapsed = np.zeros(len(envs), np.int64)  # steps of each lane's episode
         self._limits = np.full(len(envs), _NO_LIMIT)  # of the lanes whose time limit is kept here
         self._until_limit = _NO_LIMIT  # lower bound of the steps before a lane reaches its limit
-        self._columns: Columns | None = None
-        # Whether observations are surely of that space; those that are not show what they are.
-        self._is_sure = not _may_differ(self._envs[0])
+        self.is_declared = self.observation_space is not None and not _may_differ(self._envs[0])
+        # Whether the columns are surely those of the observations; else these show what they are.
+        self._is_sure = self.is_declared
         self._declare_space()
         self.keeps_results = False
         self.results: list[Any] = []
@@ -106,26 +105,20 @@ class GymEnv(VecEnv):
         return self._action_leaves
 
     @property
-    def is_declared(self) -> bool:
-        """Whether a space says what observations look like."""
-        return self.observation_space is not None and not _may_differ(self._envs[0])
-
-    @property
-    def knows_observations(self) -> bool:
-        """Whether it is known what they look like, before any reset or after the first."""
-        return self._columns is not None and self._is_sure
+    def shown_structure(self) -> Structure | None:
+        """How an observation falls into keys, ``None`` as long as that is not known."""
+        return self._columns.structure if self._columns is not None and self._is_sure else None
 
     def declare_observations(self, structure: Structure) -> None:
         """Take what observations look like from others of the same kind."""
-        self._forget_columns()
-        self._declare_observations(structure)
+        self._declare_structure(structure)
         self._is_sure = True
 
     def forget(self) -> None:
         """Be as before the first reset, see ``VecEnv.forget``."""
         super().forget()
         self._forget_columns()
-        self._is_sure = not _may_differ(self._envs[0])
+        self._is_sure = self.is_declared
         self._declare_space()
 
     def close(self) -> None:
@@ -254,24 +247,11 @@ class GymEnv(VecEnv):
             structure = structure_of_value(
                 observations[0], keep_float64=self._keep_float64, name="observation"
             )
-            self._declare_observations(structure).write(lanes, observations)
-
-    def _forget_columns(self) -> None:
-        for key in self._columns.leaves if self._columns is not None else ():
-            del self.current[key]
-        self._columns = None
+            self._declare_structure(structure).write(lanes, observations)
 
     def _declare_space(self) -> None:
         if self.observation_space is not None:
-            self._declare_observations(self._structure(self.observation_space, "observation_space"))
-
-    def _declare_observations(self, structure: Structure) -> Columns:
-        self._columns = columns = Columns(structure, DEFAULT_OBSERVATION_KEY, self.n_lanes)
-        keys = list(columns.leaves)
-        own = sorted({*self.current, "last_action"})
-        refuse_collisions({"rlpool": own, "the observation": keys})
-        self.current = {**columns.arrays, **self.current}
-        return columns
+            self._declare_structure(self._structure(self.observation_space, "observation_space"))
 
     def _structure(self, space: Any, name: str) -> Structure:
         return structure_of_space(space, keep_float64=self._keep_float64, name=name)

@@ -19,7 +19,13 @@ from rlpool.data.infos import Info, info_rows
 from rlpool.envs.columns import Columns
 from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where, compose
 from rlpool.seeding import LaneSeeds, root_from
-from rlpool.specs import Leaf, TensorSpec
+from rlpool.specs import (
+    DEFAULT_OBSERVATION_KEY,
+    Leaf,
+    Structure,
+    TensorSpec,
+    refuse_collisions,
+)
 from rlpool.storage import Array, batch_array
 
 Options = Mapping[str, Any] | None
@@ -74,6 +80,7 @@ class VecEnv(ABC):
 
     auto_reset = False
     min_ready: int | None = None
+    _columns: Columns | None = None  # where ``_declare_structure`` is used
 
     def __init__(self, n_lanes: int, seed: int | Sequence[int] | None = None) -> None:
         self.n_lanes = n_lanes
@@ -168,6 +175,20 @@ class VecEnv(ABC):
             del self.current[f"last_{key}"]
         self._last_actions = {}
         self._place_results(self._reward, self.flags)
+
+    def _declare_structure(self, structure: Structure) -> Columns:
+        """Keep observations of this structure, in place of any other, under ``_columns``."""
+        self._forget_columns()
+        self._columns = columns = Columns(structure, DEFAULT_OBSERVATION_KEY, self.n_lanes)
+        own = sorted({*self.current, "last_action"})
+        refuse_collisions({"rlpool": own, "the observation": list(columns.leaves)})
+        self.current = {**columns.arrays, **self.current}
+        return columns
+
+    def _forget_columns(self) -> None:
+        for key in self._columns.leaves if self._columns is not None else ():
+            del self.current[key]
+        self._columns = None
 
     def _action_arrays(self, specs: Mapping[str, TensorSpec]) -> dict[str, Array]:
         """Where the last actions are kept."""
@@ -377,7 +398,8 @@ class VecEnv(ABC):
             self._restarts = restarts
             self._restart(ended)
         else:
-            running = [lane for lane in running if lane not in set(ended)]
+            gone = set(ended)
+            running = [lane for lane in running if lane not in gone]
         result = stepped, self._observation(running)
         self._running = running
         return result
@@ -392,7 +414,9 @@ class VecEnv(ABC):
             these have.
         """
         ended = self._call(self.step_lanes, self._running, actions)
-        restarts = [n + (lane in ended) for lane, n in enumerate(self._restarts)]
+        restarts = list(self._restarts)
+        for lane in ended:
+            restarts[lane] += 1
         return self._observation(self._running), ended, restarts
 
     def _restart(self, lanes: Sequence[int]) -> None:

@@ -26,12 +26,12 @@ _ACTED_SPACES = ("Box", "Discrete", "MultiDiscrete", "MultiBinary")
 class ActingAgent(Agent):
     """An agent with ``act`` in place of ``__call__``, for one batch of rows.
 
-    Without memory it is called as ``act(obs, deterministic=False)`` (the latter if it takes that).
-    With memory it is called as ``act(prev_internal_state=, prev_action=, reward=, obs=,
-    deterministic=False)``, and starts from ``get_initial_info()``, which gives a previous action
-    ``[1, ...]``, a reward ``[1, 1]`` and an internal state of batch size 1. It has one if ``act``
-    takes ``prev_internal_state``. It returns its action, or a tuple that begins with it; with
-    memory, a pair of that and the new internal state.
+    It has a memory if ``act`` takes ``prev_internal_state``. Without one it is called as
+    ``act(obs, deterministic=False)`` (the latter if it takes that). With one it is called as
+    ``act(prev_internal_state=, prev_action=, reward=, obs=, deterministic=False)``, and starts
+    from ``get_initial_info()``, which gives a previous action ``[1, ...]``, a reward ``[1, 1]``
+    and an internal state of batch size 1. It returns its action, or a tuple that begins with it;
+    with memory, a pair of that and the new internal state.
 
     The internal state is a tensor, or tuples, dicts and DictTensors of tensors. Its batch is the
     second dimension where that has size 1 and there are three or more, as in ``torch.nn.GRU``,

@@ -413,6 +413,8 @@ def _placed(error: EnvError | AgentError, lanes: VecEnv) -> WorkerError:
             fix = "run it in this process to debug: parallel_env=None"
     elif "env_info" in fix:
         fix = "if it needs a task, list them in the learner's train_tasks"
+    elif "agent_info" in fix:
+        fix = "let the agent do without agent_info: rollouts pass none"
     return type(error)(
         error.what,
         where=where,

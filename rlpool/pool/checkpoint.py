@@ -43,7 +43,7 @@ _CHECKSUMS_KEY = "checksums"
 _FORMAT, _FORMAT_WITHOUT_CHECKSUMS = 2, 1
 _CHUNK_BYTES = 2**20  # how much is written or read at a time: the checksum finds it in the cache
 _MAX_HEADER_BYTES = 100 * 2**20  # as in the safetensors library
-_MOST_TRANSITIONS = 2**62  # ever added to a sub-pool
+_MOST = 2**62  # of anything that is counted; sums of two fit into an int64
 _PAD = 8  # the header's length is a multiple of it, so that arrays lie where processors like them
 _DTYPES = {
     "F64": "<f8",
@@ -358,9 +358,7 @@ def _is_int(value: Any, least: int, most: float) -> bool:
 
 def _are_rings(pool: TransitionWriter, state: Mapping[str, Any]) -> bool:
     return len(state["rings"]) == len(pool._rings) and all(
-        _is_int(after, 0, _MOST_TRANSITIONS)
-        and _is_int(oldest, after - ring.capacity, after)
-        and oldest >= 0
+        _is_int(after, 0, _MOST) and _is_int(oldest, after - ring.capacity, after) and oldest >= 0
         for ring, (oldest, after) in zip(pool._rings, state["rings"], strict=True)
     )
 
@@ -384,7 +382,7 @@ def _is_schema(pool: TransitionWriter, state: Mapping[str, Any]) -> bool:
         and len(set(paired)) == len(paired)
         and all(key in columns and successor_key(key) not in columns for key in paired)
         and all(
-            text in _DTYPES.values() and all(_is_int(size, 0, _MOST_TRANSITIONS) for size in shape)
+            text in _DTYPES.values() and all(_is_int(size, 0, _MOST) for size in shape)
             for text, shape in columns.values()
         )
     )

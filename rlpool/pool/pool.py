@@ -10,6 +10,7 @@ import numpy as np
 
 from rlpool.arguments import names_arguments
 from rlpool.batcher_base import DEFAULT_TIMEOUT_S, check_count
+from rlpool.data.dict_tensor import listed_keys
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError, compose
 from rlpool.pool.checkpoint import from_tensors, read_file, state_of, to_tensors, write_file
@@ -17,7 +18,7 @@ from rlpool.pool.collection import EpisodeRunner
 from rlpool.pool.intake import intake_of, specs_of
 from rlpool.pool.pool_reader import PoolReader
 from rlpool.pool.priorities import checked_indexes, checked_powers, checked_priorities
-from rlpool.pool.reader import check_keys, check_number
+from rlpool.pool.reader import check_number
 from rlpool.pool.ring import WindowRules
 from rlpool.pool.transition import (
     ACTION_KEY,
@@ -138,7 +139,7 @@ class Pool(TransitionWriter, DumpsStacks):
             check_count("seed", seed, 0)
             seed = int(seed)
         if keys is not None:
-            keys = check_keys(keys)
+            keys = listed_keys(keys)
             if not keys:
                 raise SpecError(compose("keys are empty", fix="leave keys out to store all"))
         self._runner = None

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rlpool.batcher_base import check_count
-from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.dict_tensor import DictTensor, listed_keys
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import NotEnoughDataError, SpecError, UsageError, compose
 from rlpool.pool.intake import Schema
@@ -27,7 +27,7 @@ WEIGHT_KEY = "weight"
 RETURN_KEY = "n_step_return"
 DISCOUNT_KEY = "n_step_discount"
 RESULT_KEYS = (INDEX_KEY, WEIGHT_KEY, RETURN_KEY, DISCOUNT_KEY)
-_LONGEST = 2**31  # steps: more than any pool's episode has, and few enough to be counted
+_LONGEST = 2**31  # steps: more than any pool's episode has, small enough for int64 row numbers
 _MOST = float(np.finfo(np.float64).max)
 _REWARD, _DONE = "_reward", "_done"
 _TERMINATED, _TRUNCATED = "_terminated", "_truncated"
@@ -99,7 +99,7 @@ class TransitionReader(ABC):
     def _transitions(self, keys: Sequence[str] | None) -> DictTensor:
         if self._store is None:
             return DictTensor()
-        keys = None if keys is None else check_keys(keys)
+        keys = None if keys is None else listed_keys(keys)
         store, known = self._store, self.specs
         unknown = [key for key in keys or () if key not in known]
         if unknown:
@@ -376,17 +376,6 @@ def check_number(name: str, value: Any, most: float) -> None:
     if not isinstance(value, Real) or not 0 <= float(value) <= min(most, _MOST):
         limits = "of at least 0" if most == np.inf else f"from 0 to {most:g}"
         raise SpecError(f"{name} should be a finite number {limits}, got {value!r}")
-
-
-def check_keys(keys: Any) -> list[str]:
-    """Several keys as a list; refuses everything else, a single key included."""
-    try:
-        listed = [] if isinstance(keys, str) else list(keys)
-    except (TypeError, RuntimeError):
-        listed = [None]
-    if isinstance(keys, str) or not all(isinstance(key, str) for key in listed):
-        raise SpecError(compose(f"keys should be a list of keys, got {keys!r}", fix="pass strings"))
-    return listed
 
 
 def _padded(values: Array, is_step: Array) -> torch.Tensor:

@@ -20,7 +20,7 @@ from rlpool.envs.vec_env import VecEnv
 from rlpool.failures import described
 from rlpool.generators import seeded_generators
 from rlpool.seeding import episode_seeds, root_from, worker_seed
-from rlpool.signatures import takes_keyword
+from rlpool.signatures import called_with_seed, takes_keyword
 from rlpool.testing.episodes import ActionArrays, Episode, LaneOf, Runnable, run_episode
 from rlpool.testing.findings import CannotCheck, Failed, refuse_arguments_of_instance
 from rlpool.testing.generators import GeneratorWatch
@@ -213,7 +213,7 @@ class EnvSubject:
         if not callable(factory):
             raise TypeError(f"{type(factory).__name__} is no environment and cannot be called")
         if self.takes_seed:
-            return factory(**{"seed": seed, **self.env_args})
+            return called_with_seed(factory, seed, self.env_args)
         return factory(**self.env_args)
 
     def _try_copy(self) -> tuple[bool, str]:
@@ -238,7 +238,8 @@ def is_environment(value: Any) -> bool:
 def takes_seed(factory: Callable[..., Any]) -> bool:
     """Whether a factory is to be called with ``seed=``, as batchers call ``create_env``.
 
-    Classes of environments are not: their ``seed`` is theirs.
+    Classes of environments are not: their ``seed`` is theirs. Nor are functions that only have
+    ``**kwargs``, which may be those of an environment; name ``seed`` if it is wanted.
     """
     function = getattr(factory, "func", factory)
     if inspect.isclass(function) and not issubclass(function, VecEnv):

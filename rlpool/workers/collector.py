@@ -13,13 +13,7 @@ from rlpool.agent import Agent, call_problem
 from rlpool.claims import ClaimLock
 from rlpool.envs.gym_env import how_to_make_one, is_environment
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.errors import (
-    EnvError,
-    RlpoolError,
-    Where,
-    WorkerError,
-    WorkerStartupError,
-)
+from rlpool.errors import EnvError, RlpoolError, Where, WorkerError, WorkerStartupError
 from rlpool.failures import agent_error, described, text_of
 from rlpool.generators import seed_generators
 from rlpool.plan import Resumed

@@ -36,7 +36,7 @@ from rlpool.workers.env_messages import (
 )
 from rlpool.workers.messages import Message
 from rlpool.workers.shipment import Shipment
-from rlpool.workers.successors import Mapping as MemoryMapping
+from rlpool.workers.successors import MapMessage
 from rlpool.workers.supervisor import Supervisor
 from rlpool.workers.wake import Wake
 from rlpool.workers.watched_crew import WatchedCrew
@@ -263,7 +263,7 @@ class EnvCrew(WatchedCrew):
         del calls.waiting[lane], calls.replies[lane]
         return reply
 
-    def _broadcast(self, message: MemoryMapping, memory: Memory) -> None:
+    def _broadcast(self, message: MapMessage, memory: Memory) -> None:
         for worker in range(self.n_workers):
             if worker not in self._down:
                 self._supervisor.send(worker, message, memory)

@@ -89,7 +89,7 @@ def report_of(env: GymEnv, worker: int) -> EnvReady:
         raise _startup_error("pickling the spaces", error, where) from error
     return EnvReady(
         env.n_lanes,
-        env.columns.structure if env.columns is not None and env.knows_observations else None,
+        env.shown_structure,
         env.is_declared,
         env.action_structure,
         env.native_action_specs(),

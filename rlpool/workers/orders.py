@@ -150,13 +150,19 @@ class Orders:
         """
         self._finish(workers)
 
-    def go_on(self) -> None:
-        """Ask for all of a step that was interrupted while it was asked for.
+    def begin(self) -> None:
+        """Go on with a step that was interrupted while it was asked for, or refuse to go on.
 
-        To be called before anything else, and before successors are told what was asked for.
+        What every call begins with: successors have to be told what was asked for.
+
+        Raises:
+            UsageError, WorkerDiedError, WorkerTimeoutError: See ``EnvCrew.check_open``.
         """
-        if self.open is not None and not self.open.is_issued:
-            self._ask_for(self.open)
+        crew, step = self._crew, self.open
+        if step is not None and not step.is_issued and not crew.closed:
+            crew.refuse_forked_copy()
+            self._ask_for(step)
+        crew.check_open()
 
     def close_step(self) -> None:
         """Wait for a step that was interrupted, and forget what became of it."""

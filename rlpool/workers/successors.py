@@ -21,7 +21,7 @@ from rlpool.workers.parcel import pack
 from rlpool.workers.remote_calls import RemoteCalls
 from rlpool.workers.supervisor import Supervisor
 
-Mapping = MapArena | MapObservations | MapActions
+MapMessage = MapArena | MapObservations | MapActions
 
 
 class Successors:
@@ -49,11 +49,11 @@ class Successors:
         self._lanes_of = lanes_of
         self._log = log
         self._calls = calls
-        self._memories: list[tuple[Mapping, Memory]] = []
+        self._memories: list[tuple[MapMessage, Memory]] = []
         self.resets: dict[int, Reset] = {}
         self.announced: dict[int, Announce] = {}
 
-    def keep(self, message: Mapping, memory: Memory) -> None:
+    def keep(self, message: MapMessage, memory: Memory) -> None:
         """Keep memory that all workers map, in place of that of the same kind."""
         for other, old in self._memories:
             if type(other) is type(message):

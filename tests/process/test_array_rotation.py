@@ -101,6 +101,7 @@ def test_whoever_rotates_the_window_moves_in_every_process(method: str, storage:
 
 
 N_ROTATIONS = 2000
+N_LOOKS = 500
 WIDTH = 4000
 
 
@@ -140,16 +141,26 @@ def rotate_often(pipe: Connection, array: Array) -> None:
     pipe.send("done")
 
 
+def rotate_until_told(pipe: Connection, array: Array) -> None:
+    while not pipe.poll():
+        for _ in range(100):
+            array.rotate()
+
+
 def test_a_window_is_the_one_before_or_the_one_after_a_rotation() -> None:
     array = Array((4,), "int64", (WIDTH // 10,), padding=2, full_size=12, storage="shared")
     array.full[...] = np.repeat([1, 2, 3], 4)[:, None]
     array.full[12:14] = 1  # what will be brought along to the first window
-    with child("fork", rotate_often, array) as pipe:
-        while not pipe.poll():
-            assert len(np.unique(array.to_ndarray().copy())) == 1
+    seen = set()
+    with child("fork", rotate_until_told, array):
+        for _ in range(N_LOOKS):
+            rows = np.unique(array.to_ndarray().copy())
+            assert len(rows) == 1
+            seen.add(int(rows[0]))
             assert len(np.unique(array[...].to_tensor())) == 1
             bound = array[1:]
             assert (bound == bound.to_ndarray()[0, 0]).all()
+    assert seen == {1, 2, 3}  # it did look while the window moved
 
 
 def test_rotations_of_several_processes_are_all_done() -> None:

@@ -167,10 +167,10 @@ def stop_in_the_middle_of_a_reply(manager: ParallelEnvManager) -> psutil.Process
     """Let the worker of lane 0 fill its pipe, and stop it."""
     manager.remotes[0].send(("get_attr", {"attr": "large"}))
     process = psutil.Process(manager.workers[0].pid)
-    syscall = f"/proc/{process.pid}/wchan"
+    waits_in = f"/proc/{process.pid}/wchan"
 
     def is_writing() -> bool:
-        with open(syscall) as file:
+        with open(waits_in) as file:
             return "sock" in file.read()
 
     wait_until(is_writing)

@@ -28,6 +28,7 @@ from rlpool import (
     TemporalDictTensor,
     WorkerDiedError,
     WorkerTimeoutError,
+    restarts,
 )
 
 from support import faults
@@ -40,6 +41,9 @@ from support.mortal import (
 )
 
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(120)]
+
+GIVEN_UP_S = 60.0
+"""Ten starts that fail, with growing delays, take less than this."""
 
 CLOSE_S = 7.0
 """close() takes less than this even if a worker has to be killed."""
@@ -220,9 +224,7 @@ def signals_for(seconds: float) -> Iterator[Callable[[], bool]]:
     assert len(sent) > seconds / 8
 
 
-@pytest.mark.parametrize(
-    ("seconds", "n_threads", "n_slots"), [(8, 2, 6), (40, 1, 24), (40, 2, 24), (40, 3, 6)]
-)
+@pytest.mark.parametrize(("seconds", "n_threads", "n_slots"), [(8, 1, 24), (40, 2, 24), (8, 3, 6)])
 def test_workers_that_are_hit_again_and_again_also_while_they_start_lose_nothing(
     marks: Marks, seconds: float, n_threads: int, n_slots: int
 ) -> None:
@@ -240,13 +242,13 @@ def test_workers_that_are_hit_again_and_again_also_while_they_start_lose_nothing
 
 
 @pytest.mark.parametrize(
-    ("kind", "worked_before", "most_s"),
-    [("reset", True, 60), ("os_exit", True, 60), ("segfault", False, 60), ("segfault", True, 150)],
+    ("kind", "worked_before"),
+    [("reset", True), ("os_exit", True), ("segfault", False), ("segfault", True)],
 )
-@pytest.mark.timeout(200)
 def test_a_start_that_always_fails_is_given_up(
-    marks: Marks, kind: str, worked_before: bool, most_s: float
+    marks: Marks, kind: str, worked_before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(restarts, "_CALM_S", 10.0)
     mine, start_s = marks(), time.monotonic()
     if not worked_before:
         (Path(mine) / "made").touch()
@@ -266,7 +268,7 @@ def test_a_start_that_always_fails_is_given_up(
 
     with pytest.raises(WorkerDiedError, match="times before it was ready") as caught:
         collect_once()
-    assert time.monotonic() - start_s < most_s
+    assert time.monotonic() - start_s < GIVEN_UP_S
     assert len(caught.value.history) - worked_before >= 3
 
 

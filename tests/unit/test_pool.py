@@ -350,7 +350,7 @@ def test_a_key_that_samples_use_is_refused_and_can_be_left_out(key: str) -> None
 def test_unknown_keys_of_transitions_are_named() -> None:
     with pytest.raises(SpecError, match="nothing_like_it"):
         filled().transitions(["frame", "nothing_like_it"])
-    with pytest.raises(SpecError, match="keys should be a list of keys"):
+    with pytest.raises(SpecError, match="keys is the string"):
         filled().transitions("frame")
 
 
