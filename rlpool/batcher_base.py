@@ -131,7 +131,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
 
         Raises:
             UsageError: If the batcher is closed.
-            SpecError: If the object cannot be pickled.
+            SpecError: If the object cannot be pickled, or there is no memory or descriptor for it.
         """
         coordinator = self._open()
         try:

@@ -34,7 +34,7 @@ from rlpool.requests import Packed, Policy, Request
 from rlpool.restarts import FailurePolicy
 from rlpool.slots import BlockPool, Layout, StepSpecs
 from rlpool.stack_dumps import note_source
-from rlpool.storage import Array
+from rlpool.storage import Array, Memory
 from rlpool.workers.messages import (
     ChunksDone,
     Credit,
@@ -221,8 +221,24 @@ class Coordinator:
         return min(n_finished, request.n_rows), request.n_rows
 
     def pack(self, value: Any) -> Packed:
-        """Put an object where all workers can read it."""
-        return pack(value, self._workers.allocate)
+        """Put an object where all workers can read it.
+
+        Raises:
+            SpecError: If there is no memory or no descriptor for it.
+        """
+        return pack(value, self._allocate)
+
+    def _allocate(self, n_bytes: int) -> Memory:
+        try:
+            return self._workers.allocate(n_bytes)
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise SpecError(
+                compose(
+                    f"there is no memory to send {n_bytes} bytes: {error}",
+                    fix="drop results that are no longer needed; if descriptors are what is "
+                    "missing, raise their limit (ulimit -n)",
+                )
+            ) from error
 
     def update(self, info: Any) -> None:
         """Let requests that are made from now on run with agents that were updated with this."""
@@ -321,11 +337,7 @@ class Coordinator:
         request.block = blocks.take()
         _clear(request.block.arrays.control)
         if request.needs_parcel:
-            try:
-                request.packed = self.pack(request.contents(0, is_successor=False))
-            except (OSError, RuntimeError, MemoryError) as error:
-                fix = "drop results that are no longer needed"
-                raise SpecError(compose(f"no memory for the infos: {error}", fix=fix)) from error
+            request.packed = self.pack(request.contents(0, is_successor=False))
 
     def _send(self, request: Request, gone: list[int]) -> None:
         """Send a request to all workers that are there."""

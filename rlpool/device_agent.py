@@ -10,7 +10,7 @@ import torch
 from rlpool.agent import Agent, AgentStep
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError
+from rlpool.errors import SpecError, compose
 
 _ALIGNMENT = 64  # bytes: what torch gives its own tensors
 
@@ -42,7 +42,12 @@ class DeviceAgent(Agent):
         if not isinstance(agent, Agent):
             raise SpecError(f"agent should be an Agent, got {type(agent).__name__}")
         self.agent = agent
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+        except (TypeError, RuntimeError) as error:
+            raise SpecError(
+                compose(f"device is {device!r}: {error}", fix="pass 'cuda', 'cuda:0' or 'cpu'")
+            ) from None
         self.n_noise = agent.n_noise
         self._passes_on = self.device.type == "cpu"
         self._there = Transfer(torch.device("cpu"), self.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,10 +20,14 @@ DEBUG_HINT = "run it in this process to debug: EpisodeBatcher(..., n_threads=0)"
 LOCAL_HINT = "it ran in this process: debug it here (the __cause__ of the error has the frames)"
 """The advice where the user's code failed in the caller's process: its exception is the cause."""
 
-_OPTIONS = re.compile(r"\b(options|env_info|task|NoneType)\b")
+_OPTIONS = re.compile(
+    r"\b(options|env_info|task)\b|'NoneType' object is not (subscriptable|iterable|a mapping)"
+)
 _OPTION = re.compile(r"""\b(?:options|env_info)(?:\[|\.get\()["'](\w+)["']|\b(task)\b""")
 _AGENT_INFO = re.compile(r"\bagent_info\b")
 _SEED = re.compile(r"\bseed", re.IGNORECASE)
+_REFUSES_SEED = (ValueError, TypeError, OverflowError, AssertionError, struct.error)
+_NOT_HANDED_ON = re.compile(r"unexpected keyword argument '(seed|options)'")
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,8 @@ def reset_advice(error: BaseException, options: Mapping[str, Any] | None) -> str
         options: What it got.
     """
     told = _told(error)
+    if isinstance(error, TypeError) and (lacks := _NOT_HANDED_ON.search(told)):
+        return f"let every reset() that is called on the way take {lacks[1]}, and hand it on"
     key = error.args[0] if isinstance(error, KeyError) and error.args else None
     is_missing = key not in options if options and isinstance(key, str) else not options
     if is_missing and _OPTIONS.search(told):
@@ -130,7 +137,7 @@ def reset_advice(error: BaseException, options: Mapping[str, Any] | None) -> str
         name = found[1] or found[2] if found else key
         each = f'"{name}": ...' if isinstance(name, str) and name.isidentifier() else "..."
         return f"if it needs options, pass env_info={{{each}}}, one row per episode"
-    if _SEED.search(told):
+    if isinstance(error, _REFUSES_SEED) and _SEED.search(told):
         return "let reset(seed=...) take every int from 0 to 2**31 - 1: that is what rlpool gives"
     return ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import pickle
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.context import SpawnProcess
@@ -136,8 +137,12 @@ class Remote:
         """Whether a reply is there, waiting for it for ``timeout`` seconds at most."""
         crew, lane = self._crew, self._lane
         self._orders.begin()
-        if lane in crew.calls.unanswered():
-            crew.look({crew.worker_of[lane]}, timeout)
+        left_s, until_s = timeout, time.monotonic() + timeout
+        while lane in crew.calls.unanswered():
+            crew.look({crew.worker_of[lane]}, min(max(0.0, left_s), crew.patience_s))
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                break
         return lane in crew.calls.replies
 
     def _is_repeated(self, request: Any) -> bool:

@@ -170,7 +170,8 @@ class Array:
         return Array._of(self._allocation, self._region.index(key))
 
     def __iter__(self) -> Iterator[Array]:
-        return (self[row] for row in range(self._length()))
+        view = self[...]  # bound now: the window may move meanwhile
+        return (view[row] for row in range(view._length()))
 
     @property
     def full(self) -> Array:

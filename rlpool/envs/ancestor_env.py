@@ -79,7 +79,7 @@ class AncestorEnv(gymnasium.Env[Any, Any]):
         return getattr(self.inner, name)
 
 
-def modernised(env: Any, *, with_tasks: bool = True) -> Any:
+def modernised(env: Any, *, with_tasks: bool = True, is_former: bool = False) -> Any:
     """Make an environment understand ``reset(seed=, options=)`` and five-fold steps.
 
     Gymnasium's own wrappers are looked through: what is inside them is replaced within them.
@@ -87,6 +87,8 @@ def modernised(env: Any, *, with_tasks: bool = True) -> Any:
     Args:
         env: An environment of whatever age.
         with_tasks: Whether an environment with ``reset_task`` shall get the option ``task`` there.
+        is_former: Whether its ``reset`` was seen to return the observation alone, as in the former
+            gym: up to version 0.25 that took ``seed`` and ``options`` already.
 
     Returns:
         ``env`` itself where nothing is to do.
@@ -99,6 +101,7 @@ def modernised(env: Any, *, with_tasks: bool = True) -> Any:
     if (
         isinstance(layer, gymnasium.Env)
         and arguments == {"seed", "options"}
+        and not is_former
         and not (with_tasks and callable(getattr(layer, "reset_task", None)))
     ):
         return env

@@ -163,7 +163,10 @@ class GymEnv(VecEnv):
         try:
             for lane, seed, option in zip(lanes, seeds, options, strict=True):
                 self.lane_in_use[0] = lane
-                observation, info = self._resets[lane](seed=seed, options=option)
+                result = self._resets[lane](seed=seed, options=option)
+                if type(result) is not tuple or len(result) != 2:
+                    result = self._adapted(lane, result)
+                observation, info = result
                 observations.append(observation)
                 infos.append(info)
                 self._elapsed[lane] = 0
@@ -212,6 +215,12 @@ class GymEnv(VecEnv):
         if self._until_limit <= 0:
             truncated = self._truncated(lanes, cut)
         return rewards, terminated, truncated
+
+    def _adapted(self, lane: int, observation: Any) -> tuple[Any, dict[str, Any]]:
+        """Take an environment for one of the former gym, as its ``reset`` returned no pair."""
+        env = self._envs[lane] = modernised(self._envs[lane], is_former=True)
+        self._steps[lane], self._resets[lane] = env.step, env.reset
+        return observation, {}
 
     def _unwrap(self, lanes: Sequence[int]) -> None:
         """Take over from the wrappers of lanes whose checkers have passed."""

@@ -221,9 +221,10 @@ class OneEnv(VecEnv):
             self.action_space.seed(stream_seed(seed, _ACTIONS))
 
     def _open_gymnasium(self, result: Any) -> None:
-        self._env = env = modernised(self._env)
+        is_former = not is_pair_with_info(result)
+        self._env = env = modernised(self._env, is_former=is_former)
         self._arguments = {"seed", "options"}
-        observation = result[0] if is_pair_with_info(result) else result
+        observation = result if is_former else result[0]
         space, read = getattr(env, "observation_space", None), as_it_is
         if space is None:
             read = plain

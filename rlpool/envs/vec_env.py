@@ -322,7 +322,10 @@ class VecEnv(ABC):
         """Refuse what is no number, and finite numbers that are not finite in float32."""
         for lane, reward in zip(lanes, rewards, strict=True):
             try:
-                value = np.array(reward)
+                # Python's ints are not bounded as those of NumPy are.
+                value = np.array(float(reward) if type(reward) is int else reward)
+            except OverflowError:
+                value = np.array(_MOST_SQUARED)
             except ValueError:
                 value = _NO_NUMBERS
             if value.ndim or value.dtype.kind not in "fiub":

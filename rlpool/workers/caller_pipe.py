@@ -62,16 +62,18 @@ class CallerPipe:
         """Send a message, and with it the descriptor of its memory, now or by later ``flush``.
 
         Raises:
-            OSError: If the other end is gone.
+            OSError: If the other end is gone, or this process may open no further descriptor;
+                nothing of the message was sent then.
         """
         size = None if memory is None else memory.n_bytes
+        fd = None if memory is None else os.dup(memory.fd)  # before anything is announced
         body = pickle.dumps((message, size), pickle.HIGHEST_PROTOCOL)
         is_long = len(body) > _LONGEST_INT
         head = struct.pack("!iQ", -1, len(body)) if is_long else struct.pack("!i", len(body))
         is_stuck = bool(self._unsent)
         self._unsent.append((memoryview(head + body), None))
-        if memory is not None:
-            self._unsent.append((memoryview(b"m"), os.dup(memory.fd)))
+        if fd is not None:
+            self._unsent.append((memoryview(b"m"), fd))
         while not self.flush() and not is_stuck:
             poller = select.poll()
             poller.register(self._socket, select.POLLOUT)

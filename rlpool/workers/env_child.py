@@ -186,7 +186,7 @@ class EnvServer:
         """Let the arena tell from which step on it holds observations."""
         arena, me = self._arena, self._me
         columns: Any = self._env.columns
-        if not arena.observation:
+        if not arena.observation or columns is None:  # what they look like is told next
             return
         write, order, writing = columns.write, arena.order, arena.writing
 

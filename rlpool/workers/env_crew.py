@@ -278,6 +278,11 @@ class EnvCrew(WatchedCrew):
             self._done.wait()
         self._advance()
 
+    @property
+    def patience_s(self) -> float:
+        """How long to wait at most before looking for workers that hang."""
+        return self._watch.patience_s
+
     def look(self, busy: Iterable[int], timeout_s: float = 0.0) -> None:
         """Take notice of what happened, or will so soon; some workers are busy."""
         self._poll(timeout_s)

@@ -224,7 +224,7 @@ class Supervisor:
         """
         pipe = self._pipes[worker]
         if pipe is not None:
-            with InterruptsHeld(), suppress(OSError):
+            with InterruptsHeld(), suppress(ConnectionError):
                 pipe.send(message, memory)
             if pipe.events & select.POLLOUT:
                 self._poller = None  # it does not watch for that
@@ -244,9 +244,8 @@ class Supervisor:
             return
         events = dict(poller.poll(None if timeout_s is None else timeout_s * 1000))
         ready = {number_of[fd] for fd, event in events.items() if event != select.POLLOUT}
-        if not events:
-            # A process that the dead worker had forked may keep its descriptors open.
-            ready = {n for n in number_of.values() if not self._processes[n].is_alive()}
+        # A process that a dead worker had forked may keep its descriptors open.
+        ready |= {n for n in number_of.values() if not self._processes[n].is_alive()}
         if not ready and not events:
             return
         with InterruptsHeld():

@@ -259,3 +259,27 @@ def test_in_processes_too_an_environments_own_default_applies(runs: MakeRuns) ->
     over = runs(create, n_threads=0)  # whose later episodes are begun ahead
     over.batcher.execute(6)
     assert over.batcher.get()["frame"][:, 0].tolist() == [[0, 8]] * 6
+
+
+class SometimesNeedyEnv(CountingEnv):
+    """Declares no observation space; may need its options."""
+
+    def __init__(self, needs: bool) -> None:
+        super().__init__(length=2)
+        self.needs = needs
+        self.observation_space: Any = None
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if self.needs and not options:
+            raise ValueError("no options")
+        return super().reset(seed=seed, options=options)
+
+
+def test_environments_that_need_infos_beside_one_that_does_not_cost_no_restart() -> None:
+    makers = [partial(SometimesNeedyEnv, number != 1) for number in range(3)]
+    with ParallelEnvManager(makers, max_restarts=0) as manager:
+        observation, running = manager.reset({"length": [2, 2, 2], "id": [4, 5, 6]})
+        assert observation["frame"].shape == (3, *observation["frame"].shape[1:])
+        (stepped, _), _ = manager.step(DictTensor({"action": torch.zeros(3, dtype=torch.int64)}))
+        assert running.tolist() == [0, 1, 2]
+        assert stepped["reward"].tolist() == [401.0, 501.0, 601.0]

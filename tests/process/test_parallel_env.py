@@ -601,3 +601,24 @@ def test_a_closed_remote_is_refused_and_the_others_go_on(manager_of: OpenManager
     manager.remotes[1].send(("close", None))
     assert manager.closed
     assert not any(worker.is_alive() for worker in manager.workers)
+
+
+class SlowLargeReply(CountingEnv):
+    """Says more in a reply than a pipe holds."""
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, _ = super().step(action)
+        return observation, reward, terminated, truncated, {"large": np.zeros(2**24, np.uint8)}
+
+
+def test_polling_a_remote_waits_until_a_large_reply_is_there_as_a_whole(
+    manager_of: OpenManager,
+) -> None:
+    remote = manager_of(SlowLargeReply, 1).remotes[0]
+    remote.send(("reset", None))
+    remote.recv()
+    for _ in range(3):
+        remote.send(("step", 0))
+        assert remote.poll(30.0)
+        assert remote.recv()[0] == "transition"
+    assert not remote.poll(0.0)

@@ -310,6 +310,34 @@ def test_other_failures_of_reset_are_not_taken_for_a_missing_task() -> None:
     assert "task" not in str(error)
 
 
+class OfTheFormerGym(CountingEnv):
+    def reset(self) -> Any:  # type: ignore[override]
+        return super().reset()
+
+
+def fails_otherwise(way: str) -> type[CountingEnv]:
+    class Broken(OfTheFormerGym if way == "hands on" else CountingEnv):  # type: ignore[misc]
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            if way == "hands on":
+                return super().reset(seed=seed), options
+            if way == "lacks":
+                return self.simulator.reset(seed)
+            simulator = None
+            return simulator.reset(), {}  # type: ignore[attr-defined]
+
+    return Broken
+
+
+@pytest.mark.parametrize(
+    ("way", "advice"), [("hands on", "take seed, and hand it on"), ("lacks", ""), ("breaks", "")]
+)
+def test_other_failures_of_reset_are_not_taken_for_a_refused_seed(way: str, advice: str) -> None:
+    fix = fix_of(error_of(ConstantAgent, lambda seed: GymEnv([fails_otherwise(way)()], seed)))
+    assert advice in fix
+    assert "every int from 0" not in fix
+    assert "env_info" not in fix
+
+
 class RefusesSeeds(CountingEnv):
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         if seed is not None and seed > 999:

@@ -14,7 +14,7 @@ from gymnasium import spaces
 from gymnasium.utils import seeding
 from gymnasium.wrappers import TimeLimit
 
-from rlpool import DictTensor, EpisodeBatcher, GymEnv, GymEnvInf, SpecError
+from rlpool import DictTensor, EpisodeBatcher, GymEnv, GymEnvInf, Pool, SpecError
 from rlpool.envs.ancestor_env import AncestorEnv
 from rlpool.envs.former_generator import FormerGenerator
 
@@ -548,3 +548,36 @@ def test_a_former_generator_can_be_seeded_copied_and_pickled() -> None:
     assert rng.rand() == FormerGenerator(np.random.PCG64(3)).rand()
     assert {rng.random_integers(1, 2) for _ in range(50)} == {1, 2}
     assert {rng.random_integers(2) for _ in range(50)} == {1, 2}
+
+
+class LateFormerEnv(gymnasium.Env[Any, Any]):
+    """As of gym 0.22 to 0.25: ``reset`` takes a seed and options, and returns the observation."""
+
+    observation_space = spaces.Box(0, 100, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def reset(
+        self, *, seed: int | None = None, return_info: bool = False, options: Any = None
+    ) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return np.array([0.0, 7.0], np.float32)
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return np.array([self.t, 7.0], np.float32), 1.0, self.t == 3, {}
+
+
+@pytest.mark.parametrize("wrap", [lambda env: env, lambda env: TimeLimit(env, 2)])
+def test_an_environment_that_takes_a_seed_and_returns_the_observation_alone_works(
+    wrap: Any,
+) -> None:
+    length = 2 if isinstance(wrap(LateFormerEnv()), TimeLimit) else 3
+    result = collect(lambda: wrap(LateFormerEnv()), 4)
+    assert result.lengths.tolist() == [length] * 4
+    assert result["_frame"][:, length - 1].tolist() == [[float(length), 7.0]] * 4
+    assert result["terminated"].any() == result["truncated"].any()
+    assert result["_truncated"][:, length - 1].all() == (length == 2)
+    with Pool([wrap(LateFormerEnv())], 1, 10) as pool:
+        pool.store()
+        assert pool.get_pool()[0][:, 0].tolist() == list(range(length))

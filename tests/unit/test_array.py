@@ -857,3 +857,14 @@ def test_a_local_array_cannot_be_pickled_and_says_what_can() -> None:
 
 def test_array_is_exported() -> None:
     assert rlpool.Array is Array
+
+
+@pytest.mark.parametrize("storage", ["local", "shared"])
+def test_rows_that_are_iterated_over_are_those_of_one_window(storage: str) -> None:
+    array = Array((2,), np.int64, full_size=4, storage=storage)
+    array.full[...] = np.arange(4)
+    rows = iter(array)
+    first = int(next(rows))
+    array.rotate()
+    assert [first, *map(int, rows)] == [0, 1]
+    array.close()

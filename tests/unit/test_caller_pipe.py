@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -140,3 +141,21 @@ def test_descriptors_that_were_not_sent_are_closed(ends: Ends) -> None:
     here.close()
     assert n_open() == before - 1
     memory.close()
+
+
+def test_nothing_is_announced_for_which_there_is_no_descriptor(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = ends
+
+    def refuse(fd: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    memory = memory_of(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "dup", refuse)
+        with pytest.raises(OSError, match="Too many open files"):
+            here.send("lost", memory)
+    memory.close_fd()
+    here.send("kept")
+    assert there.receive() == ("kept", None)

@@ -419,7 +419,18 @@ class StepEnv(CountingEnv):
 WRONG_FLAGS = [float("nan"), None, "yes", "", 0.5, 2, -1, [], [False], [True], (), {}]
 WRONG_FLAGS += [np.array([False]), np.array([True]), np.array([False, True]), np.zeros(0), object()]
 WRONG_FLAGS += [torch.tensor([False]), torch.tensor(float("nan")), np.float32("nan"), 1j]
-WRONG_REWARDS = [1e39, -1e39, np.float64(1e300), 10**39, np.array(1e39), None, "a", [1.0], 1j]
+WRONG_REWARDS = [
+    1e39,
+    -1e39,
+    np.float64(1e300),
+    10**39,
+    10**400,
+    np.array(1e39),
+    None,
+    "a",
+    [1.0],
+    1j,
+]
 WRONG_STEPS = [
     *(("terminated", flag) for flag in WRONG_FLAGS),
     *(("truncated", flag) for flag in WRONG_FLAGS),
@@ -475,7 +486,10 @@ def test_flags_may_be_of_every_type_that_says_true_or_false(flag: Any) -> None:
     assert running.tolist() == [0, 1][: 2 - bool(flag)]
 
 
-@pytest.mark.parametrize("rewards", [[float("inf"), 1.0], [float("nan"), 3e38], [3.4e38, -3.4e38]])
+@pytest.mark.parametrize(
+    "rewards",
+    [[float("inf"), 1.0], [float("nan"), 3e38], [3.4e38, -3.4e38], [10**20, 1.0], [10**20, 3]],
+)
 def test_rewards_that_are_not_finite_or_just_fit_are_kept(rewards: list[float]) -> None:
     env = GymEnv([StepEnv({"reward": reward}, at=0) for reward in rewards], seed=0)
     env.reset()
