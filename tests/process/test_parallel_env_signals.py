@@ -82,6 +82,13 @@ class Alarms:
         assert time.monotonic() - start_s < STALL_S
         return is_there, result
 
+    def until(self, n_raised: int) -> Iterator[int]:
+        """0, 1, 2, ..., 100 at least, until so many calls were interrupted."""
+        for number in itertools.count():
+            if number > 100 and self.n_raised > n_raised:
+                return
+            yield number
+
     def repeated(self, call: Callable[[], Any]) -> Any:
         """Call something again and again until it is not interrupted."""
         for _ in range(1000):
@@ -124,7 +131,7 @@ def test_interrupted_steps_and_resets_may_be_repeated(
 ) -> None:
     other, n_resets = twin(), itertools.count()
     ended = LANES
-    for number in range(1500):
+    for number in alarms.until(300):
         if ended:
             seeds, options = [next(n_resets) for _ in ended], [None] * len(ended)
             alarms.repeated(lambda: manager.reset_lanes(ended, seeds, options))
@@ -134,14 +141,13 @@ def test_interrupted_steps_and_resets_may_be_repeated(
         ended = alarms.repeated(lambda: manager.step_lanes(lanes, actions(number)))
         assert ended == other.step_lanes(lanes, actions(number))
         assert_same(manager, other, f"step {number}")
-    assert alarms.n_raised > 300
 
 
 def test_after_an_interruption_something_else_may_be_done(
     manager: ParallelEnvManager, alarms: Alarms
 ) -> None:
     other = twin()
-    for number in range(300):
+    for number in alarms.until(100):
         alarms.once(lambda: manager.reset_lanes(LANES, LANES, [None] * N_LANES))
         alarms.once(lambda: manager.step_lanes(LANES, actions(1)))
         alarms.once(lambda: manager.step_some(1, [0, 1], actions(2)))
@@ -160,7 +166,6 @@ def test_after_an_interruption_something_else_may_be_done(
             manager.step_lanes(LANES, actions(step))
             other.step_lanes(LANES, actions(step))
             assert_same(manager, other, f"step {step} after reset {number}")
-    assert alarms.n_raised > 100
 
 
 def test_an_interrupted_step_is_made_once_whatever_follows(
@@ -191,7 +196,7 @@ def test_interrupted_calls_with_tensors_may_be_repeated(alarms: Alarms, restarts
     other = create_serial(1, make_cartpole, N_LANES, restarts)
     with create_manager(1, make_cartpole, N_LANES, 2, restarts) as manager:
         running: Any = []
-        for number in range(600):
+        for number in alarms.until(100):
             if len(running) == 0:
                 (values, running), (expected, _) = alarms.repeated(manager.reset), other.reset()
                 assert_equal(values, expected)
@@ -202,7 +207,6 @@ def test_interrupted_calls_with_tensors_may_be_repeated(alarms: Alarms, restarts
             assert running.tolist() == two_running.tolist()
             assert_equal(first, one)
             assert_equal(second, two)
-    assert alarms.n_raised > 100
 
 
 def assert_equal(some: DictTensor, other: DictTensor) -> None:
@@ -219,7 +223,7 @@ def test_interrupted_calls_first_come_first_served_may_be_repeated(
     other.reset_lanes(LANES, LANES, [None] * N_LANES)
     n_steps, ready, number = [0] * N_LANES, LANES, 0
     seeds = itertools.count(N_LANES)
-    for number in range(1000):
+    for number in alarms.until(200):
         given = actions(number)
         told = alarms.repeated(lambda: manager.step_some(1, ready, given))
         if ready:
@@ -237,7 +241,6 @@ def test_interrupted_calls_first_come_first_served_may_be_repeated(
     while any(manager.step_some(1)):
         pass
     assert min(n_steps) > 10
-    assert alarms.n_raised > 200
 
 
 def test_interrupted_requests_of_remotes_may_be_repeated(
@@ -246,7 +249,7 @@ def test_interrupted_requests_of_remotes_may_be_repeated(
     other = make_cartpole()
     remote, seeds = manager.remotes[1], itertools.count()
     is_over = True
-    for number in range(800):
+    for number in alarms.until(100):
         if is_over:
             seed = next(seeds)
             alarms.repeated(lambda: remote.send(("reset", {"seed": seed})))
@@ -261,7 +264,6 @@ def test_interrupted_requests_of_remotes_may_be_repeated(
         assert value.tobytes() == expected[0].tobytes()
         assert (reward, is_over) == (expected[1], expected[2] or expected[3])
     manager.reset_lanes(LANES, LANES, [None] * N_LANES)
-    assert alarms.n_raised > 100
 
 
 def test_a_batcher_over_a_manager_loses_the_request_and_works_on(alarms: Alarms) -> None:
