@@ -145,8 +145,8 @@ class OldCountdown:
     def seed(self, seed=None):
         self.generator = np.random.default_rng(seed)
 
-    def reset(self, env_info):
-        self.left = env_info.get("left", int(self.generator.integers(2, 6)))
+    def reset(self, env_info=None):  # nothing is passed where there is no env_info
+        self.left = (env_info or {}).get("left", int(self.generator.integers(2, 6)))
         return {"left": self.left}
 
     def step(self, action):
