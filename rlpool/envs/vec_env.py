@@ -360,10 +360,11 @@ class VecEnv(ABC):
             SpecError: If a value of ``env_info`` is no numbers, or has another number of rows.
         """
         self._env_options = list(options_of(env_info, self.n_lanes, "env_info"))
-        self._n_restarts_before += max(self._restarts)
-        self._lane_seeds = LaneSeeds(self._root, self._n_resets, self._n_restarts_before)
+        n_before = self._n_restarts_before + max(self._restarts)
+        # Both at once: a reset that a signal's handler interrupts may be repeated.
+        self._n_restarts_before, self._restarts = n_before, [0] * self.n_lanes
+        self._lane_seeds = LaneSeeds(self._root, self._n_resets, n_before)
         self._n_resets += 1
-        self._restarts = [0] * self.n_lanes
         self._running = []
         self._restart(self._all_lanes)
         self._running = list(self._all_lanes)
