@@ -463,7 +463,9 @@ def _ask_to_end(pipes: list[CallerPipe | None], processes: list[SpawnProcess]) -
 
 def _end_group_of(worker: SpawnProcess) -> None:
     """End what the environments of a worker that has ended have started and not ended."""
-    if worker.pid is not None:
+    # A number is not given again while a group of that number lives. Where it was given again since
+    # the worker's end was noticed, nothing of the worker's is left, and the group is another's.
+    if worker.pid is not None and not os.path.exists(f"/proc/{worker.pid}"):
         with suppress(OSError):  # mostly there is nothing
             os.killpg(worker.pid, signal.SIGKILL)
 
