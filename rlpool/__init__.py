@@ -40,6 +40,7 @@ from rlpool.sampling import (
 )
 from rlpool.stack_dumps import dump_stacks_on_signal
 from rlpool.worker_limits import worker_count
+from rlpool.workers.warm_start import preload, shutdown
 
 __version__ = "0.1.0"
 
@@ -84,10 +85,12 @@ __all__ = [
     "masked_dicttensor",
     "masked_tensor",
     "normal_log_probability",
+    "preload",
     "replay_agent",
     "replay_crash",
     "sample_categorical",
     "sample_normal",
     "sample_tanh_normal",
+    "shutdown",
     "worker_count",
 ]

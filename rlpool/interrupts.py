@@ -14,7 +14,8 @@ import time
 # What ``signal`` wraps. Without the enums, asking for the handlers of all signals takes 2 us.
 from _signal import getsignal as _handler_of  # type: ignore[import-not-found]
 from _signal import signal as _handle_by
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -23,6 +24,16 @@ _PATIENCE_S = 1.0
 presses Ctrl-C then wants out of it."""
 
 _SIGNALS = tuple(int(number) for number in signal.valid_signals())
+
+
+@contextmanager
+def blocked_interrupts() -> Iterator[None]:
+    """Let processes start with Ctrl-C blocked, until they ignore it themselves."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])

@@ -19,6 +19,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from support.staying import stays
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 # A worker that was told to end still has to be scheduled to do so. Waited for only where a process
@@ -108,7 +110,8 @@ def no_process_left_behind() -> Iterator[None]:
     """Fail a test that leaves a process alive, and end that process so that the next can pass.
 
     Processes of fixtures that live longer than the test are there before it and do not count,
-    nor does the tracker that ``multiprocessing`` keeps for the life of the interpreter.
+    nor do the two that live as long as this one: the tracker that ``multiprocessing`` keeps, and
+    the template from which workers are forked.
     """
     this_process = psutil.Process()
     before = set(this_process.children(recursive=True))
@@ -129,14 +132,7 @@ def no_process_left_behind() -> Iterator[None]:
 
 def _left_behind(this_process: psutil.Process, before: set[psutil.Process]) -> list[psutil.Process]:
     children = this_process.children(recursive=True)
-    return [child for child in children if child not in before and not _is_tracker(child)]
-
-
-def _is_tracker(process: psutil.Process) -> bool:
-    try:
-        return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
-    except psutil.Error:
-        return False
+    return [child for child in children if child not in before and not stays(child)]
 
 
 def _describe(process: psutil.Process) -> str:

@@ -22,6 +22,7 @@ from rlpool.workers.fast_checks import install_fast_checks
 from rlpool.workers.fast_seeding import FastSeeding
 from rlpool.workers.leash import kill_when_closed, let_go
 from rlpool.workers.messages import Message, Pipe, Setup
+from rlpool.workers.process_title import set_title
 
 CONTROL_COLUMNS = 2
 """Shared int64 numbers per worker: steps done (1 when it begins), lane in use."""
@@ -87,6 +88,7 @@ def main(setup: Setup, connection: Connection, control_fd: Any) -> None:
 
 def settle_in(worker: int, root: int) -> None:
     """Do what every worker process begins with: signals, the parent's end, threads, seeds."""
+    set_title(f"rlpool-worker-{worker}")
     # Ctrl-C goes to the whole foreground group; the caller decides what becomes of its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if os.getpgrp() != os.getpid():

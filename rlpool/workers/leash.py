@@ -56,6 +56,10 @@ class LeashEnd:
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
+    def fileno(self) -> int:
+        """The descriptor, to be inherited; -1 for none."""
+        return self._fd
+
     def tie(self, pid: int | None) -> None:
         """Let the process that has got it end when its caller does."""
         if self._fd >= 0 and pid is not None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from rlpool.claims import ClaimLock
 from rlpool.errors import UsageError, WorkerStartupError
-from rlpool.interrupts import InterruptsHeld
+from rlpool.interrupts import InterruptsHeld, blocked_interrupts
 from rlpool.limits import process_activity
 from rlpool.main_guard import missing_guard, refuse_missing_guard
 from rlpool.storage import Array, Memory
@@ -35,6 +35,7 @@ from rlpool.workers.messages import Close, Message
 from rlpool.workers.shipment import Shipment
 from rlpool.workers.side_channel import SideChannel, run_connected
 from rlpool.workers.stacks import Stacks
+from rlpool.workers.warm_start import process_class
 
 _GUARD_EXIT_CODE = 76
 """Exit code by which a child says that it would have spawned children of its own on import."""
@@ -104,6 +105,7 @@ class Supervisor:
         setups: What each worker creates.
         deliver: Takes the workers' messages, and ``Died`` when one ended.
         run: The main function of a worker process.
+        start_method: How processes are started, one of ``START_METHODS``.
 
     Attributes:
         is_aborted: Whether ``abort`` was called.
@@ -115,12 +117,14 @@ class Supervisor:
         setups: Sequence[WorkerSetup],
         deliver: Deliver,
         run: WorkerMain = main,
+        start_method: str = "auto",
     ) -> None:
         self.n_workers = len(setups)
         self.is_aborted = False
         self._setups = setups
         self._deliver = deliver
         self._run = run
+        self._start_method = start_method
         self._poller: select.poll | None = None
         self._leash: Leash | None = None  # while workers are starting
         self._tied: set[int] = set()  # those that may not have let go of it
@@ -151,6 +155,7 @@ class Supervisor:
         """
         refuse_missing_guard()
         try:
+            self._process_class = process_class(self._start_method)
             with _spawning():
                 for setup in self._setups:
                     pipe, worker = self._spawned(setup)
@@ -181,13 +186,12 @@ class Supervisor:
             late.close()
 
     def _spawned(self, setup: WorkerSetup) -> tuple[CallerPipe, SpawnProcess]:
-        context = multiprocessing.get_context("spawn")
         self._leash = self._leash or Leash()
         leash_end = self._leash.end()
         here, end = socket.socketpair()
         there = Connection(end.detach())
         try:
-            worker = context.Process(
+            worker = self._process_class(
                 target=run_connected,
                 args=(
                     leash_end,
@@ -473,7 +477,7 @@ def _end_group_of(worker: SpawnProcess) -> None:
 @contextmanager
 def _spawning() -> Iterator[None]:
     """What surrounds the start of processes."""
-    with _interrupts_blocked(), _start_method_kept(), _missing_main_hidden():
+    with blocked_interrupts(), _start_method_kept(), _missing_main_hidden():
         yield
 
 
@@ -501,13 +505,3 @@ def _missing_main_hidden() -> Iterator[None]:
         yield
     finally:
         main_module.__file__ = path
-
-
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Let children start with Ctrl-C blocked, until they ignore it themselves."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -18,10 +18,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from process.watching import Script, is_tracker, n_descriptors, wait_until
+from process.watching import Script, n_descriptors, wait_until
 
 from rlpool import Array, UsageError, descriptors
 from rlpool.patterns import write_to_piped_array
+
+from support.staying import stays
 
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left", "no_descriptor_left")]
 
@@ -431,7 +433,7 @@ def test_a_kill_leaves_nothing_behind(
     monkeypatch.setenv("TMPDIR", str(temporary))  # where a memmap lies, and sockets would
     script = run_script(OWNER, storage, method)
     script.wait_for_line("child")
-    (child,) = (process for process in script.family if not is_tracker(process))
+    (child,) = (process for process in script.family if not stays(process))
     if victim == "owner":
         script.signal(signal.SIGKILL)
         script.finish()

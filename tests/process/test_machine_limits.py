@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from process.watching import Script, is_tracker
+from process.watching import Script
 
 from rlpool import (
     Batcher,
@@ -24,6 +24,7 @@ from rlpool import (
 from support.acting_envs import ActingEnv
 from support.agents import StepCounter
 from support.envs import CountingEnv, create_counting
+from support.staying import stays
 
 RunScript = Callable[..., Script]
 
@@ -170,7 +171,7 @@ def test_a_process_that_the_system_refuses_is_explained(monkeypatch: pytest.Monk
     )
     assert "python -m rlpool doctor" in caught.value.fix
     left = set(psutil.Process().children()) - before
-    assert all(is_tracker(process) for process in left)
+    assert all(stays(process) for process in left)
 
 
 # The guard ------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from support.staying import stays
+
 TESTS = Path(__file__).resolve().parents[1]
 
 POLL_S = 0.005
@@ -35,17 +37,8 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = START_S) -> floa
 
 
 def worker_pids(pid: int | None = None) -> set[int]:
-    """Processes that a process has, but for the tracker that multiprocessing keeps."""
-    return {
-        child.pid for child in psutil.Process(pid).children(recursive=True) if not is_tracker(child)
-    }
-
-
-def is_tracker(process: psutil.Process) -> bool:
-    try:
-        return any("resource_tracker" in part for part in process.cmdline())
-    except psutil.Error:
-        return False
+    """Processes that a process has, but for those that live as long as it."""
+    return {child.pid for child in psutil.Process(pid).children(recursive=True) if not stays(child)}
 
 
 def is_running(pid: int) -> bool:

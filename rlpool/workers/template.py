@@ -1,0 +1,333 @@
+"""The template: a process that has imported what every worker needs, and only forks workers.
+
+It runs nothing else. It makes no environment, computes nothing with torch, starts no thread, and
+knows nothing of the user's program, so that a fork of it is like a process that was just spawned,
+but for the imports, whose memory all of them share. ``warm_start`` is the caller's side.
+
+Its caller sends descriptors for each worker and is answered with an error number. In the fork
+``serve`` returns, and what runs next is what runs in a process that multiprocessing spawned.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import errno
+import gc
+import importlib
+import io
+import mmap
+import os
+import pickle
+import re
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.spawn import spawn_main
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from rlpool.workers.process_state import ProcessState
+from rlpool.workers.process_title import set_title
+from rlpool.workers.sibling import SiblingForks
+
+BOOT = (
+    "import gc, json, os, sys; gc.disable(); "
+    'os.environ["OPENBLAS_NUM_THREADS"] = "1"; '
+    "sys.path[:] = json.loads(sys.argv[1]); "
+    "from rlpool.workers.template import serve; "
+    "run = serve(*map(int, sys.argv[2:4]), sys.argv[4:]); run()"
+)
+"""What its interpreter runs. The garbage collector is off from the start: a collection would leave
+holes in memory that workers fill, each with a copy of the page. OpenBLAS starts its threads when
+NumPy is imported."""
+
+_NEEDED = (
+    "cloudpickle",
+    "gymnasium.envs.classic_control",
+    "multiprocessing.popen_spawn_posix",
+    "multiprocessing.resource_tracker",
+    "rlpool",
+    "runpy",
+)
+"""Modules that (nearly) every worker needs and that are not imported by this one."""
+
+REQUEST = struct.Struct("!BBq")
+"""Which of the standard descriptors are sent, as a mask; how many descriptors in all; how many
+processes the caller's user may have."""
+
+MAX_FDS = 250
+"""What the kernel lets one message carry is 253."""
+
+_PARENT_CHECK_MS = 1000
+"""How often the template looks whether its parent changed, in case its socket's other end lives on
+in some process that the parent forked."""
+
+_BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
+"""Where OpenBLAS looks for its number of threads, in this order."""
+
+_BLAS_NAMES = tuple(
+    f"{prefix}openblas_set_num_threads{suffix}"
+    for prefix in ("", "scipy_")
+    for suffix in ("", "64_", "_64")
+)
+
+
+class PassedFd:
+    """A descriptor in the pickle of what a forked worker is given.
+
+    Args:
+        index: Which of those that were sent with the request.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def detach(self) -> int:
+        """Its number in this process."""
+        return _passed[self._index]
+
+
+_passed: list[int] = []
+"""In a forked worker: descriptors that came with the request for it."""
+
+
+def serve(fd: int, word_fd: int, modules: Sequence[str]) -> Callable[[], None]:
+    """Fork workers until the caller is gone; returns in workers only, with what they go on with.
+
+    Args:
+        fd: A socket whose other end the caller has. It is told, as pickled tuples, ``importing``
+            and ``failed`` for modules, ``refused`` if forking is not safe, and ``ready``.
+        word_fd: Memory to which the number of each new process is written.
+        modules: Names of modules of the user's choice, to be imported too.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_title("rlpool-template")
+    caller = socket.socket(fileno=fd)
+    try:
+        forks = _proved_forks(caller, word_fd, modules)
+    except OSError as error:
+        _tell(caller, "refused", "", str(error))
+        os._exit(0)
+    worker = _Server(caller, forks).run()
+    if worker is None:
+        os._exit(0)
+    return worker
+
+
+def _proved_forks(caller: socket.socket, word_fd: int, modules: Sequence[str]) -> SiblingForks:
+    """Import everything; what forks workers after that.
+
+    Raises:
+        OSError: If that would not be safe, or cannot be done.
+    """
+    forks = SiblingForks(mmap.mmap(word_fd, mmap.PAGESIZE))
+    os.close(word_fd)
+    for name in _NEEDED:
+        importlib.import_module(name)
+    _set_blas_threads(1)  # by which it is known to be possible
+    if reason := _unsafe():
+        raise OSError(reason)
+    for name in modules:
+        _tell(caller, "importing", name)
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            _tell(caller, "failed", name, f"{type(error).__name__}: {error}"[:1000])
+        if reason := _unsafe():
+            _tell(caller, "refused", name, reason)
+            os._exit(0)
+    _drop_stdio()
+    importlib.invalidate_caches()  # once for all workers, who look for modules' files themselves
+    gc.freeze()
+    _tell(caller, "ready")
+    return forks
+
+
+def _tell(caller: socket.socket, *words: str) -> None:
+    caller.send(pickle.dumps(words))
+
+
+def _unsafe() -> str:
+    """Why this process should not be forked, ``""`` if nothing speaks against it."""
+    n_threads = len(os.listdir("/proc/self/task"))
+    if n_threads != 1:
+        return f"it has {n_threads} threads"
+    has_context: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if has_context or any(name.startswith("/dev/nvidia") for name in _open_files()):
+        return "it has a CUDA context"
+    return ""
+
+
+def _open_files() -> Iterator[str]:
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the listing
+            yield os.readlink(f"/proc/self/fd/{fd}")
+
+
+def _set_blas_threads(number: int) -> None:
+    """Set the number of threads of every OpenBLAS in this process.
+
+    Raises:
+        OSError: If one of them offers no way.
+    """
+    maps = Path("/proc/self/maps").read_text()
+    for path in sorted(set(re.findall(r"(/\S*openblas\S*)$", maps, re.MULTILINE))):
+        library = ctypes.CDLL(path)
+        found = [getattr(library, name) for name in _BLAS_NAMES if hasattr(library, name)]
+        if not found:
+            raise OSError(f"{path} has no function that sets its number of threads")
+        found[0](number)
+
+
+def _wanted_blas_threads() -> int:
+    """How many threads OpenBLAS starts in a process with these variables and cores."""
+    n_cores = len(os.sched_getaffinity(0))
+    for name in _BLAS_VARIABLES:
+        with suppress(ValueError):
+            if (number := int(os.environ.get(name, "0"))) > 0:
+                return min(number, n_cores)
+    return n_cores
+
+
+def _drop_stdio() -> None:
+    """Keep nothing open that the caller reads or writes; workers are sent the real ones."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in range(3):
+        os.dup2(nowhere, fd)
+    os.close(nowhere)
+
+
+class _Server:
+    """Answers requests.
+
+    Args:
+        caller: Where they come from.
+        forks: What forks.
+    """
+
+    def __init__(self, caller: socket.socket, forks: SiblingForks) -> None:
+        self._caller = caller
+        self._forks = forks
+        self._parent_pid = os.getppid()
+
+    def run(self) -> Callable[[], None] | None:
+        """Serve; returns in workers what to go on with, and ``None`` when the caller is gone."""
+        poller = select.poll()
+        poller.register(self._caller, select.POLLIN)
+        while os.getppid() == self._parent_pid:
+            if not poller.poll(_PARENT_CHECK_MS):
+                continue
+            words, fds, _, _ = socket.recv_fds(
+                self._caller, REQUEST.size, MAX_FDS, socket.MSG_CMSG_CLOEXEC
+            )
+            if not words:
+                return None
+            standard, n_fds, most_processes = REQUEST.unpack(words)
+            number = errno.EMFILE
+            if len(fds) == n_fds:
+                number = self._fork(most_processes)
+            if number < 0:
+                self._caller.close()
+                return _begin_worker(standard, fds)
+            for fd in fds:
+                os.close(fd)
+            self._caller.send(struct.pack("!i", number))
+        return None
+
+    def _fork(self, most_processes: int) -> int:
+        """Fork; returns -1 in the worker, and an error number here, 0 for none."""
+        hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+        resource.setrlimit(resource.RLIMIT_NPROC, (most_processes, hard))
+        try:
+            return 0 if self._forks.fork() else -1
+        except OSError as error:
+            return error.errno or errno.EAGAIN
+
+
+def _begin_worker(standard: int, fds: list[int]) -> Callable[[], None]:
+    """Make this fork like a process that was just spawned; returns what that would run.
+
+    Args:
+        standard: Mask of the standard descriptors that come first in ``fds``.
+        fds: Those, then the pipe with what the worker is given, then the resource tracker's, then
+            those that are named in what it is given.
+    """
+    fds = _take_over_stdio(standard, fds)
+    pipe, tracker_fd = fds[:2]
+    _passed[:] = fds
+    state = _received_state(pipe)
+    if state is None:
+        os._exit(0)  # the caller is gone or has given up
+    set_title("rlpool-worker")
+    state.take_over()
+    gc.enable()
+    np.random.seed()  # noqa: NPY002 (the one that everybody shares)
+    if (n_threads := _wanted_blas_threads()) > 1:
+        _set_blas_threads(n_threads)
+    sys.argv = ["-c", "--multiprocessing-fork"]
+    return lambda: _run_as_spawned(pipe, tracker_fd)
+
+
+def _run_as_spawned(pipe: int, tracker_fd: int) -> NoReturn:
+    """Run what a process that multiprocessing spawned runs, and end as it does.
+
+    But for taking the interpreter to pieces, which would first copy most of what is shared.
+    """
+    code: Any = 1
+    try:
+        spawn_main(pipe_handle=pipe, tracker_fd=tracker_fd)
+    except SystemExit as end:
+        code = end.code
+    finally:
+        atexit._run_exitfuncs()
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+
+def _take_over_stdio(standard: int, fds: list[int]) -> list[int]:
+    """Put the caller's standard descriptors in their places; returns the others."""
+    fds = list(fds)
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        if standard >> fd & 1:
+            passed = fds.pop(0)
+            os.dup2(passed, fd)
+            os.close(passed)
+            stream = getattr(sys, name)
+            if fd and isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=fd == 2 or stream.isatty())
+        else:
+            os.close(fd)
+            setattr(sys, name, None)
+            setattr(sys, f"__{name}__", None)
+    return fds
+
+
+def _received_state(pipe: int) -> ProcessState | None:
+    """The first thing in the pipe, ``None`` if its other end was closed."""
+    head = _received(pipe, 4)
+    body = head and _received(pipe, int.from_bytes(head, "big"))
+    state: ProcessState | None = pickle.loads(body) if body else None
+    return state
+
+
+def _received(pipe: int, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = os.read(pipe, size - len(parts))
+        if not part:
+            return b""
+        parts += part
+    return bytes(parts)

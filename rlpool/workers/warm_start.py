@@ -1,0 +1,320 @@
+"""Starts workers: forked from a template that has imported everything, or spawned.
+
+There is one template per process, made when the first worker is started. It costs this process two
+descriptors. Where forking is not proved safe, or is not possible, workers are spawned, and the log
+says why; a worker cannot tell the difference but by how long it took.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import popen_spawn_posix, spawn, util
+from multiprocessing.context import SpawnProcess, set_spawning_popen
+from multiprocessing.reduction import dump
+from multiprocessing.resource_tracker import getfd as tracker_fd
+from typing import Any
+
+from rlpool.errors import SpecError, compose
+from rlpool.workers.leash import CAN_KILL
+from rlpool.workers.process_state import ProcessState, identity
+from rlpool.workers.template import PassedFd
+from rlpool.workers.template_handle import IMPORT_S, Template, TemplateLostError
+
+_LOG = logging.getLogger("rlpool")
+
+START_METHODS = ("auto", "spawn")
+
+_MAX_TRIES = 3
+"""How often a template is started that somebody ends meanwhile."""
+
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+"""Signals that say nothing about what a template was importing."""
+
+
+class _UnsafeError(Exception):
+    """Forking from a template is not safe, or not possible; says why."""
+
+
+def check_start_method(value: Any) -> None:
+    """Refuse what is no start method.
+
+    Raises:
+        SpecError: If it is none.
+    """
+    if not isinstance(value, str) or value not in START_METHODS:
+        fix = "'auto' forks workers from a template where that is safe, 'spawn' never does"
+        raise SpecError(
+            compose(f"start_method should be 'auto' or 'spawn', got {value!r}", fix=fix)
+        )
+
+
+def preload(*modules: str) -> None:
+    """Let workers start with modules imported, so that they need not import them one by one.
+
+    The template process imports them, once, before the next worker is started. Their import must
+    not start threads or use a GPU; one that does, or fails, is named in the log and left out. What
+    is changed in their files later is seen after ``shutdown()`` only.
+
+    Args:
+        modules: Names, such as ``"mujoco"`` or ``"my_package.envs"``. Those of earlier calls stay.
+
+    Raises:
+        SpecError: If one is not the name of a module that can be imported by name.
+    """
+    for name in modules:
+        is_name = isinstance(name, str) and all(part.isidentifier() for part in name.split("."))
+        if not is_name or name.split(".")[0] in ("__main__", "__mp_main__"):
+            raise SpecError(
+                compose(
+                    f"{name!r} is not the name of a module that can be imported",
+                    fix='pass names, such as "my_package.envs"; put what your script defines into '
+                    "a module of its own",
+                )
+            )
+    _templates.add_modules(modules)
+
+
+def shutdown() -> None:
+    """End the template process, if there is one; the next worker starts another.
+
+    Workers that run go on. Called when Python exits.
+    """
+    _templates.shutdown()
+
+
+class WorkerProcess(SpawnProcess):
+    """A process as if spawned, forked from a template where that is possible."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:  # noqa: N802
+        template = _templates.ready()
+        for _ in range(_MAX_TRIES):
+            if template is None:
+                break
+            try:
+                return _Popen(process_obj, template)
+            except TemplateLostError:
+                template = _templates.ready()
+        return popen_spawn_posix.Popen(process_obj)
+
+
+def process_class(start_method: str) -> type[SpawnProcess]:
+    """What starts workers with a start method; makes sure that a template is there if need be.
+
+    Args:
+        start_method: One of ``START_METHODS``.
+    """
+    if start_method == "auto" and _templates.ready() is not None:
+        return WorkerProcess
+    return SpawnProcess
+
+
+def why_spawned() -> str:
+    """Why workers are spawned; ``""`` where they are forked from a template."""
+    return "" if _templates.ready() is not None else _templates.reason
+
+
+class _Popen(popen_spawn_posix.Popen):
+    """Starts a process as ``multiprocessing`` does, but for the interpreter, which is forked."""
+
+    method = "template"
+    DupFd = PassedFd  # type: ignore[assignment]
+
+    def __init__(self, process_obj: Any, template: Template) -> None:
+        self._passed: list[int] = []
+        self._template: Template | None = template
+        super().__init__(process_obj)
+
+    def duplicate_for_child(self, fd: int) -> int:
+        """Send a descriptor along; returns what stands for it in the pickle."""
+        self._passed.append(fd)
+        return len(self._passed) - 1
+
+    def _launch(self, process_obj: Any) -> None:
+        template, self._template = self._template, None
+        ends: list[int] = []
+        try:
+            ends += (pipe := os.pipe())
+            ends += (sentinel := os.pipe())
+            self._passed += [pipe[0], tracker_fd()]  # type: ignore[list-item]
+            payload = self._payload(process_obj)
+            self._passed.append(sentinel[1])  # which is open as long as the worker lives
+            self.pid = template.fork(self._passed)  # type: ignore[union-attr]
+        except BaseException:
+            for end in ends:
+                os.close(end)
+            raise
+        self.sentinel = sentinel[0]
+        keep = [sentinel[0], pipe[1]]  # the latter tells the worker that this process lives
+        self.finalizer = util.Finalize(self, util.close_fds, keep)  # type: ignore[attr-defined]
+        os.close(sentinel[1])
+        os.close(pipe[0])
+        with suppress(BrokenPipeError), open(pipe[1], "wb", closefd=False) as stream:
+            stream.write(payload)
+
+    def _payload(self, process_obj: Any) -> bytes:
+        """What the worker reads: its state, and then what a spawned process does."""
+        preparation = spawn.get_preparation_data(process_obj._name)
+        state = pickle.dumps(ProcessState.now())
+        stream = io.BytesIO()
+        stream.write(len(state).to_bytes(4, "big") + state)
+        set_spawning_popen(self)
+        try:
+            dump(preparation, stream)
+            dump(process_obj, stream)
+        finally:
+            set_spawning_popen(None)
+        return stream.getvalue()
+
+
+class _Templates:
+    """The one template of this process, or why there is none.
+
+    Attributes:
+        reason: Why workers were spawned last.
+    """
+
+    def __init__(self, modules: Sequence[str] = ()) -> None:
+        self.reason = ""
+        self._lock = threading.RLock()
+        self._modules = tuple(modules)
+        self._left_out: set[str] = set()
+        self._template: Template | None = None
+        self._identity: Any = None
+        self._unsafe: dict[
+            Any, _UnsafeError
+        ] = {}  # what templates were to be like, and why there is none
+
+    def add_modules(self, modules: Sequence[str]) -> None:
+        """Let the next template import these as well."""
+        with self._lock:
+            self._modules = tuple(dict.fromkeys([*self._modules, *modules]))
+
+    def ready(self) -> Template | None:
+        """A template that is like this process; ``None`` if there cannot be one."""
+        with self._lock:
+            try:
+                _refuse_platform()
+                wanted = identity(), self._modules
+                if wanted in self._unsafe:
+                    raise self._unsafe[wanted]
+                template = self._template
+                if template is None or wanted != self._identity or not template.is_alive():
+                    self._end()
+                    try:
+                        self._template, self._identity = self._started(), wanted
+                    except _UnsafeError as error:
+                        self._unsafe[wanted] = error
+                        raise
+            except (_UnsafeError, TemplateLostError) as error:
+                if str(error) != self.reason:  # told once
+                    _LOG.warning("workers are spawned, not forked from a template: %s", error)
+                self.reason = str(error)
+                return None
+            self.reason = ""
+            return self._template
+
+    def _started(self) -> Template:
+        """A new template.
+
+        Raises:
+            _UnsafeError: If there can be none.
+            TemplateLostError: If there is none this time.
+        """
+        for _ in range(_MAX_TRIES + len(self._modules)):
+            try:
+                template = Template([m for m in self._modules if m not in self._left_out])
+            except OSError as error:
+                raise TemplateLostError(f"it cannot be started: {error}") from error
+            try:
+                if self._is_up(template):
+                    return template
+            except BaseException:
+                template.end()
+                raise
+        raise TemplateLostError("it was killed while it started")
+
+    def _is_up(self, template: Template) -> bool:
+        """Follow a template's imports; returns whether it has started, else another one may.
+
+        Raises:
+            _UnsafeError: If no other one will.
+        """
+        module = ""
+        try:
+            while True:
+                kind, *words = template.told()
+                if kind == "ready":
+                    return True
+                module = words[0]
+                if kind != "importing":
+                    self._leave_out(module, words[1])
+                if kind == "refused":
+                    template.end()
+                    return False
+        except TemplateLostError:
+            code = template.end()
+            if -code not in _FROM_OUTSIDE:
+                how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+                self._leave_out(module, f"importing it ended the process ({how})")
+        except TimeoutError:
+            template.end()
+            self._leave_out(module, f"importing it takes longer than {IMPORT_S:g} s")
+        return False
+
+    def _leave_out(self, module: str, why: str) -> None:
+        """Do without a module of the user's.
+
+        Raises:
+            _UnsafeError: If it is none, but what every worker needs.
+        """
+        if not module:
+            raise _UnsafeError(why)
+        self._left_out.add(module)
+        _LOG.warning("preload: %s is left out, workers import it: %s", module, why)
+
+    def shutdown(self) -> None:
+        """End the template, and forget what was found out about others."""
+        with self._lock:
+            self._end()
+            self._left_out.clear()
+            self._unsafe.clear()
+
+    def _end(self) -> None:
+        template, self._template = self._template, None
+        if template is not None:
+            template.end()
+
+    def after_fork(self) -> None:
+        """Begin anew in a process that was forked from this one: the template is not its own."""
+        template = self._template
+        self.__init__(self._modules)  # type: ignore[misc]
+        if template is not None:
+            template.forget()
+
+
+def _refuse_platform() -> None:
+    """Refuse to have a template where there is no way to have one.
+
+    Raises:
+        _UnsafeError: If this is such a platform.
+    """
+    if sys.platform != "linux" or not CAN_KILL or not hasattr(os, "memfd_create"):
+        raise _UnsafeError(f"that needs Linux, this is {sys.platform}")
+    if getattr(sys, "frozen", False):
+        raise _UnsafeError("this program is frozen, its interpreter cannot be started for that")
+
+
+_templates = _Templates()
+atexit.register(shutdown)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_templates.after_fork)
