@@ -71,6 +71,9 @@ class EpisodeBatcher(BatcherBase):
             than a worker has environments, only so many of them run at a time.
         max_rss_bytes: Replace a worker, between episodes, whose resident memory, shared blocks
             left out, is larger; ``None`` for never.
+        start_method: ``"auto"`` forks workers from a template process where that is safe, which
+            takes milliseconds, and spawns them elsewhere; ``"spawn"`` always spawns them. The
+            results are the same, see docs/start_methods.md.
         crash_dir: A directory, made if it is missing: if an environment or an agent fails, this
             process writes what ``rlpool.replay_crash`` needs into a file there, which the
             message of the error names.
@@ -117,6 +120,7 @@ class EpisodeBatcher(BatcherBase):
         on_env_error: str = "raise",
         max_episodes_per_worker: int | None = None,
         max_rss_bytes: int | None = None,
+        start_method: str = "auto",
         crash_dir: CrashDir = None,
     ) -> None:
         super().__init__(
@@ -135,6 +139,7 @@ class EpisodeBatcher(BatcherBase):
                 on_env_error,
                 max_episodes_per_worker,
                 max_rss_bytes,
+                start_method,
             ),
             crash_dir,
         )
@@ -321,6 +326,7 @@ class Batcher(BatcherBase):
         on_env_error: As for ``EpisodeBatcher``.
         max_episodes_per_worker: As for ``EpisodeBatcher``, between windows.
         max_rss_bytes: As for ``EpisodeBatcher``, between windows.
+        start_method: As for ``EpisodeBatcher``.
         crash_dir: As for ``EpisodeBatcher``.
     """
 
@@ -342,6 +348,7 @@ class Batcher(BatcherBase):
         on_env_error: str = "raise",
         max_episodes_per_worker: int | None = None,
         max_rss_bytes: int | None = None,
+        start_method: str = "auto",
         crash_dir: CrashDir = None,
     ) -> None:
         super().__init__(
@@ -360,6 +367,7 @@ class Batcher(BatcherBase):
                 on_env_error,
                 max_episodes_per_worker,
                 max_rss_bytes,
+                start_method,
             ),
             crash_dir,
         )

@@ -27,6 +27,7 @@ from rlpool.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.workers.messages import Setup
 from rlpool.workers.shipment import Shipment
 from rlpool.workers.supervisor import refuse_during_import
+from rlpool.workers.warm_start import check_start_method, memory_of
 
 _LOG = logging.getLogger("rlpool")
 
@@ -67,6 +68,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         if n_slots is not None:
             check_count("n_slots", n_slots, 1)
         check_timeout(timeout)
+        check_start_method(policy.start_method)
         for name, function in (("create_agent", create_agent), ("create_env", create_env)):
             _refuse_no_factory(name, function)
         self._root = root_from(_checked_seeds(seeds, n_threads))
@@ -79,7 +81,8 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         self._owner_pid = os.getpid()
         functions: Any = (create_env, dict(env_args or {}), create_agent, dict(agent_args or {}))
         if n_threads:
-            check_workers(n_threads, WORKER_DESCRIPTORS, "lower n_threads")
+            memory = memory_of(policy.start_method)
+            check_workers(n_threads, WORKER_DESCRIPTORS, "lower n_threads", memory)
             names = ("create_env", "env_args", "create_agent", "agent_args")
             parts = dict(zip(names, functions, strict=True))
             functions = Shipment(pickled(parts, functions, fix=_HOW_TO_PICKLE))

@@ -1,7 +1,7 @@
 """What this machine offers to workers, and which of its limits would bite.
 
-``python -m rlpool doctor`` prints one line per check. Nothing is changed, and little is used: one
-worker process is started, runs an episode and ends.
+``python -m rlpool doctor`` prints one line per check. Nothing is changed, and little is used: the
+template is started, if there can be one, and a worker process, which runs an episode and ends.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import mmap
-import multiprocessing
 import os
 import platform
 import resource
@@ -20,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -43,6 +41,7 @@ from rlpool.worker_limits import (
 )
 from rlpool.worker_trial import seconds_of_an_episode
 from rlpool.workers.supervisor import refuse_during_import
+from rlpool.workers.warm_start import memory_of, why_impossible, why_spawned
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 
@@ -109,7 +108,8 @@ def examine(
         slots: Slots of the batcher's blocks.
         timesteps: Steps per slot.
         observation_bytes: Bytes of an observation, such as ``84 * 84 * 4``.
-        start_worker: Whether to start a worker process, which takes seconds.
+        start_worker: Whether to start processes, the template of workers and a worker, which takes
+            seconds. Otherwise only what the platform allows is known of the start method.
         root: Where ``/proc`` and ``/sys`` lie; another directory stands for another machine.
 
     Returns:
@@ -126,7 +126,7 @@ def examine(
         Check("versions", OK, _versions()),
         _platform(),
         _cores(plan),
-        Check("start method", OK, _start_method()),
+        _start_method(start_worker),
         *_quotas(plan, root),
         *_own_memory(root),
         _block(plan, root),
@@ -236,15 +236,23 @@ def _cores(plan: Plan) -> Check:
     return Check("cores", OK, what)
 
 
-def _start_method() -> str:
-    chosen: Any = multiprocessing.get_start_method(allow_none=True)
-    default = multiprocessing.get_all_start_methods()[0]
-    return f"workers are spawned, whatever is set (here: {chosen or default})"
+def _start_method(may_start: bool) -> Check:
+    """How workers are started, and why; without a template's start only what could be."""
+    name, why = "start method", why_spawned() if may_start else why_impossible()
+    if why:
+        fix = (
+            "nothing is lost but time and memory; docs/start_methods.md says what a template needs"
+        )
+        return Check(name, WARN, f"workers are spawned: {why}", fix)
+    what = "workers are forked from a template, which has proved that this is safe"
+    if not may_start:
+        what = "workers are forked from a template if that, once started, proves that it is safe"
+    return Check(name, OK, what)
 
 
 def _quotas(plan: Plan, root: Path) -> Iterator[Check]:
     """How many workers fit, by each of the limits."""
-    quotas = worker_quotas(plan.workers, WORKER_DESCRIPTORS, root)
+    quotas = worker_quotas(plan.workers, WORKER_DESCRIPTORS, memory_of("auto"), root)
     for noun in ("memory", "file descriptors", "processes and threads"):
         own = [quota for quota in quotas if quota.noun == noun]
         if not own:

@@ -36,6 +36,7 @@ from rlpool.workers.env_crew import EnvCrew
 from rlpool.workers.env_messages import Call
 from rlpool.workers.orders import Orders, lane_failure
 from rlpool.workers.supervisor import refuse_during_import
+from rlpool.workers.warm_start import check_start_method
 from rlpool.workers.watched_crew import placed
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -45,7 +46,7 @@ _ALL = slice(None)
 
 
 class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
-    """Gymnasium environments in spawned processes that all step at the same time.
+    """Gymnasium environments in worker processes that all step at the same time.
 
     It is a ``VecEnv``: pass it to a batcher with ``n_threads=0``, whose agent then runs in this
     process, on the whole batch of lanes at once::
@@ -100,6 +101,8 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             episodes of its lanes; ``None`` for never. Other lanes of the worker that are in the
             middle of an episode are brought back to where they were.
         max_rss_bytes: The same for a worker whose resident memory is larger than so many bytes.
+        start_method: ``"auto"`` forks workers from a template process where that is safe,
+            ``"spawn"`` always spawns them, see docs/start_methods.md.
         crash_dir: A directory, made if it is missing: if an environment fails, this process
             writes what ``rlpool.replay_crash`` needs into a file there, which the message of the
             error names. A batcher over the environments knows more (``agent_info`` and rewards):
@@ -140,12 +143,19 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         on_env_error: str = "raise",
         max_episodes_per_worker: int | None = None,
         max_rss_bytes: int | None = None,
+        start_method: str = "auto",
         crash_dir: CrashDir = None,
     ) -> None:
         refuse_during_import()
         policy = FailurePolicy(
-            on_worker_failure, max_restarts, on_env_error, max_episodes_per_worker, max_rss_bytes
+            on_worker_failure,
+            max_restarts,
+            on_env_error,
+            max_episodes_per_worker,
+            max_rss_bytes,
+            start_method,
         )
+        check_start_method(start_method)
         env_fns = _checked_functions(env_fns)
         check_count("envs_per_worker", envs_per_worker, 1)
         check_timeout(timeout)

@@ -48,7 +48,7 @@ _LEAST_RSS_BYTES = 2**20
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """What becomes of workers that fail, and when healthy ones are replaced.
+    """How workers start, what becomes of those that fail, and when healthy ones are replaced.
 
     Attributes:
         on_worker_failure: ``"restart"`` replaces workers that died or hang, ``"raise"`` reports
@@ -59,6 +59,7 @@ class FailurePolicy:
         max_episodes_per_worker: A worker that has completed so many episodes is replaced, ``None``
             for never.
         max_rss_bytes: A worker whose resident memory is larger is replaced, ``None`` for never.
+        start_method: How processes are started, see ``workers.warm_start``, which checks it.
 
     Raises:
         SpecError: If a value is none of those; the message names it.
@@ -69,6 +70,7 @@ class FailurePolicy:
     on_env_error: str = "raise"
     max_episodes_per_worker: int | None = None
     max_rss_bytes: int | None = None
+    start_method: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("on_worker_failure", "on_env_error"):

@@ -22,7 +22,11 @@ _MOST_PER_CORE = 2
 """More workers than so many per core are worth a warning: one steps while one waits."""
 
 WORKER_BYTES = 100 * 2**20
-"""Private memory of a worker that has imported torch and holds nothing else, at the least."""
+"""Private memory of a process that has imported torch and holds nothing else, at the least: of a
+spawned worker, and of the template from which workers are forked."""
+
+FORKED_WORKER_BYTES = 10 * 2**20
+"""Private memory of a worker that was forked from one, at the least."""
 
 WORKER_DESCRIPTORS = 3
 """A worker's pipe, and two that multiprocessing keeps to notice its end and ours."""
@@ -34,8 +38,8 @@ _SPARE_DESCRIPTORS = 32
 """What starting a process and sending memory need for a moment, and what the caller may open
 besides."""
 
-_SPARE_TASKS = 1
-"""The process by which multiprocessing keeps track of what to clean up."""
+_SPARE_TASKS = 2
+"""The process by which multiprocessing keeps track of what to clean up, and the template."""
 
 _CAPABILITIES = (21, 24)
 """CAP_SYS_ADMIN, CAP_SYS_RESOURCE: who has one of them may start any number of processes."""
@@ -122,7 +126,9 @@ def n_cores(root: Path = ROOT) -> int:
     return max(1, min([n_own, *map(math.ceil, cpu_limits(root))]))
 
 
-def check_workers(n_workers: int, descriptors_each: int, advice: str) -> None:
+def check_workers(
+    n_workers: int, descriptors_each: int, advice: str, memory: tuple[int, int] = (WORKER_BYTES, 0)
+) -> None:
     """Refuse more worker processes than descriptors, processes or memory allow.
 
     More than twice the cores are worth a warning in the log: they are of use only where
@@ -132,11 +138,12 @@ def check_workers(n_workers: int, descriptors_each: int, advice: str) -> None:
         n_workers: Processes to be started.
         descriptors_each: Descriptors that one of them costs this process.
         advice: Which arguments to change, for the message.
+        memory: Bytes of each of them and of all together besides, at the least.
 
     Raises:
         SpecError: Naming what is wanted, the limit and the remedy.
     """
-    for quota in worker_quotas(n_workers, descriptors_each):
+    for quota in worker_quotas(n_workers, descriptors_each, memory):
         if n_workers > quota.room:
             fits = f" ({quota.room} would fit)" if quota.room else ""
             raise SpecError(
@@ -153,18 +160,21 @@ def check_workers(n_workers: int, descriptors_each: int, advice: str) -> None:
         )
 
 
-def worker_quotas(n_workers: int, descriptors_each: int, root: Path = ROOT) -> list[Quota]:
+def worker_quotas(
+    n_workers: int, descriptors_each: int, memory: tuple[int, int], root: Path = ROOT
+) -> list[Quota]:
     """What bounds the number of workers.
 
     Args:
         n_workers: How many there are to be, for the remedies.
         descriptors_each: Descriptors that one of them costs this process.
+        memory: As for ``check_workers``.
         root: Where ``/proc`` and ``/sys`` lie.
     """
     return [
         *_descriptor_quotas(n_workers, descriptors_each),
         *_task_quotas(n_workers, root),
-        *_memory_quotas(root),
+        *_memory_quotas(*memory, root),
     ]
 
 
@@ -199,10 +209,10 @@ def _task_quotas(n_workers: int, root: Path) -> Iterator[Quota]:
         yield Quota(noun, whose, group.limit, group.used, _WORKER_TASKS, _SPARE_TASKS, remedy)
 
 
-def _memory_quotas(root: Path) -> Iterator[Quota]:
+def _memory_quotas(each: int, once: int, root: Path) -> Iterator[Quota]:
     for bound in shared_bounds(root):
         in_use = bound.total - bound.free
-        yield Quota("memory", bound.name, bound.total, in_use, WORKER_BYTES, 0, "free memory")
+        yield Quota("memory", bound.name, bound.total, in_use, each, once, "free memory")
 
 
 def n_open_descriptors() -> int:

@@ -134,7 +134,7 @@ class Workforce:
         if in_process:
             self._workers = LocalWorker(setups[0], self._deliver)
         else:
-            self._workers = Supervisor(setups, self._deliver)
+            self._workers = Supervisor(setups, self._deliver, start_method=policy.start_method)
 
     def start(self) -> None:
         """Start all workers and wait until they are ready.

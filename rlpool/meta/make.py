@@ -67,6 +67,7 @@ def make_parallel_env(
     on_env_error: str = "raise",
     max_episodes_per_worker: int | None = None,
     max_rss_bytes: int | None = None,
+    start_method: str = "auto",
     crash_dir: CrashDir = None,
     **kwargs: Any,
 ) -> ParallelEnvManager:
@@ -84,11 +85,12 @@ def make_parallel_env(
             never.
         min_ready: How many environments a collection waits for at a time, so that a slow one does
             not hold the others; ``None`` for all of them. Results do not depend on it.
-        on_worker_failure: See ``ParallelEnvManager``, as for the next five.
+        on_worker_failure: See ``ParallelEnvManager``, as for the next six.
         max_restarts: Replacements of failed workers in all.
         on_env_error: What becomes of an environment that raises.
         max_episodes_per_worker: Trials after which a worker is replaced.
         max_rss_bytes: Resident memory above which a worker is replaced.
+        start_method: How workers are started.
         crash_dir: Where capsules of failures are written.
         **kwargs: For the environment.
 
@@ -126,4 +128,5 @@ def make_parallel_env(
         on_env_error=on_env_error,
         max_episodes_per_worker=max_episodes_per_worker,
         max_rss_bytes=max_rss_bytes,
+        start_method=start_method,
     )

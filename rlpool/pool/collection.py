@@ -55,13 +55,10 @@ from rlpool.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.workers.messages import Setup
 from rlpool.workers.shipment import Shipment
 from rlpool.workers.supervisor import refuse_during_import
+from rlpool.workers.warm_start import memory_of
 from rlpool.workforce import WorkersDisagree
 
 _LOG = logging.getLogger("rlpool")
-
-# An environment of a pool may remember anything from run to run: there is no way back to where it
-# was, so the next run starts with the environments of the caller.
-_REPORTING = FailurePolicy(on_worker_failure="raise")
 
 _WINDOW_BYTES = 2**22  # per process: a few of them fit into any cache of pages
 _SHORTEST_WINDOW, _LONGEST_WINDOW = 16, 1024  # steps: a round trip costs as much as a few steps
@@ -87,6 +84,7 @@ class EpisodeRunner(ProcessOwner):
             ``None`` samples their action spaces. It may be replaced or change between runs.
         timeout: Seconds without a step after which a process counts as hanging, ``None`` for
             never.
+        start_method: How processes are started, one of ``workers.warm_start.START_METHODS``.
 
     Attributes:
         envs: The list that was given.
@@ -106,6 +104,7 @@ class EpisodeRunner(ProcessOwner):
         policy: Policy | None = None,
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
+        start_method: str = "auto",
     ) -> None:
         self._coordinator: Coordinator | None = None
         self._is_closed = False
@@ -122,6 +121,9 @@ class EpisodeRunner(ProcessOwner):
         self.n_runs = 0
         self._n_processes = len(envs)
         self._timeout_s = timeout
+        # An environment of a pool may remember anything from run to run: there is no way back to
+        # where it was, so the next run starts with the environments of the caller.
+        self._worker_policy = FailurePolicy(on_worker_failure="raise", start_method=start_method)
         self._root = root_from(seed)
         if seed is None:
             _LOG.info("drew the root seed %d", self._root)
@@ -239,13 +241,15 @@ class EpisodeRunner(ProcessOwner):
         if digests != self._sent:
             self._dtypes = {}
         self._sent, self._sent_policy = digests, policy_digest
-        check_workers(len(pickles), WORKER_DESCRIPTORS, "put fewer environments into the pool")
+        advice = "put fewer environments into the pool"
+        memory = memory_of(self._worker_policy.start_method)
+        check_workers(len(pickles), WORKER_DESCRIPTORS, advice, memory)
         setups = [self._setup(p, env, policy, number) for p, env in enumerate(pickles)]
         self._coordinator = Coordinator(
             setups,
             in_process=False,
             make_layout=_Windows(len(setups)),
-            policy=_REPORTING,
+            policy=self._worker_policy,
             timeout_s=self._timeout_s,
         )
         return self._coordinator

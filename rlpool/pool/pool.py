@@ -34,6 +34,7 @@ from rlpool.slots import successor_key
 from rlpool.specs import DEFAULT_OBSERVATION_KEY
 from rlpool.stack_dumps import DumpsStacks
 from rlpool.storage import Array
+from rlpool.workers.warm_start import check_start_method
 
 _FIVE_KEYS = (
     DEFAULT_OBSERVATION_KEY,
@@ -90,6 +91,7 @@ class Pool(TransitionWriter, DumpsStacks):
         priority_exponent: Sample in proportion to priorities to this power (alpha in the paper),
             see ``update_priorities``; by default uniformly.
         timeout: Seconds without a step after which a process of ``store()`` counts as hanging.
+        start_method: How processes of ``store()`` are started, as for ``EpisodeBatcher``.
 
     Raises:
         SpecError: For sizes below 1, one of ``clearing_freq`` and ``window_size_`` without the
@@ -121,6 +123,7 @@ class Pool(TransitionWriter, DumpsStacks):
         directory: str | Path | None = None,
         priority_exponent: float | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
+        start_method: str = "auto",
     ) -> None:
         if processes is None:
             processes = max(1, len(env)) if isinstance(env, Sequence) else 1
@@ -142,9 +145,12 @@ class Pool(TransitionWriter, DumpsStacks):
             keys = listed_keys(keys)
             if not keys:
                 raise SpecError(compose("keys are empty", fix="leave keys out to store all"))
+        check_start_method(start_method)
         self._runner = None
         if env is not None:
-            self._runner = EpisodeRunner(env, processes, seed, policy, timeout=timeout)
+            self._runner = EpisodeRunner(
+                env, processes, seed, policy, timeout=timeout, start_method=start_method
+            )
         super().__init__(
             int(pool_size),
             int(processes),

@@ -39,6 +39,7 @@ from rlpool.workers.shipment import Shipment
 from rlpool.workers.successors import MapMessage
 from rlpool.workers.supervisor import Supervisor
 from rlpool.workers.wake import Wake
+from rlpool.workers.warm_start import memory_of
 from rlpool.workers.watched_crew import WatchedCrew
 
 _DESCRIPTORS_EACH = 4
@@ -77,7 +78,8 @@ class EnvCrew(WatchedCrew):
         advice = "use fewer workers, by more envs_per_worker or fewer environments"
         starts = range(0, len(env_fns), envs_per_worker)
         lanes_of = [range(s, min(s + envs_per_worker, len(env_fns))) for s in starts]
-        check_workers(len(lanes_of), _DESCRIPTORS_EACH, advice)
+        memory = memory_of(policy.start_method)
+        check_workers(len(lanes_of), _DESCRIPTORS_EACH, advice, memory)
         super().__init__(lanes_of, timeout_s, policy, crash_dir)
         self.has_called = False
         self._owner_pid = os.getpid()
@@ -88,7 +90,7 @@ class EnvCrew(WatchedCrew):
         self._done = Wake()
         self.wakes = [Wake() for _ in lanes_of]
         setups = self._setups(shipments, options, root)
-        self._watch_over(Supervisor(setups, self._deliver, main))
+        self._watch_over(Supervisor(setups, self._deliver, main, policy.start_method))
         note_source(self)
         try:
             self._supervisor.start()

@@ -24,6 +24,7 @@ from multiprocessing.resource_tracker import getfd as tracker_fd
 from typing import Any
 
 from rlpool.errors import SpecError, compose
+from rlpool.worker_limits import FORKED_WORKER_BYTES, WORKER_BYTES
 from rlpool.workers.leash import CAN_KILL
 from rlpool.workers.process_state import ProcessState, identity
 from rlpool.workers.template import PassedFd
@@ -119,8 +120,26 @@ def process_class(start_method: str) -> type[SpawnProcess]:
 
 
 def why_spawned() -> str:
-    """Why workers are spawned; ``""`` where they are forked from a template."""
+    """Why workers are spawned; ``""`` if there is a template, which is started for that."""
     return "" if _templates.ready() is not None else _templates.reason
+
+
+def why_impossible() -> str:
+    """Why there is no way to have a template, as far as is known without starting one."""
+    return _templates.why_impossible()
+
+
+def memory_of(start_method: str) -> tuple[int, int]:
+    """What workers take at the least: bytes of each, and of all together besides.
+
+    Args:
+        start_method: One of ``START_METHODS``. Of ``"auto"`` it is not always known what it ends
+            in: then it is what a template and its workers take, which is less.
+    """
+    if start_method == "spawn" or why_impossible():
+        return WORKER_BYTES, 0
+    # What a template that runs takes is not free any more.
+    return FORKED_WORKER_BYTES, 0 if _templates.is_up() else WORKER_BYTES - FORKED_WORKER_BYTES
 
 
 class _Popen(popen_spawn_posix.Popen):
@@ -222,6 +241,20 @@ class _Templates:
                 return None
             self.reason = ""
             return self._template
+
+    def why_impossible(self) -> str:
+        """Why there cannot be one; ``""`` if that is not known yet, or there can."""
+        with self._lock:
+            try:
+                _refuse_platform()
+            except _UnsafeError as error:
+                return str(error)
+            return str(self._unsafe.get((identity(), self._modules), ""))
+
+    def is_up(self) -> bool:
+        """Whether there is one, though it may have to make way for another."""
+        with self._lock:
+            return self._template is not None and self._template.is_alive()
 
     def _started(self) -> Template:
         """A new template.

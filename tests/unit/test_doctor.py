@@ -13,6 +13,8 @@ import pytest
 from rlpool import SpecError, WorkerDiedError, doctor
 from rlpool.doctor import Check, examine, main, would_bite
 from rlpool.storage import Memory
+from rlpool.worker_limits import WORKER_BYTES
+from rlpool.workers import warm_start
 
 from support.machines import machine, new_machine
 
@@ -30,6 +32,8 @@ def no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     limited(monkeypatch)
     monkeypatch.setattr(doctor, "n_cores", lambda: 16)
     monkeypatch.setattr(doctor, "seconds_of_an_episode", lambda: 2.0)
+    monkeypatch.setattr(doctor, "why_spawned", lambda: "")
+    monkeypatch.setattr(doctor, "memory_of", lambda _: (WORKER_BYTES, 0))
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, **limit: tuple[int, int]) -> None:
@@ -171,7 +175,26 @@ def test_no_worker_is_started_if_none_is_wanted(
     monkeypatch: pytest.MonkeyPatch, root: Path
 ) -> None:
     monkeypatch.setattr(doctor, "seconds_of_an_episode", lambda: 1 / 0)
-    assert not named(examine(1, start_worker=False, root=root), "worker process")
+    monkeypatch.setattr(warm_start, "Template", lambda _: 1 / 0)
+    checks = examine(1, start_worker=False, root=root)
+    assert not named(checks, "worker process")
+    (check,) = named(checks, "start method")
+    assert check.status == "ok"
+    assert "forked from a template if that, once started, proves that it is safe" in check.what
+
+
+def test_the_way_workers_are_started_is_told_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
+    (check,) = named(examine(1, root=root), "start method")
+    assert (check.status, check.fix) == ("ok", "")
+    assert "forked from a template, which has proved that this is safe" in check.what
+    monkeypatch.setattr(doctor, "why_spawned", lambda: "it has 2 threads")
+    (check,) = named(examine(1, root=root), "start method")
+    assert (check.status, check.what) == ("warn", "workers are spawned: it has 2 threads")
+    monkeypatch.setattr(warm_start, "CAN_KILL", False)
+    (check,) = named(examine(1, start_worker=False, root=root), "start method")
+    assert (check.status, check.what[:22]) == ("warn", "workers are spawned: t")
 
 
 def test_memory_that_cannot_be_shared_bites(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:

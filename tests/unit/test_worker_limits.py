@@ -23,6 +23,7 @@ from rlpool import (
 from rlpool.limits import Bound
 from rlpool.testing import CountingEnv
 from rlpool.worker_limits import Quota
+from rlpool.workers import warm_start
 
 from support.machines import machine, new_machine, old_machine
 
@@ -139,6 +140,24 @@ def test_more_workers_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -
     assert fix == "  fix:   use fewer (3 would fit), or free memory"
 
 
+def test_forked_workers_share_what_the_template_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = worker_limits.WORKER_BYTES + 3 * worker_limits.FORKED_WORKER_BYTES
+    bounds = [Bound("the cage has", 2**30, free, 2**30)]
+    monkeypatch.setattr(worker_limits, "shared_bounds", lambda root: bounds)
+    monkeypatch.setattr(warm_start, "why_impossible", lambda: "")
+    monkeypatch.setattr(warm_start._templates, "is_up", lambda: False)
+    fits = {"spawn": 1, "auto": 4}
+    for start_method, most in fits.items():
+        memory = warm_start.memory_of(start_method)
+        worker_limits.check_workers(most, 3, "use fewer", memory)
+        with pytest.raises(SpecError, match=f"{most} would fit"):
+            worker_limits.check_workers(most + 1, 3, "use fewer", memory)
+    monkeypatch.setattr(warm_start._templates, "is_up", lambda: True)  # and takes its memory
+    worker_limits.check_workers(13, 3, "use fewer", warm_start.memory_of("auto"))
+    monkeypatch.setattr(warm_start, "why_impossible", lambda: "it has 2 threads")
+    assert warm_start.memory_of("auto") == warm_start.memory_of("spawn")
+
+
 def test_the_remedy_is_one_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_limits.resource, "getrlimit", lambda _: (64, 64))
     with pytest.raises(SpecError, match="hard limit, which is 64"):
@@ -164,7 +183,7 @@ def user_machine(root: Path, n_threads: dict[int, int]) -> Path:
 
 
 def tasks(root: Path) -> list[Quota]:
-    quotas = worker_limits.worker_quotas(4, 3, root)
+    quotas = worker_limits.worker_quotas(4, 3, (worker_limits.WORKER_BYTES, 0), root)
     return [quota for quota in quotas if quota.noun == "processes and threads"]
 
 
@@ -175,12 +194,12 @@ def test_threads_of_this_user_count_against_its_limit(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 100))
     monkeypatch.setattr(os, "getuid", lambda: 7)
     (quota,) = tasks(root)
-    assert (quota.limit, quota.in_use, quota.room) == (20, 7, (20 - 7 - 1) // 2)
+    assert (quota.limit, quota.in_use, quota.room) == (20, 7, (20 - 7 - 2) // 2)
     assert quota.complaint(7) == (
-        "7 workers need 15 processes and threads, but of the 20 that this user may have "
+        "7 workers need 16 processes and threads, but of the 20 that this user may have "
         "(RLIMIT_NPROC) 7 are in use"
     )
-    assert quota.remedy == "raise the limit before starting Python: ulimit -u 16"
+    assert quota.remedy == "raise the limit before starting Python: ulimit -u 32"
     (root / "proc/self/status").write_text("CapEff:\t0000000001000000\n")
     assert tasks(root) == []
 
@@ -200,7 +219,7 @@ def test_containers_limit_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     (quota,) = tasks(root)
     assert (quota.limit, quota.in_use, quota.room) == (12, 6, 2)
     assert "pids.max" in quota.complaint(3)
-    assert quota.remedy == "let the container have more: --pids-limit=15"
+    assert quota.remedy == "let the container have more: --pids-limit=16"
 
 
 @pytest.mark.parametrize(("free_tasks", "fits"), [(0, 0), (1, 0), (2, 0), (3, 1), (6, 2), (7, 3)])
