@@ -1,0 +1,163 @@
+"""Workers that are forked from a template and workers that are spawned: the same results."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from rlpool import (
+    Agent,
+    Batcher,
+    DictTensor,
+    EpisodeBatcher,
+    GymEnv,
+    ParallelEnvManager,
+    Pool,
+    SpecError,
+    make_parallel_env,
+)
+from rlpool.workers.supervisor import Supervisor
+from rlpool.workers.warm_start import START_METHODS
+
+pytestmark = pytest.mark.timeout(120)
+
+_LENGTH = 9
+
+
+class StartedEnv(gymnasium.Env):
+    """Draws from every generator there is, and shows whether its process was spawned."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (5,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._step = 0
+        return self._shown(0), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._step += 1
+        return self._shown(action), float(self._step), self._step == _LENGTH, False, {}
+
+    def _shown(self, action: int) -> Any:
+        was_spawned = "--multiprocessing-fork" in sys.orig_argv
+        legacy = np.random.normal()  # noqa: NPY002 (the one that all share)
+        drawn = self.np_random.normal(), legacy, torch.rand(()).item()
+        return np.array([was_spawned, action, *drawn], np.float32)
+
+
+class GeneratorAgent(Agent):
+    """Chooses by torch's own generator."""
+
+    def __call__(self, state: Any, observation: DictTensor, *_: Any) -> Any:
+        action = torch.randint(2, (observation.n_elems(),))
+        return DictTensor(), DictTensor({"action": action}), DictTensor()
+
+
+def create_env(seed: int, n_lanes: int = 2) -> GymEnv:
+    return GymEnv([StartedEnv() for _ in range(n_lanes)], seed)
+
+
+def create_limited() -> gymnasium.Env:
+    return gymnasium.wrappers.TimeLimit(StartedEnv(), _LENGTH)
+
+
+def episodes(**arguments: Any) -> torch.Tensor:
+    # One worker: which one runs an episode decides what its own generators give.
+    with EpisodeBatcher(
+        4, 6, GeneratorAgent, {}, create_env, {}, n_threads=1, seeds=3, **arguments
+    ) as batcher:
+        batcher.execute(7)
+        return torch.as_tensor(batcher.get()["frame"]).clone()
+
+
+def windows(**arguments: Any) -> torch.Tensor:
+    with Batcher(
+        _LENGTH, None, GeneratorAgent, {}, create_env, {}, n_threads=2, seeds=3, **arguments
+    ) as batcher:
+        batcher.reset()
+        batcher.execute()
+        return torch.as_tensor(batcher.get()["frame"]).clone()
+
+
+def steps(**arguments: Any) -> torch.Tensor:
+    # Of a ParallelEnvManager, which passes its keyword arguments on.
+    with make_parallel_env(create_limited, 2, 2, seed=3, **arguments) as manager:
+        manager.reset()
+        shown = [manager.current["frame"].copy()]
+        for t in range(5):
+            manager.step_lanes([0, 1], {"action": np.array([t % 2, 1])})
+            shown.append(manager.current["frame"].copy())
+    return torch.as_tensor(np.stack(shown, 1))
+
+
+def stored(**arguments: Any) -> torch.Tensor:
+    envs = [StartedEnv(), StartedEnv()]
+    with Pool(envs, 2, 100, random=False, seed=3, **arguments) as pool:
+        pool.store()
+        return torch.as_tensor(pool.get_pool()[0]).reshape(2, _LENGTH, -1)
+
+
+Collect = Callable[..., torch.Tensor]
+
+
+def assert_same(collect: Collect) -> None:
+    forked, spawned = collect(start_method="auto"), collect(start_method="spawn")
+    assert (forked[:, :, 0] == 0).any()
+    assert not (forked[:, :, 0] == 1).any()
+    assert (spawned[:, 0, 0] == 1).all()
+    assert torch.equal(forked[:, :, 1:], spawned[:, :, 1:])
+
+
+def test_episodes_are_the_same_bits_however_workers_start() -> None:
+    assert_same(episodes)
+
+
+def test_windows_are_the_same_bits_however_workers_start() -> None:
+    assert_same(windows)
+
+
+def test_environments_in_processes_are_the_same_bits_however_workers_start() -> None:
+    assert_same(steps)
+
+
+def test_stored_episodes_are_the_same_bits_however_processes_start() -> None:
+    assert_same(stored)
+
+
+def test_no_start_method_means_the_template() -> None:
+    assert not (windows()[:, :, 0] == 1).any()
+
+
+DOORS: dict[str, Callable[..., Any]] = {
+    "EpisodeBatcher": partial(EpisodeBatcher, 4, 6, GeneratorAgent, {}, create_env, {}, 0),
+    "Batcher": partial(Batcher, 4, None, GeneratorAgent, {}, create_env, {}, 0),
+    "ParallelEnvManager": partial(ParallelEnvManager, [StartedEnv]),
+    "make_parallel_env": partial(make_parallel_env, create_limited, 2, 1),
+    "Pool": partial(Pool, pool_size=10),
+    "Pool of environments": partial(Pool, [StartedEnv()], pool_size=10),
+}
+
+
+def test_what_is_no_start_method_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Supervisor, "__init__", lambda *_, **__: pytest.fail("too late"))
+    for name, opened in DOORS.items():
+        for value in ("fork", "forkserver", "Spawn", "", None, 1, ["spawn"]):
+            with pytest.raises(SpecError, match="should be 'auto' or 'spawn', got") as caught:
+                opened(start_method=value)
+            assert repr(value) in str(caught.value), name
+
+
+def test_both_start_methods_are_taken_where_no_process_is_started() -> None:
+    for name in ("EpisodeBatcher", "Batcher", "Pool", "Pool of environments"):
+        for value in START_METHODS:
+            DOORS[name](start_method=value).close()
