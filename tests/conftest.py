@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -55,6 +56,7 @@ settings.load_profile("rlpool")
 
 MANY_VARIANTS = 2
 SHARE = 10  # one variant in so many runs where there are many: the first, the eleventh, ...
+# Variants with another start method are counted for themselves, so that one of each runs.
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,17 +75,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     named = {argument for argument in config.args if "::" in argument}
     if wanted == "all" or named:
         return
-    tests = [item.nodeid.partition("[")[0] for item in items]
-    n_variants, n_seen = Counter(tests), Counter[str]()
+    tests = [(item.nodeid.partition("[")[0], _start_method(item)) for item in items]
+    n_variants, n_seen = Counter(tests), Counter[Any]()
     kept, dropped = [], []
     for item, test in zip(items, tests, strict=True):
-        is_one_of_many = "/process/" in test and n_variants[test] > MANY_VARIANTS
+        is_one_of_many = "/process/" in test[0] and n_variants[test] > MANY_VARIANTS
         is_in_share = not is_one_of_many or n_seen[test] % SHARE == 0
         n_seen[test] += 1
         (kept if is_in_share == (wanted == "some") else dropped).append(item)
     items[:] = kept
     if dropped:
         config.hook.pytest_deselected(items=dropped)
+
+
+def _start_method(item: pytest.Item) -> Any:
+    callspec = getattr(item, "callspec", None)
+    return callspec and callspec.params.get("start_method")
 
 
 def pytest_report_header() -> list[str]:

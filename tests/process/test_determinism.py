@@ -173,10 +173,18 @@ def assert_equal(one: TemporalDictTensor, other: TemporalDictTensor) -> None:
         assert torch.equal(values, other.info[key]), f"info/{key}"
 
 
-def collect_cartpole(n_threads: int) -> list[TemporalDictTensor]:
+def collect_cartpole(n_threads: int, start_method: str = "auto") -> list[TemporalDictTensor]:
     results = []
     with EpisodeBatcher(
-        64, 40, MlpAgent, {}, create_cartpoles, {"n_lanes": 4}, n_threads=n_threads, seeds=3
+        64,
+        40,
+        MlpAgent,
+        {},
+        create_cartpoles,
+        {"n_lanes": 4},
+        n_threads=n_threads,
+        seeds=3,
+        start_method=start_method,
     ) as batcher:
         batcher.execute(32)
         results.append(result_of(batcher))
@@ -195,6 +203,7 @@ def collect_drifts(
     n_timesteps: int = 20,
     n_slots: int = 30,
     delay_s: float = 0.0,
+    start_method: str = "auto",
 ) -> list[TemporalDictTensor]:
     n = 23
     agent_info = DictTensor({"gain": torch.linspace(0.5, 2.0, n)})
@@ -202,7 +211,15 @@ def collect_drifts(
     env_args = {"n_lanes": 3, "delay_s": delay_s}
     results = []
     with EpisodeBatcher(
-        n_timesteps, n_slots, agent, {}, create_drifts, env_args, n_threads=n_threads, seeds=5
+        n_timesteps,
+        n_slots,
+        agent,
+        {},
+        create_drifts,
+        env_args,
+        n_threads=n_threads,
+        seeds=5,
+        start_method=start_method,
     ) as batcher:
         batcher.execute(n, agent_info, env_info)
         batcher.reexecute()
@@ -227,17 +244,27 @@ def serial_drifts() -> list[TemporalDictTensor]:
 # The same for any number of workers -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_threads", [1, 2, 4])
-def test_cartpole_gives_the_same_bits_for_any_number_of_workers(n_threads: int) -> None:
-    for one, other in zip(collect_cartpole(n_threads), serial_cartpole(), strict=True):
+ANY_NUMBER = pytest.mark.parametrize(
+    ("n_threads", "start_method"),
+    [(4, "auto"), (2, "auto"), (1, "auto"), (2, "spawn"), (4, "spawn"), (1, "spawn")],
+)
+
+
+@ANY_NUMBER
+def test_cartpole_gives_the_same_bits_for_any_number_of_workers(
+    n_threads: int, start_method: str
+) -> None:
+    results = collect_cartpole(n_threads, start_method)
+    for one, other in zip(results, serial_cartpole(), strict=True):
         assert_equal(one, other)
 
 
-@pytest.mark.parametrize("n_threads", [1, 2, 4])
+@ANY_NUMBER
 def test_a_noisy_recurrent_agent_gives_the_same_bits_for_any_number_of_workers(
-    n_threads: int,
+    n_threads: int, start_method: str
 ) -> None:
-    for one, other in zip(collect_drifts(n_threads), serial_drifts(), strict=True):
+    results = collect_drifts(n_threads, start_method=start_method)
+    for one, other in zip(results, serial_drifts(), strict=True):
         assert_equal(one, other)
 
 
@@ -282,13 +309,21 @@ def test_later_requests_draw_new_episodes() -> None:
     assert not torch.equal(first["noise"][:, 0], second["noise"][:, 0])
 
 
-def collect_windows(n_threads: int, kind: str) -> list[TemporalDictTensor]:
+def collect_windows(n_threads: int, kind: str, start_method: str) -> list[TemporalDictTensor]:
     create_env: Any = create_cartpoles if kind == "cartpole" else create_drifts
     agent: Any = MlpAgent if kind == "cartpole" else PatientGruAgent
     env_args = {"n_lanes": 4, "cls": GymEnvInf}
     results = []
     with Batcher(
-        16, None, agent, {}, create_env, env_args, n_threads=n_threads, seeds=5
+        16,
+        None,
+        agent,
+        {},
+        create_env,
+        env_args,
+        n_threads=n_threads,
+        seeds=5,
+        start_method=start_method,
     ) as batcher:
         for _ in range(2):
             batcher.reset()
@@ -298,9 +333,13 @@ def collect_windows(n_threads: int, kind: str) -> list[TemporalDictTensor]:
     return results
 
 
-@pytest.mark.parametrize("kind", ["cartpole", "gru"])
-def test_lanes_of_windows_give_the_same_bits_for_any_number_of_workers(kind: str) -> None:
-    serial, one, two = (collect_windows(n, kind) for n in (0, 1, 2))
+@pytest.mark.parametrize(
+    ("kind", "start_method"), [("cartpole", "auto"), ("gru", "auto"), ("gru", "spawn")]
+)
+def test_lanes_of_windows_give_the_same_bits_for_any_number_of_workers(
+    kind: str, start_method: str
+) -> None:
+    serial, one, two = (collect_windows(n, kind, start_method) for n in (0, 1, 2))
     for window, other, wider in zip(serial, one, two, strict=True):
         assert_equal(window, other)
         assert wider.lengths.tolist() == [16] * 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import signal
@@ -10,19 +9,30 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
-from process.watching import Script, Struck, is_running, wait_until, worker_pids
+from process.watching import (
+    Script,
+    Struck,
+    is_running,
+    pids_of_session,
+    wait_until,
+    worker_pids,
+)
 
-from rlpool import DictTensor, EpisodeBatcher, UsageError
+from rlpool import DictTensor, EpisodeBatcher, UsageError, WorkerDiedError
+from rlpool.workers.warm_start import START_METHODS
 
 from support.faults import create_agent, create_env, faults_at
 
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(120)]
 
 RunScript = Callable[..., Script]
+
+both = pytest.mark.parametrize("start_method", START_METHODS)
 
 DEATH_S = 3.0
 """No worker outlives its caller by more than this."""
@@ -35,13 +45,14 @@ import os, signal, sys
 from rlpool import EpisodeBatcher
 from support.faults import create_agent, create_env, faults_at
 
-def main(struck, place, kind, closing):
+def main(struck, place, kind, closing, start_method):
     env_args = {"struck_at": struck}
     if place == "create_env":
         env_args["fault"] = kind
         print("ready", flush=True)
     batcher = EpisodeBatcher(
-        4, 8, create_agent, {}, create_env, env_args, n_threads=1, seeds=1
+        4, 8, create_agent, {}, create_env, env_args, n_threads=1, seeds=1,
+        start_method=start_method,
     )
     print("ready", flush=True)
     batcher.execute(4, env_info=faults_at(4, 1, kind, 2))
@@ -69,10 +80,15 @@ if __name__ == "__main__":
 
 
 def started(
-    run_script: RunScript, struck: Struck, place: str, kind: str, closing: str = ""
+    run_script: RunScript,
+    struck: Struck,
+    place: str,
+    kind: str,
+    closing: str = "",
+    start_method: str = "auto",
 ) -> Script:
     """Run a script until its worker has come to where it is to be disturbed."""
-    script = run_script(RUNNING, struck.path, place, kind, closing)
+    script = run_script(RUNNING, struck.path, place, kind, closing, start_method)
     script.wait_for_line("ready")
     if kind == "none":
         script.wait_for_line("idle")
@@ -92,6 +108,7 @@ def assert_quiet(script: Script, n_tracebacks: int) -> None:
 # The caller ends ------------------------------------------------------------------------------
 
 
+@both
 @pytest.mark.parametrize(
     ("place", "kind", "closing"),
     [
@@ -102,9 +119,9 @@ def assert_quiet(script: Script, n_tracebacks: int) -> None:
     ],
 )
 def test_ctrl_c_ends_quietly(
-    run_script: RunScript, struck: Struck, place: str, kind: str, closing: str
+    run_script: RunScript, struck: Struck, place: str, kind: str, closing: str, start_method: str
 ) -> None:
-    script = started(run_script, struck, place, kind, closing)
+    script = started(run_script, struck, place, kind, closing, start_method)
     script.signal(signal.SIGINT, group=True)
     assert script.finish() < CLOSE_S
     assert not script.left_after(0.5)
@@ -123,23 +140,26 @@ def test_a_second_ctrl_c_while_closing_ends_as_well(run_script: RunScript, struc
     assert not script.left_after(DEATH_S)
 
 
-@pytest.mark.parametrize("kind", ["none", "hang"])
+@pytest.mark.parametrize(
+    ("kind", "start_method"), [("none", "auto"), ("hang", "auto"), ("none", "spawn")]
+)
 def test_a_script_that_forgets_close_ends_by_itself(
-    run_script: RunScript, struck: Struck, kind: str
+    run_script: RunScript, struck: Struck, kind: str, start_method: str
 ) -> None:
-    script = run_script(RUNNING, struck.path, "step", kind, "forgotten")
+    script = run_script(RUNNING, struck.path, "step", kind, "forgotten", start_method)
     script.wait_for_line("ready")
     assert script.finish() < CLOSE_S
     assert not script.left_after(0.5)
     assert (script.stderr, script.returncode) == ("", 0)
 
 
+@both
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda s: s.name)
 @pytest.mark.parametrize("kind", ["none", "hang", "hold_the_lock"])
 def test_no_worker_outlives_a_killed_caller(
-    run_script: RunScript, struck: Struck, number: signal.Signals, kind: str
+    run_script: RunScript, struck: Struck, number: signal.Signals, kind: str, start_method: str
 ) -> None:
-    script = started(run_script, struck, "step", kind)
+    script = started(run_script, struck, "step", kind, start_method=start_method)
     assert len(script.family) >= 2
     script.signal(number)
     script.finish()
@@ -147,19 +167,21 @@ def test_no_worker_outlives_a_killed_caller(
     assert not script.left_after(DEATH_S)
 
 
+@both
 def test_no_worker_outlives_a_caller_that_is_killed_while_they_start(
-    run_script: RunScript, struck: Struck
+    run_script: RunScript, struck: Struck, start_method: str
 ) -> None:
-    script = started(run_script, struck, "create_env", "hang")
+    script = started(run_script, struck, "create_env", "hang", start_method=start_method)
     script.signal(signal.SIGKILL)
     script.finish()
     assert not script.left_after(DEATH_S)
 
 
+@both
 def test_no_worker_outlives_a_killed_caller_whose_forked_child_lives_on(
-    run_script: RunScript, struck: Struck
+    run_script: RunScript, struck: Struck, start_method: str
 ) -> None:
-    script = run_script(FORKED, struck.path, "stays")
+    script = run_script(FORKED, struck.path, "stays", start_method)
     script.wait_for_line("ready")
     wait_until(lambda: struck.is_there)
     # The child, and with it the tracker, may live on; the worker may not.
@@ -174,8 +196,10 @@ from rlpool import DictTensor, EpisodeBatcher
 from support.faults import create_agent, create_env, strike
 import torch
 
-def main(struck, what):
-    batcher = EpisodeBatcher(20, 8, create_agent, {}, create_env, {}, n_threads=1, seeds=1)
+def main(struck, what, start_method):
+    batcher = EpisodeBatcher(
+        20, 8, create_agent, {}, create_env, {}, n_threads=1, seeds=1, start_method=start_method
+    )
     info = {"id": torch.arange(4), "length": torch.full((4,), 20), "sleep_ms": torch.full((4,), 5)}
     batcher.execute(4, env_info=DictTensor(info))
     pid = os.fork()
@@ -209,11 +233,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("what", ["closes", "drops", "exits"])
+@pytest.mark.parametrize("what", ["exits", "closes", "drops"])
 def test_a_forked_child_of_the_caller_does_not_disturb_the_workers(
     run_script: RunScript, struck: Struck, what: str
 ) -> None:
-    script = run_script(FORKED, struck.path, what)
+    script = run_script(FORKED, struck.path, what, "auto")
     script.finish()
     assert script.stdout.split("\n")[:2] == [
         "[20, 20, 20, 20] [0.0, 1.0, 2.0, 3.0]",
@@ -225,33 +249,37 @@ def test_a_forked_child_of_the_caller_does_not_disturb_the_workers(
 
 
 UNGUARDED = """
+import sys
 from rlpool import EpisodeBatcher
 from support.faults import create_agent, create_env
 
-batcher = EpisodeBatcher(4, 8, create_agent, {}, create_env, {}, n_threads=1)
+CONDITION EpisodeBatcher(
+    4, 8, create_agent, {}, create_env, {}, n_threads=1, start_method=sys.argv[1]
+)
 print("never printed")
 """
 
 
-def test_a_missing_main_guard_is_explained(run_script: RunScript) -> None:
-    script = run_script(UNGUARDED)
+@pytest.mark.parametrize(
+    ("condition", "printed", "start_method"),
+    [
+        ("batcher =", "", "auto"),
+        # It could be a guard: only the workers' own way there tells.
+        ("if print('ready') is None: batcher =", "ready\nready\n", "auto"),
+        ("if print('ready') is None: batcher =", "ready\nready\n", "spawn"),
+    ],
+)
+def test_a_missing_main_guard_is_explained_and_leaves_no_process(
+    run_script: RunScript, condition: str, printed: str, start_method: str
+) -> None:
+    script = run_script(UNGUARDED.replace("CONDITION", condition), start_method)
     script.finish()
+    wait_until(lambda: not pids_of_session(script.pid), 0.5)
     assert script.returncode == 1
-    assert script.stdout == ""
+    assert script.stdout == printed
     assert_quiet(script, 1)
     assert "UsageError" in script.stderr
     assert 'if __name__ == "__main__"' in script.stderr
-
-
-def test_a_missing_main_guard_leaves_no_process(run_script: RunScript) -> None:
-    # Under a condition, which could be a guard: only the workers' own way there tells.
-    source = UNGUARDED.replace("batcher = ", "if print('ready', flush=True) is None: batcher = ")
-    script = run_script(source)
-    script.wait_for_line("ready")
-    wait_until(lambda: len(psutil.Process(script.pid).children()) >= 2)  # with the tracker
-    script.note_family()
-    script.finish()
-    assert not script.left_after(0.5)
 
 
 OWN_CLASSES = """
@@ -273,7 +301,7 @@ class OwnAgent(Agent):
 def create(cls, seed, n):
     return GymEnv([cls() for _ in range(n)], seed)
 
-def main(method):
+def main(method, start_method):
     if method != "none":
         multiprocessing.set_start_method(method)
     closed_over = 2
@@ -281,7 +309,8 @@ def main(method):
         return OwnAgent(closed_over)
     for factory in (lambda: OwnAgent(2), closure, functools.partial(OwnAgent, 2)):
         with EpisodeBatcher(
-            4, 8, factory, {}, functools.partial(create, Env), {"n": 2}, n_threads=1, seeds=1
+            4, 8, factory, {}, functools.partial(create, Env), {"n": 2}, n_threads=1, seeds=1,
+            start_method=start_method,
         ) as batcher:
             batcher.execute(3)
             result = batcher.get()
@@ -293,22 +322,23 @@ def main(method):
         print(multiprocessing.get_start_method())
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
 """
 
 
+@both
 @pytest.mark.parametrize("mode", ["file", "stdin", "command"])
 def test_factories_may_be_lambdas_closures_and_partials_of_the_script(
-    run_script: RunScript, mode: str
+    run_script: RunScript, mode: str, start_method: str
 ) -> None:
-    script = run_script(OWN_CLASSES, "none", mode=mode)
+    script = run_script(OWN_CLASSES, "none", start_method, mode=mode)
     script.finish()
     assert (script.stdout, script.stderr) == ("[3, 3, 3]\n" * 3, "")
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_any_start_method_of_the_caller_will_do(run_script: RunScript, method: str) -> None:
-    script = run_script(OWN_CLASSES, method)
+    script = run_script(OWN_CLASSES, method, "auto")
     script.finish()
     assert (script.stdout, script.stderr) == (f"[3, 3, 3]\n{method}\n", "")
 
@@ -375,7 +405,9 @@ def test_get_may_be_interrupted_and_repeated(run_script: RunScript) -> None:
 # The batcher ends -----------------------------------------------------------------------------
 
 
-def open_batcher(struck: Struck, n_threads: int = 1, n_slots: int = 8) -> EpisodeBatcher:
+def open_batcher(
+    struck: Struck, n_threads: int = 1, n_slots: int = 8, **arguments: Any
+) -> EpisodeBatcher:
     return EpisodeBatcher(
         4,
         n_slots,
@@ -385,6 +417,7 @@ def open_batcher(struck: Struck, n_threads: int = 1, n_slots: int = 8) -> Episod
         {"struck_at": struck.path},
         n_threads=n_threads,
         seeds=1,
+        **arguments,
     )
 
 
@@ -394,8 +427,9 @@ def get(batcher: EpisodeBatcher) -> dict[str, torch.Tensor]:
     return dict(result.items())
 
 
-def test_close_does_not_wait_for_a_long_step(struck: Struck) -> None:
-    batcher = open_batcher(struck, 2)
+@both
+def test_close_does_not_wait_for_a_long_step(struck: Struck, start_method: str) -> None:
+    batcher = open_batcher(struck, 2, start_method=start_method)
     batcher.execute(4, env_info=faults_at(4, 3, "hang", 1))
     wait_until(lambda: struck.is_there)
     workers = worker_pids()
@@ -429,8 +463,9 @@ def test_an_exception_in_a_with_block_ends_the_workers(struck: Struck) -> None:
     assert batcher.closed
 
 
-def test_a_dropped_batcher_ends_its_workers(struck: Struck) -> None:
-    batcher = open_batcher(struck)
+@both
+def test_a_dropped_batcher_ends_its_workers(struck: Struck, start_method: str) -> None:
+    batcher = open_batcher(struck, start_method=start_method)
     batcher.execute(2)
     assert worker_pids()
     gc.disable()  # it does not take the garbage collector
@@ -455,9 +490,12 @@ def test_results_stay_valid_after_close(struck: Struck) -> None:
     assert (kept["action"] == 1).all()
 
 
-def test_workers_outlive_the_thread_that_started_them(struck: Struck) -> None:
+@both
+def test_workers_outlive_the_thread_that_started_them(struck: Struck, start_method: str) -> None:
     opened: list[EpisodeBatcher] = []
-    thread = threading.Thread(target=lambda: opened.append(open_batcher(struck)))
+    thread = threading.Thread(
+        target=lambda: opened.append(open_batcher(struck, start_method=start_method))
+    )
     thread.start()
     thread.join()
     with opened[0] as batcher:
@@ -467,17 +505,21 @@ def test_workers_outlive_the_thread_that_started_them(struck: Struck) -> None:
 
 
 def test_two_batchers_do_not_disturb_each_other(struck: Struck, tmp_path: Path) -> None:
-    with open_batcher(struck) as first, open_batcher(struck) as second:
+    with (
+        open_batcher(struck) as first,
+        open_batcher(struck, on_worker_failure="raise") as second,
+    ):
         first.execute(2)
         second.execute(4, env_info=faults_at(4, 1, "sigkill", 1))
-        with contextlib.suppress(RuntimeError):
+        with pytest.raises(WorkerDiedError):
             second.get()
         second.close()
         assert get(first)["frame"].shape == (2, 3, 2)
 
 
-def test_a_worker_leaves_ctrl_c_to_the_caller(struck: Struck) -> None:
-    with open_batcher(struck) as batcher:
+@both
+def test_a_worker_leaves_ctrl_c_to_the_caller(struck: Struck, start_method: str) -> None:
+    with open_batcher(struck, start_method=start_method) as batcher:
         (worker,) = worker_pids()
         os.kill(worker, signal.SIGINT)
         batcher.execute(2)

@@ -20,6 +20,7 @@ from rlpool import (
     SpecError,
     WorkerStartupError,
 )
+from rlpool.workers.warm_start import START_METHODS
 
 from support.acting_envs import ActingEnv
 from support.agents import StepCounter
@@ -204,12 +205,14 @@ def test_a_missing_guard_is_told_before_any_process_starts(
     assert f", line {n_lines}\n  fix:" in script.stderr
 
 
-@pytest.mark.parametrize("condition", ["if sys.argv", "while sys.argv"])
+@pytest.mark.parametrize(
+    ("condition", "start_method"), [("if sys.argv", "auto"), ("while sys.argv", "spawn")]
+)
 def test_where_a_guard_may_be_another_one_the_workers_tell(
-    run_script: RunScript, condition: str
+    run_script: RunScript, condition: str, start_method: str
 ) -> None:
     definitions, _, _ = script_of("pass").partition("if __name__")
-    make = EPISODE_BATCHER.replace("N", "1")
+    make = EPISODE_BATCHER.replace("N", f"1, start_method={start_method!r}")
     script = run_script(f"{definitions}print('imported')\n{condition}:\n    {make}\n")
     script.finish()
     assert script.returncode == 1
@@ -227,9 +230,11 @@ GUARDS = {
 }
 
 
+@pytest.mark.parametrize("start_method", START_METHODS)
 @pytest.mark.parametrize("guard", GUARDS)
-def test_other_guards_do(run_script: RunScript, guard: str) -> None:
-    make = f"print({EPISODE_BATCHER.replace('N', '1')}.closed)"
+def test_other_guards_do(run_script: RunScript, guard: str, start_method: str) -> None:
+    batcher = EPISODE_BATCHER.replace("N", f"1, start_method={start_method!r}")
+    make = f"print({batcher}.closed)"
     if guard == "in a function":
         make = f"if multiprocessing.current_process().name == 'MainProcess': {make}"
     source, _, _ = script_of(make).partition("if __name__")

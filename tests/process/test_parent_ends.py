@@ -35,11 +35,13 @@ if __name__ == "__mp_main__" and os.path.exists(f"{__file__}.import"):
 
 from rlpool import Batcher, DictTensor, EpisodeBatcher, ParallelEnvManager
 
-def main(struck, owner, phase, kind):
+def main(struck, owner, phase, kind, start_method):
     if phase == "import":
         open(f"{__file__}.import", "w").write(struck)
     print("began", flush=True)
-    {"episodes": episodes, "windows": windows, "manager": manager}[owner](struck, phase, kind)
+    {"episodes": episodes, "windows": windows, "manager": manager}[owner](
+        struck, phase, kind, start_method
+    )
 
 def fault(phase, kind, n_rows, **columns):
     # In the last row of n_rows: as env_info and as agent_info.
@@ -64,8 +66,10 @@ def rest():
     while True:
         signal.pause()
 
-def episodes(struck, phase, kind):
-    batcher = EpisodeBatcher(4, 6, *arguments(struck, phase, kind))
+def episodes(struck, phase, kind, start_method):
+    batcher = EpisodeBatcher(
+        4, 6, *arguments(struck, phase, kind), start_method=start_method
+    )
     batcher.execute(3)
     batcher.get()
     if phase == "update":
@@ -82,8 +86,8 @@ def episodes(struck, phase, kind):
         rest()
     batcher.close()
 
-def windows(struck, phase, kind):
-    batcher = Batcher(4, None, *arguments(struck, phase, kind))
+def windows(struck, phase, kind, start_method):
+    batcher = Batcher(4, None, *arguments(struck, phase, kind), start_method=start_method)
     batcher.reset(**fault(phase, kind, 4, length=9))
     batcher.execute()
     batcher.execute()
@@ -93,12 +97,12 @@ def windows(struck, phase, kind):
     batcher.get()
     batcher.close()
 
-def manager(struck, phase, kind):
+def manager(struck, phase, kind, start_method):
     closing = kind if phase == "close_env" else "none"
     make_env = partial(FaultyEnv, struck, closing)
     if phase == "create_env":
         make_env = partial(strike, kind, struck)
-    manager = ParallelEnvManager([make_env] * 3, envs_per_worker=2)
+    manager = ParallelEnvManager([make_env] * 3, envs_per_worker=2, start_method=start_method)
     options = {"fault": code(kind), "length": 10**6}
     options["fault_step"] = {"reset": -1, "step": 2}.get(phase, -2)
     manager.reset_lanes([0, 1, 2], [1, 2, 3], [None, None, options])
@@ -130,12 +134,17 @@ PHASES = [
     *[("manager", "close_env", kind) for kind in HANGS],
 ]
 
+CASES = [
+    *[(number, *phase, "auto") for phase in PHASES for number in SIGNALS],
+    *[(signal.SIGKILL, *phase, "spawn") for phase in PHASES],
+]
+
 
 def at_its_place(
-    run_script: RunScript, struck: Struck, owner: str, phase: str, kind: str
+    run_script: RunScript, struck: Struck, owner: str, phase: str, kind: str, start_method: str
 ) -> Script:
     """A script that has come to where it is to be struck."""
-    script = run_script(CALLER, struck.path, owner, phase, kind)
+    script = run_script(CALLER, struck.path, owner, phase, kind, start_method)
     script.wait_for_line("began")
     if kind == "none":
         script.wait_for_line("there")
@@ -158,8 +167,11 @@ def assert_nothing_is_left(script: Script) -> None:
     assert not who_holds(script.memory)
 
 
-@pytest.mark.parametrize(("owner", "phase", "kind"), PHASES)
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    ("number", "owner", "phase", "kind", "start_method"),
+    CASES,
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_nothing_is_left_of_a_caller_that_is_struck(
     run_script: RunScript,
     struck: Struck,
@@ -167,8 +179,9 @@ def test_nothing_is_left_of_a_caller_that_is_struck(
     owner: str,
     phase: str,
     kind: str,
+    start_method: str,
 ) -> None:
-    script = at_its_place(run_script, struck, owner, phase, kind)
+    script = at_its_place(run_script, struck, owner, phase, kind, start_method)
     assert script.memory  # else there is nothing to look for
     script.signal(number)
     assert_nothing_is_left(script)

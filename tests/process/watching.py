@@ -41,6 +41,16 @@ def worker_pids(pid: int | None = None) -> set[int]:
     return {child.pid for child in psutil.Process(pid).children(recursive=True) if not stays(child)}
 
 
+def pids_of_session(session: int) -> set[int]:
+    """Processes of a session that run, those without a parent of it included."""
+    pids = set()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(int(name)) == session and is_running(int(name)):
+                pids.add(int(name))
+    return pids
+
+
 def is_running(pid: int) -> bool:
     """Whether a process is there and not just waiting to be reaped."""
     try:

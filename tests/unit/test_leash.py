@@ -2,70 +2,86 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 
 import pytest
 
 from rlpool.workers import leash
 from rlpool.workers.leash import Leash, LeashEnd
-
-WAITS = "import sys; print('there', flush=True); sys.stdin.read()"
+from rlpool.workers.warm_start import START_METHODS, process_class
 
 pytestmark = pytest.mark.skipif(not leash.CAN_KILL, reason="needs a kernel that can do it")
 
 
-def start(end: LeashEnd, source: str = WAITS) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", source],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        pass_fds=[end._fd],
-    )
-    end.tie(process.pid)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"there\n"
-    return process
+def wait_for_word(end: LeashEnd, there: Connection, lets_go: bool) -> None:
+    """What runs in a process that is tied from its first instruction on."""
+    if lets_go:
+        leash.let_go()
+    there.send("there")
+    with suppress(EOFError):
+        there.recv()
 
 
-def finish(process: subprocess.Popen[bytes]) -> int:
-    process.communicate(timeout=30)
-    return process.returncode
+@dataclass
+class Tied:
+    """Two processes that are tied to one leash, started in one of the two ways."""
 
+    start_method: str
+    cord: Leash = field(default_factory=Leash)
+    processes: list[SpawnProcess] = field(default_factory=list)
+    pipes: list[Connection] = field(default_factory=list)
 
-def test_all_that_are_tied_end_when_it_is_closed() -> None:
-    cord = Leash()
-    ends = [cord.end(), cord.end()]
-    processes = [start(end) for end in ends]
-    for end in ends:
+    def start(self, lets_go: bool = False) -> None:
+        here, there = multiprocessing.Pipe()
+        end = self.cord.end()
+        process = process_class(self.start_method)(target=wait_for_word, args=(end, there, lets_go))
+        process.start()
+        end.tie(process.pid)
+        there.close()
         end.close()
-    assert [process.poll() for process in processes] == [None, None]
-    cord.close()
-    cord.close()
-    for process in processes:
-        assert process.wait(30) == -signal.SIGKILL
-        finish(process)
+        assert here.poll(60)
+        assert here.recv() == "there"
+        self.processes.append(process)
+        self.pipes.append(here)
 
 
-def test_who_has_let_go_lives_on() -> None:
-    cord = Leash()
-    end = cord.end()
-    root = str(Path(leash.__file__).parents[2])
-    source = f"""
-import sys
-sys.path.insert(0, {root!r})
-from rlpool.workers import leash
-leash._held.append({end._fd})
-leash.let_go()
-{WAITS}
-"""
-    process = start(end, source)
-    end.close()
-    cord.close()
-    assert finish(process) == 0
+@pytest.fixture(params=START_METHODS)
+def tied(request: pytest.FixtureRequest) -> Iterator[Tied]:
+    tied = Tied(request.param)
+    yield tied
+    for process, pipe in zip(tied.processes, tied.pipes, strict=True):
+        pipe.close()
+        process.join()
+        process.close()
+
+
+def test_all_that_are_tied_end_when_it_is_closed(tied: Tied) -> None:
+    tied.start()
+    tied.start()
+    assert [process.is_alive() for process in tied.processes] == [True, True]
+    tied.cord.close()
+    tied.cord.close()
+    for process in tied.processes:
+        process.join(30)
+        assert process.exitcode == -signal.SIGKILL
+
+
+def test_who_has_let_go_lives_on(tied: Tied) -> None:
+    tied.start(lets_go=True)
+    tied.start()
+    tied.cord.close()
+    tied.processes[1].join(30)
+    assert tied.processes[1].exitcode == -signal.SIGKILL
+    tied.pipes[0].close()
+    tied.processes[0].join(30)
+    assert tied.processes[0].exitcode == 0
 
 
 def test_it_takes_one_descriptor_whatever_the_number_of_ends() -> None:
