@@ -1,6 +1,6 @@
 """Scripts that start workers although they lack their ``__main__`` guard.
 
-A spawned worker imports the caller's main module. If what starts workers is not under a guard,
+A worker imports the caller's main module. If what starts workers is not under a guard,
 every worker gets there too and ends with an exit code of its own (``workers/supervisor.py``), which
 proves it. In the plain case, a statement at the top of the script that calls rlpool directly or
 through functions of the script, there is nothing to prove: it is told before any process starts.

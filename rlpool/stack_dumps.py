@@ -169,7 +169,7 @@ def dump_stacks_on_signal(signum: int = signal.SIGUSR1, file: Any = None) -> Cal
     This process's own stacks are printed whatever it is doing. The workers' follow as soon as
     Python can run its signal handlers: not before C code that holds Python's lock, or blocks the
     main thread, returns. Until then workers that were started after this call print their stacks
-    when the same signal is sent to them: ``pkill -USR1 -P <pid> -f spawn_main``.
+    when the same signal is sent to them: ``pkill -USR1 -P <pid> -f rlpool-worker``.
 
     Args:
         signum: The signal. What it did before it does not do any more.

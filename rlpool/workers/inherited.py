@@ -1,4 +1,4 @@
-"""Descriptors that a worker gets when it is spawned."""
+"""Descriptors that a worker gets when it starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Inherited:
-    """A descriptor that a child gets when it is spawned: there, ``detach()`` gives its number.
+    """A descriptor that a child gets when it starts: there, ``detach()`` gives its number.
 
     Args:
         fd: The descriptor.

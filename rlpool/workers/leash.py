@@ -1,6 +1,6 @@
 """Ends workers whose caller ends while they are starting, when no code of ours runs in them yet.
 
-A spawned process first imports the caller's main module and all that this imports, which may take
+A new process first imports the caller's main module and all that this imports, which may take
 long. Until then it cannot watch its caller by itself. So the caller arranges it from outside: the
 kernel kills the new process when the last writing end of a pipe is closed, which only the caller
 has.
@@ -47,7 +47,7 @@ def let_go() -> None:
 
 
 class LeashEnd:
-    """What a worker gets of its leash, as a part of what it is given when it is spawned.
+    """What a worker gets of its leash, as a part of what it is given when it starts.
 
     Args:
         fd: A reading end with an open file of its own, -1 for none.

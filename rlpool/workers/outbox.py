@@ -193,5 +193,5 @@ class Outbox:
 
 
 def _received(n_workers: int, fd: Any) -> Outbox:
-    """The same file, in a process that was spawned with it."""
+    """The same file, in a process that was started with it."""
     return Outbox(n_workers, fd.detach())

@@ -1,4 +1,4 @@
-"""Bytes that travel to a spawned process, however many they are."""
+"""Bytes that travel to a process that starts, however many they are."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from rlpool.storage import Memory
 
 _LARGE_BYTES = 2**14
-"""What surely fits into the pipe through which a spawned process gets its arguments. With more,
+"""What surely fits into the pipe through which a new process gets its arguments. With more,
 starting the process would take until it has imported everything and reads on."""
 
 
 class Shipment:
-    """Bytes that arrive as ``bytes`` in every process that is spawned with this as an argument.
+    """Bytes that arrive as ``bytes`` in every process that is started with this as an argument.
 
     Many are put into shared memory, once for all processes, which costs a descriptor until
     ``close``.
@@ -37,7 +37,7 @@ class Shipment:
         return _received, (DupFd(self._memory.fd), self._memory.n_bytes)
 
     def close(self) -> None:
-        """Give the memory up: no further process will be spawned with this."""
+        """Give the memory up: no further process will be started with this."""
         if self._memory is not None:
             self._memory.close_fd()
 

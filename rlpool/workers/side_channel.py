@@ -31,7 +31,7 @@ class SideChannel:
         self.logs = LogReader(self._outbox)
 
     def of_worker(self, worker: int) -> WorkerSide:
-        """What a worker is given when it is spawned."""
+        """What a worker is given when it starts."""
         signals = {number: Inherited(fd) for number, fd in printing_signals.items()}
         return WorkerSide(self._outbox, worker, signals)
 
@@ -41,7 +41,7 @@ class SideChannel:
 
 
 class WorkerSide:
-    """A worker's end; pickled, it is that of the process that was spawned with it.
+    """A worker's end; pickled, it is that of the process that was started with it.
 
     Args:
         outbox: Where to write.

@@ -1,4 +1,4 @@
-"""Worker processes: spawn, watch, replace, end."""
+"""Worker processes: start, watch, replace, end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from rlpool.workers.stacks import Stacks
 from rlpool.workers.warm_start import process_class
 
 _GUARD_EXIT_CODE = 76
-"""Exit code by which a child says that it would have spawned children of its own on import."""
+"""Exit code by which a child says that it would have started children of its own on import."""
 
 _CLOSE_S = 1.5
 """How long workers may take to close their environments before they are terminated."""
@@ -58,7 +58,7 @@ _REAP_S = 1.0
 
 
 class WorkerSetup(Protocol):
-    """What a worker is given when it is spawned."""
+    """What a worker is given when it starts."""
 
     @property
     def worker(self) -> int:
@@ -400,7 +400,7 @@ class Supervisor:
 
 
 def refuse_during_import() -> None:
-    """Refuse to start workers while a spawned child is importing the caller's main module.
+    """Refuse to start workers while a worker is importing the caller's main module.
 
     That module then lacks the guard around what starts workers; going on would start children of
     children without end.

@@ -15,7 +15,7 @@ _N_WAKES = 64
 class Wake:
     """Something to wait for: ``signal`` in one process ends ``wait`` in another.
 
-    An ``eventfd`` where there is one, else a pipe. It goes to a child when that is spawned, as a
+    An ``eventfd`` where there is one, else a pipe. It goes to a child when that starts, as a
     part of what the child is given.
 
     Args:
@@ -62,6 +62,6 @@ class Wake:
 
 
 def _received(*fds: Any) -> Wake:
-    """The same wake, in a process that was spawned with it."""
+    """The same wake, in a process that was started with it."""
     here = [fd.detach() for fd in fds]
     return Wake((here[0], here[-1]))
