@@ -1,7 +1,7 @@
 """Starts workers: forked from a template that has imported everything, or spawned.
 
-There is one template per process, made when the first worker is started. It costs this process two
-descriptors. Where forking is not proved safe, or is not possible, workers are spawned, and the log
+There is one template per process, made when the first worker is started. It costs three descriptors
+of this process. Where forking is not proved safe, or is not possible, workers are spawned, and the log
 says why; a worker cannot tell the difference but by how long it took.
 """
 
