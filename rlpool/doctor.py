@@ -122,12 +122,13 @@ def examine(
     plan = Plan(
         worker_count("auto") if workers is None else workers, slots, timesteps, observation_bytes
     )
+    start_method = _start_method(start_worker)
     checks = [
         Check("versions", OK, _versions()),
         _platform(),
         _cores(plan),
-        _start_method(start_worker),
-        *_quotas(plan, root),
+        start_method,
+        *_quotas(plan, start_method, root),
         *_own_memory(root),
         _block(plan, root),
         _shared_memory(),
@@ -243,16 +244,17 @@ def _start_method(may_start: bool) -> Check:
         fix = (
             "nothing is lost but time and memory; docs/start_methods.md says what a template needs"
         )
-        return Check(name, WARN, f"workers are spawned: {why}", fix)
+        return Check(name, WARN, f"workers are spawned, not forked from a template: {why}", fix)
     what = "workers are forked from a template, which has proved that this is safe"
     if not may_start:
         what = "workers are forked from a template if that, once started, proves that it is safe"
     return Check(name, OK, what)
 
 
-def _quotas(plan: Plan, root: Path) -> Iterator[Check]:
+def _quotas(plan: Plan, start_method: Check, root: Path) -> Iterator[Check]:
     """How many workers fit, by each of the limits."""
-    quotas = worker_quotas(plan.workers, WORKER_DESCRIPTORS, memory_of("auto"), root)
+    memory = memory_of("spawn" if start_method.status == WARN else "auto")
+    quotas = worker_quotas(plan.workers, WORKER_DESCRIPTORS, memory, root)
     for noun in ("memory", "file descriptors", "processes and threads"):
         own = [quota for quota in quotas if quota.noun == noun]
         if not own:

@@ -69,6 +69,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def _start_method(item: pytest.Item) -> Any:
+    callspec = getattr(item, "callspec", None)
+    return callspec and callspec.params.get("start_method")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out variants of process tests that have many, always the same ones."""
     wanted = config.getoption("--variants")
@@ -86,11 +91,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
     if dropped:
         config.hook.pytest_deselected(items=dropped)
-
-
-def _start_method(item: pytest.Item) -> Any:
-    callspec = getattr(item, "callspec", None)
-    return callspec and callspec.params.get("start_method")
 
 
 def pytest_report_header() -> list[str]:

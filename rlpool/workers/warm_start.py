@@ -1,8 +1,8 @@
 """Starts workers: forked from a template that has imported everything, or spawned.
 
-There is one template per process, made when the first worker is started. It costs three descriptors
-of this process. Where forking is not proved safe, or is not possible, workers are spawned, and the log
-says why; a worker cannot tell the difference but by how long it took.
+There is one template per process, made when the first worker is started. It costs this process
+three descriptors. Where forking is not proved safe, or is not possible, workers are spawned, and
+the log says why; a worker cannot tell the difference but by how long it took.
 """
 
 from __future__ import annotations
@@ -125,16 +125,20 @@ def why_spawned() -> str:
 
 
 def why_impossible() -> str:
-    """Why there is no way to have a template, as far as is known without starting one."""
-    return _templates.why_impossible()
+    """Why this platform allows no template; ``""`` where it does."""
+    try:
+        _refuse_platform()
+    except _UnsafeError as error:
+        return str(error)
+    return ""
 
 
 def memory_of(start_method: str) -> tuple[int, int]:
     """What workers take at the least: bytes of each, and of all together besides.
 
     Args:
-        start_method: One of ``START_METHODS``. Of ``"auto"`` it is not always known what it ends
-            in: then it is what a template and its workers take, which is less.
+        start_method: One of ``START_METHODS``. What ``"auto"`` ends in is not known before it is
+            tried: it is what a template and its workers take, which is less.
     """
     if start_method == "spawn" or why_impossible():
         return WORKER_BYTES, 0
@@ -241,15 +245,6 @@ class _Templates:
                 return None
             self.reason = ""
             return self._template
-
-    def why_impossible(self) -> str:
-        """Why there cannot be one; ``""`` if that is not known yet, or there can."""
-        with self._lock:
-            try:
-                _refuse_platform()
-            except _UnsafeError as error:
-                return str(error)
-            return str(self._unsafe.get((identity(), self._modules), ""))
 
     def is_up(self) -> bool:
         """Whether there is one, though it may have to make way for another."""

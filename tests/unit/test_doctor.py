@@ -13,8 +13,8 @@ import pytest
 from rlpool import SpecError, WorkerDiedError, doctor
 from rlpool.doctor import Check, examine, main, would_bite
 from rlpool.storage import Memory
-from rlpool.worker_limits import WORKER_BYTES
 from rlpool.workers import warm_start
+from rlpool.workers.warm_start import memory_of
 
 from support.machines import machine, new_machine
 
@@ -33,7 +33,7 @@ def no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "n_cores", lambda: 16)
     monkeypatch.setattr(doctor, "seconds_of_an_episode", lambda: 2.0)
     monkeypatch.setattr(doctor, "why_spawned", lambda: "")
-    monkeypatch.setattr(doctor, "memory_of", lambda _: (WORKER_BYTES, 0))
+    monkeypatch.setattr(doctor, "memory_of", lambda _: memory_of("spawn"))
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, **limit: tuple[int, int]) -> None:
@@ -189,12 +189,20 @@ def test_the_way_workers_are_started_is_told_with_its_reason(
     (check,) = named(examine(1, root=root), "start method")
     assert (check.status, check.fix) == ("ok", "")
     assert "forked from a template, which has proved that this is safe" in check.what
+    monkeypatch.setattr(doctor, "memory_of", memory_of)
+    monkeypatch.setattr(warm_start._templates, "is_up", lambda: False)
+    assert "room for 400 workers" in named(examine(1, root=root), "memory")[0].what
     monkeypatch.setattr(doctor, "why_spawned", lambda: "it has 2 threads")
+    assert "room for 40 workers" in named(examine(1, root=root), "memory")[0].what
     (check,) = named(examine(1, root=root), "start method")
-    assert (check.status, check.what) == ("warn", "workers are spawned: it has 2 threads")
+    assert (check.status, check.what) == (
+        "warn",
+        "workers are spawned, not forked from a template: it has 2 threads",
+    )
     monkeypatch.setattr(warm_start, "CAN_KILL", False)
     (check,) = named(examine(1, start_worker=False, root=root), "start method")
-    assert (check.status, check.what[:22]) == ("warn", "workers are spawned: t")
+    assert check.status == "warn"
+    assert check.what.startswith("workers are spawned, not forked from a template: that needs")
 
 
 def test_memory_that_cannot_be_shared_bites(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
