@@ -217,6 +217,11 @@ class _Templates:
             Any, _UnsafeError
         ] = {}  # what templates were to be like, and why there is none
 
+    def is_up(self) -> bool:
+        """Whether there is one, though it may have to make way for another."""
+        with self._lock:
+            return self._template is not None and self._template.is_alive()
+
     def add_modules(self, modules: Sequence[str]) -> None:
         """Let the next template import these as well."""
         with self._lock:
@@ -245,11 +250,6 @@ class _Templates:
                 return None
             self.reason = ""
             return self._template
-
-    def is_up(self) -> bool:
-        """Whether there is one, though it may have to make way for another."""
-        with self._lock:
-            return self._template is not None and self._template.is_alive()
 
     def _started(self) -> Template:
         """A new template.
