@@ -70,9 +70,9 @@ def create_limited() -> gymnasium.Env:
 
 
 def episodes(**arguments: Any) -> torch.Tensor:
-    # One worker: which one runs an episode decides what its own generators give.
+    # One worker and room for all: else what its own generators give is a matter of who comes first.
     with EpisodeBatcher(
-        4, 6, GeneratorAgent, {}, create_env, {}, n_threads=1, seeds=3, **arguments
+        _LENGTH, 7, GeneratorAgent, {}, create_env, {}, n_threads=1, seeds=3, **arguments
     ) as batcher:
         batcher.execute(7)
         return torch.as_tensor(batcher.get()["frame"]).clone()
