@@ -7,15 +7,18 @@ a library starts, tells templates apart instead: see ``identity``.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
 import resource
 import signal
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import spawn
+from itertools import count, takewhile
+from multiprocessing import spawn, util
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +31,78 @@ _ALWAYS_IGNORED = {signal.SIGPIPE, signal.SIGXFSZ}
 _LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 
 
+_CREDENTIALS = (
+    *("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"),
+    *("NoNewPrivs", "Seccomp", "Seccomp_filters", "Mems_allowed_list"),
+)
+"""Lines of a process's status that say what it may do."""
+
+_PASSED_ON = ("thread-self/cgroup", "self/coredump_filter", "self/oom_score_adj", "self/personality")
+"""Files in /proc that say what else a process passes on to what it starts."""
+
+
 def identity() -> tuple[Any, ...]:
     """What a template has to have in common with a worker from its start.
 
-    The interpreter, the environment variables, where modules are looked for, the working directory,
-    the session, whose process it is, the size of its threads' stacks and what it can never raise.
+    The interpreter and its flags, the environment variables, where modules are looked for, the
+    working directory, which standard streams there are, the session, whose process it is and what
+    it may do, where the kernel keeps it, how it is scheduled and on how many cores, for which
+    libraries start threads, the size of its threads' stacks and what it can never raise.
     """
     try:
         directory = os.getcwd()
     except OSError:  # it was removed: starting a worker will say so
         directory = ""
-    environment = {k: v for k, v in os.environb.items() if k not in _VOLATILE}
+    environment = {k: v for k, v in environment_variables().items() if k not in _VOLATILE}
     hard = [resource.getrlimit(limit)[1] for limit in _LIMITS]
     return (
         spawn.get_executable(),
+        tuple(util._args_from_interpreter_flags()),  # type: ignore[attr-defined]
         search_path(),
         directory,
         frozenset(environment.items()),
+        tuple(is_inherited(fd) for fd in range(3)),
         os.getsid(0),
-        (os.getresuid(), os.getresgid(), tuple(os.getgroups())),
+        _whereabouts(),
+        (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority),
+        len(os.sched_getaffinity(0)),
         (resource.getrlimit(resource.RLIMIT_STACK), *hard),
     )
+
+
+def environment_variables() -> dict[bytes, bytes]:
+    """The variables of a program that this process would start now.
+
+    They are the C library's: libraries and ``os.putenv`` change those without telling Python.
+    """
+    entries = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    if not entries:
+        return {}
+    all_entries = map(entries.__getitem__, count())
+    return _variables(takewhile(lambda entry: entry is not None, all_entries))
+
+
+def is_inherited(fd: int) -> bool:
+    """Whether a program that this process starts gets a descriptor."""
+    try:
+        return os.get_inheritable(fd)
+    except OSError:
+        return False
+
+
+def _whereabouts() -> tuple[Any, ...]:
+    """Whose process this is, and where the kernel keeps it."""
+    status = _status()
+    found: list[Any] = [status.get(name) for name in _CREDENTIALS]
+    for name in _PASSED_ON:
+        with suppress(OSError):  # not every kernel has all of them
+            with open(f"/proc/{name}", "rb", buffering=0) as file:
+                found.append(file.read())
+    with suppress(OSError):  # nor does it show this to who has changed users
+        namespaces = "/proc/thread-self/ns/"
+        found += [os.readlink(namespaces + name) for name in sorted(os.listdir(namespaces))]
+        found.append(os.readlink("/proc/thread-self/root"))
+    return tuple(found)
 
 
 def search_path() -> str:
@@ -66,6 +120,7 @@ class ProcessState:
         umask: Permissions that new files do not get.
         ignored: Signals that are ignored, as a mask.
         blocked: Signals that are blocked.
+        group: Process group.
         nice: Nice value.
         cores: Cores that it may use.
         limits: Soft and hard limit of each resource.
@@ -75,6 +130,7 @@ class ProcessState:
     umask: int
     ignored: int
     blocked: frozenset[int]
+    group: int
     nice: int
     cores: frozenset[int]
     limits: dict[int, tuple[int, int]]
@@ -84,10 +140,11 @@ class ProcessState:
         """That of the calling thread."""
         status = _status()
         return cls(
-            dict(os.environb),
+            environment_variables(),
             int(status["Umask"], 8),
             int(status["SigIgn"], 16),
             frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+            os.getpgrp(),
             os.getpriority(os.PRIO_PROCESS, 0),
             frozenset(os.sched_getaffinity(0)),
             {limit: resource.getrlimit(limit) for limit in _LIMITS},
@@ -98,6 +155,9 @@ class ProcessState:
         _set_environment(self.environment)
         os.umask(self.umask)
         self._take_over_signals()
+        if os.getpgrp() != self.group:
+            with suppress(PermissionError):  # it is gone, and the caller with it
+                os.setpgid(0, self.group)
         if os.getpriority(os.PRIO_PROCESS, 0) != self.nice:
             with suppress(PermissionError):  # its owner has given up that right meanwhile
                 os.setpriority(os.PRIO_PROCESS, 0, self.nice)
@@ -108,24 +168,47 @@ class ProcessState:
 
     def _take_over_signals(self) -> None:
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-            if self.ignored >> (number - 1) & 1 or number in _ALWAYS_IGNORED:
+            is_ignored = self.ignored >> (number - 1) & 1 or number in _ALWAYS_IGNORED
+            handler = signal.getsignal(number)
+            # Any other comes from the interpreter's flags, or from a module, as in any process.
+            if is_ignored and handler == signal.SIG_DFL:
                 signal.signal(number, signal.SIG_IGN)
-            elif number == signal.SIGINT:
-                signal.signal(number, signal.default_int_handler)
-            else:
-                signal.signal(number, signal.SIG_DFL)
+            elif handler == signal.SIG_IGN and not is_ignored:
+                is_interrupt = number == signal.SIGINT
+                signal.signal(
+                    number, signal.default_int_handler if is_interrupt else signal.SIG_DFL
+                )
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
 
 
 def _set_environment(wanted: dict[bytes, bytes]) -> None:
-    for name in os.environb.keys() - wanted.keys():
-        del os.environb[name]
-    for name, value in wanted.items():
-        if os.environb.get(name) != value:
+    """Make good what is not as it was when the template was started.
+
+    What the interpreter itself set, for a better locale, it would set in any process.
+    """
+    started_with = _variables(Path("/proc/self/environ").read_bytes().split(b"\0"))
+    for name in started_with.keys() | wanted.keys() | {b"OPENBLAS_NUM_THREADS"}:
+        value = wanted.get(name)
+        if value == started_with.get(name) and name != b"OPENBLAS_NUM_THREADS":
+            continue
+        if value is not None:
             os.environb[name] = value
+        elif name in os.environb:
+            del os.environb[name]
+
+
+def _variables(entries: Iterable[bytes]) -> dict[bytes, bytes]:
+    """Of a variable that is there twice the first counts."""
+    variables: dict[bytes, bytes] = {}
+    for entry in entries:
+        name, _, value = entry.partition(b"=")
+        if name:
+            variables.setdefault(name, value)
+    return variables
 
 
 def _status() -> dict[str, str]:
-    """The kernel's words on this process."""
-    lines = Path("/proc/thread-self/status").read_text().splitlines()
+    """The kernel's words on this thread."""
+    with open("/proc/thread-self/status") as file:
+        lines = file.read().splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}

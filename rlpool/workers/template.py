@@ -26,8 +26,11 @@ import signal
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
+from multiprocessing import spawn
 from multiprocessing.spawn import spawn_main
 from pathlib import Path
 from typing import Any, NoReturn
@@ -200,12 +203,17 @@ def _wanted_blas_threads() -> int:
 
 def _drop_stdio() -> None:
     """Keep nothing open that the caller reads or writes; workers are sent the real ones."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
         os.dup2(nowhere, fd)
     os.close(nowhere)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # there may be none, or nobody at its other end
+            stream.flush()
 
 
 class _Server:
@@ -273,10 +281,10 @@ def _begin_worker(standard: int, fds: list[int]) -> Callable[[], None]:
     state.take_over()
     gc.enable()
     np.random.seed()  # noqa: NPY002 (the one that everybody shares)
+    torch.default_generator.seed()
     if (n_threads := _wanted_blas_threads()) > 1:
         _set_blas_threads(n_threads)
-    sys.argv = ["-c", "--multiprocessing-fork"]
-    return lambda: _run_as_spawned(pipe, tracker_fd)
+    return partial(_run_as_spawned, pipe, tracker_fd)
 
 
 def _run_as_spawned(pipe: int, tracker_fd: int) -> NoReturn:
@@ -284,17 +292,31 @@ def _run_as_spawned(pipe: int, tracker_fd: int) -> NoReturn:
 
     But for taking the interpreter to pieces, which would first copy most of what is shared.
     """
+    main_thread: Any = threading.main_thread()
+    main_thread._set_native_id()
+    command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=pipe)
+    sys.orig_argv = [os.fsdecode(argument) for argument in command]
+    sys.argv = ["-c", "--multiprocessing-fork"]
+    main = vars(sys.modules["__main__"])
+    for name in [name for name in main if not name.startswith("__")]:
+        del main[name]
+    main["spawn_main"] = spawn_main
     code: Any = 1
     try:
         spawn_main(pipe_handle=pipe, tracker_fd=tracker_fd)
     except SystemExit as end:
-        code = end.code
+        code = end.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
     finally:
+        threading._shutdown()
         atexit._run_exitfuncs()
-        with suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 1)
+        _flush()
+        ctypes.CDLL(None).fflush(None)  # for libraries in C
+        os._exit(code & 0xFF)
 
 
 def _take_over_stdio(standard: int, fds: list[int]) -> list[int]:
@@ -307,7 +329,8 @@ def _take_over_stdio(standard: int, fds: list[int]) -> list[int]:
             os.close(passed)
             stream = getattr(sys, name)
             if fd and isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(line_buffering=fd == 2 or stream.isatty())
+                is_direct = fd == 2 or stream.isatty()
+                stream.reconfigure(line_buffering=is_direct and not stream.write_through)
         else:
             os.close(fd)
             setattr(sys, name, None)
