@@ -3,6 +3,17 @@
 Everything that the kernel hands over from a process to what it starts, as it is at that moment, and
 that can be changed in a running process. What cannot be changed, or is read once when a program or
 a library starts, tells templates apart instead: see ``identity``.
+
+These differences are left:
+
+- Modules that the template has imported were imported before the main module, and so was what they
+  did, such as adding filters of warnings. The garbage collector does not show their objects.
+- Workers of one template have the same addresses and the same hashes of strings, unless
+  ``PYTHONHASHSEED`` is set, which makes the latter the same in spawned ones, too.
+- ``/proc/<pid>/environ`` shows the variables that the template was started with. The I/O priority,
+  the NUMA policy and the timer slack are those that the caller had then.
+- At its end a worker runs what is registered with ``atexit`` and flushes what was printed, but does
+  not take objects and libraries to pieces.
 """
 
 from __future__ import annotations
@@ -30,14 +41,16 @@ _ALWAYS_IGNORED = {signal.SIGPIPE, signal.SIGXFSZ}
 
 _LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 
-
 _CREDENTIALS = (
     *("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"),
     *("NoNewPrivs", "Seccomp", "Seccomp_filters", "Mems_allowed_list"),
 )
 """Lines of a process's status that say what it may do."""
 
-_PASSED_ON = ("thread-self/cgroup", "self/coredump_filter", "self/oom_score_adj", "self/personality")
+_PASSED_ON = (
+    *("thread-self/cgroup", "thread-self/personality"),
+    *("self/coredump_filter", "self/oom_score_adj"),
+)
 """Files in /proc that say what else a process passes on to what it starts."""
 
 
@@ -95,10 +108,9 @@ def _whereabouts() -> tuple[Any, ...]:
     status = _status()
     found: list[Any] = [status.get(name) for name in _CREDENTIALS]
     for name in _PASSED_ON:
-        with suppress(OSError):  # not every kernel has all of them
-            with open(f"/proc/{name}", "rb", buffering=0) as file:
-                found.append(file.read())
-    with suppress(OSError):  # nor does it show this to who has changed users
+        with suppress(OSError), open(f"/proc/{name}", "rb", buffering=0) as file:
+            found.append(file.read())
+    with suppress(OSError):  # who has changed users is not shown all of it
         namespaces = "/proc/thread-self/ns/"
         found += [os.readlink(namespaces + name) for name in sorted(os.listdir(namespaces))]
         found.append(os.readlink("/proc/thread-self/root"))

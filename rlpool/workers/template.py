@@ -74,7 +74,10 @@ _PARENT_CHECK_MS = 1000
 """How often the template looks whether its parent changed, in case its socket's other end lives on
 in some process that the parent forked."""
 
-_BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
+_BLAS_VARIABLES = (
+    *("OPENBLAS_NUM_THREADS", "OPENBLAS_DEFAULT_NUM_THREADS"),
+    *("GOTO_NUM_THREADS", "OMP_NUM_THREADS"),
+)
 """Where OpenBLAS looks for its number of threads, in this order."""
 
 _BLAS_NAMES = tuple(
@@ -195,25 +198,21 @@ def _wanted_blas_threads() -> int:
     """How many threads OpenBLAS starts in a process with these variables and cores."""
     n_cores = len(os.sched_getaffinity(0))
     for name in _BLAS_VARIABLES:
-        with suppress(ValueError):
-            if (number := int(os.environ.get(name, "0"))) > 0:
-                return min(number, n_cores)
+        # As C reads numbers: "2,1", which says something to OpenMP, is 2.
+        digits = re.match(r"\s*\+?(\d+)", os.environ.get(name, ""))
+        if digits and (number := int(digits[1])) > 0:
+            return min(number, n_cores)
     return n_cores
 
 
 def _drop_stdio() -> None:
     """Keep nothing open that the caller reads or writes; workers are sent the real ones."""
-    _flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
         os.dup2(nowhere, fd)
     os.close(nowhere)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # there may be none, or nobody at its other end
-            stream.flush()
 
 
 class _Server:
@@ -292,31 +291,37 @@ def _run_as_spawned(pipe: int, tracker_fd: int) -> NoReturn:
 
     But for taking the interpreter to pieces, which would first copy most of what is shared.
     """
-    main_thread: Any = threading.main_thread()
-    main_thread._set_native_id()
-    command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=pipe)
-    sys.orig_argv = [os.fsdecode(argument) for argument in command]
-    sys.argv = ["-c", "--multiprocessing-fork"]
-    main = vars(sys.modules["__main__"])
-    for name in [name for name in main if not name.startswith("__")]:
-        del main[name]
-    main["spawn_main"] = spawn_main
+    _describe_as_spawned(spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=pipe))
     code: Any = 1
     try:
         spawn_main(pipe_handle=pipe, tracker_fd=tracker_fd)
     except SystemExit as end:
         code = end.code or 0
         if not isinstance(code, int):
-            print(code, file=sys.stderr)
+            sys.stderr.write(f"{code}\n")
             code = 1
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        threading._shutdown()
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        _flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # there may be none, or nobody at its other end
+                stream.flush()
         ctypes.CDLL(None).fflush(None)  # for libraries in C
         os._exit(code & 0xFF)
+
+
+def _describe_as_spawned(command: Sequence[str | bytes]) -> None:
+    """Let Python know this process as one that such a command started."""
+    main_thread: Any = threading.main_thread()
+    main_thread._set_native_id()
+    sys.orig_argv = [os.fsdecode(word) for word in command]
+    sys.argv = ["-c", "--multiprocessing-fork"]
+    main = vars(sys.modules["__main__"])
+    for name in [name for name in main if not name.startswith("__")]:
+        del main[name]
+    main["spawn_main"] = spawn_main
 
 
 def _take_over_stdio(standard: int, fds: list[int]) -> list[int]:

@@ -1,0 +1,190 @@
+"""A worker that was forked from the template is in no other state than one that was spawned."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process.watching import Script
+
+from rlpool import EpisodeBatcher
+
+from support import busy
+from support.agents import ConstantAgent
+
+MOMENTS = "while its main module is imported", "while its environment is made"
+
+OTHER_TEMPLATE = {
+    *("environment", "variables of the C library", "directory", "search path", "command", "flags"),
+    *("cores", "scheduling", "kernel", "filters"),
+}
+"""What the script changes that a process has in common with its template from the start."""
+
+# A process of its own that has started a template changes itself, and then starts workers.
+SCRIPT = """
+import atexit, ctypes, json, os, resource, signal, sys
+from pathlib import Path
+from support.agents import ConstantAgent
+from rlpool import GymEnv
+from support.envs import CountingEnv
+from support.self_report import drawn, report, report_late
+
+IN_MAIN = [report(), drawn()]
+if __name__ != "__main__":
+    atexit.register(print, "said at exit")
+
+def create_env(path, seed=None):
+    late = report_late()
+    print("printed")
+    ctypes.CDLL(None).puts(b"printed by C")
+    early, numbers = sys.modules["__main__"].IN_MAIN
+    Path(path, str(os.getpid())).write_text(json.dumps([early, late, numbers]))
+    return GymEnv([CountingEnv()], seed=seed)
+
+def run_worker(name, start_method="auto", n_threads=1):
+    path = Path(sys.argv[1], name)
+    path.mkdir()
+    with EpisodeBatcher(
+        n_timesteps=5, n_slots=n_threads, n_threads=n_threads, seeds=1, create_agent=ConstantAgent,
+        create_env=create_env, env_args={"path": str(path)}, start_method=start_method,
+    ) as batcher:
+        batcher.execute(n_episodes=n_threads)
+        batcher.get()
+
+if __name__ == "__main__":
+    from rlpool import EpisodeBatcher
+
+    run_worker("two", n_threads=2)
+
+    os.dup2(os.open(Path(sys.argv[1], "stdout"), os.O_CREAT | os.O_WRONLY), 1)
+    os.setpgid(0, 0)
+    os.umask(0o027)
+    os.nice(1)
+    sys.argv.append("argument")
+    for number in (signal.SIGUSR1, signal.SIGALRM, signal.SIGRTMIN + 1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, lambda *_: None)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGRTMIN + 2})
+    limits = {resource.RLIMIT_NOFILE: 300, resource.RLIMIT_CORE: 0, resource.RLIMIT_AS: 2**37}
+    for limit, soft in limits.items():
+        resource.setrlimit(limit, (soft, resource.getrlimit(limit)[1]))
+    os.environ["COLUMNS"] = "33"
+    run_worker("old template")
+
+    os.environb[b"REPORTED"] = bytes(range(1, 256))
+    os.putenv("PUT", "by C")
+    os.environ.pop("HOME", None)
+    os.environ.pop("LANG", None)
+    os.chdir("/")
+    sys.path.append("/nowhere")
+    sys.warnoptions.append("ignore::UserWarning")
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    Path("/proc/self/oom_score_adj").write_text("1")
+    run_worker("new template")
+    run_worker("spawned", "spawn")
+"""
+
+# Which a leader of a session could not: be in a process group of its own choice.
+NO_LEADER = (sys.executable, "-c", "import subprocess as s, sys; sys.exit(s.call(sys.argv[1:]))")
+
+
+class Workers:
+    """What workers reported.
+
+    Args:
+        path: Where.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def reports(self, name: str) -> list[list[dict[str, Any]]]:
+        return [json.loads(path.read_text()) for path in Path(self.path, name).iterdir()]
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Workers:
+    path = tmp_path_factory.mktemp("workers")
+    Path(path, "script.py").write_text(SCRIPT)
+    script = Script(path / "output", [str(path / "script.py"), str(path)], prefix=NO_LEADER)
+    try:
+        script.finish()
+    finally:
+        script.kill()
+    assert script.returncode == 0, script.stderr
+    return Workers(path)
+
+
+@pytest.mark.parametrize("template", ["old", "new"])
+def test_forked_worker_is_in_the_state_of_a_spawned_one(workers: Workers, template: str) -> None:
+    (spawned,) = workers.reports("spawned")
+    (forked,) = workers.reports(f"{template} template")
+    for moment, expected, found in zip(MOMENTS, spawned, forked, strict=False):
+        differ = {name for name in expected if found[name] != expected[name]}
+        if template == "old":
+            differ -= OTHER_TEMPLATE
+        assert {name: (found[name], expected[name]) for name in differ} == {}, moment
+
+
+def test_workers_of_one_template_draw_different_numbers(workers: Workers) -> None:
+    (*_, first), (*_, second) = workers.reports("two")
+    assert [name for name in first if first[name] == second[name]] == []
+
+
+def test_all_that_a_worker_prints_arrives_where_the_caller_prints_now(workers: Workers) -> None:
+    lines = (workers.path / "stdout").read_text().splitlines()
+    assert sorted(lines) == sorted(3 * ["printed", "printed by C", "said at exit"])
+
+
+def test_environment_computes_the_same_with_threads_and_processes_of_its_own(
+    tmp_path: Path,
+) -> None:
+    found = {}
+    for start_method in ("auto", "spawn"):
+        path = tmp_path / start_method
+        with EpisodeBatcher(
+            n_timesteps=2,
+            n_slots=1,
+            n_threads=1,
+            seeds=1,
+            create_agent=ConstantAgent,
+            create_env=busy.make,
+            env_args={"path": str(path)},
+            start_method=start_method,
+        ) as batcher:
+            batcher.execute(n_episodes=1)
+            batcher.get()
+        found[start_method] = json.loads(path.read_text())
+    assert found["auto"] == found["spawn"]
+    assert found["auto"]["with_a_process_of_torch"] == [0, [2.0] * 5]
+    assert found["auto"]["with_a_fork"] == 7
+
+
+BROKEN_MAIN = """
+from rlpool import EpisodeBatcher
+from support.agents import ConstantAgent
+
+if __name__ != "__main__":
+    raise RuntimeError("this main module is for nobody else")
+
+if __name__ == "__main__":
+    EpisodeBatcher(
+        n_timesteps=5, n_slots=1, n_threads=1, seeds=1, max_restarts=0,
+        create_agent=ConstantAgent, create_env=ConstantAgent,
+    )
+"""
+
+
+def test_error_in_the_main_module_of_a_worker_is_printed(
+    run_script: Callable[..., Script],
+) -> None:
+    script = run_script(BROKEN_MAIN)
+    script.finish()
+    assert "this main module is for nobody else" in script.stderr
+    assert "exit code 1" in script.stderr
