@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import resource
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +17,13 @@ import pytest
 from process.watching import Script
 
 from rlpool import EpisodeBatcher
+from rlpool.workers.process_state import identity
 
 from support import busy
 from support.agents import ConstantAgent
+
+CORE_LIMIT = resource.getrlimit(resource.RLIMIT_CORE)[1]
+PR_SET_NO_NEW_PRIVS = 38
 
 MOMENTS = "while its main module is imported", "while its environment is made"
 
@@ -188,3 +197,46 @@ def test_error_in_the_main_module_of_a_worker_is_printed(
     script.finish()
     assert "this main module is for nobody else" in script.stderr
     assert "exit code 1" in script.stderr
+
+
+ASKS_FOR_ANOTHER_TEMPLATE: dict[str, Callable[[], Any]] = {
+    "flags": lambda: sys.warnoptions.append("ignore::UserWarning"),
+    "variable": lambda: os.environ.update(ANY="other"),
+    "variable of the C library": lambda: os.putenv("ANY", "other"),
+    "search path": lambda: sys.path.append("/nowhere"),
+    "directory": lambda: os.chdir("/"),
+    "standard stream": lambda: os.close(0),
+    "stacks": lambda: resource.setrlimit(resource.RLIMIT_STACK, (2**22, 2**26)),
+    "hard limit": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
+    "scheduling": lambda: os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)),
+    "privileges": lambda: ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
+    "kernel": lambda: Path("/proc/self/oom_score_adj").write_text("999"),
+}
+IS_TAKEN_OVER: dict[str, Callable[[], Any]] = {
+    "variable that often changes": lambda: os.environ.update(COLUMNS="17"),
+    "umask": lambda: os.umask(0o111),
+    "nice": lambda: os.nice(1),
+    "limit": lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, CORE_LIMIT)),
+    "signal": lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
+    "mask": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1}),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_kept"), [(ASKS_FOR_ANOTHER_TEMPLATE, False), (IS_TAKEN_OVER, True)]
+)
+def test_only_what_a_running_process_cannot_change_asks_for_another_template(
+    changes: dict[str, Callable[[], Any]], is_kept: bool
+) -> None:
+    kept = {}
+    for name, change in changes.items():
+        pid = os.fork()
+        if not pid:
+            code = 2
+            with suppress(BaseException):
+                before = identity()
+                change()
+                code = int(identity() == before)
+            os._exit(code)
+        kept[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert kept == dict.fromkeys(changes, int(is_kept))
