@@ -105,8 +105,10 @@ def is_inherited(fd: int) -> bool:
 
 def _whereabouts() -> tuple[Any, ...]:
     """Whose process this is, and where the kernel keeps it."""
-    status = _status()
-    found: list[Any] = [status.get(name) for name in _CREDENTIALS]
+    found: list[Any] = []
+    with suppress(OSError):  # without /proc there is no template
+        status = _status()
+        found += [status.get(name) for name in _CREDENTIALS]
     for name in _PASSED_ON:
         with suppress(OSError), open(f"/proc/{name}", "rb", buffering=0) as file:
             found.append(file.read())

@@ -292,14 +292,14 @@ def _run_as_spawned(pipe: int, tracker_fd: int) -> NoReturn:
     But for taking the interpreter to pieces, which would first copy most of what is shared.
     """
     _describe_as_spawned(spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=pipe))
-    code: Any = 1
+    code = 1
     try:
         spawn_main(pipe_handle=pipe, tracker_fd=tracker_fd)
     except SystemExit as end:
-        code = end.code or 0
-        if not isinstance(code, int):
-            sys.stderr.write(f"{code}\n")
-            code = 1
+        if end.code is None or isinstance(end.code, int):
+            code = end.code or 0
+        else:
+            sys.stderr.write(f"{end.code}\n")
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
