@@ -19,7 +19,6 @@ These differences are left:
 from __future__ import annotations
 
 import ctypes
-import json
 import multiprocessing
 import os
 import resource
@@ -71,7 +70,7 @@ def identity() -> tuple[Any, ...]:
     return (
         spawn.get_executable(),
         tuple(util._args_from_interpreter_flags()),  # type: ignore[attr-defined]
-        search_path(),
+        tuple(search_path()),
         directory,
         frozenset(environment.items()),
         tuple(is_inherited(fd) for fd in range(3)),
@@ -119,10 +118,10 @@ def _whereabouts() -> tuple[Any, ...]:
     return tuple(found)
 
 
-def search_path() -> str:
-    """Where this process looks for modules, as JSON."""
+def search_path() -> list[str]:
+    """Where this process looks for modules."""
     first = multiprocessing.process.ORIGINAL_DIR or "."  # type: ignore[attr-defined]
-    return json.dumps([str(entry) or first for entry in sys.path])
+    return [str(entry) or first for entry in sys.path]
 
 
 @dataclass(frozen=True)

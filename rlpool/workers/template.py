@@ -17,6 +17,7 @@ import gc
 import importlib
 import io
 import mmap
+import multiprocessing
 import os
 import pickle
 import re
@@ -27,7 +28,8 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing import spawn
@@ -45,9 +47,10 @@ from rlpool.workers.sibling import SiblingForks
 BOOT = (
     "import gc, json, os, sys; gc.disable(); "
     'os.environ["OPENBLAS_NUM_THREADS"] = "1"; '
-    "sys.path[:] = json.loads(sys.argv[1]); "
+    "(sys.path[:], argv), fds, modules = json.loads(sys.argv[1]), sys.argv[2:4], sys.argv[4:]; "
+    "sys.argv[:] = argv; "
     "from rlpool.workers.template import serve; "
-    "run = serve(*map(int, sys.argv[2:4]), sys.argv[4:]); run()"
+    "run = serve(*map(int, fds), modules); run()"
 )
 """What its interpreter runs. The garbage collector is off from the start: a collection would leave
 holes in memory that workers fill, each with a copy of the page. OpenBLAS starts its threads when
@@ -73,6 +76,9 @@ MAX_FDS = 250
 _PARENT_CHECK_MS = 1000
 """How often the template looks whether its parent changed, in case its socket's other end lives on
 in some process that the parent forked."""
+
+_THREAD_END_S = 0.1
+"""How long the system may show a thread that has been joined: far more than it does."""
 
 _BLAS_VARIABLES = (
     *("OPENBLAS_NUM_THREADS", "OPENBLAS_DEFAULT_NUM_THREADS"),
@@ -111,7 +117,8 @@ def serve(fd: int, word_fd: int, modules: Sequence[str]) -> Callable[[], None]:
 
     Args:
         fd: A socket whose other end the caller has. It is told, as pickled tuples, ``importing``
-            and ``failed`` for modules, ``refused`` if forking is not safe, and ``ready``.
+            and ``missing`` for modules, ``refused`` if this template cannot serve, and ``ready``
+            with ``sys.path`` if the imports of modules changed it.
         word_fd: Memory to which the number of each new process is written.
         modules: Names of modules of the user's choice, to be imported too.
     """
@@ -142,29 +149,57 @@ def _proved_forks(caller: socket.socket, word_fd: int, modules: Sequence[str]) -
     _set_blas_threads(1)  # by which it is known to be possible
     if reason := _unsafe():
         raise OSError(reason)
-    for name in modules:
-        _tell(caller, "importing", name)
-        try:
-            importlib.import_module(name)
-        except BaseException as error:
-            _tell(caller, "failed", name, f"{type(error).__name__}: {error}"[:1000])
-        if reason := _unsafe():
-            _tell(caller, "refused", name, reason)
-            os._exit(0)
-    _drop_stdio()
+    path_before = list(sys.path)
+    _import_all(caller, modules)
+    _drop_stdio(range(3))
     importlib.invalidate_caches()  # once for all workers, who look for modules' files themselves
     gc.freeze()
-    _tell(caller, "ready")
+    _tell(caller, "ready", None if sys.path == path_before else list(map(str, sys.path)))
     return forks
 
 
-def _tell(caller: socket.socket, *words: str) -> None:
+def _import_all(caller: socket.socket, modules: Sequence[str]) -> None:
+    """Import modules of the user's.
+
+    Ends this process, so that another one does without, if a module fails or makes forking unsafe:
+    it may have done half of what it does.
+    """
+    _drop_stdio(range(1))  # spawned workers have no input either
+    directory = os.getcwd()
+    # What starts processes when it is imported is refused, as in a worker.
+    this_process: Any = multiprocessing.current_process()
+    this_process._inheriting = True
+    for name in modules:
+        _tell(caller, "importing", name)
+        kind = why = ""
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            kind, why = "refused", " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+                kind = "missing"
+        if reason := _unsafe():
+            kind, why = "refused", reason
+        if kind:
+            _tell(caller, kind, name, why)
+        if kind == "refused":
+            os._exit(0)
+        # It may have changed what this process depends on.
+        os.chdir(directory)
+        gc.disable()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    del this_process._inheriting
+
+
+def _tell(caller: socket.socket, *words: Any) -> None:
     caller.send(pickle.dumps(words))
 
 
 def _unsafe() -> str:
     """Why this process should not be forked, ``""`` if nothing speaks against it."""
-    n_threads = len(os.listdir("/proc/self/task"))
+    patience_s = time.monotonic() + _THREAD_END_S
+    while (n_threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < patience_s:
+        time.sleep(0.001)
     if n_threads != 1:
         return f"it has {n_threads} threads"
     has_context: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -205,14 +240,20 @@ def _wanted_blas_threads() -> int:
     return n_cores
 
 
-def _drop_stdio() -> None:
+def _drop_stdio(fds: Iterable[int]) -> None:
     """Keep nothing open that the caller reads or writes; workers are sent the real ones."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for fd in range(3):
+    for fd in fds:
         os.dup2(nowhere, fd)
     os.close(nowhere)
+    _flush()  # what nobody took: every worker would print it
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # there may be none, or nobody at its other end
+            stream.flush()
 
 
 class _Server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import pickle
@@ -10,10 +11,12 @@ import select
 import signal
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import spawn, util
+from typing import Any
 
 from rlpool.interrupts import blocked_interrupts
 from rlpool.workers.leash import Leash
@@ -37,11 +40,15 @@ class Template:
     Args:
         modules: What it imports for the user.
 
+    Attributes:
+        search_path: ``sys.path`` if the imports of those changed it, once it is ready.
+
     Raises:
         OSError: If it cannot be started.
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
+        self.search_path: list[str] | None = None
         self._pid = 0
         self._lock = threading.RLock()
         self._leash = Leash()
@@ -53,7 +60,9 @@ class Template:
             self._word = mmap.mmap(word_fd, mmap.PAGESIZE)
             executable = spawn.get_executable()
             flags = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
-            command = [executable, *flags, "-c", BOOT, search_path()]
+            # Modules may look at the arguments of the program, as they do in workers.
+            argv = [str(argument) for argument in sys.argv] if modules else ["-c"]
+            command = [executable, *flags, "-c", BOOT, json.dumps([search_path(), argv])]
             command += [str(there.fileno()), str(word_fd), *modules]
             with blocked_interrupts():
                 self._pid = util.spawnv_passfds(
@@ -70,14 +79,14 @@ class Template:
             there.close()
             os.close(word_fd)
 
-    def told(self) -> tuple[str, ...]:
+    def told(self) -> tuple[Any, ...]:
         """What it says next while it starts.
 
         Raises:
             TemplateLostError: If it says nothing more.
             TimeoutError: If it says nothing for long.
         """
-        words: tuple[str, ...] = pickle.loads(self._received(IMPORT_S))
+        words: tuple[Any, ...] = pickle.loads(self._received(IMPORT_S))
         return words
 
     def fork(self, fds: Sequence[int]) -> int:

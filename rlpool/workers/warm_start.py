@@ -62,8 +62,11 @@ def preload(*modules: str) -> None:
     """Let workers start with modules imported, so that they need not import them one by one.
 
     The template process imports them, once, before the next worker is started. Their import must
-    not start threads or use a GPU; one that does, or fails, is named in the log and left out. What
-    is changed in their files later is seen after ``shutdown()`` only.
+    not start threads or use a GPU; one that does, or fails, is named in the log and left out: the
+    workers import it when they need it. What an import does to environment variables and
+    ``sys.path`` holds in every worker; what it does to the working directory, the umask, signals
+    and limits does not. What is changed in the modules' files later is seen after ``shutdown()``
+    only.
 
     Args:
         modules: Names, such as ``"mujoco"`` or ``"my_package.envs"``. Those of earlier calls stay.
@@ -169,7 +172,7 @@ class _Popen(popen_spawn_posix.Popen):
             ends += (pipe := os.pipe())
             ends += (sentinel := os.pipe())
             self._passed += [pipe[0], tracker_fd()]  # type: ignore[list-item]
-            payload = self._payload(process_obj)
+            payload = self._payload(process_obj, template.search_path)  # type: ignore[union-attr]
             self._passed.append(sentinel[1])  # which is open as long as the worker lives
             self.pid = template.fork(self._passed)  # type: ignore[union-attr]
         except BaseException:
@@ -184,9 +187,11 @@ class _Popen(popen_spawn_posix.Popen):
         with suppress(BrokenPipeError), open(pipe[1], "wb", closefd=False) as stream:
             stream.write(payload)
 
-    def _payload(self, process_obj: Any) -> bytes:
+    def _payload(self, process_obj: Any, search_path: list[str] | None) -> bytes:
         """What the worker reads: its state, and then what a spawned process does."""
         preparation = spawn.get_preparation_data(process_obj._name)
+        if search_path is not None:
+            preparation["sys_path"] = search_path
         state = pickle.dumps(ProcessState.now())
         stream = io.BytesIO()
         stream.write(len(state).to_bytes(4, "big") + state)
@@ -258,20 +263,25 @@ class _Templates:
             _UnsafeError: If there can be none.
             TemplateLostError: If there is none this time.
         """
-        for _ in range(_MAX_TRIES + len(self._modules)):
+        n_tries = 0
+        while n_tries < _MAX_TRIES:
+            n_tries += 1
+            modules = [m for m in self._modules if m not in self._left_out]
             try:
-                template = Template([m for m in self._modules if m not in self._left_out])
+                template = Template(modules)
             except OSError as error:
                 raise TemplateLostError(f"it cannot be started: {error}") from error
             try:
-                if self._is_up(template):
+                if self._is_up(template, n_tries == _MAX_TRIES):
                     return template
             except BaseException:
                 template.end()
                 raise
+            if self._left_out.intersection(modules):
+                n_tries = 0
         raise TemplateLostError("it was killed while it started")
 
-    def _is_up(self, template: Template) -> bool:
+    def _is_up(self, template: Template, is_last_try: bool) -> bool:
         """Follow a template's imports; returns whether it has started, else another one may.
 
         Raises:
@@ -282,6 +292,7 @@ class _Templates:
             while True:
                 kind, *words = template.told()
                 if kind == "ready":
+                    (template.search_path,) = words
                     return True
                 module = words[0]
                 if kind != "importing":
@@ -291,7 +302,7 @@ class _Templates:
                     return False
         except TemplateLostError:
             code = template.end()
-            if -code not in _FROM_OUTSIDE:
+            if -code not in _FROM_OUTSIDE or (module and is_last_try):
                 how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
                 self._leave_out(module, f"importing it ended the process ({how})")
         except TimeoutError:
