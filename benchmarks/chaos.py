@@ -6,7 +6,8 @@ Batchers are opened, collect and are closed, in turns: an ``EpisodeBatcher``, wh
 often larger than its slots and whose longest episodes take several of them, with a new policy for
 every request, and a ``Batcher``. Their agent has a recurrent state and noise. Meanwhile
 
-- a thread sends SIGKILL, SIGSEGV and SIGSTOP to workers picked by chance, at random times;
+- a thread sends SIGKILL, SIGSEGV and SIGSTOP to workers picked by chance, at random times, and
+  SIGKILL to the template from which they are forked;
 - environments, at random times, raise, call ``sys.exit`` and ``os._exit``, run out of a limit of
   memory, take memory and are killed as by the kernel, and hoard it until the batcher recycles
   their worker.
@@ -40,7 +41,7 @@ from typing import Any
 import psutil
 import rough
 import torch
-from resources import held, memory_mib, workers
+from resources import held, memory_mib, templates, workers
 from workloads import versions
 
 from rlpool import Batcher, EpisodeBatcher, RlpoolError, TemporalDictTensor
@@ -49,7 +50,8 @@ KINDS = ("raise", "sys_exit", "os_exit", "memory_error", "oom_kill", "hoard")
 """How environments strike."""
 
 HOARDERS_MIB = 96
-"""What a worker may hold more than this process before it is recycled; one hoard is larger."""
+"""What a worker may hold more than one that has hardly begun, before it is recycled; one hoard is
+larger."""
 
 SETTLE_S = 3.0
 """What ends with the last batcher may take so long to be gone."""
@@ -65,6 +67,7 @@ class Plan:
         n_workers: Workers of the ``EpisodeBatcher``; the ``Batcher`` has half as many.
         strike_s: Mean seconds between two strikes of the environments of a worker.
         signal_s: Mean seconds between two signals to any worker.
+        template_s: Mean seconds between two ends of the template.
         signals_per_result: No more of them between two results, so that there is progress however
             slow the machine.
         at_starting: Share of the signals that may hit a worker that is still starting. One that
@@ -80,13 +83,14 @@ class Plan:
     seconds: float = 600.0
     seed: int = 0
     n_workers: int = 4
-    strike_s: float = 20.0
-    signal_s: float = 6.0
-    signals_per_result: int = 6
+    strike_s: float = 3.0
+    signal_s: float = 0.15
+    template_s: float = 8.0
+    signals_per_result: int = 20
     at_starting: float = 0.1
-    rounds: int = 20
+    rounds: int = 10
     sizes: tuple[int, ...] = (1, 12, 100, 400)
-    timeout_s: float = 3.0
+    timeout_s: float = 2.0
     least_episodes: int = 0
     least_windows: int = 0
     least_faults: int = 0
@@ -135,7 +139,8 @@ class Sniper:
     """
 
     def __init__(self, plan: Plan, notes: str, signals: Counter[str]) -> None:
-        self._mean_s = plan.signal_s
+        self._mean_s = 1 / (1 / plan.signal_s + 1 / plan.template_s)
+        self._at_template = self._mean_s / plan.template_s
         self._at_starting = plan.at_starting
         self._most = plan.signals_per_result
         self._notes = notes
@@ -164,6 +169,11 @@ class Sniper:
                     self._shoot()
 
     def _shoot(self) -> None:
+        if self._rng.random() < self._at_template:
+            for template in templates():
+                template.kill()
+                self._signals["SIGKILL of the template"] += 1
+            return
         alive = [worker for worker in workers() if worker not in self.spared]
         at_work = [worker for worker in alive if self._has_begun(worker)]
         names = ["SIGKILL", "SIGKILL", "SIGSEGV"]
@@ -195,11 +205,14 @@ class Lives:
         notes: Directory for notes.
         tally: Where to count.
         sniper: Who must be told whom to spare.
+        worker_mib: Resident memory of a worker.
     """
 
     N_SLOTS, N_TIMESTEPS, N_LANES = 12, 16, 2
 
-    def __init__(self, plan: Plan, notes: str, tally: Tally, sniper: Sniper) -> None:
+    def __init__(
+        self, plan: Plan, notes: str, tally: Tally, sniper: Sniper, worker_mib: float
+    ) -> None:
         self._plan = plan
         self._tally = tally
         self._sniper = sniper
@@ -207,14 +220,13 @@ class Lives:
         self._notes = notes
         self._start_s = time.monotonic()
         self._strikes = {"notes": notes, "mean_s": plan.strike_s, "kinds": KINDS}
-        most = memory_mib(psutil.Process())["rss"] + HOARDERS_MIB
         self._options = {
             "timeout": plan.timeout_s,
             "on_worker_failure": "restart",
             "on_env_error": "restart",
             "max_restarts": None,
             "max_episodes_per_worker": 400,
-            "max_rss_bytes": int(most * 2**20),
+            "max_rss_bytes": int((worker_mib + HOARDERS_MIB) * 2**20),
         }
 
     def run(self) -> None:
@@ -332,14 +344,14 @@ def n_wrong_rows(got: TemporalDictTensor, expected: TemporalDictTensor) -> int:
 
 def run(plan: Plan) -> dict[str, Any]:
     """Go through chaos; returns the report. ``is_sound`` says whether all is well."""
-    warm_up()
+    worker_mib = warm_up()
     notes = tempfile.mkdtemp(prefix="rlpool-chaos-")
     tally = Tally()
     before = held()
     start_s = time.monotonic()
     try:
         sniper = Sniper(plan, notes, tally.signals)
-        lives = Lives(plan, notes, tally, sniper)
+        lives = Lives(plan, notes, tally, sniper, worker_mib)
         with sniper.at_work():
             lives.run()
         noted = rough.noted(notes)
@@ -368,13 +380,14 @@ def run(plan: Plan) -> dict[str, Any]:
     }
 
 
-def warm_up() -> None:
-    """Open once what stays open for the life of the interpreter."""
+def warm_up() -> float:
+    """Open once what stays open for the life of the interpreter; returns a worker's MiB."""
     with EpisodeBatcher(
         4, 4, rough.create_agent, {}, rough.create_env, {}, n_threads=1, seeds=0
     ) as batcher:
         batcher.execute(1)
         batcher.get()
+        return max(memory_mib(worker)["rss"] for worker in workers())
 
 
 def before_and_after(before: Any) -> dict[str, Any]:
@@ -392,8 +405,11 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--strike-every", type=float, default=20.0, help="per worker, mean seconds")
-    parser.add_argument("--signal-every", type=float, default=6.0, help="mean seconds")
+    parser.add_argument("--strike-every", type=float, default=Plan.strike_s, help="per worker, mean seconds")
+    parser.add_argument("--signal-every", type=float, default=Plan.signal_s, help="mean seconds")
+    parser.add_argument(
+        "--template-every", type=float, default=Plan.template_s, help="mean seconds"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     plan = Plan(
@@ -402,6 +418,7 @@ def main() -> None:
         n_workers=args.workers,
         strike_s=args.strike_every,
         signal_s=args.signal_every,
+        template_s=args.template_every,
     )
     report = run(plan)
     print(json.dumps({**report, "seed": args.seed, "versions": versions()}), flush=True)

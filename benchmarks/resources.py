@@ -19,7 +19,7 @@ class Held:
     Attributes:
         n_descriptors: Open descriptors of this process.
         n_threads: Threads of this process.
-        n_processes: Its children and theirs, but for the tracker that multiprocessing keeps.
+        n_processes: Its workers and what they have started.
         n_mappings: Mappings of rlpool's anonymous shared memory in this process.
         in_dev_shm: Names in ``/dev/shm``.
     """
@@ -55,13 +55,25 @@ def held() -> Held:
 
 
 def workers() -> list[psutil.Process]:
-    """Processes that this one has, but for the tracker that multiprocessing keeps."""
-    return [p for p in psutil.Process().children(recursive=True) if not _is_tracker(p)]
+    """Processes that this one has, but for those that live as long as it.
+
+    Which are the tracker that multiprocessing keeps, and the template of workers.
+    """
+    return [p for p in psutil.Process().children(recursive=True) if not _is(p, *_STAY)]
 
 
-def _is_tracker(process: psutil.Process) -> bool:
+def templates() -> list[psutil.Process]:
+    """The template from which workers are forked, if there is one."""
+    return [p for p in psutil.Process().children() if _is(p, *_TEMPLATE)]
+
+
+_TEMPLATE = ("rlpool-template", "rlpool.workers.template")
+_STAY = ("multiprocessing.resource_tracker", *_TEMPLATE)
+
+
+def _is(process: psutil.Process, *names: str) -> bool:
     with contextlib.suppress(psutil.Error):
-        return any("resource_tracker" in part for part in process.cmdline())
+        return any(name in part for part in process.cmdline() for name in names)
     return False
 
 
