@@ -405,11 +405,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--strike-every", type=float, default=Plan.strike_s, help="per worker, mean seconds")
-    parser.add_argument("--signal-every", type=float, default=Plan.signal_s, help="mean seconds")
-    parser.add_argument(
-        "--template-every", type=float, default=Plan.template_s, help="mean seconds"
-    )
+    for name, seconds, of_what in (
+        ("--strike-every", Plan.strike_s, "two strikes of the environments of a worker"),
+        ("--signal-every", Plan.signal_s, "two signals to any worker"),
+        ("--template-every", Plan.template_s, "two ends of the template"),
+    ):
+        help_text = f"mean seconds between {of_what}"
+        parser.add_argument(name, type=float, default=seconds, help=help_text)
     args = parser.parse_args()
     torch.set_num_threads(1)
     plan = Plan(

@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 import torch
+from resources import workers
 from workloads import WORKLOADS, Workload, make_batcher, quartiles, versions
 
 from rlpool import EpisodeBatcher
@@ -106,9 +107,8 @@ def measure_memory(workload: Workload, n_episodes: int, n_requests: int) -> dict
     caller = psutil.Process()
     memory_mb, caller_descriptors, worker_descriptors = [], [], []
     every = max(1, n_requests // 10)
-    others = set(caller.children())
     with make_batcher(workload, n_episodes) as batcher:
-        workers = [child for child in caller.children() if child not in others]
+        children = workers()
         result = None
         for request in range(1, n_requests + 1):
             batcher.execute(n_episodes)
@@ -117,9 +117,9 @@ def measure_memory(workload: Workload, n_episodes: int, n_requests: int) -> dict
             result["frame"][:, ::8].max()  # looked at: only then its pages are the caller's too
             if request % every == 0:
                 gc.collect()
-                memory_mb.append(memory_mb_of([caller, *workers]))
+                memory_mb.append(memory_mb_of([caller, *children]))
                 caller_descriptors.append(caller.num_fds())
-                worker_descriptors.append(sum(worker.num_fds() for worker in workers))
+                worker_descriptors.append(sum(worker.num_fds() for worker in children))
         del result
     return {
         "measure": "memory",

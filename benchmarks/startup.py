@@ -1,184 +1,282 @@
-"""Start-up and footprint of workers.
+"""How soon workers are there, again and again, and what each of them costs.
 
-    python benchmarks/startup.py [--repeats 3]
+    python benchmarks/startup.py [--repeats 7]
 
-- ``first_data``: seconds from creating the batcher to having the first episodes, for 2 and for 8
-  workers.
-- ``private_memory``: memory that is a worker's alone (unique set size) after its first episodes,
-  minus that of processes that were started in the same way and do nothing but import torch and
-  gymnasium.
-- ``descriptors``: descriptors in the caller per worker, while a batcher is open, and those left
-  over when it is closed.
-- ``slow_create_env``: how much later four workers are ready when each ``create_env`` takes 1 s.
+Workers that are forked from a template stand beside spawned ones, in turns, each in a program of
+its own. A worker has 16 CartPoles, unless another environment is named.
 
-Prints JSON lines. Imports what it needs inside of functions, because spawned processes import this
-module.
+- ``first_batcher``: seconds from creating the first batcher of a program to having its first
+  episodes; ``from_program_start``: the same, and what came before, which is mostly imports.
+- ``later_batcher``: the same for the next batcher of the program.
+- ``idle_memory``: memory that is a worker's alone (unique set size) when it is ready; and
+  ``busy_memory``: after a million steps of it.
+- ``descriptors``: those in the caller per worker while a batcher is open; ``descriptors_kept``:
+  those that the first batcher leaves, for the tracker of multiprocessing and the template;
+  ``descriptors_left``: those that a later one leaves.
+- ``restart``: milliseconds from SIGKILL of a worker to its successor's first step, less what the
+  construction of the successor's environments took, by the successor's own clock; for an
+  environment that is made at once, and one that takes a second.
+- ``slow_import``: seconds for a later batcher whose environments need a package that takes 2 s to
+  import, with ``rlpool.preload`` and without.
+
+Prints JSON lines: medians, quartiles, the load average at the time, and the bar, if there is one,
+with whether the template's median meets it. Workers import this module, too, so that what they have
+no use for is imported inside of functions.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import statistics
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 import time
+from collections import defaultdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import gymnasium
+from workloads import WORKLOADS, PolicyAgent, create_env, quartiles, versions
+
+import rlpool
+from rlpool import EpisodeBatcher, GymEnv
+
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+    from collections.abc import Callable
 
-    from rlpool import EpisodeBatcher, GymEnv
+N_LANES = 16
+N_STEPS = 1_000_000
+IMPORT_S = 2.0
 
-_END_S = 5.0
+METHODS = {"template": "auto", "spawn": "spawn"}
 
-
-def measure_start(n_workers: int, n_repeats: int) -> list[dict[str, Any]]:
-    """Time to the first data, memory of the workers and descriptors of the caller."""
-    import psutil
-
-    caller = psutil.Process()
-    first_data_s, workers_mb, per_worker, n_left = [], [], [], 0
-    for _ in range(n_repeats):
-        others = set(caller.children())
-        n_before = caller.num_fds()
-        start = time.perf_counter()
-        with make_batcher(n_workers) as batcher:
-            batcher.execute(n_workers)
-            batcher.get()
-            first_data_s.append(time.perf_counter() - start)
-            workers = [child for child in caller.children() if child not in others]
-            # multiprocessing starts its resource tracker along with the first worker.
-            workers = [worker for worker in workers if "spawn_main" in "".join(worker.cmdline())]
-            workers_mb += [private_mb(worker) for worker in workers]
-            per_worker.append((caller.num_fds() - n_before) / n_workers)
-        n_left = caller.num_fds() - n_before
-    bare_mb = imported_mb(n_repeats)
-    about = {"n_workers": n_workers, "n": n_repeats}
-    return [
-        {"measure": "first_data", **about, "seconds": median(first_data_s)},
-        {
-            "measure": "private_memory",
-            **about,
-            "worker_mb": median(workers_mb),
-            "imports_only_mb": median(bare_mb),
-            "difference_mb": round(median(workers_mb) - median(bare_mb), 1),
-        },
-        {
-            "measure": "descriptors",
-            **about,
-            "per_worker": median(per_worker),
-            "left_after_close": n_left,
-        },
-    ]
+BARS = {
+    ("first_batcher", 8): 2.5,
+    ("later_batcher", 8): 0.3,
+    ("idle_memory", 8): 15.0,
+    ("busy_memory", 2): 25.0,
+    ("restart", 0.0): 100.0,
+    ("restart", 1.0): 100.0,
+}
+"""Of a measure and what it was taken with: the largest median of the template's."""
 
 
-def measure_slow_create_env(n_workers: int, n_repeats: int) -> dict[str, Any]:
-    """Time until workers are ready, with and without a slow ``create_env``, in turns."""
-    ready_s: dict[float, list[float]] = {0.0: [], 1.0: []}
-    for _ in range(n_repeats):
-        for delay_s, values in ready_s.items():
-            start = time.perf_counter()
-            with make_batcher(n_workers, delay_s):
-                values.append(time.perf_counter() - start)
-    fast, slow = (median(values) for values in ready_s.values())
-    return {
-        "measure": "slow_create_env",
-        "n_workers": n_workers,
-        "n": n_repeats,
-        "ready_s": fast,
-        "ready_with_1_s_create_env_s": slow,
-        "difference_s": round(slow - fast, 2),
-    }
+# What is timed, each in a program of its own ----------------------------------------------------
 
 
-def make_batcher(n_workers: int, delay_s: float = 0.0) -> EpisodeBatcher:
-    """A small batcher on CartPole-v1, which spares memory for the sake of the measurement."""
-    from workloads import WORKLOADS, PolicyAgent
-
-    from rlpool import EpisodeBatcher
-
+def make_batcher(
+    n_workers: int, start_method: str, create: Callable[..., GymEnv], **env_args: Any
+) -> EpisodeBatcher:
     return EpisodeBatcher(
-        n_timesteps=100,
-        n_slots=2 * n_workers,
+        n_timesteps=500,
+        n_slots=n_workers * N_LANES,
         create_agent=PolicyAgent,
         agent_args={"make_policy": WORKLOADS["W1"].make_policy},
-        create_env=create_env_slowly,
-        env_args={"delay_s": delay_s},
+        create_env=create,
+        env_args=env_args,
         n_threads=n_workers,
         seeds=0,
+        max_restarts=None,
+        start_method=start_method,
     )
 
 
-def create_env_slowly(delay_s: float, seed: int | None = None) -> GymEnv:
-    from workloads import create_env, make_cartpole
+def create_cartpoles(seed: int) -> GymEnv:
+    return create_env(WORKLOADS["W1"].make_env, N_LANES, seed)
 
+
+def first_episodes_s(n_workers: int, start_method: str, create: Callable[..., GymEnv]) -> float:
+    """From creating a batcher to having as many episodes as it has lanes."""
+    start = time.monotonic()
+    with make_batcher(n_workers, start_method, create) as batcher:
+        batcher.execute(n_workers * N_LANES)
+        batcher.get()
+        return time.monotonic() - start
+
+
+def run_batchers(start_method: str, n_workers: int) -> dict[str, Any]:
+    """The first batcher of this program, and two more."""
+    n_before = n_descriptors()
+    first_s = first_episodes_s(n_workers, start_method, create_cartpoles)
+    from_start_s = time.monotonic() - program_start_s()
+    n_kept = n_descriptors()
+    later_s = first_episodes_s(n_workers, start_method, create_cartpoles)
+    with make_batcher(n_workers, start_method, create_cartpoles):
+        n_open = n_descriptors()
+        idle_mb = workers_mb()
+    return {
+        "first_batcher": [first_s],
+        "from_program_start": [from_start_s],
+        "later_batcher": [later_s],
+        "idle_memory": idle_mb,
+        "descriptors": [(n_open - n_kept) / n_workers],
+        "descriptors_kept": [n_kept - n_before],
+        "descriptors_left": [n_descriptors() - n_kept],
+    }
+
+
+def run_long(start_method: str, n_workers: int) -> dict[str, Any]:
+    """Workers that make a million steps each."""
+    n_steps = 0
+    with make_batcher(n_workers, start_method, create_cartpoles) as batcher:
+        while n_steps < n_workers * N_STEPS:
+            batcher.execute(200 * N_LANES)
+            n_steps += int(batcher.get().lengths.sum())
+        return {"busy_memory": workers_mb()}
+
+
+def run_restart(start_method: str, delay_s: float) -> dict[str, Any]:
+    """One death of the only worker, in the middle of a request."""
+    with tempfile.TemporaryDirectory() as notes:
+        with make_batcher(1, start_method, create_noting, notes=notes, delay_s=delay_s) as batcher:
+            batcher.execute(500 * N_LANES)
+            while not (stepped := os.listdir(notes)):
+                time.sleep(0.01)
+            os.kill(int(stepped[0]), signal.SIGKILL)
+            killed_s = time.monotonic()
+            batcher.get()
+        (note,) = (path for path in Path(notes).iterdir() if path.name != stepped[0])
+        construction_s, first_step_s = json.loads(note.read_text())
+    return {"restart": [1000 * (first_step_s - killed_s - construction_s)]}
+
+
+def create_noting(notes: str, delay_s: float, seed: int) -> GymEnv:
+    """CartPoles, of which one notes how long making all of them took, and when it first steps."""
+    start_s = time.monotonic()
     time.sleep(delay_s)
-    return create_env(make_cartpole, 1, seed)
+    envs = [gymnasium.make("CartPole-v1") for _ in range(N_LANES)]
+    noting = NoteFirstStep(envs[0], Path(notes) / str(os.getpid()))
+    made = GymEnv([noting, *envs[1:]], seed)
+    noting.construction_s = time.monotonic() - start_s
+    return made
 
 
-def imported_mb(n_processes: int) -> list[float]:
-    """Private memory of processes that import torch and gymnasium, one at a time."""
-    import psutil
+class NoteFirstStep(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Notes the time of its first step, and how long it took to be made."""
 
-    context = multiprocessing.get_context("spawn")
-    sizes = []
-    for _ in range(n_processes):
-        here, there = context.Pipe()
-        process = context.Process(target=only_import, args=(there,), daemon=True)
-        process.start()
-        there.close()
-        try:
-            here.recv()
-            sizes.append(private_mb(psutil.Process(process.pid)))
-        finally:
-            here.close()
-            process.join(_END_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
-    return sizes
+    def __init__(self, env: gymnasium.Env[Any, Any], path: Path) -> None:
+        super().__init__(env)
+        self._path: Path | None = path
+        self.construction_s = 0.0
+
+    def step(self, action: Any) -> Any:
+        if self._path is not None:
+            path, self._path = self._path, None
+            path.write_text(json.dumps([self.construction_s, time.monotonic()]))
+        return super().step(action)
 
 
-def only_import(pipe: Connection) -> None:
-    import gymnasium  # noqa: F401
-    import torch
-
-    torch.set_num_threads(1)
-    try:
-        pipe.send("ready")
-        pipe.recv()
-    except (EOFError, OSError):
-        pass  # measured
+def run_slow_import(start_method: str, is_preloaded: bool) -> dict[str, Any]:
+    """A later batcher whose workers need a package that takes long to import."""
+    if is_preloaded:
+        rlpool.preload("slow_package")
+    first_episodes_s(2, start_method, create_with_slow_package)
+    return {"slow_import": [first_episodes_s(2, start_method, create_with_slow_package)]}
 
 
-def private_mb(process: Any) -> float:
-    return float(process.memory_full_info().uss / 1e6)
+def create_with_slow_package(seed: int) -> GymEnv:
+    __import__("slow_package")
+    return create_cartpoles(seed)
 
 
-def median(values: list[float]) -> float:
-    return round(statistics.median(values), 2)
+def workers_mb() -> list[float]:
+    """Private memory of each worker."""
+    from resources import workers
+
+    return [worker.memory_full_info().uss / 1e6 for worker in workers()]
+
+
+def n_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd")) - 1  # one is the listing's own
+
+
+PROGRAMS: dict[str, Callable[..., dict[str, Any]]] = {
+    "batchers": run_batchers,
+    "long": run_long,
+    "restart": run_restart,
+    "slow_import": run_slow_import,
+}
+
+
+# Programs, in turns -----------------------------------------------------------------------------
+
+
+def program_start_s() -> float:
+    """When this program was started, by the clock that all processes share."""
+    return float(os.environ["STARTUP_BENCHMARK_S"])
+
+
+def result_of(name: str, *arguments: Any) -> dict[str, list[float]]:
+    """Run a program in a fresh interpreter."""
+    command = [sys.executable, __file__, "--program", json.dumps([name, *arguments])]
+    environment = {**os.environ, "STARTUP_BENCHMARK_S": str(time.monotonic())}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+    result: dict[str, list[float]] = json.loads(done.stdout)
+    return result
+
+
+def compare(name: str, n_repeats: int, about: str, value: Any) -> None:
+    """Run a program with both start methods in turns, and print its figures."""
+    variants = {kind: (name, method, value) for kind, method in METHODS.items()}
+    show(measured(variants, n_repeats), {about: value}, value)
+
+
+def measured(variants: dict[str, tuple[Any, ...]], n_repeats: int) -> dict[str, dict[str, Any]]:
+    """Figures by measure and variant of a program."""
+    figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for _ in range(n_repeats):
+        for variant, program in variants.items():
+            for measure, values in result_of(*program).items():
+                figures[measure][variant] += values
+    return {
+        measure: {variant: quartiles(values, 2) for variant, values in by_variant.items()}
+        for measure, by_variant in figures.items()
+    }
+
+
+def show(figures: dict[str, dict[str, Any]], about: dict[str, Any], value: Any) -> None:
+    for measure, by_variant in figures.items():
+        line = {"measure": measure, **about, **by_variant}
+        bar = BARS.get((measure, value))
+        if bar is not None:
+            line |= {"bar": bar, "is_met": by_variant["template"]["median"] <= bar}
+        load = [round(average, 2) for average in os.getloadavg()]
+        print(json.dumps({**line, "load": load, "versions": versions()}), flush=True)
+
+
+def compare_slow_import(n_repeats: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "slow_package.py").write_text(f"import time\ntime.sleep({IMPORT_S})\n")
+        paths = [directory, *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+        variants = {
+            "template_preloaded": ("slow_import", "auto", True),
+            "template": ("slow_import", "auto", False),
+            "spawn": ("slow_import", "spawn", False),
+        }
+        show(measured(variants, n_repeats), {"n_workers": 2, "import_s": IMPORT_S}, None)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--program", help=argparse.SUPPRESS)
     args = parser.parse_args()
-
-    with make_batcher(1):
-        pass  # what happens once per process: multiprocessing's resource tracker, imports
-    for n_workers in (2, 8):
-        show(*measure_start(n_workers, args.repeats))
-    show(measure_slow_create_env(4, args.repeats))
-
-
-def show(*figures: dict[str, Any]) -> None:
-    from workloads import versions
-
-    for figure in figures:
-        print(json.dumps({**figure, "versions": versions()}), flush=True)
+    if args.program:
+        name, *arguments = json.loads(args.program)
+        print(json.dumps(PROGRAMS[name](*arguments)))
+        return
+    for n_workers in (8, 2):
+        compare("batchers", args.repeats, "n_workers", n_workers)
+    for delay_s in (0.0, 1.0):
+        compare("restart", args.repeats, "construction_s", delay_s)
+    compare_slow_import(args.repeats)
+    compare("long", 1, "n_workers", 2)
 
 
 if __name__ == "__main__":

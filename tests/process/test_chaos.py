@@ -30,9 +30,11 @@ def test_nothing_is_lost_in_chaos(chaos: object) -> None:
         chaos.Plan(
             seconds=0.0,
             seed=3,
-            template_s=4.0,
+            template_s=2.0,
+            signals_per_result=6,
             at_starting=0.0,
             rounds=10_000,
+            timeout_s=1.0,
             sizes=(1, 12, 60),
             least_episodes=400,
             least_faults=30,

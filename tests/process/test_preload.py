@@ -15,6 +15,7 @@ from typing import Any
 
 import gymnasium
 import pytest
+
 import rlpool
 from rlpool import ParallelEnvManager, SpecError
 from rlpool.workers import template_handle, warm_start
