@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -288,11 +287,7 @@ def quartiles(values: Sequence[float], n_digits: int = 3) -> dict[str, Any]:
     """Median and quartiles of some values, and how many they were."""
     if not values:
         return {"median": None, "quartiles": None, "n": 0}
-    low, middle, high = (
-        statistics.quantiles(values, n=4, method="inclusive")
-        if len(values) > 1
-        else [values[0]] * 3
-    )
+    low, middle, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
     return {
         "median": round(middle, n_digits),
         "quartiles": [round(low, n_digits), round(high, n_digits)],

@@ -98,7 +98,14 @@ def settle_in(worker: int, root: int) -> None:
     torch.set_num_threads(1)
     seed = worker_seed(root, worker)
     seed_generators(seed)
-    torch.manual_seed(seed)  # those of other devices, too
+    if _has_other_devices():
+        torch.manual_seed(seed)  # theirs, too: costs a worker 1 MB and 2 ms, if only to note it
+
+
+def _has_other_devices() -> bool:
+    """Whether this torch was built for anything but the CPU; asking starts no device."""
+    accelerator: Any = getattr(torch, "accelerator", None)  # which there is since torch 2.6
+    return accelerator is None or accelerator.current_accelerator() is not None
 
 
 def control_row(fd: int, worker: int, n_workers: int) -> memoryview:

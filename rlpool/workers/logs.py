@@ -57,12 +57,14 @@ class Levels(NamedTuple):
 
     def apply(self, before: Levels | None) -> None:
         """Set them in this process, where others may have been set before."""
-        logging.disable(self.disabled)
-        logging.root.setLevel(self.root)
-        for name in before.named.keys() - self.named.keys() if before else ():
-            logging.getLogger(name).setLevel(logging.NOTSET)
-        for name, level in self.named.items():
-            logging.getLogger(name).setLevel(level)
+        # Only what differs: each change makes logging forget what it knows of all loggers.
+        if logging.root.manager.disable != self.disabled:
+            logging.disable(self.disabled)
+        gone = before.named.keys() - self.named.keys() if before else ()
+        wanted = {"root": self.root, **dict.fromkeys(gone, logging.NOTSET), **self.named}
+        for name, level in wanted.items():
+            if (logger := logging.getLogger(name)).level != level:
+                logger.setLevel(level)
 
 
 class _Published:
