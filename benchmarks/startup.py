@@ -213,6 +213,7 @@ def result_of(name: str, *arguments: Any) -> dict[str, list[float]]:
     """Run a program in a fresh interpreter."""
     command = [sys.executable, __file__, "--program", json.dumps([name, *arguments])]
     environment = {**os.environ, "STARTUP_BENCHMARK_S": str(time.monotonic())}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else every worker compiles these scripts
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
     result: dict[str, list[float]] = json.loads(done.stdout)
     return result
