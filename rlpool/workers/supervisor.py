@@ -8,9 +8,10 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from multiprocessing import process
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -35,7 +36,7 @@ from rlpool.workers.messages import Close, Message
 from rlpool.workers.shipment import Shipment
 from rlpool.workers.side_channel import SideChannel, run_connected
 from rlpool.workers.stacks import Stacks
-from rlpool.workers.warm_start import process_class
+from rlpool.workers.warm_start import bury, process_class
 
 _GUARD_EXIT_CODE = 76
 """Exit code by which a child says that it would have started children of its own on import."""
@@ -156,19 +157,22 @@ class Supervisor:
         refuse_missing_guard()
         try:
             self._process_class = process_class(self._start_method)
-            with _spawning():
-                for setup in self._setups:
-                    pipe, worker = self._spawned(setup)
-                    self._pipes.append(pipe)
-                    self._processes.append(worker)
-        except OSError as error:
-            what = f"{len(self._processes)} of {self.n_workers} workers could be started: {error}"
-            self.close()
-            fix = "python -m rlpool doctor tells which limit that may be"
-            raise WorkerStartupError(what, fix=fix) from error
+            for setup in self._setups:
+                with _spawning():
+                    self._start_one(setup)
         except BaseException:
             self.close()
             raise
+
+    def _start_one(self, setup: WorkerSetup) -> None:
+        try:
+            pipe, worker = self._spawned(setup)
+        except OSError as error:
+            what = f"{len(self._processes)} of {self.n_workers} workers could be started: {error}"
+            fix = "python -m rlpool doctor tells which limit that may be"
+            raise WorkerStartupError(what, fix=fix) from error
+        self._pipes.append(pipe)
+        self._processes.append(worker)
 
     def replace(self, worker: int) -> None:
         """Start the successor of a worker that died; returns before it is ready.
@@ -176,43 +180,41 @@ class Supervisor:
         Raises:
             OSError: If the system allows no further process or descriptor.
         """
+        self._process_class = process_class(self._start_method)
         self._numbers[worker] = 0
         with _spawning():
             pipe, process = self._spawned(self._setups[worker])
-        late, self._processes[worker] = self._processes[worker], process
-        self._pipes[worker] = pipe
-        self._poller = None  # it does not watch the new descriptors
+            late, self._processes[worker] = self._processes[worker], process
+            self._pipes[worker] = pipe
+            self._poller = None  # it does not watch the new descriptors
         with suppress(ValueError):  # not ended although killed: the kernel is not done with it
             late.close()
 
     def _spawned(self, setup: WorkerSetup) -> tuple[CallerPipe, SpawnProcess]:
         self._leash = self._leash or Leash()
-        leash_end = self._leash.end()
-        here, end = socket.socketpair()
-        there = Connection(end.detach())
-        try:
-            worker = self._process_class(
-                target=run_connected,
-                args=(
-                    leash_end,
-                    self._side.of_worker(setup.worker),
-                    self._run,
-                    setup,
-                    there,
-                    Inherited(self._control.fd),
-                ),
-                name=f"rlpool-worker-{setup.worker}",
-                daemon=False,  # environments may start processes of their own
-            )
-            worker.start()
-            leash_end.tie(worker.pid)
-        except BaseException:
-            here.close()
-            raise
-        finally:
+        with closing(self._leash.end()) as leash_end:
+            here, end = socket.socketpair()
             # The child's end must not stay open here: its death shall be an end of file.
-            there.close()
-            leash_end.close()
+            with Connection(end.detach()) as there:
+                try:
+                    worker = self._process_class(
+                        target=run_connected,
+                        args=(
+                            leash_end,
+                            self._side.of_worker(setup.worker),
+                            self._run,
+                            setup,
+                            there,
+                            Inherited(self._control.fd),
+                        ),
+                        name=f"rlpool-worker-{setup.worker}",
+                        daemon=False,  # environments may start processes of their own
+                    )
+                    worker.start()
+                except BaseException:
+                    here.close()
+                    raise
+            leash_end.tie(worker.pid)
         self._tied.add(setup.worker)
         return CallerPipe(here), worker
 
@@ -393,6 +395,7 @@ class Supervisor:
     def close(self) -> None:
         """Tell all workers to close, wait for them, end those that take too long."""
         self._end()
+        bury()
         self._control.close_fd()
         for setup in self._setups:
             if isinstance(setup.functions, Shipment):
@@ -474,10 +477,27 @@ def _end_group_of(worker: SpawnProcess) -> None:
             os.killpg(worker.pid, signal.SIGKILL)
 
 
+_one_at_a_time = threading.RLock()
+"""Starting a process changes what belongs to all threads, and opens what no fork must inherit."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_one_at_a_time.acquire,
+        after_in_parent=_one_at_a_time.release,
+        after_in_child=_one_at_a_time.release,
+    )
+
+
 @contextmanager
 def _spawning() -> Iterator[None]:
-    """What surrounds the start of processes."""
-    with blocked_interrupts(), _start_method_kept(), _missing_main_hidden():
+    """What surrounds the start of a process: signal handlers, other threads and forks wait."""
+    with (
+        InterruptsHeld(),
+        _one_at_a_time,
+        blocked_interrupts(),
+        _start_method_kept(),
+        _missing_main_hidden(),
+    ):
         yield
 
 

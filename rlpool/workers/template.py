@@ -45,12 +45,12 @@ from rlpool.workers.process_title import set_title
 from rlpool.workers.sibling import SiblingForks
 
 BOOT = (
-    "import gc, json, os, sys; gc.disable(); "
+    "import gc, json, os, sys; gc.disable(); parent_pid = os.getppid(); "
     'os.environ["OPENBLAS_NUM_THREADS"] = "1"; '
-    "(sys.path[:], argv), fds, modules = json.loads(sys.argv[1]), sys.argv[2:4], sys.argv[4:]; "
+    "(sys.path[:], argv), fds, modules = json.loads(sys.argv[1]), sys.argv[2:5], sys.argv[5:]; "
     "sys.argv[:] = argv; "
     "from rlpool.workers.template import serve; "
-    "run = serve(*map(int, fds), modules); run()"
+    "run = serve(parent_pid, *map(int, fds), modules); run()"
 )
 """What its interpreter runs. The garbage collector is off from the start: a collection would leave
 holes in memory that workers fill, each with a copy of the page. OpenBLAS starts its threads when
@@ -112,27 +112,36 @@ _passed: list[int] = []
 """In a forked worker: descriptors that came with the request for it."""
 
 
-def serve(fd: int, word_fd: int, modules: Sequence[str]) -> Callable[[], None]:
+def serve(
+    parent_pid: int, fd: int, word_fd: int, leash_fd: int, modules: Sequence[str]
+) -> Callable[[], None]:
     """Fork workers until the caller is gone; returns in workers only, with what they go on with.
 
     Args:
+        parent_pid: The caller.
         fd: A socket whose other end the caller has. It is told, as pickled tuples, ``importing``
             and ``missing`` for modules, ``refused`` if this template cannot serve, and ``ready``
             with ``sys.path`` if the imports of modules changed it.
         word_fd: Memory to which the number of each new process is written.
+        leash_fd: What ends this process with the caller, and is to be kept open.
         modules: Names of modules of the user's choice, to be imported too.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_title("rlpool-template")
+    # However few the caller may open: a worker gets its limits in time.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     caller = socket.socket(fileno=fd)
     try:
         forks = _proved_forks(caller, word_fd, modules)
-    except OSError as error:
-        _tell(caller, "refused", "", str(error))
+    except Exception as error:
+        with suppress(OSError):  # the caller is gone
+            _tell(caller, "refused", "", str(error) or type(error).__name__)
         os._exit(0)
-    worker = _Server(caller, forks).run()
+    worker = _Server(caller, forks, parent_pid).run()
     if worker is None:
         os._exit(0)
+    os.close(leash_fd)
     return worker
 
 
@@ -246,7 +255,8 @@ def _drop_stdio(fds: Iterable[int]) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in fds:
         os.dup2(nowhere, fd)
-    os.close(nowhere)
+    if nowhere > 2:
+        os.close(nowhere)
     _flush()  # what nobody took: every worker would print it
 
 
@@ -262,12 +272,13 @@ class _Server:
     Args:
         caller: Where they come from.
         forks: What forks.
+        parent_pid: The caller, while it lives.
     """
 
-    def __init__(self, caller: socket.socket, forks: SiblingForks) -> None:
+    def __init__(self, caller: socket.socket, forks: SiblingForks, parent_pid: int) -> None:
         self._caller = caller
         self._forks = forks
-        self._parent_pid = os.getppid()
+        self._parent_pid = parent_pid
 
     def run(self) -> Callable[[], None] | None:
         """Serve; returns in workers what to go on with, and ``None`` when the caller is gone."""
@@ -282,25 +293,25 @@ class _Server:
             if not words:
                 return None
             standard, n_fds, most_processes = REQUEST.unpack(words)
-            number = errno.EMFILE
+            answer = -errno.EMFILE
             if len(fds) == n_fds:
-                number = self._fork(most_processes)
-            if number < 0:
+                answer = self._fork(most_processes)
+            if answer == 0:
                 self._caller.close()
                 return _begin_worker(standard, fds)
             for fd in fds:
                 os.close(fd)
-            self._caller.send(struct.pack("!i", number))
+            self._caller.send(struct.pack("!i", answer))
         return None
 
     def _fork(self, most_processes: int) -> int:
-        """Fork; returns -1 in the worker, and an error number here, 0 for none."""
+        """Fork; returns 0 in the worker, and its number here, or minus that of an error."""
         hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
         resource.setrlimit(resource.RLIMIT_NPROC, (most_processes, hard))
         try:
-            return 0 if self._forks.fork() else -1
+            return self._forks.fork()
         except OSError as error:
-            return error.errno or errno.EAGAIN
+            return -(error.errno or errno.EAGAIN)
 
 
 def _begin_worker(standard: int, fds: list[int]) -> Callable[[], None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import mmap
 import os
@@ -13,15 +15,16 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from multiprocessing import spawn, util
 from typing import Any
 
-from rlpool.interrupts import blocked_interrupts
+from rlpool.interrupts import InterruptsHeld, blocked_interrupts
 from rlpool.workers.leash import Leash
 from rlpool.workers.process_state import search_path
-from rlpool.workers.template import BOOT, REQUEST
+from rlpool.workers.template import BOOT, MAX_FDS, REQUEST
 
 IMPORT_S = 120.0
 """How long a template may take for any one import."""
@@ -29,62 +32,82 @@ IMPORT_S = 120.0
 _FORK_S = 20.0
 """How long it may take to fork: far more than it does, short of a machine without memory."""
 
+_LOOK_S = 0.1
+"""How often it is looked at while it is waited for."""
+
+_SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""Errors of a system that can fork, but not now."""
+
+
+class UnsafeError(Exception):
+    """Forking from a template is not safe, or not possible; says why."""
+
 
 class TemplateLostError(Exception):
-    """The template ended, or does not answer, which is no fault of what it was asked."""
+    """The template ended, or there is none, which is no fault of what it was asked."""
+
+
+class TemplateSilentError(TemplateLostError):
+    """The template does not answer."""
 
 
 class Template:
     """The template process, from the caller's side.
 
-    Args:
-        modules: What it imports for the user.
+    It costs three descriptors, from ``start`` to ``end``. Whatever interrupts the former, the
+    latter cleans up.
 
     Attributes:
-        search_path: ``sys.path`` if the imports of those changed it, once it is ready.
-
-    Raises:
-        OSError: If it cannot be started.
+        search_path: ``sys.path`` if the imports of the user's modules changed it, once it is ready.
     """
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(self) -> None:
         self.search_path: list[str] | None = None
         self._pid = 0
+        self._code: int | None = None
         self._lock = threading.RLock()
-        self._leash = Leash()
-        self._socket, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        leash_end = self._leash.end()
-        word_fd = os.memfd_create("rlpool-template", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(word_fd, mmap.PAGESIZE)
-            self._word = mmap.mmap(word_fd, mmap.PAGESIZE)
-            executable = spawn.get_executable()
-            flags = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
-            # Modules may look at the arguments of the program, as they do in workers.
-            argv = [str(argument) for argument in sys.argv] if modules else ["-c"]
-            command = [executable, *flags, "-c", BOOT, json.dumps([search_path(), argv])]
-            command += [str(there.fileno()), str(word_fd), *modules]
-            with blocked_interrupts():
-                self._pid = util.spawnv_passfds(
-                    os.fsencode(executable),
-                    command,
-                    sorted([there.fileno(), word_fd, leash_end.fileno()]),
-                )
-                leash_end.tie(self._pid)
-        except BaseException:
-            self.end()
-            raise
-        finally:
-            leash_end.close()
-            there.close()
-            os.close(word_fd)
+        self._leash: Leash | None = None
+        self._socket: socket.socket | None = None
+        self._note_fd = -1
+
+    def start(self, modules: Sequence[str]) -> None:
+        """Start the process, once; ``told`` follows it from then on.
+
+        Args:
+            modules: What it imports for the user.
+
+        Raises:
+            TemplateLostError: If it cannot be started.
+        """
+        executable = spawn.get_executable()
+        flags = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        # Modules may look at the arguments of the program, as they do in workers.
+        argv = [str(argument) for argument in sys.argv] if modules else ["-c"]
+        command = [executable, *flags, "-c", BOOT, json.dumps([search_path(), argv])]
+        with InterruptsHeld(), blocked_interrupts():
+            try:
+                self._leash = Leash()
+                self._note_fd = os.memfd_create("rlpool-template", os.MFD_CLOEXEC)
+                os.ftruncate(self._note_fd, mmap.PAGESIZE)
+                self._socket, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with there, closing(self._leash.end()) as leash_end, ExitStack() as passed:
+                    fds = []
+                    for fd in (there.fileno(), self._note_fd, leash_end.fileno()):
+                        # The places of the standard streams may be free in this process.
+                        fds.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3))
+                        passed.callback(os.close, fds[-1])
+                    command += [*map(str, fds), *modules]
+                    self._pid = util.spawnv_passfds(os.fsencode(executable), command, sorted(fds))
+                    leash_end.tie(self._pid)
+            except OSError as error:
+                raise TemplateLostError(f"it cannot be started: {error}") from error
 
     def told(self) -> tuple[Any, ...]:
         """What it says next while it starts.
 
         Raises:
             TemplateLostError: If it says nothing more.
-            TimeoutError: If it says nothing for long.
+            TemplateSilentError: If it says nothing for long.
         """
         words: tuple[Any, ...] = pickle.loads(self._received(IMPORT_S))
         return words
@@ -98,92 +121,117 @@ class Template:
         Raises:
             OSError: If the system allows no further process.
             TemplateLostError: If there is no answer; there is no worker then.
+            UnsafeError: If the system offers no way to do it.
         """
-        standard = [fd for fd in range(3) if _is_open(fd)]
+        standard = [fd for fd in range(3) if _is_inherited(fd)]
         passed = [*standard, *fds]
+        if len(passed) > MAX_FDS:
+            raise UnsafeError(f"a worker is given {len(passed)} descriptors, {MAX_FDS} can be sent")
         mask = sum(1 << fd for fd in standard)
         most_processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         request = REQUEST.pack(mask, len(passed), most_processes)
         with self._lock:
-            self._word[:4] = bytes(4)
             try:
-                socket.send_fds(self._socket, [request], passed)
-                (number,) = struct.unpack("!i", self._received(_FORK_S))
-            except BaseException as error:
+                self._send(request, passed)
+                (answer,) = struct.unpack("!i", self._received(_FORK_S))
+                os.pwrite(self._note_fd, bytes(4), 0)
+            except BaseException:
                 self.end()
-                self._end_forked()
-                if isinstance(error, OSError):
-                    raise TemplateLostError(str(error)) from error
                 raise
-            if number:
-                raise OSError(number, os.strerror(number))
-            if not (pid := self._forked()):
-                raise TemplateLostError("the kernel has not noted the number of the worker")
-            return pid
+        if answer > 0:
+            return int(answer)
+        if -answer in _SHORTAGES:
+            raise OSError(-answer, os.strerror(-answer))
+        raise UnsafeError(f"the system does not fork for it: {os.strerror(-answer)}")
 
-    def _forked(self) -> int:
-        """The process that it forked last, which the kernel has noted; 0 if it did not."""
-        (pid,) = struct.unpack("i", self._word[:4])
-        return int(pid)
-
-    def _end_forked(self) -> None:
-        """End a worker that was forked although there was no answer."""
-        if pid := self._forked():
-            with suppress(ChildProcessError, ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+    def _send(self, words: bytes, fds: Sequence[int]) -> None:
+        with self._talking() as connection:
+            socket.send_fds(connection, [words], fds)
 
     def _received(self, timeout_s: float) -> bytes:
+        with self._talking() as connection:
+            fd = connection.fileno()
         poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
-        if not poller.poll(timeout_s * 1000):
-            raise TimeoutError(f"no answer for {timeout_s:g} s")
-        try:
-            words = self._socket.recv(2**16)
-        except ConnectionError as error:
-            raise TemplateLostError(str(error)) from error
+        poller.register(fd, select.POLLIN)
+        deadline = time.monotonic() + timeout_s
+        while not poller.poll(_LOOK_S * 1000):
+            if time.monotonic() > deadline:
+                raise TemplateSilentError(f"no answer for {timeout_s:g} s")
+            if not self.is_alive():  # and what it has forked keeps its end of the socket
+                raise TemplateLostError("it ended")
+            os.kill(self._pid, signal.SIGCONT)  # somebody may have stopped it
+        with self._talking() as connection:
+            words = connection.recv(2**16)
         if not words:
             raise TemplateLostError("it ended")
         return words
 
+    @contextmanager
+    def _talking(self) -> Iterator[socket.socket]:
+        """The socket, whose errors are turned, unlike those that signal handlers raise."""
+        with InterruptsHeld():
+            try:
+                if self._socket is None:
+                    raise TemplateLostError("it was ended")
+                yield self._socket
+            except OSError as error:
+                raise TemplateLostError(str(error)) from error
+
     def is_alive(self) -> bool:
         """Whether it runs."""
         with self._lock:
-            return bool(self._pid) and self._exit_code(os.WNOHANG) is None
+            self._wait(os.WNOHANG)
+            return bool(self._pid) and self._code is None
 
-    def _exit_code(self, options: int) -> int | None:
-        """Wait for its end; ``None`` while it runs."""
-        try:
-            pid, status = os.waitpid(self._pid, options)
-        except ChildProcessError:  # somebody else has waited for it
-            self._pid = 0
-            return -signal.SIGKILL
-        if pid == 0:
-            return None
-        self._pid = 0
-        return os.waitstatus_to_exitcode(status)
+    def _wait(self, options: int) -> None:
+        """Wait for its end, unless that was done; notes its exit code."""
+        if self._pid and self._code is None:
+            try:
+                pid, status = os.waitpid(self._pid, options)
+            except ChildProcessError:  # somebody else has waited for it
+                self._code = -signal.SIGKILL
+            else:
+                self._code = os.waitstatus_to_exitcode(status) if pid else None
 
     def end(self) -> int:
-        """End it if it runs; returns its exit code. May be repeated."""
-        with self._lock:
-            code: int | None = 0
-            if self._pid:
-                code = self._exit_code(os.WNOHANG)
-            if code is None:
+        """End it if it runs; returns its exit code, 0 if it was never started. May be repeated."""
+        with InterruptsHeld(), self._lock:
+            if self.is_alive():
                 os.kill(self._pid, signal.SIGKILL)
-                code = self._exit_code(0)
+                self._wait(0)
+            self._end_unanswered()
             self.forget()
-            return code or 0
+            return self._code or 0
+
+    def _end_unanswered(self) -> None:
+        """End a worker that was forked although there was no answer: the kernel has noted it."""
+        note = os.pread(self._note_fd, 4, 0) if self._note_fd >= 0 else b""
+        if any(note):
+            (pid,) = struct.unpack("i", note)
+            end_child(pid)
 
     def forget(self) -> None:
         """Close the descriptors, which is all there is to do in a fork of the caller."""
-        self._socket.close()
-        self._leash.close()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._leash is not None:
+            self._leash.close()
+        fd, self._note_fd = self._note_fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
-def _is_open(fd: int) -> bool:
+def end_child(pid: int) -> None:
+    """End a process that this one has started, at once."""
+    with suppress(ChildProcessError, ProcessLookupError):  # somebody else has waited for it
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _is_inherited(fd: int) -> bool:
+    """Whether a descriptor is open, and is so in a process that is spawned."""
     try:
-        os.fstat(fd)
+        return os.get_inheritable(fd)
     except OSError:
         return False
-    return True

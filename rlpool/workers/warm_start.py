@@ -10,11 +10,13 @@ from __future__ import annotations
 import atexit
 import io
 import logging
+import math
 import os
 import pickle
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import popen_spawn_posix, spawn, util
@@ -28,7 +30,14 @@ from rlpool.worker_limits import FORKED_WORKER_BYTES, WORKER_BYTES
 from rlpool.workers.leash import CAN_KILL
 from rlpool.workers.process_state import ProcessState, identity
 from rlpool.workers.template import PassedFd
-from rlpool.workers.template_handle import IMPORT_S, Template, TemplateLostError
+from rlpool.workers.template_handle import (
+    IMPORT_S,
+    Template,
+    TemplateLostError,
+    TemplateSilentError,
+    UnsafeError,
+    end_child,
+)
 
 _LOG = logging.getLogger("rlpool")
 
@@ -37,12 +46,11 @@ START_METHODS = ("auto", "spawn")
 _MAX_TRIES = 3
 """How often a template is started that somebody ends meanwhile."""
 
+_PATIENCE = 10
+"""How many times as long as it took to find out that there is no template the next try waits."""
+
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 """Signals that say nothing about what a template was importing."""
-
-
-class _UnsafeError(Exception):
-    """Forking from a template is not safe, or not possible; says why."""
 
 
 def check_start_method(value: Any) -> None:
@@ -100,14 +108,16 @@ class WorkerProcess(SpawnProcess):
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802
-        template = _templates.ready()
-        for _ in range(_MAX_TRIES):
+        began_s = time.monotonic()
+        for n_left in reversed(range(_MAX_TRIES)):
+            template = _templates.ready()
             if template is None:
                 break
             try:
                 return _Popen(process_obj, template)
-            except TemplateLostError:
-                template = _templates.ready()
+            except (TemplateLostError, UnsafeError) as error:
+                if not n_left or isinstance(error, UnsafeError):
+                    _templates.refuse(error, began_s)
         return popen_spawn_posix.Popen(process_obj)
 
 
@@ -117,9 +127,15 @@ def process_class(start_method: str) -> type[SpawnProcess]:
     Args:
         start_method: One of ``START_METHODS``.
     """
-    if start_method == "auto" and _templates.ready() is not None:
-        return WorkerProcess
-    return SpawnProcess
+    if start_method == "spawn":
+        return SpawnProcess
+    _templates.ready()
+    return WorkerProcess
+
+
+def bury() -> None:
+    """Clear away a template that died meanwhile, of which the system keeps a trace until then."""
+    _templates.bury()
 
 
 def why_spawned() -> str:
@@ -131,7 +147,7 @@ def why_impossible() -> str:
     """Why this platform allows no template; ``""`` where it does."""
     try:
         _refuse_platform()
-    except _UnsafeError as error:
+    except UnsafeError as error:
         return str(error)
     return ""
 
@@ -168,24 +184,29 @@ class _Popen(popen_spawn_posix.Popen):
     def _launch(self, process_obj: Any) -> None:
         template, self._template = self._template, None
         ends: list[int] = []
+        pid = 0
         try:
             ends += (pipe := os.pipe())
             ends += (sentinel := os.pipe())
             self._passed += [pipe[0], tracker_fd()]  # type: ignore[list-item]
             payload = self._payload(process_obj, template.search_path)  # type: ignore[union-attr]
             self._passed.append(sentinel[1])  # which is open as long as the worker lives
-            self.pid = template.fork(self._passed)  # type: ignore[union-attr]
+            pid = template.fork(self._passed)  # type: ignore[union-attr]
+            for end in (pipe[0], sentinel[1]):
+                ends.remove(end)
+                os.close(end)
+            with suppress(BrokenPipeError), open(pipe[1], "wb", closefd=False) as stream:
+                stream.write(payload)
         except BaseException:
+            if pid:
+                end_child(pid)
             for end in ends:
                 os.close(end)
             raise
+        self.pid = pid
         self.sentinel = sentinel[0]
-        keep = [sentinel[0], pipe[1]]  # the latter tells the worker that this process lives
-        self.finalizer = util.Finalize(self, util.close_fds, keep)  # type: ignore[attr-defined]
-        os.close(sentinel[1])
-        os.close(pipe[0])
-        with suppress(BrokenPipeError), open(pipe[1], "wb", closefd=False) as stream:
-            stream.write(payload)
+        # The other end of its pipe tells the worker that this process lives.
+        self.finalizer = util.Finalize(self, util.close_fds, ends)  # type: ignore[attr-defined]
 
     def _payload(self, process_obj: Any, search_path: list[str] | None) -> bytes:
         """What the worker reads: its state, and then what a spawned process does."""
@@ -216,16 +237,15 @@ class _Templates:
         self._lock = threading.RLock()
         self._modules = tuple(modules)
         self._left_out: set[str] = set()
-        self._template: Template | None = None
-        self._identity: Any = None
-        self._unsafe: dict[
-            Any, _UnsafeError
-        ] = {}  # what templates were to be like, and why there is none
+        self._template = Template()
+        self._identity: Any = None  # of what it is like, once it is ready
+        self._refused: Any = None  # what there is no template for
+        self._refused_until = 0.0
 
     def is_up(self) -> bool:
         """Whether there is one, though it may have to make way for another."""
         with self._lock:
-            return self._template is not None and self._template.is_alive()
+            return self._template.is_alive()
 
     def add_modules(self, modules: Sequence[str]) -> None:
         """Let the next template import these as well."""
@@ -235,47 +255,59 @@ class _Templates:
     def ready(self) -> Template | None:
         """A template that is like this process; ``None`` if there cannot be one."""
         with self._lock:
+            wanted = identity(), self._modules
+            began_s = time.monotonic()
+            if wanted == self._refused and began_s < self._refused_until:
+                return None
             try:
                 _refuse_platform()
-                wanted = identity(), self._modules
-                if wanted in self._unsafe:
-                    raise self._unsafe[wanted]
-                template = self._template
-                if template is None or wanted != self._identity or not template.is_alive():
+                if wanted != self._identity or not self._template.is_alive():
                     self._end()
-                    try:
-                        self._template, self._identity = self._started(), wanted
-                    except _UnsafeError as error:
-                        self._unsafe[wanted] = error
-                        raise
-            except (_UnsafeError, TemplateLostError) as error:
-                if str(error) != self.reason:  # told once
-                    _LOG.warning("workers are spawned, not forked from a template: %s", error)
-                self.reason = str(error)
+                    self._start()
+                    self._identity = wanted
+            except (TemplateLostError, UnsafeError) as error:
+                self.refuse(error, began_s)
                 return None
             self.reason = ""
             return self._template
 
-    def _started(self) -> Template:
-        """A new template.
+    def refuse(self, error: Exception, began_s: float) -> None:
+        """Do without a template: for some time if it was lost, for good if none is safe.
+
+        Args:
+            error: Which of both.
+            began_s: When it was tried, on the monotonic clock.
+        """
+        with self._lock:
+            self._end()
+            self._refused = identity(), self._modules
+            now_s = time.monotonic()
+            self._refused_until = math.inf
+            if isinstance(error, TemplateLostError):
+                took_s = now_s - began_s
+                self._refused_until = now_s + _PATIENCE * took_s
+            if str(error) != self.reason:  # told once
+                _LOG.warning("workers are spawned, not forked from a template: %s", error)
+            self.reason = str(error)
+
+    def _start(self) -> None:
+        """Start another template.
 
         Raises:
-            _UnsafeError: If there can be none.
+            UnsafeError: If there can be none.
             TemplateLostError: If there is none this time.
         """
         n_tries = 0
         while n_tries < _MAX_TRIES:
             n_tries += 1
             modules = [m for m in self._modules if m not in self._left_out]
+            self._template = Template()
             try:
-                template = Template(modules)
-            except OSError as error:
-                raise TemplateLostError(f"it cannot be started: {error}") from error
-            try:
-                if self._is_up(template, n_tries == _MAX_TRIES):
-                    return template
+                self._template.start(modules)
+                if self._is_up(self._template, n_tries == _MAX_TRIES):
+                    return
             except BaseException:
-                template.end()
+                self._end()
                 raise
             if self._left_out.intersection(modules):
                 n_tries = 0
@@ -285,7 +317,7 @@ class _Templates:
         """Follow a template's imports; returns whether it has started, else another one may.
 
         Raises:
-            _UnsafeError: If no other one will.
+            UnsafeError: If no other one will.
         """
         module = ""
         try:
@@ -300,24 +332,24 @@ class _Templates:
                 if kind == "refused":
                     template.end()
                     return False
+        except TemplateSilentError:
+            template.end()
+            self._leave_out(module, f"importing it takes longer than {IMPORT_S:g} s")
         except TemplateLostError:
             code = template.end()
             if -code not in _FROM_OUTSIDE or (module and is_last_try):
                 how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
                 self._leave_out(module, f"importing it ended the process ({how})")
-        except TimeoutError:
-            template.end()
-            self._leave_out(module, f"importing it takes longer than {IMPORT_S:g} s")
         return False
 
     def _leave_out(self, module: str, why: str) -> None:
         """Do without a module of the user's.
 
         Raises:
-            _UnsafeError: If it is none, but what every worker needs.
+            UnsafeError: If it is none, but what every worker needs.
         """
         if not module:
-            raise _UnsafeError(why)
+            raise UnsafeError(why)
         self._left_out.add(module)
         _LOG.warning("preload: %s is left out, workers import it: %s", module, why)
 
@@ -326,34 +358,49 @@ class _Templates:
         with self._lock:
             self._end()
             self._left_out.clear()
-            self._unsafe.clear()
+            self._refused = None
+
+    def at_exit(self) -> None:
+        """End the template; if a thread is just starting one, the kernel ends that."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._end()
+            finally:
+                self._lock.release()
+
+    def bury(self) -> None:
+        """Clear the template away if it died; what a thread is just starting is that thread's."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._template.is_alive():
+                    self._end()
+            finally:
+                self._lock.release()
 
     def _end(self) -> None:
-        template, self._template = self._template, None
-        if template is not None:
-            template.end()
+        self._identity = None
+        self._template.end()
 
     def after_fork(self) -> None:
         """Begin anew in a process that was forked from this one: the template is not its own."""
         template = self._template
         self.__init__(self._modules)  # type: ignore[misc]
-        if template is not None:
-            template.forget()
+        template.forget()
 
 
 def _refuse_platform() -> None:
     """Refuse to have a template where there is no way to have one.
 
     Raises:
-        _UnsafeError: If this is such a platform.
+        UnsafeError: If this is such a platform.
     """
     if sys.platform != "linux" or not CAN_KILL or not hasattr(os, "memfd_create"):
-        raise _UnsafeError(f"that needs Linux, this is {sys.platform}")
+        raise UnsafeError(f"that needs Linux, this is {sys.platform}")
     if getattr(sys, "frozen", False):
-        raise _UnsafeError("this program is frozen, its interpreter cannot be started for that")
+        raise UnsafeError("this program is frozen, its interpreter cannot be started for that")
 
 
 _templates = _Templates()
-atexit.register(shutdown)
+atexit.register(_templates.at_exit)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_templates.after_fork)
