@@ -287,7 +287,7 @@ class _Templates:
                 took_s = now_s - began_s
                 self._refused_until = now_s + _PATIENCE * took_s
             if str(error) != self.reason:  # told once
-                _LOG.warning("workers are spawned, not forked from a template: %s", error)
+                _LOG.warning("workers are spawned, not forked from a template: %s", str(error))
             self.reason = str(error)
 
     def _start(self) -> None:
@@ -334,12 +334,12 @@ class _Templates:
                     return False
         except TemplateSilentError:
             template.end()
-            self._leave_out(module, f"importing it takes longer than {IMPORT_S:g} s")
+            self._leave_out(module, f"{_importing(module)} takes longer than {IMPORT_S:g} s")
         except TemplateLostError:
             code = template.end()
             if -code not in _FROM_OUTSIDE or (module and is_last_try):
                 how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-                self._leave_out(module, f"importing it ended the process ({how})")
+                self._leave_out(module, f"{_importing(module)} ended the process ({how})")
         return False
 
     def _leave_out(self, module: str, why: str) -> None:
@@ -386,6 +386,10 @@ class _Templates:
         template = self._template
         self.__init__(self._modules)  # type: ignore[misc]
         template.forget()
+
+
+def _importing(module: str) -> str:
+    return "importing it" if module else "importing what every worker needs"
 
 
 def _refuse_platform() -> None:

@@ -1,0 +1,459 @@
+"""The process from which workers are forked: however it lives and dies, only time is lost."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from process.watching import Script, is_running, n_descriptors, wait_until, worker_pids
+
+import rlpool
+from rlpool import DictTensor, EpisodeBatcher
+from rlpool.errors import WorkerDiedError, WorkerStartupError
+from rlpool.workers.supervisor import Supervisor
+from rlpool.workers.warm_start import process_class, why_spawned
+from support.faults import EXIT_CODE, create_agent, create_env, faults_at
+from support.unforkable import IS_POSSIBLE
+
+pytestmark = [
+    pytest.mark.usefixtures("no_shared_memory_left"),
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(sys.platform != "linux", reason="workers are spawned elsewhere"),
+]
+
+RunScript = Callable[..., Script]
+
+GONE_S = 3.0
+
+
+def open_batcher(n_threads: int = 2, **keywords: Any) -> EpisodeBatcher:
+    return EpisodeBatcher(4, 8, create_agent, {}, create_env, {}, n_threads, seeds=1, **keywords)
+
+
+def collect(batcher: EpisodeBatcher) -> DictTensor:
+    """Episodes that are as they should be."""
+    batcher.execute(6, env_info=DictTensor({"id": torch.arange(6)}))
+    result = batcher.get()
+    assert result.lengths.tolist() == [3] * 6
+    assert result["frame"][:, :, 0].tolist() == [[id_] * 3 for id_ in range(6)]
+    return result
+
+
+def collect_once() -> DictTensor:
+    """By a batcher that comes and goes."""
+    batcher = open_batcher()
+    result = collect(batcher)
+    batcher.close()
+    return result
+
+
+def templates() -> list[psutil.Process]:
+    children = psutil.Process().children()
+    return [child for child in children if child.name() == "rlpool-template"]
+
+
+def template() -> psutil.Process:
+    (process,) = templates()
+    return process
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
+
+
+@pytest.fixture
+def ready() -> Iterator[None]:
+    """A template that serves; nothing is left behind of it but its successor."""
+    collect_once()
+    gc.collect()
+    n_before, others = n_descriptors(), children() - {template().pid}
+    yield
+    wait_until(lambda: children() - {t.pid for t in templates()} <= others, GONE_S)
+    gc.collect()
+    assert n_descriptors() <= n_before
+
+
+# Its death -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("ready")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_template_that_was_killed_is_started_again_and_no_episode_is_lost(
+    number: signal.Signals,
+) -> None:
+    batcher = open_batcher()
+    before, old = collect(batcher), template()
+    old.send_signal(number)
+    after = collect(batcher)  # its workers go on
+    batcher.close()
+    assert not is_running(old.pid)
+    again = collect_once()
+    assert template().pid != old.pid
+    for result in (before, again):
+        assert result["frame"].equal(again["frame"])
+    assert after.lengths.equal(again.lengths)
+
+
+@pytest.mark.usefixtures("ready")
+def test_a_template_that_is_stopped_goes_on_when_it_is_asked() -> None:
+    old = template()
+    old.suspend()
+    began = time.monotonic()
+    collect_once()
+    assert time.monotonic() - began < GONE_S
+    assert template().pid == old.pid
+
+
+@pytest.mark.usefixtures("ready")
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_template_that_is_killed_when_it_forks_leaves_no_worker(
+    monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    old, n_asked, send = template(), 0, socket.send_fds
+
+    def send_and_kill(connection: socket.socket, *arguments: Any) -> int:
+        nonlocal n_asked
+        n_asked += connection.type == socket.SOCK_SEQPACKET  # others carry memory to workers
+        if n_asked != 2:  # one worker is there already
+            return send(connection, *arguments)
+        if moment == "after":
+            send(connection, *arguments)
+            wait_until(lambda: len(templates()) == 2)  # the other has no name of its own yet
+            connection.recv(64)  # as if it had been killed before it answered
+        old.kill()
+        return 0
+
+    monkeypatch.setattr(socket, "send_fds", send_and_kill)
+    collect_once()
+    assert n_asked == 3
+    assert len(templates()) == 1
+
+
+@pytest.mark.usefixtures("ready")
+def test_a_template_that_is_killed_while_it_imports_is_started_again() -> None:
+    killed = []
+
+    def kill_early(delay_s: float) -> None:
+        wait_until(lambda: children() - before)
+        (pid,) = children() - before
+        time.sleep(delay_s)
+        os.kill(pid, signal.SIGKILL)
+        killed.append(pid)
+
+    for delay_s in (0.0, 0.5):
+        rlpool.shutdown()
+        before = children()
+        killer = threading.Thread(target=kill_early, args=(delay_s,))
+        killer.start()
+        collect_once()
+        killer.join()
+        assert template().pid != killed[-1]
+
+
+@pytest.mark.usefixtures("ready")
+def test_ends_of_workers_are_told_apart_when_their_template_is_dead() -> None:
+    ends = {"os_exit": f"exit code {EXIT_CODE}", "segfault": "SIGSEGV", "sigkill": "SIGKILL"}
+    batchers = {kind: open_batcher(1, on_worker_failure="raise") for kind in ends}
+    template().kill()
+    for kind, batcher in batchers.items():
+        batcher.execute(6, env_info=faults_at(6, 3, kind, 1))
+        with pytest.raises(WorkerDiedError, match=ends[kind]):
+            batcher.get()
+        batcher.close()
+
+
+@pytest.mark.usefixtures("ready")
+def test_a_caller_that_ignores_its_children_has_a_template_all_the_same() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        process_class("auto")
+        old = template()
+        old.kill()
+        wait_until(lambda: not templates())  # the kernel has cleared it away
+        process_class("auto")
+        assert template().pid != old.pid
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_the_template_and_its_descriptors_end_with_shutdown() -> None:
+    process_class("auto")
+    n_before, old = n_descriptors(), template()
+    rlpool.shutdown()
+    rlpool.shutdown()
+    assert not is_running(old.pid)
+    assert n_descriptors() == n_before - 3
+    threading.Thread(target=collect_once).start()  # it ends before what it has started
+    wait_until(lambda: threading.active_count() == 1 and not worker_pids())
+    old = template()
+    collect_once()
+    assert template().pid == old.pid
+
+
+@pytest.mark.usefixtures("ready")
+def test_another_environment_or_directory_has_another_template(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for change in (lambda: monkeypatch.setenv("CHANGED", "1"), lambda: monkeypatch.chdir(tmp_path)):
+        old = template()
+        change()
+        process_class("auto")
+        assert not is_running(old.pid)
+        assert template().pid != old.pid
+
+
+# What cannot be had ----------------------------------------------------------------------------
+
+
+def test_a_template_that_cannot_start_is_not_tried_for_each_worker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries, interpreter = tmp_path / "tries", tmp_path / "python"
+    before = multiprocessing.spawn.get_executable()
+    try:
+        for how, n_tries in (("exit 3", 1), ("kill -9 $$", 3)):
+            tries.write_text("")
+            interpreter.write_text(f"#!/bin/sh\necho >> {tries}\n{how}\n")
+            interpreter.chmod(0o755)
+            rlpool.shutdown()
+            caplog.clear()
+            multiprocessing.set_executable(str(interpreter))
+            for _ in range(3):
+                process_class("auto")
+            assert len(tries.read_text()) == n_tries
+            assert [r.levelno for r in caplog.records] == [logging.WARNING]
+            assert why_spawned() in caplog.text
+    finally:
+        multiprocessing.set_executable(before)
+    assert not why_spawned()
+
+
+@pytest.mark.usefixtures("ready")
+def test_a_caller_without_descriptors_is_told_so_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    start, limit = Supervisor.start, 0
+
+    def start_with_few(supervisor: Supervisor) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        start(supervisor)
+
+    errors = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Supervisor, "start", start_with_few)
+        for limit in range(n_descriptors(), n_descriptors() + 40):  # noqa: B007 (read above)
+            try:
+                collect_once()
+                break
+            except WorkerStartupError as error:
+                errors.append(str(error))
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert not worker_pids()
+    assert errors
+    assert all("of 2 workers could be started: [Errno 24]" in error for error in errors)
+    collect_once()
+
+
+REFUSED = """
+import errno, logging, os, sys
+import psutil
+import rlpool
+from process.test_template import WorkerStartupError, collect_once, templates, why_spawned
+from support import unforkable
+
+def main(directory):
+    logging.basicConfig(stream=sys.stdout, format="%(message)s")
+    sys.path.insert(0, directory)
+    rlpool.preload("support.unforkable")
+    os.environ[unforkable.VARIABLE] = str(errno.ENOMEM)
+    for _ in range(2):
+        try:
+            collect_once()
+        except WorkerStartupError as error:
+            print(error)
+        assert not psutil.Process().children()[2:]
+    assert not why_spawned()
+    os.environ[unforkable.VARIABLE] = str(errno.EPERM)
+    collect_once()
+    assert not templates()
+    del os.environ[unforkable.VARIABLE]
+    rlpool.preload("with_thread", "with_cuda")
+    collect_once()
+    assert len(templates()) == 1
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(not IS_POSSIBLE, reason="the filter knows one machine")
+def test_forks_that_fail_and_imports_that_forbid_them_have_the_promised_results(
+    run_script: RunScript, tmp_path: Path
+) -> None:
+    thread = "import threading, time\n"
+    thread += "threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
+    (tmp_path / "with_thread.py").write_text(thread)
+    (tmp_path / "with_cuda.py").write_text(
+        "import torch\ntorch.cuda.is_initialized = lambda: True\n"
+    )
+    script = run_script(REFUSED, str(tmp_path))
+    script.finish()
+    assert script.returncode == 0, script.stderr
+    told = [line for line in script.stdout.splitlines() if not line.startswith("  fix:")]
+    assert told == [
+        "0 of 2 workers could be started: [Errno 12] Cannot allocate memory",
+        "0 of 2 workers could be started: [Errno 12] Cannot allocate memory",
+        "workers are spawned, not forked from a template: the system does not fork for it: "
+        "Operation not permitted",
+        "preload: with_thread is left out, workers import it: it has 2 threads",
+        "preload: with_cuda is left out, workers import it: it has a CUDA context",
+    ]
+
+
+# What else goes on in the caller ---------------------------------------------------------------
+
+
+class AlarmError(TimeoutError):
+    """As many handlers of SIGALRM raise."""
+
+
+@pytest.mark.usefixtures("ready")
+def test_a_handler_that_raises_leaves_nothing_of_what_was_being_started() -> None:
+    def strike(*_: Any) -> None:
+        raise AlarmError
+
+    before = signal.signal(signal.SIGALRM, strike)
+    try:
+        for is_first, delays_s in ((False, (0.002, 0.01, 0.02, 0.04)), (True, (0.005, 0.5))):
+            for delay_s in delays_s:
+                if is_first:
+                    rlpool.shutdown()
+                with pytest.raises(AlarmError):
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, delay_s)
+                        batcher = open_batcher(8)
+                        batcher.close()
+                        signal.sigtimedwait([], 1)
+                    finally:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                wait_until(lambda: not worker_pids(), GONE_S)
+                assert templates() or is_first
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    collect_once()
+
+
+GUEST = """
+import multiprocessing, os, subprocess, sys, threading, traceback
+import rlpool
+from process.test_template import collect, collect_once, open_batcher, template
+
+def fork():
+    pid = os.fork()
+    if pid == 0:
+        try:
+            rlpool.shutdown()
+            collect_once()
+            mine = template().pid
+            assert mine != theirs
+            rlpool.shutdown()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+def in_thread():
+    collect_once()
+    done.append(1)
+
+if __name__ == "__main__":
+    done = []
+    threads = [threading.Thread(target=in_thread) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(done) == 8
+    theirs = template().pid
+    batcher = open_batcher()
+    assert fork() == 0
+    child = multiprocessing.get_context("fork").Process(target=collect_once)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    collect(batcher)
+    batcher.close()
+    assert template().pid == theirs
+    assert multiprocessing.get_start_method(allow_none=True) is None
+    assert multiprocessing.active_children() == []
+    listing = ["ls", "-l", "/proc/self/fd"]
+    files = subprocess.run(listing, close_fds=False, capture_output=True, text=True).stdout
+    assert "socket" not in files and "memfd" not in files, files
+"""
+
+
+def test_threads_and_forks_of_the_caller_have_templates_without_disturbing_each_other(
+    run_script: RunScript,
+) -> None:
+    script = run_script(GUEST)
+    script.finish()
+    assert script.returncode == 0, script.stderr
+    assert not script.left_after(GONE_S)
+
+
+# Its caller's death ----------------------------------------------------------------------------
+
+CALLER = """
+import os, signal, sys
+from process.test_template import collect, open_batcher, template
+
+if __name__ == "__main__":
+    print("began", flush=True)
+    batcher = open_batcher()
+    collect(batcher)
+    if sys.argv[1] == "stopped":
+        template().suspend()
+    if sys.argv[1] == "dead":
+        process = template()
+        process.kill()
+        process.wait()
+    if os.fork():  # a process that keeps all descriptors
+        print("there", flush=True)
+    signal.pause()
+"""
+
+
+def test_nothing_is_left_when_the_caller_dies_before_or_after_its_template(
+    run_script: RunScript,
+) -> None:
+    for state in ("importing", "stopped", "dead"):
+        script = run_script(CALLER, state)
+        script.wait_for_line("began" if state == "importing" else "there")
+        if state == "importing":
+            wait_until(lambda: psutil.Process(script.pid).children())  # noqa: B023
+        script.note_family()
+        family = script.family
+        if state != "importing":  # else it is the template alone, without a name of its own
+            script.family = [p for p in family if p.name().startswith("rlpool-")]
+        assert len(script.family) == {"importing": 1, "dead": 2}.get(state, 3)
+        script.signal(signal.SIGKILL)
+        left = script.left_after(GONE_S)
+        script.family = family
+        assert not left, (state, left)
