@@ -26,6 +26,7 @@ from rlpool import DictTensor, EpisodeBatcher
 from rlpool.errors import WorkerDiedError, WorkerStartupError
 from rlpool.workers.supervisor import Supervisor
 from rlpool.workers.warm_start import process_class, why_spawned
+
 from support.faults import EXIT_CODE, create_agent, create_env, faults_at
 from support.unforkable import IS_POSSIBLE
 
@@ -315,12 +316,12 @@ def test_forks_that_fail_and_imports_that_forbid_them_have_the_promised_results(
     script = run_script(REFUSED, str(tmp_path))
     script.finish()
     assert script.returncode == 0, script.stderr
+    refused = "the system does not fork for it: Operation not permitted"
     told = [line for line in script.stdout.splitlines() if not line.startswith("  fix:")]
     assert told == [
         "0 of 2 workers could be started: [Errno 12] Cannot allocate memory",
         "0 of 2 workers could be started: [Errno 12] Cannot allocate memory",
-        "workers are spawned, not forked from a template: the system does not fork for it: "
-        "Operation not permitted",
+        f"workers are spawned, not forked from a template: {refused}",
         "preload: with_thread is left out, workers import it: it has 2 threads",
         "preload: with_cuda is left out, workers import it: it has a CUDA context",
     ]
@@ -331,6 +332,15 @@ def test_forks_that_fail_and_imports_that_forbid_them_have_the_promised_results(
 
 class AlarmError(TimeoutError):
     """As many handlers of SIGALRM raise."""
+
+
+def open_interrupted(delay_s: float) -> None:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, delay_s)
+        open_batcher(8).close()
+        signal.pause()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @pytest.mark.usefixtures("ready")
@@ -345,13 +355,7 @@ def test_a_handler_that_raises_leaves_nothing_of_what_was_being_started() -> Non
                 if is_first:
                     rlpool.shutdown()
                 with pytest.raises(AlarmError):
-                    try:
-                        signal.setitimer(signal.ITIMER_REAL, delay_s)
-                        batcher = open_batcher(8)
-                        batcher.close()
-                        signal.sigtimedwait([], 1)
-                    finally:
-                        signal.setitimer(signal.ITIMER_REAL, 0)
+                    open_interrupted(delay_s)
                 wait_until(lambda: not worker_pids(), GONE_S)
                 assert templates() or is_first
     finally:
