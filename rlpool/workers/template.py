@@ -73,6 +73,9 @@ processes the caller's user may have."""
 MAX_FDS = 250
 """What the kernel lets one message carry is 253."""
 
+SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""Errors of a system that can fork, but not now."""
+
 _PARENT_CHECK_MS = 1000
 """How often the template looks whether its parent changed, in case its socket's other end lives on
 in some process that the parent forked."""
@@ -120,8 +123,9 @@ def serve(
     Args:
         parent_pid: The caller.
         fd: A socket whose other end the caller has. It is told, as pickled tuples, ``importing``
-            and ``missing`` for modules, ``refused`` if this template cannot serve, and ``ready``
-            with ``sys.path`` if the imports of modules changed it.
+            and ``missing`` for modules, ``refused`` if this template cannot serve, and ``ready``,
+            by a first fork, with ``sys.path`` if the imports of modules changed it and with the
+            fork's parent.
         word_fd: Memory to which the number of each new process is written.
         leash_fd: What ends this process with the caller, and is to be kept open.
         modules: Names of modules of the user's choice, to be imported too.
@@ -163,7 +167,15 @@ def _proved_forks(caller: socket.socket, word_fd: int, modules: Sequence[str]) -
     _drop_stdio(range(3))
     importlib.invalidate_caches()  # once for all workers, who look for modules' files themselves
     gc.freeze()
-    _tell(caller, "ready", None if sys.path == path_before else list(map(str, sys.path)))
+    ready = "ready", None if sys.path == path_before else list(map(str, sys.path))
+    try:
+        if forks.fork() == 0:
+            _tell(caller, *ready, os.getppid())
+            os._exit(0)
+    except OSError as error:
+        if error.errno not in SHORTAGES:
+            raise
+        _tell(caller, *ready, os.getppid())  # this is proved another time
     return forks
 
 
@@ -287,9 +299,7 @@ class _Server:
         while os.getppid() == self._parent_pid:
             if not poller.poll(_PARENT_CHECK_MS):
                 continue
-            words, fds, _, _ = socket.recv_fds(
-                self._caller, REQUEST.size, MAX_FDS, socket.MSG_CMSG_CLOEXEC
-            )
+            words, fds, _, _ = socket.recv_fds(self._caller, REQUEST.size, MAX_FDS)
             if not words:
                 return None
             standard, n_fds, most_processes = REQUEST.unpack(words)
@@ -357,9 +367,7 @@ def _run_as_spawned(pipe: int, tracker_fd: int) -> NoReturn:
     finally:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):  # there may be none, or nobody at its other end
-                stream.flush()
+        _flush()
         ctypes.CDLL(None).fflush(None)  # for libraries in C
         os._exit(code & 0xFF)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import mmap
@@ -24,7 +23,7 @@ from typing import Any
 from rlpool.interrupts import InterruptsHeld, blocked_interrupts
 from rlpool.workers.leash import Leash
 from rlpool.workers.process_state import search_path
-from rlpool.workers.template import BOOT, MAX_FDS, REQUEST
+from rlpool.workers.template import BOOT, MAX_FDS, REQUEST, SHORTAGES
 
 IMPORT_S = 120.0
 """How long a template may take for any one import."""
@@ -34,9 +33,6 @@ _FORK_S = 20.0
 
 _LOOK_S = 0.1
 """How often it is looked at while it is waited for."""
-
-_SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-"""Errors of a system that can fork, but not now."""
 
 
 class UnsafeError(Exception):
@@ -103,14 +99,20 @@ class Template:
                 raise TemplateLostError(f"it cannot be started: {error}") from error
 
     def told(self) -> tuple[Any, ...]:
-        """What it says next while it starts.
+        """What it says next while it starts; nothing more once that is ``"ready"``.
 
         Raises:
             TemplateLostError: If it says nothing more.
             TemplateSilentError: If it says nothing for long.
+            UnsafeError: If what it forks is not a child of this process.
         """
-        words: tuple[Any, ...] = pickle.loads(self._received(IMPORT_S))
-        return words
+        kind, *words = pickle.loads(self._received(IMPORT_S))
+        if kind == "ready":
+            self.search_path, parent_pid = words
+            self._end_unanswered()  # the fork that has said so
+            if parent_pid != os.getpid():
+                raise UnsafeError("what it forks is not a child of this process")
+        return kind, *words
 
     def fork(self, fds: Sequence[int]) -> int:
         """Fork a worker; returns its process number. It is a child of this process.
@@ -134,13 +136,13 @@ class Template:
             try:
                 self._send(request, passed)
                 (answer,) = struct.unpack("!i", self._received(_FORK_S))
-                os.pwrite(self._note_fd, bytes(4), 0)
+                self._forget_note()
             except BaseException:
                 self.end()
                 raise
         if answer > 0:
             return int(answer)
-        if -answer in _SHORTAGES:
+        if -answer in SHORTAGES:
             raise OSError(-answer, os.strerror(-answer))
         raise UnsafeError(f"the system does not fork for it: {os.strerror(-answer)}")
 
@@ -159,7 +161,7 @@ class Template:
                 raise TemplateSilentError(f"no answer for {timeout_s:g} s")
             if not self.is_alive():  # and what it has forked keeps its end of the socket
                 raise TemplateLostError("it ended")
-            os.kill(self._pid, signal.SIGCONT)  # somebody may have stopped it
+            self._signal(signal.SIGCONT)  # somebody may have stopped it
         with self._talking() as connection:
             words = connection.recv(2**16)
         if not words:
@@ -197,18 +199,26 @@ class Template:
         """End it if it runs; returns its exit code, 0 if it was never started. May be repeated."""
         with InterruptsHeld(), self._lock:
             if self.is_alive():
-                os.kill(self._pid, signal.SIGKILL)
-                self._wait(0)
+                self._signal(signal.SIGKILL)
             self._end_unanswered()
             self.forget()
+            self._wait(0)
             return self._code or 0
 
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # this process may have changed users
+            os.kill(self._pid, number)
+
     def _end_unanswered(self) -> None:
-        """End a worker that was forked although there was no answer: the kernel has noted it."""
+        """End what was forked last and not asked for by an answer: the kernel has noted it."""
         note = os.pread(self._note_fd, 4, 0) if self._note_fd >= 0 else b""
         if any(note):
             (pid,) = struct.unpack("i", note)
             end_child(pid)
+            self._forget_note()
+
+    def _forget_note(self) -> None:
+        os.pwrite(self._note_fd, bytes(4), 0)
 
     def forget(self) -> None:
         """Close the descriptors, which is all there is to do in a fork of the caller."""

@@ -239,7 +239,7 @@ class _Templates:
         self._left_out: set[str] = set()
         self._template = Template()
         self._identity: Any = None  # of what it is like, once it is ready
-        self._refused: Any = None  # what there is no template for
+        self._refused: Any = ()  # what there is no template for
         self._refused_until = 0.0
 
     def is_up(self) -> bool:
@@ -255,7 +255,7 @@ class _Templates:
     def ready(self) -> Template | None:
         """A template that is like this process; ``None`` if there cannot be one."""
         with self._lock:
-            wanted = identity(), self._modules
+            wanted = self._wanted()
             began_s = time.monotonic()
             if wanted == self._refused and began_s < self._refused_until:
                 return None
@@ -271,6 +271,10 @@ class _Templates:
             self.reason = ""
             return self._template
 
+    def _wanted(self) -> Any:
+        """What a template is to be like."""
+        return None if why_impossible() else (identity(), self._modules)
+
     def refuse(self, error: Exception, began_s: float) -> None:
         """Do without a template: for some time if it was lost, for good if none is safe.
 
@@ -280,7 +284,7 @@ class _Templates:
         """
         with self._lock:
             self._end()
-            self._refused = identity(), self._modules
+            self._refused = self._wanted()
             now_s = time.monotonic()
             self._refused_until = math.inf
             if isinstance(error, TemplateLostError):
@@ -324,7 +328,6 @@ class _Templates:
             while True:
                 kind, *words = template.told()
                 if kind == "ready":
-                    (template.search_path,) = words
                     return True
                 module = words[0]
                 if kind != "importing":
@@ -358,7 +361,7 @@ class _Templates:
         with self._lock:
             self._end()
             self._left_out.clear()
-            self._refused = None
+            self._refused = ()
 
     def at_exit(self) -> None:
         """End the template; if a thread is just starting one, the kernel ends that."""
