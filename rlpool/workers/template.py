@@ -174,7 +174,7 @@ def _proved_forks(caller: socket.socket, word_fd: int, modules: Sequence[str]) -
             os._exit(0)
     except OSError as error:
         if error.errno not in SHORTAGES:
-            raise
+            raise OSError(f"the system does not fork for it: {error.strerror}") from error
         _tell(caller, *ready, os.getppid())  # this is proved another time
     return forks
 
