@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 
 _LONGEST_LOOK_S = 0.5
-"""Time between two looks counts up to so much: who looks seldom cannot tell a worker that hangs
-from one that waited for him."""
+_LOOKS_PER_TIMEOUT = 4
+"""Time between two looks counts up to so much, and to such a part of the timeout: who looks seldom
+cannot tell a worker that hangs from one that waited for him."""
 
 
 _START_S = 20.0
@@ -29,7 +30,9 @@ class HangWatch:
     @property
     def patience_s(self) -> float:
         """How long to wait at most before the next look."""
-        return min(_LONGEST_LOOK_S, (self._timeout_s or 1.0) / 4)
+        if self._timeout_s is None:
+            return _LONGEST_LOOK_S
+        return min(_LONGEST_LOOK_S, self._timeout_s / _LOOKS_PER_TIMEOUT)
 
     def hanging(self, steps: list[int], watched: set[int]) -> int | None:
         """A worker that hangs, if there is one.
@@ -44,7 +47,7 @@ class HangWatch:
         if len(self._steps) != len(steps):
             self._steps, self._idle_s = [-1] * len(steps), [0.0] * len(steps)
         now_s = time.monotonic()
-        passed_s = min(now_s - self._last_look_s, _LONGEST_LOOK_S)
+        passed_s = min(now_s - self._last_look_s, self.patience_s)
         self._last_look_s = now_s
         for worker, n_steps in enumerate(steps):
             if n_steps != self._steps[worker] or worker not in watched or not n_steps:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from process.watching import Script, Struck
@@ -23,6 +25,19 @@ def no_shared_memory_left() -> Iterator[None]:
     # Semaphores of multiprocessing come and go with other programs; rlpool makes none.
     left = {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")} - before
     assert not left, f"left in /dev/shm: {left}"
+
+
+@pytest.fixture
+def as_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function that gives this process another script, which its workers import."""
+
+    def replace(source: str) -> None:
+        script = ModuleType("__main__")
+        script.__file__ = str(tmp_path / "main.py")
+        Path(script.__file__).write_text(source)
+        monkeypatch.setitem(sys.modules, "__main__", script)
+
+    return replace
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def test_nothing_is_lost_in_chaos(chaos: object) -> None:
             signals_per_result=6,
             at_starting=0.0,
             rounds=10_000,
-            timeout_s=1.0,
+            timeout_s=0.5,
             sizes=(1, 12, 60),
             least_episodes=400,
             least_faults=30,

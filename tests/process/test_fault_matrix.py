@@ -51,8 +51,8 @@ REPORT_S = 2.0
 CLOSE_S = 7.0
 """close() takes less than this even if a worker has to be killed."""
 
-HANG_TIMEOUT_S = 3.0
-"""``timeout`` where workers hang."""
+HANG_TIMEOUT_S = 0.7
+"""``timeout`` where workers hang, many times what healthy ones take for a step."""
 
 RAISES = ("raise", "unpicklable", "sys_exit")
 DEATHS = {
@@ -174,11 +174,11 @@ def assert_closes(batcher: EpisodeBatcher | Batcher) -> None:
 @pytest.fixture
 def no_memory_left() -> Iterator[None]:
     """Fail a test after which this process still has memory of a batcher."""
-    gc.collect()
     before = shared_files(os.getpid())
     yield
-    gc.collect()
-    assert not shared_files(os.getpid()) - before
+    if shared_files(os.getpid()) - before:
+        gc.collect()
+        assert not shared_files(os.getpid()) - before
 
 
 def test_no_cell_is_missing() -> None:
@@ -378,7 +378,9 @@ def create_threaded(seed: int, struck_at: str) -> GymEnv:
     return GymEnv([ThreadedEnv(struck_at)], seed)
 
 
-@pytest.mark.parametrize("policy", [{"on_env_error": "restart"}, {"max_episodes_per_worker": 2}])
+@pytest.mark.parametrize(
+    "policy", [{"on_env_error": "restart"}, {"max_episodes_per_worker": N_EPISODES}]
+)
 def test_threads_of_an_environment_do_not_keep_its_worker(
     struck: Struck, policy: dict[str, Any]
 ) -> None:

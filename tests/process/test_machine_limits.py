@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import psutil
 import pytest
-from process.watching import Script
+from process.watching import Script, n_descriptors, worker_pids
 
 from rlpool import (
     Batcher,
@@ -19,6 +20,7 @@ from rlpool import (
     Pool,
     SpecError,
     WorkerStartupError,
+    doctor,
 )
 from rlpool.workers.warm_start import START_METHODS
 
@@ -84,37 +86,57 @@ def attempt(kind: str, n_workers: int | str) -> str:
     return f"attempt(lambda: {KINDS[kind].replace('N', str(n_workers))})"
 
 
-def test_descriptors_are_counted_before_any_worker_starts(run_script: RunScript) -> None:
-    limit = "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 1024))"
-    lines = lines_of(run_script(script_of(limit, *(attempt(kind, 30) for kind in KINDS))))
-    assert len(lines) == 3 * len(KINDS)
-    for number, kind in enumerate(KINDS):
-        what, fix, left = lines[3 * number : 3 * number + 3]
-        wanted = 30 * (4 if kind == "ParallelEnvManager" else 3) + 32
-        assert what.startswith(f"30 workers need {wanted} file descriptors, but of the 64 that ")
-        assert "RLIMIT_NOFILE" in what
-        assert "would fit), or raise the limit before starting Python: ulimit -n " in fix
-        assert left == "0 0"
+LimitTo = Callable[[int, int], None]
+
+
+@pytest.fixture
+def limit_to() -> Iterator[LimitTo]:
+    """A function that sets a soft limit of this process, until the test is over."""
+    before = {}
+
+    def limit(which: int, number: int) -> None:
+        before[which] = resource.getrlimit(which)
+        resource.setrlimit(which, (number, before[which][1]))
+
+    yield limit
+    for which, limits in before.items():
+        resource.setrlimit(which, limits)
+
+
+def made(kind: str, n_workers: int) -> Any:
+    return eval(KINDS[kind], {**globals(), "N": n_workers})
+
+
+def refused(make: Callable[[], Any]) -> list[str]:
+    """What is said, line by line, about something of which nothing is left."""
+    before = n_descriptors(), worker_pids()
+    with pytest.raises(SpecError) as caught:
+        make()
+    assert (n_descriptors(), worker_pids()) == before
+    return str(caught.value).splitlines()
+
+
+def test_descriptors_are_counted_before_any_worker_starts(limit_to: LimitTo) -> None:
+    limit = n_descriptors() + 50
+    limit_to(resource.RLIMIT_NOFILE, limit)
     advices = ("lower n_threads (", "lower n_threads (", "use fewer workers", "put fewer")
-    for fix, advice in zip(lines[1::3], advices, strict=True):
+    for kind, advice in zip(KINDS, advices, strict=True):
+        what, fix = refused(lambda kind=kind: made(kind, 30))
+        wanted = 30 * (4 if kind == "ParallelEnvManager" else 3) + 32
+        assert what.startswith(f"30 workers need {wanted} file descriptors, but of the {limit} ")
+        assert "RLIMIT_NOFILE" in what
         assert fix.startswith(f"  fix:   {advice}")
+        assert "would fit), or raise the limit before starting Python: ulimit -n " in fix
 
 
-def test_as_many_workers_as_would_fit_do(run_script: RunScript) -> None:
-    lines = (
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (44, 44))",
-        "fits = (44 - (len(os.listdir('/proc/self/fd')) - 1) - 32) // 3",
-        attempt("EpisodeBatcher", "fits + 1"),
-        f"batcher = {EPISODE_BATCHER.replace('N', 'fits')}",
-        "batcher.execute(8)",
-        "print(fits, batcher.get().lengths.tolist())",
-        "batcher.close()",
-    )
-    _, fix, _, collected = lines_of(run_script(script_of(*lines)))
-    fits = int(collected.split()[0])
-    assert fits >= 1
-    assert f"({fits} would fit)" in fix
-    assert collected == f"{fits} [3, 3, 3, 3, 3, 3, 3, 3]"
+def test_as_many_workers_as_would_fit_do(limit_to: LimitTo) -> None:
+    made("EpisodeBatcher", 1).close()  # whatever is opened once on first use
+    limit_to(resource.RLIMIT_NOFILE, n_descriptors() + 32 + 2 * 3 + 1)
+    _, fix = refused(lambda: made("EpisodeBatcher", 3))
+    assert "(2 would fit)" in fix
+    with made("EpisodeBatcher", 2) as batcher:
+        batcher.execute(8)
+        assert batcher.get().lengths.tolist() == [3] * 8
 
 
 def test_processes_are_counted_before_any_worker_starts(run_script: RunScript) -> None:
@@ -136,22 +158,21 @@ def test_processes_are_counted_before_any_worker_starts(run_script: RunScript) -
     assert (left, made) == ("0 0", "made")
 
 
-def test_address_space_is_counted_before_a_block_is_allocated(run_script: RunScript) -> None:
-    lines = (
-        "resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))",
-        "make = lambda n, w: EpisodeBatcher(10**4, n, StepCounter, {}, create_counting, {}, w)",
-        "attempt(lambda: make(10**5, 1))",
-        "attempt(lambda: make(10**5, 0))",
-        "attempt(lambda: make(10, 1))",
-    )
-    found = lines_of(run_script(script_of(*lines)))
-    for what, fix, left in (found[:3], found[3:6]):
+def test_address_space_is_counted_before_a_block_is_allocated(limit_to: LimitTo) -> None:
+    made("EpisodeBatcher", 1).close()
+    limit = psutil.Process().memory_info().vms // 2**30 + 4
+    limit_to(resource.RLIMIT_AS, limit * 2**30)
+
+    def batcher(n_slots: int, n_workers: int) -> EpisodeBatcher:
+        return EpisodeBatcher(10**4, n_slots, StepCounter, {}, create_counting, {}, n_workers)
+
+    for n_workers in (1, 0):
+        what, fix = refused(lambda n=n_workers: batcher(10**5, n))
         assert "a block of 100000 slots of 10000 steps would need " in what
         assert "(frame 7.45 GiB, " in what
-        assert "of the 4 GiB that RLIMIT_AS allows (ulimit -v) " in what
+        assert f"of the {limit} GiB that RLIMIT_AS allows (ulimit -v) " in what
         assert "lower n_slots or n_timesteps (n_slots=" in fix
-        assert left in ("0 0", "0 4")  # the tracker and the template's three
-    assert found[6:] == ["made"]
+    batcher(10, 1).close()
 
 
 def test_a_process_that_the_system_refuses_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,38 +201,39 @@ def test_a_process_that_the_system_refuses_is_explained(monkeypatch: pytest.Monk
 
 MAIN = """
 print("imported")
-def main():
+def main(make):
     with attempt.lock:
-        MAKE
+        make()
 
 attempt.lock = multiprocessing.Lock()
-main()
+for make in MAKES:
+    try:
+        main(make)
+    except UsageError as error:
+        print(str(error).splitlines()[1].rpartition(",")[2])
+main(make)
 """
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_missing_guard_is_told_before_any_process_starts(
-    run_script: RunScript, kind: str
-) -> None:
+def test_a_missing_guard_is_told_before_any_process_starts(run_script: RunScript) -> None:
     definitions, _, _ = script_of("pass").partition("if __name__")
-    script = run_script(definitions + MAIN.replace("MAKE", KINDS[kind].replace("N", "2")))
+    makes = f"[{', '.join(f'lambda: {make}' for make in KINDS.values())}]"
+    script = run_script(definitions + MAIN.replace("MAKES", makes.replace("N", "2")))
     script.finish()
     assert script.returncode == 1
-    assert script.stdout == "imported\n"  # by no worker
+    n_lines = definitions.count("\n") + MAIN.count("\n")
+    told = [f" line {n_lines - 3}"] * len(KINDS)
+    assert script.stdout.splitlines() == ["imported", *told]  # by no worker
     assert script.stderr.count("Traceback") == 1
     assert "UsageError" in script.stderr
     assert 'if __name__ == "__main__"' in script.stderr
-    n_lines = definitions.count("\n") + MAIN.count("\n")
     assert f", line {n_lines}\n  fix:" in script.stderr
 
 
-@pytest.mark.parametrize("condition", ["if sys.argv", "while sys.argv"])
-def test_where_a_guard_may_be_another_one_the_workers_tell(
-    run_script: RunScript, condition: str
-) -> None:
+def test_where_a_guard_may_be_another_one_the_workers_tell(run_script: RunScript) -> None:
     definitions, _, _ = script_of("pass").partition("if __name__")
     make = EPISODE_BATCHER.replace("N", "1")
-    script = run_script(f"{definitions}print('imported')\n{condition}:\n    {make}\n")
+    script = run_script(f"{definitions}print('imported')\nif sys.argv:\n    {make}\n")
     script.finish()
     assert script.returncode == 1
     assert script.stdout == "imported\n" * 2
@@ -319,21 +341,17 @@ def test_the_doctor_starts_a_worker_and_finds_nothing(run_script: RunScript) -> 
     assert worker["what"].startswith("started, ran an episode and answered after ")
 
 
-@pytest.mark.parametrize("limit", [32, 64])
-def test_the_doctor_finds_few_descriptors(run_script: RunScript, limit: int) -> None:
-    limited = ("sh", "-c", f'ulimit -n {limit} && exec "$@"', "sh")
+def test_the_doctor_runs_with_few_descriptors_and_finds_them(run_script: RunScript) -> None:
+    limited = ("sh", "-c", 'ulimit -n 32 && exec "$@"', "sh")
     script = run_script("rlpool", "doctor", mode="module", prefix=limited)
     script.finish()
     assert (script.returncode, script.stderr) == (1, "")
     assert "FAIL  file descriptors" in script.stdout
-    assert f"are in use of the {limit} that this process may open" in script.stdout
+    assert "are in use of the 32 that this process may open" in script.stdout
 
 
-def test_the_doctor_can_be_asked_by_a_script(run_script: RunScript) -> None:
-    source = """
-from rlpool.doctor import examine, would_bite
-if __name__ == "__main__":
-    checks = examine(1)
-    print(would_bite(checks), [check.status for check in checks if check.name == "worker process"])
-"""
-    assert lines_of(run_script(source)) == ["False ['ok']"]
+def test_the_doctor_can_be_asked_by_a_script(as_main: Callable[[str], None]) -> None:
+    as_main("import sys\nassert __name__ == '__mp_main__'")
+    checks = doctor.examine(1)
+    assert not doctor.would_bite(checks)
+    assert [check.status for check in checks if check.name == "worker process"] == ["ok"]

@@ -60,17 +60,24 @@ def is_running(pid: int) -> bool:
 
 
 def shared_files(pid: int | str) -> set[str]:
-    """Inodes of rlpool's anonymous shared memory that a process has mapped or open."""
+    """Inodes of rlpool's anonymous shared memory that a process has mapped or open.
+
+    But for the page that it shares with its template, which lives as long as it.
+    """
     files = set()
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            if "memfd:rlpool" in line:
+            if _is_of_workers(line):
                 files.add(line.split()[4])
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                if "memfd:rlpool" in os.readlink(entry.path):
+                if _is_of_workers(os.readlink(entry.path)):
                     files.add(str(os.stat(entry.path).st_ino))
     return files
+
+
+def _is_of_workers(file: str) -> bool:
+    return "memfd:rlpool" in file and "memfd:rlpool-template" not in file
 
 
 def who_holds(files: set[str]) -> dict[str, set[str]]:
