@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager, suppress
 from multiprocessing import process
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from multiprocessing.util import Finalize
+from multiprocessing.util import Finalize, is_exiting
 from typing import Any, Protocol
 
 import numpy as np
@@ -249,6 +249,7 @@ class Supervisor:
         if not number_of:
             return
         events = dict(poller.poll(None if timeout_s is None else timeout_s * 1000))
+        self._rest_at_exit()
         ready = {number_of[fd] for fd, event in events.items() if event != select.POLLOUT}
         # A process that a dead worker had forked may keep its descriptors open.
         ready |= {n for n in number_of.values() if not self._processes[n].is_alive()}
@@ -264,6 +265,14 @@ class Supervisor:
             except BaseException:
                 self.abort()  # a message may be lost; their deaths will be told
                 raise
+
+    def _rest_at_exit(self) -> None:
+        """Let a daemon thread wait for the end of Python, which has ended its workers.
+
+        It would take their ends for deaths, and start others.
+        """
+        if is_exiting() and not self._end.still_active() and threading.current_thread().daemon:
+            threading.Event().wait()
 
     def wait_for(self, fd: int, timeout_s: float) -> bool:
         """Wait until a descriptor can be read, delivering what workers send meanwhile.

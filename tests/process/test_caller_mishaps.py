@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
-from process.watching import Script, Struck, is_running, wait_until, who_holds, worker_pids
+import torch
+from process.watching import Script, Struck, is_running, wait_until, who_holds
+
+from rlpool import DictTensor, EpisodeBatcher
+
+from support.faults import create_agent, create_env
 
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(120)]
 
@@ -76,6 +85,9 @@ def main(struck, phase):
                 batcher.get()
             except KeyboardInterrupt:
                 print("caught", flush=True)
+        batcher.close()
+        os.unlink(struck)
+        main(struck, "collect")
     batcher.close()
 
 if __name__ == "__main__":
@@ -98,9 +110,19 @@ def test_ctrl_c_twice_at_once(
     finished(script, -signal.SIGINT)
 
 
-def test_ctrl_c_again_and_again_until_it_ends(run_script: RunScript, struck: Struck) -> None:
-    script = run_script(COMMON + STUBBORN, struck.path, "collect")
+def test_a_caught_ctrl_c_leaves_the_request_pending_and_further_ones_end_the_next_batcher(
+    run_script: RunScript, struck: Struck
+) -> None:
+    script = run_script(COMMON + STUBBORN, struck.path, "handler")
     script.wait_for_line("ready")
+    wait_until(lambda: struck.is_there)
+    script.note_family()
+    for n_caught in (1, 2):
+        script.signal(signal.SIGINT, group=True)
+        wait_until(lambda n=n_caught: script.stdout.count("caught") == n or script.returncode)
+    wait_until(lambda: script.stdout.count("ready") == 2 or script.returncode)
+    assert script.stdout == "ready\ncaught\ncaught\nready\n"
+    assert script.stderr == ""
     wait_until(lambda: struck.is_there)
     script.note_family()
 
@@ -111,18 +133,6 @@ def test_ctrl_c_again_and_again_until_it_ends(run_script: RunScript, struck: Str
 
     wait_until(press, GONE_S)
     finished(script, script.returncode)
-
-
-def test_a_caught_ctrl_c_leaves_the_request_pending(run_script: RunScript, struck: Struck) -> None:
-    script = run_script(COMMON + STUBBORN, struck.path, "handler")
-    script.wait_for_line("ready")
-    wait_until(lambda: struck.is_there)
-    script.note_family()
-    for n_caught in (1, 2):
-        script.signal(signal.SIGINT, group=True)
-        wait_until(lambda n=n_caught: script.stdout.count("caught") == n or script.returncode)
-    assert finished(script) == "ready\ncaught\ncaught\n"
-    assert script.stderr == ""
 
 
 # The caller leaves in the middle --------------------------------------------------------------
@@ -179,38 +189,7 @@ def test_a_caller_may_leave_with_batchers_open(
 # Forks ----------------------------------------------------------------------------------------
 
 FORKS = """
-def main(struck):
-    with open_batcher(struck, 2) as batcher, open_managed(struck) as managed:
-        batcher.execute(3, env_info=rows(5))
-        managed.execute(3, env_info=rows(6))
-        pid = os.fork()
-        if pid == 0:
-            # Its own batcher is its own; that of its parent it may drop, close and forget.
-            with open_batcher(struck) as own:
-                own.execute(3, env_info=rows(9))
-                check(own.get(), 9)
-            managed.close()
-            del managed
-            # multiprocessing tries to join the children of its parent, and says so.
-            sys.stderr = open(os.devnull, "w")
-            sys.exit(4)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
-        check(batcher.get(), 5)
-        check(managed.get(), 6)
-    print("done")
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
-"""
-
-
-def test_a_forked_child_has_a_batcher_of_its_own(run_script: RunScript, struck: Struck) -> None:
-    script = run_script(COMMON + FORKS, struck.path)
-    assert finished(script) == "done\n"
-    assert script.stderr == ""
-
-
-REFUSING = """
+import multiprocessing
 from rlpool import ParallelEnvManager, UsageError
 
 def refused(call, *arguments):
@@ -221,10 +200,15 @@ def refused(call, *arguments):
         return
     raise AssertionError(f"{call} was not refused")
 
+def square(number):
+    return number * number
+
 def main(struck):
     windows = Batcher(4, None, create_agent, {}, create_env, {}, n_threads=1, seeds=1)
     windows.reset()
     windows.execute()
+    managed = open_managed(struck)
+    managed.execute(3, env_info=rows(6))
     manager = ParallelEnvManager([FaultyEnv] * 2, seed=1)
     manager.reset()
     manager.remotes[0].send(("get_attr", {"attr": "action_space"}))
@@ -260,10 +244,20 @@ def main(struck):
             windows.close()
             windows.close()
             manager.close()
+            managed.close()
+            del managed
+            # Its own batcher is its own; that of its parent it may also forget.
+            with open_batcher(struck) as own:
+                own.execute(3, env_info=rows(9))
+                check(own.get(), 9)
+            # multiprocessing tries to join the children of its parent, and says so.
             sys.stderr = open(os.devnull, "w")
             sys.exit(4)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            assert pool.map(square, range(5)) == [0, 1, 4, 9, 16]
         check(batcher.get(), 5)
+        check(managed.get(), 6)
         assert windows.get()["frame"].shape[:2] == (1, 3)
         assert manager.remotes[0].recv()[0] == "attr"
         manager.reset()
@@ -274,144 +268,118 @@ if __name__ == "__main__":
 """
 
 
-def test_a_forked_child_is_told_that_the_workers_are_those_of_its_parent(
+def test_a_forked_child_has_a_batcher_of_its_own_and_may_not_use_those_of_its_parent(
     run_script: RunScript, struck: Struck
 ) -> None:
-    script = run_script(COMMON + REFUSING, struck.path)
-    assert finished(script) == "done\n"
-    assert script.stderr == ""
-
-
-POOL_OF_FORKS = """
-import multiprocessing
-
-def square(number):
-    return number * number
-
-def main(struck):
-    with open_batcher(struck, 2) as batcher:
-        batcher.execute(3, env_info=rows(5))
-        with multiprocessing.get_context("fork").Pool(2) as pool:
-            assert pool.map(square, range(5)) == [0, 1, 4, 9, 16]
-        check(batcher.get(), 5)
-    print("done")
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
-"""
-
-
-def test_a_pool_of_forked_processes_beside_a_batcher(run_script: RunScript, struck: Struck) -> None:
-    script = run_script(COMMON + POOL_OF_FORKS, struck.path)
+    script = run_script(COMMON + FORKS, struck.path)
     assert finished(script) == "done\n"
     assert script.stderr == ""
 
 
 # Several batchers, threads --------------------------------------------------------------------
 
-TOGETHER = """
-def collect(batcher, first, failures):
-    try:
+def open_batcher(n_threads: int = 1) -> EpisodeBatcher:
+    return EpisodeBatcher(4, 8, create_agent, {}, create_env, {}, n_threads=n_threads, seeds=1)
+
+
+def begin(batcher: EpisodeBatcher, first: int) -> None:
+    batcher.execute(3, env_info=DictTensor({"id": torch.arange(first, first + 3)}))
+
+
+def check(batcher: EpisodeBatcher, first: int) -> None:
+    result = batcher.get()
+    assert result is not None
+    assert result["frame"][:, :, 0].tolist() == [[first + i] * 3 for i in range(3)]
+
+
+def collect(batcher: EpisodeBatcher, first: int) -> None:
+    for number in range(20):
+        begin(batcher, first + number)
+        check(batcher, first + number)
+
+
+def test_batchers_take_turns() -> None:
+    with open_batcher(2) as one, open_batcher() as two:
         for number in range(20):
-            batcher.execute(3, env_info=rows(first + number))
-            check(batcher.get(), first + number)
-    except BaseException as error:
-        failures.append(error)
+            begin(one, number)
+            begin(two, 100 + number)
+            check(two, 100 + number)
+            check(one, number)
 
-def whole_life(struck, first, failures):
+
+def test_batchers_of_several_threads_and_one_that_is_handed_on() -> None:
+    def whole_life(number: int) -> None:
+        with open_batcher(2) as batcher:
+            collect(batcher, 100 * number)
+
+    with open_batcher(2) as handed_on, ThreadPoolExecutor(4) as threads:
+        futures = [threads.submit(whole_life, number) for number in range(3)]
+        threads.submit(collect, handed_on, 7).result()
+        collect(handed_on, 50)
+        for future in futures:
+            future.result()
+
+
+THREADS = """
+def whole_life(struck):
     with open_batcher(struck, 2) as batcher:
-        collect(batcher, first, failures)
+        for number in range(20):
+            batcher.execute(3, env_info=rows(number))
+            check(batcher.get(), number)
+    print("collected")
 
-def main(struck, how):
-    failures = []
-    if how == "taking_turns":
-        with open_batcher(struck, 2) as one, open_batcher(struck) as two:
-            for number in range(20):
-                one.execute(3, env_info=rows(number))
-                two.execute(3, env_info=rows(100 + number))
-                check(two.get(), 100 + number)
-                check(one.get(), number)
-    if how == "in_threads":
-        threads = [
-            threading.Thread(target=whole_life, args=(struck, 100 * number, failures))
-            for number in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    if how == "handed_to_a_thread":
-        with open_batcher(struck, 2) as batcher:
-            thread = threading.Thread(target=collect, args=(batcher, 7, failures))
-            thread.start()
-            thread.join()
-            collect(batcher, 50, failures)
-    if how == "main_leaves_first":
-        thread = threading.Thread(target=whole_life, args=(struck, 100, failures))
-        thread.start()
-        # The interpreter waits for the thread, and the thread's workers must not mind.
-        print("done")
-        return
-    if how == "daemon_thread_is_left":
-        ready = threading.Event()
-        def forever():
-            batcher = open_batcher(struck)
-            batcher.execute(3, env_info=rows(1))
-            check(batcher.get(), 1)
-            ready.set()
-            batcher.execute(1, env_info=faults_at(1, 0, "hang", 0))
-            batcher.get()
-        threading.Thread(target=forever, daemon=True).start()
-        assert ready.wait(60)
-        while not os.path.exists(struck):
-            time.sleep(0.005)
-    assert not failures, failures
-    print("done")
+def hang(struck):
+    batcher = open_batcher(struck)
+    batcher.execute(1, env_info=faults_at(1, 0, "hang", 0))
+    batcher.get()
+
+def main(struck):
+    threading.Thread(target=hang, args=(struck,), daemon=True).start()
+    while not os.path.exists(struck):
+        time.sleep(0.005)
+    # The interpreter waits for this thread, and the thread's workers must not mind.
+    threading.Thread(target=whole_life, args=(struck,)).start()
+    print("left")
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "taking_turns",
-        "in_threads",
-        "handed_to_a_thread",
-        "main_leaves_first",
-        "daemon_thread_is_left",
-    ],
-)
-def test_several_batchers_and_threads(run_script: RunScript, struck: Struck, how: str) -> None:
-    script = run_script(COMMON + TOGETHER, struck.path, how)
-    # All processes that it has at any time are its session's.
-    pids: set[int] = set()
-
-    def look() -> bool:
-        if script.returncode is None:
-            pids.update(worker_pids(script.pid))
-        return script.returncode is not None
-
-    wait_until(look)
-    assert finished(script) == "done\n", script.stderr
+def test_the_main_thread_may_leave_before_others_and_leave_a_daemon_behind(
+    run_script: RunScript, struck: Struck
+) -> None:
+    script = run_script(COMMON + THREADS, struck.path)
+    assert sorted(finished(script).split()) == ["collected", "left"], script.stderr
     assert script.stderr == ""
-    assert pids
-    wait_until(lambda: not any(is_running(pid) for pid in pids), GONE_S)
+    wait_until(lambda: not any(map(is_running, of_session(script.pid))), GONE_S)
+
+
+def of_session(number: int) -> list[int]:
+    """All processes that a process that leads a session has started and that have not left it."""
+    pids = []
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(pid) == number:
+                pids.append(pid)
+    return pids
 
 
 # Notebooks ------------------------------------------------------------------------------------
 
 NOTEBOOK = '''
-import code, signal, sys, threading, os
+import code, os, sys
 from process.watching import worker_pids
 
 CELL = """
-import torch
+import os, signal, torch
 from rlpool import Agent, DictTensor, EpisodeBatcher, GymEnv
 from support.faults import FaultyEnv
 class Env(FaultyEnv):
-    pass
+    def step(self, action):
+        if self._options.get("interrupts") and self._step == 20:
+            os.kill(os.getppid(), signal.SIGINT)
+        return super().step(action)
 class Mine(Agent):
     def __call__(self, state, observation, agent_info=None, history=None):
         action = torch.full((observation.n_elems(),), NUMBER)
@@ -428,10 +396,8 @@ print(result["action"].unique().tolist(), result.lengths.tolist())
 
 FAILING = "batcher.execute(2)\\n1 / 0\\n"
 INTERRUPTED = """
-import signal, threading
-batcher.execute(1, env_info=DictTensor(
-    {"length": torch.tensor([3000]), "sleep_ms": torch.tensor([1])}))
-threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+info = {"length": LENGTH, "sleep_ms": 1, "interrupts": 1}
+batcher.execute(1, env_info=DictTensor({k: torch.tensor([v]) for k, v in info.items()}))
 batcher.get()
 """
 
@@ -451,9 +417,11 @@ def main():
     print(len(first), len(second), len(first & second))
     run(FAILING)
     run("print(batcher.get().lengths.tolist())")
+    run("LENGTH = 200")
     run(INTERRUPTED)
     print(worker_pids() == second)
     run("print(batcher.get().lengths.tolist())")
+    run("LENGTH = 10**6")
     run(INTERRUPTED)
     run(CELL)
     # What was shown is kept for debuggers, with all that it refers to.
@@ -473,7 +441,7 @@ def test_a_notebook_cell_may_be_run_again(run_script: RunScript) -> None:
         "2 2 0",
         "[3, 3]",
         "True",
-        "[3000]",
+        "[200]",
         "[2] [3, 3, 3, 3, 3]",
         "2 0",
     ]
