@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import pickle
 import signal
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from operator import setitem
@@ -51,8 +52,70 @@ each_view = pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 each_storage = pytest.mark.parametrize("storage", STORAGES)
 
 
+def obey(pipe: Connection) -> None:
+    """Call one function after another, each with the pipe and what it is given."""
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            function(pipe, *arguments)
+            pipe.send("done")
+        except Exception:
+            pipe.send(traceback.format_exc())
+        del function, arguments
+        gc.collect()
+        descriptors.let_go_of_received()
+
+
+Running = Callable[..., contextlib.AbstractContextManager[Connection]]
+"""What the fixture ``running`` gives: a function at work in another process, which has the other
+end of the pipe as its first argument and has dropped all it had when the section is over."""
+
+
+@pytest.fixture(scope="module")
+def in_spawned() -> Iterator[Running]:
+    """In a process that lives as long as the tests here: spawning one takes seconds."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=obey, args=(there,))
+    process.start()
+    there.close()
+
+    @contextlib.contextmanager
+    def run(function: Any, *arguments: Any) -> Iterator[Connection]:
+        here.send((function, arguments))
+        yield here
+        assert here.recv() == "done"
+
+    yield run
+    here.close()
+    ended(process)
+
+
+@contextlib.contextmanager
+def in_forked(function: Any, *arguments: Any) -> Iterator[Connection]:
+    """In a process that has inherited all that is here now."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    process = context.Process(target=function, args=(there, *arguments))
+    with warnings.catch_warnings():  # Python 3.12 warns of forking with threads
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    there.close()  # the end of the child ends the pipe
+    yield here
+    ended(process)
+    here.close()
+
+
+@pytest.fixture(params=["spawn", "fork"])
+def running(request: pytest.FixtureRequest, in_spawned: Running) -> Running:
+    return in_spawned if request.param == "spawn" else in_forked
+
+
 @pytest.fixture
-def no_descriptor_left() -> Iterator[None]:
+def no_descriptor_left(in_spawned: Running) -> Iterator[None]:
     resource_tracker.ensure_running()  # its pipe belongs to the interpreter
     gc.collect()
     before = n_descriptors()
@@ -96,14 +159,44 @@ def write_to_all(views: list[Array]) -> None:
         view[...] = 42
 
 
+def use_arguments(pipe: Connection, views: list[Array], *call: Any) -> None:
+    write_to_all(views)
+    setitem(*call)
+    share_one_descriptor(views[0], views[1], pipe)
+
+
+def share_one_descriptor(first: Array, second: Array, pipe: Connection) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    more = [pipe.recv() for _ in range(3)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert (more[-1] == first).all()
+    copies = [pickle.loads(pickle.dumps(first)) for _ in range(20)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    copies[-1][...] = 1
+    second[...] = 2
+    pipe.send(first.to_ndarray().tolist())
+
+
 @each_storage
 def test_views_in_process_arguments_write_here(context: Any, storage: str) -> None:
     arrays = {name: make(storage) for name in VIEWS}
     views = [VIEWS[name](array) for name, array in arrays.items()]
-    process = context.Process(target=write_to_all, args=(views,))
+    target, one = make(storage), Array((4,), "int64", storage=storage)
+    here, there = context.Pipe()
+    process = context.Process(
+        target=use_arguments,
+        args=(there, [one[:2], one[1:], *views], target[2, :2][1:], (0, 1), -7),
+    )
     process.start()
+    there.close()  # the end of the child ends the pipe
+    for _ in range(3):
+        here.send(one[:2])
+    assert here.recv() == [1, 2]
     ended(process)
+    here.close()
     assert [name for name, array in arrays.items() if not written(array, VIEWS[name])] == []
+    assert target.to_ndarray()[2, 1].tolist() == [14, -7]
+    assert one.to_ndarray().tolist() == [1, 2, 2, 2]
 
 
 def test_a_fork_server_passes_views_on_too() -> None:
@@ -119,26 +212,12 @@ def test_a_fork_server_passes_views_on_too() -> None:
     assert [name for name, array in arrays.items() if not written(array, VIEWS[name])] == []
 
 
-def test_a_view_as_the_target_of_setitem_writes_here(context: Any) -> None:
-    array = make()
-    process = context.Process(target=setitem, args=(array[2, :2][1:], (0, 1), -7))
-    process.start()
-    ended(process)
-    assert array.to_ndarray()[2, 1].tolist() == [14, -7]
-
-
 @each_view
 def test_a_view_through_a_pipe_writes_here(view: Any) -> None:
-    context = multiprocessing.get_context("fork")
     array = make()
-    here, there = context.Pipe()
-    process = context.Process(target=write_to_piped_array, args=(there,))
-    process.start()
-    there.close()  # the end of the child ends the pipe
-    here.send(view(array))
-    ended(process)
+    with in_forked(write_to_piped_array) as pipe:
+        pipe.send(view(array))
     assert written(array, view)
-    here.close()
 
 
 def write_to_piped_arrays(pipe: Connection, n_arrays: int) -> None:
@@ -147,18 +226,12 @@ def write_to_piped_arrays(pipe: Connection, n_arrays: int) -> None:
 
 
 @each_storage
-def test_views_through_a_pipe_write_here_under_spawn(storage: str) -> None:
-    context = multiprocessing.get_context("spawn")
+def test_views_through_a_pipe_write_here_under_spawn(in_spawned: Running, storage: str) -> None:
     arrays = {name: make(storage) for name in VIEWS}
-    here, there = context.Pipe()
-    process = context.Process(target=write_to_piped_arrays, args=(there, len(VIEWS)))
-    process.start()
-    there.close()  # the end of the child ends the pipe
-    for name, array in arrays.items():
-        here.send(VIEWS[name](array))
-    ended(process)
+    with in_spawned(write_to_piped_arrays, len(VIEWS)) as pipe:
+        for name, array in arrays.items():
+            pipe.send(VIEWS[name](array))
     assert [name for name, array in arrays.items() if not written(array, VIEWS[name])] == []
-    here.close()
 
 
 def add_one_to_all(queue: Any, n_arrays: int, results: Any) -> None:
@@ -192,74 +265,51 @@ def test_views_through_queues_go_there_and_back(context: Any, storage: str) -> N
         each.join_thread()
 
 
-def received_late(queue: Any, start: Any, pipe: Connection) -> None:
-    start.recv()
-    values = [float(queue.get().to_ndarray().sum()) for _ in range(5)]
-    pipe.send(values)
+def received_late(pipe: Connection) -> None:
+    pipe.send([float(pickle.loads(sent).to_ndarray().sum()) for sent in pipe.recv()])
 
 
-def test_arrays_that_the_sender_dropped_arrive_late(context: Any) -> None:
-    queue = context.Queue()
-    here, there = context.Pipe()
-    start, started = context.Pipe()
-    process = context.Process(target=received_late, args=(queue, started, there))
-    process.start()
-    there.close()  # the end of the child ends the pipe
-    for number in range(5):
-        array = Array((3,), "float32", storage="shared")
-        array[...] = number
-        queue.put(array)
-        del array
-    queue.close()
-    queue.join_thread()  # everything is pickled and in the pipe
-    gc.collect()
-    start.send("go")
-    assert here.recv() == [0, 3, 6, 9, 12]
-    ended(process)
-    for each in (here, start, started):
-        each.close()
+def test_arrays_that_the_sender_dropped_arrive_late(running: Running) -> None:
+    with running(received_late) as pipe:
+        sent = []
+        for number in range(5):
+            array = Array((3,), "float32", storage="shared")
+            array[...] = number
+            sent.append(pickle.dumps(array))
+            del array
+        gc.collect()
+        pipe.send(sent)
+        assert pipe.recv() == [0, 3, 6, 9, 12]
 
 
-def write_what_is_in(sent: bytes, value: int) -> int:
-    view = pickle.loads(sent)
-    view[...] = view.to_ndarray() + value
-    return len(view)
+def write_what_is_in(pipe: Connection, sent: bytes) -> None:
+    for _ in range(3):
+        view = pickle.loads(sent)
+        view[...] = view.to_ndarray() + 1
+        pipe.send(len(view))
 
 
-def test_one_pickle_goes_to_any_number_of_processes(context: Any) -> None:
+def test_one_pickle_goes_to_any_number_of_processes(in_spawned: Running) -> None:
     array = Array((4,), "int64", storage="shared")
     sent = pickle.dumps(array[1:3])
-    with ProcessPoolExecutor(2, mp_context=context) as pool:
-        assert list(pool.map(write_what_is_in, [sent] * 6, [1] * 6)) == [2] * 6
-    assert array.to_ndarray()[0] == 0
-    assert 1 <= array.to_ndarray()[1] <= 6
+    for run in (in_forked, in_spawned, in_forked):
+        with run(write_what_is_in, sent) as pipe:
+            assert [pipe.recv() for _ in range(3)] == [2] * 3
+    assert array.to_ndarray().tolist() == [0, 9, 9, 0]
 
 
-def write_both(first: Array, second: Array, pipe: Connection) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    more = [pipe.recv() for _ in range(3)]
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert (more[-1] == first).all()
-    copies = [pickle.loads(pickle.dumps(first)) for _ in range(20)]
-    assert len(os.listdir("/proc/self/fd")) == before
-    copies[-1][...] = 1
-    second[...] = 2
-    pipe.send(first.to_ndarray().tolist())
-    pipe.close()
-
-
-def test_many_views_of_one_array_share_one_mapping_and_one_descriptor(context: Any) -> None:
+def test_many_views_of_one_array_share_one_mapping_and_one_descriptor(running: Running) -> None:
     array = Array((4,), "int64", storage="shared")
-    here, there = context.Pipe()
-    process = context.Process(target=write_both, args=(array[:2], array[1:], there))
-    process.start()
-    there.close()  # the end of the child ends the pipe
-    for _ in range(3):
-        here.send(array[:2])
-    assert here.recv() == [1, 2]
-    ended(process)
+    with running(receive_and_share_one_descriptor) as pipe:
+        pipe.send((array[:2], array[1:]))
+        for _ in range(3):
+            pipe.send(array[:2])
+        assert pipe.recv() == [1, 2]
     assert array.to_ndarray().tolist() == [1, 2, 2, 2]
-    here.close()
+
+
+def receive_and_share_one_descriptor(pipe: Connection) -> None:
+    share_one_descriptor(*pipe.recv(), pipe)
 
 
 def pass_on(pipe: Connection) -> None:
@@ -272,21 +322,16 @@ def pass_on(pipe: Connection) -> None:
     pipe.recv()
 
 
-def test_a_receiver_can_pass_an_array_on(context: Any) -> None:
+def test_a_receiver_can_pass_an_array_on(running: Running) -> None:
     array = Array((3, 2), "int64", storage="shared")
-    here, there = context.Pipe()
-    process = context.Process(target=pass_on, args=(there,))
-    process.start()
-    there.close()  # the end of the child ends the pipe
-    here.send(array[1:])
-    back = here.recv()
-    here.send("done")
-    ended(process)
+    with running(pass_on) as pipe:
+        pipe.send(array[1:])
+        back = pipe.recv()
+        pipe.send("done")
     assert array.to_ndarray().tolist() == [[0, 0], [0, 0], [5, 5]]
     assert back.to_ndarray().tolist() == [[0, 0], [5, 5]]
     back[0] = 6
     assert array.to_ndarray().tolist() == [[0, 0], [6, 6], [5, 5]]
-    here.close()
 
 
 def make_one_and_wait(pipe: Connection) -> None:
@@ -296,17 +341,12 @@ def make_one_and_wait(pipe: Connection) -> None:
     pipe.recv()
 
 
-def test_an_array_of_a_child_outlives_it(context: Any) -> None:
-    here, there = context.Pipe()
-    process = context.Process(target=make_one_and_wait, args=(there,))
-    process.start()
-    there.close()  # the end of the child ends the pipe
-    array = here.recv()
-    here.send("end")
-    ended(process)
+def test_an_array_of_a_child_outlives_it(running: Running) -> None:
+    with running(make_one_and_wait) as pipe:
+        array = pipe.recv()
+        pipe.send("end")
     array[0] = 9
     assert array.to_ndarray().tolist() == [9, 2, 3]
-    here.close()
 
 
 # Small, and without a trace ---------------------------------------------------------------------
@@ -376,18 +416,12 @@ def close_and_write(pipe: Connection) -> None:
 
 
 def test_closing_in_a_child_closes_there_only() -> None:
-    context = multiprocessing.get_context("fork")
     array = Array((3,), "int64", storage="shared")
-    here, there = context.Pipe()
-    process = context.Process(target=close_and_write, args=(there,))
-    process.start()
-    there.close()  # the end of the child ends the pipe
-    here.send(array)
-    assert "closed" in here.recv()
-    ended(process)
+    with in_forked(close_and_write) as pipe:
+        pipe.send(array)
+        assert "closed" in pipe.recv()
     array[1] = 7
     assert array.to_ndarray().tolist() == [1, 7, 0]
-    here.close()
 
 
 OWNER = """
@@ -471,22 +505,16 @@ def test_what_a_killed_child_wrote_stays() -> None:
 
 
 def test_memory_of_the_owner_is_given_back_and_a_child_keeps_its_own() -> None:
-    context = multiprocessing.get_context("fork")
     array = make()
     array[...] = 2
-    here, there = context.Pipe()
-    process = context.Process(target=hold, args=(there,))
-    process.start()
-    there.close()  # the end of the child ends the pipe
-    here.send(array)
-    assert here.recv() == 60
-    array[0] = 0
-    array.close()
-    del array
-    here.send("look again")
-    assert here.recv() == 48
-    ended(process)
-    here.close()
+    with in_forked(hold) as pipe:
+        pipe.send(array)
+        assert pipe.recv() == 60
+        array[0] = 0
+        array.close()
+        del array
+        pipe.send("look again")
+        assert pipe.recv() == 48
 
 
 def test_a_hundred_arrays_come_and_go() -> None:

@@ -278,6 +278,7 @@ def test_a_forked_child_has_a_batcher_of_its_own_and_may_not_use_those_of_its_pa
 
 # Several batchers, threads --------------------------------------------------------------------
 
+
 def open_batcher(n_threads: int = 1) -> EpisodeBatcher:
     return EpisodeBatcher(4, 8, create_agent, {}, create_env, {}, n_threads=n_threads, seeds=1)
 
