@@ -11,6 +11,17 @@ from types import ModuleType
 import pytest
 from process.watching import Script, Struck
 
+from rlpool import preload
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imported_once() -> None:
+    """Spare workers half of their start: what the modules of tests import, where tests are theirs.
+
+    Scripts have templates of their own, without this.
+    """
+    preload("psutil", "pytest", "process.watching", "support.faults")
+
 
 @pytest.fixture
 def struck(tmp_path: Path) -> Struck:

@@ -18,8 +18,9 @@ import torch
 
 from rlpool import Agent, DictTensor, GymEnv
 
-N_FLOOD = 100_000
-"""Records of a flood."""
+N_FLOOD = 30_000
+FLOOD = "record %d " + 800 * "."
+"""How many records a flood has, and what each says."""
 
 HUGE = "x" * 1_000_000
 
@@ -74,7 +75,7 @@ def flood(directory: Path) -> None:
     """Log more than is kept while nobody reads."""
     log = logging.getLogger("talk.flood")
     for number in range(N_FLOOD):
-        log.info("record %d", number)
+        log.info(FLOOD, number)
     (directory / "flooded").touch()
 
 
