@@ -29,6 +29,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -159,6 +160,8 @@ def _proved_forks(caller: socket.socket, word_fd: int, modules: Sequence[str]) -
     os.close(word_fd)
     for name in _NEEDED:
         importlib.import_module(name)
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch takes its tables to pieces, which takes 50 ms per worker
     _set_blas_threads(1)  # by which it is known to be possible
     if reason := _unsafe():
         raise OSError(reason)

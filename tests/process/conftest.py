@@ -40,13 +40,14 @@ def no_shared_memory_left() -> Iterator[None]:
 
 @pytest.fixture
 def as_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """A function that gives this process another script, which its workers import."""
+    """A function that runs a script in this process, as its main module, which workers import."""
 
     def replace(source: str) -> None:
         script = ModuleType("__main__")
         script.__file__ = str(tmp_path / "main.py")
         Path(script.__file__).write_text(source)
         monkeypatch.setitem(sys.modules, "__main__", script)
+        exec(compile(source, script.__file__, "exec"), vars(script))
 
     return replace
 

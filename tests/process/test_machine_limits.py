@@ -19,6 +19,7 @@ from rlpool import (
     ParallelEnvManager,
     Pool,
     SpecError,
+    UsageError,
     WorkerStartupError,
     doctor,
 )
@@ -95,7 +96,7 @@ def limit_to() -> Iterator[LimitTo]:
     before = {}
 
     def limit(which: int, number: int) -> None:
-        before[which] = resource.getrlimit(which)
+        before.setdefault(which, resource.getrlimit(which))
         resource.setrlimit(which, (number, before[which][1]))
 
     yield limit
@@ -230,16 +231,17 @@ def test_a_missing_guard_is_told_before_any_process_starts(run_script: RunScript
     assert f", line {n_lines}\n  fix:" in script.stderr
 
 
-def test_where_a_guard_may_be_another_one_the_workers_tell(run_script: RunScript) -> None:
+AsMain = Callable[[str], None]
+
+
+def test_where_a_guard_may_be_another_one_the_workers_tell(
+    as_main: AsMain, capfd: pytest.CaptureFixture[str]
+) -> None:
     definitions, _, _ = script_of("pass").partition("if __name__")
     make = EPISODE_BATCHER.replace("N", "1")
-    script = run_script(f"{definitions}print('imported')\nif sys.argv:\n    {make}\n")
-    script.finish()
-    assert script.returncode == 1
-    assert script.stdout == "imported\n" * 2
-    assert script.stderr.count("Traceback") == 1
-    assert "UsageError" in script.stderr
-    assert 'if __name__ == "__main__"' in script.stderr
+    with pytest.raises(UsageError, match='if __name__ == "__main__"'):
+        as_main(f"{definitions}print('imported', flush=True)\nif sys.argv:\n    {make}\n")
+    assert capfd.readouterr() == ("imported\n" * 2, "")
 
 
 GUARDS = {
@@ -251,15 +253,17 @@ GUARDS = {
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
-@pytest.mark.parametrize("guard", GUARDS)
-def test_other_guards_do(run_script: RunScript, guard: str, start_method: str) -> None:
-    batcher = EPISODE_BATCHER.replace("N", f"1, start_method={start_method!r}")
-    make = f"print({batcher}.closed)"
-    if guard == "in a function":
-        make = f"if multiprocessing.current_process().name == 'MainProcess': {make}"
-    source, _, _ = script_of(make).partition("if __name__")
-    importing = "from support.guards import run\n"
-    assert lines_of(run_script(importing + source + GUARDS[guard])) == ["False"]
+def test_other_guards_do(
+    as_main: AsMain, capfd: pytest.CaptureFixture[str], start_method: str
+) -> None:
+    for guard, start in GUARDS.items():
+        batcher = EPISODE_BATCHER.replace("N", f"1, start_method={start_method!r}")
+        make = f"print({batcher}.closed)"
+        if guard == "in a function":
+            make = f"if multiprocessing.current_process().name == 'MainProcess': {make}"
+        source, _, _ = script_of(make).partition("if __name__")
+        as_main("from support.guards import run\n" + source + start)
+        assert capfd.readouterr() == ("False\n", ""), guard
 
 
 # Pickling -------------------------------------------------------------------------------------
@@ -341,17 +345,26 @@ def test_the_doctor_starts_a_worker_and_finds_nothing(run_script: RunScript) -> 
     assert worker["what"].startswith("started, ran an episode and answered after ")
 
 
-def test_the_doctor_runs_with_few_descriptors_and_finds_them(run_script: RunScript) -> None:
-    limited = ("sh", "-c", 'ulimit -n 32 && exec "$@"', "sh")
-    script = run_script("rlpool", "doctor", mode="module", prefix=limited)
-    script.finish()
-    assert (script.returncode, script.stderr) == (1, "")
-    assert "FAIL  file descriptors" in script.stdout
-    assert "are in use of the 32 that this process may open" in script.stdout
+def test_the_doctor_finds_few_descriptors(
+    limit_to: LimitTo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for limit in (n_descriptors() + 4, n_descriptors() + 34):
+        limit_to(resource.RLIMIT_NOFILE, limit)
+        assert doctor.main(["doctor"]) == 1
+        text, errors = capsys.readouterr()
+        assert "FAIL  file descriptors" in text
+        assert f"are in use of the {limit} that this process may open" in text
+        assert errors == ""
 
 
-def test_the_doctor_can_be_asked_by_a_script(as_main: Callable[[str], None]) -> None:
-    as_main("import sys\nassert __name__ == '__mp_main__'")
-    checks = doctor.examine(1)
-    assert not doctor.would_bite(checks)
-    assert [check.status for check in checks if check.name == "worker process"] == ["ok"]
+def test_the_doctor_can_be_asked_by_a_script(
+    as_main: AsMain, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = """
+from rlpool.doctor import examine, would_bite
+if __name__ == "__main__":
+    checks = examine(1)
+    print(would_bite(checks), [check.status for check in checks if check.name == "worker process"])
+"""
+    as_main(source)
+    assert capfd.readouterr() == ("False ['ok']\n", "")
