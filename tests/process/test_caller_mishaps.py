@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from process.watching import Script, Struck, is_running, wait_until, who_holds
+from process.watching import Script, Struck, pids_of_session, wait_until, who_holds
 
 from rlpool import DictTensor, EpisodeBatcher
 
@@ -353,17 +350,7 @@ def test_the_main_thread_may_leave_before_others_and_leave_a_daemon_behind(
     script = run_script(COMMON + THREADS, struck.path)
     assert sorted(finished(script).split()) == ["collected", "left"], script.stderr
     assert script.stderr == ""
-    wait_until(lambda: not any(map(is_running, of_session(script.pid))), GONE_S)
-
-
-def of_session(number: int) -> list[int]:
-    """All processes that a process that leads a session has started and that have not left it."""
-    pids = []
-    for pid in psutil.pids():
-        with contextlib.suppress(ProcessLookupError):
-            if os.getsid(pid) == number:
-                pids.append(pid)
-    return pids
+    wait_until(lambda: not pids_of_session(script.pid), GONE_S)
 
 
 # Notebooks ------------------------------------------------------------------------------------
