@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import shutil
 import signal
 import sys
 from collections import Counter
@@ -118,6 +119,16 @@ def ctrl_c_interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def garbage_of_this_module_only() -> None:
+    """Spare collections of garbage what is there before a module's tests.
+
+    Many tests collect, which would look at every module and test of the run each time.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_process_left_behind() -> Iterator[None]:
     """Fail a test that leaves a process alive, and end that process so that the next can pass.
@@ -141,6 +152,19 @@ def no_process_left_behind() -> Iterator[None]:
         _kill(process)
     psutil.wait_procs(alive, timeout=GRACE_S)
     pytest.fail("the test left processes behind:\n" + "\n".join(described), pytrace=False)
+
+
+@pytest.fixture
+def program_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder to run programs in, always the same one.
+
+    Where the working directory is another one, workers need another template.
+    """
+    folder = tmp_path_factory.getbasetemp() / "programs"
+    folder.mkdir(exist_ok=True)
+    for entry in folder.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    return folder
 
 
 def _left_behind(this_process: psutil.Process, before: set[psutil.Process]) -> list[psutil.Process]:

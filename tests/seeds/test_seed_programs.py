@@ -1,12 +1,9 @@
-"""The programs of the documents run as scripts, and give what the documents say."""
+"""The programs of the documents run, and give what the documents say."""
 
 from __future__ import annotations
 
-import pickle
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,25 +14,15 @@ import torch
 
 from rlpool import DictTensor, GymEnv, ParallelEnvManager, Pool
 
+from support.programs import run_as_main
+
 PROGRAMS = Path(__file__).resolve().parent
-
-TIMEOUT_S = 120.0
-"""A program starts four workers at most, on two busy cores."""
-
-_KEEP = """
-
-if __name__ == "__main__":
-    import pickle as _pickle
-
-    with open("kept", "wb") as _file:
-        _pickle.dump({kept}, _file)
-"""
 
 Run = Callable[..., tuple[str, Any]]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
     """A function that runs a program; returns what it prints, and the value of an expression.
 
     Args of the function: its name, the expression, arguments of the script, and texts of the
@@ -48,18 +35,11 @@ def run(tmp_path: Path) -> Run:
             assert source.count(old) == 1, old
             source = source.replace(old, new)
         script = tmp_path / f"{name}.py"
-        script.write_text(source + _KEEP.format(kept=kept), encoding="utf-8")
-        process = subprocess.run(
-            [sys.executable, str(script), *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-        assert process.returncode == 0, process.stderr
-        assert "Traceback" not in process.stderr
-        return process.stdout, pickle.loads((tmp_path / "kept").read_bytes())
+        script.write_text(source, encoding="utf-8")
+        names = run_as_main(script, *arguments)
+        output, errors = capfd.readouterr()
+        assert "Traceback" not in errors
+        return output, eval(kept, names)
 
     return run
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +12,9 @@ import torch
 
 from rlpool import Pool, TemporalDictTensor
 
+from support.programs import run_as_main
+
 PATH = Path(__file__).resolve().parents[2] / "tutorials" / "dqn.py"
-TIMEOUT_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +63,15 @@ def test_targets_are_cut_off_by_a_termination_only(
     torch.testing.assert_close(targets, torch.where(is_first, two, one))
 
 
-def test_a_run_goes_on_with_its_learner_and_its_pool(tmp_path: Path) -> None:
-    first = _run(tmp_path, "--n-steps 20")
-    before = _checkpoint(tmp_path)
-    second = _run(tmp_path, "--n-steps 25 --resume")
-    after = _checkpoint(tmp_path)
+def test_a_run_goes_on_with_its_learner_and_its_pool(
+    program_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_as_main(PATH, "--n-threads=1", "--n-steps=20", folder=program_folder)
+    before = _checkpoint(program_folder)
+    first = capsys.readouterr().out
+    run_as_main(PATH, "--n-threads=1", "--n-steps=25", "--resume", folder=program_folder)
+    second = capsys.readouterr().out
+    after = _checkpoint(program_folder)
     assert "resumed" not in first
     assert f"resumed after 20 steps with {_n_held(before)} transitions" in second
     assert before["progress"]["n_steps"] == 20
@@ -80,19 +83,6 @@ def test_a_run_goes_on_with_its_learner_and_its_pool(tmp_path: Path) -> None:
     # Adam counts its steps: they go on as well.
     steps = {float(part["step"]) for part in after["optimizer"]["state"].values()}
     assert steps == {25.0}
-
-
-def _run(folder: Path, flags: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(PATH), "--n-threads", "1", *flags.split()],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def _checkpoint(folder: Path) -> dict[str, Any]:

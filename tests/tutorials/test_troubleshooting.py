@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+
+from support.programs import run_as_main
+
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md").read_text("utf-8")
-TIMEOUT_S = 120.0
 
 
 def _anchor(heading: str) -> str:
@@ -22,15 +23,14 @@ def test_the_list_at_the_top_is_that_of_the_sections() -> None:
     assert entries == [(section, _anchor(section)) for section in sections]
 
 
-def test_the_program_that_measures_where_time_goes_runs(tmp_path: Path) -> None:
+def test_the_program_that_measures_where_time_goes_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     programs = re.findall(r"^```python\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
     (program,) = [text for text in programs if "us per step" in text]
     script = tmp_path / "measure.py"
     script.write_text(program, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    run_as_main(script)
+    lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["environments", "policy"]
     assert all(int(re.findall(r": (\d+) us", line)[0]) > 0 for line in lines)

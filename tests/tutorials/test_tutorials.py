@@ -1,17 +1,13 @@
-"""Every tutorial runs as a user runs it, made small by its flags."""
+"""Every tutorial runs, made small by its flags."""
 
 from __future__ import annotations
 
 import ast
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
+
+from support.programs import run_as_main
 
 TUTORIALS = sorted((Path(__file__).resolve().parents[2] / "tutorials").glob("*.py"))
 
@@ -36,11 +32,6 @@ SMALL = {
 # Besides the façade.
 PUBLIC_MODULES = ("rlpool.patterns",)
 
-# One takes about 10 s on two busy cores, most of it to import torch in every process.
-TIMEOUT_S = 120.0
-# How long processes may take to end after the script that started them has ended.
-GRACE_S = 5.0
-
 each_tutorial = pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 
 
@@ -49,32 +40,14 @@ def test_no_tutorial_is_forgotten() -> None:
 
 
 @each_tutorial
-def test_tutorial_runs(path: Path, tmp_path: Path) -> None:
+def test_tutorial_runs(path: Path, program_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags, files = SMALL[path.stem]
-    # A session of its own, by which the processes that the script starts can be found.
-    process = subprocess.Popen(
-        [sys.executable, str(path), *flags.split()],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == 0, errors
-        assert "Traceback" not in errors
-        assert output
-        assert ("tqdm" in path.read_text(encoding="utf-8")) == ("100%|" in errors)
-        assert all((tmp_path / name).stat().st_size for name in files)
-        assert _remaining_after_grace(process.pid) == []
-    finally:
-        for pid in _session(process.pid):
-            os.kill(pid, signal.SIGKILL)
-        process.wait()
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
+    run_as_main(path, *flags.split(), folder=program_folder)
+    output, errors = capfd.readouterr()
+    assert "Traceback" not in errors
+    assert output
+    assert ("tqdm" in path.read_text(encoding="utf-8")) == ("100%|" in errors)
+    assert all((program_folder / name).stat().st_size for name in files)
 
 
 @each_tutorial
@@ -87,24 +60,3 @@ def test_tutorial_says_what_it_teaches_and_uses_the_facade_only(path: Path) -> N
             assert module in PUBLIC_MODULES or not module.startswith("rlpool.")
         elif isinstance(node, ast.Import):
             assert not any(alias.name.startswith("rlpool") for alias in node.names)
-
-
-def _remaining_after_grace(session: int) -> list[int]:
-    deadline = time.monotonic() + GRACE_S
-    while (remaining := _session(session)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return remaining
-
-
-def _session(session: int) -> list[int]:
-    """Numbers of the living processes of a session."""
-    members = []
-    for process in psutil.process_iter(["status"]):
-        if process.info["status"] == psutil.STATUS_ZOMBIE:
-            continue
-        try:
-            if os.getsid(process.pid) == session:
-                members.append(process.pid)
-        except (ProcessLookupError, PermissionError):
-            continue
-    return members

@@ -1,0 +1,37 @@
+"""Programs that are run as ``__main__`` of this process.
+
+As a script they would do the same, two to three seconds later: it would import torch, and then have
+a template process import it. What a fresh interpreter alone can show, such as that a script ends,
+needs a script.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import gymnasium
+import pytest
+
+
+def run_as_main(path: Path, *arguments: str, folder: Path | None = None) -> dict[str, Any]:
+    """Run a program; returns its global names.
+
+    Args:
+        path: Its file.
+        arguments: What would follow its name on the command line.
+        folder: Where it is run, if not where tests are.
+    """
+    start_method = multiprocessing.get_start_method(allow_none=True)
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(gymnasium.registry):
+        if folder is not None:
+            patch.chdir(folder)
+        patch.setattr(sys, "argv", [str(path), *arguments])
+        try:
+            return runpy.run_path(str(path), run_name="__main__")
+        finally:
+            multiprocessing.set_start_method(start_method, force=True)
