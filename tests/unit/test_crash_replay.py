@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import pdb  # noqa: T100  (what is tested)
 import random
 import subprocess
 import sys
-import textwrap
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,6 +38,7 @@ from rlpool import (
     crash_recorder,
     replay_crash,
 )
+from rlpool.errors import Where
 
 from support.agents import ConstantAgent, FunctionAgent, StepCounter, zeros
 from support.envs import AncestorCountingEnv, CountingEnv, FailingEnv
@@ -531,35 +532,44 @@ def test_debug_before_stops_before_the_failing_call(
     assert seen == [7 if call == "step" else -1]
 
 
-SCRIPT = """
-    import sys
-    from rlpool import replay_crash
-    from support.unlucky import UnluckyEnv
-
-    replay_crash(sys.argv[1], UnluckyEnv{})
-"""
+REACHED = "p 'reached', len(self.course), chance\nq\nq\n"
 
 
-@pytest.mark.parametrize("way", ["debug=True", "python -m pdb"])
-def test_a_debugger_lands_in_the_users_frame(way: str, tmp_path: Path) -> None:
+def reached(where: Where) -> str:
+    """What pdb prints for that in the frame of the environment that failed."""
+    # The options, an observation per reset and step, and an action per step.
+    return f"('reached', {2 + 2 * where.step + 1}, 0.05)"
+
+
+def test_a_debugger_lands_in_the_users_frame(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = crash(create_unlucky)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(REACHED))
+    with pytest.raises(UnluckyError):
+        replay_crash(error, UnluckyEnv, debug=True)
+    assert reached(error.where) in capsys.readouterr().out
+
+
+def test_a_program_that_replays_a_crash_can_be_run_in_a_debugger(tmp_path: Path) -> None:
     error = crash(create_unlucky)
     path = error.capsule.save(tmp_path / "x")
     script = tmp_path / "script.py"
-    is_own = way == "debug=True"
-    text = textwrap.dedent(SCRIPT.format(", debug=True" if is_own else ""))
-    script.write_text(f"import sys; sys.path[:0] = {sys.path!r}\n" + text)
-    options = [] if is_own else ["-m", "pdb", "-c", "continue"]
+    script.write_text(
+        f"import sys; sys.path[:0] = {sys.path!r}\n"
+        "from rlpool import replay_crash\n"
+        "from support.unlucky import UnluckyEnv\n"
+        "replay_crash(sys.argv[1], UnluckyEnv)\n"
+    )
     done = subprocess.run(
-        [sys.executable, *options, str(script), str(path)],
-        input="p 'reached', len(self.course), chance\nq\nq\n",
+        [sys.executable, "-m", "pdb", "-c", "continue", str(script), str(path)],
+        input=REACHED,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    # The options, an observation per reset and step, and an action per step.
-    n_lines = 2 + 2 * error.where.step + 1
-    assert f"('reached', {n_lines}, 0.05)" in done.stdout
+    assert reached(error.where) in done.stdout
 
 
 # What is refused ----------------------------------------------------------------------------------

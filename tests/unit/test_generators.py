@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -210,17 +211,44 @@ class PressesCtrlC:
         return self
 
 
-def is_interrupted(n_lines: int, action: Callable[[], Any]) -> bool:
+class NotesPlaces:
+    """Notes for each such line where it was run: the lines of the functions that were running."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[Any, ...]] = []
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename not in MODULES:
+            return None
+        if event == "line":
+            self.places.append(tuple((f.f_code, number) for f, number in walk_stack(frame)))
+        return self
+
+
+def traced(trace: Any, action: Callable[[], Any]) -> None:
     before = sys.gettrace()
-    press = PressesCtrlC(n_lines)
-    sys.settrace(press)
+    sys.settrace(trace)
     try:
         action()
     except KeyboardInterrupt:
         pass
     finally:
         sys.settrace(before)
-    return press.n_left < 0
+
+
+def n_interrupted(action: Callable[[], Any]) -> int:
+    """Interrupt an action at every place, the first and the last time that it gets there.
+
+    What comes in between are rounds of the same loop.
+    """
+    traced(notes := NotesPlaces(), action)
+    last = {place: n_lines for n_lines, place in enumerate(notes.places)}
+    first = {place: n_lines for n_lines, place in reversed(list(enumerate(notes.places)))}
+    n = 0
+    for n_lines in sorted({*first.values(), *last.values()}):
+        traced(press := PressesCtrlC(n_lines), action)
+        n += press.n_left < 0
+    return n
 
 
 def use(generators: OwnGenerators) -> None:
@@ -237,16 +265,10 @@ def use_batcher() -> None:
 def test_an_interruption_anywhere_gives_the_callers_generators_back() -> None:
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        n_lines = 0
         generators = OwnGenerators()
         with untouched():
-            while is_interrupted(n_lines, lambda: use(generators)):
-                n_lines += 1
-        assert n_lines > 30
-        n_lines = 0
+            assert n_interrupted(lambda: use(generators)) > 30
         with untouched():
-            while is_interrupted(n_lines, use_batcher):
-                n_lines += 1
-        assert n_lines > 60
+            assert n_interrupted(use_batcher) > 60
     finally:
         signal.signal(signal.SIGINT, handler)

@@ -128,15 +128,17 @@ def test_what_a_handler_raises_is_in_no_cycle() -> None:
         gc.enable()
 
 
+def test_ctrl_c_ends_what_tests_start() -> None:
+    assert subprocess.run(["sh", "-c", "kill -INT $$"]).returncode == -signal.SIGINT
+
+
 @pytest.mark.timeout(120)
 def test_ctrl_c_is_tested_where_a_shell_lets_commands_ignore_it() -> None:
-    tests = [
-        f"{__file__}::{test_what_a_handler_raises_is_in_no_cycle.__name__}",
-        f"{TESTS / 'process' / 'test_caller_mishaps.py'}::test_ctrl_c_twice_at_once[group-start]",
-    ]
-    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    tests = (test_what_a_handler_raises_is_in_no_cycle, test_ctrl_c_ends_what_tests_start)
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     run = subprocess.run(
-        ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *pytest_],
+        ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *pytest_]
+        + [f"{__file__}::{test.__name__}" for test in tests],
         capture_output=True,
         text=True,
         cwd=TESTS.parent,

@@ -19,6 +19,7 @@ from rlpool import SpecError, UsageError, dump_stacks_on_signal
 from rlpool.errors import Where
 from rlpool.interrupts import InterruptsHeld
 from rlpool.stack_dumps import described, note_source
+from rlpool.workers import stacks
 from rlpool.workers.outbox import Outbox
 from rlpool.workers.stacks import STACKS_SIGNAL, Stacks, ask, printing_signals
 
@@ -70,7 +71,10 @@ def test_a_process_that_has_not_registered_is_not_signalled(outbox: Outbox) -> N
     assert ask_one(child, outbox).state == "is gone"
 
 
-def test_a_process_that_does_not_answer_is_given_up(outbox: Outbox) -> None:
+def test_a_process_that_does_not_answer_is_given_up(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "PATIENCE_S", 0.2)
     blocked = (
         "import os, signal, time; "
         f"signal.pthread_sigmask(signal.SIG_BLOCK, {{{STACKS_SIGNAL}}}); "
@@ -82,7 +86,7 @@ def test_a_process_that_does_not_answer_is_given_up(outbox: Outbox) -> None:
         answer = ask_one(child, outbox)
     finally:
         child.end()
-    assert answer == Stacks(0, child.pid, "", "did not answer within 2 s")
+    assert answer == Stacks(0, child.pid, "", "did not answer within 0.2 s")
 
 
 def test_what_cannot_be_said_is_left_out() -> None:
