@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 from process.watching import Script, Struck
 
-from rlpool import preload
+from rlpool import preload, workforce
+from rlpool.workers import replacements, supervisor
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,6 +27,18 @@ def imported_once() -> None:
 @pytest.fixture
 def struck(tmp_path: Path) -> Struck:
     return Struck(str(tmp_path / "struck"))
+
+
+@pytest.fixture
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait a fraction of a second, not several, for workers that hang while they end.
+
+    That is still far more than those take that do not.
+    """
+    for module in (replacements, workforce):
+        monkeypatch.setattr(module, "LEAVE_S", 0.5)
+    monkeypatch.setattr(supervisor, "_CLOSE_S", 0.5)
+    monkeypatch.setattr(supervisor, "_TERMINATE_S", 0.2)
 
 
 @pytest.fixture

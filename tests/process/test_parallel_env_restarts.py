@@ -79,7 +79,7 @@ def test_a_failure_in_the_middle_of_episodes_is_not_seen(
     fragile: Callable[..., Any], kind: str, step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {1: failing(kind, step), 2: {"length": 9}, 4: failing(kind, step)}
-    timeout = 1.0 if kind == "hang" else 60.0
+    timeout = 0.5 if kind == "hang" else 60.0
     with open_manager(fragile, 3, envs_per_worker=2, timeout=timeout) as manager:
         before = pids(manager)
         with caplog.at_level(logging.WARNING, "rlpool"):
@@ -97,9 +97,10 @@ def test_a_failure_in_the_middle_of_episodes_is_not_seen(
     assert "restart 1 of 16" in texts[0]
 
 
+@pytest.mark.usefixtures("short_patience")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
 def test_workers_that_are_hit_from_outside_are_replaced(number: int) -> None:
-    with open_manager(FragileEnv, 3, envs_per_worker=2, timeout=1.0) as manager:
+    with open_manager(FragileEnv, 3, envs_per_worker=2, timeout=0.5) as manager:
         first = pids(manager)
 
         def hit(step: int) -> None:
@@ -215,9 +216,9 @@ def test_an_exhausted_budget_is_an_error_with_the_history(fragile: Callable[...,
 
 
 def test_a_hang_counts_like_a_death(fragile: Callable[..., Any]) -> None:
-    with open_manager(fragile, 1, max_restarts=0, timeout=1.0) as manager:
+    with open_manager(fragile, 1, max_restarts=0, timeout=0.5) as manager:
         manager.reset_lanes([0], [4], [failing("hang", 0)])
-        with pytest.raises(WorkerDiedError, match="no progress for 1 s") as caught:
+        with pytest.raises(WorkerDiedError, match=r"no progress for 0\.5 s") as caught:
             manager.step_lanes([0], no_actions(manager))
         assert [type(failure) for failure in caught.value.history] == [WorkerTimeoutError]
 
@@ -267,6 +268,7 @@ def test_an_environment_that_raises_and_takes_its_worker_down_is_one_failure(
     assert "restart 2 of 16" in caplog.records[1].getMessage()
 
 
+@pytest.mark.usefixtures("short_patience")
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_an_environment_that_raises_and_then_fails_to_close_is_one_failure(
     fragile: Callable[..., Any], ending: str, caplog: pytest.LogCaptureFixture
@@ -439,11 +441,11 @@ def test_a_leaking_environment_stays_bounded() -> None:
         return psutil.Process(manager.workers[0].pid).memory_info().rss
 
     with open_manager(LeakingEnv, 1) as manager:
-        limit = rss() + 6 * 2**24
+        limit = rss() + 3 * 2**24
     with open_manager(LeakingEnv, 1, max_rss_bytes=limit) as manager:
         serial = GymEnv([FragileEnv()], 1)
         first, most = pids(manager), 0
-        for episode in range(16):
+        for episode in range(9):
             time.sleep(0.11)  # it is not looked at more often
             for env in (manager, serial):
                 env.reset_lanes([0], [episode], [None])
@@ -476,6 +478,7 @@ def test_remotes_are_recycled_as_well() -> None:
     assert seeds == expected
 
 
+@pytest.mark.usefixtures("short_patience")
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_whatever_a_worn_worker_does_while_it_closes_it_is_replaced_soon_and_without_a_failure(
     ending: str, caplog: pytest.LogCaptureFixture

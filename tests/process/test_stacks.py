@@ -135,7 +135,14 @@ import rlpool
 from rlpool import EpisodeBatcher
 from support.faults import create_agent, create_env, faults_at
 
-def main(struck, kind):
+class Stop(Exception):
+    pass
+
+def stop(*_):
+    raise Stop
+
+def main(struck):
+    signal.signal(signal.SIGUSR2, stop)
     undo = rlpool.dump_stacks_on_signal()
     batcher = EpisodeBatcher(
         n_timesteps=4, n_slots=8, create_agent=create_agent, create_env=create_env,
@@ -143,36 +150,39 @@ def main(struck, kind):
     )
     batcher.execute(1, env_info=faults_at(1, 0, "hang", 1, length=3))
     print("ready", flush=True)
-    if kind == "hold_the_lock":
+    try:
+        batcher.get()
+    except Stop:
+        print("holds", flush=True)
         sum(range(10**13))
-    batcher.get()
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("kind", ["wait", "hold_the_lock"])
 def test_a_signal_tells_where_caller_and_workers_are(
-    kind: str, struck: Struck, run_script: Callable[..., Script]
+    struck: Struck, run_script: Callable[..., Script]
 ) -> None:
-    script = run_script(SCRIPT, struck.path, kind)
+    script = run_script(SCRIPT, struck.path)
     script.wait_for_line("ready")
     wait_until(lambda: struck.is_there)
-    if kind == "hold_the_lock":
+    for n_asked in (1, 2):
         script.signal(signal.SIGUSR1)
-        wait_until(partial(_has_dumps, script, 1))
-        assert f'script_0.py", line {_line_of("sum(range", SCRIPT)} in main' in script.stderr
-        # Nobody in that process can ask the worker, but it can be asked itself.
-        os.kill(struck.pid, signal.SIGUSR1)
-        wait_until(lambda: " in _strike\n" in script.stderr)
-    else:
-        for n_asked in (1, 2):
-            script.signal(signal.SIGUSR1)
-            wait_until(partial(_has_dumps, script, 2 * n_asked))
-        assert script.stderr.count(" in get\n") == 2
-        assert script.stderr.count(f"worker 0 (pid {struck.pid}): lane 0, episode 0, step 1") == 2
-        assert script.stderr.count(" in _strike\n") == 2
+        wait_until(partial(_has_dumps, script, 2 * n_asked))
+    assert script.stderr.count(" in get\n") == 2
+    assert script.stderr.count(f"worker 0 (pid {struck.pid}): lane 0, episode 0, step 1") == 2
+    assert script.stderr.count(" in _strike\n") == 2
+
+    # While the caller computes, nobody in it can ask the worker.
+    script.signal(signal.SIGUSR2)
+    script.wait_for_line("holds")
+    script.signal(signal.SIGUSR1)
+    wait_until(partial(_has_dumps, script, 5))
+    assert f'script_0.py", line {_line_of("sum(range", SCRIPT)} in main' in script.stderr
+    assert script.stderr.count(" in _strike\n") == 2
+    os.kill(struck.pid, signal.SIGUSR1)  # but it can be asked itself
+    wait_until(lambda: script.stderr.count(" in _strike\n") == 3)
     assert script.returncode is None
 
 

@@ -84,6 +84,7 @@ def pid_of(batcher: EpisodeBatcher) -> int:
 # What the caller sends --------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("short_patience")
 def test_announcing_many_episodes_to_a_stopped_worker_returns_at_once() -> None:
     manager = open_manager()
     with stopped(manager.workers[0].pid):
@@ -93,6 +94,7 @@ def test_announcing_many_episodes_to_a_stopped_worker_returns_at_once() -> None:
             manager.close()
 
 
+@pytest.mark.usefixtures("short_patience")
 def test_a_large_request_of_a_remote_to_a_stopped_worker_returns_at_once() -> None:
     manager = open_manager()
     with stopped(manager.workers[0].pid):
@@ -129,6 +131,7 @@ def test_replies_that_nobody_reads_do_not_keep_large_requests_from_being_sent() 
             assert manager.remotes[1].recv()[0] == "obs"
 
 
+@pytest.mark.usefixtures("short_patience")
 def test_many_slots_for_a_stopped_worker_are_sent_at_once() -> None:
     batcher = open_batcher(n_slots=200_000)
     batcher.execute(3)
@@ -191,6 +194,7 @@ def test_polling_for_half_a_reply_returns_at_once_and_the_rest_is_received() -> 
         assert manager.remotes[0].recv()[1].tolist() == list(range(REPLY_BYTES // 8))
 
 
+@pytest.mark.usefixtures("short_patience")
 def test_half_a_reply_is_not_waited_for_longer_than_the_timeout() -> None:
     manager = open_manager(timeout=1.0, on_worker_failure="raise")
     stop_in_the_middle_of_a_reply(manager)
@@ -235,6 +239,7 @@ def test_a_worker_that_writes_what_nobody_reads_closes_its_environments(tmp_path
     assert note.exists()
 
 
+@pytest.mark.usefixtures("short_patience")
 def test_close_does_not_wait_for_workers_that_are_stopped() -> None:
     batcher, manager = open_batcher(), open_manager(FaultyEnv, 4)
     batcher.execute(4, env_info=faults_at(4, 1, "hang", 2))
