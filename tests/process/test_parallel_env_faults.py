@@ -358,9 +358,9 @@ def test_numbers_that_do_not_fit_are_refused(options: dict[str, Any]) -> None:
 
 
 def test_more_workers_than_descriptors_are_refused_before_any_starts() -> None:
-    before = worker_pids()
+    before, limit = worker_pids(), n_descriptors() + 50
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
         with pytest.raises(SpecError) as caught:
             ParallelEnvManager([CountingEnv] * 40)
@@ -370,7 +370,7 @@ def test_more_workers_than_descriptors_are_refused_before_any_starts() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     what, fix = str(caught.value).splitlines()
-    assert re.match("40 workers need 192 file descriptors, but of the 64 that", what)
+    assert re.match(f"40 workers need 192 file descriptors, but of the {limit} that", what)
     assert re.search(r"envs_per_worker.*ulimit -n \d+", fix)
 
 

@@ -234,7 +234,7 @@ def test_workers_that_are_hit_again_and_again_also_while_they_start_lose_nothing
 ) -> None:
     monkeypatch.setattr(restarts, "_LONGEST_DELAY_S", 0.2)  # else they are rarely there to be hit
     n_rounds = 0
-    args = {"n_slots": n_slots, "env_args": {"step_s": 0.01}}
+    args = {"n_slots": n_slots, "env_args": {"step_s": 0.003}}
     with open_batcher(marks(), n_threads, max_restarts=None, **args) as batcher:
         results = []
         with signals_for(seconds) as goes_on:

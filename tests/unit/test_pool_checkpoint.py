@@ -198,31 +198,29 @@ def test_a_full_disk_keeps_the_file_that_was_there(tmp_path: Path) -> None:
 
 MEMORY = """
 import os, resource, sys
-import numpy as np, torch
+import torch
 from rlpool import Pool, TemporalDictTensor
 N = 4000
-def frames():
-    frames = torch.zeros(1, N, 84, 84, dtype=torch.uint8)
-    frames[0, :, 0, 0] = torch.arange(N) % 251
-    return frames
+PART = N // 20
 def pool():
     return Pool(pool_size=N, seed=0)
 def high_water():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 def save():
     full = pool()
-    full.extend(TemporalDictTensor({"frame": frames(), "action": torch.zeros(1, N)}))
+    for number in range(0, N, PART):  # in parts, whose memory is not what saving could use
+        frames = torch.full((1, PART, 84, 84), number % 251, dtype=torch.uint8)
+        full.extend(TemporalDictTensor({"frame": frames, "action": torch.zeros(1, PART)}))
     before = high_water()
     full.save(sys.argv[1])
     return (high_water() - before) / full.nbytes
 def load():
-    n = frames().nbytes
     before = high_water()
     empty = pool()
     empty.load(sys.argv[1])
     assert empty.transitions(["action"])["action"].shape == (N,)
     assert empty.sample(5)["frame"].shape == (5, 84, 84)
-    return (high_water() - before) / n
+    return (high_water() - before) / empty.nbytes
 for measured in (save, load):  # each in a process of its own, where the high water is its own
     if os.fork() == 0:
         print(measured(), flush=True)
@@ -235,7 +233,7 @@ def test_saving_and_loading_need_hardly_more_memory_than_the_pool(tmp_path: Path
     command = [sys.executable, "-c", MEMORY, str(tmp_path / "pool")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     saving, loading = map(float, done.stdout.split())
-    # Relative to the pool: nothing for saving, and for loading the pool itself at most, whose
-    # memory can be what the tensor from before has given back.
+    # Relative to the pool: nothing for saving, and for loading the pool itself and what is loaded
+    # of the libraries, which is less than half of this small pool.
     assert saving < 0.2, done.stderr
-    assert loading < 1.2
+    assert loading < 1.7
