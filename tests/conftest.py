@@ -94,12 +94,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=dropped)
 
 
-def pytest_collection_finish() -> None:
-    """Spare the garbage collector what was imported: tests that look for leaks run it often."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_report_header() -> list[str]:
     """Say which package is tested: the likeliest surprise is a stale installed one."""
     spec = importlib.util.find_spec("rlpool")

@@ -71,10 +71,9 @@ def preload(*modules: str) -> None:
 
     The template process imports them, once, before the next worker is started. Their import must
     not start threads or use a GPU; one that does, or fails, is named in the log and left out: the
-    workers import it when they need it. What an import does to environment variables and
-    ``sys.path`` holds in every worker; what it does to the working directory, the umask, signals
-    and limits does not. What is changed in the modules' files later is seen after ``shutdown()``
-    only.
+    workers import it when they need it. What an import does to environment variables, ``sys.path``
+    and signal handlers holds in every worker; what it does to the working directory, the umask and
+    limits does not. What is changed in the modules' files later is seen after ``shutdown()`` only.
 
     Args:
         modules: Names, such as ``"mujoco"`` or ``"my_package.envs"``. Those of earlier calls stay.

@@ -382,11 +382,11 @@ class NoisyAgent(MlpAgent):
 
 
 def test_no_two_base_seeds_share_an_episode_or_its_noise() -> None:
-    # Fewer seeds than would have one twice by chance: 8,800 * 8,800 / 2 / 2**31 is 0.02.
+    # Fewer seeds than would have one twice by chance: 3,520 * 3,520 / 2 / 2**31 is 0.003.
     seeds, noise = [], []
     length = 10
     env_info = DictTensor({"length": torch.full((24,), length)})
-    for base in range(100):
+    for base in range(40):
         with EpisodeBatcher(
             length, 24, NoisyAgent, {}, create_env, {"n_lanes": 8}, n_threads=0, seeds=base
         ) as batcher:
@@ -406,12 +406,12 @@ def test_no_two_base_seeds_share_an_episode_or_its_noise() -> None:
                 assert result.info is not None
                 seeds += result.info["seed"].tolist()
                 noise.append(result["noise"].reshape(8, 2 * length).clone())
-    assert len(set(seeds)) == len(seeds) == 100 * (3 * 24 + 2 * 8)
+    assert len(set(seeds)) == len(seeds) == 40 * (3 * 24 + 2 * 8)
     assert all(0 <= seed < 2**31 for seed in seeds)
     numbers = torch.cat(noise)
     assert 0.0 <= numbers.min() <= numbers.max() < 1.0
     assert abs(numbers.mean() - 0.5) < 0.005
-    # Two numbers of 24 bits may be equal by chance; two in a row, of 167,200 pairs, hardly are.
+    # Two numbers of 24 bits may be equal by chance; two in a row, of 66,880 pairs, hardly are.
     words = (numbers.double() * 2**24).long()
     pairs = Counter((words[:, :-1] * 2**24 + words[:, 1:]).flatten().tolist())
     assert max(pairs.values()) == 1

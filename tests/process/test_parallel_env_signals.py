@@ -287,13 +287,13 @@ def test_a_batcher_over_a_manager_loses_the_request_and_works_on(alarms: Alarms)
             batcher.execute(3)
             other.execute(3)
             expected = other.get()
-            is_there, result = alarms.once(batcher.get)
-            if not is_there:
-                try:
+            try:
+                is_there, result = alarms.once(batcher.get)
+                if not is_there:
                     result = batcher.get()  # it was complete, or has yet to begin
-                except (WorkerError, AgentError):
-                    n_lost += 1
-                    continue
+            except (WorkerError, AgentError):
+                n_lost += 1
+                continue
             assert_equal(result, expected)
         batcher.execute(3)
         other.execute(3)

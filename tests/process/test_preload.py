@@ -58,7 +58,7 @@ def create_reporting(path: Path, names: tuple[str, ...]) -> gymnasium.Env[Any, A
         "seen_arguments": getattr(sys.modules.get("changes"), "arguments", None),
         "umask": umask,
         "gc": gc.isenabled(),
-        "term": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
+        "handles_sigterm": signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL,
         "random": random.random(),
     }
     path.write_text(json.dumps(report))
@@ -173,7 +173,7 @@ def test_what_an_import_changes_is_as_in_a_worker_or_as_if_it_were_not_imported(
     assert first["directory"] == os.getcwd()
     assert first["umask"] != 0o777
     assert first["gc"]
-    assert first["term"]
+    assert first["handles_sigterm"]
     assert first["random"] != second["random"]
 
 

@@ -31,6 +31,7 @@ def run_as_main(path: Path, *arguments: str, folder: Path | None = None) -> dict
         if folder is not None:
             patch.chdir(folder)
         patch.setattr(sys, "argv", [str(path), *arguments])
+        multiprocessing.set_start_method(None, force=True)  # as it is in a new process
         try:
             return runpy.run_path(str(path), run_name="__main__")
         finally:
