@@ -27,7 +27,7 @@ from rlpool.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.workers.messages import Setup
 from rlpool.workers.shipment import Shipment
 from rlpool.workers.supervisor import refuse_during_import
-from rlpool.workers.warm_start import check_start_method, memory_of
+from rlpool.workers.warm_start import memory_of
 
 _LOG = logging.getLogger("rlpool")
 
@@ -68,7 +68,6 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         if n_slots is not None:
             check_count("n_slots", n_slots, 1)
         check_timeout(timeout)
-        check_start_method(policy.start_method)
         for name, function in (("create_agent", create_agent), ("create_env", create_env)):
             _refuse_no_factory(name, function)
         self._root = root_from(_checked_seeds(seeds, n_threads))

@@ -36,7 +36,6 @@ from rlpool.workers.env_crew import EnvCrew
 from rlpool.workers.env_messages import Call
 from rlpool.workers.orders import Orders, lane_failure
 from rlpool.workers.supervisor import refuse_during_import
-from rlpool.workers.warm_start import check_start_method
 from rlpool.workers.watched_crew import placed
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -155,7 +154,6 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             max_rss_bytes,
             start_method,
         )
-        check_start_method(start_method)
         env_fns = _checked_functions(env_fns)
         check_count("envs_per_worker", envs_per_worker, 1)
         check_timeout(timeout)

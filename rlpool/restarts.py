@@ -18,6 +18,9 @@ from rlpool.errors import (
     compose,
 )
 
+START_METHODS = ("auto", "spawn")
+"""How worker processes may be started, see ``workers.warm_start``."""
+
 DEFAULT_MAX_RESTARTS = 16
 """Restarts of all workers of one owner: enough for odd deaths, few enough to be noticed."""
 
@@ -59,7 +62,7 @@ class FailurePolicy:
         max_episodes_per_worker: A worker that has completed so many episodes is replaced, ``None``
             for never.
         max_rss_bytes: A worker whose resident memory is larger is replaced, ``None`` for never.
-        start_method: How processes are started, see ``workers.warm_start``, which checks it.
+        start_method: How processes are started, one of ``START_METHODS``.
 
     Raises:
         SpecError: If a value is none of those; the message names it.
@@ -83,6 +86,14 @@ class FailurePolicy:
             ("max_rss_bytes", _LEAST_RSS_BYTES),
         ):
             _check_limit(name, getattr(self, name), least)
+        if not isinstance(self.start_method, str) or self.start_method not in START_METHODS:
+            raise SpecError(
+                compose(
+                    f"start_method should be 'auto' or 'spawn', got {self.start_method!r}",
+                    fix="'auto' forks workers from a template where that is safe, 'spawn' never "
+                    "does",
+                )
+            )
 
     @property
     def restarts_workers(self) -> bool:

@@ -115,7 +115,7 @@ def ctrl_c_interrupts() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def garbage_of_this_module_only() -> None:
-    """Spare collections of garbage what is there before a module's tests.
+    """Keep the garbage collector from looking at what is there before a module's tests.
 
     Many tests collect, which would look at every module and test of the run each time.
     """

@@ -84,7 +84,7 @@ class EpisodeRunner(ProcessOwner):
             ``None`` samples their action spaces. It may be replaced or change between runs.
         timeout: Seconds without a step after which a process counts as hanging, ``None`` for
             never.
-        start_method: How processes are started, one of ``workers.warm_start.START_METHODS``.
+        start_method: How processes are started, one of ``restarts.START_METHODS``.
 
     Attributes:
         envs: The list that was given.

@@ -29,12 +29,12 @@ from rlpool.pool.transition import (
     transition_of,
 )
 from rlpool.pool.writer import TransitionWriter
+from rlpool.restarts import FailurePolicy
 from rlpool.seeding import root_from
 from rlpool.slots import successor_key
 from rlpool.specs import DEFAULT_OBSERVATION_KEY
 from rlpool.stack_dumps import DumpsStacks
 from rlpool.storage import Array
-from rlpool.workers.warm_start import check_start_method
 
 _FIVE_KEYS = (
     DEFAULT_OBSERVATION_KEY,
@@ -145,7 +145,7 @@ class Pool(TransitionWriter, DumpsStacks):
             keys = listed_keys(keys)
             if not keys:
                 raise SpecError(compose("keys are empty", fix="leave keys out to store all"))
-        check_start_method(start_method)
+        FailurePolicy(start_method=start_method)  # checked, whether or not it is used
         self._runner = None
         if env is not None:
             self._runner = EpisodeRunner(

@@ -118,6 +118,14 @@ def _whereabouts() -> tuple[Any, ...]:
     return tuple(found)
 
 
+def has_umask() -> bool:
+    """Whether the kernel tells what ``ProcessState`` asks it for."""
+    try:
+        return "Umask" in _status()
+    except OSError:
+        return False
+
+
 def search_path() -> list[str]:
     """Where this process looks for modules."""
     first = multiprocessing.process.ORIGINAL_DIR or "."  # type: ignore[attr-defined]

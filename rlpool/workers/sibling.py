@@ -44,8 +44,10 @@ class SiblingForks:
 
     def __init__(self, noted: mmap.mmap) -> None:
         machine = platform.machine()
-        if not sys.platform.startswith("linux") or machine not in _SYSCALLS:
-            raise OSError(f"no way to fork a sibling on {sys.platform}, {machine}")
+        is_wide = sys.maxsize > 2**32
+        if sys.platform != "linux" or machine not in _SYSCALLS or not is_wide:
+            bits = "64" if is_wide else "32"
+            raise OSError(f"no way to fork a sibling on {sys.platform}, {machine}, {bits} bits")
         self._numbers = _SYSCALLS[machine]
         self._noted = ctypes.c_int.from_buffer(noted)  # which keeps the memory mapped
         self._libc = ctypes.PyDLL(None, use_errno=True)  # which keeps Python's lock
@@ -73,7 +75,10 @@ class SiblingForks:
         where = ctypes.byref(address), *(ctypes.c_void_p() for _ in range(3))
         found = self._libc.prctl(_PR_GET_TID_ADDRESS, *where) == 0 and address.value
         if not found or ctypes.c_int.from_address(found).value != os.getpid():
-            raise OSError("the C library does not tell where it keeps the number of a thread")
+            raise OSError(
+                "the kernel does not tell where the C library keeps the number of a thread "
+                "(CONFIG_CHECKPOINT_RESTORE)"
+            )
         return found
 
     def _call(self, *arguments: Any) -> int:

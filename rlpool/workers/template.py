@@ -4,8 +4,8 @@ It runs nothing else. It makes no environment, computes nothing with torch, star
 knows nothing of the user's program, so that a fork of it is like a process that was just spawned,
 but for the imports, whose memory all of them share. ``warm_start`` is the caller's side.
 
-Its caller sends descriptors for each worker and is answered with an error number. In the fork
-``serve`` returns, and what runs next is what runs in a process that multiprocessing spawned.
+Its caller sends descriptors for each worker and is answered with the worker's process number, or
+with minus an error number. In the fork ``serve`` returns, and what runs next is what runs in a process that multiprocessing spawned.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing import spawn
+from multiprocessing.connection import Connection
 from multiprocessing.spawn import spawn_main
 from pathlib import Path
 from typing import Any, NoReturn
@@ -117,7 +118,7 @@ _passed: list[int] = []
 
 
 def serve(
-    parent_pid: int, fd: int, word_fd: int, leash_fd: int, modules: Sequence[str]
+    parent_pid: int, fd: int, note_fd: int, leash_fd: int, modules: Sequence[str]
 ) -> Callable[[], None]:
     """Fork workers until the caller is gone; returns in workers only, with what they go on with.
 
@@ -127,7 +128,7 @@ def serve(
             and ``missing`` for modules, ``refused`` if this template cannot serve, and ``ready``,
             by a first fork, with ``sys.path`` if the imports of modules changed it and with the
             fork's parent.
-        word_fd: Memory to which the number of each new process is written.
+        note_fd: Memory to which the number of each new process is written.
         leash_fd: What ends this process with the caller, and is to be kept open.
         modules: Names of modules of the user's choice, to be imported too.
     """
@@ -138,7 +139,7 @@ def serve(
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     caller = socket.socket(fileno=fd)
     try:
-        forks = _proved_forks(caller, word_fd, modules)
+        forks = _proved_forks(caller, note_fd, modules)
     except Exception as error:
         with suppress(OSError):  # the caller is gone
             _tell(caller, "refused", "", str(error) or type(error).__name__)
@@ -150,23 +151,23 @@ def serve(
     return worker
 
 
-def _proved_forks(caller: socket.socket, word_fd: int, modules: Sequence[str]) -> SiblingForks:
+def _proved_forks(caller: socket.socket, note_fd: int, modules: Sequence[str]) -> SiblingForks:
     """Import everything; what forks workers after that.
 
     Raises:
         OSError: If that would not be safe, or cannot be done.
     """
-    forks = SiblingForks(mmap.mmap(word_fd, mmap.PAGESIZE))
-    os.close(word_fd)
+    forks = SiblingForks(mmap.mmap(note_fd, mmap.PAGESIZE))
+    os.close(note_fd)
     for name in _NEEDED:
         importlib.import_module(name)
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False  # torch takes its tables to pieces, which takes 50 ms per worker
-    _set_blas_threads(1)  # by which it is known to be possible
     if reason := _unsafe():
         raise OSError(reason)
     path_before = list(sys.path)
     _import_all(caller, modules)
+    # What they clean up is everybody's; and torch takes its tables to pieces, which takes 50 ms.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
     _drop_stdio(range(3))
     importlib.invalidate_caches()  # once for all workers, who look for modules' files themselves
     gc.freeze()
@@ -221,14 +222,18 @@ def _tell(caller: socket.socket, *words: Any) -> None:
 
 def _unsafe() -> str:
     """Why this process should not be forked, ``""`` if nothing speaks against it."""
-    patience_s = time.monotonic() + _THREAD_END_S
-    while (n_threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < patience_s:
+    deadline_s = time.monotonic() + _THREAD_END_S
+    while (n_threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < deadline_s:
         time.sleep(0.001)
     if n_threads != 1:
         return f"it has {n_threads} threads"
     has_context: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if has_context or any(name.startswith("/dev/nvidia") for name in _open_files()):
         return "it has a CUDA context"
+    try:
+        _set_blas_threads(1)  # by which it is known to be possible
+    except OSError as error:
+        return str(error)
     return ""
 
 
@@ -244,8 +249,9 @@ def _set_blas_threads(number: int) -> None:
     Raises:
         OSError: If one of them offers no way.
     """
-    maps = Path("/proc/self/maps").read_text()
-    for path in sorted(set(re.findall(r"(/\S*openblas\S*)$", maps, re.MULTILINE))):
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    files = {line.split(maxsplit=5)[5] for line in lines if "openblas" in line}
+    for path in sorted(path for path in files if "openblas" in os.path.basename(path)):
         library = ctypes.CDLL(path)
         found = [getattr(library, name) for name in _BLAS_NAMES if hasattr(library, name)]
         if not found:
@@ -335,13 +341,15 @@ def _begin_worker(standard: int, fds: list[int]) -> Callable[[], None]:
         fds: Those, then the pipe with what the worker is given, then the resource tracker's, then
             those that are named in what it is given.
     """
+    set_title("rlpool-worker")
     fds = _take_over_stdio(standard, fds)
     pipe, tracker_fd = fds[:2]
     _passed[:] = fds
-    state = _received_state(pipe)
-    if state is None:
+    try:
+        with Connection(os.dup(pipe), writable=False) as connection:
+            state: ProcessState = connection.recv()
+    except (EOFError, OSError):
         os._exit(0)  # the caller is gone or has given up
-    set_title("rlpool-worker")
     state.take_over()
     gc.enable()
     np.random.seed()  # noqa: NPY002 (the one that everybody shares)
@@ -404,21 +412,3 @@ def _take_over_stdio(standard: int, fds: list[int]) -> list[int]:
             setattr(sys, name, None)
             setattr(sys, f"__{name}__", None)
     return fds
-
-
-def _received_state(pipe: int) -> ProcessState | None:
-    """The first thing in the pipe, ``None`` if its other end was closed."""
-    head = _received(pipe, 4)
-    body = head and _received(pipe, int.from_bytes(head, "big"))
-    state: ProcessState | None = pickle.loads(body) if body else None
-    return state
-
-
-def _received(pipe: int, size: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        part = os.read(pipe, size - len(parts))
-        if not part:
-            return b""
-        parts += part
-    return bytes(parts)

@@ -21,9 +21,10 @@ from multiprocessing import spawn, util
 from typing import Any
 
 from rlpool.interrupts import InterruptsHeld, blocked_interrupts
+from rlpool.storage import anonymous_file
 from rlpool.workers.leash import Leash
-from rlpool.workers.process_state import search_path
-from rlpool.workers.template import BOOT, MAX_FDS, REQUEST, SHORTAGES
+from rlpool.workers.process_state import is_inherited, search_path
+from rlpool.workers.template import BOOT, REQUEST, SHORTAGES
 
 IMPORT_S = 120.0
 """How long a template may take for any one import."""
@@ -83,7 +84,7 @@ class Template:
         with InterruptsHeld(), blocked_interrupts():
             try:
                 self._leash = Leash()
-                self._note_fd = os.memfd_create("rlpool-template", os.MFD_CLOEXEC)
+                self._note_fd = anonymous_file("rlpool-template")
                 os.ftruncate(self._note_fd, mmap.PAGESIZE)
                 self._socket, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 with there, closing(self._leash.end()) as leash_end, ExitStack() as passed:
@@ -125,10 +126,8 @@ class Template:
             TemplateLostError: If there is no answer; there is no worker then.
             UnsafeError: If the system offers no way to do it.
         """
-        standard = [fd for fd in range(3) if _is_inherited(fd)]
+        standard = [fd for fd in range(3) if is_inherited(fd)]
         passed = [*standard, *fds]
-        if len(passed) > MAX_FDS:
-            raise UnsafeError(f"a worker is given {len(passed)} descriptors, {MAX_FDS} can be sent")
         mask = sum(1 << fd for fd in standard)
         most_processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         request = REQUEST.pack(mask, len(passed), most_processes)
@@ -159,7 +158,8 @@ class Template:
         while not poller.poll(_LOOK_S * 1000):
             if time.monotonic() > deadline:
                 raise TemplateSilentError(f"no answer for {timeout_s:g} s")
-            if not self.is_alive():  # and what it has forked keeps its end of the socket
+            # What it has forked may keep its end of the socket; its last words may be there by now.
+            if not self.is_alive() and not poller.poll(0):
                 raise TemplateLostError("it ended")
             self._signal(signal.SIGCONT)  # somebody may have stopped it
         with self._talking() as connection:
@@ -237,11 +237,3 @@ def end_child(pid: int) -> None:
     with suppress(ChildProcessError, ProcessLookupError):  # somebody else has waited for it
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-
-
-def _is_inherited(fd: int) -> bool:
-    """Whether a descriptor is open, and is so in a process that is spawned."""
-    try:
-        return os.get_inheritable(fd)
-    except OSError:
-        return False

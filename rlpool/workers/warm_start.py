@@ -14,6 +14,7 @@ import math
 import os
 import pickle
 import signal
+import struct
 import sys
 import threading
 import time
@@ -28,7 +29,7 @@ from typing import Any
 from rlpool.errors import SpecError, compose
 from rlpool.worker_limits import FORKED_WORKER_BYTES, WORKER_BYTES
 from rlpool.workers.leash import CAN_KILL
-from rlpool.workers.process_state import ProcessState, identity
+from rlpool.workers.process_state import ProcessState, has_umask, identity
 from rlpool.workers.template import PassedFd
 from rlpool.workers.template_handle import (
     IMPORT_S,
@@ -41,8 +42,6 @@ from rlpool.workers.template_handle import (
 
 _LOG = logging.getLogger("rlpool")
 
-START_METHODS = ("auto", "spawn")
-
 _MAX_TRIES = 3
 """How often a template is started that somebody ends meanwhile."""
 
@@ -53,27 +52,14 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 """Signals that say nothing about what a template was importing."""
 
 
-def check_start_method(value: Any) -> None:
-    """Refuse what is no start method.
-
-    Raises:
-        SpecError: If it is none.
-    """
-    if not isinstance(value, str) or value not in START_METHODS:
-        fix = "'auto' forks workers from a template where that is safe, 'spawn' never does"
-        raise SpecError(
-            compose(f"start_method should be 'auto' or 'spawn', got {value!r}", fix=fix)
-        )
-
-
 def preload(*modules: str) -> None:
     """Let workers start with modules imported, so that they need not import them one by one.
 
     The template process imports them, once, before the next worker is started. Their import must
     not start threads or use a GPU; one that does, or fails, is named in the log and left out: the
     workers import it when they need it. What an import does to environment variables, ``sys.path``
-    and signal handlers holds in every worker; what it does to the working directory, the umask and
-    limits does not. What is changed in the modules' files later is seen after ``shutdown()`` only.
+    and signal handlers holds in every worker, and what it leaves to ``atexit`` every worker does; what
+    it does to the working directory, the umask and limits does not hold. What is changed in the modules' files later is seen after ``shutdown()`` only.
 
     Args:
         modules: Names, such as ``"mujoco"`` or ``"my_package.envs"``. Those of earlier calls stay.
@@ -134,7 +120,7 @@ def process_class(start_method: str) -> type[SpawnProcess]:
 
 def bury() -> None:
     """Clear away a template that died meanwhile, of which the system keeps a trace until then."""
-    _templates.bury()
+    _templates.end_unless_busy(only_dead=True)
 
 
 def why_spawned() -> str:
@@ -144,10 +130,14 @@ def why_spawned() -> str:
 
 def why_impossible() -> str:
     """Why this platform allows no template; ``""`` where it does."""
-    try:
-        _refuse_platform()
-    except UnsafeError as error:
-        return str(error)
+    if sys.platform != "linux":
+        return f"that needs Linux, this is {sys.platform}"
+    if not CAN_KILL:
+        return "this Python cannot let the kernel end processes: fcntl lacks F_SETSIG"
+    if not has_umask():
+        return "that needs Linux 4.7 with /proc"
+    if getattr(sys, "frozen", False):
+        return "this program is frozen, its interpreter cannot be started for that"
     return ""
 
 
@@ -214,7 +204,7 @@ class _Popen(popen_spawn_posix.Popen):
             preparation["sys_path"] = search_path
         state = pickle.dumps(ProcessState.now())
         stream = io.BytesIO()
-        stream.write(len(state).to_bytes(4, "big") + state)
+        stream.write(struct.pack("!i", len(state)) + state)  # as a Connection receives it
         set_spawning_popen(self)
         try:
             dump(preparation, stream)
@@ -259,9 +249,9 @@ class _Templates:
             if wanted == self._refused and began_s < self._refused_until:
                 return None
             try:
-                _refuse_platform()
+                if why := why_impossible():
+                    raise UnsafeError(why)
                 if wanted != self._identity or not self._template.is_alive():
-                    self._end()
                     self._start()
                     self._identity = wanted
             except (TemplateLostError, UnsafeError) as error:
@@ -304,10 +294,11 @@ class _Templates:
         while n_tries < _MAX_TRIES:
             n_tries += 1
             modules = [m for m in self._modules if m not in self._left_out]
+            self._end()  # the one before; or that of a signal handler that came in between
             self._template = Template()
             try:
                 self._template.start(modules)
-                if self._is_up(self._template, n_tries == _MAX_TRIES):
+                if self._follow_imports(self._template, n_tries == _MAX_TRIES):
                     return
             except BaseException:
                 self._end()
@@ -316,7 +307,7 @@ class _Templates:
                 n_tries = 0
         raise TemplateLostError("it was killed while it started")
 
-    def _is_up(self, template: Template, is_last_try: bool) -> bool:
+    def _follow_imports(self, template: Template, is_last_try: bool) -> bool:
         """Follow a template's imports; returns whether it has started, else another one may.
 
         Raises:
@@ -362,19 +353,15 @@ class _Templates:
             self._left_out.clear()
             self._refused = ()
 
-    def at_exit(self) -> None:
-        """End the template; if a thread is just starting one, the kernel ends that."""
-        if self._lock.acquire(blocking=False):
-            try:
-                self._end()
-            finally:
-                self._lock.release()
+    def end_unless_busy(self, *, only_dead: bool = False) -> None:
+        """End the template, or clear it away if it died; one that a thread is starting stays.
 
-    def bury(self) -> None:
-        """Clear the template away if it died; what a thread is just starting is that thread's."""
+        Args:
+            only_dead: Leave it alone while it lives.
+        """
         if self._lock.acquire(blocking=False):
             try:
-                if not self._template.is_alive():
+                if not (only_dead and self._template.is_alive()):
                     self._end()
             finally:
                 self._lock.release()
@@ -394,19 +381,7 @@ def _importing(module: str) -> str:
     return "importing it" if module else "importing what every worker needs"
 
 
-def _refuse_platform() -> None:
-    """Refuse to have a template where there is no way to have one.
-
-    Raises:
-        UnsafeError: If this is such a platform.
-    """
-    if sys.platform != "linux" or not CAN_KILL or not hasattr(os, "memfd_create"):
-        raise UnsafeError(f"that needs Linux, this is {sys.platform}")
-    if getattr(sys, "frozen", False):
-        raise UnsafeError("this program is frozen, its interpreter cannot be started for that")
-
-
 _templates = _Templates()
-atexit.register(_templates.at_exit)
+atexit.register(_templates.end_unless_busy)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_templates.after_fork)

@@ -23,7 +23,7 @@ from rlpool import (
     WorkerStartupError,
     doctor,
 )
-from rlpool.workers.warm_start import START_METHODS
+from rlpool.restarts import START_METHODS
 
 from support.acting_envs import ActingEnv
 from support.agents import StepCounter

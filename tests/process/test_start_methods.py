@@ -23,8 +23,8 @@ from rlpool import (
     SpecError,
     make_parallel_env,
 )
+from rlpool.restarts import START_METHODS
 from rlpool.workers.supervisor import Supervisor
-from rlpool.workers.warm_start import START_METHODS
 
 pytestmark = pytest.mark.timeout(120)
 

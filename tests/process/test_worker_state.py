@@ -94,7 +94,8 @@ if __name__ == "__main__":
     sys.warnoptions.append("ignore::UserWarning")
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    Path("/proc/self/oom_score_adj").write_text("1")
+    score = Path("/proc/self/oom_score_adj")
+    score.write_text(str(min(1000, int(score.read_text()) + 1)))
     run_worker("new template")
     run_worker("spawned", "spawn")
 """
@@ -199,6 +200,8 @@ def test_error_in_the_main_module_of_a_worker_is_printed(
     assert "exit code 1" in script.stderr
 
 
+OOM_SCORE = Path("/proc/self/oom_score_adj")
+
 ASKS_FOR_ANOTHER_TEMPLATE: dict[str, Callable[[], Any]] = {
     "flags": lambda: sys.warnoptions.append("ignore::UserWarning"),
     "variable": lambda: os.environ.update(ANY="other"),
@@ -210,7 +213,7 @@ ASKS_FOR_ANOTHER_TEMPLATE: dict[str, Callable[[], Any]] = {
     "hard limit": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
     "scheduling": lambda: os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)),
     "privileges": lambda: ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
-    "kernel": lambda: Path("/proc/self/oom_score_adj").write_text("999"),
+    "kernel": lambda: OOM_SCORE.write_text(str(min(1000, int(OOM_SCORE.read_text()) + 1))),
 }
 IS_TAKEN_OVER: dict[str, Callable[[], Any]] = {
     "variable that often changes": lambda: os.environ.update(COLUMNS="17"),
@@ -222,6 +225,7 @@ IS_TAKEN_OVER: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # for its os.fork()
 @pytest.mark.parametrize(
     ("changes", "is_kept"), [(ASKS_FOR_ANOTHER_TEMPLATE, False), (IS_TAKEN_OVER, True)]
 )

@@ -1,1 +1,1 @@
-"""Environments and agents for tests: importable, because spawned workers pickle by name."""
+"""Environments and agents for tests: importable, because worker processes pickle by name."""

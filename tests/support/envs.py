@@ -1,6 +1,6 @@
 """Environments whose every observation can be worked out by hand, and environments of every kind.
 
-All of them are classes at module level, so that spawned workers can unpickle them by name.
+All of them are classes at module level, so that worker processes can unpickle them by name.
 """
 
 from __future__ import annotations

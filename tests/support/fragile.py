@@ -1,6 +1,6 @@
 """Environments that fail so many times and then no more, leak, or are not reproducible.
 
-All at module level, so that spawned workers can unpickle them by name.
+All at module level, so that worker processes can unpickle them by name.
 """
 
 from __future__ import annotations

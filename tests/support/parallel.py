@@ -1,6 +1,6 @@
 """Environments for ``ParallelEnvManager``, and functions that make managers.
 
-All at module level, so that spawned workers can unpickle them by name.
+All at module level, so that worker processes can unpickle them by name.
 """
 
 from __future__ import annotations

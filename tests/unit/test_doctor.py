@@ -175,7 +175,7 @@ def test_no_worker_is_started_if_none_is_wanted(
     monkeypatch: pytest.MonkeyPatch, root: Path
 ) -> None:
     monkeypatch.setattr(doctor, "seconds_of_an_episode", lambda: 1 / 0)
-    monkeypatch.setattr(warm_start, "Template", lambda _: 1 / 0)
+    monkeypatch.setattr(doctor, "why_spawned", lambda: 1 / 0)
     checks = examine(1, start_worker=False, root=root)
     assert not named(checks, "worker process")
     (check,) = named(checks, "start method")

@@ -13,9 +13,10 @@ from multiprocessing.context import SpawnProcess
 
 import pytest
 
+from rlpool.restarts import START_METHODS
 from rlpool.workers import leash
 from rlpool.workers.leash import Leash, LeashEnd
-from rlpool.workers.warm_start import START_METHODS, process_class
+from rlpool.workers.warm_start import process_class
 
 pytestmark = pytest.mark.skipif(not leash.CAN_KILL, reason="needs a kernel that can do it")
 

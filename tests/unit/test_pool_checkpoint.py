@@ -223,8 +223,10 @@ def load():
     return (high_water() - before) / empty.nbytes
 for measured in (save, load):  # each in a process of its own, where the high water is its own
     if os.fork() == 0:
-        print(measured(), flush=True)
-        os._exit(0)
+        try:
+            print(measured(), flush=True)
+        finally:
+            os._exit(0)
     os.wait()
 """
 
