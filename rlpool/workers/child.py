@@ -122,13 +122,12 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is None:
         return
-    parent_pid = os.getppid()
     kill_when_closed(parent.sentinel, -os.getpgrp())
     let_go()
 
     def watch() -> None:
         while not wait([parent.sentinel], timeout=_PARENT_CHECK_S):
-            if os.getppid() != parent_pid:
+            if os.getppid() != parent.pid:
                 break
         os.killpg(0, signal.SIGKILL)
 

@@ -42,9 +42,11 @@ _LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.star
 
 _CREDENTIALS = (
     *("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"),
-    *("NoNewPrivs", "Seccomp", "Seccomp_filters", "Mems_allowed_list"),
+    *("NoNewPrivs", "Seccomp", "Seccomp_filters", "Mems_allowed_list", "THP_enabled"),
 )
 """Lines of a process's status that say what it may do."""
+
+_PR_GET_SECUREBITS = 27
 
 _PASSED_ON = (
     *("thread-self/cgroup", "thread-self/personality"),
@@ -66,7 +68,6 @@ def identity() -> tuple[Any, ...]:
     except OSError:  # it was removed: starting a worker will say so
         directory = ""
     environment = {k: v for k, v in environment_variables().items() if k not in _VOLATILE}
-    hard = [resource.getrlimit(limit)[1] for limit in _LIMITS]
     return (
         spawn.get_executable(),
         tuple(util._args_from_interpreter_flags()),  # type: ignore[attr-defined]
@@ -74,11 +75,20 @@ def identity() -> tuple[Any, ...]:
         directory,
         frozenset(environment.items()),
         tuple(is_inherited(fd) for fd in range(3)),
+        irrevocable(),
+        len(os.sched_getaffinity(0)),
+        resource.getrlimit(resource.RLIMIT_STACK),
+    )
+
+
+def irrevocable() -> tuple[Any, ...]:
+    """What a process may be unable to take back: session, rights, scheduling, hard limits."""
+    return (
         os.getsid(0),
         _whereabouts(),
+        ctypes.CDLL(None).prctl(_PR_GET_SECUREBITS, 0, 0, 0, 0),
         (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority),
-        len(os.sched_getaffinity(0)),
-        (resource.getrlimit(resource.RLIMIT_STACK), *hard),
+        *(resource.getrlimit(limit)[1] for limit in _LIMITS),
     )
 
 

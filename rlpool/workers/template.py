@@ -5,7 +5,8 @@ knows nothing of the user's program, so that a fork of it is like a process that
 but for the imports, whose memory all of them share. ``warm_start`` is the caller's side.
 
 Its caller sends descriptors for each worker and is answered with the worker's process number, or
-with minus an error number. In the fork ``serve`` returns, and what runs next is what runs in a process that multiprocessing spawned.
+with minus an error number. In the fork ``serve`` returns, and what runs next is what runs in a
+process that multiprocessing spawned.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import atexit
 import ctypes
 import errno
 import gc
-import importlib
+import importlib.util
 import io
 import mmap
 import multiprocessing
@@ -42,17 +43,17 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from rlpool.workers.process_state import ProcessState
+from rlpool.workers.process_state import ProcessState, irrevocable
 from rlpool.workers.process_title import set_title
 from rlpool.workers.sibling import SiblingForks
 
 BOOT = (
-    "import gc, json, os, sys; gc.disable(); parent_pid = os.getppid(); "
+    "import gc, json, os, sys; gc.disable(); "
     'os.environ["OPENBLAS_NUM_THREADS"] = "1"; '
-    "(sys.path[:], argv), fds, modules = json.loads(sys.argv[1]), sys.argv[2:5], sys.argv[5:]; "
-    "sys.argv[:] = argv; "
+    "caller, numbers, modules = json.loads(sys.argv[1]), sys.argv[2:6], sys.argv[6:]; "
+    'sys.path[:], sys.argv[:] = caller["path"], caller["argv"]; '
     "from rlpool.workers.template import serve; "
-    "run = serve(parent_pid, *map(int, fds), modules); run()"
+    'run = serve(*map(int, numbers), modules, caller["main"]); run()'
 )
 """What its interpreter runs. The garbage collector is off from the start: a collection would leave
 holes in memory that workers fill, each with a copy of the page. OpenBLAS starts its threads when
@@ -118,7 +119,7 @@ _passed: list[int] = []
 
 
 def serve(
-    parent_pid: int, fd: int, note_fd: int, leash_fd: int, modules: Sequence[str]
+    parent_pid: int, fd: int, note_fd: int, leash_fd: int, modules: Sequence[str], main_file: str
 ) -> Callable[[], None]:
     """Fork workers until the caller is gone; returns in workers only, with what they go on with.
 
@@ -131,6 +132,7 @@ def serve(
         note_fd: Memory to which the number of each new process is written.
         leash_fd: What ends this process with the caller, and is to be kept open.
         modules: Names of modules of the user's choice, to be imported too.
+        main_file: The file of the caller's main module, which is none of them.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_title("rlpool-template")
@@ -139,7 +141,7 @@ def serve(
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     caller = socket.socket(fileno=fd)
     try:
-        forks = _proved_forks(caller, note_fd, modules)
+        forks = _proved_forks(caller, note_fd, modules, main_file)
     except Exception as error:
         with suppress(OSError):  # the caller is gone
             _tell(caller, "refused", "", str(error) or type(error).__name__)
@@ -151,7 +153,9 @@ def serve(
     return worker
 
 
-def _proved_forks(caller: socket.socket, note_fd: int, modules: Sequence[str]) -> SiblingForks:
+def _proved_forks(
+    caller: socket.socket, note_fd: int, modules: Sequence[str], main_file: str
+) -> SiblingForks:
     """Import everything; what forks workers after that.
 
     Raises:
@@ -164,7 +168,7 @@ def _proved_forks(caller: socket.socket, note_fd: int, modules: Sequence[str]) -
     if reason := _unsafe():
         raise OSError(reason)
     path_before = list(sys.path)
-    _import_all(caller, modules)
+    _import_all(caller, modules, main_file)
     # What they clean up is everybody's; and torch takes its tables to pieces, which takes 50 ms.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
@@ -183,7 +187,7 @@ def _proved_forks(caller: socket.socket, note_fd: int, modules: Sequence[str]) -
     return forks
 
 
-def _import_all(caller: socket.socket, modules: Sequence[str]) -> None:
+def _import_all(caller: socket.socket, modules: Sequence[str], main_file: str) -> None:
     """Import modules of the user's.
 
     Ends this process, so that another one does without, if a module fails or makes forking unsafe:
@@ -191,6 +195,7 @@ def _import_all(caller: socket.socket, modules: Sequence[str]) -> None:
     """
     _drop_stdio(range(1))  # spawned workers have no input either
     directory = os.getcwd()
+    before = irrevocable(), os.getpriority(os.PRIO_PROCESS, 0)
     # What starts processes when it is imported is refused, as in a worker.
     this_process: Any = multiprocessing.current_process()
     this_process._inheriting = True
@@ -198,6 +203,9 @@ def _import_all(caller: socket.socket, modules: Sequence[str]) -> None:
         _tell(caller, "importing", name)
         kind = why = ""
         try:
+            spec = importlib.util.find_spec(name)
+            if spec and spec.origin and os.path.realpath(spec.origin) == main_file:
+                raise ImportError("it is the main module, which each worker imports for itself")
             importlib.import_module(name)
         except BaseException as error:
             kind, why = "refused", " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -205,6 +213,8 @@ def _import_all(caller: socket.socket, modules: Sequence[str]) -> None:
                 kind = "missing"
         if reason := _unsafe():
             kind, why = "refused", reason
+        elif (irrevocable(), os.getpriority(os.PRIO_PROCESS, 0)) != before:
+            kind, why = "refused", "it changes limits or rights of its process for good"
         if kind:
             _tell(caller, kind, name, why)
         if kind == "refused":
@@ -325,9 +335,9 @@ class _Server:
 
     def _fork(self, most_processes: int) -> int:
         """Fork; returns 0 in the worker, and its number here, or minus that of an error."""
-        hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-        resource.setrlimit(resource.RLIMIT_NPROC, (most_processes, hard))
         try:
+            hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+            resource.setrlimit(resource.RLIMIT_NPROC, (most_processes, hard))
             return self._forks.fork()
         except OSError as error:
             return -(error.errno or errno.EAGAIN)

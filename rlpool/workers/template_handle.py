@@ -80,7 +80,9 @@ class Template:
         flags = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
         # Modules may look at the arguments of the program, as they do in workers.
         argv = [str(argument) for argument in sys.argv] if modules else ["-c"]
-        command = [executable, *flags, "-c", BOOT, json.dumps([search_path(), argv])]
+        main_file = os.path.realpath(getattr(sys.modules["__main__"], "__file__", None) or "")
+        about = {"path": search_path(), "argv": argv, "main": main_file}
+        command = [executable, *flags, "-c", BOOT, json.dumps(about), str(os.getpid())]
         with InterruptsHeld(), blocked_interrupts():
             try:
                 self._leash = Leash()
@@ -110,7 +112,8 @@ class Template:
         kind, *words = pickle.loads(self._received(IMPORT_S))
         if kind == "ready":
             self.search_path, parent_pid = words
-            self._end_unanswered()  # the fork that has said so
+            with InterruptsHeld():
+                self._end_unanswered()  # the fork that has said so
             if parent_pid != os.getpid():
                 raise UnsafeError("what it forks is not a child of this process")
         return kind, *words
@@ -200,9 +203,10 @@ class Template:
         with InterruptsHeld(), self._lock:
             if self.is_alive():
                 self._signal(signal.SIGKILL)
+            self._close_lines()
+            self._wait(0)  # before the note is read: it may be about to fork
             self._end_unanswered()
             self.forget()
-            self._wait(0)
             return self._code or 0
 
     def _signal(self, number: int) -> None:
@@ -222,14 +226,18 @@ class Template:
 
     def forget(self) -> None:
         """Close the descriptors, which is all there is to do in a fork of the caller."""
+        self._close_lines()
+        fd, self._note_fd = self._note_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _close_lines(self) -> None:
+        """Let the template see that nobody will ask it any more, and the kernel end it."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
         if self._leash is not None:
             self._leash.close()
-        fd, self._note_fd = self._note_fd, -1
-        if fd >= 0:
-            os.close(fd)
 
 
 def end_child(pid: int) -> None:

@@ -27,6 +27,7 @@ from multiprocessing.resource_tracker import getfd as tracker_fd
 from typing import Any
 
 from rlpool.errors import SpecError, compose
+from rlpool.interrupts import InterruptsHeld
 from rlpool.worker_limits import FORKED_WORKER_BYTES, WORKER_BYTES
 from rlpool.workers.leash import CAN_KILL
 from rlpool.workers.process_state import ProcessState, has_umask, identity
@@ -48,8 +49,10 @@ _MAX_TRIES = 3
 _PATIENCE = 10
 """How many times as long as it took to find out that there is no template the next try waits."""
 
-_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
-"""Signals that say nothing about what a template was importing."""
+_CRASHES = frozenset(
+    getattr(signal, f"SIG{name}") for name in ("SEGV", "BUS", "ILL", "FPE", "ABRT", "SYS", "TRAP")
+)
+"""Signals that a process brings upon itself. Any other says nothing about what it imports."""
 
 
 def preload(*modules: str) -> None:
@@ -58,8 +61,9 @@ def preload(*modules: str) -> None:
     The template process imports them, once, before the next worker is started. Their import must
     not start threads or use a GPU; one that does, or fails, is named in the log and left out: the
     workers import it when they need it. What an import does to environment variables, ``sys.path``
-    and signal handlers holds in every worker, and what it leaves to ``atexit`` every worker does; what
-    it does to the working directory, the umask and limits does not hold. What is changed in the modules' files later is seen after ``shutdown()`` only.
+    and signal handlers holds in every worker, and what it leaves to ``atexit`` every worker does;
+    what it does to the working directory, the umask and limits does not hold. What is changed in
+    the modules' files later is seen after ``shutdown()`` only.
 
     Args:
         modules: Names, such as ``"mujoco"`` or ``"my_package.envs"``. Those of earlier calls stay.
@@ -112,6 +116,9 @@ def process_class(start_method: str) -> type[SpawnProcess]:
     Args:
         start_method: One of ``START_METHODS``.
     """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    tracker_fd()  # which unblocks signals when it starts its process
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if start_method == "spawn":
         return SpawnProcess
     _templates.ready()
@@ -128,6 +135,13 @@ def why_spawned() -> str:
     return "" if _templates.ready() is not None else _templates.reason
 
 
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def why_impossible() -> str:
     """Why this platform allows no template; ``""`` where it does."""
     if sys.platform != "linux":
@@ -136,6 +150,8 @@ def why_impossible() -> str:
         return "this Python cannot let the kernel end processes: fcntl lacks F_SETSIG"
     if not has_umask():
         return "that needs Linux 4.7 with /proc"
+    if not os.path.exists("/proc/self/cwd"):
+        return "the working directory was removed"
     if getattr(sys, "frozen", False):
         return "this program is frozen, its interpreter cannot be started for that"
     return ""
@@ -249,8 +265,8 @@ class _Templates:
             if wanted == self._refused and began_s < self._refused_until:
                 return None
             try:
-                if why := why_impossible():
-                    raise UnsafeError(why)
+                if wanted is None:
+                    raise UnsafeError(why_impossible())
                 if wanted != self._identity or not self._template.is_alive():
                     self._start()
                     self._identity = wanted
@@ -261,8 +277,9 @@ class _Templates:
             return self._template
 
     def _wanted(self) -> Any:
-        """What a template is to be like."""
-        return None if why_impossible() else (identity(), self._modules)
+        """What a template is to be like, ``None`` if there can be none here."""
+        with InterruptsHeld():  # whose errors could be taken for those of /proc
+            return None if why_impossible() else (identity(), self._modules)
 
     def refuse(self, error: Exception, began_s: float) -> None:
         """Do without a template: for some time if it was lost, for good if none is safe.
@@ -330,8 +347,8 @@ class _Templates:
             self._leave_out(module, f"{_importing(module)} takes longer than {IMPORT_S:g} s")
         except TemplateLostError:
             code = template.end()
-            if -code not in _FROM_OUTSIDE or (module and is_last_try):
-                how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+            if code >= 0 or -code in _CRASHES or (module and is_last_try):
+                how = f"exit code {code}" if code >= 0 else _name_of(-code)
                 self._leave_out(module, f"{_importing(module)} ended the process ({how})")
         return False
 
