@@ -116,9 +116,10 @@ def process_class(start_method: str) -> type[SpawnProcess]:
     Args:
         start_method: One of ``START_METHODS``.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    tracker_fd()  # which unblocks signals when it starts its process
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with InterruptsHeld():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        tracker_fd()  # which unblocks signals when it starts its process
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if start_method == "spawn":
         return SpawnProcess
     _templates.ready()
