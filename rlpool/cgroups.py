@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from rlpool.interrupts import InterruptsHeld
+
 ROOT = Path("/")
 """Where ``/proc`` and ``/sys`` lie; another directory stands for another machine."""
 
@@ -70,10 +72,11 @@ def cpu_limits(root: Path = ROOT) -> list[float]:
 
 def read_text(file: Path) -> str:
     """A file of the kernel's, ``""`` where there is none."""
-    try:
-        return file.read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""
+    with InterruptsHeld():  # whose errors, such as TimeoutError, would be taken for the file's
+        try:
+            return file.read_text()
+        except (OSError, UnicodeDecodeError):
+            return ""
 
 
 def _number(file: Path) -> int | None:

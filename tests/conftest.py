@@ -56,7 +56,7 @@ settings.load_profile("rlpool")
 
 
 MANY_VARIANTS = 2
-SHARE = 10  # one variant in so many runs where there are many: the first, the eleventh, ...
+SHARE = 20  # one variant in so many runs where there are many: the first, the 21st, ...
 # Variants with another start method are counted for themselves, so that one of each runs.
 
 
@@ -66,7 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--variants",
         choices=("some", "rest", "all"),
         default="some",
-        help="of a process test with many variants run a tenth (default), the others, or all",
+        help="of a process test with many variants run a twentieth (default), the others, or all",
     )
 
 

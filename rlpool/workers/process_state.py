@@ -75,21 +75,19 @@ def identity() -> tuple[Any, ...]:
         directory,
         frozenset(environment.items()),
         tuple(is_inherited(fd) for fd in range(3)),
-        irrevocable(),
-        len(os.sched_getaffinity(0)),
-        resource.getrlimit(resource.RLIMIT_STACK),
-    )
-
-
-def irrevocable() -> tuple[Any, ...]:
-    """What a process may be unable to take back: session, rights, scheduling, hard limits."""
-    return (
         os.getsid(0),
         _whereabouts(),
         ctypes.CDLL(None).prctl(_PR_GET_SECUREBITS, 0, 0, 0, 0),
         (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority),
-        *(resource.getrlimit(limit)[1] for limit in _LIMITS),
+        len(os.sched_getaffinity(0)),
+        resource.getrlimit(resource.RLIMIT_STACK),
+        hard_limits(),
     )
+
+
+def hard_limits() -> tuple[int, ...]:
+    """Limits that a process can lower, and mostly not raise again."""
+    return tuple(resource.getrlimit(limit)[1] for limit in _LIMITS)
 
 
 def environment_variables() -> dict[bytes, bytes]:

@@ -43,7 +43,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from rlpool.workers.process_state import ProcessState, irrevocable
+from rlpool.workers.process_state import ProcessState, hard_limits
 from rlpool.workers.process_title import set_title
 from rlpool.workers.sibling import SiblingForks
 
@@ -195,7 +195,7 @@ def _import_all(caller: socket.socket, modules: Sequence[str], main_file: str) -
     """
     _drop_stdio(range(1))  # spawned workers have no input either
     directory = os.getcwd()
-    before = irrevocable(), os.getpriority(os.PRIO_PROCESS, 0)
+    before = hard_limits(), os.getpriority(os.PRIO_PROCESS, 0)
     # What starts processes when it is imported is refused, as in a worker.
     this_process: Any = multiprocessing.current_process()
     this_process._inheriting = True
@@ -213,8 +213,8 @@ def _import_all(caller: socket.socket, modules: Sequence[str], main_file: str) -
                 kind = "missing"
         if reason := _unsafe():
             kind, why = "refused", reason
-        elif (irrevocable(), os.getpriority(os.PRIO_PROCESS, 0)) != before:
-            kind, why = "refused", "it changes limits or rights of its process for good"
+        elif (hard_limits(), os.getpriority(os.PRIO_PROCESS, 0)) != before:
+            kind, why = "refused", "it changes hard limits or the nice value, for all workers"
         if kind:
             _tell(caller, kind, name, why)
         if kind == "refused":

