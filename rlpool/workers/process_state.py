@@ -130,8 +130,10 @@ def has_umask() -> bool:
     """Whether the kernel tells what ``ProcessState`` asks it for."""
     try:
         return "Umask" in _status()
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:  # no descriptor is left, of which starting a worker will tell
+        return True
 
 
 def search_path() -> list[str]:

@@ -151,7 +151,9 @@ def why_impossible() -> str:
         return "this Python cannot let the kernel end processes: fcntl lacks F_SETSIG"
     if not has_umask():
         return "that needs Linux 4.7 with /proc"
-    if not os.path.exists("/proc/self/cwd"):
+    try:
+        os.getcwd()
+    except FileNotFoundError:
         return "the working directory was removed"
     if getattr(sys, "frozen", False):
         return "this program is frozen, its interpreter cannot be started for that"
