@@ -55,7 +55,7 @@ settings.register_profile(
 settings.load_profile("rlpool")
 
 
-MANY_VARIANTS = 2
+MANY_VARIANTS = 1
 SHARE = 20  # one variant in so many runs where there are many: the first, the 21st, ...
 # Variants with another start method are counted for themselves, so that one of each runs.
 

@@ -202,7 +202,7 @@ def test_the_way_workers_are_started_is_told_with_its_reason(
     monkeypatch.setattr(warm_start, "CAN_KILL", False)
     (check,) = named(examine(1, start_worker=False, root=root), "start method")
     assert check.status == "warn"
-    assert check.what.startswith("workers are spawned, not forked from a template: that needs")
+    assert check.what.startswith("workers are spawned, not forked from a template: this Python")
 
 
 def test_memory_that_cannot_be_shared_bites(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
