@@ -1,13 +1,20 @@
 """rlpool: experience collection for reinforcement learning in PyTorch."""
 
-from rlpool.agent import Agent
-from rlpool.batcher import Batcher, EpisodeBatcher, MonoThreadEpisodeBatcher
-from rlpool.capsule import CrashCapsule
+from rlpool.agents.agent import Agent
+from rlpool.agents.device_agent import DeviceAgent
+from rlpool.agents.replay import replay_agent
+from rlpool.agents.sampling import (
+    categorical_log_probability,
+    normal_log_probability,
+    sample_categorical,
+    sample_normal,
+    sample_tanh_normal,
+)
+from rlpool.batch.batcher import Batcher, EpisodeBatcher, MonoThreadEpisodeBatcher
 from rlpool.crash_replay import Replay, replay_crash
 from rlpool.data.array import Array
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor, masked_tensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.device_agent import DeviceAgent
 from rlpool.envs.gym_env import GymEnv, GymEnvInf
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import (
@@ -25,21 +32,14 @@ from rlpool.errors import (
     WorkerStartupError,
     WorkerTimeoutError,
 )
+from rlpool.machine.worker_limits import worker_count
+from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.meta.learner import AGENT_ARCHS, Learner, collect_rollouts_parallel
 from rlpool.meta.make import make_env, make_parallel_env
 from rlpool.meta.trials import VariBadWrapper
-from rlpool.parallel_env import ParallelEnvManager
 from rlpool.pool.pool import Pool
-from rlpool.replay import replay_agent
-from rlpool.sampling import (
-    categorical_log_probability,
-    normal_log_probability,
-    sample_categorical,
-    sample_normal,
-    sample_tanh_normal,
-)
-from rlpool.stack_dumps import dump_stacks_on_signal
-from rlpool.worker_limits import worker_count
+from rlpool.record.crash_capsule import CrashCapsule
+from rlpool.workers.stack_dumps import dump_stacks_on_signal
 from rlpool.workers.warm_start import preload, shutdown
 
 __version__ = "0.1.0"

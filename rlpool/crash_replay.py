@@ -13,20 +13,20 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from rlpool.capsule import CrashCapsule
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.one_env import OneEnv
 from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerError, compose
-from rlpool.failures import described
 from rlpool.generators import seeded_generators
-from rlpool.parallel_env import ParallelEnvManager
+from rlpool.manager.parallel_env import ParallelEnvManager
+from rlpool.memory.storage import Array
+from rlpool.record.crash_capsule import CrashCapsule
+from rlpool.record.failures import described
 from rlpool.seeding import N_SEEDS
 from rlpool.signatures import called_with_seed
-from rlpool.slots import NOISE_KEY
+from rlpool.slots.blocks import NOISE_KEY
 from rlpool.specs import TensorSpec
-from rlpool.storage import Array
 
 _LOG = logging.getLogger("rlpool")
 

@@ -22,15 +22,11 @@ from pathlib import Path
 
 import numpy as np
 
-from rlpool.cgroups import ROOT
 from rlpool.envs.vec_env import FLAGS
 from rlpool.errors import RlpoolError, SpecError
-from rlpool.limits import human, own_bounds
-from rlpool.preflight import block_warning
-from rlpool.slots import Layout, StepSpecs
-from rlpool.specs import TensorSpec
-from rlpool.storage import Memory
-from rlpool.worker_limits import (
+from rlpool.machine.cgroups import ROOT
+from rlpool.machine.limits import human, own_bounds
+from rlpool.machine.worker_limits import (
     WORKER_BYTES,
     WORKER_DESCRIPTORS,
     Quota,
@@ -39,6 +35,10 @@ from rlpool.worker_limits import (
     worker_count,
     worker_quotas,
 )
+from rlpool.memory.storage import Memory
+from rlpool.slots.blocks import Layout, StepSpecs
+from rlpool.slots.preflight import block_warning
+from rlpool.specs import TensorSpec
 from rlpool.worker_trial import seconds_of_an_episode
 from rlpool.workers.supervisor import refuse_during_import
 from rlpool.workers.warm_start import memory_of, why_impossible, why_spawned

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlpool.interrupts import InterruptsHeld
+from rlpool.machine.interrupts import InterruptsHeld
 
 States = tuple[Any, Any, torch.Tensor]
 

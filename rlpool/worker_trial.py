@@ -13,8 +13,8 @@ import gymnasium
 import numpy as np
 import torch
 
-from rlpool.agent import Agent, AgentStep
-from rlpool.batcher import EpisodeBatcher
+from rlpool.agents.agent import Agent, AgentStep
+from rlpool.batch.batcher import EpisodeBatcher
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.gym_env import GymEnv

@@ -14,8 +14,8 @@ import torch
 from rlpool.data.array_index import Region, Span
 from rlpool.data.index_keys import as_numpy
 from rlpool.errors import SpecError, UsageError, compose
-from rlpool.storage import Memory, allocate
-from rlpool.versions import Version
+from rlpool.memory.storage import Memory, allocate
+from rlpool.memory.versions import Version
 
 Values = np.ndarray[Any, Any]
 

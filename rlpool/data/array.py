@@ -19,7 +19,7 @@ from torch.utils import _pytree
 from rlpool.data.allocation import Allocation, packed_region, plain, unpacked_region
 from rlpool.data.array_index import Region
 from rlpool.errors import SpecError, UsageError, compose
-from rlpool.storage import Memory
+from rlpool.memory.storage import Memory
 
 Values = np.ndarray[Any, Any]
 

@@ -273,14 +273,14 @@ class DictTensor:
 
         Its batch size is ``[B]``, or ``[]`` if a tensor is 0-d or first dimensions differ.
         """
-        from rlpool.integrations.tensordict import dict_tensor_to_tensordict
+        from rlpool.data.tensordict import dict_tensor_to_tensordict
 
         return dict_tensor_to_tensordict(self)
 
     @staticmethod
     def from_tensordict(tensordict: Any) -> DictTensor:
         """The tensors of a ``TensorDict``, not copied; nested keys are joined with ``/``."""
-        from rlpool.integrations.tensordict import dict_tensor_from_tensordict
+        from rlpool.data.tensordict import dict_tensor_from_tensordict
 
         return dict_tensor_from_tensordict(tensordict)
 

@@ -469,14 +469,14 @@ class TemporalDictTensor:
         It has batch size ``[B]`` and the entries ``steps`` (a ``TensorDict`` ``[B, T]``),
         ``lengths`` and ``info`` (a ``TensorDict`` ``[B]``).
         """
-        from rlpool.integrations.tensordict import temporal_dict_tensor_to_tensordict
+        from rlpool.data.tensordict import temporal_dict_tensor_to_tensordict
 
         return temporal_dict_tensor_to_tensordict(self)
 
     @staticmethod
     def from_tensordict(tensordict: Any) -> TemporalDictTensor:
         """The tensors of a ``TensorDict`` as ``to_tensordict`` makes it, not copied."""
-        from rlpool.integrations.tensordict import temporal_dict_tensor_from_tensordict
+        from rlpool.data.tensordict import temporal_dict_tensor_from_tensordict
 
         return temporal_dict_tensor_from_tensordict(tensordict)
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from rlpool.errors import SpecError
+from rlpool.memory.storage import Array, batch_array
 from rlpool.specs import Leaf, Structure, TensorSpec, flattener, leaves_of
-from rlpool.storage import Array, batch_array
 
 
 def converted(value: Any, spec: TensorSpec, key: str) -> Array:

@@ -14,6 +14,7 @@ from rlpool.envs.columns import BadValue, Columns
 from rlpool.envs.make_wrappers import have_passed, without_checkers, without_time_limit
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import SpecError, compose
+from rlpool.memory.storage import Array
 from rlpool.specs import (
     Leaf,
     Structure,
@@ -23,7 +24,6 @@ from rlpool.specs import (
     structure_of_space,
     structure_of_value,
 )
-from rlpool.storage import Array
 
 _NO_LIMIT = 2**62  # steps
 

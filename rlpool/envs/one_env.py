@@ -53,6 +53,7 @@ from rlpool.envs.handed_out import (
 from rlpool.envs.vec_env import LaneError, Options, VecEnv, flag_of
 from rlpool.errors import SpecError, compose
 from rlpool.generators import seed_generators
+from rlpool.memory.storage import Array
 from rlpool.seeding import stream_seed
 from rlpool.specs import (
     Leaf,
@@ -62,7 +63,6 @@ from rlpool.specs import (
     structure_of_space,
     with_dtypes,
 )
-from rlpool.storage import Array
 
 STATE_KEY = "state"
 ACTION_KEY = "action"

@@ -18,6 +18,7 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import Info, info_rows
 from rlpool.envs.columns import Columns
 from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where, compose
+from rlpool.memory.storage import Array, batch_array
 from rlpool.seeding import LaneSeeds, root_from
 from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
@@ -26,7 +27,6 @@ from rlpool.specs import (
     TensorSpec,
     refuse_collisions,
 )
-from rlpool.storage import Array, batch_array
 
 Options = Mapping[str, Any] | None
 """One row of ``env_info`` as Python values: the ``options`` of a reset."""

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from rlpool.agent import Agent, AgentStep
+from rlpool.agents.agent import Agent, AgentStep
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError, compose
+from rlpool.memory.storage import Array
 from rlpool.signatures import takes_keyword, takes_position
 from rlpool.specs import DEFAULT_OBSERVATION_KEY, join_key
-from rlpool.storage import Array
 
 _PREVIOUS = "previous_action"
 _ACTED_SPACES = ("Box", "Discrete", "MultiDiscrete", "MultiBinary")

@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from rlpool.agent import Agent
+from rlpool.agents.agent import Agent
 from rlpool.envs.gym_env import GymEnv, all_tasks
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import AgentError, EnvError, SpecError, UsageError, WorkerError, compose
-from rlpool.failures import DEBUG_HINT, LOCAL_HINT
+from rlpool.loop.rollout import Rollout
+from rlpool.manager.parallel_env import ParallelEnvManager
+from rlpool.manager.watched_crew import ENV_HINT
 from rlpool.meta.agents import ActingAgent, RandomAgent, check_agent
 from rlpool.meta.rollouts import MAX_CHUNK, NO_TASK, RolloutData, RolloutPlan
 from rlpool.meta.rows import RowsEnv
 from rlpool.meta.trials import TASK_OPTION
-from rlpool.parallel_env import ParallelEnvManager
-from rlpool.rollout import Rollout
+from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
 from rlpool.seeding import episode_seeds, noise_keys, probe_seed, root_from, task_draws
-from rlpool.slots import Layout
-from rlpool.workers.watched_crew import ENV_HINT
+from rlpool.slots.blocks import Layout
 
 BATCH_ROWS = 16
 """Rows of the policy's batch unless told otherwise: as many as most machines have cores."""

@@ -9,13 +9,13 @@ from typing import Any
 import gymnasium
 
 from rlpool.arguments import names_arguments
-from rlpool.batcher_base import check_count
-from rlpool.crash_files import CrashDir
+from rlpool.batch.batcher_base import check_count
+from rlpool.machine.worker_limits import worker_count
+from rlpool.manager.parallel_env import DEFAULT_TIMEOUT_S, ParallelEnvManager
 from rlpool.meta.trials import VariBadWrapper
-from rlpool.parallel_env import DEFAULT_TIMEOUT_S, ParallelEnvManager
-from rlpool.restarts import DEFAULT_MAX_RESTARTS
+from rlpool.record.crash_files import CrashDir
 from rlpool.seeding import root_from, seed_from, worker_seed
-from rlpool.worker_limits import worker_count
+from rlpool.workers.failure_policy import DEFAULT_MAX_RESTARTS
 
 
 def make_env(

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from rlpool.envs.vec_env import FLAGS
+from rlpool.loop.plan import Episode
+from rlpool.memory.storage import Array, Memory
 from rlpool.meta.rows import RowsEnv
 from rlpool.meta.trials import TASK_OPTION
-from rlpool.plan import Episode
 from rlpool.seeding import NoiseStarts, Words
-from rlpool.slots import Arrays, Layout
+from rlpool.slots.blocks import Arrays, Layout
 from rlpool.specs import DEFAULT_OBSERVATION_KEY
-from rlpool.storage import Array, Memory
 
 MAX_CHUNK = 128
 """Steps of a rollout that stay in a slot: longer ones are copied out piece by piece, so that the

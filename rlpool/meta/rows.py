@@ -9,8 +9,8 @@ import numpy as np
 
 from rlpool.envs.columns import Columns
 from rlpool.envs.vec_env import FLAGS, LaneError, Options, VecEnv
+from rlpool.memory.storage import Array, batch_array
 from rlpool.specs import Leaf, row_specs
-from rlpool.storage import Array, batch_array
 
 
 class RowsEnv(VecEnv):

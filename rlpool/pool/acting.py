@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from gymnasium.utils import seeding
 
-from rlpool.agent import Agent, AgentStep
+from rlpool.agents.agent import Agent, AgentStep
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.columns import converted
 from rlpool.envs.one_env import ACTION_KEY, OneEnv, seed_process
 from rlpool.errors import SpecError, Where, WorkerStartupError, compose
-from rlpool.failures import described, text_of
+from rlpool.memory.storage import Array
+from rlpool.record.failures import described, text_of
 from rlpool.specs import flattener, leaves_of, structure_of_space, structure_of_value, with_dtypes
-from rlpool.storage import Array
 
 Policy = Callable[[Any], Any]
 """State to action, both as the environment hands them out and takes them."""

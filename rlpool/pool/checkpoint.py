@@ -31,12 +31,12 @@ import numpy as np
 import torch
 
 from rlpool.errors import SpecError, compose
-from rlpool.interrupts import InterruptsHeld
+from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.memory.storage import Array, allocate, carve, carved_bytes
 from rlpool.pool.intake import Schema, converted, stored_spec
 from rlpool.pool.writer import TransitionWriter
-from rlpool.slots import successor_key
+from rlpool.slots.blocks import successor_key
 from rlpool.specs import TensorSpec
-from rlpool.storage import Array, allocate, carve, carved_bytes
 
 METADATA_KEY = "metadata"
 _CHECKSUMS_KEY = "checksums"

@@ -24,8 +24,10 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from rlpool.batcher_base import DEFAULT_TIMEOUT_S, check_count, check_timeout
-from rlpool.coordinator import Coordinator
+from rlpool.batch.batcher_base import DEFAULT_TIMEOUT_S, check_count, check_timeout
+from rlpool.batch.coordinator import Coordinator
+from rlpool.batch.requests import WindowRequest, as_infos
+from rlpool.batch.workforce import WorkersDisagree
 from rlpool.envs.one_env import ACTION_KEY, STATE_KEY
 from rlpool.errors import (
     AgentError,
@@ -36,6 +38,7 @@ from rlpool.errors import (
     WorkerTimeoutError,
     compose,
 )
+from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.ownership import ProcessOwner
 from rlpool.pool.acting import Policy, Station
 from rlpool.pool.environments import (
@@ -45,18 +48,15 @@ from rlpool.pool.environments import (
     pickled_policy,
 )
 from rlpool.pool.transitions import EpisodeParts, Transitions, is_part
-from rlpool.preflight import checked
-from rlpool.requests import WindowRequest, as_infos
-from rlpool.restarts import FailurePolicy
 from rlpool.seeding import LaneSeeds, root_from
-from rlpool.slots import Layout, StepSpecs
+from rlpool.slots.blocks import Layout, StepSpecs
+from rlpool.slots.preflight import checked
 from rlpool.specs import TensorSpec
-from rlpool.worker_limits import WORKER_DESCRIPTORS, check_workers
+from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.messages import Setup
 from rlpool.workers.shipment import Shipment
 from rlpool.workers.supervisor import refuse_during_import
 from rlpool.workers.warm_start import memory_of
-from rlpool.workforce import WorkersDisagree
 
 _LOG = logging.getLogger("rlpool")
 

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from rlpool.batcher_base import check_count
+from rlpool.batch.batcher_base import check_count
 from rlpool.errors import SpecError, compose
-from rlpool.pickling import pickled
+from rlpool.machine.pickling import pickled
 
 _HOW_TO_PICKLE = (
     "make it in the first reset() or call, which runs in the process, or leave it out in "

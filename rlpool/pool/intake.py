@@ -13,10 +13,10 @@ import torch
 
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, compose
-from rlpool.slots import successor_key
+from rlpool.memory.storage import Array
+from rlpool.slots.blocks import successor_key
+from rlpool.slots.trajectories import DerivedTensors, Successor
 from rlpool.specs import TensorSpec
-from rlpool.storage import Array
-from rlpool.trajectories import DerivedTensors, Successor
 
 _PAIRED_BYTES = 9
 """Rows of at least this size are not stored twice. Below, the link to a row's final value costs as

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from rlpool.arguments import names_arguments
-from rlpool.batcher_base import DEFAULT_TIMEOUT_S, check_count
+from rlpool.batch.batcher_base import DEFAULT_TIMEOUT_S, check_count
 from rlpool.data.dict_tensor import listed_keys
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError, compose
+from rlpool.memory.storage import Array
 from rlpool.pool.checkpoint import from_tensors, read_file, state_of, to_tensors, write_file
 from rlpool.pool.collection import EpisodeRunner
 from rlpool.pool.intake import intake_of, specs_of
@@ -29,12 +30,11 @@ from rlpool.pool.transition import (
     transition_of,
 )
 from rlpool.pool.writer import TransitionWriter
-from rlpool.restarts import FailurePolicy
 from rlpool.seeding import root_from
-from rlpool.slots import successor_key
+from rlpool.slots.blocks import successor_key
 from rlpool.specs import DEFAULT_OBSERVATION_KEY
-from rlpool.stack_dumps import DumpsStacks
-from rlpool.storage import Array
+from rlpool.workers.failure_policy import FailurePolicy
+from rlpool.workers.stack_dumps import DumpsStacks
 
 _FIVE_KEYS = (
     DEFAULT_OBSERVATION_KEY,

@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rlpool.errors import UsageError, compose
+from rlpool.memory.storage import Memory
 from rlpool.pool.intake import Schema
 from rlpool.pool.reader import TransitionReader
 from rlpool.pool.ring import Ring, capacities
 from rlpool.pool.row_store import RowStore
 from rlpool.pool.sharing import Sync
 from rlpool.seeding import root_from
-from rlpool.storage import Memory
 
 _T = TypeVar("_T")
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from rlpool.errors import SpecError, compose
-from rlpool.storage import Array
+from rlpool.memory.storage import Array
 
 _FANOUT = 16
 _TOP_SIZE = 2**14  # nodes of the top level, which is searched as a whole

@@ -10,17 +10,17 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import torch
 
-from rlpool.batcher_base import check_count
+from rlpool.batch.batcher_base import check_count
 from rlpool.data.dict_tensor import DictTensor, listed_keys
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import NotEnoughDataError, SpecError, UsageError, compose
+from rlpool.memory.storage import Array
 from rlpool.pool.intake import Schema
 from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.ring import Ring
 from rlpool.pool.row_store import RowStore
-from rlpool.slots import successor_key
+from rlpool.slots.blocks import successor_key
 from rlpool.specs import TensorSpec
-from rlpool.storage import Array
 
 INDEX_KEY = "index"
 WEIGHT_KEY = "weight"

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from rlpool.batcher_base import check_count
+from rlpool.batch.batcher_base import check_count
 from rlpool.errors import SpecError, compose
-from rlpool.storage import Array
+from rlpool.memory.storage import Array
 
 
 @dataclass(frozen=True)

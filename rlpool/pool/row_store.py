@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from rlpool.memory.storage import Array, Memory, carve, carved_bytes
 from rlpool.pool.intake import Intake
-from rlpool.slots import successor_key
+from rlpool.slots.blocks import successor_key
 from rlpool.specs import TensorSpec
-from rlpool.storage import Array, Memory, carve, carved_bytes
 
 _INT32 = TensorSpec((), np.dtype(np.int32))
 _BOOL = TensorSpec((), np.dtype(bool))

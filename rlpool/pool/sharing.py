@@ -1,6 +1,6 @@
 """What a pool's writer and its readers in other processes agree on.
 
-Readers look at what does not change meanwhile, as ``rlpool.versions`` says.
+Readers look at what does not change meanwhile, as ``rlpool.memory.versions`` says.
 
 Whenever the writer dies, ``oldest`` and ``next`` of each sub-pool enclose whole transitions: it
 first gives up what it will write over, then writes, then says that it is there.
@@ -16,8 +16,8 @@ from typing import TypeVar
 import numpy as np
 
 from rlpool.errors import UsageError, compose
-from rlpool.storage import Array, Memory
-from rlpool.versions import Version
+from rlpool.memory.storage import Array, Memory
+from rlpool.memory.versions import Version
 
 _T = TypeVar("_T")
 

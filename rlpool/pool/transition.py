@@ -11,11 +11,11 @@ import torch
 
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, compose
+from rlpool.memory.storage import Array
 from rlpool.pool.intake import is_storable
 from rlpool.pool.transitions import Transitions
-from rlpool.slots import successor_key
+from rlpool.slots.blocks import successor_key
 from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec, join_key
-from rlpool.storage import Array
 
 ACTION_KEY = "action"
 REWARD_KEY, DONE_KEY, TERMINATED_KEY = "_reward", "_done", "_terminated"

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.one_env import ACTION_KEY, STATE_KEY
-from rlpool.storage import Array
+from rlpool.memory.storage import Array
 
 Values = Array | dict[str, Array]
 """One array, or several by key where a state or an action is made of several."""

@@ -13,7 +13,8 @@ import numpy as np
 
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError, compose
-from rlpool.limits import check_size
+from rlpool.machine.limits import check_size
+from rlpool.memory.storage import Array, Memory, allocate, carved_bytes
 from rlpool.pool.intake import Intake, Schema, intake_of, intake_of_one, specs_of
 from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.reader import RESULT_KEYS, TransitionReader
@@ -21,9 +22,8 @@ from rlpool.pool.ring import Ring, WindowRules, capacities, routes
 from rlpool.pool.row_store import RowStore
 from rlpool.pool.sharing import Sync
 from rlpool.pool.transition import DONE_KEY
-from rlpool.slots import successor_key
+from rlpool.slots.blocks import successor_key
 from rlpool.specs import TensorSpec
-from rlpool.storage import Array, Memory, allocate, carved_bytes
 
 _T = TypeVar("_T")
 

@@ -9,8 +9,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.failures import described
 from rlpool.generators import seeded_generators
+from rlpool.record.failures import described
 from rlpool.testing.agent_results import difference, difference_of, specs_of, told
 from rlpool.testing.agent_subject import AgentSubject, Inputs, call, initial_state
 from rlpool.testing.episodes import bits

@@ -7,12 +7,12 @@ from typing import Any
 
 import cloudpickle
 
-from rlpool.agent import Agent, call_problem
-from rlpool.agent_driver import AgentDriver
+from rlpool.agents.agent import Agent, call_problem
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.errors import SpecError, compose
-from rlpool.failures import agent_advice, described
-from rlpool.probe import refuse_misfit
+from rlpool.loop.agent_driver import AgentDriver
+from rlpool.loop.probe import refuse_misfit
+from rlpool.record.failures import agent_advice, described
 from rlpool.specs import TensorSpec
 from rlpool.testing.agent_call_checks import (
     deterministic,

@@ -13,18 +13,18 @@ from typing import Any, cast
 
 import torch
 
-from rlpool.agent import Agent
+from rlpool.agents.agent import Agent
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import Info, info_rows
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError
-from rlpool.failures import described
 from rlpool.generators import seeded_generators
-from rlpool.history import History
-from rlpool.probe import empty_history
+from rlpool.loop.history import History
+from rlpool.loop.probe import empty_history
+from rlpool.record.failures import described
 from rlpool.seeding import root_from, worker_seed
-from rlpool.slots import NOISE_KEY, StepSpecs
+from rlpool.slots.blocks import NOISE_KEY, StepSpecs
 from rlpool.specs import TensorSpec, row_specs
 from rlpool.testing.findings import Failed, refuse_arguments_of_instance
 from rlpool.testing.observation_rows import ObservationRows

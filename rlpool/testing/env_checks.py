@@ -14,8 +14,8 @@ from gymnasium.utils import env_checker, passive_env_checker
 from rlpool.envs.ancestor_env import AncestorEnv, reset_arguments
 from rlpool.envs.gym_env import GymEnv
 from rlpool.errors import SpecError
-from rlpool.failures import described
 from rlpool.generators import seeded_generators
+from rlpool.record.failures import described
 from rlpool.specs import structure_of_space
 from rlpool.testing.env_repeat_checks import (
     fresh_instance_repeats,

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.errors import SpecError
-from rlpool.failures import described
 from rlpool.generators import seeded_generators
+from rlpool.record.failures import described
 from rlpool.testing.env_subject import EnvSubject
 from rlpool.testing.episodes import (
     ActionArrays,

@@ -10,7 +10,7 @@ import numpy as np
 from rlpool.envs.columns import converted
 from rlpool.envs.vec_env import LaneError
 from rlpool.errors import SpecError
-from rlpool.failures import reset_advice
+from rlpool.record.failures import reset_advice
 from rlpool.specs import DEFAULT_OBSERVATION_KEY, flattener, leaves_of, structure_of_space
 from rlpool.testing.env_subject import EnvSubject
 from rlpool.testing.episodes import Step, arrays_in, place

@@ -17,8 +17,8 @@ import gymnasium
 from rlpool.envs.ancestor_env import modernised
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import VecEnv
-from rlpool.failures import described
 from rlpool.generators import seeded_generators
+from rlpool.record.failures import described
 from rlpool.seeding import episode_seeds, root_from, worker_seed
 from rlpool.signatures import called_with_seed, takes_keyword
 from rlpool.testing.episodes import ActionArrays, Episode, LaneOf, Runnable, run_episode

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
-from rlpool.failures import described
+from rlpool.record.failures import described
 from rlpool.specs import flattener, leaves_of, structure_of_space, structure_of_value
 
 

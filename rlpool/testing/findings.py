@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from rlpool.errors import SpecError, compose
-from rlpool.failures import described
+from rlpool.record.failures import described
 
 _LOG = logging.getLogger("rlpool")
 

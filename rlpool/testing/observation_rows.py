@@ -14,8 +14,9 @@ from rlpool.envs.columns import Columns
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import FLAGS, REWARD_SPEC, LaneError, VecEnv
 from rlpool.errors import SpecError, compose
-from rlpool.failures import described
 from rlpool.generators import seeded_generators
+from rlpool.memory.storage import batch_array
+from rlpool.record.failures import described
 from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
     Leaf,
@@ -23,7 +24,6 @@ from rlpool.specs import (
     leaves_of,
     structure_of_space,
 )
-from rlpool.storage import batch_array
 from rlpool.testing.env_subject import EnvSubject
 from rlpool.testing.episodes import ActionArrays
 from rlpool.testing.findings import CannotCheck

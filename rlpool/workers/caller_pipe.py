@@ -20,7 +20,7 @@ import struct
 from collections import deque
 from contextlib import suppress
 
-from rlpool.storage import Memory
+from rlpool.memory.storage import Memory
 from rlpool.workers.messages import Message
 
 _READ_BYTES = 2**16

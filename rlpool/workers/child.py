@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlpool.claims import ClaimLock
+from rlpool.batch.claims import ClaimLock
+from rlpool.batch.collector import Collector
 from rlpool.generators import seed_generators
+from rlpool.memory.storage import Memory
 from rlpool.seeding import worker_seed
-from rlpool.storage import Memory
-from rlpool.workers.collector import Collector
 from rlpool.workers.fast_checks import install_fast_checks
 from rlpool.workers.fast_seeding import FastSeeding
 from rlpool.workers.leash import kill_when_closed, let_go

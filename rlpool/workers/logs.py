@@ -18,8 +18,8 @@ from collections import deque
 from itertools import count
 from typing import Any, NamedTuple
 
-from rlpool.interrupts import InterruptsHeld
-from rlpool.log_records import decode, encode, notice
+from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.workers.log_records import decode, encode, notice
 from rlpool.workers.outbox import MAX_TEXT_BYTES, Outbox
 
 

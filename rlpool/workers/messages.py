@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlpool.errors import RlpoolError, WorkerError
-from rlpool.slots import Layout, StepSpecs
-from rlpool.storage import Memory
+from rlpool.memory.storage import Memory
+from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.parcel import Parcel
 from rlpool.workers.shipment import Shipment
 

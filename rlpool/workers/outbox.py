@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpool.storage import PAGE_BYTES, Memory, anonymous_file
+from rlpool.memory.storage import PAGE_BYTES, Memory, anonymous_file
 from rlpool.workers.inherited import Inherited
 
 MAX_UNREAD_BYTES = 16 * 2**20

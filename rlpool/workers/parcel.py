@@ -17,7 +17,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-from rlpool.storage import Memory
+from rlpool.memory.storage import Memory
 
 _ALIGNMENT = 64  # bytes: what torch gives its own tensors
 

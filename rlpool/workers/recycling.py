@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rlpool.limits import human, resident_bytes
-from rlpool.restarts import FailurePolicy
-from rlpool.worker_limits import refuse_small_limit
+from rlpool.machine.limits import human, resident_bytes
+from rlpool.machine.worker_limits import refuse_small_limit
+from rlpool.workers.failure_policy import FailurePolicy
 
 _LOOK_S = 0.1
 """A worker's memory is looked at no more often: it costs some ten microseconds."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from multiprocessing.reduction import DupFd
 from typing import Any
 
-from rlpool.storage import Memory
+from rlpool.memory.storage import Memory
 
 _LARGE_BYTES = 2**14
 """What surely fits into the pipe through which a new process gets its arguments. With more,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from rlpool.storage import anonymous_file
+from rlpool.memory.storage import anonymous_file
 from rlpool.workers.outbox import Outbox
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2

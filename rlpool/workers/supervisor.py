@@ -20,15 +20,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlpool.claims import ClaimLock
+from rlpool.batch.claims import ClaimLock
+from rlpool.batch.collector import Deliver
 from rlpool.errors import UsageError, WorkerStartupError
-from rlpool.interrupts import InterruptsHeld, blocked_interrupts
-from rlpool.limits import process_activity
-from rlpool.main_guard import missing_guard, refuse_missing_guard
-from rlpool.storage import Array, Memory
+from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
+from rlpool.machine.limits import process_activity
+from rlpool.machine.main_guard import missing_guard, refuse_missing_guard
+from rlpool.memory.storage import Array, Memory
 from rlpool.workers.caller_pipe import CallerPipe
 from rlpool.workers.child import CONTROL_COLUMNS, main
-from rlpool.workers.collector import Deliver
 from rlpool.workers.inherited import Inherited
 from rlpool.workers.leash import Leash
 from rlpool.workers.logs import LogReader

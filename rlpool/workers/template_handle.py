@@ -20,8 +20,8 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from multiprocessing import spawn, util
 from typing import Any
 
-from rlpool.interrupts import InterruptsHeld, blocked_interrupts
-from rlpool.storage import anonymous_file
+from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
+from rlpool.memory.storage import anonymous_file
 from rlpool.workers.leash import Leash
 from rlpool.workers.process_state import is_inherited, search_path
 from rlpool.workers.template import BOOT, REQUEST, SHORTAGES

@@ -27,8 +27,8 @@ from multiprocessing.resource_tracker import getfd as tracker_fd
 from typing import Any
 
 from rlpool.errors import SpecError, compose
-from rlpool.interrupts import InterruptsHeld
-from rlpool.worker_limits import FORKED_WORKER_BYTES, WORKER_BYTES
+from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.machine.worker_limits import FORKED_WORKER_BYTES, WORKER_BYTES
 from rlpool.workers.leash import CAN_KILL
 from rlpool.workers.process_state import ProcessState, has_umask, identity
 from rlpool.workers.template import PassedFd

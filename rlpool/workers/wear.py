@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from rlpool.limits import resident_bytes
+from rlpool.machine.limits import resident_bytes
 
 _LOOK_EVERY_S = 0.1
 """Asking the system for the size of this process takes longer than a short episode's step."""

@@ -11,8 +11,10 @@ from types import ModuleType
 import pytest
 from process.watching import Script, Struck
 
-from rlpool import preload, workforce
-from rlpool.workers import replacements, supervisor
+from rlpool import preload
+from rlpool.batch import workforce
+from rlpool.manager import replacements
+from rlpool.workers import supervisor
 
 
 @pytest.fixture(scope="session", autouse=True)

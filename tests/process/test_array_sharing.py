@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 from process.watching import Script, n_descriptors, wait_until
 
-from rlpool import Array, UsageError, descriptors
+from rlpool import Array, UsageError
+from rlpool.memory import transfer as descriptors
 from rlpool.patterns import write_to_piped_array
 
 from support.staying import stays

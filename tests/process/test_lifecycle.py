@@ -24,7 +24,7 @@ from process.watching import (
 )
 
 from rlpool import DictTensor, EpisodeBatcher, UsageError, WorkerDiedError
-from rlpool.restarts import START_METHODS
+from rlpool.workers.failure_policy import START_METHODS
 
 from support.faults import create_agent, create_env, faults_at
 

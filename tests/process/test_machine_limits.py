@@ -23,7 +23,7 @@ from rlpool import (
     WorkerStartupError,
     doctor,
 )
-from rlpool.restarts import START_METHODS
+from rlpool.workers.failure_policy import START_METHODS
 
 from support.acting_envs import ActingEnv
 from support.agents import StepCounter
@@ -143,8 +143,8 @@ def test_as_many_workers_as_would_fit_do(limit_to: LimitTo) -> None:
 def test_processes_are_counted_before_any_worker_starts(run_script: RunScript) -> None:
     """Of a user who has limits: root becomes nobody."""
     lines = (
-        "from rlpool.cgroups import ROOT",
-        "from rlpool.worker_limits import _n_tasks",
+        "from rlpool.machine.cgroups import ROOT",
+        "from rlpool.machine.worker_limits import _n_tasks",
         "if os.getuid() == 0: os.setgid(65534); os.setuid(65534)",
         "limit = _n_tasks(ROOT) + 8",
         "resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))",

@@ -23,7 +23,7 @@ from rlpool import (
     SpecError,
     make_parallel_env,
 )
-from rlpool.restarts import START_METHODS
+from rlpool.workers.failure_policy import START_METHODS
 from rlpool.workers.supervisor import Supervisor
 
 pytestmark = pytest.mark.timeout(120)

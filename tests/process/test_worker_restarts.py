@@ -28,8 +28,8 @@ from rlpool import (
     TemporalDictTensor,
     WorkerDiedError,
     WorkerTimeoutError,
-    restarts,
 )
+from rlpool.workers import failure_policy as restarts
 
 from support import faults
 from support.mortal import (

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 
 from rlpool import NotEnoughDataError, Pool, SpecError, TemporalDictTensor, UsageError
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.trajectories import DerivedTensors, Successor
+from rlpool.slots.trajectories import DerivedTensors, Successor
 
 SINGLE_KEYS = ("frame", "action", "_frame", "_reward", "_done", "_terminated")
 FRAMES = {  # dtype and shape; the first and the last are stored once, the second one twice

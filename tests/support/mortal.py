@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rlpool import Agent, DictTensor, GymEnv, GymEnvInf, TemporalDictTensor
-from rlpool.writer import SlotWriter
+from rlpool.slots.writer import SlotWriter
 
 from support.faults import strike
 

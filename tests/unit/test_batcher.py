@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-import rlpool.limits
+import rlpool.machine.limits
 from rlpool import (
     Agent,
     AgentError,
@@ -25,7 +25,7 @@ from rlpool import (
     UsageError,
     WorkerStartupError,
 )
-from rlpool.limits import Bound
+from rlpool.machine.limits import Bound
 
 from support.agents import ConstantAgent, NoisyAgent, Recorder, StepCounter
 from support.envs import (
@@ -580,7 +580,7 @@ def test_blocks_larger_than_free_memory_are_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bounds = [Bound("this machine has", 2**40, 2**17, 2**40)]
-    monkeypatch.setattr(rlpool.limits, "memory_bounds", lambda **_: bounds)
+    monkeypatch.setattr(rlpool.machine.limits, "memory_bounds", lambda **_: bounds)
     with caplog.at_level(logging.WARNING, logger="rlpool"):
         make(n_slots=20_000).close()
     (record,) = caplog.records

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rlpool.storage import Memory
+from rlpool.memory.storage import Memory
 from rlpool.workers.caller_pipe import CallerPipe
 from rlpool.workers.messages import Pipe
 

@@ -29,8 +29,8 @@ from rlpool import (
     Where,
     WorkerDiedError,
     WorkerError,
-    crash_recorder,
 )
+from rlpool.record import crash_recorder
 
 from support.agents import ConstantAgent, FunctionAgent, InitialStateCounter, StepCounter, zeros
 from support.envs import AncestorCountingEnv, CountingEnv, EchoEnv, FailingEnv

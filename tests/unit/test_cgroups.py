@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpool.cgroups import GroupLimit, memory_limits, task_limits
+from rlpool.machine.cgroups import GroupLimit, memory_limits, task_limits
 
 from support.machines import V2_MOUNT, machine, new_machine, old_machine
 

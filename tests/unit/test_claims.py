@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlpool.claims import MAX_CLAIM, ClaimLock, Claims
-from rlpool.slots import Layout, StepSpecs
-from rlpool.storage import Memory
+from rlpool.batch.claims import MAX_CLAIM, ClaimLock, Claims
+from rlpool.memory.storage import Memory
+from rlpool.slots.blocks import Layout, StepSpecs
 
 N_WORKERS, N_LANES = 3, 2
 

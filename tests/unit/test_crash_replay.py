@@ -35,10 +35,10 @@ from rlpool import (
     UsageError,
     WorkerDiedError,
     WorkerError,
-    crash_recorder,
     replay_crash,
 )
 from rlpool.errors import Where
+from rlpool.record import crash_recorder
 
 from support.agents import ConstantAgent, FunctionAgent, StepCounter, zeros
 from support.envs import AncestorCountingEnv, CountingEnv, FailingEnv

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from rlpool import DeviceAgent, DictTensor, EpisodeBatcher, SpecError
-from rlpool.agent import Agent
-from rlpool.device_agent import Transfer
+from rlpool.agents.agent import Agent
+from rlpool.agents.device_agent import Transfer
 
 from support.agents import GruAgent, HistoryAgent, InfoEcho, InitialStateCounter, StepCounter
 from support.envs import create_counting

@@ -12,7 +12,7 @@ import pytest
 
 from rlpool import SpecError, WorkerDiedError, doctor
 from rlpool.doctor import Check, examine, main, would_bite
-from rlpool.storage import Memory
+from rlpool.memory.storage import Memory
 from rlpool.workers import warm_start
 from rlpool.workers.warm_start import memory_of
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpool.workers.episode_log import EpisodeLog, Reached, RemoteStep, without_last
+from rlpool.manager.episode_log import EpisodeLog, Reached, RemoteStep, without_last
 
 N_LANES = 3
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rlpool import errors
+from rlpool.batch.workforce import WorkersDisagree
 from rlpool.errors import (
     AgentError,
     AgentSpecError,
@@ -26,7 +27,6 @@ from rlpool.errors import (
     WorkerTimeoutError,
     compose,
 )
-from rlpool.workforce import WorkersDisagree
 
 WHERE = Where(worker=3, lane=14, episode=27, step=112, seed=1703251, env_info={"task": 5})
 REPORTS: dict[str, Any] = {"where": WHERE, "fix": "look there", "traceback_text": "Traceback: x\n"}

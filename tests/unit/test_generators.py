@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+import rlpool.batch.local
 import rlpool.generators
-import rlpool.interrupts
-import rlpool.workers.local
+import rlpool.machine.interrupts
 from rlpool import (
     AgentError,
     Batcher,
@@ -192,7 +192,9 @@ def test_the_callers_generators_are_back_if_an_agent_or_a_close_raises() -> None
 
 # Interruptions ------------------------------------------------------------------------------------
 
-MODULES = tuple(m.__file__ for m in (rlpool.generators, rlpool.interrupts, rlpool.workers.local))
+MODULES = tuple(
+    m.__file__ for m in (rlpool.generators, rlpool.machine.interrupts, rlpool.batch.local)
+)
 
 
 class PressesCtrlC:

@@ -14,8 +14,8 @@ from types import FrameType
 
 import pytest
 
-from rlpool import interrupts
-from rlpool.interrupts import InterruptsHeld
+from rlpool.machine import interrupts
+from rlpool.machine.interrupts import InterruptsHeld
 
 TESTS = Path(__file__).resolve().parents[1]
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlpool.lane_log import LaneLog
-from rlpool.slots import Block, Layout, StepSpecs
+from rlpool.memory.storage import Memory
+from rlpool.record.lane_log import LaneLog
+from rlpool.slots.blocks import Block, Layout, StepSpecs
 from rlpool.specs import TensorSpec
-from rlpool.storage import Memory
 
 T = 4
 FLAG = TensorSpec((), np.dtype(bool))

@@ -13,8 +13,8 @@ from multiprocessing.context import SpawnProcess
 
 import pytest
 
-from rlpool.restarts import START_METHODS
 from rlpool.workers import leash
+from rlpool.workers.failure_policy import START_METHODS
 from rlpool.workers.leash import Leash, LeashEnd
 from rlpool.workers.warm_start import process_class
 

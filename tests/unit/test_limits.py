@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlpool import SpecError, limits
-from rlpool.limits import (
+from rlpool import SpecError
+from rlpool.machine import limits
+from rlpool.machine.limits import (
     Bound,
     check_size,
     free_bytes,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from rlpool import UsageError
-from rlpool.main_guard import missing_guard, refuse_missing_guard
+from rlpool.machine.main_guard import missing_guard, refuse_missing_guard
 
 PREAMBLE = """
-from rlpool.main_guard import refuse_missing_guard as start
+from rlpool.machine.main_guard import refuse_missing_guard as start
 import os, multiprocessing, logging, contextlib
 LOG = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from rlpool import (
     SpecError,
 )
 from rlpool.envs.vec_env import VecEnv
-from rlpool.rollout import Rollout
+from rlpool.loop.rollout import Rollout
 
 from support.agents import ConstantAgent, StepCounter
 from support.envs import CountingEnv, assert_same_tensors, counting_trajectories

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rlpool.manager.arena import Arena, ArenaLayout
+from rlpool.manager.env_messages import Announce
+from rlpool.manager.episodes_ahead import EpisodesAhead
+from rlpool.memory.storage import Memory
 from rlpool.specs import Leaf, TensorSpec
-from rlpool.storage import Memory
-from rlpool.workers.arena import Arena, ArenaLayout
-from rlpool.workers.env_messages import Announce
-from rlpool.workers.episodes_ahead import EpisodesAhead
 
 LAYOUT = ArenaLayout(
     n_lanes=5,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlpool.storage import Memory
+from rlpool.memory.storage import Memory
 from rlpool.workers.parcel import pack, unpack
 
 

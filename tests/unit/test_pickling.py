@@ -16,8 +16,9 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from rlpool import WorkerStartupError, pickling
-from rlpool.pickling import pickled, why_not
+from rlpool import WorkerStartupError
+from rlpool.machine import pickling
+from rlpool.machine.pickling import pickled, why_not
 
 LOCK = "a _thread.lock (TypeError: cannot pickle '_thread.lock' object)"
 

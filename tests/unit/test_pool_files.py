@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-import rlpool.storage
+import rlpool.memory.storage
 from rlpool import Pool, SpecError, TemporalDictTensor
 from rlpool.pool import checkpoint
 
@@ -150,7 +150,7 @@ MUTATIONS: tuple[Mutation, ...] = (
 @pytest.fixture
 def no_large_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail where more than some megabytes are asked for."""
-    allocate = rlpool.storage.allocate
+    allocate = rlpool.memory.storage.allocate
 
     def watched(storage: str, n_bytes: int, **options: Any) -> Any:
         assert n_bytes < 2**22

@@ -23,7 +23,7 @@ from rlpool import (
 )
 from rlpool.pool.intake import Source
 from rlpool.pool.row_store import RowStore
-from rlpool.trajectories import DerivedTensors, Successor
+from rlpool.slots.trajectories import DerivedTensors, Successor
 
 from support.agents import FunctionAgent
 from support.envs import COUNTING_SPACE, CountingEnv

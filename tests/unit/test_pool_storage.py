@@ -19,8 +19,9 @@ import psutil
 import pytest
 import torch
 
-from rlpool import DictTensor, Pool, SpecError, TemporalDictTensor, limits
-from rlpool.limits import Bound, free_bytes
+from rlpool import DictTensor, Pool, SpecError, TemporalDictTensor
+from rlpool.machine import limits
+from rlpool.machine.limits import Bound, free_bytes
 
 MB = 2**20
 

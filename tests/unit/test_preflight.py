@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlpool import Batcher, EpisodeBatcher, MonoThreadEpisodeBatcher, SpecError, limits
-from rlpool.limits import Bound
-from rlpool.preflight import block_warning, checked
-from rlpool.slots import Layout, StepSpecs
+from rlpool import Batcher, EpisodeBatcher, MonoThreadEpisodeBatcher, SpecError
+from rlpool.machine import limits
+from rlpool.machine.limits import Bound
+from rlpool.memory.storage import Memory
+from rlpool.slots.blocks import Layout, StepSpecs
+from rlpool.slots.preflight import block_warning, checked
 from rlpool.specs import TensorSpec
-from rlpool.storage import Memory
 
 from support.agents import StepCounter
 from support.envs import create_counting

@@ -18,7 +18,7 @@ from rlpool.errors import (
     WorkerStartupError,
     WorkerTimeoutError,
 )
-from rlpool.restarts import FailurePolicy, Restarts
+from rlpool.workers.failure_policy import FailurePolicy, Restarts
 
 
 class Clock:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from rlpool.errors import SpecError
-from rlpool.slots import Block, BlockPool, Layout, StepSpecs, flat, successor_key
+from rlpool.memory.storage import PAGE_BYTES, Memory
+from rlpool.slots.blocks import Block, BlockPool, Layout, StepSpecs, flat, successor_key
 from rlpool.specs import TensorSpec
-from rlpool.storage import PAGE_BYTES, Memory
 
 FLAGS = ("terminated", "truncated", "done", "initial_state")
 

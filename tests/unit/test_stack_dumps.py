@@ -17,10 +17,10 @@ import pytest
 
 from rlpool import SpecError, UsageError, dump_stacks_on_signal
 from rlpool.errors import Where
-from rlpool.interrupts import InterruptsHeld
-from rlpool.stack_dumps import described, note_source
+from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.workers import stacks
 from rlpool.workers.outbox import Outbox
+from rlpool.workers.stack_dumps import described, note_source
 from rlpool.workers.stacks import STACKS_SIGNAL, Stacks, ask, printing_signals
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rlpool.errors import SpecError
+from rlpool.memory.storage import PAGE_BYTES, Memory, batch_array, carve, carved_bytes
 from rlpool.specs import TensorSpec
-from rlpool.storage import PAGE_BYTES, Memory, batch_array, carve, carved_bytes
 
 SPECS = {
     "flag": TensorSpec((), np.dtype(bool)),

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlpool import descriptors
 from rlpool.errors import SpecError, UsageError
-from rlpool.limits import machine_bytes
-from rlpool.storage import KINDS, Memory, allocate
+from rlpool.machine.limits import machine_bytes
+from rlpool.memory import transfer as descriptors
+from rlpool.memory.storage import KINDS, Memory, allocate
 
 SENT = ("shared", "memmap")
 

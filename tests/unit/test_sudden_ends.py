@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from rlpool import Batcher, DictTensor, EnvError, EpisodeBatcher, GymEnv
-from rlpool.claims import ClaimLock
-from rlpool.requests import EpisodeRequest, Request, WindowRequest
-from rlpool.slots import Block
-from rlpool.storage import Memory
+from rlpool.batch.claims import ClaimLock
+from rlpool.batch.requests import EpisodeRequest, Request, WindowRequest
+from rlpool.memory.storage import Memory
+from rlpool.slots.blocks import Block
 
 from support.agents import StepCounter
 from support.envs import CountingEnv, FailingEnv, create_counting

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from rlpool import DictTensor, EpisodeBatcher, GymEnv, TemporalDictTensor
-from rlpool.slots import Layout, StepSpecs
+from rlpool.batch.collector import Collector
+from rlpool.slots.blocks import Layout, StepSpecs
+from rlpool.slots.trajectories import Glue, Slice, trajectories_of
 from rlpool.specs import TensorSpec
-from rlpool.trajectories import Glue, Slice, trajectories_of
-from rlpool.workers.collector import Collector
 
 from support.agents import ConstantAgent, NoisyAgent, StepCounter
 from support.envs import (

@@ -24,7 +24,7 @@ from rlpool import (
     UsageError,
     WorkerError,
 )
-from rlpool.storage import Memory
+from rlpool.memory.storage import Memory
 
 from support.envs import CountingEnv
 

@@ -18,11 +18,11 @@ from rlpool import (
     ParallelEnvManager,
     SpecError,
     worker_count,
-    worker_limits,
 )
-from rlpool.limits import Bound
+from rlpool.machine import worker_limits
+from rlpool.machine.limits import Bound
+from rlpool.machine.worker_limits import Quota
 from rlpool.testing import CountingEnv
-from rlpool.worker_limits import Quota
 from rlpool.workers import warm_start
 
 from support.machines import machine, new_machine, old_machine

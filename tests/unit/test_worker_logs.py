@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlpool.log_records import MAX_CHARACTERS, decode, encode
+from rlpool.workers.log_records import MAX_CHARACTERS, decode, encode
 from rlpool.workers.logs import Levels, LogReader
 from rlpool.workers.outbox import MAX_TEXT_BYTES, MAX_UNREAD_BYTES, Outbox
 

@@ -1,0 +1,1 @@
+"""What a user writes as an agent, and what helps to write it."""

@@ -1,0 +1,167 @@
+"""The contract of an agent."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.errors import UsageError, compose
+
+_DEFINE_CALL = (
+    "define __call__(self, state, observation, agent_info=None, history=None) in its class"
+)
+
+AgentStep = tuple[DictTensor, DictTensor, DictTensor]
+"""What a call returns: the state it started from, its outputs, the state after it."""
+
+
+class Agent:
+    """Chooses the actions of a batch of lanes. Subclass it and implement ``__call__``.
+
+    An instance lives in each worker process (or in the caller's with ``n_threads=0``) and runs
+    there under ``torch.inference_mode`` with one torch thread.
+
+    A call always gets one row per lane of the worker, also when fewer episodes are left than
+    there are lanes: the rows of idle lanes are copies whose results are dropped, and an episode
+    keeps its row from beginning to end. The last bits of a matrix product depend on the number of
+    rows and on the position of a row, so that this is what makes results independent of the
+    number of workers.
+
+    Attributes:
+        n_noise: How many random numbers per row and step the agent needs. They arrive as
+            ``observation["noise"]``, float32 ``[B, n_noise]``, uniform in [0, 1), a function of
+            the episode and its step alone. An agent that draws all its randomness from there
+            (see ``rlpool.sample_normal``) gives bitwise the same episodes for any number of workers.
+    """
+
+    n_noise: int = 0
+
+    def __call__(
+        self,
+        state: DictTensor | None,
+        observation: DictTensor,
+        agent_info: DictTensor | None = None,
+        history: TemporalDictTensor | None = None,
+    ) -> AgentStep:
+        """Choose one action per row.
+
+        Args:
+            state: What this agent returned as the new state one step before, row by row. ``None``
+                says that all these rows start an episode; rows that start get a call of their
+                own, unless the agent overrides ``initial_state`` or keeps no state.
+            observation: The environments' keys, ``reward``, ``terminated``, ``truncated``,
+                ``done``, ``initial_state``, ``last_action`` and ``noise`` if ``n_noise``, each
+                ``[B, ...]``. The tensors are buffers that are rewritten after the call: clone
+                what you keep outside the state.
+            agent_info: Row of ``execute(agent_info=...)`` of each episode, ``None`` if there is
+                none.
+            history: All previous steps of the same episodes, if ``require_history()``: the keys
+                of a trajectory, with lengths of 0 at the first step. Views, rewritten later.
+
+        Returns:
+            ``(state, output, new_state)``: the state the call started from (initialised where it
+            got ``None``), the outputs with at least ``action`` (for nested action spaces
+            ``action/...``), and the state after the step. Outputs and states are stored in the
+            trajectory under their keys. Shapes and dtypes must never change.
+        """
+        # Bases that stand behind this one, such as nn.Module, may know how.
+        call = getattr(super(), "__call__", None)  # noqa: B004  (of the class behind this one)
+        if call is None:
+            what = f"{type(self).__name__} does not say how to choose actions"
+            raise NotImplementedError(compose(what, fix=_DEFINE_CALL))
+        result: AgentStep = call(state, observation, agent_info, history)
+        return result
+
+    def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor | None:
+        """State of rows that start an episode, for agents that override this.
+
+        Overriding it saves a call whenever lanes start at different times: the agent is then
+        never called with ``state=None``.
+
+        Args:
+            agent_info: The rows' ``agent_info``, ``[n, ...]``, or ``None``.
+            n: Number of rows.
+
+        Returns:
+            The state, ``[n, ...]``.
+        """
+        return None
+
+    def makes_initial_states(self) -> bool:
+        """Whether ``initial_state`` is to be asked: whether it is overridden.
+
+        An agent that passes calls on to another one, and ``initial_state`` with them, answers for
+        that one: ``return self.inner.makes_initial_states()``.
+        """
+        return type(self).initial_state is not Agent.initial_state
+
+    def require_history(self) -> bool:
+        """Whether ``__call__`` wants ``history``. Asked once."""
+        return False
+
+    def update(self, info: Any) -> None:
+        """Take over what ``batcher.update(info)`` sent, such as a state dict.
+
+        Args:
+            info: The caller's object. Tensors in it may be views on memory that is dropped after
+                the call: copy them, as ``load_state_dict`` does.
+        """
+        raise UsageError(
+            compose(
+                f"{type(self).__name__} does not implement update(info)",
+                fix="define update(self, info), for instance self.model.load_state_dict(info)",
+            )
+        )
+
+    def seed(self, seed: int) -> None:
+        """Seed generators of the agent's own.
+
+        Args:
+            seed: In ``[0, 2**31)``, another one in every worker. Called once.
+        """
+
+    def close(self) -> None:
+        """Free what the agent holds. Called once, when the worker ends."""
+
+
+def call_problem(agent: Agent) -> str:
+    """Why an agent cannot be called as it has to be; empty if it can.
+
+    Its call is its class's ``__call__`` or, where that is left to ``nn.Module``, its ``forward``.
+    """
+    name = type(agent).__name__
+    call, method = type(agent).__call__, "__call__"
+    if call in (Agent.__call__, nn.Module.__call__):
+        forward = getattr(agent, "forward", None) if isinstance(agent, nn.Module) else None
+        if forward is None or getattr(forward, "__func__", None) is nn.Module.forward:
+            hidden = ""
+            if call is nn.Module.__call__ and _has_own_call(agent):
+                hidden = ", or put nn.Module last in its bases: its __call__ hides the agent's"
+            return compose(
+                f"{name} does not say how to choose actions",
+                fix=_DEFINE_CALL + hidden,
+            )
+        method = "forward"
+    try:
+        inspect.signature(getattr(agent, method)).bind(None, None, None, None)
+    except TypeError:
+        signature = inspect.signature(getattr(agent, method))
+        return compose(
+            f"{name}.{method} takes {signature}, and agents are called with four arguments",
+            fix=_DEFINE_CALL,
+        )
+    except ValueError:
+        pass  # a signature that cannot be known
+    return ""
+
+
+def _has_own_call(agent: Agent) -> bool:
+    """Whether one of an agent's classes defines the call of an agent."""
+    return any(
+        issubclass(kind, Agent) and kind is not Agent and "__call__" in vars(kind)
+        for kind in type(agent).__mro__
+    )

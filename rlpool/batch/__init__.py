@@ -1,0 +1,1 @@
+"""Batchers: requests, and the workers that run them."""

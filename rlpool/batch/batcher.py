@@ -1,0 +1,494 @@
+"""Batchers: many agents on many environments, episodes or windows as named tensors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from rlpool.arguments import names_arguments
+from rlpool.batch.batcher_base import (
+    DEFAULT_TIMEOUT_S,
+    BatcherBase,
+    CreateAgent,
+    CreateEnv,
+    Seeds,
+    check_count,
+)
+from rlpool.batch.collector import Infos
+from rlpool.batch.coordinator import Coordinator
+from rlpool.batch.requests import EpisodeRequest, Policy, WindowRequest, as_infos
+from rlpool.data.infos import Info
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.errors import RlpoolError, UsageError, compose
+from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.record.crash_files import CrashDir
+from rlpool.record.lane_log import LaneLog
+from rlpool.slots.blocks import Layout, StepSpecs
+from rlpool.slots.preflight import checked
+from rlpool.workers.failure_policy import DEFAULT_MAX_RESTARTS, FailurePolicy
+
+
+class EpisodeBatcher(BatcherBase):
+    """Collects complete episodes in worker processes.
+
+    Row *i* of a result is episode *i* of its ``execute``: it ran with row *i* of ``agent_info``
+    and of ``env_info``. With the same ``seeds`` and the same number of environments per worker,
+    results are bitwise the same for any ``n_threads``. Use a batcher from one thread at a time.
+
+    Args:
+        n_timesteps: Length of a slot in steps. Longer episodes go on in further slots.
+        n_slots: Slots in flight, which bound the memory. Requests of more episodes, and chunks of
+            longer ones, are copied out of their slots while ``get`` waits.
+        create_agent: Called as ``create_agent(**agent_args)`` in every worker. Lambdas, closures
+            and classes defined in a script or notebook are fine.
+        agent_args: Keyword arguments of ``create_agent``.
+        create_env: Called as ``create_env(seed=..., **env_args)`` in every worker, and in this
+            process only with ``n_threads=0``; without ``seed`` if it takes none. Returns a
+            ``VecEnv``: a ``GymEnv`` or, with ``n_threads=0``, a ``ParallelEnvManager``. Each worker
+            resets its environments once before the first request, to learn keys, shapes and
+            dtypes; a wrapper that counts or records episodes (``RecordVideo``) sees that reset as
+            an episode of no steps.
+        env_args: Keyword arguments of ``create_env``. A ``seed`` among them takes the place of the
+            one that differs from worker to worker.
+        n_threads: Number of worker processes; 0 runs everything in this process, while ``get``
+            waits: for debuggers and profilers, with the same results.
+        seeds: A non-negative int, or a list with one per worker; hashed into one root seed.
+            ``None`` draws one and logs it. Environments and agents get seeds below 2**31, and no
+            two of a batcher's first 2**31 episodes have the same.
+        timeout: Seconds without a step of any environment after which a worker counts as
+            hanging, ``None`` for never. It has to be longer than the slowest single ``reset``,
+            ``step`` or call of the agent.
+        on_worker_failure: ``"restart"`` replaces a worker that died or hangs while the others go
+            on, and its successor runs the unfinished episodes again, with the same result;
+            ``"raise"`` reports it, and the batcher is of no further use.
+        max_restarts: How many replacements there may be in all; ``None`` for any number. Workers
+            that do not get ready are given up all the same.
+        on_env_error: ``"raise"`` reports an environment that raises; ``"restart"`` replaces its
+            worker, which counts as one of ``max_restarts``.
+        max_episodes_per_worker: Replace a worker that has begun so many episodes, when they are
+            over; ``None`` for never. Neither this nor the next counts as a failure. With fewer
+            than a worker has environments, only so many of them run at a time.
+        max_rss_bytes: Replace a worker, between episodes, whose resident memory, shared blocks
+            left out, is larger; ``None`` for never.
+        start_method: ``"auto"`` forks workers from a template process where that is safe, which
+            takes milliseconds, and spawns them elsewhere; ``"spawn"`` always spawns them. The
+            results are the same, see docs/start_methods.md.
+        crash_dir: A directory, made if it is missing: if an environment or an agent fails, this
+            process writes what ``rlpool.replay_crash`` needs into a file there, which the
+            message of the error names.
+
+    Raises:
+        SpecError: For arguments of the wrong kind or size, keys that collide, or more workers or
+            memory than this machine allows.
+        WorkerStartupError: If ``create_env`` or ``create_agent`` raises or cannot be pickled.
+        WorkerDiedError: If a worker dies before it is ready.
+        UsageError: If the script lacks its ``if __name__ == "__main__":`` guard.
+
+    Example::
+
+        with EpisodeBatcher(
+            n_timesteps=100,
+            n_slots=128,
+            n_threads=4,
+            seeds=42,
+            create_agent=create_agent,
+            create_env=create_env,
+        ) as batcher:
+            batcher.execute(n_episodes=32)
+            trajectories = batcher.get()
+    """
+
+    _LOWERABLE: tuple[str, ...] = ("n_slots", "n_timesteps")
+    """Arguments that make blocks smaller."""
+
+    @names_arguments
+    def __init__(
+        self,
+        n_timesteps: int,
+        n_slots: int,
+        create_agent: CreateAgent | None = None,
+        agent_args: Mapping[str, Any] | None = None,
+        create_env: CreateEnv | None = None,
+        env_args: Mapping[str, Any] | None = None,
+        n_threads: int = 1,
+        seeds: Seeds = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+        on_worker_failure: str = "restart",
+        max_restarts: int | None = DEFAULT_MAX_RESTARTS,
+        on_env_error: str = "raise",
+        max_episodes_per_worker: int | None = None,
+        max_rss_bytes: int | None = None,
+        start_method: str = "auto",
+        crash_dir: CrashDir = None,
+    ) -> None:
+        super().__init__(
+            n_timesteps,
+            n_slots,
+            create_agent,
+            agent_args,
+            create_env,
+            env_args,
+            n_threads,
+            seeds,
+            timeout,
+            FailurePolicy(
+                on_worker_failure,
+                max_restarts,
+                on_env_error,
+                max_episodes_per_worker,
+                max_rss_bytes,
+                start_method,
+            ),
+            crash_dir,
+        )
+        self._n_executions = self._n_episodes = 0
+        self._last: tuple[int, Infos] | None = None
+
+    @names_arguments
+    def execute(
+        self,
+        n_episodes: int,
+        agent_info: Info = None,
+        env_info: Info = None,
+    ) -> None:
+        """Request episodes; returns at once. Further requests queue up.
+
+        Args:
+            n_episodes: Any number from 1.
+            agent_info: ``[n_episodes, ...]`` or empty: row *i* goes to the agent with episode *i*.
+                A ``DictTensor``, or a dict of tensors, NumPy arrays, lists or numbers; a number
+                holds for all episodes. It is copied.
+            env_info: Likewise: row *i* reaches the environment of episode *i* as
+                ``reset(options={...})``, or ``reset(env_info={...})`` where it takes that. Without
+                one nothing is handed over, so that the environment's own default applies.
+
+        Raises:
+            SpecError: If a value of an info is no numbers, or has another number of rows.
+            UsageError: If the batcher is closed.
+            WorkerDiedError: If a worker died meanwhile.
+        """
+        self._open()
+        check_count("n_episodes", n_episodes, 1)
+        n_episodes = int(n_episodes)
+        self._submit(n_episodes, as_infos(agent_info, env_info, n_episodes))
+
+    def _submit(self, n_episodes: int, infos: Infos) -> None:
+        coordinator = self._open()
+        with InterruptsHeld():
+            request = EpisodeRequest(
+                coordinator.next_number(),
+                n_episodes,
+                infos,
+                coordinator.policy,
+                execution=self._n_executions,
+                first=self._n_episodes,
+                root=self._root,
+            )
+            self._n_executions += 1
+            self._n_episodes += n_episodes
+            self._last = (n_episodes, infos)
+            coordinator.submit(request)
+
+    def reexecute(self) -> None:
+        """Request new episodes with the arguments of the last ``execute``.
+
+        Raises:
+            UsageError: Before the first ``execute``.
+        """
+        self._open()
+        if self._last is None:
+            raise UsageError(
+                compose("reexecute() repeats an execute()", fix="call execute() first")
+            )
+        self._submit(*self._last)
+
+    @names_arguments
+    def get(self, blocking: bool = True) -> TemporalDictTensor | None:
+        """Take the result of the oldest request.
+
+        Args:
+            blocking: Wait for it; otherwise return ``None`` until all of it is there.
+
+        Returns:
+            Tensors ``[n_episodes, T, ...]``, T being the length of the longest episode, zero past
+            each row's length: the environments' keys, ``reward``, ``terminated``, ``truncated``,
+            ``done``, ``initial_state``, ``last_action``, the agent's outputs and state, and with
+            a leading ``_`` what belongs to the environment and the state after the step (computed
+            when first looked at). ``info`` has per row ``episode``, ``seed``, ``policy_version``,
+            ``agent_info/...`` and ``env_info/...``. They are views on memory that belongs to you
+            until you drop them, and is used again afterwards.
+
+        Raises:
+            UsageError: If nothing is pending or the batcher is closed.
+            EnvError, AgentError: If the user's code failed. The request is lost, the batcher
+                still works.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+        """
+        coordinator = self._open()
+        if coordinator.wait(blocking=blocking) is None:
+            return None
+        return coordinator.hand_out()
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Episodes finished and requested, of the oldest request that was not handed out."""
+        return self._open().finished_episodes()
+
+    def _layout(self, specs: StepSpecs) -> Layout:
+        n_slots = self._n_slots or 4 * specs.n_lanes
+        layout = Layout(specs, n_slots, self._n_timesteps, self._n_workers)
+        return checked(layout, self._LOWERABLE, private=self._is_private)
+
+
+class MonoThreadEpisodeBatcher(EpisodeBatcher):
+    """An ``EpisodeBatcher`` in the calling process, without slots to think about.
+
+    Everything runs while ``get`` waits.
+
+    Args:
+        create_agent: Called as ``create_agent(**agent_args)``.
+        agent_args: Keyword arguments of ``create_agent``.
+        create_env: Called as ``create_env(seed=..., **env_args)``, or without ``seed``.
+        env_args: Keyword arguments of ``create_env``.
+        seeds: As for ``EpisodeBatcher``.
+    """
+
+    _N_TIMESTEPS = 128
+    """Steps per slot; longer episodes are glued."""
+
+    _LOWERABLE = ()
+
+    @names_arguments
+    def __init__(
+        self,
+        create_agent: CreateAgent | None = None,
+        agent_args: Mapping[str, Any] | None = None,
+        create_env: CreateEnv | None = None,
+        env_args: Mapping[str, Any] | None = None,
+        seeds: Seeds = None,
+    ) -> None:
+        BatcherBase.__init__(
+            self,
+            self._N_TIMESTEPS,
+            None,
+            create_agent,
+            agent_args,
+            create_env,
+            env_args,
+            0,
+            seeds,
+            None,
+            FailurePolicy(),
+        )
+        self._n_executions = self._n_episodes = 0
+        self._last = None
+
+    @names_arguments
+    def execute(
+        self,
+        n_episodes: int | None = None,
+        agent_info: Info = None,
+        env_info: Info = None,
+    ) -> None:
+        """Request episodes, as many as there are environments unless told otherwise.
+
+        See ``EpisodeBatcher.execute``.
+        """
+        super().execute(
+            self._open().n_lanes if n_episodes is None else n_episodes, agent_info, env_info
+        )
+
+
+class Batcher(BatcherBase):
+    """Collects windows: the next ``n_timesteps`` steps of every lane, in lane order.
+
+    A lane is one environment of one worker; lanes of worker 0 come first. With environments that
+    restart on their own (``GymEnvInf``) lanes never end.
+
+    Args:
+        n_timesteps: Steps per window.
+        n_slots: Ignored, one slot per lane is enough; taken because ``EpisodeBatcher`` takes it.
+        create_agent: As for ``EpisodeBatcher``.
+        agent_args: As for ``EpisodeBatcher``.
+        create_env: As for ``EpisodeBatcher``.
+        env_args: As for ``EpisodeBatcher``.
+        n_threads: As for ``EpisodeBatcher``.
+        seeds: As for ``EpisodeBatcher``, but lanes that restart on their own share no seed for
+            2**30 steps of all lanes together, resets included.
+        timeout: As for ``EpisodeBatcher``.
+        on_worker_failure: As for ``EpisodeBatcher``. The successor takes every running episode
+            to where it was by repeating its actions, which the caller remembers; if that does not
+            lead to the same observation, ``get`` raises ``EnvError``. With an agent that requires
+            a history, the failure is reported, and ``reset`` goes on with new workers.
+        max_restarts: As for ``EpisodeBatcher``.
+        on_env_error: As for ``EpisodeBatcher``.
+        max_episodes_per_worker: As for ``EpisodeBatcher``, between windows.
+        max_rss_bytes: As for ``EpisodeBatcher``, between windows.
+        start_method: As for ``EpisodeBatcher``.
+        crash_dir: As for ``EpisodeBatcher``.
+    """
+
+    @names_arguments
+    def __init__(
+        self,
+        n_timesteps: int,
+        n_slots: int | None = None,
+        create_agent: CreateAgent | None = None,
+        agent_args: Mapping[str, Any] | None = None,
+        create_env: CreateEnv | None = None,
+        env_args: Mapping[str, Any] | None = None,
+        n_threads: int = 1,
+        seeds: Seeds = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+        on_worker_failure: str = "restart",
+        max_restarts: int | None = DEFAULT_MAX_RESTARTS,
+        on_env_error: str = "raise",
+        max_episodes_per_worker: int | None = None,
+        max_rss_bytes: int | None = None,
+        start_method: str = "auto",
+        crash_dir: CrashDir = None,
+    ) -> None:
+        super().__init__(
+            n_timesteps,
+            n_slots,
+            create_agent,
+            agent_args,
+            create_env,
+            env_args,
+            n_threads,
+            seeds,
+            timeout,
+            FailurePolicy(
+                on_worker_failure,
+                max_restarts,
+                on_env_error,
+                max_episodes_per_worker,
+                max_rss_bytes,
+                start_method,
+            ),
+            crash_dir,
+        )
+        self._n_resets = self._n_windows = 0
+        self._n_windows_before = 0  # the last reset
+        self._infos = as_infos(None, None, 0)
+        self._running: list[int] = []
+        self._log: LaneLog | None = None
+        self._is_first = False
+        self._last_window = 0  # number of the newest request whose lanes_left was taken over
+        self._is_reset = False  # false again after an error, which ends all episodes
+        self._queued: deque[Policy] = deque()  # of windows that wait for the one before
+
+    @property
+    def n_lanes(self) -> int:
+        """Lanes of all workers."""
+        return self._open().n_lanes * self._n_workers
+
+    @property
+    def all_stopped(self) -> bool:
+        """Whether every lane has ended: then ``get`` has nothing more to give."""
+        n_pending = self._open().n_pending
+        return self._is_reset and not self._running and not n_pending
+
+    @names_arguments
+    def reset(self, agent_info: Info = None, env_info: Info = None) -> None:
+        """Restart every lane with the next window; what is pending is given up.
+
+        Args:
+            agent_info: ``[n_lanes, ...]`` or empty, as for ``EpisodeBatcher.execute``.
+            env_info: Likewise; its rows reach the environments at every reset.
+
+        Raises:
+            SpecError: If a value of an info is no numbers, or has another number of rows.
+        """
+        coordinator = self._open()
+        infos = as_infos(agent_info, env_info, self.n_lanes)
+        coordinator.drop_pending()
+        self._infos = infos
+        self._is_first = self._is_reset = True
+        self._n_resets += 1
+        self._n_windows_before = self._n_windows
+        self._log = LaneLog() if self._open().repeats else None
+        self._queued.clear()
+        self._running = list(range(self.n_lanes))
+
+    def execute(self) -> None:
+        """Request the next window; returns at once.
+
+        Raises:
+            UsageError: Before ``reset``, and after an error.
+        """
+        coordinator = self._open()
+        if not self._is_reset:
+            raise UsageError(
+                compose("the lanes have no episodes to go on with", fix="call reset() first")
+            )
+        with InterruptsHeld():
+            self._n_windows += 1
+            if coordinator.n_pending:
+                # Which lanes run is known when the window before is there; the policy is today's.
+                self._queued.append(coordinator.policy)
+            elif self._running:
+                self._submit(coordinator, coordinator.policy)
+
+    @names_arguments
+    def get(self, blocking: bool = True) -> TemporalDictTensor | None:
+        """Take the oldest window.
+
+        Args:
+            blocking: Wait for it; otherwise return ``None`` until it is there.
+
+        Returns:
+            Tensors ``[lanes that ran, T, ...]`` as from ``EpisodeBatcher.get``, lengths from 1 to
+            ``n_timesteps``; ``None`` once all lanes have stopped (see ``all_stopped``).
+
+        Raises:
+            UsageError: If nothing was requested.
+            EnvError, AgentError: If the user's code failed; call ``reset`` to go on.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+        """
+        coordinator = self._open()
+        if self.all_stopped:
+            return None
+        try:
+            request = coordinator.wait(blocking=blocking)
+        except UsageError:
+            raise
+        except RlpoolError:
+            coordinator.drop_pending()
+            self._is_reset = False
+            self._queued.clear()
+            raise
+        if request is None:
+            return None
+        if isinstance(request, WindowRequest) and request.number != self._last_window:
+            with InterruptsHeld():
+                self._last_window = request.number
+                self._running = request.lanes_left
+                if self._queued and self._running:
+                    self._submit(coordinator, self._queued.popleft())
+        return coordinator.hand_out()
+
+    def _submit(self, coordinator: Coordinator, policy: Policy) -> None:
+        coordinator.submit(
+            WindowRequest(
+                coordinator.next_number(),
+                self._running,
+                self._infos,
+                policy,
+                n_lanes=coordinator.n_lanes,
+                n_resets=self._n_resets - 1,
+                n_windows=self._n_windows_before,
+                is_first=self._is_first,
+                root=self._root,
+                log=self._log,
+            )
+        )
+        self._is_first = False
+
+    def _layout(self, specs: StepSpecs) -> Layout:
+        n_slots = specs.n_lanes * self._n_workers
+        layout = Layout(specs, n_slots, self._n_timesteps, self._n_workers, specs.auto_reset)
+        return checked(layout, ("n_timesteps",), private=self._is_private)

@@ -1,0 +1,247 @@
+"""What all batchers share: workers, seeds, updates, closing."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakMethod
+
+from torch import nn
+
+from rlpool.agents.agent import Agent
+from rlpool.batch.coordinator import Coordinator
+from rlpool.envs.vec_env import VecEnv
+from rlpool.errors import SpecError, UsageError, compose
+from rlpool.machine.pickling import pickled, why_not
+from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
+from rlpool.ownership import ProcessOwner, refuse_forked_copy
+from rlpool.record.crash_files import CrashDir
+from rlpool.seeding import root_from
+from rlpool.slots.blocks import Layout, StepSpecs
+from rlpool.workers.failure_policy import FailurePolicy
+from rlpool.workers.messages import Setup
+from rlpool.workers.shipment import Shipment
+from rlpool.workers.stack_dumps import DumpsStacks
+from rlpool.workers.supervisor import refuse_during_import
+from rlpool.workers.warm_start import memory_of
+
+_LOG = logging.getLogger("rlpool")
+
+DEFAULT_TIMEOUT_S = 600.0
+"""Without a single step for so long, a worker counts as hanging: far beyond any slow ``step``."""
+
+_HOW_TO_PICKLE = (
+    "create it inside create_env or create_agent, which run in the worker, or leave it out in the "
+    "__getstate__ of what holds it"
+)
+
+CreateEnv = Callable[..., VecEnv]
+CreateAgent = Callable[..., Agent]
+Seeds = int | Sequence[int] | None
+
+
+class BatcherBase(ProcessOwner, DumpsStacks):
+    """What all batchers share: workers, updates, closing."""
+
+    def __init__(
+        self,
+        n_timesteps: int,
+        n_slots: int | None,
+        create_agent: CreateAgent | None,
+        agent_args: Mapping[str, Any] | None,
+        create_env: CreateEnv | None,
+        env_args: Mapping[str, Any] | None,
+        n_threads: int,
+        seeds: Seeds,
+        timeout: float | None,
+        policy: FailurePolicy,
+        crash_dir: CrashDir = None,
+    ) -> None:
+        self._coordinator: Coordinator | None = None
+        refuse_during_import()
+        check_count("n_timesteps", n_timesteps, 1)
+        check_count("n_threads", n_threads, 0)
+        if n_slots is not None:
+            check_count("n_slots", n_slots, 1)
+        check_timeout(timeout)
+        for name, function in (("create_agent", create_agent), ("create_env", create_env)):
+            _refuse_no_factory(name, function)
+        self._root = root_from(_checked_seeds(seeds, n_threads))
+        if seeds is None:
+            _LOG.info("drew the root seed %d", self._root)
+        self._n_timesteps = n_timesteps
+        self._n_slots = n_slots
+        self._n_workers = max(1, n_threads)
+        self._is_private = n_threads == 0
+        self._owner_pid = os.getpid()
+        functions: Any = (create_env, dict(env_args or {}), create_agent, dict(agent_args or {}))
+        if n_threads:
+            memory = memory_of(policy.start_method)
+            check_workers(n_threads, WORKER_DESCRIPTORS, "lower n_threads", memory)
+            names = ("create_env", "env_args", "create_agent", "agent_args")
+            parts = dict(zip(names, functions, strict=True))
+            functions = Shipment(pickled(parts, functions, fix=_HOW_TO_PICKLE))
+        setups = [
+            Setup(
+                functions,
+                worker,
+                self._n_workers,
+                self._root,
+                in_process=n_threads == 0,
+                quits_on_env_error=n_threads > 0 and policy.restarts_on_env_errors,
+                max_episodes=policy.max_episodes_per_worker if n_threads else None,
+                max_rss_bytes=policy.max_rss_bytes if n_threads else None,
+            )
+            for worker in range(self._n_workers)
+        ]
+        self._coordinator = Coordinator(
+            setups,
+            in_process=n_threads == 0,
+            # Not the method itself: a batcher that is dropped, such as that of a notebook's cell
+            # that is run again, ends its workers at once if nothing refers back to it.
+            make_layout=_Weakly(self._layout),
+            policy=policy,
+            timeout_s=timeout if n_threads else None,
+            crash_dir=crash_dir,
+        )
+
+    def _layout(self, specs: StepSpecs) -> Layout:
+        raise NotImplementedError
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._coordinator is None or self._coordinator.is_closed
+
+    def update(self, info: Any) -> None:
+        """Hand new parameters to every worker's ``agent.update``.
+
+        The object is copied now, once for all workers, and takes effect with the next
+        ``execute``: episodes that were requested before keep the policy they were requested with,
+        and whatever becomes of them, all that is requested later runs with the new one. An update
+        has to say all: of several an agent may get the last one only. What ``agent.update`` raises
+        surfaces in the ``get`` of the next ``execute``, and of every further one until an update
+        succeeds.
+
+        Args:
+            info: Any object that cloudpickle can pickle, such as ``model.state_dict()``. Tensors
+                arrive on the CPU, without gradients.
+
+        Raises:
+            UsageError: If the batcher is closed.
+            SpecError: If the object cannot be pickled, or there is no memory or descriptor for it.
+        """
+        coordinator = self._open()
+        try:
+            coordinator.update(info)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            fix = "send what its receivers need only, such as model.state_dict()"
+            raise SpecError(compose(why_not({"info": info}, error), fix=fix)) from error
+
+    def _stacks(self) -> str:
+        return self._open().stacks()
+
+    def close(self) -> None:
+        """End the workers, whatever they are doing, within a few seconds. May be repeated.
+
+        Results that were handed out stay valid.
+        """
+        if self._coordinator is not None:
+            self._coordinator.close()
+
+    def _has_processes(self) -> bool:
+        return getattr(self, "_coordinator", None) is not None
+
+    def _give_up(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.give_up()
+
+    def _open(self) -> Coordinator:
+        if self._coordinator is None or self._coordinator.is_closed:
+            raise UsageError(
+                compose("the batcher is closed", fix="make a new one, or close it later")
+            )
+        if not self._is_private:
+            refuse_forked_copy(self._owner_pid)
+        self._coordinator.deliver_logs()
+        return self._coordinator
+
+
+class _Weakly:
+    """A method that does not keep its object alive."""
+
+    def __init__(self, method: Callable[[StepSpecs], Layout]) -> None:
+        self._method = WeakMethod(method)
+
+    def __call__(self, specs: StepSpecs) -> Layout:
+        method = self._method()
+        if method is None:
+            raise ReferenceError("the batcher is gone")
+        return method(specs)
+
+
+def _refuse_no_factory(name: str, function: Any) -> None:
+    """Refuse what is no function, agents and environments among it, which may be callable."""
+    is_agent = isinstance(function, Agent | nn.Module)  # which can be called as well
+    if callable(function) and not is_agent:
+        return
+    is_made = is_agent or hasattr(function, "step")
+    what, fix = f"{function!r:.80}", f"pass a function as {name}"
+    if is_made:
+        what = f"an object, {type(function).__name__}"
+        fix = f"pass the function or class that makes it, which every worker calls: {name}=" + (
+            "MyAgent, agent_args={...}" if name == "create_agent" else "lambda seed: GymEnv(...)"
+        )
+    raise SpecError(compose(f"{name} is {what}", fix=fix))
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Refuse what is not an int of at least ``least``."""
+    if isinstance(value, bool) or not _is_number(value) or operator.index(value) < least:
+        raise SpecError(f"{name} should be an int of at least {least}, got {value!r}")
+
+
+def check_timeout(timeout: Any) -> None:
+    """Refuse what is neither ``None`` nor a positive number of seconds."""
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (is_number and timeout > 0):
+        raise SpecError(
+            compose(
+                f"timeout should be a positive number of seconds, got {timeout!r}",
+                fix="pass timeout=None for no limit",
+            )
+        )
+
+
+def _checked_seeds(seeds: Any, n_threads: int) -> Seeds:
+    if seeds is None:
+        return None
+    try:
+        numbers = [operator.index(seeds)] if _is_number(seeds) else list(map(operator.index, seeds))
+    except TypeError:
+        numbers = [-1]
+    if not numbers or min(numbers) < 0:
+        raise SpecError(f"seeds should be a non-negative int or a list of them, got {seeds!r}")
+    if _is_number(seeds):
+        return numbers[0]
+    # In this process any list will do: that of a run with workers gives the same data.
+    if n_threads and len(numbers) != n_threads:
+        raise SpecError(
+            compose(
+                f"seeds has {len(numbers)} entries, n_threads is {n_threads}",
+                fix="give one int, or one per worker",
+            )
+        )
+    return numbers
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except (TypeError, ValueError, RuntimeError):  # of tensors: fractions, several, no values
+        return False
+    return not getattr(value, "shape", ())

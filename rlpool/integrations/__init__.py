@@ -1,1 +1,0 @@
-"""Bridges to other libraries, each imported when it is used."""

@@ -1,0 +1,1 @@
+"""The step loop: agents on environments, in any process."""

@@ -1,0 +1,100 @@
+"""What a rollout runs: the contract between the step loop and whoever decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from rlpool.envs.vec_env import Options
+from rlpool.memory.storage import Array
+from rlpool.seeding import NoiseStart
+from rlpool.slots.blocks import Arrays, Layout
+
+
+@dataclass(slots=True)
+class Episode:
+    """An episode to run.
+
+    Attributes:
+        number: Row of the request.
+        seed: Seed of its reset.
+        options: Its row of ``env_info``.
+        noise: Its noise, if the agent wants any.
+        slot: Slot of its first chunk.
+        n_restarts: How often its lane restarted on its own before it.
+    """
+
+    number: int
+    seed: int
+    options: Options
+    noise: NoiseStart | None
+    slot: int
+    n_restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """How far a lane's episode was when its worker died, at the end of a window.
+
+    Attributes:
+        lane: The lane within its worker.
+        n_restarts: How often the lane had restarted on its own since the reset.
+        n_steps: Steps of the episode.
+        actions: ``[n_steps, ...]`` per key: what the agent chose.
+        state: ``[...]`` per key: the agent's state.
+        observation: ``[...]`` per key: what the environment has to show after these actions.
+    """
+
+    lane: int
+    n_restarts: int
+    n_steps: int
+    actions: dict[str, Array]
+    state: dict[str, Array]
+    observation: dict[str, Array]
+
+
+class Plan(Protocol):
+    """Which episodes a rollout runs, and where it writes them.
+
+    Attributes:
+        worker: Number of the worker.
+        layout: Layout of the block.
+        arrays: The block.
+        agent_info: ``[n, ...]`` per key, by the episodes' numbers, or ``None``.
+    """
+
+    worker: int
+    layout: Layout
+    arrays: Arrays
+    agent_info: dict[str, Array] | None
+
+    def next_episode(self, lane: int) -> Episode | None:
+        """The next episode of a lane that is idle, ``None`` if there is none (for now)."""
+
+    def restarted(self, lane: int, episode: Episode) -> Episode:
+        """The episode after one that ended inside a window, in the same slot."""
+
+    def next_slot(self, lane: int, episode: int) -> int | None:
+        """A slot for the next chunk of a lane's episode, ``None`` if there is none (for now)."""
+
+    def chunk_done(self, episode: int, slot: int, chunk: int, is_last: bool) -> None:
+        """A slot is complete: the episode ended, or it goes on in another slot."""
+
+    def flush(self) -> None:
+        """Let others know of the chunks done since the last time."""
+
+    def wait(self) -> bool:
+        """With nothing left to step: wait for slots; False if there is nothing to wait for."""
+
+    def has_news(self) -> bool:
+        """Whether slots may have become available since a lane got none."""
+
+    def is_cancelled(self) -> bool:
+        """Whether the request was given up."""
+
+
+class ResumingPlan(Plan, Protocol):
+    """A plan whose episodes may have been begun by another worker."""
+
+    def resumed(self, lane: int, n_restarts: int) -> Episode:
+        """The episode that had been begun in a lane."""

@@ -1,0 +1,494 @@
+"""The step loop: the only place where an agent is called on environments.
+
+One ``Rollout`` drives one agent over one ``VecEnv`` and writes into the slots of a block. What to
+run is decided by a ``Plan``: which episode a lane starts next, which slot it writes to, what
+happens to a finished chunk. Per step and batch it does::
+
+    noise, observations, agent states  ->  row t of every lane's slot
+    agent(state, observation)          ->  outputs into row t, new state
+    env.step                           ->  observations of t + 1
+    ended lanes: final values into their slots, next episode
+    full lanes:  final values into their slots, next slot of the same episode
+
+Python work per lane is done only when an episode or a slot ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableSequence, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+
+from rlpool.agents.agent import Agent
+from rlpool.data.dict_tensor import DictTensor
+from rlpool.envs.vec_env import FLAGS, LaneError, Options, VecEnv
+from rlpool.errors import AgentError, EnvError, Where
+from rlpool.loop.agent_driver import AgentDriver
+from rlpool.loop.history import History
+from rlpool.loop.plan import Episode, Plan, Resumed, ResumingPlan
+from rlpool.loop.probe import probe
+from rlpool.memory.storage import Array, batch_array
+from rlpool.record.crash_recorder import CrashRecorder, Past, SlotRows
+from rlpool.record.failures import Scene, agent_error, env_error
+from rlpool.record.resumption import repeat_episode
+from rlpool.seeding import NoiseStream
+from rlpool.slots.blocks import NOISE_KEY, StepSpecs
+from rlpool.slots.writer import SlotWriter
+from rlpool.specs import row_specs
+
+
+@dataclass(slots=True)
+class _Lane:
+    """What a lane runs.
+
+    Attributes:
+        episode: Its episode.
+        slot: The slot it writes to.
+        chunk: Number of the chunk within the episode.
+        steps_before: Steps of the episode before row 0 of the slot; negative if the episode
+            started later in the slot.
+        parked: Its rows of the batch while it has no slot; ``None`` while it steps.
+        past: What it did in slots that it has left.
+    """
+
+    episode: Episode
+    slot: int
+    chunk: int = 0
+    steps_before: int = 0
+    parked: list[tuple[Array, Array]] | None = None
+    past: Past = field(default_factory=Past)
+
+
+class Rollout:
+    """One agent on one batch of environments.
+
+    Args:
+        agent: The agent.
+        env: The environments.
+        worker: Number of the worker, for error messages.
+        progress: One element that counts the steps, for whoever watches over this process.
+        worker_seed: The ``seed`` that ``env`` was created with, for crash capsules.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        env: VecEnv,
+        worker: int = 0,
+        progress: MutableSequence[int] | memoryview | None = None,
+        worker_seed: int | None = None,
+    ) -> None:
+        self._env = env
+        self._recorder = CrashRecorder(env, worker_seed)
+        self._worker = worker
+        self._progress = progress if progress is not None else [0]
+        self._n_lanes = env.n_lanes
+        self._driver = AgentDriver(agent, env.n_lanes)
+        self._noise = NoiseStream(env.n_lanes, agent.n_noise) if agent.n_noise else None
+        self._wants_history = agent.require_history()
+        self._history: History | None = None
+        self._agent_info: dict[str, Array] = {}
+        self._agent_info_tensors: DictTensor | None = None
+        self._lanes: dict[int, _Lane] = {}
+        self._live: list[int] = []
+        self._waiting: list[int] = []  # idle or parked
+        self._stepping: set[int] = set()  # those that were let step and are not ready yet
+        self._rows = np.zeros(env.n_lanes, np.int64)
+        self._strides = np.zeros(env.n_lanes, np.int64)
+
+    @torch.inference_mode()
+    def probe(
+        self, seed: int, options: Sequence[Options], agent_info: dict[str, Array] | None
+    ) -> StepSpecs:
+        """Learn what a step consists of, see ``rlpool.loop.probe``.
+
+        Args:
+            seed: Seed of every lane's reset.
+            options: Options of each lane's reset.
+            agent_info: ``[n_lanes, ...]`` or ``None``.
+        """
+        lanes = range(self._n_lanes)
+        self._set_agent_info(agent_info, {lane: lane for lane in lanes})
+        noise = None if self._noise is None else self._noise.tensor
+        info = self._agent_info_tensors
+        scene = partial(self._recorder.scene_of_probe, self._agent_info)
+        return probe(self._env, self._driver, noise, seed, options, info, self._worker, scene)
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> None:
+        """Run a plan to its end, or until it is cancelled, under ``torch.inference_mode``.
+
+        Lanes whose episodes are unfinished at the end stay parked and go on with the next plan.
+
+        Raises:
+            EnvError, AgentError: If the user's code fails. All lanes are idle afterwards.
+        """
+        self._bind(plan)
+        waits_for_all = self._env.min_ready is None or self._history is not None
+        step = self._step if waits_for_all else self._step_some
+        try:
+            self._fill_lanes(plan)
+            while not plan.is_cancelled():
+                if self._live:
+                    step(plan)
+                    if self._waiting and plan.has_news():
+                        self._fill_lanes(plan)
+                elif plan.wait():
+                    self._fill_lanes(plan)
+                else:
+                    return
+        except BaseException:
+            self.abandon()
+            raise
+        self.abandon()
+
+    @torch.inference_mode()
+    def resume(self, plan: ResumingPlan, lanes: Sequence[Resumed]) -> None:
+        """Take over episodes that another worker had begun, to go on with the next ``run``.
+
+        Args:
+            plan: Says what episodes they are.
+            lanes: How far they were.
+
+        Raises:
+            EnvError: If an environment does not repeat what it did. All lanes are idle then.
+        """
+        try:
+            for past in lanes:
+                lane, episode = past.lane, plan.resumed(past.lane, past.n_restarts)
+                scene = partial(self._recorder.scene_of_repetition, plan.agent_info, episode, past)
+                repeat_episode(self._env, episode, past, self._worker, self._progress, scene)
+                self._set_agent_info(plan.agent_info, {lane: episode.number})
+                if past.n_steps:
+                    for key, value in past.state.items():
+                        self._driver.state[key][lane] = value
+                else:
+                    self._driver.start([lane], self._agent_info_tensors)
+                self._lanes[lane] = _Lane(
+                    episode,
+                    episode.slot,
+                    0,
+                    past.n_steps,
+                    self._kept_rows(lane),
+                    self._recorder.resumed(past),
+                )
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Forget all episodes, finished or not."""
+        for lane, running in self._lanes.items():
+            if running.parked is None:
+                self._writer.abandon(running.slot, self._steps_in_slot(lane))
+                self._running[lane] = -1
+        self._lanes.clear()
+        self._stepping.clear()
+
+    # The loop -------------------------------------------------------------------------------
+
+    def _bind(self, plan: Plan) -> None:
+        """Prepare the views that a plan's steps read and write through."""
+        env, driver, layout = self._env, self._driver, plan.layout
+        self._current = dict(env.current)
+        if self._noise is not None:
+            self._current[NOISE_KEY] = self._noise.tensor.numpy()
+        self._observation = {key: torch.from_numpy(a) for key, a in self._current.items()}
+        # What a step does not rewrite is shown as a copy, in case the agent changes it.
+        self._shown_flags = np.array(env.flags)
+        for key, flags in zip(FLAGS, self._shown_flags, strict=True):
+            self._observation[key] = torch.from_numpy(flags)
+        self._writer = SlotWriter(layout, plan.arrays, self._current, driver.state)
+        self._running = plan.arrays.control["running"][self._worker].data
+        # The rows' numbers themselves are shared: they tell how far a worker got that died.
+        self._slots = plan.arrays.control["slot"][self._worker].data
+        self._rows = plan.arrays.control["row"][self._worker]
+        self._recorder.bind(
+            plan.arrays.rows, self._current, driver.state, self._rows, plan.agent_info
+        )
+        self._steps_before = plan.arrays.control["steps_before"][self._worker].data
+        self._n_finished = plan.arrays.control["n_finished"].data
+        self._n_timesteps = layout.n_timesteps
+        self._restarts = layout.restarts
+        # Idle lanes write into the slot behind the last, each into a row of its own if it can.
+        spare = np.arange(self._n_lanes) % layout.n_timesteps
+        self._spare_rows = layout.n_slots * layout.n_timesteps + spare
+        if self._wants_history and self._history is None:
+            self._history = History(layout.step)
+        self._waiting = list(range(self._n_lanes))
+        self._take_stock()
+
+    def _step(self, plan: Plan) -> None:
+        rows = self._rows
+        if self._noise is not None:
+            self._noise.draw()
+        self._writer.write_before(rows)
+        np.copyto(self._shown_flags, self._env.flags)
+        outputs = self._act()
+        self._writer.write_outputs(rows, outputs)
+        self._driver.commit()
+        try:
+            ended = self._env.step_lanes(self._live, outputs)
+        except LaneError as error:
+            raise self._env_error(error) from error.__cause__
+        self._writer.write_after(rows)
+        np.add(rows, self._strides, out=rows)
+        self._progress[0] += 1
+        self._steps_until_full -= 1
+        if ended or not self._steps_until_full:
+            self._turn_over(plan, ended)
+
+    def _step_some(self, plan: Plan) -> None:
+        """Step lanes that are ready, without waiting for those that are slow.
+
+        Every lane keeps its row of the batch, its noise and its state, and the rows of lanes that
+        are stepping are written where nobody reads: an episode has the same bits as with
+        ``_step``, whoever was ready beside it.
+        """
+        env, driver = self._env, self._driver
+        free = [lane for lane in self._live if lane not in self._stepping]
+        outputs: dict[str, Array] = {}
+        if free:
+            rows = self._spare_rows.copy()
+            rows[free] = self._rows[free]
+            if self._noise is not None:
+                self._noise.draw(free)
+            self._writer.write_before(rows)
+            np.copyto(self._shown_flags, env.flags)
+            outputs = self._act()
+            self._writer.write_outputs(rows, outputs)
+            driver.commit(free)
+        try:
+            ready = env.step_some(env.min_ready or 1, free, outputs)
+        except LaneError as error:
+            raise self._env_error(error) from error.__cause__
+        self._stepping.update(free)
+        # A lane may still be stepping for a plan that was given up.
+        ready = [lane for lane in ready if lane in self._stepping]
+        self._stepping.difference_update(ready)
+        rows = self._spare_rows.copy()
+        rows[ready] = self._rows[ready]
+        self._writer.write_after(rows)
+        self._rows[ready] += 1
+        self._progress[0] += 1
+        self._steps_until_full -= 1
+        done = env.current["done"]
+        ended = [lane for lane in ready if done[lane]]
+        if ended or not self._steps_until_full:
+            self._turn_over(plan, ended)
+
+    def _act(self) -> dict[str, Array]:
+        """Call the agent."""
+        driver = self._driver
+        starting = driver.starting
+        history, before = None, {}
+        if self._history is not None:
+            history = self._history.view({**self._current, **driver.state})
+            # Copied before the agent can change it.
+            before = {key: np.array(array) for key, array in self._current.items()}
+        try:
+            outputs = driver.act(self._observation, self._agent_info_tensors, history)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise self._agent_error(error, self._live[0], "agent") from error
+        if driver.state:
+            for lane in starting:
+                self._writer.write_state(int(self._rows[lane]), lane)
+        if self._history is not None:
+            self._history.record({**before, **driver.state, **outputs}, self._live)
+        return outputs
+
+    # When an episode or a slot ends ---------------------------------------------------------
+
+    def _turn_over(self, plan: Plan, ended: Sequence[int]) -> None:
+        """Complete the slots that are done, and give their lanes something new."""
+        if ended and self._restarts:
+            self._restart(plan, ended)
+        elif ended:
+            for lane in ended:
+                self._finish(plan, lane)
+        if not self._steps_until_full:
+            full = [
+                lane
+                for lane in self._live
+                if lane in self._lanes and self._steps_in_slot(lane) == self._n_timesteps
+            ]
+            self._keep_actions(full)
+            for lane in full:
+                self._park(plan, lane)
+        plan.flush()
+        self._fill_lanes(plan)
+
+    def _finish(self, plan: Plan, lane: int) -> None:
+        """Complete the last slot of an episode; the lane is idle then."""
+        running = self._lanes[lane]
+        length = int(self._rows[lane]) - running.slot * self._n_timesteps
+        self._writer.complete(running.slot, lane, length, running.steps_before == 0)
+        del self._lanes[lane]  # only now, so that what stops this before marks the slot as dirty
+        self._waiting.append(lane)
+        self._running[lane] = -1
+        self._n_finished[self._worker] += 1
+        plan.chunk_done(running.episode.number, running.slot, running.chunk, True)
+
+    def _park(self, plan: Plan, lane: int) -> None:
+        """Complete a full slot, and put the lane aside until it gets another.
+
+        Meanwhile its rows of the batch may be overwritten, so they are kept.
+        """
+        running = self._lanes[lane]
+        self._waiting.append(lane)
+        self._writer.complete(running.slot, lane, self._n_timesteps, running.steps_before == 0)
+        plan.chunk_done(running.episode.number, running.slot, running.chunk, False)
+        running.steps_before += self._n_timesteps
+        running.chunk += 1
+        running.parked = self._kept_rows(lane)
+
+    def _keep_actions(self, lanes: Sequence[int]) -> None:
+        """Keep what a crash capsule would need of slots that lanes are about to leave."""
+        leaving = [self._lanes[lane] for lane in lanes]
+        if leaving:
+            self._recorder.keep([(r.past, r.slot, max(0, -r.steps_before)) for r in leaving])
+
+    def _kept_rows(self, lane: int) -> list[tuple[Array, Array]]:
+        arrays = [*self._env.current.values(), *self._driver.state.values()]
+        return [(array, np.array(array[lane])) for array in arrays]
+
+    def _fill_lanes(self, plan: Plan) -> None:
+        """Give every lane that does not step something to do, if there is anything."""
+        starting: dict[int, Episode] = {}
+        waiting: list[int] = []
+        for lane in sorted(self._waiting):
+            running = self._lanes.get(lane)
+            if running is not None:
+                if not self._resume(plan, lane, running):
+                    waiting.append(lane)
+                continue
+            episode = plan.next_episode(lane)
+            if episode is None:
+                waiting.append(lane)
+            else:
+                starting[lane] = episode
+                self._enter_slot(lane, _Lane(episode, episode.slot))
+        self._waiting = waiting
+        if starting:
+            self._begin_episodes(plan, starting)
+        # Mostly the lanes that ended are those that start: then nothing else changes, and
+        # _steps_until_full stays a lower bound.
+        if waiting != self._waiting_at_stock or not self._steps_until_full:
+            self._take_stock()
+
+    def _resume(self, plan: Plan, lane: int, running: _Lane) -> bool:
+        """Let a parked lane go on in another slot, if there is one."""
+        slot = plan.next_slot(lane, running.episode.number)
+        if slot is None:
+            return False
+        for array, row in running.parked or ():
+            array[lane] = row
+        running.parked = None
+        running.slot = slot
+        self._enter_slot(lane, running)
+        if self._noise is not None and running.episode.noise is not None:
+            self._noise.start(lane, running.episode.noise, running.steps_before)
+        return True
+
+    def _restart(self, plan: Plan, lanes: Sequence[int]) -> None:
+        """Start the next episodes of lanes that go on in the same slot."""
+        episodes: dict[int, Episode] = {}
+        for lane in lanes:
+            running = self._lanes[lane]
+            running.episode = episodes[lane] = plan.restarted(lane, running.episode)
+            running.past = Past()
+            running.steps_before = -self._steps_in_slot(lane)
+            self._steps_before[lane] = running.steps_before
+        self._begin_episodes(plan, episodes)
+
+    def _begin_episodes(self, plan: Plan, episodes: dict[int, Episode]) -> None:
+        lanes = list(episodes)
+        seeds = [episode.seed for episode in episodes.values()]
+        options = [episode.options for episode in episodes.values()]
+        try:
+            self._env.reset_lanes(lanes, seeds, options)
+        except LaneError as error:
+            raise self._env_error(error) from error.__cause__
+        if plan.agent_info is not None or self._agent_info:
+            self._set_agent_info(plan.agent_info, {k: e.number for k, e in episodes.items()})
+        try:
+            self._driver.start(lanes, self._agent_info_tensors)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise self._agent_error(error, lanes[0], "initial_state") from error
+        for lane, episode in episodes.items():
+            if self._noise is not None and episode.noise is not None:
+                self._noise.start(lane, episode.noise)
+            if self._history is not None:
+                self._history.restart(lane)
+
+    def _enter_slot(self, lane: int, running: _Lane) -> None:
+        self._lanes[lane] = running
+        self._slots[lane] = running.slot
+        self._rows[lane] = running.slot * self._n_timesteps
+        self._running[lane] = running.episode.number
+        self._steps_before[lane] = running.steps_before
+
+    def _take_stock(self) -> None:
+        """Find the lanes that step, and for how long none of them fills its slot."""
+        self._waiting_at_stock = list(self._waiting)
+        self._live = [lane for lane in range(self._n_lanes) if lane not in self._waiting]
+        self._strides[:] = 0
+        self._strides[self._live] = 1
+        self._rows[self._waiting] = self._spare_rows[self._waiting]
+        slots = [self._lanes[lane].slot for lane in self._live]
+        steps = self._rows[self._live] - np.array(slots, np.int64) * self._n_timesteps
+        self._steps_until_full = self._n_timesteps - int(steps.max(initial=0))
+
+    def _set_agent_info(self, agent_info: dict[str, Array] | None, rows: dict[int, int]) -> None:
+        """Give lanes their rows of ``agent_info``: lane to row."""
+        if agent_info is None:
+            self._agent_info, self._agent_info_tensors = {}, None
+            return
+        if row_specs(agent_info) != row_specs(self._agent_info):
+            self._agent_info = {
+                key: batch_array(spec, self._n_lanes) for key, spec in row_specs(agent_info).items()
+            }
+            for key, array in self._agent_info.items():
+                # Idle lanes have a row that is valid, whatever its values mean to the agent.
+                array[:] = agent_info[key][next(iter(rows.values()))]
+            self._agent_info_tensors = DictTensor(
+                {key: torch.from_numpy(array) for key, array in self._agent_info.items()}
+            )
+        for lane, row in rows.items():
+            for key, array in self._agent_info.items():
+                array[lane] = agent_info[key][row]
+
+    def _steps_in_slot(self, lane: int) -> int:
+        return int(self._rows[lane]) - self._lanes[lane].slot * self._n_timesteps
+
+    def _where(self, lane: int) -> Where:
+        running = self._lanes.get(lane)
+        if running is None:
+            return Where(self._worker, lane)
+        episode = running.episode
+        step = running.steps_before + self._steps_in_slot(lane)
+        return Where(self._worker, lane, episode.number, step, episode.seed, episode.options)
+
+    def _env_error(self, error: LaneError) -> EnvError:
+        return env_error(error, self._where(error.lane), self._scene(error.lane, error.call))
+
+    def _agent_error(self, error: BaseException, lane: int, call: str) -> AgentError:
+        """An error of the agent, told of the first of the lanes that it was called for."""
+        who = "the agent" if call == "agent" else "agent.initial_state"
+        return agent_error(error, self._where(lane), who, self._scene(lane, call))
+
+    def _scene(self, lane: int, call: str) -> Scene | None:
+        running = self._lanes.get(lane)
+        if running is None:
+            return None
+        start = max(0, -running.steps_before)
+        at = SlotRows(running.slot, start, self._steps_in_slot(lane))
+        number, info = running.episode.number, self._agent_info
+        return self._recorder.scene(call, lane, number, running.past, at, info)

@@ -1,0 +1,1 @@
+"""Environments in worker processes, the policy in the caller's."""

@@ -1,0 +1,227 @@
+"""What travels between the caller and workers that only hold environments.
+
+Steps are no messages: they are asked for in the arena, and both sides wake each other. Everything
+that is rare travels through the pipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlpool.envs.vec_env import Options
+from rlpool.errors import EnvError
+from rlpool.manager.arena import ArenaLayout
+from rlpool.manager.episode_log import Actions, Reached
+from rlpool.memory.storage import Array
+from rlpool.specs import Structure, TensorSpec
+from rlpool.workers.parcel import Parcel
+from rlpool.workers.shipment import Shipment
+from rlpool.workers.wake import Wake
+
+
+@dataclass(frozen=True)
+class EnvSetup:
+    """What a worker that holds environments needs to begin.
+
+    Attributes:
+        functions: The functions that make its environments, pickled by cloudpickle; they arrive
+            as bytes.
+        options: Keyword arguments of its ``GymEnv``.
+        worker: The worker's number.
+        n_workers: How many there are.
+        first_lane: Number of its first environment.
+        root: Root of all seeds.
+        wake: What the worker waits for, beside its pipe: a step was asked for.
+        done: What it signals when an order is carried out.
+        max_episodes: How many episodes it may begin, ``None`` for no limit.
+    """
+
+    functions: Shipment | bytes
+    options: Mapping[str, Any]
+    worker: int
+    n_workers: int
+    first_lane: int
+    root: int
+    wake: Wake
+    done: Wake
+    max_episodes: int | None = None
+
+
+# From the caller to a worker ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MapArena:
+    """Use this arena from now on; its memory follows.
+
+    Attributes:
+        layout: How it is divided.
+        n_seen: Number of the last step that the worker, or its predecessor, was asked for.
+        is_successor: Whether ``Restore`` follows, before anything else is to be done.
+    """
+
+    layout: ArenaLayout
+    n_seen: int = 0
+    is_successor: bool = False
+
+
+@dataclass(frozen=True)
+class MapObservations:
+    """Observations are of this structure; keep them in these arrays, whose memory follows."""
+
+    structure: Structure
+    n_lanes: int
+
+
+@dataclass(frozen=True)
+class MapActions:
+    """Take actions from these arrays, whose memory follows."""
+
+    specs: Mapping[str, TensorSpec]
+    n_lanes: int
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Episodes that will come, in the order of each lane.
+
+    Attributes:
+        stride: Episode *i* runs in lane ``i % stride`` of all lanes.
+        numbers: int64: the episodes of this worker's lanes, ascending.
+        seeds: int64: their seeds.
+        env_info: Their rows.
+    """
+
+    stride: int
+    numbers: Array
+    seeds: Array
+    env_info: Mapping[str, Array]
+
+
+@dataclass(frozen=True)
+class Reset:
+    """Reset lanes. Lanes are numbered within the worker, here and below.
+
+    Attributes:
+        order: Number of the order.
+        lanes: Ascending.
+        seeds: One per lane.
+        options: One per lane.
+    """
+
+    order: int
+    lanes: Sequence[int]
+    seeds: Sequence[int]
+    options: Sequence[Options]
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Bring the environments to where those of the predecessor were.
+
+    Attributes:
+        parcel: A ``Predecessor``, whose memory follows.
+    """
+
+    parcel: Parcel
+
+
+@dataclass(frozen=True)
+class Predecessor:
+    """What a successor has to know. Lanes are numbered within the worker.
+
+    Attributes:
+        reached: Per lane how it got to where it was, before a step that was not finished.
+        unfinished: Number of that step, 0 if there is none.
+        actions: Its actions per lane that takes part.
+        remote_seeds: Per lane the seed that a remote gave last, ``None`` if it gave none, and how
+            many resets of remotes have used such seeds since.
+        closed: Lanes that were closed.
+        n_begun: How many episodes count as begun by the successor.
+    """
+
+    reached: Mapping[int, Reached]
+    unfinished: int
+    actions: Mapping[int, Actions]
+    remote_seeds: Mapping[int, tuple[int | None, int]]
+    closed: Sequence[int]
+    n_begun: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request of a remote, to be answered with a ``Reply``, except ``close``."""
+
+    lane: int
+    command: str
+    data: Any
+
+
+# From a worker to the caller ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EnvReady:
+    """The worker has its environments.
+
+    Attributes:
+        n_lanes: Number of them.
+        observation: How an observation falls into keys, ``None`` if no space says it and no reset
+            without options could show it.
+        is_declared: Whether a space says it.
+        action: How an action falls into keys, ``None`` without an action space.
+        native_action: The actions' keys with the dtypes that the environments take, or ``None``.
+        spaces: ``(observation_space, action_space)``, pickled by cloudpickle.
+        n_tasks: The environments' attribute of that name, ``None`` if they have none.
+        horizon_bamdp: Likewise.
+        all_tasks: The tasks that they know, ``None`` if they have none.
+    """
+
+    n_lanes: int
+    observation: Structure | None
+    is_declared: bool
+    action: Structure | None
+    native_action: Mapping[str, TensorSpec] | None
+    spaces: bytes
+    n_tasks: int | None
+    horizon_bamdp: int | None
+    all_tasks: list[Any] | None
+
+
+@dataclass(frozen=True)
+class LaneFailed:
+    """An environment failed.
+
+    Attributes:
+        order: Number of the order.
+        lane: The lane.
+        call: ``"reset"`` or ``"step"``.
+        error: What happened, its ``where`` without lane.
+        is_lost: Whether the lane could not be brought to where it was, so that it is of no use to
+            try again.
+    """
+
+    order: int
+    lane: int
+    call: str
+    error: EnvError
+    is_lost: bool = False
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer to a ``Call``.
+
+    Attributes:
+        lane: The lane.
+        reply: The tuple that the remote receives, pickled by cloudpickle.
+        is_done: Whether the environment did what it was asked for.
+        error: How the environment failed, if it did.
+    """
+
+    lane: int
+    reply: bytes
+    is_done: bool
+    error: EnvError | None = None

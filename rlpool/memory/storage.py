@@ -1,0 +1,342 @@
+"""Memory of three kinds, and named arrays carved out of it.
+
+==========  ============================================================  ==================
+kind        what it is                                                    other processes
+==========  ============================================================  ==================
+``local``   ordinary memory of this process                               cannot see it
+``shared``  a ``memfd``: it has no name, so that nothing can be left      map the same pages
+            behind, and does not count against the size of ``/dev/shm``
+``memmap``  an unlinked file on a disk, for more than the memory holds    map the same pages
+==========  ============================================================  ==================
+
+Untouched pages cost nothing. Memory that is sent to another process, in whatever pickle, arrives as
+a mapping of the same pages; see ``rlpool.memory.transfer`` for how.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from rlpool.errors import SpecError, UsageError, compose
+from rlpool.machine.limits import human, machine_bytes
+from rlpool.memory.transfer import Descriptor, Ticket
+from rlpool.specs import TensorSpec
+
+PAGE_BYTES = 4096
+"""Alignment of every key: keys share no page, so a page belongs to one key only."""
+
+KINDS = ("local", "shared", "memmap")
+"""What ``allocate`` can make."""
+
+Array = np.ndarray[Any, Any]
+
+
+def allocate(storage: str, n_bytes: int, *, directory: str | Path | None = None) -> Memory:
+    """Zeroed memory of a kind that the user chose.
+
+    Args:
+        storage: ``"local"``, ``"shared"`` or ``"memmap"``.
+        n_bytes: Its size.
+        directory: Where the file of ``"memmap"`` lies, by default where temporary files do.
+
+    Raises:
+        SpecError: If there is no such kind, or the machine or the disk cannot hold that much.
+    """
+    if not isinstance(storage, str) or storage not in KINDS:
+        choices = ", ".join(f'"{kind}"' for kind in KINDS)
+        raise SpecError(compose(f"there is no storage {storage!r}", fix=f"choose from {choices}"))
+    if storage != "memmap" and directory is not None:
+        raise SpecError(
+            compose(
+                f"storage={storage!r} has no file, but a directory was given: {str(directory)!r}",
+                fix='leave directory out, or use storage="memmap"',
+            )
+        )
+    if storage == "memmap":
+        return Memory.memmap(n_bytes, directory)
+    if n_bytes > machine_bytes():
+        raise SpecError(
+            compose(
+                f"storage={storage!r} would need {human(n_bytes)}, but there are "
+                f"{human(machine_bytes())} in all",
+                fix='make it smaller, or use storage="memmap"',
+            )
+        )
+    return Memory.local(n_bytes) if storage == "local" else Memory.shared(n_bytes)
+
+
+class Memory:
+    """A zeroed block of bytes, mapped into this process.
+
+    The mapping lives as long as this object or any array or tensor made from ``root()``. Shared and
+    memmap memory can be pickled: every process that unpickles it maps the same pages, and within
+    one process all pickles of it give the same object. A pickle works as long as its sender lives.
+
+    Attributes:
+        n_bytes: Size in bytes.
+        kind: One of ``KINDS``.
+    """
+
+    def __init__(
+        self, mapped: torch.Tensor, descriptor: Descriptor | None, kind: str = "shared"
+    ) -> None:
+        self._mapped: torch.Tensor | None = mapped
+        self._descriptor = descriptor
+        self.n_bytes = mapped.numel()
+        self.kind = kind
+
+    @classmethod
+    def local(cls, n_bytes: int) -> Memory:
+        """Ordinary memory of this process."""
+        return cls(torch.from_numpy(np.zeros(n_bytes, np.uint8)), None, "local")
+
+    @classmethod
+    def shared(cls, n_bytes: int, name: str = "rlpool") -> Memory:
+        """Anonymous shared memory; ``fd`` stays open until ``close_fd``."""
+        return cls._over(anonymous_file(name), n_bytes, "shared")
+
+    @classmethod
+    def memmap(cls, n_bytes: int, directory: str | Path | None = None) -> Memory:
+        """A sparse file on a disk that has no name, so that nothing of it is left behind.
+
+        Bytes that were not reserved may find the disk full when they are first written, which ends
+        the process: call ``reserve`` before.
+
+        Args:
+            n_bytes: Its size.
+            directory: Where the file lies, by default where temporary files do.
+
+        Raises:
+            SpecError: If no file of that size can be made there.
+        """
+        try:
+            where = Path(tempfile.gettempdir() if directory is None else directory)
+        except TypeError:
+            raise SpecError(
+                compose(f"directory is {directory!r}", fix="pass the path of a directory")
+            ) from None
+        try:
+            return cls._over(_unlinked_file(where), n_bytes, "memmap")
+        except OSError as error:
+            raise _refused(error, f"a file of {human(n_bytes)} in {str(where)!r}") from error
+
+    @classmethod
+    def _over(cls, fd: int, n_bytes: int, kind: str) -> Memory:
+        descriptor = Descriptor(fd, _round_up(n_bytes))
+        try:
+            os.ftruncate(fd, n_bytes)
+            memory = cls(_map(fd, n_bytes), descriptor, kind)
+            # Named and known before there are forked copies: they know it as well.
+            _mapped_here[descriptor.make_name()] = memory
+            return memory
+        except BaseException:
+            descriptor.close()
+            raise
+
+    @classmethod
+    def attach(cls, fd: int, n_bytes: int, *, private: bool = False) -> Memory:
+        """Map memory that another process made; closes the descriptor.
+
+        Args:
+            fd: Its descriptor.
+            n_bytes: Its size.
+            private: Keep what this process writes to itself.
+        """
+        try:
+            return cls(_map(fd, n_bytes, private=private), None)
+        finally:
+            os.close(fd)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor, to be sent to other processes."""
+        if self._descriptor is None or self._descriptor.fd is None:
+            raise SpecError("this memory has no descriptor: it is local, or close_fd() was called")
+        return self._descriptor.fd
+
+    def close_fd(self) -> None:
+        """Close the descriptor; the mapping stays."""
+        if self._descriptor is not None:
+            self._descriptor.close()
+
+    def close(self) -> None:
+        """Give the memory up; arrays and tensors made from it keep their mapping."""
+        self.close_fd()
+        self._mapped = None
+
+    def recall(self) -> None:
+        """Stop keeping the memory for those who have not received it yet."""
+        if self._descriptor is not None:
+            self._descriptor.recall()
+
+    def root(self) -> Array:
+        """A new uint8 array over the whole block.
+
+        Everything carved out of it keeps this very object alive, so that a weak reference to it
+        tells when the last user is gone.
+
+        Raises:
+            UsageError: After ``close``.
+        """
+        if self._mapped is None:
+            raise UsageError("this memory was closed")
+        return self._mapped.numpy()
+
+    def reserve(self, start: int, stop: int) -> None:
+        """Make sure that bytes ``start <= i < stop`` can be written, before they are.
+
+        The disk under a memmap may be full, and writing to a page that it has no room for ends the
+        process. Other kinds need no reservation.
+
+        Raises:
+            SpecError: If the disk, or what may be used of it, is full. Nothing was written.
+            UsageError: After ``close``.
+        """
+        if not 0 <= start <= stop <= self.n_bytes:
+            raise SpecError(f"bytes {start} to {stop} are not within {self.n_bytes}")
+        if self.kind != "memmap" or start == stop:
+            return
+        if self._mapped is None:
+            raise UsageError("this memory was closed")
+        try:
+            os.posix_fallocate(self.fd, start, stop - start)
+        except OSError as error:
+            raise _refused(error, f"{human(stop - start)} of a memmap") from error
+
+    def handle(self) -> Handle:
+        """Something small to send to another process, which gets this memory by ``attach()``.
+
+        Raises:
+            UsageError: If the memory is local or closed.
+        """
+        self._refuse_to_be_sent()
+        return Handle(self)
+
+    def __reduce__(self) -> tuple[Callable[..., Memory], tuple[Any, ...]]:
+        self._refuse_to_be_sent()
+        descriptor = self._descriptor
+        if descriptor is None:
+            raise UsageError("this memory was closed")
+        return _received, (descriptor.ticket(), self.n_bytes, self.kind)
+
+    def _refuse_to_be_sent(self) -> None:
+        if self.kind == "local":
+            raise UsageError(
+                compose(
+                    'memory with storage="local" belongs to one process and cannot be sent',
+                    fix='use storage="shared" or storage="memmap"',
+                )
+            )
+        if self._mapped is None or self._descriptor is None or self._descriptor.fd is None:
+            raise UsageError(
+                compose(
+                    "this memory was closed and cannot be sent any more",
+                    fix="send it before it is closed",
+                )
+            )
+
+
+class Handle:
+    """Stands for memory in a message; its pickle is some hundred bytes."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def attach(self) -> Memory:
+        """The memory, mapped into this process."""
+        return self._memory
+
+
+def _received(ticket: Ticket, n_bytes: int, kind: str) -> Memory:
+    known = _mapped_here.get(ticket.name)
+    if known is not None and known._descriptor is not None and known._descriptor.fd is not None:
+        ticket.discard(known._descriptor)
+        return known
+    descriptor = ticket.redeem()
+    if descriptor.fd is None:
+        raise UsageError("the descriptor of this memory was closed")
+    memory = Memory(_map(descriptor.fd, n_bytes), descriptor, kind)
+    _mapped_here[ticket.name] = memory
+    return memory
+
+
+# Memory that was made or received here, by the name of its file: one mapping and one descriptor,
+# however many pickles of it are read.
+_mapped_here: WeakValueDictionary[bytes, Memory] = WeakValueDictionary()
+
+
+def _refused(error: OSError, what: str) -> SpecError:
+    name = errno.errorcode.get(error.errno or 0, "OSError")
+    return SpecError(
+        compose(
+            f"the disk does not give {what}: {error.strerror} ({name})",
+            fix="free some space, choose another directory, or make it smaller",
+        )
+    )
+
+
+def anonymous_file(name: str) -> int:
+    """Descriptor of a new file without a name, in memory where there is such a thing."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    # No memfd on this platform: an unlinked file is as anonymous, though backed by the disk.
+    return _unlinked_file(None)
+
+
+def _unlinked_file(directory: Path | None) -> int:
+    with tempfile.TemporaryFile(dir=directory) as file:  # O_TMPFILE where there is such a thing
+        return os.dup(file.fileno())
+
+
+def _map(fd: int, n_bytes: int, *, private: bool = False) -> torch.Tensor:
+    # torch closes its own descriptor after mapping, mmap.mmap() would keep one open per block.
+    directory = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+    path, size = f"{directory}/{fd}", max(1, n_bytes)  # nothing cannot be mapped
+    mapped = torch.from_file(path, shared=not private, size=size, dtype=torch.uint8, device="cpu")
+    return mapped if size == n_bytes else mapped[:n_bytes]
+
+
+def carved_bytes(specs: Mapping[str, TensorSpec], n_rows: int) -> dict[str, int]:
+    """Bytes that each key takes in a block, padding to whole pages included."""
+    return {key: _round_up(spec.n_bytes * n_rows) for key, spec in specs.items()}
+
+
+def carve(root: Array, specs: Mapping[str, TensorSpec], n_rows: int) -> dict[str, Array]:
+    """Named arrays ``[n_rows, *shape]`` that lie in a block one after another, no copy.
+
+    Args:
+        root: uint8 array of at least ``sum(carved_bytes(...).values())`` bytes.
+        specs: Row shape and dtype of each key, in order.
+        n_rows: Length of the first dimension of every array.
+    """
+    arrays: dict[str, Array] = {}
+    start = 0
+    for key, n_bytes in carved_bytes(specs, n_rows).items():
+        spec = specs[key]
+        part = root[start : start + spec.n_bytes * n_rows]
+        arrays[key] = part.view(spec.dtype).reshape(n_rows, *spec.shape)
+        start += n_bytes
+    return arrays
+
+
+def _round_up(n_bytes: int) -> int:
+    return max(PAGE_BYTES, -(-n_bytes // PAGE_BYTES) * PAGE_BYTES)
+
+
+def batch_array(spec: TensorSpec, n_lanes: int) -> Array:
+    """A zeroed array ``[n_lanes, *shape]``, aligned as torch aligns its tensors.
+
+    The last bits of a matrix product can depend on the alignment of its operands.
+    """
+    shape = (n_lanes, *spec.shape)
+    array: Array = torch.zeros(shape, dtype=spec.torch_dtype, device="cpu").numpy()
+    return array

@@ -1,0 +1,1 @@
+"""Records of episodes, and what becomes of those that fail."""

@@ -1,0 +1,294 @@
+"""What is needed to repeat an episode that failed, and the file that holds it.
+
+A file is a ``.npz`` archive as ``numpy.load`` reads it::
+
+    header                          JSON as bytes: everything that is no array
+    actions/action                  [step, ...], one array per key
+    rewards                         [step]
+    observation/frame, ...          what the agent was shown last
+    agent_info/<name>               the episode's row
+    batch/observation/frame, ...    [n_lanes, ...], for failures of the agent
+
+Nothing in it is a pickle: reading a file runs no code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+
+from rlpool.errors import SpecError, Where, compose
+from rlpool.memory.storage import Array
+
+CALLS = ("reset", "step", "agent", "initial_state")
+"""What can fail: two methods of an environment, and two of an agent."""
+
+_FORMAT = "rlpool crash capsule"
+_VERSION = 1
+_HEADER, _REWARDS = "header", "rewards"
+_GROUPS = ("actions", "observation", "agent_info", "batch")
+_PLAIN = ("call", "seed", "worker_seed", "n_lanes", "env_type", "first_step", "error", "traceback")
+_TUPLE, _ARRAY = "__tuple__", "__array__"  # marks of what JSON has no word for
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what an episode depends on, in this process."""
+    return {
+        "rlpool": str(getattr(sys.modules.get("rlpool"), "__version__", "unknown")),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "gymnasium": gymnasium.__version__,
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class CrashCapsule:
+    """An episode up to the call that failed: all that ``rlpool.replay_crash`` needs.
+
+    It is made where the failure happened and travels with the error: see ``WorkerError.capsule``.
+    All arrays are copies. It can be pickled, and saved to a file that holds no pickle.
+
+    Attributes:
+        call: What failed: the environment's ``"reset"`` or ``"step"``, or the agent (``"agent"``
+            for its call, ``"initial_state"``).
+        where: Worker, lane, episode, step, seed and ``env_info``.
+        error: What happened, in one line.
+        traceback: The traceback, as text.
+        seed: Seed that the episode was reset with; ``None`` if that is not known.
+        worker_seed: The ``seed`` that ``create_env`` got there; ``None`` if it was not called.
+        n_lanes: Environments of the worker.
+        env_type: Name of the class that held the environments, such as ``"GymEnv"``.
+        options: The row of ``env_info`` as the environment got it, ``None`` without any.
+        agent_info: Name to value: the episode's row of ``agent_info``, as NumPy arrays.
+        actions: ``"action"`` (or ``"action/..."``) to array ``[step, ...]``: the actions from
+            ``first_step`` on, the last one being that of the step that failed if ``call`` is
+            ``"step"``, and that of the step before if the agent failed.
+        rewards: ``[step]``: what the steps that worked gave, from ``first_step`` on; NaN where
+            that is not known, as the worker took over an episode that another one had begun.
+        first_step: 0, or more if the episode was so long that its first actions were not kept.
+        observation: Key to array: what the agent was shown last in this lane. Empty if the reset
+            failed.
+        batch: For failures of the agent, all lanes of what it was called with:
+            ``"observation/..."``, ``"agent_info/..."`` and ``"state/..."``, ``[n_lanes, ...]``.
+        versions: Versions of the libraries there.
+    """
+
+    call: str
+    where: Where
+    error: str
+    traceback: str = ""
+    seed: int | None = None
+    worker_seed: int | None = None
+    n_lanes: int = 1
+    env_type: str = ""
+    options: Mapping[str, Any] | None = None
+    agent_info: Mapping[str, Array] = field(default_factory=dict)
+    actions: Mapping[str, Array] = field(default_factory=dict)
+    rewards: Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    first_step: int = 0
+    observation: Mapping[str, Array] = field(default_factory=dict)
+    batch: Mapping[str, Array] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=library_versions)
+
+    @property
+    def n_actions(self) -> int:
+        """Number of the actions."""
+        return min((len(array) for array in self.actions.values()), default=0)
+
+    def __str__(self) -> str:
+        return f"CrashCapsule({self.error}; {self.where}; {self.n_actions} actions)"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write everything into one file, which appears whole or not at all.
+
+        Args:
+            path: The file; one that exists is replaced.
+
+        Returns:
+            The path.
+
+        Raises:
+            SpecError: If ``options`` hold what a file cannot keep.
+            OSError: If the file cannot be written.
+        """
+        header, arrays = self._header(), self._arrays()
+        path = Path(path)
+        fd, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(fd, "wb") as file:
+                named: dict[str, Any] = {_HEADER: np.frombuffer(header, np.uint8), **arrays}
+                np.savez(file, **named)
+            os.chmod(unfinished, 0o666 & ~_umask())
+            os.replace(unfinished, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(unfinished)
+            raise
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> CrashCapsule:
+        """Read what ``save`` wrote.
+
+        Args:
+            path: The file.
+
+        Raises:
+            SpecError: If there is no such file, or it is not a capsule or not whole.
+        """
+        try:
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
+                arrays = {key: archive[key] for key in archive.files}
+            return cls._of(arrays)
+        except (
+            OSError,
+            EOFError,
+            ValueError,  # SpecError among them
+            KeyError,
+            TypeError,
+            AttributeError,
+            NotImplementedError,  # an archive with compression that Python lacks
+            zipfile.BadZipFile,
+        ) as error:
+            raise SpecError(
+                compose(
+                    f"{os.fspath(path)!r} {_why_no_capsule(error)}",
+                    fix="pass a file that CrashCapsule.save() or crash_dir=... wrote",
+                )
+            ) from error
+
+    def _header(self) -> bytes:
+        header = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            **{name: getattr(self, name) for name in _PLAIN},
+            "where": {k: v for k, v in self.where._asdict().items() if k != "env_info"},
+            "options": _encoded(self.options, "options"),
+            "versions": dict(self.versions),
+        }
+        return json.dumps(header, indent=1).encode()
+
+    def _arrays(self) -> dict[str, Array]:
+        arrays = {_REWARDS: self.rewards}
+        for group in _GROUPS:
+            for key, array in getattr(self, group).items():
+                arrays[f"{group}/{key}"] = np.asarray(array)
+        return arrays
+
+    @classmethod
+    def _of(cls, arrays: Mapping[str, Array]) -> CrashCapsule:
+        header = json.loads(arrays[_HEADER].tobytes())
+        if not isinstance(header, dict) or header.get("format") != _FORMAT:
+            raise SpecError("it has another format")
+        if header["version"] != _VERSION:
+            raise SpecError(f"it has version {header['version']}, this rlpool reads {_VERSION}")
+        options = _decoded(header["options"])
+        groups: dict[str, Any] = {group: {} for group in _GROUPS}
+        for name, array in arrays.items():
+            group, _, key = name.partition("/")
+            if group in groups and key:
+                groups[group][key] = array
+        capsule = cls(
+            **{name: header[name] for name in _PLAIN},
+            where=Where(**header["where"], env_info=options),
+            options=options,
+            rewards=arrays[_REWARDS],
+            versions=dict(header["versions"]),
+            **groups,
+        )
+        capsule._check()
+        return capsule
+
+    def _check(self) -> None:
+        """Refuse what no failure leads to."""
+        numbers = (self.n_lanes, self.first_step)
+        optional = (self.seed, self.worker_seed, *self.where[:-1])
+        texts = (self.error, self.traceback, self.env_type)
+        if (
+            self.call not in CALLS
+            or not all(type(number) is int and number >= 0 for number in numbers)
+            or not all(number is None or type(number) is int for number in optional)
+            or not all(isinstance(text, str) for text in texts)
+            or not (self.options is None or isinstance(self.options, Mapping))
+            or len({len(array) for array in self.actions.values()}) > 1
+        ):
+            raise SpecError("its header is damaged")
+
+
+def _umask() -> int:
+    """What new files of this process may not have; temporary files are the owner's alone."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:
+            found = next(line for line in status if line.startswith("Umask:"))
+        return int(found.split()[1], 8)
+    except (OSError, StopIteration, ValueError):
+        return 0o077  # os.umask() would tell it only by changing it, for other threads as well
+
+
+def _encoded(value: Any, path: str) -> Any:
+    """A value in the words of JSON.
+
+    Raises:
+        SpecError: Naming the part that has none.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, list | tuple):
+        parts = [_encoded(part, f"{path}[{number}]") for number, part in enumerate(value)]
+        return parts if isinstance(value, list) else {_TUPLE: parts}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufU":
+        return {_ARRAY: np.asarray(value).tolist(), "dtype": value.dtype.str}
+    if _is_plain_dict(value):
+        return {key: _encoded(part, f"{path}[{key!r}]") for key, part in value.items()}
+    raise SpecError(
+        compose(
+            f"{path} of the failed episode holds a {type(value).__name__}, which a file of plain "
+            "numbers and texts cannot keep",
+            fix="pickle the capsule instead, or pass numbers, texts, lists, dicts and arrays",
+        )
+    )
+
+
+def _is_plain_dict(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and all(type(key) is str for key in value)
+        and not {_TUPLE, _ARRAY}.intersection(value)
+    )
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if _TUPLE in value:
+        return tuple(_decoded(part) for part in value[_TUPLE])
+    if _ARRAY in value:
+        return np.array(value[_ARRAY], np.dtype(str(value["dtype"])))
+    return {key: _decoded(part) for key, part in value.items()}
+
+
+def _why_no_capsule(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "does not exist"
+    if isinstance(error, OSError):
+        return f"cannot be read: {error.strerror or error}"
+    return f"is not a crash capsule ({type(error).__name__})"

@@ -1,0 +1,185 @@
+"""Turns exceptions of the user's code into errors that say where they happened."""
+
+from __future__ import annotations
+
+import re
+import struct
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlpool.envs.vec_env import LaneError
+from rlpool.errors import AgentError, AgentSpecError, EnvError, EnvSpecError, SpecError, Where
+from rlpool.memory.storage import Array
+from rlpool.record.crash_capsule import CrashCapsule
+
+DEBUG_HINT = "run it in this process to debug: EpisodeBatcher(..., n_threads=0)"
+LOCAL_HINT = "it ran in this process: debug it here (the __cause__ of the error has the frames)"
+"""The advice where the user's code failed in the caller's process: its exception is the cause."""
+
+_OPTIONS = re.compile(
+    r"\b(options|env_info|task)\b|'NoneType' object is not (subscriptable|iterable|a mapping)"
+)
+_OPTION = re.compile(r"""\b(?:options|env_info)(?:\[|\.get\()["'](\w+)["']|\b(task)\b""")
+_AGENT_INFO = re.compile(r"\bagent_info\b")
+_SEED = re.compile(r"\bseed", re.IGNORECASE)
+_REFUSES_SEED = (ValueError, TypeError, OverflowError, AssertionError, struct.error)
+_NOT_HANDED_ON = re.compile(r"unexpected keyword argument '(seed|options)'")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a crash capsule holds beside the failure itself; see there.
+
+    Attributes:
+        seed: Seed of the reset if it is another one than the episode's own.
+        worker_seed: What ``create_env`` got.
+        n_lanes: Environments of the worker.
+        env_type: What held the environments.
+        agent_info: The episode's row.
+        actions: What was done.
+        rewards: What it gave.
+        first_step: The step of the first of them.
+        observation: What the agent was shown last.
+        batch: All lanes of what the agent was called with.
+    """
+
+    seed: int | None = None
+    worker_seed: int | None = None
+    n_lanes: int = 1
+    env_type: str = ""
+    agent_info: Mapping[str, Array] = field(default_factory=dict)
+    actions: Mapping[str, Array] = field(default_factory=dict)
+    rewards: Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    first_step: int = 0
+    observation: Mapping[str, Array] = field(default_factory=dict)
+    batch: Mapping[str, Array] = field(default_factory=dict)
+
+    def capsule(self, call: str, error: str, where: Where, traceback_text: str) -> CrashCapsule:
+        """The capsule of a failure in this scene."""
+        parts = dict(vars(self))
+        if self.seed is None:
+            parts["seed"] = where.seed
+        else:
+            where = where._replace(seed=self.seed)
+        return CrashCapsule(
+            call=call,
+            error=error,
+            where=where,
+            traceback=traceback_text,
+            options=where.env_info,
+            **parts,
+        )
+
+
+def env_error(error: LaneError, where: Where, scene: Scene | None = None) -> EnvError:
+    """The error for an environment that raised, or returned what does not fit.
+
+    Args:
+        error: What a ``VecEnv`` said.
+        where: Where it happened.
+        scene: What else is known about the episode.
+    """
+    cause = error.__cause__ or error
+    if isinstance(error, EnvError):  # put together in the process where it happened
+        kind = EnvSpecError if isinstance(error, SpecError) else EnvError
+        where = where._replace(worker=error.where.worker)
+        what, fix, text, capsule = error.what, error.fix, error.traceback_text, error.capsule
+    else:
+        kind = EnvSpecError if isinstance(cause, SpecError) else EnvError
+        what, fix = _what_and_fix(f"env.{error.call}", cause)
+        if error.call == "reset" and fix == DEBUG_HINT:
+            fix = reset_advice(cause, where.env_info) or fix
+        text, capsule = text_of(cause), None
+    if scene is not None:
+        capsule = scene.capsule(error.call, what, where, text)
+    return kind(what, where=where, fix=fix, traceback_text=text, capsule=capsule)
+
+
+def agent_error(
+    error: BaseException, where: Where, who: str = "the agent", scene: Scene | None = None
+) -> AgentError:
+    """The error for an agent that raised, or returned what does not fit.
+
+    Args:
+        error: What it raised.
+        where: Where it happened.
+        who: What of the agent was called, for the message.
+        scene: What else is known about the episode.
+    """
+    kind = AgentSpecError if isinstance(error, SpecError) else AgentError
+    what, fix = _what_and_fix(who, error)
+    fix = agent_advice(error, has_agent_info=scene is None or bool(scene.agent_info)) or fix
+    text, capsule = text_of(error), None
+    if scene is not None:
+        call = "initial_state" if who == "agent.initial_state" else "agent"
+        capsule = scene.capsule(call, what, where, text)
+    return kind(what, where=where, fix=fix, traceback_text=text, capsule=capsule)
+
+
+def reset_advice(error: BaseException, options: Mapping[str, Any] | None) -> str:
+    """What to do about a ``reset`` that lacks an option or refuses its seed; ``""`` otherwise.
+
+    Args:
+        error: What it raised.
+        options: What it got.
+    """
+    told = _told(error)
+    if isinstance(error, TypeError) and (lacks := _NOT_HANDED_ON.search(told)):
+        return f"let every reset() that is called on the way take {lacks[1]}, and hand it on"
+    key = error.args[0] if isinstance(error, KeyError) and error.args else None
+    is_missing = key not in options if options and isinstance(key, str) else not options
+    if is_missing and _OPTIONS.search(told):
+        found = _OPTION.search(told)
+        name = found[1] or found[2] if found else key
+        each = f'"{name}": ...' if isinstance(name, str) and name.isidentifier() else "..."
+        return f"if it needs options, pass env_info={{{each}}}, one row per episode"
+    if isinstance(error, _REFUSES_SEED) and _SEED.search(told):
+        return "let reset(seed=...) take every int from 0 to 2**31 - 1: that is what rlpool gives"
+    return ""
+
+
+def agent_advice(error: BaseException, has_agent_info: bool = True) -> str:
+    """What to do about an agent that looks for what it did not ask for; ``""`` otherwise.
+
+    Args:
+        error: What it raised.
+        has_agent_info: Whether the request has an ``agent_info``.
+    """
+    missing = str(error.args[0]) if isinstance(error, KeyError) and error.args else ""
+    if missing == "noise" or missing.startswith("no key 'noise'"):
+        return "set n_noise of the agent's class to how many random numbers it needs per step"
+    if not has_agent_info and _AGENT_INFO.search(_told(error)):
+        return "if the agent needs it, pass agent_info={...}, one row per episode"
+    return ""
+
+
+def _told(error: BaseException) -> str:
+    """What an exception says, and the line that raised it: of ``None[0]`` that tells more."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{described(error)} {frames[-1].line if frames else ''}"
+
+
+def text_of(error: BaseException) -> str:
+    """The traceback as text, which crosses any process boundary."""
+    return "".join(traceback.format_exception(error))
+
+
+def described(error: BaseException) -> str:
+    """Class and text of an exception in one line, even if it cannot be turned into text."""
+    try:
+        text = " ".join(str(error).split("\n"))
+    except Exception:
+        text = "<its text cannot be had>"
+    return f"{type(error).__name__}: {text}"
+
+
+def _what_and_fix(who: str, error: BaseException) -> tuple[str, str]:
+    """What happened and what to do, in one line each."""
+    if isinstance(error, SpecError):
+        what, _, fix = str(error).partition("\n  fix:   ")
+        return f"{who}: {what}", fix or DEBUG_HINT
+    return f"{who} raised {described(error)}", DEBUG_HINT

@@ -1,0 +1,1 @@
+"""Slots: where episodes are written, and where the user reads them."""

@@ -1,0 +1,326 @@
+"""Blocks of slots: where episodes are written, and where the user reads them.
+
+A block is one piece of memory with ``n_slots`` slots. A slot holds up to ``n_timesteps`` steps of
+one episode, key by key::
+
+    frame   [n_slots + 1, T, 4]      rows: the value that step t started from
+    action  [n_slots + 1, T]
+    ...
+    final/frame [n_slots, 4]         the value after the slot's last step
+    control: length, dirty, cursor, running, ...
+
+Slot ``n_slots`` is where idle lanes write what nobody reads, so that every step writes one row
+per lane with one indexed assignment per key, whoever is idle.
+
+What can be derived is not stored: ``_frame`` is ``frame`` one step later, with ``final/frame`` at
+the end; ``done`` and its kin are True nowhere but at the end (``rlpool.slots.trajectories``). In
+windows whose lanes restart on their own this does not hold; there the values after each step have
+rows of their own.
+
+Who owns a block: the workers that got its request, until each has said that it is finished with
+it; then the user, until the last tensor made from it is gone; then the pool of free blocks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rlpool.envs.vec_env import FLAGS
+from rlpool.errors import SpecError, compose
+from rlpool.memory.storage import Array, Memory, carve, carved_bytes
+from rlpool.specs import TensorSpec, refuse_collisions
+
+FINAL = "final/"  # prefix of the values after a slot's last step
+NOISE_KEY = "noise"
+
+_INT64 = np.dtype(np.int64)
+_BOOL = TensorSpec((), np.dtype(bool))
+
+
+def successor_key(key: str) -> str:
+    """Name of a key's value after the step."""
+    return f"_{key}"
+
+
+@dataclass(frozen=True)
+class StepSpecs:
+    """What one step of one lane consists of, as a worker finds out and reports it.
+
+    Attributes:
+        n_lanes: Lanes of a worker.
+        auto_reset: Whether lanes restart on their own inside a window.
+        observation: Every key of ``VecEnv.current``.
+        output: The agent's outputs.
+        state: The agent's state.
+        n_noise: Random numbers per step.
+        wants_history: Whether the agent asks for all previous steps.
+    """
+
+    n_lanes: int
+    auto_reset: bool
+    observation: Mapping[str, TensorSpec]
+    output: Mapping[str, TensorSpec]
+    state: Mapping[str, TensorSpec]
+    n_noise: int = 0
+    wants_history: bool = False
+
+    def __post_init__(self) -> None:
+        succeeded = [*self.observation, *self.state]
+        refuse_collisions(
+            {
+                "the environment": list(self.observation),
+                "the agent's output": list(self.output),
+                "the agent's state": list(self.state),
+                "the noise": [NOISE_KEY] if self.n_noise else [],
+                "the values after the step": [successor_key(key) for key in succeeded],
+            }
+        )
+
+    @property
+    def succeeded(self) -> dict[str, TensorSpec]:
+        """Keys that also have a value after the step."""
+        return {**self.observation, **self.state}
+
+    @property
+    def noise(self) -> dict[str, TensorSpec]:
+        """The noise's key, if there is any."""
+        if not self.n_noise:
+            return {}
+        return {NOISE_KEY: TensorSpec((self.n_noise,), np.dtype(np.float32))}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a block is divided.
+
+    Args:
+        step: What a step consists of.
+        n_slots: Number of slots.
+        n_timesteps: Steps per slot.
+        n_workers: Number of workers that write into a block, at least 1.
+        restarts: Whether lanes restart inside a slot (a ``Batcher`` with auto-reset).
+    """
+
+    step: StepSpecs
+    n_slots: int
+    n_timesteps: int
+    n_workers: int
+    restarts: bool = False
+    rows: dict[str, TensorSpec] = field(init=False)
+    finals: dict[str, TensorSpec] = field(init=False)
+
+    def __post_init__(self) -> None:
+        step = self.step
+        rows = {**step.succeeded, **step.output, **step.noise}
+        finals = dict(step.succeeded)
+        if self.restarts:
+            rows.update({successor_key(key): spec for key, spec in step.succeeded.items()})
+            finals = {}
+        else:
+            for key in FLAGS:
+                del rows[key]
+            del finals["initial_state"]  # never True after a step
+        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "finals", finals)
+
+    @property
+    def control(self) -> dict[str, TensorSpec]:
+        """Bookkeeping shared by the workers and the caller, int64 each."""
+        shapes = {
+            "length": (self.n_slots,),  # steps in each slot
+            "starts": (self.n_slots,),  # 1 where the slot's first step starts an episode
+            "dirty": (self.n_slots + 1,),  # rows that may differ from zero
+            "whole": (self.n_slots,),  # 1 where slot i holds all of episode i
+            "cursor": (self.step.n_lanes,),  # next episode of each row of the batch
+            "claim": (self.n_workers, self.step.n_lanes),  # what each lane claimed last
+            "pending": (self.step.n_lanes,),  # a claim that is being made, see ``claims``
+            "running": (self.n_workers, self.step.n_lanes),  # episode that runs there, -1 if none
+            "slot": (self.n_workers, self.step.n_lanes),  # the slot that each lane writes to
+            "row": (self.n_workers, self.step.n_lanes),  # slot * n_timesteps + step, of each lane
+            "steps_before": (self.n_workers, self.step.n_lanes),  # steps in earlier slots
+            "n_finished": (self.n_workers,),  # episodes each worker has finished
+            "cancelled": (1,),
+        }
+        return {key: TensorSpec(shape, _INT64) for key, shape in shapes.items()}
+
+    def steps_in_slot(self, control: Mapping[str, Array], worker: int) -> Array:
+        """Steps that each lane of a worker has done in its slot, ``n_timesteps`` if that is full.
+
+        The row alone does not tell: that behind a full slot is the first one of the next.
+        """
+        steps = control["row"][worker] - control["slot"][worker] * self.n_timesteps
+        # A lane that is between two slots, or that waits for one, has done nothing in any.
+        return np.where((steps < 0) | (steps > self.n_timesteps), 0, steps)
+
+    def bytes_of_key(self) -> dict[str, int]:
+        """Bytes per key, finals counted with their key, control left out."""
+        sizes = carved_bytes(self._row_specs(), self.n_slots + 1)
+        for key, n_bytes in carved_bytes(self.finals, self.n_slots).items():
+            sizes[key] = sizes.get(key, 0) + n_bytes
+        return sizes
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of a whole block."""
+        return sum(self.bytes_of_key().values()) + sum(carved_bytes(self.control, 1).values())
+
+    def arrays(self, root: Array) -> Arrays:
+        """The arrays of a block that starts at ``root[0]``, no copy."""
+        control = carve(root, self.control, 1)
+        start = sum(carved_bytes(self.control, 1).values())
+        rows = carve(root[start:], self._row_specs(), self.n_slots + 1)
+        start += sum(carved_bytes(self._row_specs(), self.n_slots + 1).values())
+        finals = carve(root[start:], self.finals, self.n_slots)
+        return Arrays(rows, finals, {key: array[0] for key, array in control.items()})
+
+    def _row_specs(self) -> dict[str, TensorSpec]:
+        return {
+            key: TensorSpec((self.n_timesteps, *spec.shape), spec.dtype)
+            for key, spec in self.rows.items()
+        }
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """A block's memory by name.
+
+    Attributes:
+        rows: Key to ``[n_slots + 1, T, *shape]``.
+        finals: Key to ``[n_slots, *shape]``.
+        control: Name to int64 array, see ``Layout.control``.
+    """
+
+    rows: dict[str, Array]
+    finals: dict[str, Array]
+    control: dict[str, Array]
+
+
+def flat(array: Array, n_leading: int) -> Array:
+    """A view with one element per row, whatever the shape of a row.
+
+    The first ``n_leading`` dimensions become one; the rest of each row becomes one opaque element
+    of its bytes: assigning such elements by index is several times cheaper than assigning rows.
+    """
+    n_rows = int(np.prod(array.shape[:n_leading], dtype=np.int64))
+    if array.ndim == n_leading:
+        return array.reshape(n_rows)
+    n_bytes = array[(0,) * n_leading].nbytes
+    if not n_bytes:
+        return np.zeros(n_rows, np.bool_)  # rows without elements: nothing to write
+    return array.reshape(n_rows, -1).view(f"V{n_bytes}")[:, 0]
+
+
+class Block:
+    """One process's view of a block.
+
+    Args:
+        number: Names the block between processes.
+        layout: How it is divided.
+        memory: The memory.
+
+    Attributes:
+        is_taken: Whether a request uses it.
+        mapped_by: On the caller's side, the workers that have mapped it.
+    """
+
+    def __init__(self, number: int, layout: Layout, memory: Memory) -> None:
+        self.number = number
+        self.layout = layout
+        self.memory = memory
+        self.is_taken = False
+        self.mapped_by: set[int] = set()
+        self._arrays: Arrays | None = None
+        self._root: weakref.ref[Array] | None = None
+
+    @property
+    def arrays(self) -> Arrays:
+        """The arrays. They and all that is made from them keep the block from being free."""
+        if self._arrays is None:
+            root = self.memory.root()
+            self._root = weakref.ref(root)
+            self._arrays = self.layout.arrays(root)
+        return self._arrays
+
+    def release(self) -> None:
+        """End the request's use: what the user holds of ``arrays`` is all that counts now."""
+        self._arrays = None
+        self.is_taken = False
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no request and no user holds any part of this block."""
+        return not self.is_taken and (self._root is None or self._root() is None)
+
+
+class BlockPool:
+    """The caller's blocks: makes them, and uses them again once the user dropped their results.
+
+    Args:
+        layout: Layout of all blocks.
+        allocate: Makes zeroed memory of so many bytes.
+    """
+
+    # Enough for a loop that holds one result while the next is collected; more would only keep
+    # memory from others.
+    _MAX_FREE = 2
+
+    # A block that may be used again keeps a descriptor, for workers that do not know it yet. The
+    # memory of those beyond goes back to the system when the user drops it.
+    _MAX_KNOWN = 16
+
+    def __init__(self, layout: Layout, allocate: Callable[[int], Memory]) -> None:
+        self.layout = layout
+        self._allocate = allocate
+        self._blocks: list[Block] = []
+        self._n_made = 0
+
+    def take(self) -> Block:
+        """A block nobody uses.
+
+        Raises:
+            SpecError: If the system has no memory for a new one.
+        """
+        for block in self._blocks:
+            if block.is_free:
+                block.is_taken = True
+                return block
+        n_bytes = self.layout.n_bytes
+        try:
+            memory = self._allocate(n_bytes)
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise SpecError(
+                compose(
+                    f"no memory for a block of {n_bytes} bytes: {error}",
+                    fix="lower n_slots or n_timesteps, or drop results that are no longer needed",
+                )
+            ) from error
+        block = Block(self._n_made, self.layout, memory)
+        block.is_taken = True
+        self._n_made += 1
+        self._blocks.append(block)
+        return block
+
+    def forget_surplus(self) -> list[int]:
+        """Drop blocks beyond a few; returns their numbers, for the workers to unmap."""
+        surplus = [block for block in self._blocks if block.is_free][self._MAX_FREE :]
+        kept = [block for block in self._blocks if block not in surplus]
+        n_beyond = len(kept) - self._MAX_KNOWN
+        surplus += [block for block in kept if not block.is_taken][: max(0, n_beyond)]
+        self._blocks = [block for block in self._blocks if block not in surplus]
+        for block in surplus:
+            block.memory.close_fd()
+        return [block.number for block in surplus]
+
+    def close(self) -> None:
+        """Close all descriptors; what was mapped stays."""
+        for block in self._blocks:
+            block.memory.close_fd()
+
+    def forget_worker(self, worker: int) -> None:
+        """Take note that a worker is gone, and its mappings with it."""
+        for block in self._blocks:
+            block.mapped_by.discard(worker)

@@ -1,0 +1,103 @@
+"""Writes steps of a batch of lanes into a block of slots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rlpool.memory.storage import Array
+from rlpool.slots.blocks import Arrays, Layout, flat, successor_key
+
+Pair = tuple[Array, Array]
+"""A target in the block and its source, flattened so that one index selects a row."""
+
+
+class SlotWriter:
+    """The views through which one rollout writes into one block.
+
+    A row's number counts the rows of all slots: ``slot * n_timesteps + step``.
+
+    Args:
+        layout: The block's layout.
+        arrays: The block.
+        current: Key to array ``[n_lanes, ...]``: the environments' buffers and the noise.
+        state: Key to array ``[n_lanes, ...]``: the agent's state.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        arrays: Arrays,
+        current: Mapping[str, Array],
+        state: Mapping[str, Array],
+    ) -> None:
+        n_lanes = layout.step.n_lanes
+        sources = {**current, **state}
+        targets = {key: flat(array, 2) for key, array in arrays.rows.items()}
+        self._rows = arrays.rows
+        self._states: list[Pair] = [(targets[key], flat(array, 1)) for key, array in state.items()]
+        self._before: list[Pair] = [
+            (targets[key], flat(array, 1)) for key, array in sources.items() if key in targets
+        ]
+        self._after: list[Pair] = [
+            (targets[successor_key(key)], flat(array, 1))
+            for key, array in sources.items()
+            if successor_key(key) in targets
+        ]
+        self._outputs: list[tuple[str, Array, Array | None, Array | None]] = []
+        for key, spec in layout.step.output.items():
+            buffer = np.zeros((n_lanes, *spec.shape), spec.dtype) if spec.shape else None
+            as_rows = None if buffer is None else flat(buffer, 1)
+            self._outputs.append((key, targets[key], buffer, as_rows))
+        self._finals = [(array, sources[key]) for key, array in arrays.finals.items()]
+        self._length = _numbers(arrays, "length")
+        self._starts = _numbers(arrays, "starts")
+        self._dirty = _numbers(arrays, "dirty")
+        self._n_timesteps = layout.n_timesteps
+
+    def write_before(self, rows: Array) -> None:
+        """Write what the step starts from, one row per lane."""
+        for target, source in self._before:
+            target[rows] = source
+
+    def write_state(self, row: int, lane: int) -> None:
+        """Write the agent's state of one lane, where it became known late."""
+        for target, source in self._states:
+            target[row] = source[lane]
+
+    def write_outputs(self, rows: Array, outputs: Mapping[str, Array]) -> None:
+        """Write what the agent gave, one row per lane."""
+        for key, target, buffer, as_rows in self._outputs:
+            if buffer is None:
+                target[rows] = outputs[key]
+            else:
+                np.copyto(buffer, outputs[key])
+                target[rows] = as_rows
+
+    def write_after(self, rows: Array) -> None:
+        """Write what the step led to, where the layout has rows for that."""
+        for target, source in self._after:
+            target[rows] = source
+
+    def complete(self, slot: int, lane: int, length: int, starts: bool) -> None:
+        """Finish a slot: final values, length, and zeros where an earlier use reached further."""
+        for target, source in self._finals:
+            target[slot] = source[lane]
+        dirty = self._dirty[slot]
+        if dirty > length:
+            for array in self._rows.values():
+                array[slot, length:dirty] = 0
+        self._dirty[slot] = length
+        self._starts[slot] = starts
+        self._length[slot] = length
+
+    def abandon(self, slot: int, length: int) -> None:
+        """Remember how far a slot was written to that will not be finished."""
+        self._dirty[slot] = max(self._dirty[slot], min(length + 1, self._n_timesteps))
+
+
+def _numbers(arrays: Arrays, name: str) -> Any:
+    """A control array as a memoryview: single numbers are read and written faster that way."""
+    return arrays.control[name].data
