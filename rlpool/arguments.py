@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
-from rlpool.errors import UnknownArgumentError, compose
+from rlpool.errors import UnknownArgumentError
 
 ParametersT = ParamSpec("ParametersT")
 ResultT = TypeVar("ResultT")
@@ -55,7 +55,7 @@ def names_arguments(function: Callable[ParametersT, ResultT]) -> Callable[Parame
             if meant or not takes_any:
                 what = f"{function.__qualname__.removesuffix('.__init__')}() takes no {name!r}"
                 fix = f"pass {meant}" if meant else _guess(name, names)
-                raise UnknownArgumentError(compose(what, fix=fix))
+                raise UnknownArgumentError(what, fix=fix)
         return function(*args, **kwargs)
 
     return checked

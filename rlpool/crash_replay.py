@@ -17,7 +17,7 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.one_env import OneEnv
 from rlpool.envs.vec_env import LaneError, VecEnv
-from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerError, compose
+from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerError
 from rlpool.generators import seeded_generators
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.memory.storage import Array
@@ -100,7 +100,7 @@ def replay_crash(
     """
     capsule = _capsule_of(capsule)
     if not callable(create_env):
-        raise SpecError(compose(f"create_env is {create_env!r}", fix="pass a function"))
+        raise SpecError(f"create_env is {create_env!r}", fix="pass a function")
     if debug not in (False, True, "before"):
         raise SpecError(f"debug should be True, False or 'before', got {debug!r}")
     if (capsule.seed or 0) >= N_SEEDS:
@@ -223,26 +223,20 @@ def _capsule_of(given: Any) -> CrashCapsule:
     if isinstance(given, WorkerError):
         if given.capsule is None:
             raise UsageError(
-                compose(
-                    f"this {type(given).__name__} carries no capsule: {given.what}",
-                    fix="only failures of an environment or an agent in an episode have one",
-                )
+                f"this {type(given).__name__} carries no capsule: {given.what}",
+                fix="only failures of an environment or an agent in an episode have one",
             )
         given = given.capsule
     if not isinstance(given, CrashCapsule):
         raise SpecError(
-            compose(
-                f"{given!r} is no crash capsule",
-                fix="pass an error of rlpool, its capsule, or the path of a saved one",
-            )
+            f"{given!r} is no crash capsule",
+            fix="pass an error of rlpool, its capsule, or the path of a saved one",
         )
     if given.first_step:
         raise UsageError(
-            compose(
-                f"the first {given.first_step} actions of this episode were not kept, so that it "
-                "cannot be repeated",
-                fix="end episodes earlier, such as with GymEnv(..., max_episode_steps=...)",
-            )
+            f"the first {given.first_step} actions of this episode were not kept, so that it "
+            "cannot be repeated",
+            fix="end episodes earlier, such as with GymEnv(..., max_episode_steps=...)",
         )
     return given
 
@@ -264,10 +258,8 @@ def _environment(
         return made, lane
     if not callable(getattr(made, "reset", None)) or not callable(getattr(made, "step", None)):
         raise SpecError(
-            compose(
-                f"create_env returned {type(made).__name__}, not an environment",
-                fix="return a GymEnv, or one environment with reset() and step()",
-            )
+            f"create_env returned {type(made).__name__}, not an environment",
+            fix="return a GymEnv, or one environment with reset() and step()",
         )
     if capsule.env_type == OneEnv.__name__:
         return OneEnv(made, owns_process=True), 0
@@ -278,11 +270,9 @@ def _environment(
 def _refuse_lane(lane: int, n_lanes: int) -> None:
     if lane >= n_lanes:
         raise SpecError(
-            compose(
-                f"lane {lane} failed, and create_env made {n_lanes} environments",
-                fix="pass the create_env and env_args of the batcher, or a function that makes "
-                "the one environment",
-            )
+            f"lane {lane} failed, and create_env made {n_lanes} environments",
+            fix="pass the create_env and env_args of the batcher, or a function that makes "
+            "the one environment",
         )
 
 
@@ -292,11 +282,9 @@ def _declare_actions(env: VecEnv, actions: Mapping[str, Array]) -> None:
         env.declare_actions({key: leaf.spec for key, leaf in leaves.items()})
         if actions.keys() - leaves.keys():
             raise SpecError(
-                compose(
-                    f"the episode had the actions {sorted(actions)}, this environment takes "
-                    f"{sorted(leaves)}",
-                    fix="make the environment that failed",
-                )
+                f"the episode had the actions {sorted(actions)}, this environment takes "
+                f"{sorted(leaves)}",
+                fix="make the environment that failed",
             )
     elif actions:
         env.declare_actions({k: TensorSpec(a.shape[1:], a.dtype) for k, a in actions.items()})

@@ -52,7 +52,16 @@ class Where(NamedTuple):
 
 
 class RlpoolError(Exception):
-    """Base class of every exception that rlpool raises on purpose."""
+    """Base class of every exception that rlpool raises on purpose.
+
+    Args:
+        what: One line that says what happened.
+        where: Where it happened, empty if that is obvious.
+        fix: One line that says what to do about it, empty if nothing is known.
+    """
+
+    def __init__(self, what: str, *, where: Where | str = "", fix: str = "") -> None:
+        super().__init__(compose(what, where=str(where), fix=fix))
 
 
 class UsageError(RlpoolError, RuntimeError):
@@ -114,7 +123,7 @@ class WorkerError(RlpoolError, RuntimeError):
         self.fix = fix
         self.traceback_text = traceback_text
         self.capsule = capsule
-        super().__init__(compose(what, where=str(self.where), fix=fix))
+        super().__init__(what, where=self.where, fix=fix)
         if traceback_text:
             self.__cause__ = RemoteTraceback(traceback_text)
 

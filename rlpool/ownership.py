@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
-from rlpool.errors import UsageError, compose
+from rlpool.errors import UsageError
 
 _Self = TypeVar("_Self", bound="ProcessOwner")
 
@@ -55,10 +55,8 @@ class ProcessOwner(ABC):
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
-            compose(
-                f"a {type(self).__name__} owns processes and cannot be copied or pickled",
-                fix="copy what it was made with, and make another one",
-            )
+            f"a {type(self).__name__} owns processes and cannot be copied or pickled",
+            fix="copy what it was made with, and make another one",
         )
 
 
@@ -73,11 +71,9 @@ def refuse_forked_copy(owner_pid: int) -> None:
     """
     if os.getpid() != owner_pid:
         raise UsageError(
-            compose(
-                f"this process ({os.getpid()}) was forked from process {owner_pid}, to which the "
-                "workers belong",
-                fix="use the object in the process that made it, and make another one here",
-            )
+            f"this process ({os.getpid()}) was forked from process {owner_pid}, to which the "
+            "workers belong",
+            fix="use the object in the process that made it, and make another one here",
         )
 
 

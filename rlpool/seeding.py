@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 
 Words = np.ndarray[Any, np.dtype[Any]]
 Floats = np.ndarray[Any, np.dtype[Any]]
@@ -77,7 +77,7 @@ def root_from(seeds: int | Sequence[int] | None) -> int:
         return secrets.randbits(128)
     each = list(seeds) if isinstance(seeds, Sequence) else [seeds]
     if not all(isinstance(seed, int | np.integer) and seed >= 0 for seed in each):
-        raise SpecError(compose(f"a seed should be an int of at least 0, got {seeds!r}"))
+        raise SpecError(f"a seed should be an int of at least 0, got {seeds!r}")
     # A list is told apart from an int, [7] from 7: their lengths are part of the hash.
     words = [2, len(each)] if isinstance(seeds, Sequence) else [1]
     words += map(int, each)

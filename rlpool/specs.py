@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 
 DEFAULT_OBSERVATION_KEY = "frame"
 """Key of an observation that is not a dict: the name that rlstructures gave it."""
@@ -103,12 +103,10 @@ def structure_of_space(space: Any, *, keep_float64: bool, name: str) -> Structur
         return Leaf(TensorSpec(tuple(space.shape), dtype), is_scalar=False)
     refused = sorted(kinds & _REFUSED_SPACES)
     raise SpecError(
-        compose(
-            f"{name} is a {refused[0] if refused else type(space).__name__} space, "
-            "which has no fixed shape to put into a tensor",
-            fix="wrap the environment so that it uses Box, Discrete, MultiDiscrete, MultiBinary, "
-            "Dict or Tuple",
-        )
+        f"{name} is a {refused[0] if refused else type(space).__name__} space, "
+        "which has no fixed shape to put into a tensor",
+        fix="wrap the environment so that it uses Box, Discrete, MultiDiscrete, MultiBinary, "
+        "Dict or Tuple",
     )
 
 
@@ -136,10 +134,8 @@ def structure_of_value(value: Any, *, keep_float64: bool, name: str) -> Structur
     array = np.asarray(value)
     if array.dtype.kind not in "fiub":
         raise SpecError(
-            compose(
-                f"{name} is a {type(value).__name__} of dtype {array.dtype}, not numbers",
-                fix="return numbers, NumPy arrays, or dicts and tuples of them",
-            )
+            f"{name} is a {type(value).__name__} of dtype {array.dtype}, not numbers",
+            fix="return numbers, NumPy arrays, or dicts and tuples of them",
         )
     dtype = stored_dtype(array.dtype, keep_float64=keep_float64)
     return Leaf(TensorSpec(array.shape, dtype), is_scalar=array.ndim == 0)
@@ -219,7 +215,7 @@ def leaves_of(structure: Structure, default_key: str) -> dict[str, Leaf]:
     for key, leaf in _walk(structure, "" if isinstance(structure, Mapping) else default_key):
         if key in leaves:
             raise SpecError(
-                compose(f"two parts of one space are both called {key!r}", fix="rename one of them")
+                f"two parts of one space are both called {key!r}", fix="rename one of them"
             )
         leaves[key] = leaf
     return leaves
@@ -304,9 +300,7 @@ def refuse_collisions(groups: Mapping[str, Sequence[str]]) -> None:
         for key in keys:
             if key in owner:
                 raise SpecError(
-                    compose(
-                        f"key {key!r} is given by {owner[key]} and by {group}",
-                        fix="give it another name in the environment or in the agent",
-                    )
+                    f"key {key!r} is given by {owner[key]} and by {group}",
+                    fix="give it another name in the environment or in the agent",
                 )
             owner[key] = group

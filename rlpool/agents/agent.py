@@ -35,7 +35,7 @@ class Agent:
         n_noise: How many random numbers per row and step the agent needs. They arrive as
             ``observation["noise"]``, float32 ``[B, n_noise]``, uniform in [0, 1), a function of
             the episode and its step alone. An agent that draws all its randomness from there
-            (see ``rlpool.sample_normal``) gives bitwise the same episodes for any number of workers.
+            (see ``sample_normal``) gives bitwise the same episodes for any number of workers.
     """
 
     n_noise: int = 0
@@ -111,10 +111,8 @@ class Agent:
                 the call: copy them, as ``load_state_dict`` does.
         """
         raise UsageError(
-            compose(
-                f"{type(self).__name__} does not implement update(info)",
-                fix="define update(self, info), for instance self.model.load_state_dict(info)",
-            )
+            f"{type(self).__name__} does not implement update(info)",
+            fix="define update(self, info), for instance self.model.load_state_dict(info)",
         )
 
     def seed(self, seed: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from rlpool.agents.agent import Agent, AgentStep
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 
 _ALIGNMENT = 64  # bytes: what torch gives its own tensors
 
@@ -46,7 +46,7 @@ class DeviceAgent(Agent):
             self.device = torch.device(device)
         except (TypeError, RuntimeError) as error:
             raise SpecError(
-                compose(f"device is {device!r}: {error}", fix="pass 'cuda', 'cuda:0' or 'cpu'")
+                f"device is {device!r}: {error}", fix="pass 'cuda', 'cuda:0' or 'cpu'"
             ) from None
         self.n_noise = agent.n_noise
         self._passes_on = self.device.type == "cpu"

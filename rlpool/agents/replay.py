@@ -10,7 +10,7 @@ from torch import Tensor
 from rlpool.agents.agent import Agent
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 from rlpool.specs import join_key
 
 StateSource: TypeAlias = Literal["recompute", "stored"]
@@ -68,13 +68,9 @@ def replay_agent(
         loss = -(log_probabilities * advantages * trajectories.mask()).sum()
     """
     if state not in ("recompute", "stored"):
-        raise SpecError(
-            compose(f"state is {state!r}", fix="pass state='recompute' or state='stored'")
-        )
+        raise SpecError(f"state is {state!r}", fix="pass state='recompute' or state='stored'")
     if not trajectories.lengths.any():
-        raise SpecError(
-            compose("the trajectories have no steps", fix="leave empty trajectories out")
-        )
+        raise SpecError("the trajectories have no steps", fix="leave empty trajectories out")
     replay = _Replay(agent, trajectories)
     if state == "stored" and not agent.require_history():
         return replay.at_once()

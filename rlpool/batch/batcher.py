@@ -20,7 +20,7 @@ from rlpool.batch.coordinator import Coordinator
 from rlpool.batch.requests import EpisodeRequest, Policy, WindowRequest, as_infos
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import RlpoolError, UsageError, compose
+from rlpool.errors import RlpoolError, UsageError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.record.crash_files import CrashDir
 from rlpool.record.lane_log import LaneLog
@@ -199,9 +199,7 @@ class EpisodeBatcher(BatcherBase):
         """
         self._open()
         if self._last is None:
-            raise UsageError(
-                compose("reexecute() repeats an execute()", fix="call execute() first")
-            )
+            raise UsageError("reexecute() repeats an execute()", fix="call execute() first")
         self._submit(*self._last)
 
     @names_arguments
@@ -422,9 +420,7 @@ class Batcher(BatcherBase):
         """
         coordinator = self._open()
         if not self._is_reset:
-            raise UsageError(
-                compose("the lanes have no episodes to go on with", fix="call reset() first")
-            )
+            raise UsageError("the lanes have no episodes to go on with", fix="call reset() first")
         with InterruptsHeld():
             self._n_windows += 1
             if coordinator.n_pending:

@@ -15,7 +15,7 @@ from torch import nn
 from rlpool.agents.agent import Agent
 from rlpool.batch.coordinator import Coordinator
 from rlpool.envs.vec_env import VecEnv
-from rlpool.errors import SpecError, UsageError, compose
+from rlpool.errors import SpecError, UsageError
 from rlpool.machine.pickling import pickled, why_not
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.ownership import ProcessOwner, refuse_forked_copy
@@ -140,7 +140,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             coordinator.update(info)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             fix = "send what its receivers need only, such as model.state_dict()"
-            raise SpecError(compose(why_not({"info": info}, error), fix=fix)) from error
+            raise SpecError(why_not({"info": info}, error), fix=fix) from error
 
     def _stacks(self) -> str:
         return self._open().stacks()
@@ -162,9 +162,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
 
     def _open(self) -> Coordinator:
         if self._coordinator is None or self._coordinator.is_closed:
-            raise UsageError(
-                compose("the batcher is closed", fix="make a new one, or close it later")
-            )
+            raise UsageError("the batcher is closed", fix="make a new one, or close it later")
         if not self._is_private:
             refuse_forked_copy(self._owner_pid)
         self._coordinator.deliver_logs()
@@ -196,7 +194,7 @@ def _refuse_no_factory(name: str, function: Any) -> None:
         fix = f"pass the function or class that makes it, which every worker calls: {name}=" + (
             "MyAgent, agent_args={...}" if name == "create_agent" else "lambda seed: GymEnv(...)"
         )
-    raise SpecError(compose(f"{name} is {what}", fix=fix))
+    raise SpecError(f"{name} is {what}", fix=fix)
 
 
 def check_count(name: str, value: Any, least: int) -> None:
@@ -210,10 +208,8 @@ def check_timeout(timeout: Any) -> None:
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if timeout is not None and not (is_number and timeout > 0):
         raise SpecError(
-            compose(
-                f"timeout should be a positive number of seconds, got {timeout!r}",
-                fix="pass timeout=None for no limit",
-            )
+            f"timeout should be a positive number of seconds, got {timeout!r}",
+            fix="pass timeout=None for no limit",
         )
 
 
@@ -231,10 +227,8 @@ def _checked_seeds(seeds: Any, n_threads: int) -> Seeds:
     # In this process any list will do: that of a run with workers gives the same data.
     if n_threads and len(numbers) != n_threads:
         raise SpecError(
-            compose(
-                f"seeds has {len(numbers)} entries, n_threads is {n_threads}",
-                fix="give one int, or one per worker",
-            )
+            f"seeds has {len(numbers)} entries, n_threads is {n_threads}",
+            fix="give one int, or one per worker",
         )
     return numbers
 

@@ -28,7 +28,6 @@ from rlpool.errors import (
     UsageError,
     Where,
     WorkerError,
-    compose,
 )
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Array, Memory
@@ -166,7 +165,7 @@ class Coordinator:
         """
         if not self._pending:
             self._workers.refuse_if_dead()
-            raise UsageError(compose("nothing is pending", fix="call execute() before get()"))
+            raise UsageError("nothing is pending", fix="call execute() before get()")
         request = self._pending[0]
         if request.trajectories is None:
             self._poll(0.0)
@@ -233,11 +232,9 @@ class Coordinator:
             return self._workers.allocate(n_bytes)
         except (OSError, RuntimeError, MemoryError) as error:
             raise SpecError(
-                compose(
-                    f"there is no memory to send {n_bytes} bytes: {error}",
-                    fix="drop results that are no longer needed; if descriptors are what is "
-                    "missing, raise their limit (ulimit -n)",
-                )
+                f"there is no memory to send {n_bytes} bytes: {error}",
+                fix="drop results that are no longer needed; if descriptors are what is "
+                "missing, raise their limit (ulimit -n)",
             ) from error
 
     def update(self, info: Any) -> None:

@@ -345,11 +345,9 @@ class Workforce:
         for worker, report in enumerate(reports):
             if report.n_lanes != self.n_lanes:
                 raise SpecError(
-                    compose(
-                        f"worker 0 has {self.n_lanes} environments, "
-                        f"worker {worker} has {report.n_lanes}",
-                        fix="create the same number of environments in every worker",
-                    )
+                    f"worker 0 has {self.n_lanes} environments, "
+                    f"worker {worker} has {report.n_lanes}",
+                    fix="create the same number of environments in every worker",
                 )
             if report.error is not None and not isinstance(report.error, WorkerError):
                 raise report.error
@@ -382,11 +380,9 @@ class Workforce:
             self._workers.kill(worker)
         elif report.specs != self.specs or report.n_lanes != self.n_lanes:
             self.fatal = SpecError(
-                compose(
-                    f"worker {worker} was started again, and its steps are different: "
-                    f"{report.error or report.specs}, before: {self.specs}",
-                    fix="create_env and create_agent must always make the same",
-                )
+                f"worker {worker} was started again, and its steps are different: "
+                f"{report.error or report.specs}, before: {self.specs}",
+                fix="create_env and create_agent must always make the same",
             )
         else:
             self._restarts.ready(worker)

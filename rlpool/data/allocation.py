@@ -13,7 +13,7 @@ import torch
 
 from rlpool.data.array_index import Region, Span
 from rlpool.data.index_keys import as_numpy
-from rlpool.errors import SpecError, UsageError, compose
+from rlpool.errors import SpecError, UsageError
 from rlpool.memory.storage import Memory, allocate
 from rlpool.memory.versions import Version
 
@@ -138,9 +138,7 @@ class Allocation:
     def refuse_if_closed(self) -> None:
         """Raise UsageError after ``close``."""
         if self._values is None:
-            raise UsageError(
-                compose("this array was closed", fix="use it, or copy it, before close()")
-            )
+            raise UsageError("this array was closed", fix="use it, or copy it, before close()")
 
     def rows(self, start: int, n_rows: int) -> Region:
         """The region of some rows, counted from the very first one."""
@@ -205,14 +203,12 @@ class Allocation:
     def __reduce__(self) -> tuple[Callable[..., Allocation], tuple[Any, ...]]:
         if self._memory is None:
             raise UsageError(
-                compose("this array was closed and cannot be sent", fix="send it before close()")
+                "this array was closed and cannot be sent", fix="send it before close()"
             )
         if self.storage == "local":
             raise UsageError(
-                compose(
-                    'an array with storage="local" belongs to one process and cannot be pickled',
-                    fix='use storage="shared", or send what to_ndarray() returns, which is a copy',
-                )
+                'an array with storage="local" belongs to one process and cannot be pickled',
+                fix='use storage="shared", or send what to_ndarray() returns, which is a copy',
             )
         division = self.n_batch_dims, self.padding, self.window
         return _received, (self._memory, self.sizes, self.dtype.str, *division)
@@ -299,10 +295,8 @@ def _dtype(dtype: Any) -> np.dtype[Any]:
         found = np.dtype(object)
     if found.kind not in "biufc":
         raise SpecError(
-            compose(
-                f"dtype={dtype!r} is not among the number types and bool of NumPy",
-                fix="use one such as numpy.float32, torch.int64 or bool",
-            )
+            f"dtype={dtype!r} is not among the number types and bool of NumPy",
+            fix="use one such as numpy.float32, torch.int64 or bool",
         )
     return found
 
@@ -314,4 +308,4 @@ def plain(value: Any) -> Any:
     try:
         return as_numpy(value)
     except (TypeError, RuntimeError) as error:
-        raise SpecError(compose(f"NumPy cannot take this tensor: {error}")) from error
+        raise SpecError(f"NumPy cannot take this tensor: {error}") from error

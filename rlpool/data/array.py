@@ -18,7 +18,7 @@ from torch.utils import _pytree
 
 from rlpool.data.allocation import Allocation, packed_region, plain, unpacked_region
 from rlpool.data.array_index import Region
-from rlpool.errors import SpecError, UsageError, compose
+from rlpool.errors import SpecError, UsageError
 from rlpool.memory.storage import Memory
 
 Values = np.ndarray[Any, Any]
@@ -243,10 +243,8 @@ class Array:
         self._allocation.refuse_if_closed()
         if self._bound is not None:
             raise UsageError(
-                compose(
-                    f"{method}() moves the window of a whole array, and this is a view of one",
-                    fix=f"call {method}() on the array that was not indexed, and index it again",
-                )
+                f"{method}() moves the window of a whole array, and this is a view of one",
+                fix=f"call {method}() on the array that was not indexed, and index it again",
             )
 
     # Values -------------------------------------------------------------------------------------
@@ -263,10 +261,8 @@ class Array:
             shape = getattr(written, "shape", None)
             what = type(value).__name__ if shape is None else f"values of shape {tuple(shape)}"
             raise SpecError(
-                compose(
-                    f"cannot write {what} to elements of shape {region.shape} and dtype "
-                    f"{self.dtype}: {error}"
-                )
+                f"cannot write {what} to elements of shape {region.shape} and dtype "
+                f"{self.dtype}: {error}"
             ) from error
 
     def to_ndarray(self) -> Values:

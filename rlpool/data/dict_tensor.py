@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 
 # What selects rows: an int, a slice, an int tensor [N], or a bool mask [B].
 Rows: TypeAlias = int | slice | Tensor
@@ -559,7 +559,7 @@ def table(entries: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 def spec_error(what: str, fix: str) -> SpecError:
     """A ``SpecError`` of two lines."""
-    return SpecError(compose(what, fix=fix))
+    return SpecError(what, fix=fix)
 
 
 def _not_a_tensor(key: object, value: object) -> SpecError:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 
 Info: TypeAlias = DictTensor | Mapping[str, Any] | None
 """Tensors, NumPy arrays or (nested) lists of numbers by name, one row per row of the result.
@@ -36,10 +36,8 @@ def info_rows(name: str, info: Info, n_rows: int | None) -> DictTensor:
         return DictTensor()
     if not isinstance(info, DictTensor | Mapping):
         raise SpecError(
-            compose(
-                f"{name} should be a DictTensor or a dict, got {type(info).__name__}",
-                fix=f"name its values: {name}={{'task': ...}}",
-            )
+            f"{name} should be a DictTensor or a dict, got {type(info).__name__}",
+            fix=f"name its values: {name}={{'task': ...}}",
         )
     tensors = {key: _copied(name, key, value) for key, value in info.items()}
     if n_rows is None:
@@ -49,11 +47,9 @@ def info_rows(name: str, info: Info, n_rows: int | None) -> DictTensor:
             tensors[key] = tensor.repeat(n_rows)
         elif tensor.shape[0] != n_rows:
             raise SpecError(
-                compose(
-                    f"{key!r} in {name} has {tensor.shape[0]} rows, {n_rows} were expected",
-                    fix=f"give one row per row of the result, one number for all of them, or leave "
-                    f"{name} out",
-                )
+                f"{key!r} in {name} has {tensor.shape[0]} rows, {n_rows} were expected",
+                fix=f"give one row per row of the result, one number for all of them, or leave "
+                f"{name} out",
             )
     return DictTensor(tensors)
 
@@ -61,9 +57,7 @@ def info_rows(name: str, info: Info, n_rows: int | None) -> DictTensor:
 def _copied(name: str, key: Any, value: Any) -> Tensor:
     """A value as a tensor of its own."""
     if not isinstance(key, str):
-        raise SpecError(
-            compose(f"key {key!r} in {name} is no string", fix="name values by strings")
-        )
+        raise SpecError(f"key {key!r} in {name} is no string", fix="name values by strings")
     try:
         tensor = _tensor(value)
         tensor.numpy()
@@ -74,7 +68,7 @@ def _copied(name: str, key: Any, value: Any) -> Tensor:
         else:
             what = f"is {type(value).__name__} {value!r:.40}, not numbers ({what:.80})"
             fix = "give numbers, with as many in every row: a tensor, an array, or a list"
-        raise SpecError(compose(f"{key!r} in {name} {what}", fix=fix)) from None
+        raise SpecError(f"{key!r} in {name} {what}", fix=fix) from None
     return tensor
 
 

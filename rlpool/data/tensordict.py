@@ -44,10 +44,8 @@ def temporal_dict_tensor_from_tensordict(tensordict: Any) -> TemporalDictTensor:
     entries = list(tensordict.keys())
     if "steps" not in entries or "lengths" not in entries:
         raise SpecError(
-            compose(
-                f"the TensorDict has the entries {entries}",
-                fix="it needs steps [B, T], lengths [B] and optionally info [B]",
-            )
+            f"the TensorDict has the entries {entries}",
+            fix="it needs steps [B, T], lengths [B] and optionally info [B]",
         )
     steps = dict_tensor_from_tensordict(tensordict["steps"])
     info = tensordict.get("info", None)
@@ -59,7 +57,7 @@ def temporal_dict_tensor_from_tensordict(tensordict: Any) -> TemporalDictTensor:
 
 
 def _not_one(value: object) -> SpecError:
-    return SpecError(compose(f"got {type(value).__name__}", fix="pass a TensorDict"))
+    return SpecError(f"got {type(value).__name__}", fix="pass a TensorDict")
 
 
 def _tensordict_class() -> Any:

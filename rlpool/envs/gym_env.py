@@ -13,7 +13,7 @@ from rlpool.envs.ancestor_env import modernised
 from rlpool.envs.columns import BadValue, Columns
 from rlpool.envs.make_wrappers import have_passed, without_checkers, without_time_limit
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
 from rlpool.specs import (
     Leaf,
@@ -276,11 +276,9 @@ class GymEnv(VecEnv):
                 first, space = getattr(self, name), getattr(env, name, None)
                 if _shapes(first, name) != _shapes(space, name):
                     raise SpecError(
-                        compose(
-                            f"{name} of environment {number} is {space}, "
-                            f"that of environment 0 is {first}",
-                            fix="put only environments with equal spaces into one GymEnv",
-                        )
+                        f"{name} of environment {number} is {space}, "
+                        f"that of environment 0 is {first}",
+                        fix="put only environments with equal spaces into one GymEnv",
                     )
 
 
@@ -338,21 +336,17 @@ def _checked_environments(envs: Any) -> list[Any]:
     """The environments of a list; refuses anything else, and what is no environment."""
     if isinstance(envs, str) or not isinstance(envs, Iterable) or is_environment(envs):
         raise SpecError(
-            compose(
-                f"GymEnv got {_named(envs)}, not a list of environments",
-                fix="pass a list: GymEnv([env], seed)",
-            )
+            f"GymEnv got {_named(envs)}, not a list of environments",
+            fix="pass a list: GymEnv([env], seed)",
         )
     checked = list(envs)
     if not checked:
-        raise SpecError(compose("GymEnv got no environments", fix="pass at least one"))
+        raise SpecError("GymEnv got no environments", fix="pass at least one")
     for number, env in enumerate(checked):
         if not is_environment(env):
             raise SpecError(
-                compose(
-                    f"environment {number} of a GymEnv is {_named(env)}, not an environment",
-                    fix=how_to_make_one(env),
-                )
+                f"environment {number} of a GymEnv is {_named(env)}, not an environment",
+                fix=how_to_make_one(env),
             )
     return checked
 

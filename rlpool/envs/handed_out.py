@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rlpool.envs.columns import Columns
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 from rlpool.specs import Leaf, Structure, TensorSpec, flattener, nester, structure_of_value
 
 _LANE = (0,)
@@ -86,10 +86,8 @@ def pair_of(result: Any) -> tuple[Any, Any]:
     """
     if not isinstance(result, tuple) or len(result) != 2:
         raise SpecError(
-            compose(
-                f"reset() returned {counted(result)}, which belongs to neither protocol",
-                fix=BOTH_PROTOCOLS,
-            )
+            f"reset() returned {counted(result)}, which belongs to neither protocol",
+            fix=BOTH_PROTOCOLS,
         )
     return result
 
@@ -102,11 +100,9 @@ def four_of(result: Any) -> tuple[Any, Any, Any, Any]:
     """
     if not isinstance(result, tuple) or len(result) != 4:
         raise SpecError(
-            compose(
-                "step() should return (action, next_state, reward, done), as reset() returned "
-                f"(state, action), got {counted(result)}",
-                fix=BOTH_PROTOCOLS,
-            )
+            "step() should return (action, next_state, reward, done), as reset() returned "
+            f"(state, action), got {counted(result)}",
+            fix=BOTH_PROTOCOLS,
         )
     return result
 

@@ -51,7 +51,7 @@ from rlpool.envs.handed_out import (
     plain,
 )
 from rlpool.envs.vec_env import LaneError, Options, VecEnv, flag_of
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 from rlpool.generators import seed_generators
 from rlpool.memory.storage import Array
 from rlpool.seeding import stream_seed
@@ -291,10 +291,8 @@ class OneEnv(VecEnv):
         if not isinstance(result, tuple) or len(result) != 5:
             got = counted(result)
             raise SpecError(
-                compose(
-                    f"step() should return five values, as reset() is Gymnasium's, got {got}",
-                    fix=BOTH_PROTOCOLS,
-                )
+                f"step() should return five values, as reset() is Gymnasium's, got {got}",
+                fix=BOTH_PROTOCOLS,
             )
         observation, reward, terminated, truncated, _ = result
         if self._state is not None:

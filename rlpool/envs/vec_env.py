@@ -17,7 +17,7 @@ import torch
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import Info, info_rows
 from rlpool.envs.columns import Columns
-from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where, compose
+from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where
 from rlpool.memory.storage import Array, batch_array
 from rlpool.seeding import LaneSeeds, root_from
 from rlpool.specs import (
@@ -335,7 +335,7 @@ class VecEnv(ABC):
                 is_too_large = np.isfinite(value) and not np.isfinite(value.astype(np.float32))
             if is_too_large:
                 what = f"'reward' should be a number that float32 holds, got {reward!r}"
-                raise LaneError(lane, "step") from SpecError(compose(what, fix="scale the rewards"))
+                raise LaneError(lane, "step") from SpecError(what, fix="scale the rewards")
 
     # The rlstructures-style interface ------------------------------------------------------
 
@@ -392,9 +392,7 @@ class VecEnv(ABC):
                 has its lane and the step of its episode.
         """
         if not self._running:
-            raise UsageError(
-                compose("step() with no running environment", fix="call reset() first")
-            )
+            raise UsageError("step() with no running environment", fix="call reset() first")
         stepped, ended, restarts = self._stepped(self._actions_of(policy_output))
         running = self._running
         self._n_steps[running] += 1
@@ -489,9 +487,7 @@ def flag_of(key: str, flag: Any) -> bool:
     except (ValueError, TypeError, RuntimeError):
         value = _NO_NUMBERS
     if value.ndim or value.dtype.kind not in "biuf" or value not in (0, 1):
-        raise SpecError(
-            compose(f"{key!r} should be True or False, got {flag!r}", fix="return a bool")
-        )
+        raise SpecError(f"{key!r} should be True or False, got {flag!r}", fix="return a bool")
     return bool(value)
 
 

@@ -11,7 +11,7 @@ import torch
 from rlpool.agents.agent import Agent
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 from rlpool.memory.storage import Array, batch_array
 from rlpool.specs import TensorSpec, row_specs
 
@@ -173,10 +173,8 @@ class AgentDriver:
         arrays = _as_arrays(output, "output", self.n_lanes)
         if not any(key == "action" or key.startswith("action/") for key in arrays):
             raise SpecError(
-                compose(
-                    f"the agent's output has the keys {sorted(arrays)}, but no 'action'",
-                    fix="put the actions under 'action' ('action/...' for nested spaces)",
-                )
+                f"the agent's output has the keys {sorted(arrays)}, but no 'action'",
+                fix="put the actions under 'action' ('action/...' for nested spaces)",
             )
         self.output_specs = row_specs(arrays)
         self._expected_output = _expectation(arrays)
@@ -217,10 +215,8 @@ def _as_arrays(value: Any, name: str, n_lanes: int) -> dict[str, Array]:
         return arrays
     if not isinstance(value, DictTensor | Mapping):
         raise SpecError(
-            compose(
-                f"the agent's {name} should be a DictTensor, got {type(value).__name__}",
-                fix='return (state, DictTensor({"action": actions}), new_state)',
-            )
+            f"the agent's {name} should be a DictTensor, got {type(value).__name__}",
+            fix='return (state, DictTensor({"action": actions}), new_state)',
         )
     for key, tensor in value.items():
         try:
@@ -229,11 +225,9 @@ def _as_arrays(value: Any, name: str, n_lanes: int) -> dict[str, Array]:
             array = _detached(tensor, name, key)
         if array.shape[:1] != (n_lanes,):
             raise SpecError(
-                compose(
-                    f"{key!r} in the agent's {name} should have {n_lanes} rows, "
-                    f"got shape {list(array.shape)}",
-                    fix="return one row for each row of the observation",
-                )
+                f"{key!r} in the agent's {name} should have {n_lanes} rows, "
+                f"got shape {list(array.shape)}",
+                fix="return one row for each row of the observation",
             )
         arrays[key] = array
     return arrays
@@ -242,19 +236,15 @@ def _as_arrays(value: Any, name: str, n_lanes: int) -> dict[str, Array]:
 def _detached(tensor: Any, name: str, key: str) -> Array:
     if not isinstance(tensor, torch.Tensor):
         raise SpecError(
-            compose(
-                f"{key!r} in the agent's {name} should be a tensor, got {type(tensor).__name__}",
-                fix="convert it: torch.as_tensor",
-            )
+            f"{key!r} in the agent's {name} should be a tensor, got {type(tensor).__name__}",
+            fix="convert it: torch.as_tensor",
         )
     try:
         array: Array = tensor.detach().cpu().resolve_conj().resolve_neg().numpy()
     except (RuntimeError, TypeError):
         raise SpecError(
-            compose(
-                f"{key!r} in the agent's {name} has dtype {tensor.dtype}, which NumPy lacks",
-                fix="convert it, for instance to float32",
-            )
+            f"{key!r} in the agent's {name} has dtype {tensor.dtype}, which NumPy lacks",
+            fix="convert it, for instance to float32",
         ) from None
     return array
 
@@ -264,10 +254,8 @@ def _not_three(result: Any) -> SpecError:
     if isinstance(result, tuple | list):
         what = f"{len(result)} value{'s'[: len(result) != 1]}"
     return SpecError(
-        compose(
-            f"the agent returned {what}, not three values",
-            fix='with output = DictTensor({"action": actions}): return (state, output, new_state)',
-        )
+        f"the agent returned {what}, not three values",
+        fix='with output = DictTensor({"action": actions}): return (state, output, new_state)',
     )
 
 
@@ -280,20 +268,16 @@ def _refuse_changes(arrays: Mapping[str, Array], expected: Expectation, name: st
     keys = [key for key, _, _ in expected]
     if sorted(arrays) != sorted(keys):
         raise SpecError(
-            compose(
-                f"the agent's {name} has the keys {sorted(arrays)}, its first had {sorted(keys)}",
-                fix="return the same keys in every call",
-            )
+            f"the agent's {name} has the keys {sorted(arrays)}, its first had {sorted(keys)}",
+            fix="return the same keys in every call",
         )
     for key, shape, dtype in expected:
         array = arrays[key]
         if array.dtype != dtype or array.shape != shape:
             got, first = TensorSpec(array.shape[1:], array.dtype), TensorSpec(shape[1:], dtype)
             raise SpecError(
-                compose(
-                    f"{key!r} in the agent's {name} is {got} per row, at first it was {first}",
-                    fix="return the same shape and dtype in every call",
-                )
+                f"{key!r} in the agent's {name} is {got} per row, at first it was {first}",
+                fix="return the same shape and dtype in every call",
             )
 
 

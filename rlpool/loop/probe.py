@@ -9,7 +9,7 @@ import torch
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
-from rlpool.errors import SpecError, Where, compose
+from rlpool.errors import SpecError, Where
 from rlpool.loop.agent_driver import AgentDriver
 from rlpool.record.failures import Scene, agent_error, env_error
 from rlpool.slots.blocks import NOISE_KEY, StepSpecs, successor_key
@@ -158,8 +158,6 @@ def refuse_misfit(key: str, given: TensorSpec | None, wanted: TensorSpec | None)
     is_float, wants_float = given.dtype.kind == "f", wanted.dtype.kind == "f"
     if given.shape != wanted.shape or is_float != wants_float:
         raise SpecError(
-            compose(
-                f"action {key!r}: the agent gives {given} per row, the action space wants {wanted}",
-                fix="return actions of the action space's shape and kind",
-            )
+            f"action {key!r}: the agent gives {given} per row, the action space wants {wanted}",
+            fix="return actions of the action space's shape and kind",
         )

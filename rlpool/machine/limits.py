@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 from rlpool.machine.cgroups import ROOT, memory_limits, read_text
 
 _LOG = logging.getLogger("rlpool")
@@ -173,7 +173,7 @@ def size_warning(
         return None
     takes = f"{human(total)} ({_by_key(bytes_of_key)})"
     if total > most.most:
-        raise SpecError(compose(f"{what} would need {takes}, but {most}", fix=advice(free.free)))
+        raise SpecError(f"{what} would need {takes}, but {most}", fix=advice(free.free))
     return f"{what} may take up to {takes}, but {free}", advice(free.free)
 
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from types import FrameType, ModuleType
 
-from rlpool.errors import UsageError, compose
+from rlpool.errors import UsageError
 
 _TELLS_PROCESSES_APART = {"current_process", "parent_process", "getpid", "getppid"}
 """Names of a script that may know workers by other means than a guard."""
@@ -28,13 +28,11 @@ _CONDITIONS = (ast.If, ast.IfExp, ast.While, ast.BoolOp, ast.Match)
 def missing_guard(where: str = "") -> UsageError:
     """The error of a script without its guard."""
     return UsageError(
-        compose(
-            "the script starts workers when it is imported: each worker imports the main module "
-            'and would start workers in turn, for want of an `if __name__ == "__main__":` guard',
-            where=where,
-            fix="put everything but definitions into a function and call it below "
-            '`if __name__ == "__main__":`',
-        )
+        "the script starts workers when it is imported: each worker imports the main module "
+        'and would start workers in turn, for want of an `if __name__ == "__main__":` guard',
+        where=where,
+        fix="put everything but definitions into a function and call it below "
+        '`if __name__ == "__main__":`',
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 from rlpool.machine.cgroups import ROOT, cpu_limits, read_text, task_limits
 from rlpool.machine.limits import human, resident_bytes, shared_bounds
 
@@ -146,9 +146,7 @@ def check_workers(
     for quota in worker_quotas(n_workers, descriptors_each, memory):
         if n_workers > quota.room:
             fits = f" ({quota.room} would fit)" if quota.room else ""
-            raise SpecError(
-                compose(quota.complaint(n_workers), fix=f"{advice}{fits}, or {quota.remedy}")
-            )
+            raise SpecError(quota.complaint(n_workers), fix=f"{advice}{fits}, or {quota.remedy}")
     usable = n_cores()
     if n_workers > _MOST_PER_CORE * usable:
         _LOG.warning(
@@ -276,9 +274,7 @@ def refuse_small_limit(max_rss_bytes: int | None, pids: Iterable[int | None]) ->
     needed = max(map(resident_bytes, pids), default=0)
     if needed > max_rss_bytes:
         raise SpecError(
-            compose(
-                f"max_rss_bytes is {human(max_rss_bytes)}, but a worker that has done nothing yet "
-                f"has {human(needed)} of resident memory",
-                fix="set max_rss_bytes well above that, the modules it imported included",
-            )
+            f"max_rss_bytes is {human(max_rss_bytes)}, but a worker that has done nothing yet "
+            f"has {human(needed)} of resident memory",
+            fix="set max_rss_bytes well above that, the modules it imported included",
         )

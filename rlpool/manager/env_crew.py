@@ -10,7 +10,6 @@ from typing import Any
 from rlpool.errors import (
     SpecError,
     UsageError,
-    compose,
 )
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.limits import check_size
@@ -186,7 +185,7 @@ class EnvCrew(WatchedCrew):
         """
         if self.closed:
             raise UsageError(
-                compose("the environments are closed", fix="make a new manager, or close it later")
+                "the environments are closed", fix="make a new manager, or close it later"
             )
         self.refuse_forked_copy()
         self._supervisor.deliver_logs()
@@ -212,10 +211,8 @@ class EnvCrew(WatchedCrew):
         waiting = self.calls.waiting.keys() & set(lanes)
         if waiting:
             raise UsageError(
-                compose(
-                    f"remote {min(waiting)} has a request without an answer",
-                    fix=f"call remotes[{min(waiting)}].recv() first",
-                )
+                f"remote {min(waiting)} has a request without an answer",
+                fix=f"call remotes[{min(waiting)}].recv() first",
             )
 
     # Workers ----------------------------------------------------------------------------------
@@ -233,10 +230,8 @@ class EnvCrew(WatchedCrew):
                 self._supervisor.send(worker, message)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise SpecError(
-                compose(
-                    why_not({"message": message}, error, kind=pickle.Pickler),
-                    fix="pass numbers, arrays, or objects of classes at module level",
-                )
+                why_not({"message": message}, error, kind=pickle.Pickler),
+                fix="pass numbers, arrays, or objects of classes at module level",
             ) from error
 
     def order_reset(self, worker: int, message: Reset) -> None:

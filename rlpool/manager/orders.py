@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from rlpool.envs.vec_env import LaneError, Options
-from rlpool.errors import EnvError, EnvSpecError, SpecError, UsageError, Where, compose
+from rlpool.errors import EnvError, EnvSpecError, SpecError, UsageError, Where
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.manager.arena import ALL_LANES, FAILED, SOME_LANES
 from rlpool.manager.env_crew import EnvCrew
@@ -342,21 +342,17 @@ class Orders:
         busy = busy.union(self._ready).intersection(lanes)
         if busy:
             raise UsageError(
-                compose(
-                    f"lane {min(busy)} is stepping already, or another lane of its worker is",
-                    fix="wait until step_some() returns it, or reset it",
-                )
+                f"lane {min(busy)} is stepping already, or another lane of its worker is",
+                fix="wait until step_some() returns it, or reset it",
             )
 
     def _refuse_stale(self, lanes: Sequence[int]) -> None:
         stale = self._stale.intersection(lanes)
         if stale:
             raise UsageError(
-                compose(
-                    f"lane {min(stale)} cannot go on: an environment of its worker failed in its "
-                    "last step or reset",
-                    fix="reset it",
-                )
+                f"lane {min(stale)} cannot go on: an environment of its worker failed in its "
+                "last step or reset",
+                fix="reset it",
             )
 
     def _collect(self) -> None:

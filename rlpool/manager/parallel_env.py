@@ -17,7 +17,7 @@ from rlpool.batch.batcher_base import check_count, check_timeout
 from rlpool.envs.columns import Columns
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.errors import EnvError, SpecError, Where, compose
+from rlpool.errors import EnvError, SpecError, Where
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.manager.arena import ArenaLayout
 from rlpool.manager.env_crew import EnvCrew
@@ -196,11 +196,9 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             ):
                 if mine != theirs:
                     raise SpecError(
-                        compose(
-                            f"{name} of environment {crew.lanes_of[worker][0]} is {theirs}, "
-                            f"that of environment 0 is {mine}",
-                            fix="put only environments with equal spaces into one manager",
-                        )
+                        f"{name} of environment {crew.lanes_of[worker][0]} is {theirs}, "
+                        f"that of environment 0 is {mine}",
+                        fix="put only environments with equal spaces into one manager",
                     )
         crew.capsules.bind(first.action, first.native_action)
         self.observation_space, self.action_space = pickle.loads(first.spaces)
@@ -495,10 +493,8 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
             wanted = {key: [self.n_lanes, *a.shape[1:]] for key, a in self._handed.items()}
             raise SpecError(
-                compose(
-                    f"actions should be arrays of the shapes {wanted}: {error}",
-                    fix="pass one row per lane, also for lanes that do not step",
-                )
+                f"actions should be arrays of the shapes {wanted}: {error}",
+                fix="pass one row per lane, also for lanes that do not step",
             ) from error
 
     def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Any:
@@ -571,11 +567,9 @@ def _checked_functions(env_fns: Any) -> list[Callable[[], Any]]:
     if not functions or bad:
         what = f"env_fns[{bad[0]}] is {functions[bad[0]]!r}" if bad else f"env_fns is {env_fns!r}"
         raise SpecError(
-            compose(
-                f"{what}, not a list of functions",
-                fix="pass functions without arguments that make one environment each, "
-                "such as [lambda: gymnasium.make('CartPole-v1')] * 4",
-            )
+            f"{what}, not a list of functions",
+            fix="pass functions without arguments that make one environment each, "
+            "such as [lambda: gymnasium.make('CartPole-v1')] * 4",
         )
     return functions
 

@@ -13,7 +13,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from rlpool.errors import SpecError, UsageError, compose
+from rlpool.errors import SpecError, UsageError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.manager.env_crew import EnvCrew
 from rlpool.manager.env_messages import Call
@@ -120,7 +120,7 @@ class Remote:
         calls = crew.calls
         if lane not in calls.waiting:
             raise UsageError(
-                compose("there is nothing to receive", fix=f"call remotes[{lane}].send(...) first")
+                "there is nothing to receive", fix=f"call remotes[{lane}].send(...) first"
             )
         crew.wait_until(lambda: lane in calls.replies, lambda: {crew.worker_of[lane]})
         reply: tuple[str, Any] = pickle.loads(calls.replies[lane])
@@ -169,10 +169,8 @@ class Remote:
             data = {}
         if not isinstance(data, Mapping) or not set(data) <= {"task", "seed", "options"}:
             raise SpecError(
-                compose(
-                    f"the data of a reset should be None or a dict of 'task', got {data!r}",
-                    fix="pass ('reset', {'task': task})",
-                )
+                f"the data of a reset should be None or a dict of 'task', got {data!r}",
+                fix="pass ('reset', {'task': task})",
             )
         options = dict(data.get("options") or {})
         if data.get("task") is not None:

@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from rlpool.errors import SpecError, UsageError, compose
+from rlpool.errors import SpecError, UsageError
 from rlpool.machine.limits import human, machine_bytes
 from rlpool.memory.transfer import Descriptor, Ticket
 from rlpool.specs import TensorSpec
@@ -53,23 +53,19 @@ def allocate(storage: str, n_bytes: int, *, directory: str | Path | None = None)
     """
     if not isinstance(storage, str) or storage not in KINDS:
         choices = ", ".join(f'"{kind}"' for kind in KINDS)
-        raise SpecError(compose(f"there is no storage {storage!r}", fix=f"choose from {choices}"))
+        raise SpecError(f"there is no storage {storage!r}", fix=f"choose from {choices}")
     if storage != "memmap" and directory is not None:
         raise SpecError(
-            compose(
-                f"storage={storage!r} has no file, but a directory was given: {str(directory)!r}",
-                fix='leave directory out, or use storage="memmap"',
-            )
+            f"storage={storage!r} has no file, but a directory was given: {str(directory)!r}",
+            fix='leave directory out, or use storage="memmap"',
         )
     if storage == "memmap":
         return Memory.memmap(n_bytes, directory)
     if n_bytes > machine_bytes():
         raise SpecError(
-            compose(
-                f"storage={storage!r} would need {human(n_bytes)}, but there are "
-                f"{human(machine_bytes())} in all",
-                fix='make it smaller, or use storage="memmap"',
-            )
+            f"storage={storage!r} would need {human(n_bytes)}, but there are "
+            f"{human(machine_bytes())} in all",
+            fix='make it smaller, or use storage="memmap"',
         )
     return Memory.local(n_bytes) if storage == "local" else Memory.shared(n_bytes)
 
@@ -122,7 +118,7 @@ class Memory:
             where = Path(tempfile.gettempdir() if directory is None else directory)
         except TypeError:
             raise SpecError(
-                compose(f"directory is {directory!r}", fix="pass the path of a directory")
+                f"directory is {directory!r}", fix="pass the path of a directory"
             ) from None
         try:
             return cls._over(_unlinked_file(where), n_bytes, "memmap")
@@ -231,17 +227,13 @@ class Memory:
     def _refuse_to_be_sent(self) -> None:
         if self.kind == "local":
             raise UsageError(
-                compose(
-                    'memory with storage="local" belongs to one process and cannot be sent',
-                    fix='use storage="shared" or storage="memmap"',
-                )
+                'memory with storage="local" belongs to one process and cannot be sent',
+                fix='use storage="shared" or storage="memmap"',
             )
         if self._mapped is None or self._descriptor is None or self._descriptor.fd is None:
             raise UsageError(
-                compose(
-                    "this memory was closed and cannot be sent any more",
-                    fix="send it before it is closed",
-                )
+                "this memory was closed and cannot be sent any more",
+                fix="send it before it is closed",
             )
 
 
@@ -277,10 +269,8 @@ _mapped_here: WeakValueDictionary[bytes, Memory] = WeakValueDictionary()
 def _refused(error: OSError, what: str) -> SpecError:
     name = errno.errorcode.get(error.errno or 0, "OSError")
     return SpecError(
-        compose(
-            f"the disk does not give {what}: {error.strerror} ({name})",
-            fix="free some space, choose another directory, or make it smaller",
-        )
+        f"the disk does not give {what}: {error.strerror} ({name})",
+        fix="free some space, choose another directory, or make it smaller",
     )
 
 

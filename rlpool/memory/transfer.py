@@ -23,7 +23,7 @@ from itertools import count
 from multiprocessing import context, reduction
 from typing import Any
 
-from rlpool.errors import UsageError, compose
+from rlpool.errors import UsageError
 
 NAME_BYTES = 16
 """Length of the random name: no two files ever get the same."""
@@ -187,11 +187,9 @@ class Ticket:
 
     def _is_gone(self, reason: str) -> UsageError:
         return UsageError(
-            compose(
-                f"the memory that process {self.pid} sent is gone ({reason})",
-                fix="keep the array and its process alive until it was received, and close it only "
-                "afterwards",
-            )
+            f"the memory that process {self.pid} sent is gone ({reason})",
+            fix="keep the array and its process alive until it was received, and close it only "
+            "afterwards",
         )
 
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree
 from rlpool.agents.agent import Agent, AgentStep
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError, UsageError, compose
+from rlpool.errors import SpecError, UsageError
 from rlpool.memory.storage import Array
 from rlpool.signatures import takes_keyword, takes_position
 from rlpool.specs import DEFAULT_OBSERVATION_KEY, join_key
@@ -53,10 +53,8 @@ class ActingAgent(Agent):
     def __init__(self, agent: Any, space: Any, wants_memory: bool = False) -> None:
         if type(space).__name__ not in _ACTED_SPACES:
             raise SpecError(
-                compose(
-                    f"act() cannot choose actions of the action space {space}",
-                    fix=f"let it be one of {', '.join(_ACTED_SPACES)}, or subclass rlpool.Agent",
-                )
+                f"act() cannot choose actions of the action space {space}",
+                fix=f"let it be one of {', '.join(_ACTED_SPACES)}, or subclass rlpool.Agent",
             )
         self._agent = agent
         self._space = space
@@ -78,10 +76,8 @@ class ActingAgent(Agent):
             previous, reward, internal = self._agent.get_initial_info()
         except (TypeError, ValueError) as error:
             raise SpecError(
-                compose(
-                    f"get_initial_info() failed or did not return three values: {error}",
-                    fix="return (previous action [1, ...], reward [1, 1], internal state)",
-                )
+                f"get_initial_info() failed or did not return three values: {error}",
+                fix="return (previous action [1, ...], reward [1, 1], internal state)",
             ) from error
         self._initial_reward = torch.as_tensor(reward, device=self._device).reshape(1, -1)
         leaves, self._structure = _pytree.tree_flatten(internal)
@@ -124,10 +120,8 @@ class ActingAgent(Agent):
         )
         if not isinstance(result, tuple) or len(result) != 2:
             raise SpecError(
-                compose(
-                    f"act() returned {type(result).__name__}, not (action, internal state)",
-                    fix="return ((action, ...), internal_state)",
-                )
+                f"act() returned {type(result).__name__}, not (action, internal state)",
+                fix="return ((action, ...), internal_state)",
             )
         action, internal = _first(result[0]), result[1]
         leaves, _ = _pytree.tree_flatten(internal)
@@ -216,11 +210,9 @@ class RandomAgent(Agent):
             draw = _discrete_draw(space, kind)
         else:
             raise SpecError(
-                compose(
-                    f"random actions cannot be drawn from {space}",
-                    fix="declare an action_space of Box, Discrete, MultiDiscrete, MultiBinary, "
-                    "Dict or Tuple",
-                )
+                f"random actions cannot be drawn from {space}",
+                fix="declare an action_space of Box, Discrete, MultiDiscrete, MultiBinary, "
+                "Dict or Tuple",
             )
         self._draws.append((key, math.prod(space.shape), draw))
 
@@ -247,20 +239,16 @@ def _batch_dims(internal: Any, leaves: list[Any]) -> list[int]:
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             raise SpecError(
-                compose(
-                    f"the internal state holds a {type(leaf).__name__}, not only tensors",
-                    fix="make it a tensor, or a tuple, dict or DictTensor of tensors",
-                )
+                f"the internal state holds a {type(leaf).__name__}, not only tensors",
+                fix="make it a tensor, or a tuple, dict or DictTensor of tensors",
             )
         in_second = leaf.ndim >= 3 and leaf.shape[1] == 1 and not isinstance(internal, DictTensor)
         dim = 1 if in_second else 0
         if leaf.ndim == 0 or leaf.shape[dim] != 1:
             raise SpecError(
-                compose(
-                    f"the initial internal state has shape {list(leaf.shape)}, "
-                    "of which no dimension is a batch of 1",
-                    fix="return [1, ...], or [layers, 1, ...] as torch.nn.GRU takes it",
-                )
+                f"the initial internal state has shape {list(leaf.shape)}, "
+                "of which no dimension is a batch of 1",
+                fix="return [1, ...], or [layers, 1, ...] as torch.nn.GRU takes it",
             )
         dims.append(dim)
     return dims
@@ -316,25 +304,18 @@ def check_agent(agent: Any, *, needs_memory: bool) -> None:
         return
     if not callable(getattr(agent, "act", None)):
         raise SpecError(
-            compose(
-                f"the agent is a {type(agent).__name__} without act()",
-                fix="subclass rlpool.Agent, or give it act(obs, deterministic=False)",
-            )
+            f"the agent is a {type(agent).__name__} without act()",
+            fix="subclass rlpool.Agent, or give it act(obs, deterministic=False)",
         )
     takes_state = has_memory(agent, needs_memory)
     if takes_state and not callable(getattr(agent, "get_initial_info", None)):
         raise UsageError(
-            compose(
-                f"{type(agent).__name__}.act takes prev_internal_state, but there is no "
-                "get_initial_info()",
-                fix="define get_initial_info() -> (previous action, reward, internal state)",
-            )
+            f"{type(agent).__name__}.act takes prev_internal_state, but there is no "
+            "get_initial_info()",
+            fix="define get_initial_info() -> (previous action, reward, internal state)",
         )
     if needs_memory and not takes_state:
         raise UsageError(
-            compose(
-                f"agent_arch is Memory, but {type(agent).__name__}.act takes no "
-                "prev_internal_state",
-                fix="use AGENT_ARCHS.Markov or Memory_Markov, or give act() a memory",
-            )
+            f"agent_arch is Memory, but {type(agent).__name__}.act takes no prev_internal_state",
+            fix="use AGENT_ARCHS.Markov or Memory_Markov, or give act() a memory",
         )

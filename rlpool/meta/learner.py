@@ -13,7 +13,7 @@ import numpy as np
 from rlpool.agents.agent import Agent
 from rlpool.envs.gym_env import GymEnv, all_tasks
 from rlpool.envs.vec_env import VecEnv
-from rlpool.errors import AgentError, EnvError, SpecError, UsageError, WorkerError, compose
+from rlpool.errors import AgentError, EnvError, SpecError, UsageError, WorkerError
 from rlpool.loop.rollout import Rollout
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.manager.watched_crew import ENV_HINT
@@ -249,7 +249,7 @@ def _arch(arch: Any) -> AGENT_ARCHS:
         return AGENT_ARCHS(arch)
     except ValueError:
         names = ", ".join(f"AGENT_ARCHS.{member.name}" for member in AGENT_ARCHS)
-        raise SpecError(compose(f"agent_arch is {arch!r}", fix=f"use one of {names}")) from None
+        raise SpecError(f"agent_arch is {arch!r}", fix=f"use one of {names}") from None
 
 
 def _storing(storage: Any, arch: AGENT_ARCHS) -> Callable[[RolloutData], None]:
@@ -258,11 +258,9 @@ def _storing(storage: Any, arch: AGENT_ARCHS) -> Callable[[RolloutData], None]:
     add = getattr(storage, name, None)
     if not callable(add):
         raise SpecError(
-            compose(
-                f"policy_storage is a {type(storage).__name__} without {name}(), "
-                f"which agent_arch {arch.name} stores with",
-                fix=f"define {name}(), or change agent_arch",
-            )
+            f"policy_storage is a {type(storage).__name__} without {name}(), "
+            f"which agent_arch {arch.name} stores with",
+            fix=f"define {name}(), or change agent_arch",
         )
 
     if arch is not AGENT_ARCHS.Markov:
@@ -307,20 +305,16 @@ def _lanes(learner: Any, parallel_env: Any) -> VecEnv:
     if parallel_env is not None:
         if not isinstance(parallel_env, VecEnv):
             raise SpecError(
-                compose(
-                    f"parallel_env is a {type(parallel_env).__name__}, not a VecEnv",
-                    fix="use make_parallel_env(...), or GymEnv([...]); "
-                    "a single environment belongs into train_env",
-                )
+                f"parallel_env is a {type(parallel_env).__name__}, not a VecEnv",
+                fix="use make_parallel_env(...), or GymEnv([...]); "
+                "a single environment belongs into train_env",
             )
         return parallel_env
     env = getattr(learner, "train_env", None)
     if env is None:
         raise UsageError(
-            compose(
-                "there is no environment to collect in",
-                fix="pass parallel_env, or give the learner a train_env",
-            )
+            "there is no environment to collect in",
+            fix="pass parallel_env, or give the learner a train_env",
         )
     if isinstance(env, VecEnv):
         return env
@@ -351,16 +345,12 @@ def _tasks(learner: Any, lanes: VecEnv) -> list[Any] | None:
             tasks = _all_tasks(lanes)
         return tasks
     if not isinstance(tasks, Iterable):
-        raise SpecError(
-            compose(f"train_tasks is {tasks!r}", fix="give a list of tasks to draw from")
-        )
+        raise SpecError(f"train_tasks is {tasks!r}", fix="give a list of tasks to draw from")
     tasks = list(tasks)
     if not tasks:
         raise SpecError(
-            compose(
-                "train_tasks is empty",
-                fix="give tasks to draw from, or None for all that the environment knows",
-            )
+            "train_tasks is empty",
+            fix="give tasks to draw from, or None for all that the environment knows",
         )
     return tasks
 

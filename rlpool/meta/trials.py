@@ -11,7 +11,7 @@ from gymnasium import spaces
 from gymnasium.utils import RecordConstructorArgs
 
 from rlpool.envs.ancestor_env import AncestorEnv, modernised
-from rlpool.errors import SpecError, UsageError, compose
+from rlpool.errors import SpecError, UsageError
 
 TASK_OPTION = "task"
 """Key of the task among the options of a reset."""
@@ -101,10 +101,8 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         """Give the environment a task; ``None`` lets it draw one."""
         if not self._has_tasks:
             raise UsageError(
-                compose(
-                    f"{self.unwrapped} got the task {task!r} but has no reset_task(task)",
-                    fix="give the environment reset_task(task), or leave the task out",
-                )
+                f"{self.unwrapped} got the task {task!r} but has no reset_task(task)",
+                fix="give the environment reset_task(task), or leave the task out",
             )
         return self.env.get_wrapper_attr("reset_task")(task)
 
@@ -170,7 +168,7 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
             SpecError: For a Box action of another shape.
         """
         if not self._is_running:
-            raise UsageError(compose("step() without a running trial", fix="call reset() first"))
+            raise UsageError("step() without a running trial", fix="call reset() first")
         result = self.env.step(action if self._bounds is None else self._scaled(action))
         observation, reward, terminated, truncated, info = result
         self.step_count_bamdp += 1
@@ -194,10 +192,8 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         space = self.env.observation_space
         if not isinstance(space, spaces.Box) or len(space.shape) != 1:
             raise SpecError(
-                compose(
-                    f"a flag or a task can only be appended to vectors, not to {space}",
-                    fix="put gymnasium.wrappers.FlattenObservation around the environment",
-                )
+                f"a flag or a task can only be appended to vectors, not to {space}",
+                fix="put gymnasium.wrappers.FlattenObservation around the environment",
             )
         if np.issubdtype(space.dtype, np.floating):
             self._dtype = np.dtype(space.dtype)
@@ -233,10 +229,8 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
     def _task_vector(self) -> Any:
         if not self._has_tasks or not self.env.has_wrapper_attr("get_current_task"):
             raise SpecError(
-                compose(
-                    f"oracle=True, but {self.unwrapped} has no tasks to tell",
-                    fix="give it reset_task(task) and get_current_task(), or use oracle=False",
-                )
+                f"oracle=True, but {self.unwrapped} has no tasks to tell",
+                fix="give it reset_task(task) and get_current_task(), or use oracle=False",
             )
         task = self.get_current_task()
         if task is None:  # none was drawn yet
@@ -268,10 +262,8 @@ def _bounds(space: spaces.Box) -> tuple[Any, Any, Any]:
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
     if not (np.isfinite(low).all() and np.isfinite(high).all()):
         raise SpecError(
-            compose(
-                f"actions in [-1, 1] cannot be scaled to {space}, which has no bounds",
-                fix="give the environment's action space finite bounds",
-            )
+            f"actions in [-1, 1] cannot be scaled to {space}, which has no bounds",
+            fix="give the environment's action space finite bounds",
         )
     return low, high, 0.5 * (high - low)
 
@@ -294,9 +286,7 @@ def _time_limit(env: Any) -> int:
         limits.append(int(spec.max_episode_steps))
     if not limits or min(limits) < 1:
         raise SpecError(
-            compose(
-                f"{env} has no time limit, so that a trial has no horizon",
-                fix="gymnasium.make(..., max_episode_steps=...) or gymnasium.wrappers.TimeLimit",
-            )
+            f"{env} has no time limit, so that a trial has no horizon",
+            fix="gymnasium.make(..., max_episode_steps=...) or gymnasium.wrappers.TimeLimit",
         )
     return min(limits)

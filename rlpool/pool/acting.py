@@ -17,7 +17,7 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.columns import converted
 from rlpool.envs.one_env import ACTION_KEY, OneEnv, seed_process
-from rlpool.errors import SpecError, Where, WorkerStartupError, compose
+from rlpool.errors import SpecError, Where, WorkerStartupError
 from rlpool.memory.storage import Array
 from rlpool.record.failures import described, text_of
 from rlpool.specs import flattener, leaves_of, structure_of_space, structure_of_value, with_dtypes
@@ -129,10 +129,8 @@ class ActionChooser(Agent):
             action = space.sample()
         else:
             raise SpecError(
-                compose(
-                    "the environment has no action_space to sample from",
-                    fix="give it one, or pass policy=..., a function from state to action",
-                )
+                "the environment has no action_space to sample from",
+                fix="give it one, or pass policy=..., a function from state to action",
             )
         if self._read is None:
             self._read = self._reader(space, action)
@@ -160,10 +158,8 @@ class ActionChooser(Agent):
                     ValueError,
                 ) as error:  # not a number, or no such one
                     raise SpecError(
-                        compose(
-                            f"{key!r} should fit {space or leaf.spec}, got {part!r}",
-                            fix="return actions of the action space's shape and kind",
-                        )
+                        f"{key!r} should fit {space or leaf.spec}, got {part!r}",
+                        fix="return actions of the action space's shape and kind",
                     ) from error
                 arrays[key] = np.array(array, stored[key].spec.dtype)[None]
             return arrays

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import torch
 
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Array, allocate, carve, carved_bytes
 from rlpool.pool.intake import Schema, converted, stored_spec
@@ -155,10 +155,8 @@ def restore(pool: TransitionWriter, saved: Saved) -> dict[str, Any]:
                 raise
     except MemoryError as error:
         raise SpecError(
-            compose(
-                f"there is not enough memory to load {saved.name}",
-                fix="clear() the pool first: what it holds is kept until everything was read",
-            )
+            f"there is not enough memory to load {saved.name}",
+            fix="clear() the pool first: what it holds is kept until everything was read",
         ) from error
     return state
 
@@ -180,10 +178,8 @@ def _targets(pool: TransitionWriter, state: Mapping[str, Any], saved: Saved) -> 
     mine = pool._admit(schema.specs, "the saved pool")
     if mine != schema:
         raise SpecError(
-            compose(
-                f"the saved pool holds {_keys(schema)}; this one holds {_keys(mine)}",
-                fix="load it into a pool that holds the same, or nothing yet",
-            )
+            f"the saved pool holds {_keys(schema)}; this one holds {_keys(mine)}",
+            fix="load it into a pool that holds the same, or nothing yet",
         )
     store = pool._store
     if store is not None:
@@ -321,10 +317,8 @@ def _checked(pool: TransitionWriter, saved: Saved) -> dict[str, Any]:
         found = {name: state[name] for name in ("format", *_arguments(pool))}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SpecError(
-            compose(
-                f"{saved.name} is not the state of a pool",
-                fix="use what save() or state_dict() of a pool gave",
-            )
+            f"{saved.name} is not the state of a pool",
+            fix="use what save() or state_dict() of a pool gave",
         ) from error
     if found.pop("format") not in saved.formats:
         raise saved.damaged(
@@ -337,10 +331,8 @@ def _checked(pool: TransitionWriter, saved: Saved) -> dict[str, Any]:
     for name, value in expected.items():
         if found[name] != value:
             raise SpecError(
-                compose(
-                    f"the saved pool has {name} {found[name]}, this one has {value}",
-                    fix="load it into a pool that is made with the same arguments",
-                )
+                f"the saved pool has {name} {found[name]}, this one has {value}",
+                fix="load it into a pool that is made with the same arguments",
             )
     for name, is_sound in _SOUND.items():
         try:
@@ -452,10 +444,8 @@ def from_tensors(pool: TransitionWriter, state: Mapping[str, Any]) -> dict[str, 
     text = state.get(METADATA_KEY) if isinstance(state, Mapping) else None
     if not isinstance(text, str):
         raise SpecError(
-            compose(
-                f"this is not the state of a pool: it has no {METADATA_KEY!r}",
-                fix="pass what state_dict() of a pool returned",
-            )
+            f"this is not the state of a pool: it has no {METADATA_KEY!r}",
+            fix="pass what state_dict() of a pool returned",
         )
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     try:
@@ -483,7 +473,7 @@ def write_file(path: str | Path, text: str, arrays: Mapping[str, Array]) -> None
     """
     path = Path(os.path.realpath(_named(path)))  # through a link, to the file that it means
     if path.exists() and not path.is_file():
-        raise SpecError(compose(f"{str(path)!r} is not a file", fix="save to another path"))
+        raise SpecError(f"{str(path)!r} is not a file", fix="save to another path")
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         try:
@@ -497,10 +487,8 @@ def write_file(path: str | Path, text: str, arrays: Mapping[str, Array]) -> None
             raise
     except OSError as error:
         raise SpecError(
-            compose(
-                f"the pool could not be saved to {str(path)!r}: {error.strerror}",
-                fix="make room there, or choose another path",
-            )
+            f"the pool could not be saved to {str(path)!r}: {error.strerror}",
+            fix="make room there, or choose another path",
         ) from error
 
 
@@ -539,15 +527,13 @@ def read_file(pool: TransitionWriter, path: str | Path) -> dict[str, Any]:
     path = _named(path)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for a writer
-            raise SpecError(compose(f"{str(path)!r} is not a file", fix="load what save() wrote"))
+            raise SpecError(f"{str(path)!r} is not a file", fix="load what save() wrote")
         with open(path, "rb", buffering=0) as file:
             return restore(pool, _saved(file, repr(str(path))))
     except OSError as error:
         raise SpecError(
-            compose(
-                f"{str(path)!r} cannot be read: {error.strerror}",
-                fix="load what save() wrote; this pool is as it was",
-            )
+            f"{str(path)!r} cannot be read: {error.strerror}",
+            fix="load what save() wrote; this pool is as it was",
         ) from error
 
 
@@ -649,11 +635,11 @@ def _named(path: Any) -> Path:
     except TypeError:
         is_path = False
     if not is_path:
-        raise SpecError(compose(f"path is {path!r}", fix="pass the name of a file"))
+        raise SpecError(f"path is {path!r}", fix="pass the name of a file")
     return named
 
 
 def _damaged(name: str, why: str) -> SpecError:
     return SpecError(
-        compose(f"{name} is damaged: {why}", fix="load another copy of it; this pool is as it was")
+        f"{name} is damaged: {why}", fix="load another copy of it; this pool is as it was"
     )

@@ -36,7 +36,6 @@ from rlpool.errors import (
     WorkerDiedError,
     WorkerError,
     WorkerTimeoutError,
-    compose,
 )
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.ownership import ProcessOwner
@@ -110,9 +109,7 @@ class EpisodeRunner(ProcessOwner):
         self._is_closed = False
         check_environments(envs, processes)
         if policy is not None and not callable(policy):
-            raise SpecError(
-                compose(f"policy is {policy!r}", fix="pass a function from state to action")
-            )
+            raise SpecError(f"policy is {policy!r}", fix="pass a function from state to action")
         if seed is not None:
             check_count("seed", seed, 0)
         check_timeout(timeout)
@@ -181,7 +178,7 @@ class EpisodeRunner(ProcessOwner):
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
-            raise UsageError(compose("the runner is closed", fix="make a new one"))
+            raise UsageError("the runner is closed", fix="make a new one")
 
     @property
     def closed(self) -> bool:
@@ -329,12 +326,10 @@ def _common_dtypes(specs: Sequence[StepSpecs]) -> dict[str, np.dtype[Any]]:
         for number, part in enumerate(parts):
             if _shapes(part) != _shapes(parts[0]):
                 raise SpecError(
-                    compose(
-                        f"{name} of environment 0 is {_text_of(parts[0])}, "
-                        f"that of environment {number} is {_text_of(part)}",
-                        fix="put only environments with states and actions of equal shapes into "
-                        "one pool",
-                    )
+                    f"{name} of environment 0 is {_text_of(parts[0])}, "
+                    f"that of environment {number} is {_text_of(part)}",
+                    fix="put only environments with states and actions of equal shapes into "
+                    "one pool",
                 )
         for key in parts[0]:
             dtypes[key] = np.result_type(*(part[key].dtype for part in parts))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlpool.batch.batcher_base import check_count
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 from rlpool.machine.pickling import pickled
 
 _HOW_TO_PICKLE = (
@@ -27,30 +27,24 @@ def check_environments(envs: Any, processes: Any) -> None:
         SpecError: Naming the environment, or both numbers.
     """
     if not isinstance(envs, Sequence) or isinstance(envs, str):
-        raise SpecError(
-            compose(f"env is {envs!r}, not a list", fix="pass one environment per process")
-        )
+        raise SpecError(f"env is {envs!r}, not a list", fix="pass one environment per process")
     if processes is not None:
         check_count("processes", processes, 1)
     if processes is not None and len(envs) != processes:
         raise SpecError(
-            compose(
-                f"env has {len(envs)} environments, processes is {processes}",
-                fix="pass one environment per process",
-            )
+            f"env has {len(envs)} environments, processes is {processes}",
+            fix="pass one environment per process",
         )
     if not envs:
-        raise SpecError(compose("env has no environments", fix="pass at least one"))
+        raise SpecError("env has no environments", fix="pass at least one")
     for number, env in enumerate(envs):
         methods = [name for name in ("reset", "step") if not callable(getattr(env, name, None))]
         if isinstance(env, type) or methods:
             kind = f"the class {env.__name__}" if isinstance(env, type) else repr(env)
             lack = "" if isinstance(env, type) else f", which has no {' and no '.join(methods)}"
             raise SpecError(
-                compose(
-                    f"environment {number} is {kind}{lack}",
-                    fix="pass an object with reset() and step(), such as gymnasium.make(...)",
-                )
+                f"environment {number} is {kind}{lack}",
+                fix="pass an object with reset() and step(), such as gymnasium.make(...)",
             )
 
 

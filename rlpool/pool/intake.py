@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
 from rlpool.slots.blocks import successor_key
 from rlpool.slots.trajectories import DerivedTensors, Successor
@@ -157,10 +157,8 @@ def specs_of(trajectories: TemporalDictTensor, keys: Sequence[str] | None) -> di
     missing = [key for key in keys or () if key not in tensors]
     if missing:
         raise SpecError(
-            compose(
-                f"the trajectories lack {missing}, they have {list(tensors)}",
-                fix="name keys they have, or let the agent or the environment add these",
-            )
+            f"the trajectories lack {missing}, they have {list(tensors)}",
+            fix="name keys they have, or let the agent or the environment add these",
         )
     specs: dict[str, TensorSpec] = {}
     for key in keys if keys is not None else list(tensors):
@@ -178,10 +176,8 @@ def _spec(key: str, tensor: torch.Tensor) -> TensorSpec:
         dtype = np.dtype(object)
     if not is_storable(dtype):
         raise SpecError(
-            compose(
-                f"{key!r} has dtype {tensor.dtype}, which a pool cannot hold",
-                fix="convert it first, complex numbers with torch.view_as_real for instance",
-            )
+            f"{key!r} has dtype {tensor.dtype}, which a pool cannot hold",
+            fix="convert it first, complex numbers with torch.view_as_real for instance",
         )
     return TensorSpec(tuple(tensor.shape[2:]), dtype)
 
@@ -279,16 +275,12 @@ class _Steps:
         array = tensor.numpy(force=True)
         if math.prod(array.shape[2:]) != 1:
             raise SpecError(
-                compose(
-                    f"{key!r} has shape {list(array.shape[2:])} per step",
-                    fix="give one flag per step, or another name",
-                )
+                f"{key!r} has shape {list(array.shape[2:])} per step",
+                fix="give one flag per step, or another name",
             )
         flags = self._source(array, array.itemsize).at(_EVERY).reshape(-1)
         if flags.dtype.kind != "b" and not np.isin(flags, (0, 1)).all():
-            raise SpecError(
-                compose(f"{key!r} has values that are neither true nor false", fix="pass bools")
-            )
+            raise SpecError(f"{key!r} has values that are neither true nor false", fix="pass bools")
         return flags.astype(bool, copy=False)
 
     def _source(self, array: Array, row_bytes: int) -> Source:
@@ -329,12 +321,10 @@ def converted(key: str, array: Array, dtype: np.dtype[Any]) -> Array:
     is_lost = np.isfinite(array) & ~np.isfinite(new) if dtype.kind == "f" else new != array
     if is_lost.any():
         raise SpecError(
-            compose(
-                f"{key!r} has values such as {array[is_lost].flat[0]}, the pool holds {dtype}",
-                fix="scale the rewards"
-                if key in _REWARDS
-                else "let the first transitions have a dtype for all values",
-            )
+            f"{key!r} has values such as {array[is_lost].flat[0]}, the pool holds {dtype}",
+            fix="scale the rewards"
+            if key in _REWARDS
+            else "let the first transitions have a dtype for all values",
         )
     return new
 

@@ -12,7 +12,7 @@ from rlpool.arguments import names_arguments
 from rlpool.batch.batcher_base import DEFAULT_TIMEOUT_S, check_count
 from rlpool.data.dict_tensor import listed_keys
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError, UsageError, compose
+from rlpool.errors import SpecError, UsageError
 from rlpool.memory.storage import Array
 from rlpool.pool.checkpoint import from_tensors, read_file, state_of, to_tensors, write_file
 from rlpool.pool.collection import EpisodeRunner
@@ -129,12 +129,12 @@ class Pool(TransitionWriter, DumpsStacks):
             processes = max(1, len(env)) if isinstance(env, Sequence) else 1
         check_count("processes", processes, 1)
         if pool_size is None:
-            raise SpecError(compose("pool_size is missing", fix="say how many transitions to hold"))
+            raise SpecError("pool_size is missing", fix="say how many transitions to hold")
         check_count("pool_size", pool_size, processes)
         if pool_size > _MOST_TRANSITIONS:
             raise SpecError(f"pool_size should be at most {_MOST_TRANSITIONS}, got {pool_size}")
         if not isinstance(random, bool | np.bool_):
-            raise SpecError(compose(f"random is {random!r}", fix="pass True or False"))
+            raise SpecError(f"random is {random!r}", fix="pass True or False")
         rules = WindowRules.checked(window_size, clearing_freq, window_size_)
         if priority_exponent is not None:
             check_number("priority_exponent", priority_exponent, np.inf)
@@ -144,7 +144,7 @@ class Pool(TransitionWriter, DumpsStacks):
         if keys is not None:
             keys = listed_keys(keys)
             if not keys:
-                raise SpecError(compose("keys are empty", fix="leave keys out to store all"))
+                raise SpecError("keys are empty", fix="leave keys out to store all")
         FailurePolicy(start_method=start_method)  # checked, whether or not it is used
         self._runner = None
         if env is not None:
@@ -183,10 +183,8 @@ class Pool(TransitionWriter, DumpsStacks):
         """
         if not isinstance(trajectories, TemporalDictTensor):
             raise SpecError(
-                compose(
-                    f"extend() takes a TemporalDictTensor, got {type(trajectories).__name__}",
-                    fix="use TemporalDictTensor.from_packed(transitions, lengths) on transitions",
-                )
+                f"extend() takes a TemporalDictTensor, got {type(trajectories).__name__}",
+                fix="use TemporalDictTensor.from_packed(transitions, lengths) on transitions",
             )
         index = self._checked_index(index)
         if not trajectories.n_elems() or not int(trajectories.lengths.sum()):
@@ -284,10 +282,8 @@ class Pool(TransitionWriter, DumpsStacks):
         """
         if self._alpha is None:
             raise UsageError(
-                compose(
-                    "the pool samples uniformly and has no priorities",
-                    fix="make it with priority_exponent=0.6, for instance",
-                )
+                "the pool samples uniformly and has no priorities",
+                fix="make it with priority_exponent=0.6, for instance",
             )
         index, priorities = checked_indexes(index), checked_priorities(priorities)
         if index.shape != priorities.shape:
@@ -325,10 +321,8 @@ class Pool(TransitionWriter, DumpsStacks):
         missing = [key for key in _FIVE_KEYS if key not in self.specs]
         if missing:
             raise UsageError(
-                compose(
-                    f"the pool has no {missing}, it has {list(self.specs)}",
-                    fix="use transitions(), which gives every key",
-                )
+                f"the pool has no {missing}, it has {list(self.specs)}",
+                fix="use transitions(), which gives every key",
             )
         every = self.transitions(_FIVE_KEYS)
         s, a, next_s, r, done = (every[key].numpy() for key in _FIVE_KEYS)
@@ -409,20 +403,16 @@ class Pool(TransitionWriter, DumpsStacks):
     def __reduce__(self) -> tuple[Any, ...]:
         if self._store is None:
             raise UsageError(
-                compose(
-                    "the pool cannot be sent before it has a transition: its keys are not known",
-                    fix="add the first transitions, then send it",
-                )
+                "the pool cannot be sent before it has a transition: its keys are not known",
+                fix="add the first transitions, then send it",
             )
         return PoolReader.attached, self._shared_parts()
 
     def _open_runner(self) -> EpisodeRunner:
         if self._runner is None:
-            raise UsageError(
-                compose("the pool has no environments", fix="pass env=[...], or use extend()")
-            )
+            raise UsageError("the pool has no environments", fix="pass env=[...], or use extend()")
         if self._runner.closed:
-            raise UsageError(compose("the pool was closed", fix="make another one, close it later"))
+            raise UsageError("the pool was closed", fix="make another one, close it later")
         return self._runner
 
     def _stacks(self) -> str:

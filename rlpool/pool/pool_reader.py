@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rlpool.errors import UsageError, compose
+from rlpool.errors import UsageError
 from rlpool.memory.storage import Memory
 from rlpool.pool.intake import Schema
 from rlpool.pool.reader import TransitionReader
@@ -55,6 +55,4 @@ class PoolReader(TransitionReader):
         return self._sync.read(look)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise UsageError(
-            compose("a reader cannot be sent on", fix="send the pool itself to every reader")
-        )
+        raise UsageError("a reader cannot be sent on", fix="send the pool itself to every reader")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
 
 _FANOUT = 16
@@ -118,10 +118,8 @@ def checked_powers(priorities: Array, alpha: float) -> Array:
         powers: Array = priorities**alpha
     if not (powers <= _MAX_POWER).all():
         raise SpecError(
-            compose(
-                f"priorities as large as {priorities.max()} cannot be added up",
-                fix="clip them, or look for a loss that diverges",
-            )
+            f"priorities as large as {priorities.max()} cannot be added up",
+            fix="clip them, or look for a loss that diverges",
         )
     return powers
 
@@ -151,9 +149,7 @@ def checked_priorities(value: Any) -> Array:
         array = np.asarray(np.nan)
     if array.ndim != 1 or not (np.isfinite(array) & (array >= 0)).all():
         raise SpecError(
-            compose(
-                "priorities should be finite numbers [n], none of them negative",
-                fix="pass absolute errors, and look for NaN in the loss",
-            )
+            "priorities should be finite numbers [n], none of them negative",
+            fix="pass absolute errors, and look for NaN in the loss",
         )
     return array

@@ -13,7 +13,7 @@ import torch
 from rlpool.batch.batcher_base import check_count
 from rlpool.data.dict_tensor import DictTensor, listed_keys
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import NotEnoughDataError, SpecError, UsageError, compose
+from rlpool.errors import NotEnoughDataError, SpecError, UsageError
 from rlpool.memory.storage import Array
 from rlpool.pool.intake import Schema
 from rlpool.pool.priorities import PriorityTree
@@ -55,12 +55,10 @@ class TransitionReader(ABC):
 
     def __copy__(self) -> NoReturn:
         raise UsageError(
-            compose(
-                f"a {type(self).__name__} is not copied: it would read the same memory, or need as "
-                "much again",
-                fix="transitions() copies what it holds; Pool(...).load_state_dict("
-                "pool.state_dict()) makes another pool of it",
-            )
+            f"a {type(self).__name__} is not copied: it would read the same memory, or need as "
+            "much again",
+            fix="transitions() copies what it holds; Pool(...).load_state_dict("
+            "pool.state_dict()) makes another pool of it",
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -248,10 +246,8 @@ class TransitionReader(ABC):
     def _ready(self, batch_size: int) -> RowStore:
         if self._store is None or len(self) < batch_size:
             raise NotEnoughDataError(
-                compose(
-                    f"{batch_size} transitions were asked for, but there are {len(self)}",
-                    fix="add more before sampling, or ask for a smaller batch",
-                )
+                f"{batch_size} transitions were asked for, but there are {len(self)}",
+                fix="add more before sampling, or ask for a smaller batch",
             )
         return self._store
 
@@ -285,10 +281,8 @@ class TransitionReader(ABC):
     def _draw_by_priority(self, tree: PriorityTree, n: int) -> Array:
         if tree.total <= 0:
             raise UsageError(
-                compose(
-                    "all priorities are zero, so that nothing can be drawn",
-                    fix="add a small constant to the priorities",
-                )
+                "all priorities are zero, so that nothing can be drawn",
+                fix="add a small constant to the priorities",
             )
         return tree.draw(n, self._generator)
 
@@ -331,14 +325,12 @@ class TransitionReader(ABC):
         for key in (_REWARD, end):
             if key not in store.specs:
                 raise SpecError(
-                    compose(f"n_step needs the key {key!r}, which is not stored", fix="store it")
+                    f"n_step needs the key {key!r}, which is not stored", fix="store it"
                 )
             if np.prod(store.specs[key].shape) != 1:
                 raise SpecError(
-                    compose(
-                        f"n_step needs one number per step, {key!r} is {store.specs[key]}",
-                        fix="store one number",
-                    )
+                    f"n_step needs one number per step, {key!r} is {store.specs[key]}",
+                    fix="store one number",
                 )
         check_number("discount", discount, 1)
         n_step = min(n_step, max(self.lengths))  # there are no more

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from rlpool.batch.batcher_base import check_count
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
 
 
@@ -49,10 +49,8 @@ class WindowRules:
                 check_count(name, value, 1)
         if (clearing_freq is None) != (clearing_size is None):
             raise SpecError(
-                compose(
-                    f"clearing_freq is {clearing_freq!r} and window_size_ is {clearing_size!r}",
-                    fix="give both, or neither",
-                )
+                f"clearing_freq is {clearing_freq!r} and window_size_ is {clearing_size!r}",
+                fix="give both, or neither",
             )
         return cls(window_size, clearing_freq, clearing_size or 0)
 

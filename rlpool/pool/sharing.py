@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from rlpool.errors import UsageError, compose
+from rlpool.errors import UsageError
 from rlpool.memory.storage import Array, Memory
 from rlpool.memory.versions import Version
 
@@ -62,10 +62,8 @@ class Sync:
         """
         if not self.is_writer:
             raise UsageError(
-                compose(
-                    "a pool is filled by the process that made it, and this is another one",
-                    fix="send trajectories to that process, or make a pool of your own here",
-                )
+                "a pool is filled by the process that made it, and this is another one",
+                fix="send trajectories to that process, or make a pool of your own here",
             )
 
     @contextmanager

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
 from rlpool.pool.intake import is_storable
 from rlpool.pool.transitions import Transitions
@@ -35,16 +35,14 @@ def transition_of(
     after = _named("next_s", next_s, "", DEFAULT_OBSERVATION_KEY)
     if {k: v.shape for k, v in before.items()} != {k: v.shape for k, v in after.items()}:
         raise SpecError(
-            compose(
-                f"s has {_shapes(before)}, next_s has {_shapes(after)}",
-                fix="both are single states of one shape",
-            )
+            f"s has {_shapes(before)}, next_s has {_shapes(after)}",
+            fix="both are single states of one shape",
         )
     values = {**before, **_named("a", a, ACTION_KEY, ACTION_KEY)}
     taken = {ACTION_KEY, REWARD_KEY, DONE_KEY, TERMINATED_KEY, *map(successor_key, before)}
     if not taken.isdisjoint(before):
         names = sorted(taken & set(before))
-        raise SpecError(compose(f"s has keys that are taken: {names}", fix="rename them"))
+        raise SpecError(f"s has keys that are taken: {names}", fix="rename them")
     for key, state in before.items():
         # One dtype for both: that of s, unless it holds no fractions and next_s may.
         dtype = state.dtype
@@ -56,14 +54,10 @@ def transition_of(
     for key, name, flag in (DONE_KEY, "done", done), (TERMINATED_KEY, "terminated", terminated):
         value = _single(name, flag)
         if value not in (0, 1):
-            raise SpecError(
-                compose(f"{name} should be True or False, got {flag!r}", fix="pass a bool")
-            )
+            raise SpecError(f"{name} should be True or False, got {flag!r}", fix="pass a bool")
         values[key] = value.astype(bool)
     if values[TERMINATED_KEY] and not values[DONE_KEY]:
-        raise SpecError(
-            compose("terminated is true, but done is not", fix="done=True ends the episode")
-        )
+        raise SpecError("terminated is true, but done is not", fix="done=True ends the episode")
     return values
 
 
@@ -95,10 +89,8 @@ def specs_of_arrays(
     missing = [key for key in keys or () if key not in values]
     if missing:
         raise SpecError(
-            compose(
-                f"a single transition lacks {missing}, it has {list(values)}",
-                fix="use extend(), or another pool",
-            )
+            f"a single transition lacks {missing}, it has {list(values)}",
+            fix="use extend(), or another pool",
         )
     wanted = values if keys is None else {key: values[key] for key in keys}
     return {key: TensorSpec(array.shape, array.dtype) for key, array in wanted.items()}
@@ -118,7 +110,7 @@ def _named(name: str, value: Any, prefix: str, only: str) -> dict[str, Array]:
 def _single(name: str, value: Any) -> Array:
     array = as_array(name, value)
     if array.size != 1:
-        raise SpecError(compose(f"{name} should be one number, got shape {list(array.shape)}"))
+        raise SpecError(f"{name} should be one number, got shape {list(array.shape)}")
     return array.reshape(())
 
 
@@ -138,11 +130,9 @@ def as_array(name: str, value: Any) -> Array:
         array = np.asarray(None)
     if not is_storable(array.dtype):
         raise SpecError(
-            compose(
-                f"{name} should be a number or an array of numbers, got {type(value).__name__} "
-                f"of {array.dtype}",
-                fix="pass arrays of one shape",
-            )
+            f"{name} should be a number or an array of numbers, got {type(value).__name__} "
+            f"of {array.dtype}",
+            fix="pass arrays of one shape",
         )
     if type(value) is float and (abs(value) <= _MOST_FLOAT32 or not math.isfinite(value)):
         return array.astype(np.float32)  # a NumPy scalar says what it wants

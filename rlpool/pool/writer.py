@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError, UsageError, compose
+from rlpool.errors import SpecError, UsageError
 from rlpool.machine.limits import check_size
 from rlpool.memory.storage import Array, Memory, allocate, carved_bytes
 from rlpool.pool.intake import Intake, Schema, intake_of, intake_of_one, specs_of
@@ -105,10 +105,8 @@ class TransitionWriter(TransitionReader):
             number = -1
         if number not in range(len(self._rings)):
             raise SpecError(
-                compose(
-                    f"index should be the number of a sub-pool, got {index!r}",
-                    fix=f"there are {len(self._rings)} (processes), counted from 0",
-                )
+                f"index should be the number of a sub-pool, got {index!r}",
+                fix=f"there are {len(self._rings)} (processes), counted from 0",
             )
         return number
 
@@ -126,7 +124,7 @@ class TransitionWriter(TransitionReader):
             taken = [key for key in RESULT_KEYS if key in specs]
             if taken:
                 raise SpecError(
-                    compose(f"{what} have the keys {taken}, which samples use", fix="rename them")
+                    f"{what} have the keys {taken}, which samples use", fix="rename them"
                 )
             schema = Schema.of(specs)
             self._store = self._make_store(schema)
@@ -138,10 +136,8 @@ class TransitionWriter(TransitionReader):
             mine = specs.get(key)
             if mine is None or mine.shape != spec.shape or not _fits(mine.dtype, spec.dtype):
                 raise SpecError(
-                    compose(
-                        f"{key!r} of {what} is {mine or 'missing'}, the pool holds {spec}",
-                        fix="use another pool for other transitions",
-                    )
+                    f"{key!r} of {what} is {mine or 'missing'}, the pool holds {spec}",
+                    fix="use another pool for other transitions",
                 )
         return self._schema
 
@@ -179,10 +175,8 @@ class TransitionWriter(TransitionReader):
         """What a ``PoolReader`` in another process is made of."""
         if self._storage == "local" or self._store is None or self._schema is None:
             raise UsageError(
-                compose(
-                    "the pool's memory is this process's own, so that it cannot be sent",
-                    fix='make it with storage="shared"',
-                )
+                "the pool's memory is this process's own, so that it cannot be sent",
+                fix='make it with storage="shared"',
             )
         return (
             self._schema,

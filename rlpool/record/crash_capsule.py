@@ -30,7 +30,7 @@ import gymnasium
 import numpy as np
 import torch
 
-from rlpool.errors import SpecError, Where, compose
+from rlpool.errors import SpecError, Where
 from rlpool.memory.storage import Array
 
 CALLS = ("reset", "step", "agent", "initial_state")
@@ -168,10 +168,8 @@ class CrashCapsule:
             zipfile.BadZipFile,
         ) as error:
             raise SpecError(
-                compose(
-                    f"{os.fspath(path)!r} {_why_no_capsule(error)}",
-                    fix="pass a file that CrashCapsule.save() or crash_dir=... wrote",
-                )
+                f"{os.fspath(path)!r} {_why_no_capsule(error)}",
+                fix="pass a file that CrashCapsule.save() or crash_dir=... wrote",
             ) from error
 
     def _header(self) -> bytes:
@@ -258,11 +256,9 @@ def _encoded(value: Any, path: str) -> Any:
     if _is_plain_dict(value):
         return {key: _encoded(part, f"{path}[{key!r}]") for key, part in value.items()}
     raise SpecError(
-        compose(
-            f"{path} of the failed episode holds a {type(value).__name__}, which a file of plain "
-            "numbers and texts cannot keep",
-            fix="pickle the capsule instead, or pass numbers, texts, lists, dicts and arrays",
-        )
+        f"{path} of the failed episode holds a {type(value).__name__}, which a file of plain "
+        "numbers and texts cannot keep",
+        fix="pickle the capsule instead, or pass numbers, texts, lists, dicts and arrays",
     )
 
 

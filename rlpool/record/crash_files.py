@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import overload
 
-from rlpool.errors import EnvError, RlpoolError, SpecError, WorkerError, compose
+from rlpool.errors import EnvError, RlpoolError, SpecError, WorkerError
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT, described
 
@@ -38,10 +38,8 @@ class CrashFiles:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SpecError(
-                compose(
-                    f"crash_dir {str(path)!r} is no directory and cannot be made one: {error}",
-                    fix="pass a directory that this process may write to",
-                )
+                f"crash_dir {str(path)!r} is no directory and cannot be made one: {error}",
+                fix="pass a directory that this process may write to",
             ) from error
         self._directory = path
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlpool.envs.vec_env import FLAGS
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 from rlpool.memory.storage import Array, Memory, carve, carved_bytes
 from rlpool.specs import TensorSpec, refuse_collisions
 
@@ -293,10 +293,8 @@ class BlockPool:
             memory = self._allocate(n_bytes)
         except (OSError, RuntimeError, MemoryError) as error:
             raise SpecError(
-                compose(
-                    f"no memory for a block of {n_bytes} bytes: {error}",
-                    fix="lower n_slots or n_timesteps, or drop results that are no longer needed",
-                )
+                f"no memory for a block of {n_bytes} bytes: {error}",
+                fix="lower n_slots or n_timesteps, or drop results that are no longer needed",
             ) from error
         block = Block(self._n_made, self.layout, memory)
         block.is_taken = True

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import FLAGS
-from rlpool.errors import UsageError, compose
+from rlpool.errors import UsageError
 from rlpool.memory.storage import Array
 from rlpool.slots.blocks import Arrays, Layout, successor_key
 
@@ -270,11 +270,9 @@ class Successor:
         if _version(self._values) != self._version:
             after = successor_key(self._key)
             raise UsageError(
-                compose(
-                    f"{self._key!r} was changed in place before {after!r}, which is "
-                    "derived from it, was looked at",
-                    fix=f"look at {after!r} first, or change a clone",
-                )
+                f"{self._key!r} was changed in place before {after!r}, which is "
+                "derived from it, was looked at",
+                fix=f"look at {after!r} first, or change a clone",
             )
         return self._finals
 

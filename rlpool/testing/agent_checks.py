@@ -9,7 +9,7 @@ import cloudpickle
 
 from rlpool.agents.agent import Agent, call_problem
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 from rlpool.loop.agent_driver import AgentDriver
 from rlpool.loop.probe import refuse_misfit
 from rlpool.record.failures import agent_advice, described
@@ -204,10 +204,8 @@ def _run_with_history(subject: AgentSubject, agent: Agent, n: int) -> None:
             one, other = specs_of(first.parts()[name]), specs_of(result.parts()[name])
             if one != other:
                 raise SpecError(
-                    compose(
-                        f"the agent's {name} is {told(other)}, at first it was {told(one)}",
-                        fix="return the same keys, shapes and dtypes in every call",
-                    )
+                    f"the agent's {name} is {told(other)}, at first it was {told(one)}",
+                    fix="return the same keys, shapes and dtypes in every call",
                 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rlpool.data.infos import Info
-from rlpool.errors import AgentSpecError, SpecError, compose
+from rlpool.errors import AgentSpecError, SpecError
 from rlpool.testing.agent_checks import AGENT_CHECKS
 from rlpool.testing.agent_subject import AgentSubject, as_in_a_worker
 from rlpool.testing.findings import Report, refuse_no_mapping, run_checks
@@ -83,11 +83,9 @@ def check_agent(
     """
     refuse_no_mapping(agent_args=agent_args, env_args=env_args, options=options)
     if n_steps < 2:
-        raise SpecError(compose(f"n_steps is {n_steps}", fix="n_steps should be at least 2"))
+        raise SpecError(f"n_steps is {n_steps}", fix="n_steps should be at least 2")
     if not batch_sizes or min(batch_sizes) < 1:
-        raise SpecError(
-            compose(f"batch_sizes is {list(batch_sizes)}", fix="give numbers of at least 1")
-        )
+        raise SpecError(f"batch_sizes is {list(batch_sizes)}", fix="give numbers of at least 1")
     rows = rows_of(env, env_args, options, action_space, seed)
     subject = AgentSubject(
         agent, agent_args, rows, agent_info, update_info, seed, batch_sizes, n_steps

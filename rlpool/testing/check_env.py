@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from rlpool.errors import EnvSpecError, SpecError, compose
+from rlpool.errors import EnvSpecError, SpecError
 from rlpool.generators import seeded_generators
 from rlpool.testing.env_checks import ENV_CHECKS
 from rlpool.testing.env_subject import EnvSubject
@@ -79,7 +79,7 @@ def check_env(
     refuse_no_mapping(env_args=env_args, options=options)
     _refuse_less_than_1(n_episodes=n_episodes, n_steps=n_steps)
     if actions is not None and not len(actions):
-        raise SpecError(compose("actions is empty", fix="give at least one action, or None"))
+        raise SpecError("actions is empty", fix="give at least one action, or None")
     subject = EnvSubject(env, env_args, options, actions, seed, n_episodes, n_steps)
     with seeded_generators(0):
         report = run_checks(subject, subject.name, ENV_CHECKS, skip)
@@ -91,4 +91,4 @@ def check_env(
 def _refuse_less_than_1(**numbers: int) -> None:
     for name, number in numbers.items():
         if number < 1:
-            raise SpecError(compose(f"{name} is {number}", fix=f"{name} should be at least 1"))
+            raise SpecError(f"{name} is {number}", fix=f"{name} should be at least 1")

@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 
 ID_WEIGHT = 1000
 """What an episode's id adds to each of its rewards, so that rewards tell episodes apart."""
@@ -120,6 +120,6 @@ def _at_least_1(name: str, value: Any) -> int:
         number = 0
     if number != value or number < 1:
         raise SpecError(
-            compose(f"{name} is {value!r}", fix=f"{name} should be a whole number of at least 1")
+            f"{name} is {value!r}", fix=f"{name} should be a whole number of at least 1"
         )
     return number

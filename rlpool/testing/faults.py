@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 
 RAISING = ("raise", "unpicklable", "unprintable", "sys_exit")
 LETHAL = ("exit", "sigkill", "segfault")
@@ -61,9 +61,7 @@ def code(kind: str) -> int:
         SpecError: If there is no such kind.
     """
     if kind not in KINDS:
-        raise SpecError(
-            compose(f"no fault is called {kind!r}", fix=f"choose one of {', '.join(KINDS)}")
-        )
+        raise SpecError(f"no fault is called {kind!r}", fix=f"choose one of {', '.join(KINDS)}")
     return KINDS.index(kind)
 
 
@@ -75,9 +73,7 @@ def kind_of(number: Any) -> str:
     """
     if not 0 <= int(number) < len(KINDS):
         raise SpecError(
-            compose(
-                f"no fault has the number {number}", fix="use rlpool.testing.code(kind) for numbers"
-            )
+            f"no fault has the number {number}", fix="use rlpool.testing.code(kind) for numbers"
         )
     return KINDS[int(number)]
 
@@ -113,10 +109,10 @@ def faults(
     rows = [] if row is None else [row] if isinstance(row, int) else list(row)
     for number in rows:
         if not -n_rows <= number < n_rows:
-            raise SpecError(compose(f"row {number} of {n_rows}", fix=f"rows are 0 to {n_rows - 1}"))
+            raise SpecError(f"row {number} of {n_rows}", fix=f"rows are 0 to {n_rows - 1}")
         fault[number] = code(kind)
     if step < AT_RESET:
-        raise SpecError(compose(f"step is {step}", fix="steps count from 0, -1 is reset"))
+        raise SpecError(f"step is {step}", fix="steps count from 0, -1 is reset")
     constant = {"fault_step": step, **columns}
     return DictTensor(
         {

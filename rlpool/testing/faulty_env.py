@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 from rlpool.testing.counting_env import CountingEnv, Result
 from rlpool.testing.faults import AT_RESET, KINDS, WRONG, code, kind_of, strike
 
@@ -106,9 +106,7 @@ class FaultyEnv(CountingEnv):
         super().__init__(length, id, truncate, n_actions)
         _refuse_misplaced(fault, at, at_step, in_episode)
         if once is not None and not Path(once).parent.is_dir():
-            raise SpecError(
-                compose(f"once={os.fspath(once)!r} is in no directory", fix="make it first")
-            )
+            raise SpecError(f"once={os.fspath(once)!r} is in no directory", fix="make it first")
         self._standing = _Fault(fault, at, at_step, in_episode)
         self._fault = self._standing
         self._once = None if once is None else os.fspath(once)
@@ -187,20 +185,18 @@ class FaultyEnv(CountingEnv):
 def _refuse_misplaced(kind: str, at: str, at_step: int | None, in_episode: int | None) -> None:
     code(kind)
     if at not in PLACES:
-        raise SpecError(compose(f"at is {at!r}", fix=f"choose one of {', '.join(PLACES)}"))
+        raise SpecError(f"at is {at!r}", fix=f"choose one of {', '.join(PLACES)}")
     for name, number in (("at_step", at_step), ("in_episode", in_episode)):
         if number is not None and number < 0:
-            raise SpecError(compose(f"{name} is {number}", fix=f"{name} counts from 0"))
+            raise SpecError(f"{name} is {number}", fix=f"{name} counts from 0")
     if in_episode is not None and at in ("init", "close"):
-        raise SpecError(compose(f"in_episode with at={at!r}", fix="leave one of them out"))
+        raise SpecError(f"in_episode with at={at!r}", fix="leave one of them out")
     impossible = at in ("init", "close") and kind in WRONG
     if impossible or (at == "reset" and kind in _OF_STEPS_ONLY):
         possible = [k for k in KINDS if k not in (WRONG if at != "reset" else _OF_STEPS_ONLY)]
         raise SpecError(
-            compose(
-                f"the fault {kind!r} cannot be at {at!r}, which returns nothing of the kind",
-                fix=f"use at='step', or one of {', '.join(possible)}",
-            )
+            f"the fault {kind!r} cannot be at {at!r}, which returns nothing of the kind",
+            fix=f"use at='step', or one of {', '.join(possible)}",
         )
 
 

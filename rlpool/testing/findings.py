@@ -194,9 +194,7 @@ def refuse_no_mapping(**arguments: object) -> None:
     """Refuse arguments that are neither a dict nor ``None``."""
     for name, value in arguments.items():
         if value is not None and not isinstance(value, Mapping):
-            raise SpecError(
-                compose(f"{name} is a {type(value).__name__}", fix=f"{name} should be a dict")
-            )
+            raise SpecError(f"{name} is a {type(value).__name__}", fix=f"{name} should be a dict")
 
 
 def refuse_arguments_of_instance(is_instance: bool, **arguments: object) -> None:
@@ -204,22 +202,18 @@ def refuse_arguments_of_instance(is_instance: bool, **arguments: object) -> None
     for name, value in arguments.items():
         if is_instance and value:
             raise SpecError(
-                compose(
-                    f"{name} was given, and an instance, which needs none",
-                    fix="give the function or the class instead of the instance",
-                )
+                f"{name} was given, and an instance, which needs none",
+                fix="give the function or the class instead of the instance",
             )
 
 
 def refuse_unknown(skip: Iterable[str], names: Sequence[str]) -> None:
     """Refuse names of checks that there are not."""
     if isinstance(skip, str):
-        raise SpecError(compose(f"skip is the string {skip!r}", fix=f"write skip=[{skip!r}]"))
+        raise SpecError(f"skip is the string {skip!r}", fix=f"write skip=[{skip!r}]")
     unknown = sorted(set(skip) - set(names))
     if unknown:
-        raise SpecError(
-            compose(f"skip names {unknown}, which no check is called", fix=f"there are {names}")
-        )
+        raise SpecError(f"skip names {unknown}, which no check is called", fix=f"there are {names}")
 
 
 def _count(n: int, word: str) -> str:

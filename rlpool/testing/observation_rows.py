@@ -13,7 +13,7 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.columns import Columns
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import FLAGS, REWARD_SPEC, LaneError, VecEnv
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 from rlpool.generators import seeded_generators
 from rlpool.memory.storage import batch_array
 from rlpool.record.failures import described
@@ -113,11 +113,9 @@ def rows_of(
         if isinstance(failure, LaneError) and failure.__cause__ is not None:
             text = f"{failure.call} raised {described(failure.__cause__)}"
         raise SpecError(
-            compose(
-                f"no observations to call the agent with: {text}",
-                fix="check_env(create_env) says what is wrong; or give an observation space, or a "
-                "DictTensor of example observations, instead of the environment",
-            )
+            f"no observations to call the agent with: {text}",
+            fix="check_env(create_env) says what is wrong; or give an observation space, or a "
+            "DictTensor of example observations, instead of the environment",
         ) from failure.__cause__
 
 
@@ -164,10 +162,8 @@ def _of_mapping(source: Mapping[str, Any]) -> Any:
     if values and all(isinstance(value, torch.Tensor) for value in values):
         return DictTensor(dict(source))
     raise SpecError(
-        compose(
-            f"observations are described by a dict of {sorted({type(v).__name__ for v in values})}",
-            fix="give a dict of tensors [R, ...] (examples), of TensorSpec or of spaces",
-        )
+        f"observations are described by a dict of {sorted({type(v).__name__ for v in values})}",
+        fix="give a dict of tensors [R, ...] (examples), of TensorSpec or of spaces",
     )
 
 
@@ -200,7 +196,7 @@ def _of_space(space: Any, action_space: Any, seed: int) -> ObservationRows:
 
 def _of_examples(examples: DictTensor, action_space: Any) -> ObservationRows:
     if examples.empty() or not examples.n_elems():
-        raise SpecError(compose("the examples have no rows", fix="give a few observations"))
+        raise SpecError("the examples have no rows", fix="give a few observations")
     rows = dict(examples.clone().items())
     return ObservationRows(_completed(rows, True), _completed(rows, False), action_space)
 

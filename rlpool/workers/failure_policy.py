@@ -15,7 +15,6 @@ from rlpool.errors import (
     WorkerDiedError,
     WorkerError,
     WorkerTimeoutError,
-    compose,
 )
 
 START_METHODS = ("auto", "spawn")
@@ -88,11 +87,8 @@ class FailurePolicy:
             _check_limit(name, getattr(self, name), least)
         if not isinstance(self.start_method, str) or self.start_method not in START_METHODS:
             raise SpecError(
-                compose(
-                    f"start_method should be 'auto' or 'spawn', got {self.start_method!r}",
-                    fix="'auto' forks workers from a template where that is safe, 'spawn' never "
-                    "does",
-                )
+                f"start_method should be 'auto' or 'spawn', got {self.start_method!r}",
+                fix="'auto' forks workers from a template where that is safe, 'spawn' never does",
             )
 
     @property
@@ -263,8 +259,6 @@ def _check_limit(name: str, value: Any, least: int) -> None:
         number = least - 1
     if number < least:
         raise SpecError(
-            compose(
-                f"{name} should be an int of at least {least} or None, got {value!r}",
-                fix=f"pass {name}=None for no limit",
-            )
+            f"{name} should be an int of at least {least} or None, got {value!r}",
+            fix=f"pass {name}=None for no limit",
         )

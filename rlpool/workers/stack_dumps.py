@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, Literal, Protocol
 from weakref import WeakSet
 
-from rlpool.errors import SpecError, UsageError, Where, compose
+from rlpool.errors import SpecError, UsageError, Where
 from rlpool.machine.interrupts import mark_as_harmless
 from rlpool.workers.stacks import Stacks, printing_signals
 
@@ -90,10 +90,8 @@ class DumpsStacks(ABC):
         target = sys.stderr if file is STDERR else file
         if target is not None and not hasattr(target, "write"):
             raise SpecError(
-                compose(
-                    f"file should be a text file, got {file!r}",
-                    fix="pass sys.stderr, an open file, or None to get the text only",
-                )
+                f"file should be a text file, got {file!r}",
+                fix="pass sys.stderr, an open file, or None to get the text only",
             )
         text = self._stacks()
         if target is not None:
@@ -195,10 +193,8 @@ def dump_stacks_on_signal(signum: int = signal.SIGUSR1, file: Any = None) -> Cal
         registration = _Registration(number, file)
     except (OSError, RuntimeError, ValueError) as error:
         raise SpecError(
-            compose(
-                f"signal {number} cannot be handled: {error}",
-                fix="use signal.SIGUSR1 or signal.SIGUSR2",
-            )
+            f"signal {number} cannot be handled: {error}",
+            fix="use signal.SIGUSR1 or signal.SIGUSR2",
         ) from error
     _registered[number] = registration
     printing_signals[number] = file.fileno()
@@ -215,10 +211,8 @@ def _open_sources() -> list[StackSource]:
 def _refuse_other_threads() -> None:
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
-            compose(
-                "signal handlers can only be set in the main thread",
-                fix="call dump_stacks_on_signal() there, before other threads are started",
-            )
+            "signal handlers can only be set in the main thread",
+            fix="call dump_stacks_on_signal() there, before other threads are started",
         )
 
 
@@ -238,8 +232,6 @@ def _with_descriptor(file: Any) -> Any:
             continue
         return candidate
     raise SpecError(
-        compose(
-            f"file should have a descriptor, got {file!r}",
-            fix="pass an open file such as open('stacks.txt', 'w')",
-        )
+        f"file should have a descriptor, got {file!r}",
+        fix="pass an open file such as open('stacks.txt', 'w')",
     )

@@ -26,7 +26,7 @@ from multiprocessing.reduction import dump
 from multiprocessing.resource_tracker import getfd as tracker_fd
 from typing import Any
 
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.worker_limits import FORKED_WORKER_BYTES, WORKER_BYTES
 from rlpool.workers.leash import CAN_KILL
@@ -75,11 +75,9 @@ def preload(*modules: str) -> None:
         is_name = isinstance(name, str) and all(part.isidentifier() for part in name.split("."))
         if not is_name or name.split(".")[0] in ("__main__", "__mp_main__"):
             raise SpecError(
-                compose(
-                    f"{name!r} is not the name of a module that can be imported",
-                    fix='pass names, such as "my_package.envs"; put what your script defines into '
-                    "a module of its own",
-                )
+                f"{name!r} is not the name of a module that can be imported",
+                fix='pass names, such as "my_package.envs"; put what your script defines into '
+                "a module of its own",
             )
     _templates.add_modules(modules)
 
