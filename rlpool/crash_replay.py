@@ -8,7 +8,7 @@ import pdb  # noqa: T100  (asked for with debug=True)
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,9 +23,10 @@ from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.memory.storage import Array
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.failures import described
+from rlpool.record.repeat import Divergence, batch_of, repeat
+from rlpool.record.tape import REWARD, Tape
 from rlpool.seeding import N_SEEDS
 from rlpool.signatures import called_with_seed
-from rlpool.slots.blocks import NOISE_KEY
 from rlpool.specs import TensorSpec
 
 _LOG = logging.getLogger("rlpool")
@@ -111,34 +112,24 @@ def replay_crash(
         )
     with seeded_generators(capsule.worker_seed):
         env, lane = _environment(capsule, create_env, dict(env_args or {}))
-        course = _Course(capsule, env, lane)
-        failure = course.run(stops_before=debug == "before")
-    if failure is None and capsule.call in _AGENT_CALLS:
-        return _replay(capsule, env, lane, course.divergence)
-    if failure is None:
+        repetition = _Repetition(capsule, env, lane)
+        failure = repetition.run(stops_before=debug == "before")
+    if failure is None and capsule.call not in _AGENT_CALLS:
         env.close()
-        raise _no_failure(capsule, course)
-    if course.divergence is not None:
-        _LOG.warning("the replay went another way: %s", course.divergence)
-    if course.n_done != len(capsule.rewards) or described(failure) not in capsule.error:
+        raise _no_failure(capsule, repetition)
+    if repetition.divergence is not None:
+        _LOG.warning("the replay went another way: %s", repetition.divergence)
+    if failure is None:
+        return _replay(capsule, env, lane, repetition.divergence)
+    if repetition.n_done != len(capsule.rewards) or described(failure) not in capsule.error:
         _LOG.warning("the replay failed in another way than the episode did: %s", capsule.error)
     if debug and debug != "before":
         pdb.post_mortem(failure.__traceback__)
     raise failure
 
 
-class _Divergence(NamedTuple):
-    """Where a replay went another way."""
-
-    step: int
-    what: str
-
-    def __str__(self) -> str:
-        return f"from step {self.step} on ({self.what})"
-
-
-class _Course:
-    """The course of a replay.
+class _Repetition:
+    """One repetition of the episode of a capsule.
 
     Attributes:
         n_done: Steps made without a failure.
@@ -148,7 +139,7 @@ class _Course:
 
     def __init__(self, capsule: CrashCapsule, env: VecEnv, lane: int) -> None:
         self.n_done = 0
-        self.divergence: _Divergence | None = None
+        self.divergence: Divergence | None = None
         self.has_ended = False
         self._capsule = capsule
         self._env = env
@@ -156,65 +147,33 @@ class _Course:
 
     def run(self, *, stops_before: bool) -> BaseException | None:
         """Repeat the episode; returns what the environment raised."""
-        capsule, env, lane = self._capsule, self._env, self._lane
-        last = len(capsule.rewards)
-        actions = {
-            key: np.zeros((env.n_lanes, *array.shape[1:]), array.dtype)
-            for key, array in capsule.actions.items()
-        }
         try:
-            if stops_before and capsule.call == "reset":
-                sys.breakpointhook()  # noqa: T100  (step into the next line)
-            env.reset_lanes([lane], [capsule.seed or 0], [capsule.options])
-            _declare_actions(env, actions)
-            for step in range(last):
-                self._act(actions, step)
-                ended = env.step_lanes([lane], actions)
-                self.n_done += 1
-                self._compare_reward(step)
-                if ended:
-                    self.has_ended = True
-                    self._note(step, "the episode ended")
-                    return None
-            self._compare_observation(last)
-            if capsule.call != "reset":
-                self._fail(actions, last, stops_before=stops_before)
+            self._run(stops_before)
         except LaneError as error:
             is_own = error.__cause__ is None or isinstance(error, RlpoolError)
             return error if is_own else error.__cause__
         return None
 
-    def _fail(self, actions: dict[str, Array], step: int, *, stops_before: bool) -> None:
-        """Repeat the call that failed, unless it was one of the agent."""
-        if self._capsule.call == "step":
-            self._act(actions, step)
-        if stops_before:
+    def _run(self, stops_before: bool) -> None:
+        capsule, env, lane = self._capsule, self._env, self._lane
+        n_steps = len(capsule.rewards)
+        done = {key: array[:n_steps] for key, array in capsule.actions.items()}
+        chunks = [{**done, REWARD: capsule.rewards}] if n_steps else []
+        tape = Tape(capsule.seed or 0, capsule.options, 0, 0, chunks, capsule.observation)
+        if stops_before and capsule.call == "reset":
+            sys.breakpointhook()  # noqa: T100  (step into what follows)
+        for self.n_done, self.has_ended, self.divergence in repeat(env, lane, tape):
+            if not self.n_done:
+                _declare_actions(env, capsule.actions)
+            if self.has_ended:
+                ended = Divergence(self.n_done - 1, "the episode ended")
+                self.divergence = self.divergence or ended
+                return
+        if stops_before and capsule.call != "reset":
             sys.breakpointhook()  # noqa: T100  (step into the next line)
-        if self._capsule.call == "step":
-            self._env.step_lanes([self._lane], actions)
-
-    def _act(self, actions: dict[str, Array], step: int) -> None:
-        for key, array in actions.items():
-            array[self._lane] = self._capsule.actions[key][step]
-
-    def _compare_reward(self, step: int) -> None:
-        recorded = self._capsule.rewards[step]
-        reward = self._env.current["reward"][self._lane].astype(recorded.dtype)
-        if not _is_same(reward, recorded) and not np.isnan(recorded):
-            self._note(step, f"reward {reward}, it was {recorded}")
-
-    def _compare_observation(self, step: int) -> None:
-        """Hold what the agent would be shown now against what it was shown."""
-        for key, recorded in self._capsule.observation.items():
-            array = self._env.current.get(key)
-            if array is None or key == NOISE_KEY:
-                continue  # another kind of batch has other names for some
-            if not _is_same(array[self._lane], recorded):
-                self._note(step, f"{key!r} is another one than the agent was shown")
-
-    def _note(self, step: int, what: str) -> None:
-        if self.divergence is None:
-            self.divergence = _Divergence(step, what)
+        if capsule.call == "step":
+            failing = {key: array[n_steps] for key, array in capsule.actions.items()}
+            env.step_lanes([lane], batch_of(failing, lane, env))
 
 
 def _capsule_of(given: Any) -> CrashCapsule:
@@ -290,11 +249,7 @@ def _declare_actions(env: VecEnv, actions: Mapping[str, Array]) -> None:
         env.declare_actions({k: TensorSpec(a.shape[1:], a.dtype) for k, a in actions.items()})
 
 
-def _replay(
-    capsule: CrashCapsule, env: VecEnv, lane: int, divergence: _Divergence | None
-) -> Replay:
-    if divergence is not None:
-        _LOG.warning("the replay went another way: %s", divergence)
+def _replay(capsule: CrashCapsule, env: VecEnv, lane: int, divergence: Divergence | None) -> Replay:
     groups: dict[str, dict[str, torch.Tensor]] = {"observation": {}, "agent_info": {}, "state": {}}
     for name, array in capsule.batch.items():
         group, _, key = name.partition("/")
@@ -313,13 +268,13 @@ def _replay(
     )
 
 
-def _no_failure(capsule: CrashCapsule, course: _Course) -> WorkerError:
+def _no_failure(capsule: CrashCapsule, repetition: _Repetition) -> WorkerError:
     call = "reset" if capsule.call == "reset" else f"step {len(capsule.rewards)}"
     what = f"the episode did not fail again: {call} went through"
-    if course.has_ended:
+    if repetition.has_ended:
         what = f"the episode did not fail again: it ended before {call}"
-    if course.divergence is not None:
-        what += f", and it went another way {course.divergence}"
+    if repetition.divergence is not None:
+        what += f", and it went another way {repetition.divergence}"
     return WorkerError(
         f"{what}. It had failed with: {capsule.error}",
         where=capsule.where,
@@ -328,9 +283,3 @@ def _no_failure(capsule: CrashCapsule, course: _Course) -> WorkerError:
         traceback_text=capsule.traceback,
         capsule=capsule,
     )
-
-
-def _is_same(value: Any, recorded: Any) -> bool:
-    value, recorded = np.asarray(value), np.asarray(recorded)
-    is_float = value.dtype.kind in "fc" and recorded.dtype.kind in "fc"
-    return bool(np.array_equal(value, recorded, equal_nan=is_float))

@@ -40,7 +40,7 @@ from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.slots.preflight import block_warning
 from rlpool.specs import TensorSpec
 from rlpool.worker_trial import seconds_of_an_episode
-from rlpool.workers.supervisor import refuse_during_import
+from rlpool.workers.launch import refuse_during_import
 from rlpool.workers.warm_start import memory_of, why_impossible, why_spawned
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlpool.arguments import names_arguments
-from rlpool.batch.batcher_base import (
-    DEFAULT_TIMEOUT_S,
-    BatcherBase,
-    CreateAgent,
-    CreateEnv,
-    Seeds,
-    check_count,
-)
-from rlpool.batch.collector import Infos
-from rlpool.batch.coordinator import Coordinator
+from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds, check_count
+from rlpool.batch.commands import Infos
+from rlpool.batch.dispatch import Dispatcher
 from rlpool.batch.requests import EpisodeRequest, Policy, WindowRequest, as_infos
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.record.crash_files import CrashDir
-from rlpool.record.lane_log import LaneLog
+from rlpool.record.tape import WindowTapes
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.slots.preflight import checked
-from rlpool.workers.failure_policy import DEFAULT_MAX_RESTARTS, FailurePolicy
+from rlpool.workers.failure_policy import (
+    DEFAULT_TIMEOUT_S,
+    FailurePolicy,
+    PolicyOptions,
+    takes_policy,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class EpisodeBatcher(BatcherBase):
@@ -103,6 +104,7 @@ class EpisodeBatcher(BatcherBase):
     """Arguments that make blocks smaller."""
 
     @names_arguments
+    @takes_policy
     def __init__(
         self,
         n_timesteps: int,
@@ -115,34 +117,12 @@ class EpisodeBatcher(BatcherBase):
         seeds: Seeds = None,
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
-        on_worker_failure: str = "restart",
-        max_restarts: int | None = DEFAULT_MAX_RESTARTS,
-        on_env_error: str = "raise",
-        max_episodes_per_worker: int | None = None,
-        max_rss_bytes: int | None = None,
-        start_method: str = "auto",
         crash_dir: CrashDir = None,
+        **policy: Unpack[PolicyOptions],
     ) -> None:
-        super().__init__(
-            n_timesteps,
-            n_slots,
-            create_agent,
-            agent_args,
-            create_env,
-            env_args,
-            n_threads,
-            seeds,
-            timeout,
-            FailurePolicy(
-                on_worker_failure,
-                max_restarts,
-                on_env_error,
-                max_episodes_per_worker,
-                max_rss_bytes,
-                start_method,
-            ),
-            crash_dir,
-        )
+        environments = create_agent, agent_args, create_env, env_args
+        failing = timeout, FailurePolicy(**policy), crash_dir
+        super().__init__(n_timesteps, n_slots, *environments, n_threads, seeds, *failing)
         self._n_executions = self._n_episodes = 0
         self._last: tuple[int, Infos] | None = None
 
@@ -175,13 +155,13 @@ class EpisodeBatcher(BatcherBase):
         self._submit(n_episodes, as_infos(agent_info, env_info, n_episodes))
 
     def _submit(self, n_episodes: int, infos: Infos) -> None:
-        coordinator = self._open()
+        dispatcher = self._open()
         with InterruptsHeld():
             request = EpisodeRequest(
-                coordinator.next_number(),
-                n_episodes,
-                infos,
-                coordinator.policy,
+                number=dispatcher.next_number(),
+                n_rows=n_episodes,
+                infos=infos,
+                policy=dispatcher.policy,
                 execution=self._n_executions,
                 first=self._n_episodes,
                 root=self._root,
@@ -189,7 +169,7 @@ class EpisodeBatcher(BatcherBase):
             self._n_executions += 1
             self._n_episodes += n_episodes
             self._last = (n_episodes, infos)
-            coordinator.submit(request)
+            dispatcher.submit(request)
 
     def reexecute(self) -> None:
         """Request new episodes with the arguments of the last ``execute``.
@@ -224,10 +204,10 @@ class EpisodeBatcher(BatcherBase):
                 still works.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
-        coordinator = self._open()
-        if coordinator.wait(blocking=blocking) is None:
+        dispatcher = self._open()
+        if dispatcher.wait(blocking=blocking) is None:
             return None
-        return coordinator.hand_out()
+        return dispatcher.hand_out()
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -267,19 +247,9 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         env_args: Mapping[str, Any] | None = None,
         seeds: Seeds = None,
     ) -> None:
-        BatcherBase.__init__(
-            self,
-            self._N_TIMESTEPS,
-            None,
-            create_agent,
-            agent_args,
-            create_env,
-            env_args,
-            0,
-            seeds,
-            None,
-            FailurePolicy(),
-        )
+        environments = create_agent, agent_args, create_env, env_args
+        failing = None, FailurePolicy()
+        BatcherBase.__init__(self, self._N_TIMESTEPS, None, *environments, 0, seeds, *failing)
         self._n_executions = self._n_episodes = 0
         self._last = None
 
@@ -316,19 +286,15 @@ class Batcher(BatcherBase):
         seeds: As for ``EpisodeBatcher``, but lanes that restart on their own share no seed for
             2**30 steps of all lanes together, resets included.
         timeout: As for ``EpisodeBatcher``.
-        on_worker_failure: As for ``EpisodeBatcher``. The successor takes every running episode
+        crash_dir: As for ``EpisodeBatcher``.
+        **policy: As for ``EpisodeBatcher``. The successor of a worker takes every running episode
             to where it was by repeating its actions, which the caller remembers; if that does not
             lead to the same observation, ``get`` raises ``EnvError``. With an agent that requires
             a history, the failure is reported, and ``reset`` goes on with new workers.
-        max_restarts: As for ``EpisodeBatcher``.
-        on_env_error: As for ``EpisodeBatcher``.
-        max_episodes_per_worker: As for ``EpisodeBatcher``, between windows.
-        max_rss_bytes: As for ``EpisodeBatcher``, between windows.
-        start_method: As for ``EpisodeBatcher``.
-        crash_dir: As for ``EpisodeBatcher``.
     """
 
     @names_arguments
+    @takes_policy
     def __init__(
         self,
         n_timesteps: int,
@@ -341,39 +307,17 @@ class Batcher(BatcherBase):
         seeds: Seeds = None,
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
-        on_worker_failure: str = "restart",
-        max_restarts: int | None = DEFAULT_MAX_RESTARTS,
-        on_env_error: str = "raise",
-        max_episodes_per_worker: int | None = None,
-        max_rss_bytes: int | None = None,
-        start_method: str = "auto",
         crash_dir: CrashDir = None,
+        **policy: Unpack[PolicyOptions],
     ) -> None:
-        super().__init__(
-            n_timesteps,
-            n_slots,
-            create_agent,
-            agent_args,
-            create_env,
-            env_args,
-            n_threads,
-            seeds,
-            timeout,
-            FailurePolicy(
-                on_worker_failure,
-                max_restarts,
-                on_env_error,
-                max_episodes_per_worker,
-                max_rss_bytes,
-                start_method,
-            ),
-            crash_dir,
-        )
+        environments = create_agent, agent_args, create_env, env_args
+        failing = timeout, FailurePolicy(**policy), crash_dir
+        super().__init__(n_timesteps, n_slots, *environments, n_threads, seeds, *failing)
         self._n_resets = self._n_windows = 0
         self._n_windows_before = 0  # the last reset
         self._infos = as_infos(None, None, 0)
         self._running: list[int] = []
-        self._log: LaneLog | None = None
+        self._tapes: WindowTapes | None = None
         self._is_first = False
         self._last_window = 0  # number of the newest request whose lanes_left was taken over
         self._is_reset = False  # false again after an error, which ends all episodes
@@ -401,14 +345,14 @@ class Batcher(BatcherBase):
         Raises:
             SpecError: If a value of an info is no numbers, or has another number of rows.
         """
-        coordinator = self._open()
+        dispatcher = self._open()
         infos = as_infos(agent_info, env_info, self.n_lanes)
-        coordinator.drop_pending()
+        dispatcher.drop_pending()
         self._infos = infos
         self._is_first = self._is_reset = True
         self._n_resets += 1
         self._n_windows_before = self._n_windows
-        self._log = LaneLog() if self._open().repeats else None
+        self._tapes = WindowTapes(self.n_lanes) if self._open().repeats else None
         self._queued.clear()
         self._running = list(range(self.n_lanes))
 
@@ -418,16 +362,16 @@ class Batcher(BatcherBase):
         Raises:
             UsageError: Before ``reset``, and after an error.
         """
-        coordinator = self._open()
+        dispatcher = self._open()
         if not self._is_reset:
             raise UsageError("the lanes have no episodes to go on with", fix="call reset() first")
         with InterruptsHeld():
             self._n_windows += 1
-            if coordinator.n_pending:
+            if dispatcher.n_pending:
                 # Which lanes run is known when the window before is there; the policy is today's.
-                self._queued.append(coordinator.policy)
+                self._queued.append(dispatcher.policy)
             elif self._running:
-                self._submit(coordinator, coordinator.policy)
+                self._submit(dispatcher, dispatcher.policy)
 
     @names_arguments
     def get(self, blocking: bool = True) -> TemporalDictTensor | None:
@@ -445,15 +389,15 @@ class Batcher(BatcherBase):
             EnvError, AgentError: If the user's code failed; call ``reset`` to go on.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
-        coordinator = self._open()
+        dispatcher = self._open()
         if self.all_stopped:
             return None
         try:
-            request = coordinator.wait(blocking=blocking)
+            request = dispatcher.wait(blocking=blocking)
         except UsageError:
             raise
         except RlpoolError:
-            coordinator.drop_pending()
+            dispatcher.drop_pending()
             self._is_reset = False
             self._queued.clear()
             raise
@@ -464,22 +408,23 @@ class Batcher(BatcherBase):
                 self._last_window = request.number
                 self._running = request.lanes_left
                 if self._queued and self._running:
-                    self._submit(coordinator, self._queued.popleft())
-        return coordinator.hand_out()
+                    self._submit(dispatcher, self._queued.popleft())
+        return dispatcher.hand_out()
 
-    def _submit(self, coordinator: Coordinator, policy: Policy) -> None:
-        coordinator.submit(
+    def _submit(self, dispatcher: Dispatcher, policy: Policy) -> None:
+        dispatcher.submit(
             WindowRequest(
-                coordinator.next_number(),
-                self._running,
-                self._infos,
-                policy,
-                n_lanes=coordinator.n_lanes,
+                number=dispatcher.next_number(),
+                n_rows=len(self._running),
+                lanes=list(self._running),
+                infos=self._infos,
+                policy=policy,
+                n_lanes=dispatcher.n_lanes,
                 n_resets=self._n_resets - 1,
                 n_windows=self._n_windows_before,
                 is_first=self._is_first,
                 root=self._root,
-                log=self._log,
+                tapes=self._tapes,
             )
         )
         self._is_first = False

@@ -13,7 +13,8 @@ from weakref import WeakMethod
 from torch import nn
 
 from rlpool.agents.agent import Agent
-from rlpool.batch.coordinator import Coordinator
+from rlpool.batch.commands import Setup
+from rlpool.batch.dispatch import Dispatcher
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.pickling import pickled, why_not
@@ -23,16 +24,11 @@ from rlpool.record.crash_files import CrashDir
 from rlpool.seeding import root_from
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy
-from rlpool.workers.messages import Setup
-from rlpool.workers.shipment import Shipment
+from rlpool.workers.launch import refuse_during_import
 from rlpool.workers.stack_dumps import DumpsStacks
-from rlpool.workers.supervisor import refuse_during_import
 from rlpool.workers.warm_start import memory_of
 
 _LOG = logging.getLogger("rlpool")
-
-DEFAULT_TIMEOUT_S = 600.0
-"""Without a single step for so long, a worker counts as hanging: far beyond any slow ``step``."""
 
 _HOW_TO_PICKLE = (
     "create it inside create_env or create_agent, which run in the worker, or leave it out in the "
@@ -61,7 +57,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         policy: FailurePolicy,
         crash_dir: CrashDir = None,
     ) -> None:
-        self._coordinator: Coordinator | None = None
+        self._dispatcher: Dispatcher | None = None
         refuse_during_import()
         check_count("n_timesteps", n_timesteps, 1)
         check_count("n_threads", n_threads, 0)
@@ -79,28 +75,17 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         self._is_private = n_threads == 0
         self._owner_pid = os.getpid()
         functions: Any = (create_env, dict(env_args or {}), create_agent, dict(agent_args or {}))
+        setup = Setup(functions, in_process=True)
         if n_threads:
             memory = memory_of(policy.start_method)
             check_workers(n_threads, WORKER_DESCRIPTORS, "lower n_threads", memory)
             names = ("create_env", "env_args", "create_agent", "agent_args")
             parts = dict(zip(names, functions, strict=True))
-            functions = Shipment(pickled(parts, functions, fix=_HOW_TO_PICKLE))
-        setups = [
-            Setup(
-                functions,
-                worker,
-                self._n_workers,
-                self._root,
-                in_process=n_threads == 0,
-                quits_on_env_error=n_threads > 0 and policy.restarts_on_env_errors,
-                max_episodes=policy.max_episodes_per_worker if n_threads else None,
-                max_rss_bytes=policy.max_rss_bytes if n_threads else None,
-            )
-            for worker in range(self._n_workers)
-        ]
-        self._coordinator = Coordinator(
-            setups,
-            in_process=n_threads == 0,
+            setup = Setup(pickled(parts, functions, fix=_HOW_TO_PICKLE))
+        self._dispatcher = Dispatcher(
+            n_threads,
+            self._root,
+            setup,
             # Not the method itself: a batcher that is dropped, such as that of a notebook's cell
             # that is run again, ends its workers at once if nothing refers back to it.
             make_layout=_Weakly(self._layout),
@@ -108,6 +93,17 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             timeout_s=timeout if n_threads else None,
             crash_dir=crash_dir,
         )
+        self._warn_of_idle_lanes(n_threads, policy.max_episodes_per_worker)
+
+    def _warn_of_idle_lanes(self, n_threads: int, most: int | None) -> None:
+        n_lanes = self._open().n_lanes
+        if n_threads and most is not None and most < n_lanes:
+            _LOG.warning(
+                "max_episodes_per_worker=%d lets no more than so many of a worker's %d "
+                "environments run at a time",
+                most,
+                n_lanes,
+            )
 
     def _layout(self, specs: StepSpecs) -> Layout:
         raise NotImplementedError
@@ -115,7 +111,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
     @property
     def closed(self) -> bool:
         """Whether ``close`` was called."""
-        return self._coordinator is None or self._coordinator.is_closed
+        return self._dispatcher is None or self._dispatcher.is_closed
 
     def update(self, info: Any) -> None:
         """Hand new parameters to every worker's ``agent.update``.
@@ -135,9 +131,9 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             UsageError: If the batcher is closed.
             SpecError: If the object cannot be pickled, or there is no memory or descriptor for it.
         """
-        coordinator = self._open()
+        dispatcher = self._open()
         try:
-            coordinator.update(info)
+            dispatcher.update(info)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             fix = "send what its receivers need only, such as model.state_dict()"
             raise SpecError(why_not({"info": info}, error), fix=fix) from error
@@ -150,23 +146,23 @@ class BatcherBase(ProcessOwner, DumpsStacks):
 
         Results that were handed out stay valid.
         """
-        if self._coordinator is not None:
-            self._coordinator.close()
+        if self._dispatcher is not None:
+            self._dispatcher.close()
 
     def _has_processes(self) -> bool:
-        return getattr(self, "_coordinator", None) is not None
+        return getattr(self, "_dispatcher", None) is not None
 
     def _give_up(self) -> None:
-        if self._coordinator is not None:
-            self._coordinator.give_up()
+        if self._dispatcher is not None:
+            self._dispatcher.give_up()
 
-    def _open(self) -> Coordinator:
-        if self._coordinator is None or self._coordinator.is_closed:
+    def _open(self) -> Dispatcher:
+        if self._dispatcher is None or self._dispatcher.is_closed:
             raise UsageError("the batcher is closed", fix="make a new one, or close it later")
         if not self._is_private:
             refuse_forked_copy(self._owner_pid)
-        self._coordinator.deliver_logs()
-        return self._coordinator
+        self._dispatcher.deliver_logs()
+        return self._dispatcher
 
 
 class _Weakly:

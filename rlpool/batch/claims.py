@@ -1,16 +1,10 @@
 """Which worker runs which episode: claims in shared memory that outlive whoever made them.
 
-Episode *i* belongs to row ``i % n_lanes`` of the workers' batches. Each row has a cursor, the
-next episode of that row that nobody has claimed. A worker claims the next few of a row::
-
-    pending[lane] = the claim and who makes it
-    claim[worker, lane] = the claim
-    cursor[lane] += what was claimed
-    pending[lane] = 0
-
-under a lock that the kernel takes back from the dead. If its owner dies on the way, whoever comes
-next finishes what is pending first. So what a dead worker had claimed is always known: a claim is
-only replaced by the lane's next one when all of its episodes are finished.
+Episode *i* belongs to row ``i % n_lanes`` of the workers' batches. Of each row, every worker's last
+claim is one word: its first episode and how many follow in that row. The next claim of a row, by
+whomever, begins where the last of all workers ends, so that nothing else has to be written down: a
+worker that dies has either made a claim or not, and what it had claimed is known. A claim is only
+replaced by the lane's next one when all of its episodes are finished.
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ MAX_CLAIM = 8
 """Episodes claimed at once: enough to make the claim cheap. Near a request's end they are claimed
 one by one, so that no worker sits on episodes that another could run."""
 
-_COUNT_BITS = 4  # a claim is one word, so that it is written whole: first episode and count
+_COUNT_BITS, _COUNT_MASK = 4, 15
 
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
@@ -41,7 +35,7 @@ class ClaimLock:
         fd: Descriptor of memory that all workers share; ``None`` if nobody else is there.
     """
 
-    def __init__(self, fd: int | None) -> None:
+    def __init__(self, fd: int | None = None) -> None:
         self._fd = fd
 
     def acquire(self) -> None:
@@ -83,60 +77,49 @@ class Claims:
     Args:
         control: The control arrays of its block, see ``Layout.control``.
         n_episodes: Episodes of the request.
-        lock: ``make`` takes it; around ``of`` the caller has to.
     """
 
-    def __init__(self, control: Mapping[str, Array], n_episodes: int, lock: ClaimLock) -> None:
-        self.lock = lock
+    def __init__(self, control: Mapping[str, Array], n_episodes: int) -> None:
         self._n_episodes = n_episodes
         self._n_workers, self._n_lanes = control["claim"].shape
-        self._cursor = control["cursor"].data
-        self._pending = control["pending"].data
         self._claim = control["claim"].data
+        self._workers = range(self._n_workers)
         self._divisor = 4 * self._n_workers
 
     def make(self, worker: int, lane: int) -> range:
-        """Claim the next episodes of a row: several while many are left, one by one at the end."""
-        stride = self._n_lanes
-        self.lock.acquire()
-        if self._pending[lane]:
-            self._finish(lane)
-        first = self._cursor[lane]
-        n_left = max(0, -(-(self._n_episodes - first) // stride))
-        n_claimed = min(n_left, max(1, min(MAX_CLAIM, n_left // self._divisor)))
-        if n_claimed:
-            claim = (first << _COUNT_BITS) + n_claimed
-            self._pending[lane] = claim * self._n_workers + worker + 1
-            self._claim[worker, lane] = claim
-            self._cursor[lane] = first + n_claimed * stride
-            self._pending[lane] = 0
-        self.lock.release()
+        """Claim the next episodes of a row, several while many are left; under the lock."""
+        claims, stride, first = self._claim, self._n_lanes, lane
+        for other in self._workers:
+            claim = claims[other, lane]
+            stop = (claim >> _COUNT_BITS) + (claim & _COUNT_MASK) * stride
+            if stop > first:
+                first = stop
+        n_left = -(-(self._n_episodes - first) // stride)
+        if n_left <= 0:
+            return range(0)
+        n_claimed = max(1, min(MAX_CLAIM, n_left // self._divisor))
+        claims[worker, lane] = (first << _COUNT_BITS) + n_claimed
         return range(first, first + n_claimed * stride, stride)
 
-    def of(self, worker: int) -> list[int]:
-        """The episodes of a worker's last claims, finished or not."""
+    def give_back(self, worker: int) -> list[int]:
+        """The episodes of a dead worker's last claims, finished or not; under the lock."""
         episodes: list[int] = []
         for lane in range(self._n_lanes):
-            if self._pending[lane]:
-                self._finish(lane)
-            first, n_claimed = self._parts(self._claim[worker, lane])
-            stop = first + n_claimed * self._n_lanes
-            episodes.extend(range(first, stop, self._n_lanes))
+            claimed = self._range(worker, lane)
+            episodes.extend(claimed)
+            if claimed:
+                self._claim[worker, lane] = claimed.stop << _COUNT_BITS
         return sorted(episodes)
 
     @property
     def all_made(self) -> bool:
         """Whether nothing is left to claim."""
-        return all(cursor >= self._n_episodes for cursor in self._cursor.tolist())
+        return all(
+            max(lane, *(self._range(w, lane).stop for w in self._workers)) >= self._n_episodes
+            for lane in range(self._n_lanes)
+        )
 
-    def _finish(self, lane: int) -> None:
-        """Finish a claim whose owner died while making it."""
-        claim, worker = divmod(self._pending[lane] - 1, self._n_workers)
-        first, n_claimed = self._parts(claim)
-        self._claim[worker, lane] = claim
-        self._cursor[lane] = first + n_claimed * self._n_lanes
-        self._pending[lane] = 0
-
-    @staticmethod
-    def _parts(claim: int) -> tuple[int, int]:
-        return claim >> _COUNT_BITS, claim & ((1 << _COUNT_BITS) - 1)
+    def _range(self, worker: int, lane: int) -> range:
+        claim = self._claim[worker, lane]
+        first, n_claimed = claim >> _COUNT_BITS, claim & _COUNT_MASK
+        return range(first, first + n_claimed * self._n_lanes, self._n_lanes)

@@ -1,86 +1,56 @@
-"""The worker of ``n_threads=0``: the same collector, in the caller's process, without a pipe."""
+"""The worker of ``n_threads=0``: it does the same in the caller's process, without a pipe."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing.context import SpawnProcess
+from typing import Any
 
+import numpy as np
 import torch
 
 from rlpool.batch.claims import ClaimLock
-from rlpool.batch.collector import Collector, Deliver
-from rlpool.errors import WorkerError
+from rlpool.batch.collect import Collector
+from rlpool.batch.commands import Execute, Probed, Window
+from rlpool.errors import RlpoolError, WorkerError
 from rlpool.generators import OwnGenerators
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Memory
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT, described
-from rlpool.workers.messages import (
-    Close,
-    Execute,
-    Failed,
-    Message,
-    Ready,
-    RequestDone,
-    Setup,
-    Window,
-)
+from rlpool.workers.child import CONTROL_COLUMNS, Control, Place
+from rlpool.workers.lifecycle import Client
 from rlpool.workers.stacks import Stacks, own_stacks
-
-
-class LocalLink:
-    """Both ends of the line between the caller and its local worker.
-
-    Args:
-        deliver: Takes the worker's messages at once, so that slots are emptied while it runs.
-    """
-
-    def __init__(self, deliver: Deliver) -> None:
-        self._deliver = deliver
-        self.inbox: deque[tuple[Message, Memory | None]] = deque()
-
-    def send(self, message: Message) -> None:
-        """Hand a message to the caller's bookkeeping."""
-        if isinstance(message, Ready | Failed) and isinstance(message.error, WorkerError):
-            error = message.error
-            if DEBUG_HINT in error.fix:  # it does run in this process
-                fix = error.fix.replace(DEBUG_HINT, LOCAL_HINT)
-                message = replace(message, error=error.reworded(what=error.what, fix=fix))
-        self._deliver(0, message)
-
-    def receive(self) -> tuple[Message, Memory | None]:
-        """The next message; there is always one when this is called."""
-        return self.inbox.popleft()
-
-    def poll(self) -> bool:
-        """Whether a message is there."""
-        return bool(self.inbox)
+from rlpool.workers.wire import Done, Failed, Message, Ready
 
 
 class LocalWorker:
-    """One worker that runs while the caller waits for it.
+    """One worker that runs while the caller waits for it, in the place of ``Workers``.
 
     Meanwhile the process's global generators are the worker's, for all threads.
 
     Args:
-        setup: What to create.
-        deliver: Takes the worker's messages.
+        root: Root of all seeds.
+        client: Is told what happens.
+
+    Attributes:
+        fatal: Why nothing will work any more.
     """
 
     n_workers = 1
-    is_aborted = False
-    processes: tuple[SpawnProcess, ...] = ()
-    claim_lock = ClaimLock(None)
+    is_repeatable = False
+    control_fd = -1
+    up = (0,)
 
-    def __init__(self, setup: Setup, deliver: Deliver) -> None:
-        self._link = LocalLink(deliver)
-        self._numbers = memoryview(bytearray(16)).cast("q")
-        self._collector = Collector(
-            setup, self._link, ClaimLock(None), self._numbers[1:], self._numbers[:1]
-        )
+    def __init__(self, root: int, client: Client) -> None:
+        self.fatal: RlpoolError | None = None
+        self._client = client
+        self._inbox: deque[tuple[Message, Memory | None]] = deque()
+        self._control = Control(np.zeros(CONTROL_COLUMNS, np.int64))
+        link = _LocalLink(self._inbox, self._take)
+        self._collector = Collector(Place(0, 1, root), link, ClaimLock(), self._control)
         self._generators = OwnGenerators()
         self._is_closed = False
         self._message: tuple[Message, Memory | None] | None = None  # that is being carried out
@@ -90,15 +60,42 @@ class LocalWorker:
         return Memory.local(n_bytes)
 
     def start(self) -> None:
-        """Create environments and agent, here and now."""
+        """Create environments and agent, here and now.
+
+        Raises:
+            WorkerStartupError: If that fails.
+        """
+        self._inbox.append(self._client.setup(0))
         with self._at_work():
             self._collector.start()
+        self.refuse_if_dead()
+
+    def _take(self, message: Message) -> None:
+        """Hand a message of the worker's to the caller's bookkeeping."""
+        if isinstance(message, Ready):
+            self._client.brief(0, _as_local(message.report))
+        elif isinstance(message, Probed):
+            self._client.take(0, Probed(_as_local(message.report)))
+        elif isinstance(message, Failed) and message.command is None:
+            self.fatal = _as_local(message).error
+        else:
+            self._client.take(0, _as_local(message) if isinstance(message, Failed) else message)
 
     def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
         """Give the worker a message, to be carried out by ``poll``."""
-        self._link.inbox.append((message, memory))
+        self._inbox.append((message, memory))
 
-    def poll(self, timeout_s: float | None) -> None:
+    def refuse_if_dead(self) -> None:
+        """Raise what has put an end to everything, if anything has."""
+        if self.fatal is not None:
+            raise self.fatal
+
+    def wait_until(self, is_over: Callable[[], bool]) -> None:
+        """Carry out messages until a condition holds."""
+        while not is_over():
+            self.poll(1.0)
+
+    def poll(self, timeout_s: float) -> None:
         """Carry out one message, however long that takes.
 
         What interrupts it is raised. A request is lost then, anything else is carried out by the
@@ -126,43 +123,36 @@ class LocalWorker:
             failure = WorkerError(
                 f"the request was interrupted by {described(error)}", fix="request it again"
             )
-            self._link.send(Failed(failure, message.request))
-            self._link.send(RequestDone(message.request))
-
-    def progress(self) -> list[int]:
-        """Steps done."""
-        return [self._numbers[0]]
+            self._take(Failed(failure, message.number))
+            self._take(Done(message.number))
 
     def lane_in_use(self, worker: int) -> int:
         """The lane whose environment ran last."""
-        return self._numbers[1]
+        return int(self._control.lane[0])
 
     def deliver_logs(self) -> None:
         """What is logged in this process is where it belongs."""
 
+    def look_for_hang(self) -> None:
+        """Whoever would look is busy running it."""
+
+    def note_ready(self, worker: int) -> None:
+        """Nobody asks: a worker in this process has no successor."""
+
+    note_success = note_ready
+
     def stacks(self) -> list[Stacks]:
         """What the threads of this process are doing."""
         return [Stacks(0, os.getpid(), own_stacks())]
-
-    def stacks_of(self, worker: int) -> str:
-        """Never asked for: whoever would ask is busy running it."""
-        return ""
 
     def stacks_of_environments(self) -> str:
         """What processes are doing that environments run in, if they do."""
         dump = getattr(self._collector.env, "dump_stacks", None)
         return "" if dump is None else str(dump(file=None))
 
-    def holder_of_claims(self, otherwise: int) -> int:
-        """Nobody else is there to hold the lock."""
-        return otherwise
-
-    def replace(self, worker: int) -> None:
-        """A worker in this process does not die."""
-        raise LookupError("a local worker has no successor")
-
-    def kill(self, worker: int) -> None:
-        """A worker in this process cannot be killed."""
+    def fail(self, error: RlpoolError) -> None:
+        """Put an end to everything."""
+        self.fatal = self.fatal or error
 
     def abort(self) -> None:
         """Nothing runs in this process when this is called."""
@@ -171,8 +161,7 @@ class LocalWorker:
         """Close environments and agent."""
         if not self._is_closed:
             self._is_closed = True
-            self._link.inbox.clear()
-            self._link.inbox.append((Close(), None))
+            self._inbox.clear()
             with self._at_work():
                 self._collector.close()
 
@@ -181,6 +170,35 @@ class LocalWorker:
         """What users' code finds in a worker process: generators of its own, one torch thread."""
         with self._generators.in_use(), _one_thread():
             yield
+
+
+class _LocalLink:
+    """The worker's end of the line, which is the caller's as well.
+
+    Args:
+        inbox: What was sent to the worker.
+        take: Takes its messages at once, so that slots are emptied while it runs.
+    """
+
+    def __init__(
+        self, inbox: deque[tuple[Message, Memory | None]], take: Callable[[Message], None]
+    ) -> None:
+        self._inbox = inbox
+        self.send = take
+        self.receive = inbox.popleft
+
+    def poll(self) -> bool:
+        """Whether a message is there."""
+        return bool(self._inbox)
+
+
+def _as_local(message: Any) -> Any:
+    """A message with the advice for failures that happen in this process."""
+    error = message.error
+    if isinstance(error, WorkerError) and DEBUG_HINT in error.fix:
+        fix = error.fix.replace(DEBUG_HINT, LOCAL_HINT)
+        return replace(message, error=error.reworded(what=error.what, fix=fix))
+    return message
 
 
 @contextmanager

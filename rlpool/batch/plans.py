@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 
 import numpy as np
 
 from rlpool.batch.claims import ClaimLock, Claims
+from rlpool.batch.commands import ChunksDone, Execute, Infos, Window
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.loop.plan import Episode
-from rlpool.memory.storage import Array
 from rlpool.seeding import LaneSeeds, NoiseStarts, episode_seeds, noise_keys
 from rlpool.slots.blocks import Block
-from rlpool.workers.messages import ChunksDone, Execute, Window
-from rlpool.workers.wear import Wear
+from rlpool.workers.child import Place
+from rlpool.workers.recycling import Recycling
 
 Send = Callable[[object], None]
 AnnounceSeeds = Callable[[Sequence[int]], None]
 ReceiveCredit = Callable[[int, bool], list[int] | None]
-"""``(request, blocking)`` to slots that came back: ``None`` if no message was there."""
+"""``(number, blocking)`` to slots that came back: ``None`` if no message was there."""
 
 
-class _Infos:
+class _Rows:
     """A request's infos on the worker's side."""
 
-    def __init__(self, infos: tuple[dict[str, Array], dict[str, Array]] | None) -> None:
+    def __init__(self, infos: Infos | None) -> None:
         agent_info, env_info = infos or ({}, {})
         self.agent_info = agent_info or None
         self.env_info = env_info
@@ -41,39 +41,38 @@ class EpisodePlan:
     """A worker's share of the episodes of an ``execute``.
 
     Episode *i* always runs in row ``i % n_lanes`` of the batch: the bits of a matrix product
-    depend on a row's position. Each row has a cursor that all workers advance, so that whoever
-    is free takes the next episode of that row.
+    depend on a row's position. Whoever is free takes the next episode of that row.
 
     Args:
         message: The request.
-        worker: This worker's number.
+        place: Which worker this is.
         block: The request's block.
-        root: Root of seeds and noise.
         infos: Infos of the request.
         lock: Guards the claims.
         send: Sends a message to the caller.
         receive_credit: Takes emptied slots.
         announce_seeds: Is told which seeds the environments will be reset with.
-        wear: Says when this worker should begin no further episode.
+        recycling: Says when this worker should begin no further episode.
+        done: One element that counts finished episodes.
     """
 
     def __init__(
         self,
         message: Execute,
-        worker: int,
+        place: Place,
         block: Block,
-        root: int,
-        infos: tuple[dict[str, Array], dict[str, Array]] | None,
+        infos: Infos | None,
         lock: ClaimLock,
         send: Send,
         receive_credit: ReceiveCredit,
         announce_seeds: AnnounceSeeds,
-        wear: Wear,
+        recycling: Recycling,
+        done: MutableSequence[int] | memoryview,
     ) -> None:
-        self.worker = worker
+        root, self.worker = place.root, place.worker
         self.layout = block.layout
         self.arrays = block.arrays
-        self._infos = _Infos(infos)
+        self._infos = _Rows(infos)
         self.agent_info = self._infos.agent_info
         self._message = message
         self._seeds = episode_seeds(root, message.first, message.n_episodes)
@@ -88,12 +87,14 @@ class EpisodePlan:
         self._owns_slots = bool(message.slots)
         self._cancelled = self.arrays.control["cancelled"].data
         self._whole = self.arrays.control["whole"].data
-        self._claims = Claims(self.arrays.control, message.n_episodes, lock)
+        self._claims = Claims(self.arrays.control, message.n_episodes)
+        self._lock = lock
         self._claimed: list[list[int]] = [[] for _ in range(self._n_lanes)]  # the next one last
         for number in sorted(message.again, reverse=True):
             self._claimed[number % self._n_lanes].append(number)
         self._exhausted: set[int] = set()
-        self._wear = wear
+        self._recycling = recycling
+        self._done = done
         self._send = send
         self._receive_credit = receive_credit
         self._chunks: list[tuple[int, int, int, bool]] = []
@@ -105,7 +106,7 @@ class EpisodePlan:
 
     def next_episode(self, lane: int) -> Episode | None:
         """The lane's next episode, if it has a slot to write to."""
-        if self._wear.is_worn:
+        if self._recycling.is_due():
             return None
         in_place = self._message.in_place
         if not in_place and not self._free:
@@ -115,7 +116,7 @@ class EpisodePlan:
         if not self._claimed[lane] and (lane in self._exhausted or not self._claim(lane)):
             return None
         number = self._claimed[lane].pop()
-        self._wear.n_begun += 1
+        self._recycling.n_begun += 1
         return Episode(
             number,
             self._seeds[number],
@@ -126,7 +127,10 @@ class EpisodePlan:
 
     def _claim(self, lane: int) -> bool:
         """Claim episodes of the lane's row; False if there are none left."""
-        self._claimed[lane] = list(reversed(self._claims.make(self.worker, lane)))
+        self._lock.acquire()
+        claimed = self._claims.make(self.worker, lane)
+        self._lock.release()
+        self._claimed[lane] = list(reversed(claimed))
         if not self._claimed[lane]:
             self._exhausted.add(lane)
         return bool(self._claimed[lane])
@@ -144,6 +148,7 @@ class EpisodePlan:
 
     def chunk_done(self, episode: int, slot: int, chunk: int, is_last: bool) -> None:
         """Note a complete slot; one that is its row's whole episode stays where it is."""
+        self._done[0] += is_last
         if self._message.in_place and is_last and chunk == 0:
             self._whole[episode] = 1  # the last of all that is written about it
         else:
@@ -152,7 +157,7 @@ class EpisodePlan:
     def flush(self) -> None:
         """Report the slots that wait to be emptied."""
         if self._chunks:
-            self._send(ChunksDone(self._message.request, self._chunks))
+            self._send(ChunksDone(self._message.number, self._chunks))
             self._chunks = []
             # Read what came back, needed or not: a pipe that fills up would stop both sides.
             self._take_credit(blocking=False)
@@ -173,7 +178,7 @@ class EpisodePlan:
         return bool(self._cancelled[0])
 
     def _take_credit(self, blocking: bool) -> bool:
-        slots = self._receive_credit(self._message.request, blocking)
+        slots = self._receive_credit(self._message.number, blocking)
         if slots is None:
             return False
         self._free.extend(slots)
@@ -190,7 +195,7 @@ class WindowPlan:
         block: The window's block.
         seeds: Seeds of the lanes since their reset.
         infos: Infos of all lanes of all workers, from the reset.
-        wear: Counts the episodes of this worker.
+        recycling: Counts the episodes of this worker.
     """
 
     def __init__(
@@ -199,16 +204,16 @@ class WindowPlan:
         worker: int,
         block: Block,
         seeds: LaneSeeds,
-        infos: tuple[dict[str, Array], dict[str, Array]] | None,
-        wear: Wear,
+        infos: Infos | None,
+        recycling: Recycling,
     ) -> None:
         self.worker = worker
         self.layout = block.layout
         self.arrays = block.arrays
-        self._infos = _Infos(infos)
+        self._infos = _Rows(infos)
         self.agent_info = self._infos.agent_info
         self._seeds = seeds
-        self._wear = wear
+        self._recycling = recycling
         self._slots = dict(message.slots)
         self._starts = message.is_first
         self._first_lane = worker * self.layout.step.n_lanes
@@ -218,7 +223,7 @@ class WindowPlan:
         """In the first window after a reset: the lane's episode."""
         if not self._starts or lane not in self._slots:
             return None
-        self._wear.n_begun += 1
+        self._recycling.n_begun += 1
         return self._episode(self._first_lane + lane, self._slots.pop(lane), 0)
 
     def resumed(self, lane: int, n_restarts: int) -> Episode:
@@ -227,7 +232,7 @@ class WindowPlan:
 
     def restarted(self, lane: int, episode: Episode) -> Episode:
         """The lane's next episode, in the same slot."""
-        self._wear.n_begun += 1
+        self._recycling.n_begun += 1
         return self._episode(episode.number, episode.slot, episode.n_restarts + 1)
 
     def next_slot(self, lane: int, episode: int) -> int | None:

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from rlpool.batch.claims import ClaimLock, Claims
-from rlpool.batch.collector import Infos
+from rlpool.batch.claims import Claims
+from rlpool.batch.commands import Execute, Infos, Window
 from rlpool.data.infos import Info, info_rows
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError
-from rlpool.memory.storage import Memory
-from rlpool.record.lane_log import LaneLog
+from rlpool.record.tape import WindowTapes
 from rlpool.seeding import LaneSeeds, episode_seeds
 from rlpool.slots.blocks import Block
 from rlpool.slots.trajectories import Glue, copied_slots, slots_in_place, trajectories_of
 from rlpool.specs import join_key
-from rlpool.workers.messages import Execute, Window
-from rlpool.workers.parcel import Parcel
+from rlpool.workers.payload import Packed, Payload
 
-Packed = tuple[Parcel, Memory]
 Chunk = tuple[int, int, int, bool]
 """``(episode, slot, chunk, is_last)``: a complete slot."""
 
@@ -40,17 +38,16 @@ class Policy(NamedTuple):
     packed: Packed | None = None
 
 
+@dataclass(eq=False, kw_only=True)
 class Request(ABC):
     """One batch of rows.
 
-    Args:
+    Attributes:
         number: Names it in messages.
         n_rows: Rows of the result.
         infos: Its infos, per row.
         policy: What it runs with.
-
-    Attributes:
-        policy: Likewise.
+        root: Root of all seeds.
         packed: ``contents`` as they were sent to all workers.
         block: Where it is written, once it runs.
         n_slots: Slots that it takes.
@@ -59,28 +56,17 @@ class Request(ABC):
         trajectories: Its result, once the caller has waited for it.
     """
 
-    def __init__(
-        self,
-        number: int,
-        n_rows: int,
-        infos: Infos,
-        policy: Policy,
-    ) -> None:
-        self.number = number
-        self.n_rows = n_rows
-        self.infos = infos
-        self.policy = policy
-        self.packed: Packed | None = None
-        self.block: Block | None = None
-        self.n_slots = 0
-        self.remaining: set[int] = set()
-        self.error: RlpoolError | None = None
-        self.trajectories: TemporalDictTensor | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether workers may still write into its block."""
-        return bool(self.remaining)
+    number: int
+    n_rows: int
+    infos: Infos
+    policy: Policy
+    root: int
+    packed: Packed | None = None
+    block: Block | None = None
+    n_slots: int = 0
+    remaining: set[int] = field(default_factory=set)
+    error: RlpoolError | None = None
+    trajectories: TemporalDictTensor | None = None
 
     @property
     def is_cancelled(self) -> bool:
@@ -100,11 +86,11 @@ class Request(ABC):
         return self.block
 
     @property
-    def parcels(self) -> list[Packed]:
+    def payloads(self) -> list[Packed]:
         """What was packed for workers to read."""
         return [each for each in (self.packed, self.policy.packed) if each is not None]
 
-    def drop_parcels(self) -> None:
+    def drop_payloads(self) -> None:
         """Give up what was packed, as no worker will read it any more."""
         self.packed, self.policy = None, self.policy._replace(packed=None)
 
@@ -113,34 +99,30 @@ class Request(ABC):
         """Slots to run with, when ``n_free`` of ``n_slots`` are not in use; 0 to wait."""
 
     @abstractmethod
-    def message(self, worker: int, parcel: Parcel | None) -> Execute | Window:
+    def message(self, worker: int, payload: Payload | None) -> Execute | Window:
         """What to send to a worker, be it the first of its number or another's successor."""
 
     def contents(self, worker: int, is_successor: bool) -> tuple[Any, ...]:
-        """What the message's parcel holds: ``(agent_info, env_info, resumed)``.
+        """What the message's payload holds: ``(agent_info, env_info, tapes)``.
 
         Args:
             worker: The worker.
             is_successor: Whether it has not run any request, and one before it has.
         """
-        return (*self.infos, ())
-
-    @property
-    def needs_parcel(self) -> bool:
-        """Whether workers have to get ``contents``."""
-        return any(self.infos)
+        return (*self.infos, {})
 
     def can_be_repeated(self) -> bool:
         """Whether the successor of a worker that died can do its part."""
         return True
 
     @abstractmethod
-    def give_back(self, worker: int, lock: ClaimLock) -> bool:
+    def give_back(self, worker: int) -> bool:
         """Take back what a dead worker had begun and not finished, for its successor.
+
+        To be called under the lock of the claims.
 
         Args:
             worker: The worker.
-            lock: Guards the claims; held by this process.
 
         Returns:
             Whether there is anything left for its successor to do.
@@ -181,32 +163,22 @@ class Request(ABC):
         return info
 
 
+@dataclass(eq=False, kw_only=True)
 class EpisodeRequest(Request):
     """Complete episodes, one per row.
 
-    Args:
+    Attributes:
         execution: Number of the ``execute``, from which the episodes' noise derives.
         first: How many episodes were asked for before, from which their seeds derive.
-        root: Root of all seeds.
     """
 
-    def __init__(
-        self,
-        number: int,
-        n_rows: int,
-        infos: Infos,
-        policy: Policy,
-        execution: int,
-        first: int,
-        root: int,
-    ) -> None:
-        super().__init__(number, n_rows, infos, policy)
-        self._execution = execution
-        self._first = first
-        self._root = root
+    execution: int
+    first: int
+
+    def __post_init__(self) -> None:
         self._glue: Glue | None = None
-        self._left_home = np.zeros(n_rows, bool)  # first chunks that were copied out already
-        self._arrived = np.zeros(n_rows, bool)  # last chunks that were copied out already
+        self._left_home = np.zeros(self.n_rows, bool)  # first chunks that were copied out already
+        self._arrived = np.zeros(self.n_rows, bool)  # last chunks that were copied out already
         self._lent: dict[int, set[int]] = {}  # worker: homes of episodes that it got as slots
         self._owed: dict[int, list[int]] = {}  # worker: episodes of one before it to run again
         self._in_place = True
@@ -223,30 +195,29 @@ class EpisodeRequest(Request):
             return 0
         return self.n_rows + max(0, n_free - 2 * self.n_rows)
 
-    def message(self, worker: int, parcel: Parcel | None) -> Execute:
+    def message(self, worker: int, payload: Payload | None) -> Execute:
         """The request, with this worker's share of the slots that belong to no episode."""
         first = self.n_rows if self._in_place else 0
         n_workers = self.running_block.layout.n_workers
         again = self._owed.get(worker, [])
         lent = self._lent.get(worker, set()).difference(again)
         return Execute(
-            request=self.number,
-            execution=self._execution,
-            first=self._first,
+            number=self.number,
+            execution=self.execution,
+            first=self.first,
             n_episodes=self.n_rows,
             block=self.running_block.number,
             in_place=self._in_place,
             slots=[*range(first + worker, self.n_slots, n_workers), *sorted(lent)],
             again=again,
-            parcel=parcel,
+            payload=payload,
         )
 
-    def give_back(self, worker: int, lock: ClaimLock) -> bool:
+    def give_back(self, worker: int) -> bool:
         """Find the episodes that a dead worker had claimed and not finished."""
         control = self.running_block.arrays.control
-        claims = Claims(control, self.n_rows, lock)
-        claimed = {*claims.of(worker), *self._owed.get(worker, [])}
-        control["claim"][worker] = 0
+        claims = Claims(control, self.n_rows)
+        claimed = {*claims.give_back(worker), *self._owed.get(worker, [])}
         self._note_writing(worker)
         whole = control["whole"]
         again = [
@@ -265,7 +236,7 @@ class EpisodeRequest(Request):
 
     def seed_of(self, row: int) -> int:
         """The seed of an episode."""
-        return episode_seeds(self._root, self._first + row, 1)[0]
+        return episode_seeds(self.root, self.first + row, 1)[0]
 
     def empty_slots(self, worker: int, chunks: Sequence[Chunk]) -> list[int]:
         """Copy complete chunks out of their slots, one copy per key and chunk number."""
@@ -297,95 +268,79 @@ class EpisodeRequest(Request):
         info = self._info(
             episode=torch.from_numpy(np.arange(self.n_rows)),
             seed=torch.from_numpy(
-                np.asarray(episode_seeds(self._root, self._first, self.n_rows), np.int64)
+                np.asarray(episode_seeds(self.root, self.first, self.n_rows), np.int64)
             ),
         )
         return trajectories_of(block.layout, part, info)
 
 
+@dataclass(eq=False, kw_only=True)
 class WindowRequest(Request):
     """The next steps of every running lane, one lane per row.
 
-    Args:
+    Attributes:
         lanes: The running lanes, numbered across workers.
         n_lanes: Lanes of one worker.
         n_resets: Number of the ``reset`` whose episodes run.
         n_windows: How many windows were asked for before it.
         is_first: Whether it is the first window after that reset.
-        root: Root of all seeds.
-        log: What the running episodes have done so far, ``None`` if nobody remembers it.
-
-    Attributes:
+        tapes: What the running episodes have done so far, ``None`` if nobody remembers it.
         lanes_left: Lanes that go on after this window, set by ``result``.
     """
 
-    def __init__(
-        self,
-        number: int,
-        lanes: Sequence[int],
-        infos: Infos,
-        policy: Policy,
-        n_lanes: int,
-        n_resets: int,
-        n_windows: int,
-        is_first: bool,
-        root: int,
-        log: LaneLog | None = None,
-    ) -> None:
-        super().__init__(number, len(lanes), infos, policy)
-        self.is_first = is_first
-        self._log = log
-        self.lanes_left: list[int] = []
-        self._lanes = list(lanes)
-        self._n_lanes = n_lanes
-        self._n_resets = n_resets
-        self._n_windows = n_windows
-        self._root = root
+    lanes: list[int]
+    n_lanes: int
+    n_resets: int
+    n_windows: int
+    is_first: bool
+    tapes: WindowTapes | None = None
+    lanes_left: list[int] = field(default_factory=list)
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
         """One slot per lane."""
         return self.n_rows if n_free >= self.n_rows else 0
 
-    def message(self, worker: int, parcel: Parcel | None) -> Window:
+    def message(self, worker: int, payload: Payload | None) -> Window:
         """The window, with the slots of this worker's running lanes."""
-        slots = {lane % self._n_lanes: row for row, lane in self._rows_of(worker)}
+        slots = {lane % self.n_lanes: row for row, lane in self._rows_of(worker)}
         return Window(
-            request=self.number,
+            number=self.number,
             block=self.running_block.number,
             slots=slots,
-            n_resets=self._n_resets,
+            n_resets=self.n_resets,
             n_restarts=self._n_restarts,
             is_first=self.is_first,
-            parcel=parcel,
+            payload=payload,
         )
 
     @property
     def _n_restarts(self) -> int:
         """The most restarts that a lane can have made before the reset: one per step."""
         layout = self.running_block.layout
-        return self._n_windows * layout.n_timesteps if layout.restarts else 0
+        return self.n_windows * layout.n_timesteps if layout.restarts else 0
 
     @property
     def _seeds(self) -> LaneSeeds:
-        return LaneSeeds(self._root, self._n_resets, self._n_restarts)
+        return LaneSeeds(self.root, self.n_resets, self._n_restarts)
 
     def _rows_of(self, worker: int) -> list[tuple[int, int]]:
         """Rows and lanes of a worker."""
-        first, stop = worker * self._n_lanes, (worker + 1) * self._n_lanes
-        return [(row, lane) for row, lane in enumerate(self._lanes) if first <= lane < stop]
+        first, stop = worker * self.n_lanes, (worker + 1) * self.n_lanes
+        return [(row, lane) for row, lane in enumerate(self.lanes) if first <= lane < stop]
 
     def contents(self, worker: int, is_successor: bool) -> tuple[Any, ...]:
         """Infos, and for the successor of another worker how far its lanes were."""
-        if self._log is None or self.is_first or not is_successor:
+        if self.tapes is None or self.is_first or not is_successor:
             return super().contents(worker, is_successor)
         lanes = [lane for _, lane in self._rows_of(worker)]
-        return (*self.infos, self._log.resumed(lanes, self._n_lanes))
+        tapes = self.tapes.tapes
+        return (*self.infos, {lane % self.n_lanes: tapes[lane] for lane in lanes})
 
     def can_be_repeated(self) -> bool:
         """Whether it is known how far all lanes were."""
-        return self.is_first or (self._log is not None and self._log.is_complete)
+        return self.is_first or (self.tapes is not None and self.tapes.is_complete)
 
-    def give_back(self, worker: int, lock: ClaimLock) -> bool:
+    def give_back(self, worker: int) -> bool:
         """Begin the whole window again."""
         self._note_writing(worker)
         return bool(self._rows_of(worker))
@@ -399,15 +354,15 @@ class WindowRequest(Request):
         block = self.running_block
         running = block.arrays.control["running"].reshape(-1)
         self.lanes_left = np.flatnonzero(running >= 0).tolist()
-        if self._log is not None:
-            self._log.note(block, self._lanes, self.lanes_left)
+        if self.tapes is not None:
+            self.tapes.record(block.layout, block.arrays, self.lanes, self.lanes_left)
         part = slots_in_place(block.arrays, self.n_rows)
-        rows = torch.from_numpy(np.asarray(self._lanes, np.int64))
+        rows = torch.from_numpy(np.asarray(self.lanes, np.int64))
         info = {key: values[rows] for key, values in self._whole_info().items()}
         return trajectories_of(block.layout, part, info)
 
     def _whole_info(self) -> dict[str, torch.Tensor]:
-        n_lanes, seeds = self.running_block.layout.n_workers * self._n_lanes, self._seeds
+        n_lanes, seeds = self.running_block.layout.n_workers * self.n_lanes, self._seeds
         return self._info(
             episode=torch.from_numpy(np.arange(n_lanes)),
             seed=torch.from_numpy(

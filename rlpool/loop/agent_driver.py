@@ -13,10 +13,14 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array, batch_array
+from rlpool.record.tape import is_action
 from rlpool.specs import TensorSpec, row_specs
 
 Expectation = list[tuple[str, tuple[int, ...], np.dtype[Any]]]
 """Key, shape of the batch and dtype of what the agent has to return."""
+
+Observed = tuple[Mapping[str, torch.Tensor], DictTensor | None, TemporalDictTensor | None]
+"""Observation, ``agent_info`` and history."""
 
 
 class AgentDriver:
@@ -33,19 +37,26 @@ class AgentDriver:
     Attributes:
         output_specs: Keys of the agent's outputs, ``None`` before the first call.
         state: Key to array ``[n_lanes, ...]``: each lane's state, rewritten in place.
+        starting: Lanes whose state at this step is known only after ``act``.
     """
 
     def __init__(self, agent: Agent, n_lanes: int) -> None:
         self.agent = agent
         self.n_lanes = n_lanes
-        self.output_specs: dict[str, TensorSpec] | None = None
         self.state: dict[str, Array] = {}
-        self._expected_state: Expectation = []
-        self._expected_output: Expectation = []
         self._state_tensors: dict[str, torch.Tensor] = {}
         self._makes_initial_states = agent.makes_initial_states()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what the first call taught about keys, shapes and dtypes."""
+        self.output_specs: dict[str, TensorSpec] | None = None
+        self.starting: list[int] = []
         self._new_state: dict[str, Array] = {}
-        self._starting: list[int] = []
+        self.state.clear()
+        self._state_tensors.clear()
+        self._expected_state: Expectation = []
+        self._expected_output: Expectation = []
 
     def start(self, lanes: Sequence[int], agent_info: DictTensor | None) -> None:
         """Let the next call treat these lanes as starting an episode.
@@ -55,23 +66,14 @@ class AgentDriver:
             agent_info: The whole batch's ``agent_info``, with these lanes' new rows in it.
         """
         if self._makes_initial_states:
-            self._put_initial_states(lanes, agent_info)
+            rows = _rows_repeating(sorted(lanes), self.n_lanes)
+            info = None if agent_info is None else agent_info.index(rows)
+            state = self.agent.initial_state(info, self.n_lanes)
+            if not self.state:
+                self._learn_state(state)
+            self._put_state(self._read(state, self._expected_state, "initial_state"), list(lanes))
         elif self.state or self.output_specs is None:
-            self._starting = sorted({*self._starting, *lanes})
-
-    def forget(self) -> None:
-        """Forget what the first call taught about keys, shapes and dtypes."""
-        self.output_specs = None
-        self._starting = []
-        self._new_state = {}
-        self.state.clear()
-        self._state_tensors.clear()
-        self._expected_state, self._expected_output = [], []
-
-    @property
-    def starting(self) -> list[int]:
-        """Lanes whose state at this step is known only after ``act``."""
-        return self._starting
+            self.starting = sorted({*self.starting, *lanes})
 
     def act(
         self,
@@ -87,19 +89,14 @@ class AgentDriver:
         Raises:
             SpecError: If a key, shape or dtype of a result is wrong.
         """
-        if self._starting:
-            return self._act_with_starts(observation, agent_info, history)
-        # A copy: the agent may change it, or return parts of it as its new state.
-        state = DictTensor._wrap({key: t.clone() for key, t in self._state_tensors.items()})
-        observed = DictTensor._wrap(observation.copy())
-        result = self.agent(state, observed, agent_info, history)
-        if not isinstance(result, tuple | list) or len(result) != 3:
-            raise _not_three(result)
-        _, output, new_state = result
-        if self.output_specs is None:
-            self._learn_outputs(output)
-        self._new_state = self._read(new_state, self._expected_state, "state")
-        return self._read(output, self._expected_output, "output")
+        seen = observation, agent_info, history
+        if self.starting:
+            outputs, self._new_state = self._act_with_starts(seen)
+        else:
+            # A copy: the agent may change it, or return parts of it as its new state.
+            state = {key: tensor.clone() for key, tensor in self._state_tensors.items()}
+            _, outputs, self._new_state = self._call(DictTensor._wrap(state), seen)
+        return outputs
 
     def commit(self, lanes: Sequence[int] | None = None) -> None:
         """Make the new state of the last call the state.
@@ -107,82 +104,64 @@ class AgentDriver:
         Args:
             lanes: Those that take this step, all by default.
         """
-        for key, array in self._new_state.items():
-            if lanes is None:
+        if lanes is None:
+            for key, array in self._new_state.items():
                 np.copyto(self.state[key], array)
-            else:
-                self.state[key][lanes] = array[lanes]
+        else:
+            self._put_state(self._new_state, lanes)
 
-    def _act_with_starts(
-        self,
-        observation: Mapping[str, torch.Tensor],
-        agent_info: DictTensor | None,
-        history: TemporalDictTensor | None,
-    ) -> dict[str, Array]:
-        starting, self._starting = self._starting, []
+    def _act_with_starts(self, seen: Observed) -> tuple[dict[str, Array], dict[str, Array]]:
+        starting, self.starting = self.starting, []
         others = [lane for lane in range(self.n_lanes) if lane not in set(starting)]
-        seen = (observation, agent_info, history)
-        if others:
-            seen = _at(_rows_repeating(starting, self.n_lanes), *seen)
-        state, output, new_state = self._call(None, *seen)
-        if self.output_specs is None:
-            self._learn_outputs(output)
-            self._learn_state(state)
-        first = self._read(state, self._expected_state, "state")
-        outputs = self._read(output, self._expected_output, "output")
-        self._new_state = self._read(new_state, self._expected_state, "state")
+        rows = _rows_repeating(starting, self.n_lanes)
+        before, outputs, new = self._call(None, _at(rows, seen) if others else seen)
+        first = self._read(before, self._expected_state, "state")
         if others:
             # Copies: the agent may return the same buffers from its next call.
-            first, outputs, self._new_state = map(_copied, (first, outputs, self._new_state))
+            first, outputs, new = map(_copied, (first, outputs, new))
             rows = _rows_repeating(others, self.n_lanes)
             kept = DictTensor._wrap({key: t[rows] for key, t in self._state_tensors.items()})
-            _, output, new_state = self._call(kept, *_at(rows, observation, agent_info, history))
-            new_outputs = self._read(output, self._expected_output, "output")
-            new = self._read(new_state, self._expected_state, "state")
-            outputs = _merged(new_outputs, outputs, starting)
-            self._new_state = _merged(new, self._new_state, starting)
-        for key, array in first.items():
-            self.state[key][starting] = array[starting]
-        return outputs
-
-    def _put_initial_states(self, lanes: Sequence[int], agent_info: DictTensor | None) -> None:
-        rows = _rows_repeating(sorted(lanes), self.n_lanes)
-        info = None if agent_info is None else agent_info.index(rows)
-        state = self.agent.initial_state(info, self.n_lanes)
-        if not self.state:
-            self._learn_state(state)
-        arrays = self._read(state, self._expected_state, "initial_state")
-        for key, array in arrays.items():
-            self.state[key][list(lanes)] = array[list(lanes)]
+            _, others_outputs, others_new = self._call(kept, _at(rows, seen))
+            outputs = _merged(others_outputs, outputs, starting)
+            new = _merged(others_new, new, starting)
+        self._put_state(first, starting)
+        return outputs, new
 
     def _call(
-        self,
-        state: DictTensor | None,
-        observation: Mapping[str, torch.Tensor],
-        agent_info: DictTensor | None,
-        history: TemporalDictTensor | None,
-    ) -> tuple[Any, Any, Any]:
+        self, state: DictTensor | None, seen: Observed
+    ) -> tuple[Any, dict[str, Array], dict[str, Array]]:
+        """Call the agent; returns the state before as it is, outputs and new state as arrays."""
+        observation, agent_info, history = seen
         result = self.agent(state, DictTensor._wrap(dict(observation)), agent_info, history)
         if not isinstance(result, tuple | list) or len(result) != 3:
             raise _not_three(result)
         before, output, after = result
-        return before, output, after
+        if self.output_specs is None:
+            self._learn_outputs(output)
+            if state is None:
+                self._learn_state(before)
+        new_state = self._read(after, self._expected_state, "state")
+        return before, self._read(output, self._expected_output, "output"), new_state
+
+    def _put_state(self, arrays: Mapping[str, Array], lanes: Sequence[int]) -> None:
+        for key, array in arrays.items():
+            self.state[key][lanes] = array[lanes]
 
     def _learn_outputs(self, output: Any) -> None:
         """Take keys, shapes and dtypes of the outputs from the first call."""
         arrays = _as_arrays(output, "output", self.n_lanes)
-        if not any(key == "action" or key.startswith("action/") for key in arrays):
+        if not any(map(is_action, arrays)):
             raise SpecError(
                 f"the agent's output has the keys {sorted(arrays)}, but no 'action'",
                 fix="put the actions under 'action' ('action/...' for nested spaces)",
             )
         self.output_specs = row_specs(arrays)
-        self._expected_output = _expectation(arrays)
+        self._expected_output = [(key, a.shape, a.dtype) for key, a in arrays.items()]
 
     def _learn_state(self, state: Any) -> None:
         """Take keys, shapes and dtypes of the state from the first one."""
         arrays = _as_arrays(state, "state", self.n_lanes)
-        self._expected_state = _expectation(arrays)
+        self._expected_state = [(key, a.shape, a.dtype) for key, a in arrays.items()]
         for key, spec in row_specs(arrays).items():
             self.state[key] = batch_array(spec, self.n_lanes)
             self._state_tensors[key] = torch.from_numpy(self.state[key])
@@ -210,42 +189,37 @@ class AgentDriver:
 
 def _as_arrays(value: Any, name: str, n_lanes: int) -> dict[str, Array]:
     """What the agent returned as arrays that share its memory, with ``n_lanes`` rows each."""
-    arrays: dict[str, Array] = {}
     if value is None:
-        return arrays
+        return {}
     if not isinstance(value, DictTensor | Mapping):
         raise SpecError(
             f"the agent's {name} should be a DictTensor, got {type(value).__name__}",
             fix='return (state, DictTensor({"action": actions}), new_state)',
         )
-    for key, tensor in value.items():
-        try:
-            array = tensor.numpy()
-        except (RuntimeError, TypeError, AttributeError):
-            array = _detached(tensor, name, key)
-        if array.shape[:1] != (n_lanes,):
-            raise SpecError(
-                f"{key!r} in the agent's {name} should have {n_lanes} rows, "
-                f"got shape {list(array.shape)}",
-                fix="return one row for each row of the observation",
-            )
-        arrays[key] = array
-    return arrays
+    return {
+        key: _as_array(tensor, f"{key!r} in the agent's {name}", n_lanes)
+        for key, tensor in value.items()
+    }
 
 
-def _detached(tensor: Any, name: str, key: str) -> Array:
+def _as_array(tensor: Any, name: str, n_lanes: int) -> Array:
     if not isinstance(tensor, torch.Tensor):
         raise SpecError(
-            f"{key!r} in the agent's {name} should be a tensor, got {type(tensor).__name__}",
+            f"{name} should be a tensor, got {type(tensor).__name__}",
             fix="convert it: torch.as_tensor",
         )
     try:
         array: Array = tensor.detach().cpu().resolve_conj().resolve_neg().numpy()
     except (RuntimeError, TypeError):
         raise SpecError(
-            f"{key!r} in the agent's {name} has dtype {tensor.dtype}, which NumPy lacks",
+            f"{name} has dtype {tensor.dtype}, which NumPy lacks",
             fix="convert it, for instance to float32",
         ) from None
+    if array.shape[:1] != (n_lanes,):
+        raise SpecError(
+            f"{name} should have {n_lanes} rows, got shape {list(array.shape)}",
+            fix="return one row for each row of the observation",
+        )
     return array
 
 
@@ -257,10 +231,6 @@ def _not_three(result: Any) -> SpecError:
         f"the agent returned {what}, not three values",
         fix='with output = DictTensor({"action": actions}): return (state, output, new_state)',
     )
-
-
-def _expectation(arrays: Mapping[str, Array]) -> Expectation:
-    return [(key, array.shape, array.dtype) for key, array in arrays.items()]
 
 
 def _refuse_changes(arrays: Mapping[str, Array], expected: Expectation, name: str) -> None:
@@ -288,12 +258,8 @@ def _rows_repeating(lanes: Sequence[int], n_lanes: int) -> torch.Tensor:
     return torch.from_numpy(rows)
 
 
-def _at(
-    rows: torch.Tensor,
-    observation: Mapping[str, torch.Tensor],
-    agent_info: DictTensor | None,
-    history: TemporalDictTensor | None,
-) -> tuple[dict[str, torch.Tensor], DictTensor | None, TemporalDictTensor | None]:
+def _at(rows: torch.Tensor, seen: Observed) -> Observed:
+    observation, agent_info, history = seen
     return (
         {key: tensor[rows] for key, tensor in observation.items()},
         None if agent_info is None else agent_info.index(rows),
@@ -311,5 +277,5 @@ def _merged(
     """``arrays`` with some lanes' rows taken from ``over``."""
     merged = _copied(arrays)
     for key, array in over.items():
-        merged[key][list(lanes)] = array[list(lanes)]
+        merged[key][lanes] = array[lanes]
     return merged

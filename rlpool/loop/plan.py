@@ -32,27 +32,6 @@ class Episode:
     n_restarts: int = 0
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """How far a lane's episode was when its worker died, at the end of a window.
-
-    Attributes:
-        lane: The lane within its worker.
-        n_restarts: How often the lane had restarted on its own since the reset.
-        n_steps: Steps of the episode.
-        actions: ``[n_steps, ...]`` per key: what the agent chose.
-        state: ``[...]`` per key: the agent's state.
-        observation: ``[...]`` per key: what the environment has to show after these actions.
-    """
-
-    lane: int
-    n_restarts: int
-    n_steps: int
-    actions: dict[str, Array]
-    state: dict[str, Array]
-    observation: dict[str, Array]
-
-
 class Plan(Protocol):
     """Which episodes a rollout runs, and where it writes them.
 

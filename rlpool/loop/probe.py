@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -11,23 +11,22 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import SpecError, Where
 from rlpool.loop.agent_driver import AgentDriver
-from rlpool.record.failures import Scene, agent_error, env_error
+from rlpool.loop.crash_scene import CrashScene
+from rlpool.record.failures import agent_error, env_error
+from rlpool.record.tape import is_action
 from rlpool.slots.blocks import NOISE_KEY, StepSpecs, successor_key
 from rlpool.specs import TensorSpec, row_specs
-
-SceneMaker = Callable[[int, bool], Scene | None]
-"""``(lane, whether the environments were reset)`` to what a crash capsule holds."""
 
 
 def probe(
     env: VecEnv,
     driver: AgentDriver,
-    noise: torch.Tensor | None,
+    scene: CrashScene,
+    worker: int,
     seed: int,
     options: Sequence[Options],
     agent_info: DictTensor | None,
-    worker: int,
-    scene: SceneMaker,
+    noise: torch.Tensor | None,
 ) -> StepSpecs:
     """Reset all lanes and call the agent once; nothing of it is kept but the keys.
 
@@ -36,80 +35,76 @@ def probe(
     Args:
         env: The environments; left reset.
         driver: The agent; left with the states after that one call.
-        noise: ``[n_lanes, n_noise]`` or ``None``.
+        scene: Makes the capsules of failures.
+        worker: Number of the worker, for errors.
         seed: Seed of every lane's reset.
         options: Options of each lane's reset.
         agent_info: ``[n_lanes, ...]`` or ``None``.
-        worker: Number of the worker, for errors.
-        scene: Tells what is known where something fails.
+        noise: ``[n_lanes, n_noise]`` or ``None``.
 
     Raises:
         EnvError, AgentError: If the user's code fails, or actions do not fit the action space.
         SpecError: If keys collide.
     """
     driver.forget()
+    infos = {} if agent_info is None else {k: tensor.numpy() for k, tensor in agent_info.items()}
     try:
-        return _probe(env, driver, noise, seed, options, agent_info, worker, scene)
+        try:
+            env.reset_lanes(range(env.n_lanes), [seed] * env.n_lanes, options)
+        except LaneError as error:
+            lane = error.lane
+            where = Where(worker, lane, lane, 0, seed, options[lane])
+            capsule = scene.first("reset", where, infos, has_begun=False)
+            raise env_error(error, where, capsule) from error.__cause__
+        try:
+            _call(env, driver, agent_info, noise)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            where = Where(worker, 0, 0, 0, seed, options[0])
+            capsule = scene.first("agent", where, infos, has_begun=True)
+            raise agent_error(error, where, capsule=capsule) from error
+        return StepSpecs(
+            n_lanes=env.n_lanes,
+            auto_reset=env.auto_reset,
+            observation=row_specs(env.current),
+            output=driver.output_specs or {},
+            state=row_specs(driver.state),
+            n_noise=0 if noise is None else noise.shape[1],
+            wants_history=bool(driver.agent.require_history()),
+        )
     except BaseException:
         env.forget()
         raise
 
 
-def _probe(
-    env: VecEnv,
-    driver: AgentDriver,
-    noise: torch.Tensor | None,
-    seed: int,
-    options: Sequence[Options],
-    agent_info: DictTensor | None,
-    worker: int,
-    scene: SceneMaker,
-) -> StepSpecs:
-    lanes = range(env.n_lanes)
-    try:
-        env.reset_lanes(lanes, [seed] * env.n_lanes, options)
-    except LaneError as error:
-        where = Where(worker, error.lane, error.lane, 0, seed, options[error.lane])
-        known = scene(error.lane, False)
-        raise env_error(error, where, known) from error.__cause__
+def _call(
+    env: VecEnv, driver: AgentDriver, agent_info: DictTensor | None, noise: torch.Tensor | None
+) -> None:
+    """Call the agent on environments that were just reset, and declare its actions."""
     if env.action_leaves is not None:
         env.declare_actions({key: leaf.spec for key, leaf in env.action_leaves.items()})
     observation = {key: torch.from_numpy(array) for key, array in env.current.items()}
     if noise is not None:
         observation[NOISE_KEY] = noise
-    try:
-        driver.start(lanes, agent_info)
-        if driver.agent.require_history():
-            # Once to learn the outputs, and once more with a history that has them.
-            driver.act(observation, agent_info, empty_history(env, {}))
-            outputs = {**(driver.output_specs or {}), **row_specs(driver.state)}
-            driver.forget()
-            driver.start(lanes, agent_info)
-            driver.act(observation, agent_info, empty_history(env, outputs))
-        else:
-            driver.act(observation, agent_info, None)
-        driver.commit()  # idle lanes keep a state that is valid
-        _declare_actions(env, driver)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        where = Where(worker, 0, 0, 0, seed, options[0])
-        raise agent_error(error, where, scene=scene(0, True)) from error
-    return StepSpecs(
-        n_lanes=env.n_lanes,
-        auto_reset=env.auto_reset,
-        observation=row_specs(env.current),
-        output=driver.output_specs or {},
-        state=row_specs(driver.state),
-        n_noise=0 if noise is None else noise.shape[1],
-        wants_history=bool(driver.agent.require_history()),
-    )
+    driver.start(range(env.n_lanes), agent_info)
+    if driver.agent.require_history():
+        # Once to learn the outputs, and once more with a history that has them.
+        driver.act(observation, agent_info, empty_history(env, {}))
+        outputs = {**(driver.output_specs or {}), **row_specs(driver.state)}
+        driver.forget()
+        driver.start(range(env.n_lanes), agent_info)
+        driver.act(observation, agent_info, empty_history(env, outputs))
+    else:
+        driver.act(observation, agent_info, None)
+    driver.commit()  # idle lanes keep a state that is valid
+    _declare_actions(env, driver)
 
 
 def _declare_actions(env: VecEnv, driver: AgentDriver) -> None:
     """Hold the agent's actions against the action space; without one, they define it."""
     outputs = driver.output_specs or {}
-    actions = {k: s for k, s in outputs.items() if k == "action" or k.startswith("action/")}
+    actions = {k: s for k, s in outputs.items() if is_action(k)}
     leaves = env.action_leaves
     if leaves is None:
         env.declare_actions(actions)

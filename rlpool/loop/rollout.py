@@ -15,9 +15,8 @@ Python work per lane is done only when an episode or a slot ends.
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,17 +26,24 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.vec_env import FLAGS, LaneError, Options, VecEnv
 from rlpool.errors import AgentError, EnvError, Where
 from rlpool.loop.agent_driver import AgentDriver
+from rlpool.loop.crash_scene import CrashScene
 from rlpool.loop.history import History
-from rlpool.loop.plan import Episode, Plan, Resumed, ResumingPlan
+from rlpool.loop.plan import Episode, Plan, ResumingPlan
 from rlpool.loop.probe import probe
 from rlpool.memory.storage import Array, batch_array
-from rlpool.record.crash_recorder import CrashRecorder, Past, SlotRows
-from rlpool.record.failures import Scene, agent_error, env_error
-from rlpool.record.resumption import repeat_episode
+from rlpool.record.crash_capsule import CrashCapsule
+from rlpool.record.failures import agent_error, env_error
+from rlpool.record.repeat import repeat
+from rlpool.record.tape import Tape
 from rlpool.seeding import NoiseStream
 from rlpool.slots.blocks import NOISE_KEY, StepSpecs
 from rlpool.slots.writer import SlotWriter
 from rlpool.specs import row_specs
+
+_NOT_REPEATED = (
+    "episodes can only be continued after a worker's death if the same seed and actions always "
+    "lead to the same observations"
+)
 
 
 @dataclass(slots=True)
@@ -46,20 +52,25 @@ class _Lane:
 
     Attributes:
         episode: Its episode.
+        tape: What the episode did in slots that it has left.
         slot: The slot it writes to.
         chunk: Number of the chunk within the episode.
         steps_before: Steps of the episode before row 0 of the slot; negative if the episode
             started later in the slot.
         parked: Its rows of the batch while it has no slot; ``None`` while it steps.
-        past: What it did in slots that it has left.
     """
 
     episode: Episode
+    tape: Tape
     slot: int
     chunk: int = 0
     steps_before: int = 0
     parked: list[tuple[Array, Array]] | None = None
-    past: Past = field(default_factory=Past)
+
+    @property
+    def start(self) -> int:
+        """The first row of the slot that belongs to the episode."""
+        return max(0, -self.steps_before)
 
 
 class Rollout:
@@ -82,7 +93,7 @@ class Rollout:
         worker_seed: int | None = None,
     ) -> None:
         self._env = env
-        self._recorder = CrashRecorder(env, worker_seed)
+        self._scene = CrashScene(env, worker_seed)
         self._worker = worker
         self._progress = progress if progress is not None else [0]
         self._n_lanes = env.n_lanes
@@ -110,12 +121,10 @@ class Rollout:
             options: Options of each lane's reset.
             agent_info: ``[n_lanes, ...]`` or ``None``.
         """
-        lanes = range(self._n_lanes)
-        self._set_agent_info(agent_info, {lane: lane for lane in lanes})
+        self._set_agent_info(agent_info, {lane: lane for lane in range(self._n_lanes)})
         noise = None if self._noise is None else self._noise.tensor
         info = self._agent_info_tensors
-        scene = partial(self._recorder.scene_of_probe, self._agent_info)
-        return probe(self._env, self._driver, noise, seed, options, info, self._worker, scene)
+        return probe(self._env, self._driver, self._scene, self._worker, seed, options, info, noise)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> None:
@@ -130,14 +139,14 @@ class Rollout:
         waits_for_all = self._env.min_ready is None or self._history is not None
         step = self._step if waits_for_all else self._step_some
         try:
-            self._fill_lanes(plan)
+            self._fill_lanes()
             while not plan.is_cancelled():
                 if self._live:
-                    step(plan)
+                    step()
                     if self._waiting and plan.has_news():
-                        self._fill_lanes(plan)
+                        self._fill_lanes()
                 elif plan.wait():
-                    self._fill_lanes(plan)
+                    self._fill_lanes()
                 else:
                     return
         except BaseException:
@@ -146,38 +155,54 @@ class Rollout:
         self.abandon()
 
     @torch.inference_mode()
-    def resume(self, plan: ResumingPlan, lanes: Sequence[Resumed]) -> None:
+    def resume(self, plan: ResumingPlan, tapes: Mapping[int, Tape]) -> None:
         """Take over episodes that another worker had begun, to go on with the next ``run``.
 
         Args:
             plan: Says what episodes they are.
-            lanes: How far they were.
+            tapes: Lane to what its episode did, in windows; its seed and options are the plan's.
 
         Raises:
             EnvError: If an environment does not repeat what it did. All lanes are idle then.
         """
         try:
-            for past in lanes:
-                lane, episode = past.lane, plan.resumed(past.lane, past.n_restarts)
-                scene = partial(self._recorder.scene_of_repetition, plan.agent_info, episode, past)
-                repeat_episode(self._env, episode, past, self._worker, self._progress, scene)
+            for lane, tape in tapes.items():
+                episode = plan.resumed(lane, tape.n_restarts)
+                tape = replace(tape, seed=episode.seed, options=episode.options)
+                self._repeat(plan, lane, episode, tape)
                 self._set_agent_info(plan.agent_info, {lane: episode.number})
-                if past.n_steps:
-                    for key, value in past.state.items():
+                if tape.n_steps:
+                    for key, value in tape.state.items():
                         self._driver.state[key][lane] = value
                 else:
                     self._driver.start([lane], self._agent_info_tensors)
-                self._lanes[lane] = _Lane(
-                    episode,
-                    episode.slot,
-                    0,
-                    past.n_steps,
-                    self._kept_rows(lane),
-                    self._recorder.resumed(past),
-                )
+                running = _Lane(episode, tape, episode.slot, steps_before=tape.n_steps)
+                running.parked = self._kept_rows(lane)
+                self._lanes[lane] = running
         except BaseException:
             self.abandon()
             raise
+
+    def _repeat(self, plan: Plan, lane: int, episode: Episode, tape: Tape) -> None:
+        """Bring a lane to where another worker's was."""
+        n_steps = 0
+
+        def where(step: int) -> Where:
+            return Where(self._worker, lane, episode.number, step, episode.seed, episode.options)
+
+        try:
+            for n_steps, has_ended, divergence in repeat(self._env, lane, tape):
+                self._progress[0] += 1
+                if has_ended:
+                    what = "the environment ended an episode that went on before"
+                    raise EnvError(what, where=where(n_steps - 1), fix=_NOT_REPEATED)
+                if divergence is not None:
+                    what = f"the environment did not repeat an episode: {divergence.what}"
+                    raise EnvError(what, where=where(divergence.step), fix=_NOT_REPEATED)
+        except LaneError as error:
+            at = where(n_steps)
+            capsule = self._scene.repeating(error.call, at, tape, plan.agent_info or {})
+            raise env_error(error, at, capsule) from error.__cause__
 
     def abandon(self) -> None:
         """Forget all episodes, finished or not."""
@@ -192,6 +217,7 @@ class Rollout:
 
     def _bind(self, plan: Plan) -> None:
         """Prepare the views that a plan's steps read and write through."""
+        self._plan = plan
         env, driver, layout = self._env, self._driver, plan.layout
         self._current = dict(env.current)
         if self._noise is not None:
@@ -206,9 +232,7 @@ class Rollout:
         # The rows' numbers themselves are shared: they tell how far a worker got that died.
         self._slots = plan.arrays.control["slot"][self._worker].data
         self._rows = plan.arrays.control["row"][self._worker]
-        self._recorder.bind(
-            plan.arrays.rows, self._current, driver.state, self._rows, plan.agent_info
-        )
+        self._scene.bind(plan.arrays.rows, self._current, driver.state, self._rows)
         self._steps_before = plan.arrays.control["steps_before"][self._worker].data
         self._n_finished = plan.arrays.control["n_finished"].data
         self._n_timesteps = layout.n_timesteps
@@ -221,46 +245,28 @@ class Rollout:
         self._waiting = list(range(self._n_lanes))
         self._take_stock()
 
-    def _step(self, plan: Plan) -> None:
+    def _step(self) -> None:
+        """Step all live lanes together."""
         rows = self._rows
-        if self._noise is not None:
-            self._noise.draw()
-        self._writer.write_before(rows)
-        np.copyto(self._shown_flags, self._env.flags)
-        outputs = self._act()
-        self._writer.write_outputs(rows, outputs)
-        self._driver.commit()
+        outputs = self._act(rows)
         try:
             ended = self._env.step_lanes(self._live, outputs)
         except LaneError as error:
             raise self._env_error(error) from error.__cause__
         self._writer.write_after(rows)
         np.add(rows, self._strides, out=rows)
-        self._progress[0] += 1
-        self._steps_until_full -= 1
-        if ended or not self._steps_until_full:
-            self._turn_over(plan, ended)
+        self._conclude(ended)
 
-    def _step_some(self, plan: Plan) -> None:
+    def _step_some(self) -> None:
         """Step lanes that are ready, without waiting for those that are slow.
 
         Every lane keeps its row of the batch, its noise and its state, and the rows of lanes that
         are stepping are written where nobody reads: an episode has the same bits as with
         ``_step``, whoever was ready beside it.
         """
-        env, driver = self._env, self._driver
+        env = self._env
         free = [lane for lane in self._live if lane not in self._stepping]
-        outputs: dict[str, Array] = {}
-        if free:
-            rows = self._spare_rows.copy()
-            rows[free] = self._rows[free]
-            if self._noise is not None:
-                self._noise.draw(free)
-            self._writer.write_before(rows)
-            np.copyto(self._shown_flags, env.flags)
-            outputs = self._act()
-            self._writer.write_outputs(rows, outputs)
-            driver.commit(free)
+        outputs = self._act(self._rows_of(free), free) if free else {}
         try:
             ready = env.step_some(env.min_ready or 1, free, outputs)
         except LaneError as error:
@@ -269,20 +275,18 @@ class Rollout:
         # A lane may still be stepping for a plan that was given up.
         ready = [lane for lane in ready if lane in self._stepping]
         self._stepping.difference_update(ready)
-        rows = self._spare_rows.copy()
-        rows[ready] = self._rows[ready]
-        self._writer.write_after(rows)
+        self._writer.write_after(self._rows_of(ready))
         self._rows[ready] += 1
-        self._progress[0] += 1
-        self._steps_until_full -= 1
         done = env.current["done"]
-        ended = [lane for lane in ready if done[lane]]
-        if ended or not self._steps_until_full:
-            self._turn_over(plan, ended)
+        self._conclude([lane for lane in ready if done[lane]])
 
-    def _act(self) -> dict[str, Array]:
-        """Call the agent."""
-        driver = self._driver
+    def _act(self, rows: Array, lanes: Sequence[int] | None = None) -> dict[str, Array]:
+        """Call the agent for lanes, all by default, and write what it was called with and gave."""
+        driver, writer = self._driver, self._writer
+        if self._noise is not None:
+            self._noise.draw(lanes)
+        writer.write_before(rows)
+        np.copyto(self._shown_flags, self._env.flags)
         starting = driver.starting
         history, before = None, {}
         if self._history is not None:
@@ -297,33 +301,42 @@ class Rollout:
             raise self._agent_error(error, self._live[0], "agent") from error
         if driver.state:
             for lane in starting:
-                self._writer.write_state(int(self._rows[lane]), lane)
+                writer.write_state(int(self._rows[lane]), lane)
         if self._history is not None:
             self._history.record({**before, **driver.state, **outputs}, self._live)
+        writer.write_outputs(rows, outputs)
+        driver.commit(lanes)
         return outputs
+
+    def _rows_of(self, lanes: Sequence[int]) -> Array:
+        """Where a step of some lanes is written; that of the others where nobody reads."""
+        rows: Array = self._spare_rows.copy()
+        rows[lanes] = self._rows[lanes]
+        return rows
+
+    def _conclude(self, ended: Sequence[int]) -> None:
+        self._progress[0] += 1
+        self._steps_until_full -= 1
+        if ended or not self._steps_until_full:
+            self._turn_over(ended)
 
     # When an episode or a slot ends ---------------------------------------------------------
 
-    def _turn_over(self, plan: Plan, ended: Sequence[int]) -> None:
+    def _turn_over(self, ended: Sequence[int]) -> None:
         """Complete the slots that are done, and give their lanes something new."""
         if ended and self._restarts:
-            self._restart(plan, ended)
+            self._restart(ended)
         elif ended:
             for lane in ended:
-                self._finish(plan, lane)
+                self._finish(lane)
         if not self._steps_until_full:
-            full = [
-                lane
-                for lane in self._live
-                if lane in self._lanes and self._steps_in_slot(lane) == self._n_timesteps
-            ]
-            self._keep_actions(full)
-            for lane in full:
-                self._park(plan, lane)
-        plan.flush()
-        self._fill_lanes(plan)
+            for lane in self._live:
+                if lane in self._lanes and self._steps_in_slot(lane) == self._n_timesteps:
+                    self._park(lane)
+        self._plan.flush()
+        self._fill_lanes()
 
-    def _finish(self, plan: Plan, lane: int) -> None:
+    def _finish(self, lane: int) -> None:
         """Complete the last slot of an episode; the lane is idle then."""
         running = self._lanes[lane]
         length = int(self._rows[lane]) - running.slot * self._n_timesteps
@@ -332,58 +345,55 @@ class Rollout:
         self._waiting.append(lane)
         self._running[lane] = -1
         self._n_finished[self._worker] += 1
-        plan.chunk_done(running.episode.number, running.slot, running.chunk, True)
+        self._plan.chunk_done(running.episode.number, running.slot, running.chunk, True)
 
-    def _park(self, plan: Plan, lane: int) -> None:
+    def _park(self, lane: int) -> None:
         """Complete a full slot, and put the lane aside until it gets another.
 
         Meanwhile its rows of the batch may be overwritten, so they are kept.
         """
         running = self._lanes[lane]
+        if running.start < self._n_timesteps:
+            self._scene.leave_slot(running.tape, lane, running.slot, running.start)
         self._waiting.append(lane)
         self._writer.complete(running.slot, lane, self._n_timesteps, running.steps_before == 0)
-        plan.chunk_done(running.episode.number, running.slot, running.chunk, False)
+        self._plan.chunk_done(running.episode.number, running.slot, running.chunk, False)
         running.steps_before += self._n_timesteps
         running.chunk += 1
         running.parked = self._kept_rows(lane)
-
-    def _keep_actions(self, lanes: Sequence[int]) -> None:
-        """Keep what a crash capsule would need of slots that lanes are about to leave."""
-        leaving = [self._lanes[lane] for lane in lanes]
-        if leaving:
-            self._recorder.keep([(r.past, r.slot, max(0, -r.steps_before)) for r in leaving])
 
     def _kept_rows(self, lane: int) -> list[tuple[Array, Array]]:
         arrays = [*self._env.current.values(), *self._driver.state.values()]
         return [(array, np.array(array[lane])) for array in arrays]
 
-    def _fill_lanes(self, plan: Plan) -> None:
+    def _fill_lanes(self) -> None:
         """Give every lane that does not step something to do, if there is anything."""
         starting: dict[int, Episode] = {}
         waiting: list[int] = []
         for lane in sorted(self._waiting):
             running = self._lanes.get(lane)
             if running is not None:
-                if not self._resume(plan, lane, running):
+                if not self._resume(lane, running):
                     waiting.append(lane)
                 continue
-            episode = plan.next_episode(lane)
+            episode = self._plan.next_episode(lane)
             if episode is None:
                 waiting.append(lane)
             else:
                 starting[lane] = episode
-                self._enter_slot(lane, _Lane(episode, episode.slot))
+                tape = Tape(episode.seed, episode.options)
+                self._enter_slot(lane, _Lane(episode, tape, episode.slot))
         self._waiting = waiting
         if starting:
-            self._begin_episodes(plan, starting)
+            self._begin_episodes(starting)
         # Mostly the lanes that ended are those that start: then nothing else changes, and
         # _steps_until_full stays a lower bound.
         if waiting != self._waiting_at_stock or not self._steps_until_full:
             self._take_stock()
 
-    def _resume(self, plan: Plan, lane: int, running: _Lane) -> bool:
+    def _resume(self, lane: int, running: _Lane) -> bool:
         """Let a parked lane go on in another slot, if there is one."""
-        slot = plan.next_slot(lane, running.episode.number)
+        slot = self._plan.next_slot(lane, running.episode.number)
         if slot is None:
             return False
         for array, row in running.parked or ():
@@ -395,18 +405,19 @@ class Rollout:
             self._noise.start(lane, running.episode.noise, running.steps_before)
         return True
 
-    def _restart(self, plan: Plan, lanes: Sequence[int]) -> None:
+    def _restart(self, lanes: Sequence[int]) -> None:
         """Start the next episodes of lanes that go on in the same slot."""
         episodes: dict[int, Episode] = {}
         for lane in lanes:
             running = self._lanes[lane]
-            running.episode = episodes[lane] = plan.restarted(lane, running.episode)
-            running.past = Past()
+            running.episode = episode = self._plan.restarted(lane, running.episode)
+            running.tape = Tape(episode.seed, episode.options)
+            episodes[lane] = episode
             running.steps_before = -self._steps_in_slot(lane)
             self._steps_before[lane] = running.steps_before
-        self._begin_episodes(plan, episodes)
+        self._begin_episodes(episodes)
 
-    def _begin_episodes(self, plan: Plan, episodes: dict[int, Episode]) -> None:
+    def _begin_episodes(self, episodes: dict[int, Episode]) -> None:
         lanes = list(episodes)
         seeds = [episode.seed for episode in episodes.values()]
         options = [episode.options for episode in episodes.values()]
@@ -414,8 +425,8 @@ class Rollout:
             self._env.reset_lanes(lanes, seeds, options)
         except LaneError as error:
             raise self._env_error(error) from error.__cause__
-        if plan.agent_info is not None or self._agent_info:
-            self._set_agent_info(plan.agent_info, {k: e.number for k, e in episodes.items()})
+        if self._plan.agent_info is not None or self._agent_info:
+            self._set_agent_info(self._plan.agent_info, {k: e.number for k, e in episodes.items()})
         try:
             self._driver.start(lanes, self._agent_info_tensors)
         except KeyboardInterrupt:
@@ -477,18 +488,20 @@ class Rollout:
         return Where(self._worker, lane, episode.number, step, episode.seed, episode.options)
 
     def _env_error(self, error: LaneError) -> EnvError:
-        return env_error(error, self._where(error.lane), self._scene(error.lane, error.call))
+        where = self._where(error.lane)
+        return env_error(error, where, self._capsule(where, error.call))
 
     def _agent_error(self, error: BaseException, lane: int, call: str) -> AgentError:
         """An error of the agent, told of the first of the lanes that it was called for."""
         who = "the agent" if call == "agent" else "agent.initial_state"
-        return agent_error(error, self._where(lane), who, self._scene(lane, call))
+        where = self._where(lane)
+        return agent_error(error, where, who, self._capsule(where, call))
 
-    def _scene(self, lane: int, call: str) -> Scene | None:
+    def _capsule(self, where: Where, call: str) -> CrashCapsule | None:
+        lane = where.lane or 0
         running = self._lanes.get(lane)
         if running is None:
             return None
-        start = max(0, -running.steps_before)
-        at = SlotRows(running.slot, start, self._steps_in_slot(lane))
-        number, info = running.episode.number, self._agent_info
-        return self._recorder.scene(call, lane, number, running.past, at, info)
+        at = running.slot, running.start, self._steps_in_slot(lane)
+        infos = self._plan.agent_info or {}, self._agent_info
+        return self._scene.running(call, where, running.tape, at, *infos)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,12 +19,10 @@ from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import EnvError, SpecError, Where
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.manager.arena import ArenaLayout
-from rlpool.manager.env_crew import EnvCrew
-from rlpool.manager.env_messages import Call
-from rlpool.manager.orders import Orders, lane_failure
+from rlpool.manager.buffers import BufferLayout
+from rlpool.manager.dispatch import EnvWorkers
 from rlpool.manager.remotes import Remote, WorkerHandle
-from rlpool.manager.watched_crew import placed
+from rlpool.manager.stepper import Stepper, lane_failure
 from rlpool.memory.storage import Array
 from rlpool.ownership import ProcessOwner
 from rlpool.record.crash_files import CrashDir
@@ -34,12 +32,17 @@ from rlpool.specs import (
     TensorSpec,
     leaves_of,
 )
-from rlpool.workers.failure_policy import DEFAULT_MAX_RESTARTS, FailurePolicy
+from rlpool.workers.failure_policy import (
+    DEFAULT_TIMEOUT_S,
+    FailurePolicy,
+    PolicyOptions,
+    takes_policy,
+)
+from rlpool.workers.launch import refuse_during_import
 from rlpool.workers.stack_dumps import DumpsStacks
-from rlpool.workers.supervisor import refuse_during_import
 
-DEFAULT_TIMEOUT_S = 600.0
-"""Without progress for so long, a worker counts as hanging: far beyond any slow ``step``."""
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _ALL = slice(None)
 
@@ -90,22 +93,14 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         min_ready: How many lanes a batcher's loop waits for; the default is all of them. With
             fewer, lanes that are slow do not hold the others, the agent is called more often, and
             results are the same. Agents that require a history always wait for all.
-        on_worker_failure: ``"restart"`` replaces a worker that died or hangs, ``"raise"`` raises
-            ``WorkerDiedError`` or ``WorkerTimeoutError``, after which the manager is of no use.
-        max_restarts: How many replacements of failed workers there may be in all, ``None`` for no
-            limit. One more failure raises ``WorkerDiedError``, whose ``history`` has them all.
-        on_env_error: ``"raise"`` raises ``EnvError`` where an environment raises, ``"restart"``
-            replaces its worker as if it had died, and lets it try again.
-        max_episodes_per_worker: Replace a worker, which is no failure, at the reset after so many
-            episodes of its lanes; ``None`` for never. Other lanes of the worker that are in the
-            middle of an episode are brought back to where they were.
-        max_rss_bytes: The same for a worker whose resident memory is larger than so many bytes.
-        start_method: ``"auto"`` forks workers from a template process where that is safe,
-            ``"spawn"`` always spawns them, see docs/start_methods.md.
         crash_dir: A directory, made if it is missing: if an environment fails, this process
             writes what ``rlpool.replay_crash`` needs into a file there, which the message of the
             error names. A batcher over the environments knows more (``agent_info`` and rewards):
             give it to the batcher instead.
+        **policy: ``on_worker_failure``, ``max_restarts``, ``on_env_error``,
+            ``max_episodes_per_worker``, ``max_rss_bytes`` and ``start_method`` as for
+            ``EpisodeBatcher``. Healthy workers are replaced at a reset of one of their lanes; lanes
+            in the middle of an episode are brought back to where they were.
 
     Attributes:
         num_envs: Number of environments, ``n_lanes`` by another name.
@@ -126,6 +121,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
     """
 
     @names_arguments
+    @takes_policy
     def __init__(
         self,
         env_fns: Sequence[Callable[[], Any]],
@@ -137,23 +133,11 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         keep_float64: bool = False,
         auto_reset: bool = False,
         min_ready: int | None = None,
-        on_worker_failure: str = "restart",
-        max_restarts: int | None = DEFAULT_MAX_RESTARTS,
-        on_env_error: str = "raise",
-        max_episodes_per_worker: int | None = None,
-        max_rss_bytes: int | None = None,
-        start_method: str = "auto",
         crash_dir: CrashDir = None,
+        **policy: Unpack[PolicyOptions],
     ) -> None:
         refuse_during_import()
-        policy = FailurePolicy(
-            on_worker_failure,
-            max_restarts,
-            on_env_error,
-            max_episodes_per_worker,
-            max_rss_bytes,
-            start_method,
-        )
+        failure_policy = FailurePolicy(**policy)
         env_fns = _checked_functions(env_fns)
         check_count("envs_per_worker", envs_per_worker, 1)
         check_timeout(timeout)
@@ -168,27 +152,35 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             "max_episode_steps": max_episode_steps,
             "keep_float64": keep_float64,
         }
-        self._crew = EnvCrew(
-            env_fns, envs_per_worker, self._root, self._options, timeout, policy, crash_dir
+        self._workers = EnvWorkers(
+            env_fns,
+            envs_per_worker,
+            self._root,
+            self._options,
+            timeout,
+            failure_policy,
+            crash_dir,
         )
         try:
             self._agree()
         except BaseException:
-            self._crew.close()
+            self._workers.close()
             raise
         self.num_envs = self.n_lanes
-        self.workers = [WorkerHandle(self._crew, w) for w in range(self._crew.n_workers)]
+        self.workers = [WorkerHandle(self._workers, w) for w in range(self._workers.n_workers)]
         self.remotes = [
-            Remote(self._crew, self._orders, lane, self.action_space)
+            Remote(self._workers, self._stepper, lane, self.action_space)
             for lane in range(self.n_lanes)
         ]
 
     def _agree(self) -> None:
-        """Take over what the workers report, which must be the same, and make the arena."""
-        first, crew = self._crew.reports[0], self._crew
-        shown = [report.observation for report in crew.reports if report.observation is not None]
+        """Take over what the workers report, which must be the same, and make the buffers."""
+        workers = self._workers
+        reports = [workers.reports[worker] for worker in range(workers.n_workers)]
+        first = reports[0]
+        shown = [report.observation for report in reports if report.observation is not None]
         structure = shown[0] if shown else None
-        for worker, report in enumerate(crew.reports):
+        for worker, report in enumerate(reports):
             observed = structure if report.observation is None else report.observation
             for name, mine, theirs in (
                 ("observation_space", structure, observed),
@@ -196,11 +188,10 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             ):
                 if mine != theirs:
                     raise SpecError(
-                        f"{name} of environment {crew.lanes_of[worker][0]} is {theirs}, "
+                        f"{name} of environment {workers.lanes_of[worker][0]} is {theirs}, "
                         f"that of environment 0 is {mine}",
                         fix="put only environments with equal spaces into one manager",
                     )
-        crew.capsules.bind(first.action, first.native_action)
         self.observation_space, self.action_space = pickle.loads(first.spaces)
         self.n_tasks, self.horizon_bamdp = first.n_tasks, first.horizon_bamdp
         self.all_tasks = first.all_tasks
@@ -209,12 +200,12 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         if first.action is not None:
             self._action_leaves = leaves_of({"action": first.action}, "")
         leaves = {} if structure is None else self._declare_structure(structure).leaves
-        layout = ArenaLayout(self.n_lanes, crew.n_workers, leaves, first.native_action or {})
-        arena = crew.map(layout)
-        self._arena = arena
-        self._orders = Orders(crew)
-        self.place(arena.observation, arena.reward, arena.flags)
-        self._handed = arena.action  # where actions are handed over
+        layout = BufferLayout(self.n_lanes, workers.n_workers, leaves, first.native_action or {})
+        buffers = workers.map(layout)
+        self._buffers = buffers
+        self._stepper = Stepper(workers)
+        self.place(buffers.observation, buffers.reward, buffers.flags)
+        self._handed = buffers.action  # where actions are handed over
         self._copied: dict[str, Array] = {}  # last actions that are kept elsewhere
         self._announced: tuple[list[int], dict[str, Array]] = ([], {})
         # What a signal's handler interrupted:
@@ -222,14 +213,14 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         self._reset_number: int | None = None  # of ``reset``
         self._half_step: tuple[dict[str, Array], Any] | None = None  # of ``step``
         self._is_in_step = False
-        if structure is not None and len(shown) < crew.n_workers:
+        if structure is not None and len(shown) < workers.n_workers:
             self._map_observations(structure)
 
     def _map_observations(self, structure: Structure) -> None:
         """Tell all workers what observations look like, and where they are kept."""
         columns = self._declare_structure(structure)
-        self._crew.map_observations(structure)
-        columns.place(self._arena.observation)
+        self._workers.map_observations(structure)
+        columns.place(self._buffers.observation)
         self.current.update(columns.arrays)
 
     def _learn_observations(self, lane: int, seed: int, options: Options) -> None:
@@ -238,15 +229,14 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         Raises:
             LaneFailure: If its reset fails.
         """
-        crew = self._crew
-        crew.options[lane] = options
-        reply, value = crew.ask(lane, "describe", (seed, options))
+        workers = self._workers
+        workers.options[lane] = options
+        reply, value = workers.ask(lane, "describe", (seed, options))
         if reply == "structure":
             self._map_observations(value)
             return
-        where = Where(crew.worker_of[lane], lane, step=0, seed=seed, env_info=options or None)
-        error = crew.capsules.of_remote(placed(value, where), Call(lane, "reset", (seed, options)))
-        raise lane_failure(error, lane, "reset", where)
+        where = Where(workers.worker_of[lane], lane, step=0, seed=seed, env_info=options or None)
+        raise lane_failure(workers.of_reset(value, where), lane, "reset", where)
 
     # The lane contract ---------------------------------------------------------------------
 
@@ -270,12 +260,12 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         """Let the workers know which episodes will come, so that they begin them on their own."""
         self._begin()
         announced = (list(seeds), dict(env_info))
-        self._orders.announce(seeds, env_info)
+        self._stepper.announce(seeds, env_info)
         self._announced = announced
 
     def _action_arrays(self, specs: Mapping[str, TensorSpec]) -> dict[str, Array]:
         if not self._handed:  # no action space: what the agent gives is what there is
-            self._handed = self._crew.map_actions(specs)
+            self._handed = self._workers.map_actions(specs)
         arrays = super()._action_arrays(specs)
         for key, array in self._handed.items():
             if key in specs and array.dtype == specs[key].dtype:
@@ -289,7 +279,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         Args:
             to_reset: Lanes that the call will reset itself.
         """
-        self._orders.begin()
+        self._workers.check_open()
         begun = self._begun_reset
         if begun is not None and not set(to_reset).issuperset(begun[0]):
             self._reset_number = None
@@ -309,17 +299,16 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
     def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> None:
-        crew = self._crew
-        crew.refuse_bad_lanes(lanes)
-        self._orders.settle(lanes)
+        workers = self._workers
+        workers.refuse_bad_lanes(lanes)
+        self._stepper.settle(lanes)
         if self._columns is None:
             self._learn_observations(lanes[0], seeds[0], options[0])
         with InterruptsHeld():
-            crew.recycle(lanes)
-            workers = self._begin_episodes(lanes, seeds, options)
+            resetting = self._begin_episodes(lanes, seeds, options)
             self._begun_reset = lanes, seeds, options
         try:
-            self._orders.wait_for_resets(workers)
+            self._stepper.finish(resetting)
         except EnvError:
             self._begun_reset = None
             raise
@@ -328,26 +317,23 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> list[int]:
         """Let lanes begin episodes; returns the workers that have to be waited for."""
-        crew, arena = self._crew, self._arena
+        buffers = self._buffers
         rest, begun = [], []
         for row, lane in enumerate(lanes):
-            number = int(arena.is_ahead[lane])
+            number = int(buffers.is_ahead[lane])
             if number >= 0 and self._is_announced(number, seeds[row], options[row]):
                 begun.append(lane)
-                crew.options[lane] = options[row]
+                self._workers.options[lane] = options[row]
+                self._stepper.note_begun([lane], [seeds[row]], [options[row]])
             else:
                 rest.append(row)
         if begun:
-            for key, array in arena.observation.items():
-                array[begun] = arena.ahead[key][begun]
-            arena.is_ahead[begun] = -1
-            rows = [list(lanes).index(lane) for lane in begun]
-            self._orders.note_begun(
-                begun, [seeds[row] for row in rows], [options[row] for row in rows]
-            )
+            for key, array in buffers.observation.items():
+                array[begun] = buffers.ahead[key][begun]
+            buffers.is_ahead[begun] = -1
         if not rest:
             return []
-        return self._orders.reset(
+        return self._stepper.reset(
             [lanes[row] for row in rest],
             [seeds[row] for row in rest],
             [options[row] for row in rest],
@@ -390,23 +376,23 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         if type(lanes) is not list:
             lanes = list(lanes)
         all_step = len(lanes) == self.n_lanes
-        orders = self._orders
+        stepper = self._stepper
         if not self._is_in_step:
             self._half_step = None
-        if orders.open is not None and not self._is_repeated(lanes, actions, is_waited_for=True):
-            orders.close_step()
-        if orders.open is None:
+        if stepper.open is not None and not self._is_repeated(lanes, actions, is_waited_for=True):
+            stepper.close_step()
+        if stepper.open is None:
             self._hand_over(lanes, actions, all_step)
         if self._some_lane_is_initial:
             self._initial_state[_ALL if all_step else lanes] = False
             self._some_lane_is_initial = not all_step
         done: list[int] = []
-        if orders.step(lanes):
+        if stepper.step(lanes):
             done = np.flatnonzero(self.current["done"]).tolist()
             if not all_step:
                 done = sorted(set(done).intersection(lanes))
         if not self._is_in_step:
-            orders.open = None
+            stepper.open = None
         return done
 
     def step_some(
@@ -443,31 +429,31 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
             UsageError: If one of the lanes is stepping, or the manager is closed.
         """
-        crew, orders = self._crew, self._orders
+        stepper = self._stepper
         self._begin()
         check_count("min_ready", min_ready, 0)
         self._half_step = None
         lanes = list(lanes)
-        is_begun = orders.open is not None and self._is_repeated(
+        is_begun = stepper.open is not None and self._is_repeated(
             lanes, actions or {}, is_waited_for=False
         )
         if not is_begun:
-            orders.close_step()
+            stepper.close_step()
         if lanes and not is_begun:
-            crew.refuse_bad_lanes(lanes)
-            orders.refuse_stepping(lanes)
+            self._workers.refuse_bad_lanes(lanes)
+            stepper.refuse_stepping(lanes)
             self._hand_over(lanes, actions or {}, False)
             self._initial_state[lanes] = False
-            orders.begin_some(lanes)
+            stepper.begin_some(lanes)
         elif not min_ready:
-            orders.look()
-        return orders.take_ready(min_ready)
+            stepper.look()
+        return stepper.take_ready(min_ready)
 
     def _is_repeated(
         self, lanes: list[int], actions: Mapping[str, Array], *, is_waited_for: bool
     ) -> bool:
         """Whether a step that was interrupted is asked for again."""
-        step = self._orders.open
+        step = self._stepper.open
         if step is None or (step.lanes, step.is_waited_for) != (lanes, is_waited_for):
             return False
         return _are_equal(self._handed, actions, lanes)
@@ -498,14 +484,14 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             ) from error
 
     def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Any:
-        raise NotImplementedError  # step_lanes does all of it: results are in the arena already
+        raise NotImplementedError  # step_lanes does all of it: results are in the buffers already
 
     # Life and end --------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
         """Whether ``close`` was called, or every environment was closed by its remote."""
-        return self._crew.closed
+        return self._workers.closed
 
     def reset(self, *arguments: Any, **named: Any) -> Any:
         """Reset all environments, see ``VecEnv.reset``; may be repeated after an interruption."""
@@ -541,21 +527,21 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         half = self._half_step
         if half is None or not _are_equal(half[0], actions, self._running):
             half = self._half_step = actions, super()._stepped(actions)
-        self._orders.open = None
+        self._stepper.open = None
         return half[1]
 
     def _stacks(self) -> str:
-        if self._crew.closed:
-            self._crew.check_open()  # which says so
-        self._crew.refuse_forked_copy()
-        return self._crew.worker_stacks()
+        if self._workers.closed:
+            self._workers.check_open()  # which says so
+        self._workers.refuse_forked_copy()
+        return self._workers.worker_stacks()
 
     def close(self) -> None:
         """Close all environments and end the workers, within a few seconds. May be repeated."""
-        self._crew.close()
+        self._workers.close()
 
     def _has_processes(self) -> bool:
-        return "_crew" in self.__dict__
+        return "_workers" in self.__dict__
 
 
 def _checked_functions(env_fns: Any) -> list[Callable[[], Any]]:

@@ -15,9 +15,8 @@ import numpy as np
 
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.manager.env_crew import EnvCrew
-from rlpool.manager.env_messages import Call
-from rlpool.manager.orders import Orders
+from rlpool.manager.dispatch import EnvWorkers
+from rlpool.manager.stepper import Stepper
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.seeding import seed_from
 
@@ -45,8 +44,8 @@ class Remote:
     manager's; ``"seed"`` and ``"options"`` may stand beside ``"task"``.
 
     Args:
-        crew: The workers.
-        orders: What they were asked for.
+        workers: The workers.
+        stepper: What they were asked for.
         lane: Number of the environment.
         action_space: Its action space, or ``None``.
 
@@ -55,9 +54,9 @@ class Remote:
             told of; ``None`` if that is no failure of a reset or a step that can be repeated.
     """
 
-    def __init__(self, crew: EnvCrew, orders: Orders, lane: int, action_space: Any) -> None:
-        self._crew = crew
-        self._orders = orders
+    def __init__(self, workers: EnvWorkers, stepper: Stepper, lane: int, action_space: Any) -> None:
+        self._workers = workers
+        self._stepper = stepper
         self._lane = lane
         self._action_space = action_space
         self._unconfirmed: Any = None  # a request that was sent, if send() was interrupted then
@@ -75,13 +74,13 @@ class Remote:
                 closed.
             WorkerDiedError, WorkerTimeoutError: If a worker died.
         """
-        self._orders.begin()
+        self._workers.check_open()
         if self._is_repeated(request):
             self._unconfirmed = None
             return
-        self._crew.refuse_bad_lanes([self._lane])
-        self._orders.refuse_stepping([self._lane])
-        self._orders.settle([self._lane])
+        self._workers.refuse_bad_lanes([self._lane])
+        self._stepper.refuse_stepping([self._lane])
+        self._stepper.settle([self._lane])
         try:
             command, data = request
         except (TypeError, ValueError):
@@ -99,12 +98,9 @@ class Remote:
         elif command == "seed":
             data = _checked_seed(_named(data, "seed", command))
         with InterruptsHeld():
+            self._workers.call(self._lane, command, data)
             if command == "reset":
-                self._crew.recycle([self._lane])
-                self._crew.recycling.note_begun(self._crew.worker_of[self._lane], 1)
-            self._call(command, data)
-            if command == "reset":
-                self._orders.note_reset([self._lane])
+                self._stepper.note_reset([self._lane])
             self._unconfirmed = request
         self._unconfirmed = None
 
@@ -115,54 +111,39 @@ class Remote:
             UsageError: If there is no request, or the environments are closed.
             WorkerDiedError, WorkerTimeoutError: If the worker died or hangs.
         """
-        crew, lane = self._crew, self._lane
-        self._orders.begin()
-        calls = crew.calls
-        if lane not in calls.waiting:
+        workers, lane = self._workers, self._lane
+        workers.check_open()
+        if lane not in workers.waiting:
             raise UsageError(
                 "there is nothing to receive", fix=f"call remotes[{lane}].send(...) first"
             )
-        crew.wait_until(lambda: lane in calls.replies, lambda: {crew.worker_of[lane]})
-        reply: tuple[str, Any] = pickle.loads(calls.replies[lane])
+        reply = workers.reply(lane)
         if reply[0] == "error":
-            self.capsule, hint = crew.capsules.noted(lane)
+            self.capsule, hint = workers.capsules.get(lane, (None, ""))
             if hint:
                 reply = ("error", f"{reply[1]}\n  fix:   {hint}")
         self._unconfirmed = None
         # Nothing is called from here on, so that no handler runs before the caller has it.
-        del calls.waiting[lane], calls.replies[lane]
+        del workers.waiting[lane], workers.replies[lane]
         return reply
 
     def poll(self, timeout: float = 0.0) -> bool:
         """Whether a reply is there, waiting for it for ``timeout`` seconds at most."""
-        crew, lane = self._crew, self._lane
-        self._orders.begin()
+        workers, lane = self._workers, self._lane
+        workers.check_open()
         left_s, until_s = timeout, time.monotonic() + timeout
-        while lane in crew.calls.unanswered():
-            crew.look({crew.worker_of[lane]}, min(max(0.0, left_s), crew.patience_s))
+        workers.processes.look_from_now_on()
+        while workers.is_unanswered(lane):
+            workers.look(min(max(0.0, left_s), workers.processes.patience_s))
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 break
-        return lane in crew.calls.replies
+        return lane in workers.replies
 
     def _is_repeated(self, request: Any) -> bool:
         """Whether a request was sent by a call that was interrupted afterwards."""
-        before, waiting = self._unconfirmed, self._lane in self._crew.calls.waiting
+        before, waiting = self._unconfirmed, self._lane in self._workers.waiting
         return waiting and before is not None and pickle.dumps(before) == pickle.dumps(request)
-
-    def _call(self, command: str, data: Any) -> None:
-        crew, lane = self._crew, self._lane
-        worker = crew.worker_of[lane]
-        own = crew.lanes_of[worker]
-        message = Call(lane - own.start, command, data)
-        crew.has_called = True
-        if command == "close":
-            crew.closed_lanes.add(lane)
-        crew.send(worker, message)
-        if command != "close":
-            crew.calls.waiting[lane] = message
-        if len(crew.closed_lanes) == crew.n_lanes:
-            crew.close()
 
     def _reset_data(self, data: Any) -> tuple[int | None, dict[str, Any] | None]:
         if data is None:
@@ -176,7 +157,7 @@ class Remote:
         if data.get("task") is not None:
             options["task"] = data["task"]
         seed = data.get("seed")
-        self._crew.options[self._lane] = options or None
+        self._workers.options[self._lane] = options or None
         return None if seed is None else _checked_seed(seed), options or None
 
     def _action(self, data: Any) -> Any:
@@ -192,23 +173,23 @@ class WorkerHandle:
     """A worker process, or the one that replaced it, for whoever wants to look at it.
 
     Args:
-        crew: The workers.
+        workers: The workers.
         worker: The worker's number.
     """
 
-    def __init__(self, crew: EnvCrew, worker: int) -> None:
-        self._crew = crew
+    def __init__(self, workers: EnvWorkers, worker: int) -> None:
+        self._workers = workers
         self._worker = worker
 
     @property
     def _process(self) -> SpawnProcess:
-        self._crew.refuse_forked_copy()
-        return self._crew.processes[self._worker]
+        self._workers.refuse_forked_copy()
+        return self._workers.process(self._worker)
 
     @property
     def pid(self) -> int | None:
         """Its process id; that of the last process once the manager is closed."""
-        return self._crew.pids[self._worker]
+        return self._workers.pids[self._worker]
 
     def is_alive(self) -> bool:
         """Whether the process runs."""

@@ -15,8 +15,8 @@ from rlpool.envs.gym_env import GymEnv, all_tasks
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import AgentError, EnvError, SpecError, UsageError, WorkerError
 from rlpool.loop.rollout import Rollout
+from rlpool.manager.dispatch import ENV_HINT
 from rlpool.manager.parallel_env import ParallelEnvManager
-from rlpool.manager.watched_crew import ENV_HINT
 from rlpool.meta.agents import ActingAgent, RandomAgent, check_agent
 from rlpool.meta.rollouts import MAX_CHUNK, NO_TASK, RolloutData, RolloutPlan
 from rlpool.meta.rows import RowsEnv

@@ -11,11 +11,11 @@ import gymnasium
 from rlpool.arguments import names_arguments
 from rlpool.batch.batcher_base import check_count
 from rlpool.machine.worker_limits import worker_count
-from rlpool.manager.parallel_env import DEFAULT_TIMEOUT_S, ParallelEnvManager
+from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.meta.trials import VariBadWrapper
 from rlpool.record.crash_files import CrashDir
 from rlpool.seeding import root_from, seed_from, worker_seed
-from rlpool.workers.failure_policy import DEFAULT_MAX_RESTARTS
+from rlpool.workers.failure_policy import DEFAULT_MAX_RESTARTS, DEFAULT_TIMEOUT_S
 
 
 def make_env(

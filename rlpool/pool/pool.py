@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlpool.arguments import names_arguments
-from rlpool.batch.batcher_base import DEFAULT_TIMEOUT_S, check_count
+from rlpool.batch.batcher_base import check_count
 from rlpool.data.dict_tensor import listed_keys
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
@@ -33,7 +33,7 @@ from rlpool.pool.writer import TransitionWriter
 from rlpool.seeding import root_from
 from rlpool.slots.blocks import successor_key
 from rlpool.specs import DEFAULT_OBSERVATION_KEY
-from rlpool.workers.failure_policy import FailurePolicy
+from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
 from rlpool.workers.stack_dumps import DumpsStacks
 
 _FIVE_KEYS = (

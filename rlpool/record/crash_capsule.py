@@ -2,7 +2,7 @@
 
 A file is a ``.npz`` archive as ``numpy.load`` reads it::
 
-    header                          JSON as bytes: everything that is no array
+    header                          JSON as bytes: everything that is not an array
     actions/action                  [step, ...], one array per key
     rewards                         [step]
     observation/frame, ...          what the agent was shown last
@@ -18,11 +18,9 @@ import json
 import os
 import platform
 import sys
-import tempfile
-import zipfile
+import uuid
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +30,12 @@ import torch
 
 from rlpool.errors import SpecError, Where
 from rlpool.memory.storage import Array
+from rlpool.record.tape import Tape
 
 CALLS = ("reset", "step", "agent", "initial_state")
 """What can fail: two methods of an environment, and two of an agent."""
 
-_FORMAT = "rlpool crash capsule"
-_VERSION = 1
-_HEADER, _REWARDS = "header", "rewards"
+_FORMAT, _VERSION = "rlpool crash capsule", 1
 _GROUPS = ("actions", "observation", "agent_info", "batch")
 _PLAIN = ("call", "seed", "worker_seed", "n_lanes", "env_type", "first_step", "error", "traceback")
 _TUPLE, _ARRAY = "__tuple__", "__array__"  # marks of what JSON has no word for
@@ -55,7 +52,7 @@ def library_versions() -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CrashCapsule:
     """An episode up to the call that failed: all that ``rlpool.replay_crash`` needs.
 
@@ -78,7 +75,7 @@ class CrashCapsule:
             ``first_step`` on, the last one being that of the step that failed if ``call`` is
             ``"step"``, and that of the step before if the agent failed.
         rewards: ``[step]``: what the steps that worked gave, from ``first_step`` on; NaN where
-            that is not known, as the worker took over an episode that another one had begun.
+            that is not known, as for environments that were stepped by hand.
         first_step: 0, or more if the episode was so long that its first actions were not kept.
         observation: Key to array: what the agent was shown last in this lane. Empty if the reset
             failed.
@@ -104,16 +101,51 @@ class CrashCapsule:
     batch: Mapping[str, Array] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=library_versions)
 
+    @classmethod
+    def of_tape(
+        cls,
+        tape: Tape,
+        call: str,
+        where: Where,
+        failing: Mapping[str, Array] | None = None,
+        **known: Any,
+    ) -> CrashCapsule:
+        """The capsule of a failure after the steps of a tape; ``told`` says what happened.
+
+        Args:
+            tape: The episode until then.
+            call: What failed.
+            where: Where it did.
+            failing: The action of the step that failed, ``[1, ...]`` per key.
+            known: Other attributes.
+        """
+        actions = tape.actions
+        for key, action in (failing or {}).items():
+            actions[key] = np.concatenate([actions[key], action]) if key in actions else action
+        return cls(
+            call=call,
+            where=where._replace(seed=tape.seed),
+            error="",
+            seed=tape.seed,
+            options=tape.options,
+            actions=actions,
+            rewards=tape.rewards,
+            first_step=tape.first_step,
+            observation=tape.observation,
+            **known,
+        )
+
+    def told(self, error: str, traceback: str) -> CrashCapsule:
+        """The same with what happened, in one line and as a traceback."""
+        return replace(self, error=error, traceback=traceback)
+
     @property
     def n_actions(self) -> int:
         """Number of the actions."""
         return min((len(array) for array in self.actions.values()), default=0)
 
-    def __str__(self) -> str:
-        return f"CrashCapsule({self.error}; {self.where}; {self.n_actions} actions)"
-
     def __repr__(self) -> str:
-        return str(self)
+        return f"CrashCapsule({self.error}; {self.where}; {self.n_actions} actions)"
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write everything into one file, which appears whole or not at all.
@@ -128,19 +160,18 @@ class CrashCapsule:
             SpecError: If ``options`` hold what a file cannot keep.
             OSError: If the file cannot be written.
         """
-        header, arrays = self._header(), self._arrays()
+        arrays: dict[str, Any] = {"header": self._header(), "rewards": self.rewards}
+        for group in _GROUPS:
+            for key, array in getattr(self, group).items():
+                arrays[f"{group}/{key}"] = np.asarray(array)
         path = Path(path)
-        fd, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        unfinished = path.with_name(f".{uuid.uuid4().hex}")
         try:
-            with os.fdopen(fd, "wb") as file:
-                named: dict[str, Any] = {_HEADER: np.frombuffer(header, np.uint8), **arrays}
-                np.savez(file, **named)
-            os.chmod(unfinished, 0o666 & ~_umask())
+            with open(unfinished, "xb") as file:
+                np.savez(file, **arrays)
             os.replace(unfinished, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(unfinished)
-            raise
+        finally:
+            unfinished.unlink(missing_ok=True)
         return path
 
     @classmethod
@@ -155,24 +186,18 @@ class CrashCapsule:
         """
         try:
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
-                arrays = {key: archive[key] for key in archive.files}
-            return cls._of(arrays)
-        except (
-            OSError,
-            EOFError,
-            ValueError,  # SpecError among them
-            KeyError,
-            TypeError,
-            AttributeError,
-            NotImplementedError,  # an archive with compression that Python lacks
-            zipfile.BadZipFile,
-        ) as error:
+                return cls._of({key: archive[key] for key in archive.files})
+        except Exception as error:  # a damaged archive raises anything
+            if isinstance(error, OSError):
+                why = f"cannot be read: {error.strerror or error}"
+            else:
+                why = f"is not a crash capsule ({type(error).__name__}: {error})"
             raise SpecError(
-                f"{os.fspath(path)!r} {_why_no_capsule(error)}",
+                f"{os.fspath(path)!r} {why}",
                 fix="pass a file that CrashCapsule.save() or crash_dir=... wrote",
             ) from error
 
-    def _header(self) -> bytes:
+    def _header(self) -> Array:
         header = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -181,22 +206,13 @@ class CrashCapsule:
             "options": _encoded(self.options, "options"),
             "versions": dict(self.versions),
         }
-        return json.dumps(header, indent=1).encode()
-
-    def _arrays(self) -> dict[str, Array]:
-        arrays = {_REWARDS: self.rewards}
-        for group in _GROUPS:
-            for key, array in getattr(self, group).items():
-                arrays[f"{group}/{key}"] = np.asarray(array)
-        return arrays
+        return np.frombuffer(json.dumps(header, indent=1).encode(), np.uint8)
 
     @classmethod
     def _of(cls, arrays: Mapping[str, Array]) -> CrashCapsule:
-        header = json.loads(arrays[_HEADER].tobytes())
-        if not isinstance(header, dict) or header.get("format") != _FORMAT:
-            raise SpecError("it has another format")
-        if header["version"] != _VERSION:
-            raise SpecError(f"it has version {header['version']}, this rlpool reads {_VERSION}")
+        header = json.loads(arrays["header"].tobytes())
+        if (header["format"], header["version"]) != (_FORMAT, _VERSION):
+            raise ValueError(f"version {header['version']}, this rlpool reads {_VERSION}")
         options = _decoded(header["options"])
         groups: dict[str, Any] = {group: {} for group in _GROUPS}
         for name, array in arrays.items():
@@ -207,7 +223,7 @@ class CrashCapsule:
             **{name: header[name] for name in _PLAIN},
             where=Where(**header["where"], env_info=options),
             options=options,
-            rewards=arrays[_REWARDS],
+            rewards=arrays["rewards"],
             versions=dict(header["versions"]),
             **groups,
         )
@@ -227,17 +243,7 @@ class CrashCapsule:
             or not (self.options is None or isinstance(self.options, Mapping))
             or len({len(array) for array in self.actions.values()}) > 1
         ):
-            raise SpecError("its header is damaged")
-
-
-def _umask() -> int:
-    """What new files of this process may not have; temporary files are the owner's alone."""
-    try:
-        with open("/proc/self/status", encoding="ascii") as status:
-            found = next(line for line in status if line.startswith("Umask:"))
-        return int(found.split()[1], 8)
-    except (OSError, StopIteration, ValueError):
-        return 0o077  # os.umask() would tell it only by changing it, for other threads as well
+            raise ValueError("its header is damaged")
 
 
 def _encoded(value: Any, path: str) -> Any:
@@ -253,20 +259,13 @@ def _encoded(value: Any, path: str) -> Any:
         return parts if isinstance(value, list) else {_TUPLE: parts}
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufU":
         return {_ARRAY: np.asarray(value).tolist(), "dtype": value.dtype.str}
-    if _is_plain_dict(value):
+    is_dict = isinstance(value, Mapping) and all(type(key) is str for key in value)
+    if is_dict and not {_TUPLE, _ARRAY}.intersection(value):
         return {key: _encoded(part, f"{path}[{key!r}]") for key, part in value.items()}
     raise SpecError(
         f"{path} of the failed episode holds a {type(value).__name__}, which a file of plain "
         "numbers and texts cannot keep",
         fix="pickle the capsule instead, or pass numbers, texts, lists, dicts and arrays",
-    )
-
-
-def _is_plain_dict(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and all(type(key) is str for key in value)
-        and not {_TUPLE, _ARRAY}.intersection(value)
     )
 
 
@@ -280,11 +279,3 @@ def _decoded(value: Any) -> Any:
     if _ARRAY in value:
         return np.array(value[_ARRAY], np.dtype(str(value["dtype"])))
     return {key: _decoded(part) for key, part in value.items()}
-
-
-def _why_no_capsule(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "does not exist"
-    if isinstance(error, OSError):
-        return f"cannot be read: {error.strerror or error}"
-    return f"is not a crash capsule ({type(error).__name__})"

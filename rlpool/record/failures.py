@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import struct
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, ParamSpec
 
 from rlpool.envs.vec_env import LaneError
 from rlpool.errors import AgentError, AgentSpecError, EnvError, EnvSpecError, SpecError, Where
-from rlpool.memory.storage import Array
 from rlpool.record.crash_capsule import CrashCapsule
+
+_P = ParamSpec("_P")
+_LOG = logging.getLogger("rlpool")
 
 DEBUG_HINT = "run it in this process to debug: EpisodeBatcher(..., n_threads=0)"
 LOCAL_HINT = "it ran in this process: debug it here (the __cause__ of the error has the frames)"
@@ -30,77 +31,36 @@ _REFUSES_SEED = (ValueError, TypeError, OverflowError, AssertionError, struct.er
 _NOT_HANDED_ON = re.compile(r"unexpected keyword argument '(seed|options)'")
 
 
-@dataclass(frozen=True)
-class Scene:
-    """What a crash capsule holds beside the failure itself; see there.
-
-    Attributes:
-        seed: Seed of the reset if it is another one than the episode's own.
-        worker_seed: What ``create_env`` got.
-        n_lanes: Environments of the worker.
-        env_type: What held the environments.
-        agent_info: The episode's row.
-        actions: What was done.
-        rewards: What it gave.
-        first_step: The step of the first of them.
-        observation: What the agent was shown last.
-        batch: All lanes of what the agent was called with.
-    """
-
-    seed: int | None = None
-    worker_seed: int | None = None
-    n_lanes: int = 1
-    env_type: str = ""
-    agent_info: Mapping[str, Array] = field(default_factory=dict)
-    actions: Mapping[str, Array] = field(default_factory=dict)
-    rewards: Array = field(default_factory=lambda: np.zeros(0, np.float32))
-    first_step: int = 0
-    observation: Mapping[str, Array] = field(default_factory=dict)
-    batch: Mapping[str, Array] = field(default_factory=dict)
-
-    def capsule(self, call: str, error: str, where: Where, traceback_text: str) -> CrashCapsule:
-        """The capsule of a failure in this scene."""
-        parts = dict(vars(self))
-        if self.seed is None:
-            parts["seed"] = where.seed
-        else:
-            where = where._replace(seed=self.seed)
-        return CrashCapsule(
-            call=call,
-            error=error,
-            where=where,
-            traceback=traceback_text,
-            options=where.env_info,
-            **parts,
-        )
-
-
-def env_error(error: LaneError, where: Where, scene: Scene | None = None) -> EnvError:
+def env_error(error: LaneError, where: Where, capsule: CrashCapsule | None = None) -> EnvError:
     """The error for an environment that raised, or returned what does not fit.
 
     Args:
         error: What a ``VecEnv`` said.
         where: Where it happened.
-        scene: What else is known about the episode.
+        capsule: What else is known about the episode.
     """
     cause = error.__cause__ or error
     if isinstance(error, EnvError):  # put together in the process where it happened
         kind = EnvSpecError if isinstance(error, SpecError) else EnvError
         where = where._replace(worker=error.where.worker)
-        what, fix, text, capsule = error.what, error.fix, error.traceback_text, error.capsule
+        what, fix, text = error.what, error.fix, error.traceback_text
+        told = error.capsule
     else:
         kind = EnvSpecError if isinstance(cause, SpecError) else EnvError
         what, fix = _what_and_fix(f"env.{error.call}", cause)
         if error.call == "reset" and fix == DEBUG_HINT:
             fix = reset_advice(cause, where.env_info) or fix
-        text, capsule = text_of(cause), None
-    if scene is not None:
-        capsule = scene.capsule(error.call, what, where, text)
-    return kind(what, where=where, fix=fix, traceback_text=text, capsule=capsule)
+        text, told = text_of(cause), None
+    if capsule is not None:
+        told = capsule.told(what, text)
+    return kind(what, where=where, fix=fix, traceback_text=text, capsule=told)
 
 
 def agent_error(
-    error: BaseException, where: Where, who: str = "the agent", scene: Scene | None = None
+    error: BaseException,
+    where: Where,
+    who: str = "the agent",
+    capsule: CrashCapsule | None = None,
 ) -> AgentError:
     """The error for an agent that raised, or returned what does not fit.
 
@@ -108,16 +68,28 @@ def agent_error(
         error: What it raised.
         where: Where it happened.
         who: What of the agent was called, for the message.
-        scene: What else is known about the episode.
+        capsule: What else is known about the episode.
     """
     kind = AgentSpecError if isinstance(error, SpecError) else AgentError
     what, fix = _what_and_fix(who, error)
-    fix = agent_advice(error, has_agent_info=scene is None or bool(scene.agent_info)) or fix
-    text, capsule = text_of(error), None
-    if scene is not None:
-        call = "initial_state" if who == "agent.initial_state" else "agent"
-        capsule = scene.capsule(call, what, where, text)
-    return kind(what, where=where, fix=fix, traceback_text=text, capsule=capsule)
+    fix = agent_advice(error, has_agent_info=capsule is None or bool(capsule.agent_info)) or fix
+    text = text_of(error)
+    told = None if capsule is None else capsule.told(what, text)
+    return kind(what, where=where, fix=fix, traceback_text=text, capsule=told)
+
+
+def attempted(make: Callable[_P, CrashCapsule]) -> Callable[_P, CrashCapsule | None]:
+    """A function that makes a capsule, which logs a warning where it fails itself."""
+
+    @wraps(make)
+    def attempt(*args: _P.args, **kwargs: _P.kwargs) -> CrashCapsule | None:
+        try:
+            return make(*args, **kwargs)
+        except Exception as error:  # it must not hide the failure that the capsule is for
+            _LOG.warning("a failure has no crash capsule: %s", described(error))
+            return None
+
+    return attempt
 
 
 def reset_advice(error: BaseException, options: Mapping[str, Any] | None) -> str:

@@ -7,7 +7,7 @@ one episode, key by key::
     action  [n_slots + 1, T]
     ...
     final/frame [n_slots, 4]         the value after the slot's last step
-    control: length, dirty, cursor, running, ...
+    control: length, dirty, claim, running, ...
 
 Slot ``n_slots`` is where idle lanes write what nobody reads, so that every step writes one row
 per lane with one indexed assignment per key, whoever is idle.
@@ -135,9 +135,7 @@ class Layout:
             "starts": (self.n_slots,),  # 1 where the slot's first step starts an episode
             "dirty": (self.n_slots + 1,),  # rows that may differ from zero
             "whole": (self.n_slots,),  # 1 where slot i holds all of episode i
-            "cursor": (self.step.n_lanes,),  # next episode of each row of the batch
             "claim": (self.n_workers, self.step.n_lanes),  # what each lane claimed last
-            "pending": (self.step.n_lanes,),  # a claim that is being made, see ``claims``
             "running": (self.n_workers, self.step.n_lanes),  # episode that runs there, -1 if none
             "slot": (self.n_workers, self.step.n_lanes),  # the slot that each lane writes to
             "row": (self.n_workers, self.step.n_lanes),  # slot * n_timesteps + step, of each lane

@@ -1,4 +1,4 @@
-"""The main function of a worker process."""
+"""What every worker process begins and ends with."""
 
 from __future__ import annotations
 
@@ -7,88 +7,84 @@ import multiprocessing
 import os
 import signal
 import threading
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from rlpool.batch.claims import ClaimLock
-from rlpool.batch.collector import Collector
+from rlpool.errors import Where, WorkerStartupError
 from rlpool.generators import seed_generators
-from rlpool.memory.storage import Memory
+from rlpool.memory.storage import Array, Memory
+from rlpool.record.failures import described, text_of
 from rlpool.seeding import worker_seed
-from rlpool.workers.fast_checks import install_fast_checks
-from rlpool.workers.fast_seeding import FastSeeding
-from rlpool.workers.leash import kill_when_closed, let_go
-from rlpool.workers.messages import Message, Pipe, Setup
+from rlpool.workers.failure_policy import FailurePolicy
+from rlpool.workers.leash import kill_when_closed
 from rlpool.workers.process_title import set_title
 
-CONTROL_COLUMNS = 2
-"""Shared int64 numbers per worker: steps done (1 when it begins), lane in use."""
+CONTROL_COLUMNS = 3
+"""Shared int64 numbers per worker: steps done (1 when it begins), lane in use, work done."""
 
 _PARENT_CHECK_S = 1.0
 """How often a worker looks whether its parent changed, in case the pipe's other end lives on in
 some process that the parent forked."""
 
 
-class PipeLink:
-    """A worker's end of its pipe.
+class Place(NamedTuple):
+    """Which worker a process is.
 
-    Args:
-        pipe: The pipe.
+    Attributes:
+        worker: Its number.
+        n_workers: How many there are.
+        root: Root of all seeds.
+        policy: When it is replaced.
     """
 
-    def __init__(self, pipe: Pipe) -> None:
-        self._pipe = pipe
-
-    def send(self, message: Message) -> None:
-        """Send a message."""
-        self._pipe.send(message)
-
-    def receive(self) -> tuple[Message, Memory | None]:
-        """Wait for a message."""
-        return self._pipe.receive()
-
-    def poll(self) -> bool:
-        """Whether a message is there."""
-        return self._pipe.poll()
+    worker: int
+    n_workers: int
+    root: int
+    policy: FailurePolicy = FailurePolicy()
 
 
-def main(setup: Setup, connection: Connection, control_fd: Any) -> None:
-    """Run a worker until it is told to close or its parent is gone.
+class Control:
+    """A worker's row of the shared numbers.
 
     Args:
-        setup: What to create.
-        connection: The worker's end of its pipe.
-        control_fd: Descriptor of the memory for progress, duplicated for this process.
+        row: int64 ``[CONTROL_COLUMNS]``.
+
+    Attributes:
+        steps: One element that counts resets and steps.
+        lane: One element: the lane whose environment runs.
+        done: One element that counts what it completed.
     """
-    settle_in(setup.worker, setup.root)
-    fd = control_fd.detach()
-    # A second descriptor stays open for the lock, which lives on the file behind it.
-    lock = ClaimLock(os.dup(fd) if setup.n_workers > 1 else None)
-    mine = control_row(fd, setup.worker, setup.n_workers)
-    link = PipeLink(Pipe(connection))
-    fast_seeding = FastSeeding()
-    fast_seeding.install()
-    install_fast_checks()
-    collector = Collector(setup, link, lock, mine[1:], mine[:1], fast_seeding.announce)
-    try:
-        if collector.start():
-            # Modules, environments and agent stay: the garbage collector need not look at them
-            # again and again.
-            gc.freeze()
-            collector.serve()
-    except (EOFError, OSError):
-        # The caller is gone or has closed its end: there is nobody left to tell.
-        pass
-    finally:
-        collector.close()
+
+    def __init__(self, row: Array) -> None:
+        numbers = row.data
+        self.steps, self.lane, self.done = numbers[0:1], numbers[1:2], numbers[2:3]
 
 
-def settle_in(worker: int, root: int) -> None:
-    """Do what every worker process begins with: signals, the parent's end, threads, seeds."""
-    set_title(f"rlpool-worker-{worker}")
+class Server(Protocol):
+    """What a worker process runs."""
+
+    def start(self) -> bool:
+        """Create what it is told to and report; False if that failed."""
+
+    def serve(self) -> None:
+        """Carry out messages until told to end."""
+
+    def close(self) -> None:
+        """Close environments and agent."""
+
+
+def settle_in(place: Place, control_fd: int) -> Control:
+    """Make this process a worker: signals, the parent's end, threads, seeds.
+
+    Args:
+        place: Which worker it is.
+        control_fd: Descriptor of the shared numbers of all workers; closed here.
+    """
+    set_title(f"rlpool-worker-{place.worker}")
     # Ctrl-C goes to the whole foreground group; the caller decides what becomes of its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if os.getpgrp() != os.getpid():
@@ -96,10 +92,50 @@ def settle_in(worker: int, root: int) -> None:
         os.setpgid(0, 0)
     _end_with_parent()
     torch.set_num_threads(1)
-    seed = worker_seed(root, worker)
+    seed = worker_seed(place.root, place.worker)
     seed_generators(seed)
     if _has_other_devices():
         torch.manual_seed(seed)  # theirs, too: costs a worker 1 MB and 2 ms, if only to note it
+    n_bytes = place.n_workers * CONTROL_COLUMNS * np.dtype(np.int64).itemsize
+    memory = Memory.attach(control_fd, n_bytes)
+    control = Control(memory.root().view(np.int64).reshape(-1, CONTROL_COLUMNS)[place.worker])
+    control.steps[0] = 1  # from here on no progress means a hang
+    return control
+
+
+def called(where: Where, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of the user's that makes something.
+
+    Args:
+        where: Where that is.
+        what: What the message calls it.
+        function: The function.
+        *arguments: Its arguments.
+
+    Raises:
+        WorkerStartupError: If it raises.
+    """
+    try:
+        return function(*arguments)
+    except (KeyboardInterrupt, WorkerStartupError):
+        raise
+    except BaseException as error:
+        told, text = f"{what} raised {described(error)}", text_of(error)
+        raise WorkerStartupError(told, where=where, traceback_text=text) from error
+
+
+def run(server: Server) -> None:
+    """Run a worker until it is told to close or its parent is gone."""
+    try:
+        if server.start():
+            # Modules, environments and agent stay: the garbage collector need not look at them
+            # again and again.
+            gc.freeze()
+            server.serve()
+    except (EOFError, OSError):
+        pass  # the caller is gone or has closed its end: there is nobody left to tell
+    finally:
+        server.close()
 
 
 def _has_other_devices() -> bool:
@@ -108,22 +144,12 @@ def _has_other_devices() -> bool:
     return accelerator is None or accelerator.current_accelerator() is not None
 
 
-def control_row(fd: int, worker: int, n_workers: int) -> memoryview:
-    """Map the memory for progress; returns a worker's row of it. Closes the descriptor."""
-    n_bytes = n_workers * CONTROL_COLUMNS * np.dtype(np.int64).itemsize
-    control = Memory.attach(fd, n_bytes).root().view(np.int64).reshape(-1, CONTROL_COLUMNS)
-    mine = memoryview(control[worker])
-    mine[0] = 1  # from here on no progress means a hang
-    return mine
-
-
 def _end_with_parent() -> None:
     """End this process and its group when its parent ends, even while an environment is running."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
     kill_when_closed(parent.sentinel, -os.getpgrp())
-    let_go()
 
     def watch() -> None:
         while not wait([parent.sentinel], timeout=_PARENT_CHECK_S):

@@ -1,24 +1,22 @@
-"""When workers that failed are started again, how often, and when to give up."""
+"""What becomes of workers that fail: which are started again, when, and when to give up."""
 
 from __future__ import annotations
 
+import inspect
 import operator
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict, TypeVar
 
-from rlpool.errors import (
-    EnvError,
-    SpecError,
-    WorkerDiedError,
-    WorkerError,
-    WorkerTimeoutError,
-)
+from rlpool.errors import EnvError, SpecError, WorkerDiedError, WorkerError, WorkerTimeoutError
 
 START_METHODS = ("auto", "spawn")
-"""How worker processes may be started, see ``workers.warm_start``."""
+"""How worker processes may be started, see docs/start_methods.md."""
+
+DEFAULT_TIMEOUT_S = 600.0
+"""Without a single step for so long, a worker counts as hanging: far beyond any slow ``step``."""
 
 DEFAULT_MAX_RESTARTS = 16
 """Restarts of all workers of one owner: enough for odd deaths, few enough to be noticed."""
@@ -30,8 +28,9 @@ _LONGEST_DELAY_S = 5.0
 _MOST_FAILED_STARTS = 3
 _MOST_BROKEN_STARTS = 10
 """A worker that fails so often in a row before it is ready will not get ready the next time: the
-first number is for failures of its own, the second for signals and hangs, which may come from
-outside and then hit a worker that is starting as well as any other."""
+first number is for failures of its own, and for crashes and hangs where none was ever ready; the
+second for signals and hangs that may come from outside and then hit a worker that is starting as
+well as any other."""
 
 _CALM_S = 90.0
 """Where a worker has been ready before, starting works, and signals come from outside as long as
@@ -96,16 +95,15 @@ class FailurePolicy:
         """Whether workers that died or hang are replaced."""
         return self.on_worker_failure == "restart"
 
-    def restarts_on(self, failure: WorkerError) -> bool:
-        """Whether the worker that a failure put an end to is replaced."""
-        if isinstance(failure, EnvError):
-            return self.restarts_on_env_errors
-        return self.restarts_workers
-
     @property
     def restarts_on_env_errors(self) -> bool:
         """Whether workers whose environment raised are replaced."""
         return self.on_env_error == "restart"
+
+    def restarts_on(self, failure: WorkerError) -> bool:
+        """Whether the worker that a failure put an end to is replaced."""
+        is_env_error = isinstance(failure, EnvError)
+        return self.restarts_on_env_errors if is_env_error else self.restarts_workers
 
     @property
     def recycles(self) -> bool:
@@ -118,8 +116,52 @@ class FailurePolicy:
         return self.restarts_workers or self.restarts_on_env_errors or self.recycles
 
 
+class PolicyOptions(TypedDict, total=False):
+    """The arguments of ``FailurePolicy``, for functions that take them as keywords."""
+
+    on_worker_failure: str
+    max_restarts: int | None
+    on_env_error: str
+    max_episodes_per_worker: int | None
+    max_rss_bytes: int | None
+    start_method: str
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def takes_policy(function: _Function) -> _Function:
+    """Let the signature of a function name the arguments of ``FailurePolicy`` that it takes."""
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    more = [
+        inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type)
+        for f in fields(FailurePolicy)
+    ]
+    function.__signature__ = signature.replace(parameters=own + more)  # type: ignore[attr-defined]
+    return function
+
+
+@dataclass
+class _Record:
+    """The failures of one worker.
+
+    Attributes:
+        n_in_a_row: Failures without success in between.
+        is_ready: Whether it got ready since the last one.
+        n_failed_starts: Those of its own since it was ready last.
+        n_broken_starts: Those by signals and hangs.
+    """
+
+    n_in_a_row: int = 0
+    is_ready: bool = False
+    n_failed_starts: int = 0
+    n_broken_starts: int = 0
+
+
 class Restarts:
-    """Notes the failures of one owner's workers and says when which of them starts again.
+    """Notes the failures of one owner's workers and says when each starts again.
 
     The first failure of a worker is followed by a restart at once. While the same worker fails
     again without success in between, each restart waits twice as long as the one before. One that
@@ -127,6 +169,7 @@ class Restarts:
     patience if signals end it and starting has worked before.
 
     Args:
+        n_workers: Number of workers.
         max_restarts: How many restarts there may be in all, ``None`` for no limit.
         clock: Seconds that never go back.
 
@@ -135,84 +178,58 @@ class Restarts:
     """
 
     def __init__(
-        self, max_restarts: int | None, clock: Callable[[], float] = time.monotonic
+        self,
+        n_workers: int,
+        max_restarts: int | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.n_restarts = 0
         self._max_restarts = max_restarts
         self._clock = clock
+        self._records = [_Record() for _ in range(n_workers)]
         self._history: deque[WorkerError] = deque(maxlen=_LONGEST_HISTORY)
-        self._due_s: dict[int, float] = {}  # worker: when it starts again
-        self._in_a_row: dict[int, int] = {}  # worker: failures without success in between
-        self._ready: set[int] = set()
-        self._failed_starts: dict[int, int] = {}  # worker: those of its own since it was ready
-        self._broken_starts: dict[int, int] = {}  # worker: those by signals and hangs
         self._moved_s: float | None = None  # when any worker got ready, or had made a step, last
         self._steps: dict[int, int] = {}
 
-    @property
-    def history(self) -> tuple[WorkerError, ...]:
-        """The failures so far, the latest last."""
-        return tuple(self._history)
+    def __str__(self) -> str:
+        most = self._max_restarts
+        return f"{self.n_restarts}" if most is None else f"{self.n_restarts} of {most}"
 
-    def note(self, worker: int, failure: WorkerError) -> WorkerDiedError | None:
-        """Take note of a failure.
+    def delay_s(self, worker: int, failure: WorkerError) -> float:
+        """Take note of a failure; returns how long to wait before the worker is started again.
 
-        Args:
-            worker: Whose.
-            failure: What happened.
-
-        Returns:
-            What to raise if there will be no restart; ``None`` if ``due`` will name the worker.
+        Raises:
+            WorkerDiedError: If it is not; its ``history`` has all failures.
         """
+        record = self._records[worker]
         self._history.append(failure)
-        n_in_a_row = self._in_a_row[worker] = self._in_a_row.get(worker, 0) + 1
+        record.n_in_a_row += 1
         if self._max_restarts is not None and self.n_restarts >= self._max_restarts:
             if not self._max_restarts:
-                return self._final(failure, "max_restarts=0 allows no restart", "")
-            raise_it = "; if that many failures are expected, raise max_restarts"
-            spent = f"all {self._max_restarts} restarts (max_restarts) are used up"
-            return self._final(failure, spent, raise_it)
-        if worker not in self._ready and (n_starts := self._failed_to_start(worker, failure)):
-            return self._final(failure, f"it failed {n_starts} times before it was ready", "")
-        self._ready.discard(worker)
+                raise self._final(failure, "max_restarts=0 allows no restart")
+            why = f"all {self._max_restarts} restarts (max_restarts) are used up"
+            raise self._final(failure, why, "; if that many failures are expected, raise it")
+        if not record.is_ready and self._start_is_hopeless(record, failure):
+            n_starts = record.n_failed_starts + record.n_broken_starts
+            raise self._final(failure, f"it failed {n_starts} times before it was ready")
+        record.is_ready = False
         self.n_restarts += 1
-        delay_s = 0.0
-        if n_in_a_row > 1:
-            delay_s = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(n_in_a_row - 2, 16))
-        self._due_s[worker] = self._clock() + delay_s
-        return None
+        if record.n_in_a_row == 1:
+            return 0.0
+        return float(min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(record.n_in_a_row - 2, 16)))
 
-    def due(self) -> list[int]:
-        """Workers that are to be started now, ascending, each told once."""
-        now_s = self._clock()
-        workers = sorted(worker for worker, due_s in self._due_s.items() if due_s <= now_s)
-        for worker in workers:
-            del self._due_s[worker]
-        return workers
-
-    def next_due_s(self) -> float | None:
-        """Seconds until ``due`` names a worker, at least 0; ``None`` if none is waiting."""
-        if not self._due_s:
-            return None
-        return max(0.0, min(self._due_s.values()) - self._clock())
-
-    def is_waiting(self, worker: int) -> bool:
-        """Whether a worker failed and was not named by ``due`` since."""
-        return worker in self._due_s
-
-    def ready(self, worker: int) -> None:
+    def note_ready(self, worker: int) -> None:
         """Take note that a worker has its environments; that is no success of its work yet."""
-        self._ready.add(worker)
+        record = self._records[worker]
+        record.is_ready, record.n_failed_starts, record.n_broken_starts = True, 0, 0
         self._moved_s = self._clock()
-        self._failed_starts.pop(worker, None)
-        self._broken_starts.pop(worker, None)
 
-    def succeeded(self, worker: int) -> None:
+    def note_success(self, worker: int) -> None:
         """Take note that a worker has done some work: its next failure is a first one again."""
+        self._records[worker].n_in_a_row = 0
+        for record in self._records:  # where one can work, so can the others
+            record.n_failed_starts = record.n_broken_starts = 0
         self._moved_s = self._clock()
-        self._failed_starts.clear()  # where one can work, so can the others
-        self._broken_starts.clear()
-        self._in_a_row.pop(worker, None)
 
     def look_at(self, steps: Mapping[int, int]) -> None:
         """Take note of how many steps workers that are ready have made until now."""
@@ -220,22 +237,19 @@ class Restarts:
             self._moved_s = self._clock()
         self._steps = dict(steps)
 
-    def _failed_to_start(self, worker: int, failure: WorkerError) -> int:
-        """How often a worker has failed in a row before it was ready, if that is too often."""
-        has_started = self._moved_s is not None
+    def _start_is_hopeless(self, record: _Record, failure: WorkerError) -> bool:
+        """Whether a worker has failed too often in a row before it was ready."""
         signal_name = getattr(failure, "signal_name", None)
-        is_hit = isinstance(failure, WorkerTimeoutError) or signal_name is not None
-        if signal_name in _CRASHES and not has_started:
-            is_hit = False
-        counts = self._broken_starts if is_hit else self._failed_starts
-        counts[worker] = counts.get(worker, 0) + 1
-        if counts[worker] < (_MOST_BROKEN_STARTS if is_hit else _MOST_FAILED_STARTS):
-            return 0
-        if is_hit and self._moved_s is not None and self._clock() - self._moved_s < _CALM_S:
-            return 0
-        return self._failed_starts.get(worker, 0) + self._broken_starts.get(worker, 0)
+        hangs = isinstance(failure, WorkerTimeoutError)
+        is_first = self._moved_s is None and (hangs or signal_name in _CRASHES)
+        if is_first or not (hangs or signal_name):
+            record.n_failed_starts += 1
+            return record.n_failed_starts >= _MOST_FAILED_STARTS
+        record.n_broken_starts += 1
+        is_calm = self._moved_s is None or self._clock() - self._moved_s >= _CALM_S
+        return record.n_broken_starts >= _MOST_BROKEN_STARTS and is_calm
 
-    def _final(self, failure: WorkerError, why: str, advice: str) -> WorkerDiedError:
+    def _final(self, failure: WorkerError, why: str, advice: str = "") -> WorkerDiedError:
         n = self.n_restarts
         after = "" if not n else f" after {n} restart{'s' * (n > 1)} in all"
         fix = failure.fix or "look at the failures in this error's .history"
@@ -246,7 +260,7 @@ class Restarts:
             where=failure.where,
             fix=fix + advice,
             traceback_text=failure.traceback_text,
-            history=self.history,
+            history=tuple(self._history),
         )
 
 

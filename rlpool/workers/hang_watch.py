@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Sequence
 
 _LONGEST_LOOK_S = 0.5
 _LOOKS_PER_TIMEOUT = 4
 """Time between two looks counts up to so much, and to such a part of the timeout: who looks seldom
 cannot tell a worker that hangs from one that waited for him."""
-
 
 _START_S = 20.0
 """A worker that is starting may be idle so long at least: importing may be slow."""
@@ -23,8 +23,8 @@ class HangWatch:
 
     def __init__(self, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
-        self._steps: list[int] = []
-        self._idle_s: list[float] = []
+        self._progress: dict[int, int] = {}
+        self._idle_s: dict[int, float] = {}
         self._last_look_s = time.monotonic()
 
     @property
@@ -34,28 +34,30 @@ class HangWatch:
             return _LONGEST_LOOK_S
         return min(_LONGEST_LOOK_S, self._timeout_s / _LOOKS_PER_TIMEOUT)
 
-    def hanging(self, steps: list[int], watched: set[int]) -> int | None:
+    def begin(self) -> None:
+        """Let no time before now count."""
+        self._last_look_s = time.monotonic()
+
+    def hanging(self, progress: Sequence[int], watched: Collection[int]) -> int | None:
         """A worker that hangs, if there is one.
 
         Args:
-            steps: Steps that each worker has done; while it is starting, negative numbers that
-                change as long as it does anything; 0 if that is not known.
+            progress: Per worker a number that changes when it does anything; negative while it is
+                starting, 0 if nothing is known.
             watched: The workers that have something to do.
         """
         if self._timeout_s is None:
             return None
-        if len(self._steps) != len(steps):
-            self._steps, self._idle_s = [-1] * len(steps), [0.0] * len(steps)
         now_s = time.monotonic()
         passed_s = min(now_s - self._last_look_s, self.patience_s)
         self._last_look_s = now_s
-        for worker, n_steps in enumerate(steps):
-            if n_steps != self._steps[worker] or worker not in watched or not n_steps:
-                self._steps[worker], self._idle_s[worker] = n_steps, 0.0
-            else:
+        for worker, number in enumerate(progress):
+            if number and number == self._progress.get(worker) and worker in watched:
                 self._idle_s[worker] += passed_s
-        for worker, idle_s in enumerate(self._idle_s):
-            patience_s = self._timeout_s if steps[worker] > 0 else max(self._timeout_s, _START_S)
-            if idle_s > patience_s:
+            else:
+                self._progress[worker], self._idle_s[worker] = number, 0.0
+        for worker, idle_s in self._idle_s.items():
+            is_starting = progress[worker] < 0
+            if idle_s > (max(self._timeout_s, _START_S) if is_starting else self._timeout_s):
                 return worker
         return None

@@ -1,63 +1,51 @@
-"""When a healthy worker has run long enough."""
+"""When a healthy worker has run long enough: it decides that itself, between episodes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from rlpool.machine.limits import human, resident_bytes
-from rlpool.machine.worker_limits import refuse_small_limit
 from rlpool.workers.failure_policy import FailurePolicy
 
-_LOOK_S = 0.1
-"""A worker's memory is looked at no more often: it costs some ten microseconds."""
+_LOOK_EVERY_S = 0.1
+"""Asking the system for the size of this process takes longer than a short episode's step."""
 
 
 class Recycling:
-    """Counts what workers have done, between their episodes.
+    """Says when this worker should be replaced by a fresh one.
+
+    A worker always runs at least one episode, however large it is: else its successors would do
+    nothing but follow each other.
 
     Args:
-        policy: The limits.
-        n_workers: Number of workers.
-        pid_of: Gives a worker's process id.
+        policy: The most episodes, and the most resident memory of its own.
+
+    Attributes:
+        n_begun: Episodes that it has begun.
     """
 
-    def __init__(
-        self, policy: FailurePolicy, n_workers: int, pid_of: Callable[[int], int | None]
-    ) -> None:
-        self._policy = policy
-        self._pid_of = pid_of
-        self._n_episodes = [0] * n_workers
-        self._next_look_s = [0.0] * n_workers
-        self.is_on = policy.recycles
+    def __init__(self, policy: FailurePolicy) -> None:
+        self.n_begun = 0
+        self._max_episodes = policy.max_episodes_per_worker
+        self._max_rss_bytes = policy.max_rss_bytes
+        self._next_look_s = 0.0
+        self._has_limits = policy.recycles
+        self._is_large = False
 
-    def refuse_small_limit(self) -> None:
-        """Refuse a limit that workers exceed before they have done anything.
+    def is_due(self, n_new: int = 1) -> bool:
+        """Whether this process should not begin ``n_new`` further episodes."""
+        if not self._has_limits or not self.n_begun:
+            return False
+        if self._max_episodes is not None and self.n_begun + n_new > self._max_episodes:
+            return True
+        now_s = time.monotonic()
+        if self._max_rss_bytes is not None and not self._is_large and now_s >= self._next_look_s:
+            self._next_look_s = now_s + _LOOK_EVERY_S
+            self._is_large = resident_bytes() > self._max_rss_bytes
+        return self._is_large
 
-        Raises:
-            SpecError: Naming the limit and what they need.
-        """
-        workers = range(len(self._n_episodes))
-        refuse_small_limit(self._policy.max_rss_bytes, map(self._pid_of, workers))
-
-    def reason(self, worker: int, n_new: int) -> str:
-        """Why a worker is to be replaced before it begins new episodes, empty if it is not."""
-        policy = self._policy
-        if policy.max_episodes_per_worker is not None:
-            n_done = self._n_episodes[worker]
-            if n_done and n_done + n_new > policy.max_episodes_per_worker:
-                return f"has run {n_done} episodes (max_episodes_per_worker)"
-        if policy.max_rss_bytes is not None and time.monotonic() >= self._next_look_s[worker]:
-            self._next_look_s[worker] = time.monotonic() + _LOOK_S
-            n_bytes = resident_bytes(self._pid_of(worker))
-            if n_bytes > policy.max_rss_bytes:
-                return f"has {human(n_bytes)} of resident memory (max_rss_bytes)"
-        return ""
-
-    def note_begun(self, worker: int, n_new: int) -> None:
-        """Take note that a worker begins new episodes."""
-        self._n_episodes[worker] += n_new
-
-    def note_replaced(self, worker: int, n_begun: int) -> None:
-        """Take note that a worker has a successor, and of what that has begun."""
-        self._n_episodes[worker] = n_begun
+    def __str__(self) -> str:
+        size = ""
+        if self._max_rss_bytes is not None:
+            size = f" with {human(resident_bytes())} of resident memory"
+        return f"{self.n_begun} episodes{size}"

@@ -62,15 +62,15 @@ class WorkerSide:
 
 
 def run_connected(
-    leash: Any, side: WorkerSide, run: Any, setup: Any, connection: Connection, control_fd: Any
+    side: WorkerSide, run: Any, place: Any, connection: Connection, control_fd: Any
 ) -> None:
     """The main function of every worker process: ``run``, with its logs and stacks connected.
 
-    Nothing of the user's was made yet when this is called; the leash has only to be received.
+    Nothing of the user's was made yet when this is called.
     """
     side.connect()
     try:
-        run(setup, connection, control_fd)
+        run(place, connection, control_fd.detach())
     finally:
         # Threads of the user's may keep this process: the caller shall not wait for them.
         connection.close()

@@ -12,9 +12,7 @@ import pytest
 from process.watching import Script, Struck
 
 from rlpool import preload
-from rlpool.batch import workforce
-from rlpool.manager import replacements
-from rlpool.workers import supervisor
+from rlpool.workers import lifecycle
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,10 +35,9 @@ def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
     That is still far more than those take that do not.
     """
-    for module in (replacements, workforce):
-        monkeypatch.setattr(module, "LEAVE_S", 0.5)
-    monkeypatch.setattr(supervisor, "_CLOSE_S", 0.5)
-    monkeypatch.setattr(supervisor, "_TERMINATE_S", 0.2)
+    monkeypatch.setattr(lifecycle, "LEAVE_S", 0.5)
+    monkeypatch.setattr(lifecycle, "CLOSE_S", 0.5)
+    monkeypatch.setattr(lifecycle, "TERMINATE_S", 0.2)
 
 
 @pytest.fixture

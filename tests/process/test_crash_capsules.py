@@ -113,7 +113,7 @@ def test_an_episode_that_a_successor_took_over_comes_again(tmp_path: Path) -> No
             batcher.get()
     found = caught.value.capsule
     assert found.actions["action"].tolist() == list(range(1, 12))
-    assert np.isnan(found.rewards).tolist() == [True] * 3 + [False] * 7
+    assert not np.isnan(found.rewards).any()
     assert_repeats(caught.value, create_mortal, env_args)
 
 

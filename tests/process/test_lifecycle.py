@@ -353,7 +353,7 @@ class Interrupt(Exception):
     pass
 
 def interrupt(number, frame):
-    if batcher._coordinator.n_pending:  # else get() has its result, and is about to return it
+    if batcher._dispatcher.n_pending:  # else get() has its result, and is about to return it
         raise Interrupt
 
 def open_batcher(n_threads):

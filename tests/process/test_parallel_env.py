@@ -161,8 +161,8 @@ def test_infos_follow_their_episodes_and_no_environment_is_reset_in_vain() -> No
 def test_most_episodes_begin_without_a_message(manager_of: OpenManager) -> None:
     manager = manager_of(CountingEnv, 4, envs_per_worker=2)
     orders: list[Any] = []
-    crew, send = manager._crew, manager._crew.send
-    crew.send = lambda worker, message: (orders.append(message), send(worker, message))  # type: ignore[method-assign, assignment, func-returns-value]
+    workers, send = manager._workers, manager._workers.send
+    workers.send = lambda worker, message: (orders.append(message), send(worker, message))  # type: ignore[method-assign, assignment, func-returns-value]
     with EpisodeBatcher(
         8, 40, StepCounter, {}, lambda seed: manager, {}, n_threads=0, seeds=1
     ) as batcher:
@@ -377,8 +377,8 @@ def test_a_step_is_no_message(
     def refuse(*_: Any) -> None:
         raise AssertionError("a message")
 
-    monkeypatch.setattr(manager._crew._supervisor, "send", refuse)
-    monkeypatch.setattr(manager._crew, "_deliver", refuse)
+    monkeypatch.setattr(manager._workers.processes, "send", refuse)
+    monkeypatch.setattr(manager._workers, "take", refuse)
     for _ in range(3):
         manager.step_lanes(range(3), no_actions(manager))
     assert manager.current["done"].all()

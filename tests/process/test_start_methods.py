@@ -24,7 +24,7 @@ from rlpool import (
     make_parallel_env,
 )
 from rlpool.workers.failure_policy import START_METHODS
-from rlpool.workers.supervisor import Supervisor
+from rlpool.workers.lifecycle import Workers
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -152,7 +152,7 @@ DOORS: dict[str, Callable[..., Any]] = {
 def test_what_is_no_start_method_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Supervisor, "__init__", lambda *_, **__: pytest.fail("too late"))
+    monkeypatch.setattr(Workers, "__init__", lambda *_, **__: pytest.fail("too late"))
     for name, opened in DOORS.items():
         for value in ("fork", "forkserver", "Spawn", "", None, 1, ["spawn"]):
             with pytest.raises(SpecError, match="should be 'auto' or 'spawn', got") as caught:

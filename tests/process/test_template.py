@@ -24,7 +24,7 @@ from process.watching import Script, is_running, n_descriptors, wait_until, work
 import rlpool
 from rlpool import DictTensor, EpisodeBatcher
 from rlpool.errors import WorkerDiedError, WorkerStartupError
-from rlpool.workers.supervisor import Supervisor
+from rlpool.workers.lifecycle import Workers
 from rlpool.workers.warm_start import process_class, why_spawned
 
 from support.faults import EXIT_CODE, create_agent, create_env, faults_at
@@ -252,15 +252,15 @@ def test_a_caller_without_descriptors_is_told_so_and_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    start, limit = Supervisor.start, 0
+    start, limit = Workers.start, 0
 
-    def start_with_few(supervisor: Supervisor) -> None:
+    def start_with_few(workers: Workers, *arguments: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-        start(supervisor)
+        start(workers, *arguments)
 
     errors = []
     with monkeypatch.context() as patch:
-        patch.setattr(Supervisor, "start", start_with_few)
+        patch.setattr(Workers, "start", start_with_few)
         for limit in range(n_descriptors(), n_descriptors() + 40):  # noqa: B007 (read above)
             try:
                 collect_once()

@@ -432,7 +432,7 @@ def test_an_environment_that_does_not_repeat_itself_is_told_of(marks: Marks) -> 
         assert batcher.get() is not None
         psutil.Process(*worker_pids()).kill()
         batcher.execute()
-        with pytest.raises(EnvError, match="did not repeat 'frame'") as caught:
+        with pytest.raises(EnvError, match="did not repeat an episode: 'frame'") as caught:
             batcher.get()
         assert (caught.value.where.worker, caught.value.where.lane) == (0, 0)
         batcher.reset()

@@ -30,7 +30,8 @@ from rlpool import (
     WorkerDiedError,
     WorkerError,
 )
-from rlpool.record import crash_recorder
+from rlpool.loop import crash_scene
+from rlpool.record import tape as tapes
 
 from support.agents import ConstantAgent, FunctionAgent, InitialStateCounter, StepCounter, zeros
 from support.envs import AncestorCountingEnv, CountingEnv, EchoEnv, FailingEnv
@@ -298,7 +299,8 @@ def test_nested_and_undeclared_actions_have_their_keys() -> None:
 
 def test_what_is_kept_of_long_episodes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     # Per lane 200 bytes: a step takes 8 + 4 bytes, so that 4 chunks of 4 steps fit.
-    monkeypatch.setattr(crash_recorder, "MAX_PAST_BYTES", 400)
+    monkeypatch.setattr(crash_scene, "MOST_BYTES", 400)
+    monkeypatch.setattr(tapes, "_CHUNK_BYTES", 1)
     envs = [FailingEnv(KeyError("goal"), step=42, fails_at=0) for _ in range(2)]
     found = failure_of(make(envs), 1, env_info=DictTensor({"length": torch.tensor([99])})).capsule
     assert found.first_step == 24
@@ -311,7 +313,7 @@ def test_what_is_kept_of_long_episodes_is_bounded(monkeypatch: pytest.MonkeyPatc
 def test_what_goes_wrong_with_a_capsule_does_not_hide_the_failure(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(crash_recorder.CrashRecorder, "_step", lambda *_: 1 / 0)
+    monkeypatch.setattr(crash_scene.CrashCapsule, "of_tape", lambda *_, **__: 1 / 0)
     envs = [FailingEnv(KeyError("goal"), fails_at=0)]
     error = failure_of(make(envs))
     assert "KeyError: 'goal'" in str(error)
@@ -400,7 +402,7 @@ def test_a_save_that_fails_leaves_the_old_file(
 def changed(**changes: Any) -> bytes:
     """A file with another header; ``None`` leaves an entry out."""
     whole = io.BytesIO()
-    header = json.loads(capsule()._header())
+    header = json.loads(capsule()._header().tobytes())
     header.update(changes)
     header = {key: value for key, value in header.items() if value is not None}
     words = np.frombuffer(json.dumps(header).encode(), np.uint8)
@@ -464,7 +466,7 @@ def test_bad_files_are_refused(words: bytes, tmp_path: Path) -> None:
 
 
 def test_missing_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"nowhere\.npz' does not exist"):
+    with pytest.raises(SpecError, match=r"nowhere\.npz' cannot be read: No such file"):
         CrashCapsule.load(tmp_path / "nowhere.npz")
     with pytest.raises(SpecError, match="cannot be read: Is a directory"):
         CrashCapsule.load(tmp_path)

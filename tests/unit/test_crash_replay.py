@@ -38,7 +38,8 @@ from rlpool import (
     replay_crash,
 )
 from rlpool.errors import Where
-from rlpool.record import crash_recorder
+from rlpool.loop import crash_scene
+from rlpool.record import tape as tapes
 
 from support.agents import ConstantAgent, FunctionAgent, StepCounter, zeros
 from support.envs import AncestorCountingEnv, CountingEnv, FailingEnv
@@ -423,9 +424,9 @@ class Drifting(FailingEnv):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("reward", r"another way from step 4 on \(reward 106.0, it was 105.0\)"),
+        ("reward", r"another way from step 4 on \(the reward is 106.0, it was 105.0\)"),
         ("end", r"ended before step 7, .* another way from step 4 on \(the episode ended\)"),
-        ("observation", r"another way from step 7 on \('frame' is another one than"),
+        ("observation", r"another way from step 7 on \('frame' is not what it was"),
     ],
 )
 def test_an_episode_that_goes_another_way_says_where(kind: str, says: str) -> None:
@@ -445,7 +446,7 @@ def test_a_failure_on_another_way_is_raised_all_the_same(
     error = crash(lambda seed: GymEnv([Drifting()], seed), infos=ids())
     with caplog.at_level(logging.WARNING, "rlpool"), pytest.raises(KeyError):
         replay_crash(error, lambda: Drifting("reward"))
-    assert "another way: from step 4 on (reward 106.0" in caplog.text
+    assert "another way: from step 4 on (the reward is 106.0" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, "rlpool"), pytest.raises(TypeError):
         replay_crash(error, lambda: FailingEnv(TypeError("x"), step=2, length=20))
@@ -578,7 +579,7 @@ def test_a_program_that_replays_a_crash_can_be_run_in_a_debugger(tmp_path: Path)
 def test_what_is_no_capsule_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="no crash capsule"):
         replay_crash(3, CountingEnv)  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match="nowhere' does not exist"):
+    with pytest.raises(SpecError, match="nowhere' cannot be read: No such file"):
         replay_crash(tmp_path / "nowhere", CountingEnv)
     with pytest.raises(UsageError, match="carries no capsule: it died"):
         replay_crash(WorkerDiedError("it died", exitcode=1), CountingEnv)
@@ -603,7 +604,8 @@ def test_what_makes_no_environment_is_refused() -> None:
 def test_episodes_whose_beginning_was_not_kept_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(crash_recorder, "MAX_PAST_BYTES", 100)
+    monkeypatch.setattr(crash_scene, "MOST_BYTES", 100)
+    monkeypatch.setattr(tapes, "_CHUNK_BYTES", 1)
     infos = {"env_info": DictTensor({"id": torch.tensor([1]), "length": torch.tensor([99])})}
     error = crash(create_failing, None, 1, {"step": 60}, infos)
     with pytest.raises(UsageError, match=r"first .* actions of this episode were not kept"):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from rlpool import errors
-from rlpool.batch.workforce import WorkersDisagree
 from rlpool.errors import (
     AgentError,
     AgentSpecError,
@@ -158,9 +157,3 @@ def test_an_error_can_be_told_in_other_words(error: WorkerError) -> None:
     assert (other.what, other.fix, other.where) == ("it broke down", "look here", error.where)
     assert str(other.__cause__) == str(error.__cause__)
     assert vars(other).keys() == vars(error).keys()
-
-
-def test_a_disagreement_of_workers_survives_pickling() -> None:
-    again = pickle.loads(pickle.dumps(WorkersDisagree("workers 0 and 1 disagree", [])))
-    assert isinstance(again, SpecError)
-    assert (str(again), again.specs) == ("workers 0 and 1 disagree", [])

@@ -59,7 +59,7 @@ class Witness:
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> Any:
         for request in self.requests:
-            if request.is_running:
+            if request.remaining:
                 self._let_end(request)
         return self._look
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlpool import DictTensor, EpisodeBatcher, GymEnv, TemporalDictTensor
-from rlpool.batch.collector import Collector
+from rlpool.batch.collect import Collector
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.slots.trajectories import Glue, Slice, trajectories_of
 from rlpool.specs import TensorSpec

@@ -11,7 +11,7 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -23,7 +23,7 @@ _ALIGNMENT = 64  # bytes: what torch gives its own tensors
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Payload:
     """Where the parts of a packed object lie in its memory.
 
     Attributes:
@@ -35,7 +35,14 @@ class Parcel:
     buffers: list[tuple[int, int]]
 
 
-def pack(value: Any, allocate: Callable[[int], Memory]) -> tuple[Parcel, Memory]:
+class Packed(NamedTuple):
+    """A packed object: what a message says of it, and the memory that follows the message."""
+
+    payload: Payload
+    memory: Memory
+
+
+def pack(value: Any, allocate: Callable[[int], Memory]) -> Packed:
     """Write an object into new memory.
 
     Tensors arrive on the CPU and without gradients, whatever device they are on here.
@@ -46,7 +53,11 @@ def pack(value: Any, allocate: Callable[[int], Memory]) -> tuple[Parcel, Memory]
     """
     views: list[memoryview] = []
     stream = io.BytesIO()
-    _Pickler(stream, pickle.HIGHEST_PROTOCOL, lambda buffer: views.append(buffer.raw())).dump(value)
+    _Pickler(
+        stream,
+        protocol=pickle.HIGHEST_PROTOCOL,
+        buffer_callback=lambda buffer: views.append(buffer.raw()),
+    ).dump(value)
     head = stream.getbuffer()
     places = []
     end = head.nbytes
@@ -59,26 +70,18 @@ def pack(value: Any, allocate: Callable[[int], Memory]) -> tuple[Parcel, Memory]
     root[: head.nbytes] = head
     for (start, size), view in zip(places, views, strict=True):
         root[start : start + size] = view
-    return Parcel(head.nbytes, places), memory
+    return Packed(Payload(head.nbytes, places), memory)
 
 
-def unpack(parcel: Parcel, memory: Memory) -> Any:
-    """Read an object; its tensors are views on the memory and keep it alive."""
+def unpack(payload: Payload, memory: Memory) -> Any:
+    """Read an object; its tensors are views of the memory and keep it alive."""
     root = memory.root()
-    buffers = [root[start : start + size] for start, size in parcel.buffers]
-    return pickle.loads(root[: parcel.n_pickle].data, buffers=buffers)
+    buffers = [root[start : start + size] for start, size in payload.buffers]
+    return pickle.loads(root[: payload.n_pickle].data, buffers=buffers)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with the data of tensors outside the pickle."""
-
-    def __init__(
-        self,
-        stream: io.BytesIO,
-        protocol: int,
-        buffer_callback: Callable[[pickle.PickleBuffer], Any],
-    ) -> None:
-        super().__init__(stream, protocol=protocol, buffer_callback=buffer_callback)
 
     def reducer_override(self, value: Any) -> Any:
         """Reduce plain tensors to arrays; leave everything else to cloudpickle."""

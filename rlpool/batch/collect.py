@@ -2,48 +2,47 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import numpy as np
 
 from rlpool.agents.agent import Agent, call_problem
 from rlpool.batch.claims import ClaimLock
+from rlpool.batch.commands import (
+    Credit,
+    Execute,
+    Infos,
+    MapBlock,
+    Probe,
+    Probed,
+    Report,
+    Setup,
+    Update,
+    Window,
+)
 from rlpool.batch.plans import AnnounceSeeds, EpisodePlan, WindowPlan
 from rlpool.envs.gym_env import how_to_make_one, is_environment
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import EnvError, RlpoolError, Where, WorkerError, WorkerStartupError
 from rlpool.generators import seed_generators
-from rlpool.loop.plan import Resumed
 from rlpool.loop.rollout import Rollout
-from rlpool.memory.storage import Array, Memory
+from rlpool.memory.storage import Memory
 from rlpool.record.failures import agent_error, described, text_of
+from rlpool.record.tape import Tape
 from rlpool.seeding import LaneSeeds, probe_seed, worker_seed
 from rlpool.signatures import called_with_seed
 from rlpool.slots.blocks import Block
-from rlpool.workers.messages import (
-    Close,
-    Credit,
-    Execute,
-    Failed,
-    MapBlock,
-    Message,
-    Probe,
-    Ready,
-    RequestDone,
-    Retiring,
-    Setup,
-    Update,
-    Window,
-)
-from rlpool.workers.parcel import Parcel, unpack
-from rlpool.workers.shipment import arrived
-from rlpool.workers.wear import Wear
-
-Infos = tuple[dict[str, Array], dict[str, Array]]
-"""``(agent_info, env_info)`` as arrays by key."""
+from rlpool.workers.child import Control, Place, called, run, settle_in
+from rlpool.workers.fast_checks import install_fast_checks
+from rlpool.workers.fast_seeding import FastSeeding
+from rlpool.workers.payload import Payload, unpack
+from rlpool.workers.recycling import Recycling
+from rlpool.workers.wire import Close, Done, Failed, Message, Pipe, Ready, Retiring
 
 
 class Link(Protocol):
@@ -59,37 +58,52 @@ class Link(Protocol):
         """Whether a message is there."""
 
 
+def main(place: Place, connection: Connection, control_fd: int) -> None:
+    """Run a worker process of a batcher.
+
+    Args:
+        place: Which worker it is.
+        connection: The worker's end of its pipe.
+        control_fd: Descriptor of the shared numbers.
+    """
+    # A second descriptor stays open for the lock, which lives on the file behind it.
+    lock = ClaimLock(os.dup(control_fd) if place.n_workers > 1 else None)
+    control = settle_in(place, control_fd)
+    fast_seeding = FastSeeding()
+    fast_seeding.install()
+    install_fast_checks()
+    run(Collector(place, Pipe(connection), lock, control, fast_seeding.announce))
+
+
 def _ignore(seeds: Sequence[int]) -> None:
     """Nobody wants to know the seeds beforehand."""
 
 
 class Collector:
-    """Owns a worker's environments and agent, and carries out the caller's messages.
+    """Owns a worker's environments and agent, and carries out the caller's commands.
 
     Args:
-        setup: What to create.
+        place: Which worker it is.
         link: The line to the caller.
         lock: Guards what the workers share.
-        lane_in_use: Shared element that tells which lane's environment is running.
-        progress: Shared element that counts steps.
+        control: The worker's shared numbers.
         announce_seeds: Is told beforehand which seeds environments will be reset with.
     """
 
     def __init__(
         self,
-        setup: Setup,
+        place: Place,
         link: Link,
         lock: ClaimLock,
-        lane_in_use: memoryview,
-        progress: memoryview,
+        control: Control,
         announce_seeds: AnnounceSeeds = _ignore,
     ) -> None:
-        self._setup = setup
+        self._place = place
         self._link = link
         self._lock = lock
-        self._lane_in_use = lane_in_use
-        self._progress = progress
+        self._control = control
         self._announce_seeds = announce_seeds
+        self._setup = Setup(None)
         self._inbox: deque[tuple[Message, Memory | None]] = deque()
         self._blocks: dict[int, Block] = {}
         self._env: VecEnv | None = None
@@ -98,7 +112,7 @@ class Collector:
         self._lane_seeds: LaneSeeds | None = None
         self._window_infos: Infos | None = None
         self._failed_update: WorkerError | None = None
-        self._wear = Wear(setup.max_episodes, setup.max_rss_bytes)
+        self._recycling = Recycling(place.policy)
 
     @property
     def env(self) -> VecEnv | None:
@@ -107,12 +121,16 @@ class Collector:
 
     def start(self) -> bool:
         """Create environments and agent and report; False if that failed."""
+        setup, memory = self._link.receive()
+        if isinstance(setup, Close):
+            return False
+        self._setup = setup
         try:
-            self._create()
+            self._create(setup.functions if memory is None else memory.root().tobytes())
         except WorkerError as error:
             self._link.send(Failed(error))
             return False
-        self._link.send(self._probed(None))
+        self._link.send(Ready(self._probed(None)))
         return True
 
     def serve(self) -> None:
@@ -133,7 +151,7 @@ class Collector:
         if isinstance(message, Close):
             return False
         if isinstance(message, Probe):
-            self._link.send(self._probed(_infos(message.parcel, memory)[0]))
+            self._link.send(Probed(self._probed(_infos(message.payload, memory)[0])))
         elif isinstance(message, MapBlock):
             for number in message.unmap:
                 self._blocks.pop(number, None)
@@ -155,70 +173,38 @@ class Collector:
                 # Nobody can act on it any more, and the caller is waiting for the end.
                 continue
 
-    def _create(self) -> None:
-        setup = self._setup
-        seed = worker_seed(setup.root, setup.worker)
-        where = Where(worker=setup.worker)
-        try:
-            functions = setup.functions
-            if not isinstance(functions, tuple):
-                functions = pickle.loads(arrived(functions))
-            create_env, env_args, create_agent, agent_args = functions
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            raise _startup_error("loading create_env and create_agent", error, where) from error
+    def _create(self, functions: Any) -> None:
+        seed = worker_seed(self._place.root, self._place.worker)
+        if not isinstance(functions, tuple):
+            functions = called(
+                self._here, "loading create_env and create_agent", pickle.loads, functions
+            )
+        create_env, env_args, create_agent, agent_args = functions
         # Not before they are loaded: a module may seed generators, too, when it is imported. Where
         # this is the caller's process, these are not the caller's generators: see LocalWorker.
         seed_generators(seed)
-        try:
-            env = called_with_seed(create_env, seed, env_args)
-        except (KeyboardInterrupt, WorkerStartupError):
-            raise
-        except BaseException as error:
-            raise _startup_error("create_env", error, where) from error
+        env = called(self._here, "create_env", called_with_seed, create_env, seed, env_args)
         if not isinstance(env, VecEnv):
-            raise WorkerStartupError(
-                f"create_env returned {type(env).__name__}, not a VecEnv",
-                where=where,
-                fix=_how_to_return(env),
-            )
+            what = f"create_env returned {type(env).__name__}, not a VecEnv"
+            raise WorkerStartupError(what, where=self._here, fix=_how_to_return(env))
         self._env = env
-        env.lane_in_use = self._lane_in_use
-        try:
+        env.lane_in_use = self._control.lane
+
+        def seeded_agent() -> Any:
             agent = create_agent(**agent_args)
             if isinstance(agent, Agent):
                 agent.seed(seed)
-        except (KeyboardInterrupt, WorkerStartupError):
-            raise
-        except BaseException as error:
-            raise _startup_error("create_agent", error, where) from error
-        if not isinstance(agent, Agent):
-            raise WorkerStartupError(
-                f"create_agent returned {type(agent).__name__}, not an Agent",
-                where=where,
-                fix="let create_agent return an instance of a subclass of rlpool.Agent, such as "
-                "class MyAgent(Agent, nn.Module)",
-            )
-        problem = call_problem(agent)
-        if problem:
-            what, _, fix = problem.partition("\n  fix:   ")
-            raise WorkerStartupError(what, where=where, fix=fix)
-        n_noise = agent.n_noise
-        if isinstance(n_noise, bool) or not isinstance(n_noise, int) or n_noise < 0:
-            raise WorkerStartupError(
-                f"n_noise of the agent is {n_noise!r}, not a number of random numbers per step",
-                where=where,
-                fix="set n_noise to an int of at least 0",
-            )
-        self._agent = agent
-        self._rollout = Rollout(agent, env, setup.worker, self._progress, seed)
+            return agent
 
-    def _probed(self, infos: Infos | None) -> Ready:
+        self._agent = agent = called(self._here, "create_agent", seeded_agent)
+        what, fix = _agent_problem(agent)
+        if what:
+            raise WorkerStartupError(what, where=self._here, fix=fix)
+        self._rollout = Rollout(agent, env, self._place.worker, self._control.steps, seed)
+
+    def _probed(self, infos: Infos | None) -> Report:
         """Learn the keys, with the infos of the first lanes if there are any."""
-        env, rollout = self._env, self._rollout
-        if env is None or rollout is None:
-            raise LookupError("probed before start")
+        env, rollout = self._parts
         agent_info, env_info = infos or ({}, {})
         columns = {key: array.tolist() for key, array in env_info.items()}
         options: list[Options] = [None] * env.n_lanes
@@ -230,20 +216,26 @@ class Collector:
         lanes = np.arange(env.n_lanes)
         rows = {key: array[lanes % len(array)] for key, array in agent_info.items()}
         try:
-            specs = rollout.probe(probe_seed(self._setup.root), options, rows or None)
+            specs = rollout.probe(probe_seed(self._place.root), options, rows or None)
         except RlpoolError as error:
-            return Ready(env.n_lanes, None, error)
-        return Ready(env.n_lanes, specs)
+            return Report(env.n_lanes, None, error)
+        return Report(env.n_lanes, specs)
+
+    @property
+    def _parts(self) -> tuple[VecEnv, Rollout]:
+        if self._env is None or self._rollout is None:
+            raise LookupError("asked for something before it was set up")
+        return self._env, self._rollout
 
     def _update(self, message: Update, memory: Memory | None) -> None:
         if memory is None or self._agent is None:
             return
         try:
-            self._agent.update(unpack(message.parcel, memory))
+            self._agent.update(unpack(message.payload, memory))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and self._setup.in_process:
                 raise  # Ctrl-C: the next get() does it again
-            failure = agent_error(error, Where(worker=self._setup.worker), "agent.update")
+            failure = agent_error(error, self._here, "agent.update")
             failure.__cause__ = error
             self._failed_update = failure
         else:
@@ -251,76 +243,76 @@ class Collector:
 
     def _run(self, message: Execute | Window, memory: Memory | None) -> bool:
         """Run a request's share; False if this worker has to end, finished or not."""
-        request, send = message.request, self._link.send
+        number, send = message.number, self._link.send
         if self._failed_update is not None:
             # The request was to run with the policy that could not be taken over.
-            send(Failed(self._failed_update, request))
-            send(RequestDone(request))
+            send(Failed(self._failed_update, number))
+            send(Done(number))
             return True
         try:
             self._carry_out(message, memory)
         except WorkerError as error:
-            send(Failed(error, request))
-            if isinstance(error, EnvError) and self._setup.quits_on_env_error:
+            send(Failed(error, number))
+            if isinstance(error, EnvError) and self._place.policy.restarts_on_env_errors:
                 return False  # its successor will finish what is left
         except BaseException as error:
             if self._setup.in_process:
                 raise  # as it is: most likely it was raised by a handler of one of its signals
             what, text = f"the worker failed with {described(error)}", text_of(error)
-            send(Failed(WorkerError(what, where=self._here, traceback_text=text), request))
-        if self._wear.is_worn:
+            send(Failed(WorkerError(what, where=self._here, traceback_text=text), number))
+        if self._recycling.is_due():
             if isinstance(message, Window):
-                send(RequestDone(request))  # windows are never left half-way
-            send(Retiring(str(self._wear)))
+                send(Done(number))  # windows are never left half-way
+            send(Retiring(str(self._recycling)))
             return False
-        send(RequestDone(request))
+        self._control.done[0] += 1
+        send(Done(number))
         return True
 
     @property
     def _here(self) -> Where:
-        return Where(worker=self._setup.worker)
+        return Where(worker=self._place.worker)
 
     def _carry_out(self, message: Execute | Window, memory: Memory | None) -> None:
-        rollout, env = self._rollout, self._env
-        if rollout is None or env is None:
-            raise LookupError("asked to run before start")
-        infos, resumed = _infos(message.parcel, memory)
+        env, rollout = self._parts
+        infos, resumed = _infos(message.payload, memory)
         if isinstance(message, Execute):
             plan = self._episodes(message, infos)
-            if self._setup.n_workers == 1:
+            if self._place.n_workers == 1:
                 plan.announce_to(env)
             rollout.run(plan)
             return
-        windows = self._window(message, infos)
+        window = self._window(message, infos)
         if resumed:
-            rollout.resume(windows, resumed)
-        rollout.run(windows)
+            rollout.resume(window, resumed)
+        rollout.run(window)
 
     def _episodes(self, message: Execute, infos: Infos | None) -> EpisodePlan:
         return EpisodePlan(
             message,
-            self._setup.worker,
+            self._place,
             self._blocks[message.block],
-            self._setup.root,
             infos,
             self._lock,
             self._link.send,
             self._receive_credit,
             self._announce_seeds,
-            self._wear,
+            self._recycling,
+            self._control.done,
         )
 
     def _window(self, message: Window, infos: Infos | None) -> WindowPlan:
-        setup, block = self._setup, self._blocks[message.block]
+        _, rollout = self._parts
         if message.is_first or self._lane_seeds is None:
-            if self._rollout is not None:
-                self._rollout.abandon()
-            self._lane_seeds = LaneSeeds(setup.root, message.n_resets, message.n_restarts)
+            rollout.abandon()
+            self._lane_seeds = LaneSeeds(self._place.root, message.n_resets, message.n_restarts)
             self._window_infos = infos
-        seeds, infos = self._lane_seeds, self._window_infos
-        return WindowPlan(message, setup.worker, block, seeds, infos, self._wear)
+        block, seeds = self._blocks[message.block], self._lane_seeds
+        return WindowPlan(
+            message, self._place.worker, block, seeds, self._window_infos, self._recycling
+        )
 
-    def _receive_credit(self, request: int, blocking: bool) -> list[int] | None:
+    def _receive_credit(self, number: int, blocking: bool) -> list[int] | None:
         """Slots that came back; other messages are kept for later."""
         slots: list[int] = []
         n_seen = 0
@@ -328,18 +320,20 @@ class Collector:
             message, memory = self._link.receive()
             n_seen += 1
             if isinstance(message, Credit):
-                if message.request == request:
+                if message.number == number:
                     slots.extend(message.slots)
             else:
                 self._inbox.append((message, memory))
         return slots if n_seen else None
 
 
-def _infos(parcel: Parcel | None, memory: Memory | None) -> tuple[Infos | None, Sequence[Resumed]]:
+def _infos(
+    payload: Payload | None, memory: Memory | None
+) -> tuple[Infos | None, Mapping[int, Tape]]:
     """Infos of a request, and lanes that another worker had begun."""
-    if parcel is None or memory is None:
-        return None, ()
-    agent_info, env_info, resumed = unpack(parcel, memory)
+    if payload is None or memory is None:
+        return None, {}
+    agent_info, env_info, resumed = unpack(payload, memory)
     return (agent_info, env_info), resumed
 
 
@@ -354,13 +348,17 @@ def _how_to_return(made: Any) -> str:
     return how_to_make_one(made)
 
 
-def _startup_error(what: str, error: BaseException, where: Where) -> WorkerStartupError:
-    return WorkerStartupError(
-        f"{what} raised {described(error)}",
-        where=where,
-        traceback_text=text_of(error),
-    )
-
-
-Deliver = Callable[[int, Any], None]
-"""``(worker, message)``: how a message reaches the caller's bookkeeping."""
+def _agent_problem(agent: Any) -> tuple[str, str]:
+    """What is wrong with what ``create_agent`` returned, and what to do; empty if nothing is."""
+    if not isinstance(agent, Agent):
+        what = f"create_agent returned {type(agent).__name__}, not an Agent"
+        advice = "let create_agent return an instance of a subclass of rlpool.Agent"
+        return what, f"{advice}, such as class MyAgent(Agent, nn.Module)"
+    what, _, fix = (call_problem(agent) or "").partition("\n  fix:   ")
+    if what:
+        return what, fix
+    n_noise = agent.n_noise
+    if isinstance(n_noise, bool) or not isinstance(n_noise, int) or n_noise < 0:
+        what = f"n_noise of the agent is {n_noise!r}, not a number of random numbers per step"
+        return what, "set n_noise to an int of at least 0"
+    return "", ""

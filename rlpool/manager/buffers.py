@@ -8,9 +8,9 @@ own lanes, the caller sees all of them::
     reward, flags             written by the workers; cleared by the caller when a lane is reset
     action  [n_lanes]         written by the caller
     elapsed, seed, ahead      bookkeeping per lane
-    order, finished, ...      bookkeeping per worker
+    step, finished, ...       bookkeeping per worker
 
-Nobody locks: a worker touches its rows between an order and its end, the caller otherwise.
+Nobody locks: a worker touches its rows between a command and its end, the caller otherwise.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _PER_LANE = {
     "asked": TensorSpec((), np.dtype(bool)),  # whether the lane takes part in a partial step
 }
 _PER_WORKER = {
-    "order": _INT64,  # number of the step that was asked for last
+    "step": _INT64,  # number of the step that was asked for last
     "partial": _INT64,  # whether it is for all lanes of the worker
-    "finished": _INT64,  # number of the order that was carried out last
-    "outcome": _INT64,  # of that order
+    "finished": _INT64,  # number of the command that was carried out last
+    "outcome": _INT64,  # of that command
     "writing": _INT64,  # number of the last step whose observations were written, if only in part
 }
 
 
 @dataclass(frozen=True)
-class ArenaLayout:
-    """How an arena is divided.
+class BufferLayout:
+    """How the buffers is divided.
 
     Attributes:
         n_lanes: Lanes of all workers.
@@ -72,7 +72,7 @@ class ArenaLayout:
         }
 
     def carve(self, root: Array) -> dict[str, Array]:
-        """The named arrays of an arena."""
+        """The named arrays of the buffers."""
         arrays: dict[str, Array] = {}
         start = 0
         for specs, n_rows in (
@@ -95,11 +95,11 @@ class ArenaLayout:
         return {"flags": TensorSpec((self.n_lanes,), np.dtype(bool))}
 
 
-class Arena:
-    """An arena as one process sees it.
+class Buffers:
+    """The buffers as one process sees them.
 
     Args:
-        layout: How it is divided.
+        layout: How they are divided.
         memory: The memory.
         lanes: The lanes that this process sees, all by default.
 
@@ -110,11 +110,11 @@ class Arena:
         reward: float32 ``[lanes]``.
         flags: bool ``[4, lanes]``.
         elapsed, seed, is_ahead, asked: ``[lanes]``.
-        order, partial, finished, outcome, writing: One int64 per worker, as memoryviews, which
+        step, partial, finished, outcome, writing: One int64 per worker, as memoryviews, which
             are read faster than arrays.
     """
 
-    def __init__(self, layout: ArenaLayout, memory: Memory, lanes: slice = slice(None)) -> None:
+    def __init__(self, layout: BufferLayout, memory: Memory, lanes: slice = slice(None)) -> None:
         self._memory = memory
         arrays = layout.carve(memory.root())
         self.observation = {k: arrays[OBSERVATION + k][lanes] for k in layout.observation}
@@ -126,7 +126,7 @@ class Arena:
         self.seed = arrays["seed"][lanes]
         self.is_ahead = arrays["ahead"][lanes]
         self.asked = arrays["asked"][lanes]
-        self.order = arrays["order"].data
+        self.step = arrays["step"].data
         self.partial = arrays["partial"].data
         self.finished = arrays["finished"].data
         self.outcome = arrays["outcome"].data
@@ -154,7 +154,7 @@ class Arena:
 
 
 def observation_specs(leaves: Mapping[str, Leaf]) -> dict[str, TensorSpec]:
-    """What an arena keeps of observations with these keys."""
+    """What the buffers keeps of observations with these keys."""
     specs = {}
     for key, leaf in leaves.items():
         specs[OBSERVATION + key] = specs[AHEAD + OBSERVATION + key] = leaf.spec

@@ -1,13 +1,15 @@
-"""The caller's end of the pipe to a worker: neither writing nor reading waits for the worker.
+"""What travels between the caller and any worker process, and both ends of the pipe.
 
-A worker may be stopped, or too busy to read, at any time, and the other way round nobody may be
-reading what it writes. So what the pipe does not take is kept here and written whenever the caller
-looks, and what has arrived of a message is kept until the rest is there::
+Messages are small records; data never travels, only the descriptors of memory that holds it. A
+message with memory is followed by its descriptor on the same pipe, in the order of ``send``.
 
-    send() -> unsent messages -> flush() -> socket -> worker's Pipe.receive()
-    receive() <- bytes received so far   <- socket <- worker's Pipe.send()
+The worker's end waits; the caller's never does. A worker may be stopped, or too busy to read, and
+the other way round nobody may be reading what it writes. So what the pipe does not take is kept
+here and written whenever the caller looks, and what has arrived of a message is kept until the
+rest is there::
 
-Messages and descriptors share the socket, in the order of their ``send``.
+    CallerPipe.send() -> unsent messages -> flush() -> socket -> Pipe.receive()
+    CallerPipe.receive() <- bytes received so far   <- socket <- Pipe.send()
 """
 
 from __future__ import annotations
@@ -19,9 +21,63 @@ import socket
 import struct
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
 
+from rlpool.errors import WorkerError
 from rlpool.memory.storage import Memory
-from rlpool.workers.messages import Message
+
+Message = Any
+
+
+@dataclass(frozen=True)
+class Close:
+    """To a worker: close the environments and the agent, and end."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """From a worker, once: it has what it was told to create.
+
+    Attributes:
+        report: What the caller wants to know of it.
+    """
+
+    report: Any
+
+
+@dataclass(frozen=True)
+class Failed:
+    """From a worker: the user's code failed.
+
+    Attributes:
+        error: The error, as text and integers.
+        command: Number of the command that cannot be carried out, ``None`` outside of commands:
+            then the worker ends.
+    """
+
+    error: WorkerError
+    command: int | None = None
+
+
+@dataclass(frozen=True)
+class Done:
+    """From a worker: it has no part in a command any more, done or failed."""
+
+    command: int
+
+
+@dataclass(frozen=True)
+class Retiring:
+    """From a worker: it has run long enough and ends, to be replaced.
+
+    Attributes:
+        why: What it has done.
+    """
+
+    why: str
+
 
 _READ_BYTES = 2**16
 
@@ -116,20 +172,17 @@ class CallerPipe:
             if not words:
                 raise EOFError
             self._received += words
-        return pickle.loads(body)[0]
+        return pickle.loads(body)
 
     def _next_body(self) -> bytearray | None:
         """Take a message off what was received, if there is one."""
         received = self._received
-        start = 4
-        if len(received) < start:
-            return None
-        (size,) = struct.unpack_from("!i", received)
-        if size < 0:
-            start = 12
+        for start, form, offset in ((4, "!i", 0), (12, "!Q", 4)):
             if len(received) < start:
                 return None
-            (size,) = struct.unpack_from("!Q", received, 4)
+            (size,) = struct.unpack_from(form, received, offset)
+            if size >= 0:
+                break
         if len(received) < start + size:
             return None
         body = received[start : start + size]
@@ -152,3 +205,53 @@ class CallerPipe:
             if fd is not None:
                 os.close(fd)
         self._socket.close()
+
+
+class Pipe:
+    """A worker's end of the pipe to the caller.
+
+    Args:
+        connection: A duplex connection over a Unix socket, at the other end of which is a
+            ``CallerPipe``.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._poller = select.poll()
+        self._poller.register(connection.fileno(), select.POLLIN)
+
+    def fileno(self) -> int:
+        """The descriptor to poll."""
+        return self._connection.fileno()
+
+    def send(self, message: Message) -> None:
+        """Send a message, waiting until the caller has read enough of what was sent before.
+
+        Raises:
+            OSError: If the other end is gone.
+        """
+        self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+    def receive(self) -> tuple[Message, Memory | None]:
+        """Wait for a message, and for its memory.
+
+        The mapping is private, so that what this process writes stays its own, unless the
+        message's class says ``shares_memory``.
+
+        Raises:
+            EOFError, OSError: If the other end is gone.
+        """
+        message, size = pickle.loads(self._connection.recv_bytes())
+        if size is None:
+            return message, None
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate:
+            _, descriptors, _, _ = socket.recv_fds(duplicate, 1, 1)
+        if not descriptors:
+            raise EOFError("the descriptor of a message is missing")
+        is_private = not getattr(message, "shares_memory", False)
+        return message, Memory.attach(descriptors[0], size, private=is_private)
+
+    def poll(self) -> bool:
+        """Whether a message, or the end, can be read without waiting."""
+        # Connection.poll() makes a new selector for every call, which costs 20 times as much.
+        return not self._connection.closed and bool(self._poller.poll(0))

@@ -1,70 +1,58 @@
-"""What travels between the caller and workers that only hold environments.
+"""What the caller tells workers that hold environments, and what they say of it.
 
-Steps are no messages: they are asked for in the arena, and both sides wake each other. Everything
-that is rare travels through the pipe.
+A step is no message: it is asked for in the buffers, and both sides wake each other. Everything
+that is rare travels through the pipe. Steps and resets of lanes are numbered commands, of which a
+worker has one at a time: it notes in the buffers which one it has finished, and how.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError
-from rlpool.manager.arena import ArenaLayout
-from rlpool.manager.episode_log import Actions, Reached
+from rlpool.manager.buffers import BufferLayout
 from rlpool.memory.storage import Array
+from rlpool.record.tape import Actions, Tape
 from rlpool.specs import Structure, TensorSpec
-from rlpool.workers.parcel import Parcel
-from rlpool.workers.shipment import Shipment
-from rlpool.workers.wake import Wake
+from rlpool.workers.payload import Payload
 
 
 @dataclass(frozen=True)
-class EnvSetup:
-    """What a worker that holds environments needs to begin.
+class Setup:
+    """What a worker has to create, the first message to it.
 
     Attributes:
-        functions: The functions that make its environments, pickled by cloudpickle; they arrive
-            as bytes.
+        functions: The functions that make its environments, pickled by cloudpickle.
         options: Keyword arguments of its ``GymEnv``.
-        worker: The worker's number.
-        n_workers: How many there are.
         first_lane: Number of its first environment.
-        root: Root of all seeds.
-        wake: What the worker waits for, beside its pipe: a step was asked for.
-        done: What it signals when an order is carried out.
-        max_episodes: How many episodes it may begin, ``None`` for no limit.
     """
 
-    functions: Shipment | bytes
+    functions: bytes
     options: Mapping[str, Any]
-    worker: int
-    n_workers: int
     first_lane: int
-    root: int
-    wake: Wake
-    done: Wake
-    max_episodes: int | None = None
 
 
 # From the caller to a worker ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class MapArena:
-    """Use this arena from now on; its memory follows.
+class MapBuffers:
+    """Use these buffers from now on; their memory follows.
 
     Attributes:
-        layout: How it is divided.
+        layout: How they are divided.
         n_seen: Number of the last step that the worker, or its predecessor, was asked for.
         is_successor: Whether ``Restore`` follows, before anything else is to be done.
     """
 
-    layout: ArenaLayout
+    layout: BufferLayout
     n_seen: int = 0
     is_successor: bool = False
+
+    shares_memory: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -74,6 +62,8 @@ class MapObservations:
     structure: Structure
     n_lanes: int
 
+    shares_memory: ClassVar[bool] = True
+
 
 @dataclass(frozen=True)
 class MapActions:
@@ -81,6 +71,8 @@ class MapActions:
 
     specs: Mapping[str, TensorSpec]
     n_lanes: int
+
+    shares_memory: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -105,13 +97,13 @@ class Reset:
     """Reset lanes. Lanes are numbered within the worker, here and below.
 
     Attributes:
-        order: Number of the order.
+        number: Number of the command.
         lanes: Ascending.
         seeds: One per lane.
         options: One per lane.
     """
 
-    order: int
+    number: int
     lanes: Sequence[int]
     seeds: Sequence[int]
     options: Sequence[Options]
@@ -122,10 +114,10 @@ class Restore:
     """Bring the environments to where those of the predecessor were.
 
     Attributes:
-        parcel: A ``Predecessor``, whose memory follows.
+        payload: A ``Predecessor``, whose memory follows.
     """
 
-    parcel: Parcel
+    payload: Payload
 
 
 @dataclass(frozen=True)
@@ -133,21 +125,19 @@ class Predecessor:
     """What a successor has to know. Lanes are numbered within the worker.
 
     Attributes:
-        reached: Per lane how it got to where it was, before a step that was not finished.
+        tapes: Per lane how it got to where it was, before a step that was not finished.
         unfinished: Number of that step, 0 if there is none.
-        actions: Its actions per lane that takes part.
+        actions: Its actions ``[1, ...]`` per lane that takes part.
         remote_seeds: Per lane the seed that a remote gave last, ``None`` if it gave none, and how
             many resets of remotes have used such seeds since.
         closed: Lanes that were closed.
-        n_begun: How many episodes count as begun by the successor.
     """
 
-    reached: Mapping[int, Reached]
+    tapes: Mapping[int, Tape]
     unfinished: int
     actions: Mapping[int, Actions]
     remote_seeds: Mapping[int, tuple[int | None, int]]
     closed: Sequence[int]
-    n_begun: int
 
 
 @dataclass(frozen=True)
@@ -163,8 +153,8 @@ class Call:
 
 
 @dataclass(frozen=True)
-class EnvReady:
-    """The worker has its environments.
+class Report:
+    """What a worker knows of its environments.
 
     Attributes:
         n_lanes: Number of them.
@@ -195,7 +185,7 @@ class LaneFailed:
     """An environment failed.
 
     Attributes:
-        order: Number of the order.
+        number: Number of the command.
         lane: The lane.
         call: ``"reset"`` or ``"step"``.
         error: What happened, its ``where`` without lane.
@@ -203,7 +193,7 @@ class LaneFailed:
             try again.
     """
 
-    order: int
+    number: int
     lane: int
     call: str
     error: EnvError

@@ -1,14 +1,14 @@
 """Steps and resets of environments in workers: who is asked, who is waited for, who failed.
 
-An order is a step or a reset of some of a worker's lanes. Each worker has one at a time; the
-numbers of the order it was given last and of the one it finished last tell whether it is busy. A
-step is asked for by writing into the arena and waking the worker; a reset travels through its
-pipe. Either way the worker says that it is done by a number in the arena and a wake, so that what
-was interrupted can be waited for again.
+Each worker has one command at a time, a step or a reset of some of its lanes. The numbers of the
+command that it was given last and of the one it finished last tell whether it is busy. A step is
+asked for by writing into the buffers and waking the worker; a reset travels through its pipe.
+Either way the worker says that it is done by a number in the buffers and a wake, so that a wait
+that was interrupted can be taken up again.
 
-A signal's handler may raise anywhere. A step is therefore written down before it is asked for, and
-asking again changes nothing: whoever comes next finds it, goes on where the interruption was, and
-waits for it. What is rarer than a step is done while such handlers wait.
+Commands are given while handlers of signals wait, so that they are given whole and on the lanes'
+tapes, or not at all. The step that was given last is kept until the user has been told what became
+of it: whoever was interrupted meanwhile may ask for it again, and gets the same.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ import numpy as np
 from rlpool.envs.vec_env import LaneError, Options
 from rlpool.errors import EnvError, EnvSpecError, SpecError, UsageError, Where
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.manager.arena import ALL_LANES, FAILED, SOME_LANES
-from rlpool.manager.env_crew import EnvCrew
-from rlpool.manager.env_messages import Announce, Reset
-from rlpool.manager.watched_crew import ENV_HINT
+from rlpool.manager.buffers import ALL_LANES, FAILED, SOME_LANES
+from rlpool.manager.commands import Announce, Reset
+from rlpool.manager.dispatch import ENV_HINT, EnvWorkers
 from rlpool.memory.storage import Array
 from rlpool.record.failures import DEBUG_HINT
 
@@ -38,41 +37,34 @@ class Step:
     Attributes:
         lanes: The lanes.
         workers: Their workers.
-        numbers: The numbers of these workers' orders.
-        row: Of the log.
         is_waited_for: Whether the call that asked for it waits for all of it.
-        is_issued: Whether all workers were asked.
     """
 
     lanes: list[int]
     workers: list[int]
-    numbers: list[int]
-    row: int
     is_waited_for: bool
-    is_issued: bool = False
 
 
-class Orders:
-    """Gives the workers orders and waits for them.
+class Stepper:
+    """Gives the workers commands and waits for them.
 
     Args:
-        crew: The workers, their arena mapped.
+        workers: The workers, their buffers mapped.
 
     Attributes:
         open: The step that was asked for last, until the user has been told what became of it.
             Whoever tells them sets it to None; it is found here if that was interrupted.
     """
 
-    def __init__(self, crew: EnvCrew) -> None:
-        self._crew = crew
-        self._arena = crew.arena
-        self._log = crew.log
-        self._issued, self._finished = crew.issued, crew.arena.finished
+    def __init__(self, workers: EnvWorkers) -> None:
+        self._workers = workers
+        self._buffers = workers.buffers
+        self._issued, self._finished = workers.issued, workers.buffers.finished
         self.open: Step | None = None
         self._last_lanes: list[int] | None = None  # of the last step
         self._last_workers: list[int] = []
-        self._ordered: dict[int, Sequence[int]] = {}  # worker: lanes of its last order
-        self._stale: set[int] = set()  # lanes that took part in an order that failed
+        self._commanded: dict[int, Sequence[int]] = {}  # worker: lanes of its last command
+        self._stale: set[int] = set()  # lanes that took part in a command that failed
         # What was asked for and not waited for yet:
         self._in_flight: dict[int, list[int]] = {}  # worker: lanes that are stepping
         self._ready: set[int] = set()  # lanes that have stepped
@@ -80,24 +72,21 @@ class Orders:
 
     def announce(self, seeds: Sequence[int], env_info: Mapping[str, Array]) -> None:
         """Tell every worker which episodes will come in its lanes."""
-        crew = self._crew
-        self.settle(range(crew.n_lanes))
-        lanes = np.arange(len(seeds)) % crew.n_lanes
+        workers = self._workers
+        self.settle(range(workers.n_lanes))
+        lanes = np.arange(len(seeds)) % workers.n_lanes
         words = np.asarray(seeds, np.int64)
-        messages = []
-        for own in crew.lanes_of:
-            rows = np.flatnonzero((lanes >= own[0]) & (lanes <= own[-1]))
-            infos = {key: array[rows] for key, array in env_info.items()}
-            messages.append(Announce(crew.n_lanes, rows, words[rows], infos))
         with InterruptsHeld():
-            self._arena.is_ahead[:] = -1
-            for worker, message in enumerate(messages):
-                crew.announce(worker, message)
+            self._buffers.is_ahead[:] = -1
+            for worker, own in enumerate(workers.lanes_of):
+                rows = np.flatnonzero((lanes >= own[0]) & (lanes <= own[-1]))
+                infos = {key: array[rows] for key, array in env_info.items()}
+                workers.announce(worker, Announce(workers.n_lanes, rows, words[rows], infos))
 
     # All together -----------------------------------------------------------------------------
 
     def step(self, lanes: list[int]) -> bool:
-        """Let lanes step with the actions in the arena, and wait for all of them.
+        """Let lanes step with the actions in the buffers, and wait for all of them.
 
         An ``open`` step, which is of the same lanes, is not made again.
 
@@ -110,66 +99,42 @@ class Orders:
         """
         step = self.open
         if step is None:
-            if lanes != self._last_lanes or self._crew.has_called:
+            if lanes != self._last_lanes or self._workers.has_called:
                 self._last_lanes = None
                 self._last_workers = self._divide(lanes)
                 self._last_lanes = lanes[:]
             step = self._issue(self._last_lanes, self._last_workers, is_waited_for=True)
-        return self._finish(step.workers)
+        return self.finish(step.workers)
 
     def reset(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> list[int]:
         """Reset lanes, whose workers have settled; returns the workers to be waited for."""
-        crew = self._crew
+        workers = self._workers
         rows: dict[int, list[int]] = {}
         for row, lane in enumerate(lanes):
-            crew.options[lane] = options[row]
-            rows.setdefault(crew.worker_of[lane], []).append(row)
+            workers.options[lane] = options[row]
+            rows.setdefault(workers.worker_of[lane], []).append(row)
         for worker, mine in rows.items():
-            first = crew.lanes_of[worker].start
+            first = workers.lanes_of[worker].start
             message = Reset(
                 self._issued[worker] + 1,
                 [lanes[row] - first for row in mine],
                 [seeds[row] for row in mine],
                 [options[row] for row in mine],
             )
-            crew.order_reset(worker, message)
-            self._ordered[worker] = [lanes[row] for row in mine]
+            workers.reset(worker, message)
+            self._commanded[worker] = [lanes[row] for row in mine]
         self._last_lanes = None
-        self._stale.difference_update(lanes)
-        self._note_in_log(lanes, seeds, options)
+        self.note_begun(lanes, seeds, options)
         return list(rows)
-
-    def wait_for_resets(self, workers: Sequence[int]) -> None:
-        """Wait for lanes that are being reset.
-
-        Raises:
-            LaneFailure: If an environment failed.
-            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
-        """
-        self._finish(workers)
-
-    def begin(self) -> None:
-        """Go on with a step that was interrupted while it was asked for, or refuse to go on.
-
-        What every call begins with: successors have to be told what was asked for.
-
-        Raises:
-            UsageError, WorkerDiedError, WorkerTimeoutError: See ``EnvCrew.check_open``.
-        """
-        crew, step = self._crew, self.open
-        if step is not None and not step.is_issued and not crew.closed:
-            crew.refuse_forked_copy()
-            self._ask_for(step)
-        crew.check_open()
 
     def close_step(self) -> None:
         """Wait for a step that was interrupted, and forget what became of it."""
         step = self.open
         if step is not None and step.is_waited_for:
             with suppress(EnvError):
-                self._finish(step.workers)
+                self.finish(step.workers)
         self.open = None
 
     def settle(self, lanes: Sequence[int]) -> None:
@@ -177,54 +142,46 @@ class Orders:
         self.close_step()
         if self._in_flight or self._ready or self._failed:
             self._drop(lanes)
-        self._settle({self._crew.worker_of[lane] for lane in lanes})
+        self._settle({self._workers.worker_of[lane] for lane in lanes})
 
     def _settle(self, workers: Iterable[int]) -> None:
         busy = [worker for worker in workers if self._issued[worker] != self._finished[worker]]
         if busy:
             with suppress(EnvError):
-                self._finish(busy)
+                self.finish(busy)
 
     def _issue(self, lanes: list[int], workers: list[int], *, is_waited_for: bool) -> Step:
         """Ask for a step of lanes, which are those of ``_divide``."""
-        issued = self._issued
-        for worker in workers:
-            if issued[worker] != self._finished[worker]:
-                self._settle([worker])
-        row = 0 if self._log is None else self._log.next_row()
-        numbers = [issued[worker] + 1 for worker in workers]
-        self.open = step = Step(lanes, workers, numbers, row, is_waited_for)
-        self._ask_for(step)
-        return step
-
-    def _ask_for(self, step: Step) -> None:
-        """Wake workers for a step. Done again, it changes nothing."""
-        issued, order, wakes = self._issued, self._arena.order, self._crew.wakes
-        if self._log is not None:
-            self._log.note_step(step.lanes, step.row)
-        for worker, number in zip(step.workers, step.numbers, strict=True):
-            if not step.is_waited_for:
-                self._in_flight[worker] = list(self._ordered[worker])
-            issued[worker] = number
-            order[worker] = number
-            wakes[worker].signal()
-        step.is_issued = True
-
-    def _finish(self, workers: Sequence[int]) -> bool:
-        """Wait until workers have carried out their orders; returns whether an episode ended."""
-        crew, outcome = self._crew, self._arena.outcome
-        while True:
-            crew.wait_idle(workers)
-            some_ended = False
+        issued, step, wakes = self._issued, self._buffers.step, self._workers.wakes
+        self._settle(workers)
+        with InterruptsHeld():
+            if self._workers.tapes is not None:
+                self._workers.tapes.record_step(lanes)
             for worker in workers:
-                if outcome[worker]:
-                    some_ended = True
-            if not some_ended:
-                return False
-            failed = [worker for worker in workers if outcome[worker] == FAILED]
-            again = [worker for worker in failed if crew.try_again(worker)]
-            if not again:
-                break
+                if not is_waited_for:
+                    self._in_flight[worker] = list(self._commanded[worker])
+                issued[worker] += 1
+                step[worker] = issued[worker]
+                wakes[worker].signal()
+            self.open = Step(lanes, workers, is_waited_for)
+        return self.open
+
+    def finish(self, workers: Sequence[int]) -> bool:
+        """Wait until workers have carried out their commands; returns whether an episode ended.
+
+        Raises:
+            LaneFailure: If an environment failed.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+        """
+        outcome = self._buffers.outcome
+        self._workers.wait_idle(workers)
+        some_ended = False
+        for worker in workers:
+            if outcome[worker]:
+                some_ended = True
+        if not some_ended:
+            return False
+        failed = [worker for worker in workers if outcome[worker] == FAILED]
         if failed:
             with InterruptsHeld():
                 for worker in failed:
@@ -234,72 +191,57 @@ class Orders:
             raise failure
         return True
 
-    def note_reset(self, lanes: Sequence[int]) -> None:
-        """Take note that lanes were reset in another way than by ``reset``."""
-        self._stale.difference_update(lanes)
-
     def note_begun(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> None:
-        """Take note that lanes go on with episodes that their workers have begun."""
+        """Take note that lanes begin episodes, or go on with those that their workers began."""
         self.note_reset(lanes)
-        self._note_in_log(lanes, seeds, options)
-        for lane in lanes:
-            self._crew.recycling.note_begun(self._crew.worker_of[lane], 1)
-
-    def _note_in_log(
-        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
-    ) -> None:
-        if self._log is not None:
+        if self._workers.tapes is not None:
             for lane, seed, option in zip(lanes, seeds, options, strict=True):
-                self._log.note_reset(lane, seed, option)
+                self._workers.tapes.record_reset(lane, seed, option)
+
+    def note_reset(self, lanes: Sequence[int]) -> None:
+        """Take note that lanes are reset, which makes good whatever was wrong with them."""
+        self._stale.difference_update(lanes)
 
     def _note_failure(self, worker: int) -> None:
-        """Nobody knows what the lanes of a failed order have done: they need a reset."""
-        self._stale.update(self._ordered[worker])
+        """Nobody knows what the lanes of a failed command have done: they need a reset."""
+        self._stale.update(self._commanded[worker])
         self._last_lanes = None
-        if self._log is not None:
-            self._crew.capsules.remember(worker, self._ordered[worker])
-            for lane in self._ordered[worker]:
-                self._log.forget(lane)
+        if self._workers.tapes is not None:
+            for lane in self._commanded[worker]:
+                self._workers.tapes.forget(lane)
 
     def _divide(self, lanes: Sequence[int]) -> list[int]:
         """Find the workers of lanes, and mark the lanes of those that shall not step all."""
-        crew, arena = self._crew, self._arena
-        crew.refuse_bad_lanes(lanes)
+        workers, buffers = self._workers, self._buffers
+        workers.refuse_bad_lanes(lanes)
         self.refuse_stepping(lanes)
         self._refuse_stale(lanes)
-        crew.has_called = False
-        asked = np.zeros(crew.n_lanes, bool)
+        workers.has_called = False
+        asked = np.zeros(workers.n_lanes, bool)
         asked[list(lanes)] = True
-        workers = []
-        for worker, own in enumerate(crew.lanes_of):
+        found = []
+        for worker, own in enumerate(workers.lanes_of):
             mine = asked[own.start : own.stop]
             if mine.any():
                 self._settle([worker])
-                arena.asked[own.start : own.stop] = mine
-                arena.partial[worker] = ALL_LANES if mine.all() else SOME_LANES
-                self._ordered[worker] = [lane for lane in lanes if lane in own]
-                workers.append(worker)
-        return workers
+                buffers.asked[own.start : own.stop] = mine
+                buffers.partial[worker] = ALL_LANES if mine.all() else SOME_LANES
+                self._commanded[worker] = [lane for lane in lanes if lane in own]
+                found.append(worker)
+        return found
 
     def _failure(self, worker: int) -> LaneFailure:
-        """What a worker reports about the order that failed."""
-        crew = self._crew
-        failure = crew.failure_of(worker)
-        lane = crew.lanes_of[worker][failure.lane]
-        where = crew.where(lane)
-        if failure.call == "reset":
-            where = where._replace(step=0)
-        error = failure.error
-        if not failure.is_lost:
-            error = crew.capsules.of_order(error, failure.call, where)
-        return lane_failure(error, lane, failure.call, where)
+        """What a worker reports about the command that failed."""
+        failed, error = self._workers.failure(worker)
+        lane = self._workers.lanes_of[worker][failed.lane]
+        return lane_failure(error, lane, failed.call, error.where)
 
     # First come, first served -----------------------------------------------------------------
 
     def begin_some(self, lanes: Sequence[int]) -> None:
-        """Let lanes step with the actions in the arena, while others may be stepping."""
+        """Let lanes step with the actions in the buffers, while others may be stepping."""
         self._last_lanes = None
         self._issue(list(lanes), self._divide(lanes), is_waited_for=False)
 
@@ -310,7 +252,7 @@ class Orders:
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
         if self._in_flight:
-            self._crew.look(self._in_flight)
+            self._workers.look()
 
     def take_ready(self, min_ready: int) -> list[int]:
         """Wait until so many lanes have stepped, or all that are stepping; returns all that have.
@@ -321,8 +263,9 @@ class Orders:
         n_stepping = sum(map(len, self._in_flight.values()))
         wanted = min(min_ready, len(self._ready) + n_stepping)
         self._collect()
+        self._workers.processes.look_from_now_on()
         while len(self._ready) < wanted and not self._failed:
-            self._crew.wait_for_any(self._in_flight)
+            self._workers.look(self._workers.processes.patience_s)
             self._collect()
         if self._failed:
             worker = next(iter(self._failed))
@@ -338,7 +281,7 @@ class Orders:
         """Refuse to use lanes that are stepping, or whose step was not taken notice of."""
         if not self._in_flight and not self._ready:
             return
-        busy = {lane for worker in self._in_flight for lane in self._crew.lanes_of[worker]}
+        busy = {lane for worker in self._in_flight for lane in self._workers.lanes_of[worker]}
         busy = busy.union(self._ready).intersection(lanes)
         if busy:
             raise UsageError(
@@ -357,25 +300,21 @@ class Orders:
 
     def _collect(self) -> None:
         """Note which of the workers that are stepping are done."""
-        for worker in list(self._in_flight):
-            if self._finished[worker] == self._issued[worker]:
-                has_failed = self._arena.outcome[worker] == FAILED
-                if has_failed and self._crew.try_again(worker):
-                    continue
-                # Done again after an interruption, it changes nothing.
-                lanes = self._in_flight[worker]
-                if has_failed:
+        for worker, lanes in list(self._in_flight.items()):
+            if self._finished[worker] != self._issued[worker]:
+                continue
+            with InterruptsHeld():
+                if self._buffers.outcome[worker] == FAILED:
                     self._failed[worker] = lanes
-                    with InterruptsHeld():
-                        self._note_failure(worker)
+                    self._note_failure(worker)
                 else:
                     self._ready.update(lanes)
                 del self._in_flight[worker]
 
     def _drop(self, lanes: Sequence[int]) -> None:
         """Wait for the workers of lanes that are stepping, and forget what became of those."""
-        workers = {self._crew.worker_of[lane] for lane in lanes}
-        self._crew.wait_idle([worker for worker in workers if worker in self._in_flight])
+        workers = {self._workers.worker_of[lane] for lane in lanes}
+        self._workers.wait_idle([worker for worker in workers if worker in self._in_flight])
         self._collect()
         self._ready.difference_update(lanes)
         for worker in workers.intersection(self._failed):
@@ -407,11 +346,10 @@ class LaneSpecFailure(LaneFailure, EnvSpecError):
 def lane_failure(error: EnvError, lane: int, call: str, where: Where) -> LaneFailure:
     """A worker's report about a lane as an exception."""
     kind = LaneSpecFailure if isinstance(error, SpecError) else LaneFailure
-    fix = ENV_HINT if error.fix == DEBUG_HINT else error.fix
     failure = kind(
         error.what,
         where=where,
-        fix=fix,
+        fix=ENV_HINT if error.fix == DEBUG_HINT else error.fix,
         traceback_text=error.traceback_text,
         capsule=error.capsule,
     )

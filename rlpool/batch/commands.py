@@ -1,0 +1,150 @@
+"""What a batcher tells its workers, and what they say of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from rlpool.errors import RlpoolError
+from rlpool.memory.storage import Array
+from rlpool.slots.blocks import Layout, StepSpecs
+from rlpool.workers.payload import Payload
+
+Infos = tuple[dict[str, Array], dict[str, Array]]
+"""``(agent_info, env_info)`` as arrays by key."""
+
+
+# From the caller to a worker ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker has to create, the first message to it.
+
+    Attributes:
+        functions: ``(create_env, env_args, create_agent, agent_args)``, for another process
+            pickled by cloudpickle; ``None`` if that is in the memory which follows.
+        in_process: Whether it runs in the caller's process, where Ctrl-C may reach it.
+    """
+
+    functions: bytes | tuple[Any, Any, Any, Any] | None
+    in_process: bool = False
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Find out what a step consists of with these ``(agent_info, env_info)``."""
+
+    payload: Payload | None
+
+
+@dataclass(frozen=True)
+class MapBlock:
+    """Map a new block, whose memory follows. Unmap those that are gone."""
+
+    block: int
+    layout: Layout
+    unmap: list[int] = field(default_factory=list)
+
+    shares_memory: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Execute:
+    """Run a share of a request's episodes.
+
+    Attributes:
+        number: Number of the request.
+        execution: Number of the ``execute``, from which the episodes' noise derives.
+        first: How many episodes were asked for before, from which their seeds derive.
+        n_episodes: Episodes of the whole request.
+        block: Number of the block.
+        in_place: Whether episode *i* is written into slot *i*.
+        slots: Slots that this worker may use for everything else.
+        again: Episodes that a worker of this number had claimed and not finished when it ended.
+        payload: ``(agent_info, env_info, {})``, its memory follows.
+    """
+
+    number: int
+    execution: int
+    first: int
+    n_episodes: int
+    block: int
+    in_place: bool
+    slots: list[int]
+    again: list[int]
+    payload: Payload | None
+
+
+@dataclass(frozen=True)
+class Window:
+    """Run the next window of lanes.
+
+    Attributes:
+        number: Number of the request.
+        block: Number of the block.
+        slots: Lane of this worker to slot, for the lanes that run.
+        n_resets: Number of the ``reset`` whose episodes run.
+        n_restarts: The most restarts that a lane can have made before it.
+        is_first: Whether all lanes start anew; then the payload holds the infos of all lanes of
+            all workers.
+        payload: ``(agent_info, env_info, tapes)``, its memory follows; ``tapes`` holds what each
+            running lane has done, by lane, if a worker before this one had begun its episode.
+    """
+
+    number: int
+    block: int
+    slots: dict[int, int]
+    n_resets: int
+    n_restarts: int
+    is_first: bool
+    payload: Payload | None
+
+
+@dataclass(frozen=True)
+class Credit:
+    """Slots of a request that were emptied and may be used again; none just wakes the worker."""
+
+    number: int
+    slots: list[int]
+
+
+@dataclass(frozen=True)
+class Update:
+    """Call ``agent.update`` with the object in the payload, whose memory follows."""
+
+    payload: Payload
+
+
+# From a worker to the caller ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a worker knows of its environments and its agent.
+
+    Attributes:
+        n_lanes: Number of its environments.
+        specs: What a step consists of, ``None`` if that could not be found out.
+        error: Why not: a ``WorkerError`` if the user's code failed, which may go better with
+            infos, any other error if it never can.
+    """
+
+    n_lanes: int
+    specs: StepSpecs | None
+    error: RlpoolError | None = None
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The answer to a ``Probe``."""
+
+    report: Report
+
+
+@dataclass(frozen=True)
+class ChunksDone:
+    """Slots that are complete and wait to be emptied: ``(episode, slot, chunk, is_last)``."""
+
+    number: int
+    chunks: list[tuple[int, int, int, bool]]

@@ -1,0 +1,110 @@
+"""How a worker process makes its environments, and what it reports of them."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from rlpool.envs.gym_env import GymEnv, all_tasks
+from rlpool.envs.vec_env import LaneError, VecEnv
+from rlpool.errors import SpecError, Where, WorkerStartupError
+from rlpool.generators import seed_generators
+from rlpool.manager.commands import Report, Setup
+from rlpool.record.failures import env_error, text_of
+from rlpool.seeding import probe_seed, root_from, worker_seed
+from rlpool.workers.child import Control, Place, called
+
+_LOG = logging.getLogger("rlpool")
+
+
+def made_environments(setup: Setup, place: Place, control: Control) -> GymEnv:
+    """Make a worker's environments.
+
+    Args:
+        setup: What to make.
+        place: Which worker makes them.
+        control: Its shared numbers.
+
+    Raises:
+        WorkerStartupError: If that failed.
+    """
+    seed = worker_seed(place.root, place.worker)
+    where = Where(worker=place.worker)
+    functions = called(where, "loading env_fns", pickle.loads, setup.functions)
+    seed_generators(seed)
+    envs = []
+    for number, create in enumerate(functions):
+        lane = setup.first_lane + number
+        control.lane[0] = number
+        env = called(where._replace(lane=lane), f"env_fns[{lane}]", create)
+        if isinstance(env, VecEnv) or not hasattr(env, "step"):
+            raise WorkerStartupError(
+                f"env_fns[{lane}] returned {type(env).__name__}, not an environment",
+                where=where._replace(lane=lane),
+                fix="let it return one Gymnasium environment",
+            )
+        envs.append(env)
+    try:
+        batch = GymEnv(envs, root_from(seed), **setup.options)
+    except SpecError as error:
+        what, _, fix = str(error).partition("\n  fix:   ")
+        text = text_of(error)
+        raise WorkerStartupError(what, where=where, fix=fix, traceback_text=text) from error
+    batch.lane_in_use = control.lane
+    if not batch.is_declared:
+        _learn_observation(batch, setup, place)
+    return batch
+
+
+def _learn_observation(env: GymEnv, setup: Setup, place: Place) -> None:
+    """Reset environments without an observation space once, to see what they return."""
+    n = env.n_lanes
+    try:
+        env.reset_lanes(range(n), [probe_seed(place.root)] * n, [None] * n)
+    except LaneError as error:
+        # They may need options: the first reset that brings some will tell.
+        env.forget()
+        where = Where(place.worker, setup.first_lane + error.lane, step=0)
+        _LOG.debug("observations are unknown until the first reset: %s", env_error(error, where))
+
+
+def report_of(env: GymEnv, worker: int) -> Report:
+    """What a worker says of its environments when it has them.
+
+    Raises:
+        WorkerStartupError: If that cannot be said.
+    """
+    spaces = called(
+        Where(worker=worker),
+        "pickling the spaces",
+        cloudpickle.dumps,
+        (env.observation_space, env.action_space),
+    )
+    return Report(
+        env.n_lanes,
+        env.shown_structure,
+        env.is_declared,
+        env.action_structure,
+        env.native_action_specs(),
+        spaces,
+        _number(env, "n_tasks"),
+        _number(env, "horizon_bamdp"),
+        all_tasks(partial(_attribute, env)),
+    )
+
+
+def _attribute(env: GymEnv, name: str) -> Any:
+    try:
+        return env.attribute(0, name)
+    except Exception:
+        return None  # environments without tasks
+
+
+def _number(env: GymEnv, name: str) -> int | None:
+    value = _attribute(env, name)
+    return int(value) if isinstance(value, int | np.integer) else None

@@ -1,0 +1,103 @@
+"""The only replayer: brings an environment to where the one was that a tape was recorded from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlpool.envs.vec_env import VecEnv
+from rlpool.memory.storage import Array
+from rlpool.record.tape import REWARD, Actions, Tape
+
+
+class Divergence(NamedTuple):
+    """Where a repetition first differed from the tape."""
+
+    step: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"from step {self.step} on ({self.what})"
+
+
+class Reached(NamedTuple):
+    """How far a repetition is.
+
+    Attributes:
+        n_steps: Steps made, 0 after the reset.
+        has_ended: Whether the last of them ended the episode.
+        divergence: The first difference until now, ``None`` if there is none.
+    """
+
+    n_steps: int
+    has_ended: bool
+    divergence: Divergence | None
+
+
+def repeat(env: VecEnv, lane: int, tape: Tape) -> Iterator[Reached]:
+    """Reset one lane and repeat a tape in it, step by step as the caller iterates.
+
+    It goes on, whatever differs or ends: the caller judges. No other lane is touched.
+
+    Args:
+        env: The environments.
+        lane: The lane.
+        tape: The episode. Rewards that it holds (NaN stands for one that is not known) and the
+            observation after the last step are compared bit by bit with what the environment
+            gives.
+
+    Yields:
+        After the reset and after every step, how far it is.
+
+    Raises:
+        LaneError: If the environment raises.
+    """
+    env.reset_lanes([lane], [tape.seed], [tape.options])
+    step, n_steps = tape.first_step, tape.n_steps
+    found = _other_observation(env, lane, tape) if step == n_steps else None
+    yield Reached(step, False, found)
+    for chunk in tape.chunks:
+        actions = {key: array for key, array in chunk.items() if key != REWARD}
+        for row in range(len(next(iter(chunk.values())))):
+            batch = batch_of({key: array[row] for key, array in actions.items()}, lane, env)
+            has_ended = bool(env.step_lanes([lane], batch))
+            if found is None and REWARD in chunk:
+                found = _other_reward(env.current[REWARD][lane], chunk[REWARD][row], step)
+            step += 1
+            if found is None and step == n_steps:
+                found = _other_observation(env, lane, tape)
+            yield Reached(step, has_ended, found)
+
+
+def batch_of(action: Mapping[str, Array], lane: int, env: VecEnv) -> Actions:
+    """One lane's action, ``[...]`` per key, as actions of all lanes."""
+    batch = {key: np.zeros((env.n_lanes, *a.shape), a.dtype) for key, a in action.items()}
+    for key, array in batch.items():
+        array[lane] = action[key]
+    return batch
+
+
+def _other_reward(reward: Array, recorded: Array, step: int) -> Divergence | None:
+    if np.isnan(recorded) or _is_same(reward, recorded):
+        return None
+    return Divergence(step, f"the reward is {reward}, it was {recorded}")
+
+
+def _other_observation(env: VecEnv, lane: int, tape: Tape) -> Divergence | None:
+    for key, recorded in tape.observation.items():
+        # Another kind of batch has other names for some keys.
+        if key in env.current and not _is_same(env.current[key][lane], recorded):
+            return Divergence(tape.n_steps, f"{key!r} is not what it was after the same actions")
+    return None
+
+
+def _is_same(value: Any, recorded: Any) -> bool:
+    """Whether two arrays have the same bits, in the dtype of the recorded one."""
+    value, recorded = np.asarray(value), np.asarray(recorded)
+    return (
+        value.shape == recorded.shape
+        and np.can_cast(value.dtype, recorded.dtype, "same_kind")
+        and value.astype(recorded.dtype).tobytes() == recorded.tobytes()
+    )

@@ -1,0 +1,368 @@
+"""Tapes: whatever records an episode, and however it is cut, the same steps are repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlpool import GymEnv
+from rlpool.envs.vec_env import LaneError
+from rlpool.memory.storage import Memory
+from rlpool.record.repeat import repeat
+from rlpool.record.tape import LaneTapes, Tape, WindowTapes, action_row
+from rlpool.slots.blocks import Arrays, Layout, StepSpecs
+from rlpool.specs import TensorSpec
+
+from support.envs import CountingEnv
+
+N_LANES = 3
+T = 4
+FLAG = TensorSpec((), np.dtype(bool))
+NUMBER = TensorSpec((), np.dtype(np.int64))
+REWARD = TensorSpec((), np.dtype(np.float32))
+
+
+def steps(*actions: float, rewards: Sequence[float] | None = None) -> dict[str, np.ndarray]:
+    """A chunk."""
+    chunk: dict[str, Any] = {"action": np.array(actions)}
+    return chunk if rewards is None else {**chunk, "reward": np.array(rewards, np.float32)}
+
+
+# One tape ---------------------------------------------------------------------------------------
+
+
+def test_steps_are_kept_in_order_however_they_arrive() -> None:
+    tape = Tape(5)
+    source = steps(0, 1)
+    tape.add(source)
+    source["action"][:] = 9  # copied
+    tape.add(steps(2))
+    tape.add(steps(2.5))  # another dtype: not joined, so that no bit changes
+    tape.add({"action": np.arange(3, 20_000)})
+    tape.add(steps(20_000))
+    assert tape.n_steps == 20_002
+    assert tape.actions["action"].tolist() == [0, 1, 2, 2.5, *range(3, 20_001)]
+    assert [chunk["action"].dtype.kind for chunk in tape.chunks] == ["i", "f", "i", "i"]
+    for n_steps in (0, 2, 3, 4, 20_001, 20_002):
+        before, after = tape.split(n_steps)
+        assert before.n_steps == n_steps
+        both = [*before.actions.get("action", []), *after.get("action", [])]
+        assert both == tape.actions["action"].tolist()
+
+
+def test_what_is_kept_is_bounded() -> None:
+    tape = Tape(5)
+    for number in range(10):
+        tape.add({"action": np.arange(4096) + 4096 * number}, most_bytes=3 * 2**15)
+    assert tape.first_step == 7 * 4096
+    assert tape.n_steps == 10 * 4096
+    assert tape.actions["action"][0] == tape.first_step
+    assert "first 28672 actions" in tape.why_lost
+    before, last = tape.without_last()
+    assert (before.n_steps, last["action"].tolist()) == (tape.n_steps - 1, [tape.n_steps - 1])
+
+
+# Repeating --------------------------------------------------------------------------------------
+
+
+def make_env() -> GymEnv:
+    return GymEnv([CountingEnv() for _ in range(2)], 0)
+
+
+def recorded(n_steps: int) -> Tape:
+    """An episode of a ``CountingEnv`` in lane 1."""
+    env = make_env()
+    options = {"length": 20, "id": 3}
+    env.reset_lanes([1], [7], [options])
+    tape = Tape(7, options)
+    for step in range(n_steps):
+        env.step_lanes([1], {"action": np.array([0, step % 2])})
+        tape.add(steps(step % 2, rewards=[env.current["reward"][1]]))
+    tape.observation = {key: np.array(array[1]) for key, array in env.current.items()}
+    return tape
+
+
+@pytest.mark.parametrize("n_steps", [0, 1, 5])
+def test_a_repeated_lane_is_where_the_other_was(n_steps: int) -> None:
+    env, tape = make_env(), recorded(n_steps)
+    assert list(repeat(env, 1, tape)) == [(n, False, None) for n in range(n_steps + 1)]
+    for key in ("frame", "reward", "initial_state"):
+        assert env.current[key][1].tobytes() == tape.observation[key].tobytes()
+    assert not env.current["frame"][0].any()
+
+
+@pytest.mark.parametrize("step", [0, 3, 4])
+def test_the_first_difference_is_found(step: int) -> None:
+    tape = recorded(5)
+    tape.chunks[0]["reward"][0] = np.nan  # not known
+    tape.chunks[0]["reward"][step] += 1
+    tape.observation["frame"][0] += 1
+    *_, last = repeat(make_env(), 1, tape)
+    assert last.divergence is not None
+    assert last.divergence.step == (step or 5)
+    assert ("reward" if step else "'frame'") in str(last.divergence)
+
+
+def test_zeros_of_another_sign_are_other_bits() -> None:
+    tape = recorded(0)
+    tape.observation = {"reward": np.array(-0.0, np.float32)}
+    (first,) = repeat(make_env(), 1, tape)
+    assert first.divergence is not None
+
+
+def test_it_goes_on_after_an_end_and_stops_where_the_environment_raises() -> None:
+    tape = Tape(7, {"length": 2, "id": 3}, chunks=[steps(1, 1, 1)])
+    ends = [reached.has_ended for reached in repeat(make_env(), 0, tape)]
+    assert ends == [False, False, True, True]
+    tape.options = {"length": "two"}
+    with pytest.raises(LaneError):
+        list(repeat(make_env(), 0, tape))
+
+
+# Rows of the shared buffers of a manager ----------------------------------------------------------
+
+
+def bound(action: Any = None, **arguments: Any) -> tuple[LaneTapes, np.ndarray[Any, Any]]:
+    """Tapes, and where the actions are put."""
+    action = np.zeros((N_LANES, 2)) if action is None else action
+    tapes = LaneTapes(N_LANES, **arguments)
+    tapes.bind({"action": action})
+    return tapes, action
+
+
+def first_of(tapes: LaneTapes, lane: int) -> list[float]:
+    """The first number of every action on a lane's tape."""
+    tape = tapes.tape(lane)
+    assert tape is not None
+    found = tape.actions.get("action", np.zeros((0, 1)))[:, 0].tolist()
+    assert len(found) == tape.n_steps
+    return found
+
+
+lanes = st.integers(0, N_LANES - 1)
+events = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["reset", "remote", "look", "forget"]), lanes),
+        st.tuples(st.just("step"), st.lists(lanes, min_size=1, unique=True).map(sorted)),
+    ),
+    max_size=80,
+)
+
+
+@given(events)
+def test_the_tapes_of_lanes_are_what_lists_of_actions_are(
+    script: Sequence[tuple[str, Any]],
+) -> None:
+    # So large that a block has the fewest rows: they are divided among the lanes many times.
+    tapes, action = bound(np.zeros((N_LANES, 2**13)))
+    expected: dict[int, list[float]] = {}
+    for number, (what, who) in enumerate(script):
+        if what == "reset":
+            tapes.record_reset(who, number, {"number": number})
+            expected[who] = []
+        elif what == "remote":
+            tapes.record_action(who, {"action": np.full((1, 2**13), float(number))})
+            if who in expected:
+                expected[who].append(number)
+        elif what == "step":
+            action[:] = np.arange(N_LANES)[:, None] + 10 * number
+            row = tapes.next_row()
+            tapes.record_step(who, row)
+            tapes.record_step(who, row)  # interrupted, and recorded again
+            for lane in set(who) & set(expected):
+                expected[lane].append(lane + 10 * number)
+        elif what == "forget":
+            tapes.forget(who)
+            expected.pop(who, None)
+        elif who in expected:
+            tapes.tape(who)
+    for lane in range(N_LANES):
+        tape = tapes.tape(lane)
+        assert (tape is None) == (lane not in expected)
+        if tape is not None:
+            assert tape.options == {"number": tape.seed}
+            assert first_of(tapes, lane) == expected[lane]
+
+
+def test_a_long_episode_beside_short_ones_and_what_is_kept_of_it_at_most() -> None:
+    tapes, action = bound(most_bytes=3 * 2**16)
+    for lane in range(N_LANES):
+        tapes.record_reset(lane, lane, None)
+    for step in range(5000):
+        action[:] = step
+        tapes.record_step(range(N_LANES))
+        tapes.record_reset(1, step, None)
+        if step == 3000:
+            assert first_of(tapes, 0) == list(range(3001))
+    assert first_of(tapes, 1) == []
+    tape = tapes.tape(0)
+    assert tape is not None
+    assert tape.n_steps == 5000
+    assert tape.actions["action"][-1, 0] == 4999
+    assert "were not kept" in tape.why_lost
+
+
+def test_what_the_caller_changes_afterwards_is_not_changed_on_the_tape() -> None:
+    tapes, action = bound()
+    options = {"goal": [1]}
+    tapes.record_reset(0, 5, options)
+    tapes.record_step([0])
+    options["goal"].append(2)
+    action[:] = 7
+    tape = tapes.tape(0)
+    assert tape is not None
+    assert tape.options == {"goal": [1]}
+    assert first_of(tapes, 0) == [0]
+
+
+def test_a_lane_that_is_lost_has_no_steps_until_its_next_reset() -> None:
+    tapes, _ = bound()
+    tapes.record_reset(1, 5, None)
+    tapes.lose(1, "it broke")
+    tapes.lose(2, "it was never reset")
+    tapes.record_step([0, 1])
+    assert tapes.tape(2) is None
+    tape = tapes.tape(1)
+    assert tape is not None
+    assert (tape.why_lost, tape.n_steps, tape.without_last()[1]) == ("it broke", 0, {})
+    tapes.record_reset(1, 6, None)
+    tapes.record_step([1])
+    assert first_of(tapes, 1) == [0]
+
+
+def test_a_remotes_action_falls_into_keys() -> None:
+    space = spaces.Dict(a=spaces.Discrete(5), b=spaces.Tuple((spaces.Box(-1, 1, (2,)),)))
+
+    class Env(CountingEnv):
+        action_space = space
+
+    env = GymEnv([Env()])
+    specs = env.native_action_specs() or {}
+    row = action_row(env.action_structure, specs, {"a": 3, "b": (np.ones(2),)})
+    assert {key: (a.dtype.kind, a.tolist()) for key, a in row.items()} == {
+        "action/a": ("i", [3]),
+        "action/b/0": ("f", [[1.0, 1.0]]),
+    }
+    assert action_row(None, {}, [1, 2])["action"].tolist() == [[1, 2]]
+
+
+# Windows of a Batcher ---------------------------------------------------------------------------
+
+
+def make_layout(n_lanes: int, restarts: bool, wants_history: bool = False) -> Layout:
+    flags = dict.fromkeys(("terminated", "truncated", "done", "initial_state"), FLAG)
+    step = StepSpecs(
+        n_lanes,
+        restarts,
+        {"frame": TensorSpec((2,), np.dtype(np.float32)), "reward": REWARD, **flags},
+        {"action": NUMBER, "score": NUMBER},
+        {"memory": NUMBER},
+        wants_history=wants_history,
+    )
+    return Layout(step, n_lanes, T, 1, restarts)
+
+
+def arrays_of(layout: Layout) -> Arrays:
+    return layout.arrays(Memory.local(layout.n_bytes).root())
+
+
+class Lanes:
+    """Lanes that act, some of which restart: their tapes are compared with plain lists.
+
+    The reward of every step is its action.
+
+    Args:
+        n_lanes: Number of lanes.
+        restarts: Whether they restart on their own.
+    """
+
+    def __init__(self, n_lanes: int, restarts: bool) -> None:
+        self.layout = make_layout(n_lanes, restarts)
+        self.windows = WindowTapes(n_lanes)
+        self.running = list(range(n_lanes))
+        self.expected: dict[int, list[int]] = {lane: [] for lane in self.running}
+        self.n_restarts = dict.fromkeys(self.running, 0)
+        self._next = 0
+
+    def window(self, ends: dict[int, int], gone: tuple[int, ...] = ()) -> None:
+        """Run a window.
+
+        Args:
+            ends: Lane to the step, within the window, with which its episode ends.
+            gone: Lanes that do not go on afterwards.
+        """
+        arrays, restarts = arrays_of(self.layout), self.layout.restarts
+        rows: dict[str, Any] = arrays.rows
+        control = arrays.control
+        for row, lane in enumerate(self.running):
+            control["steps_before"][0, lane] = len(self.expected[lane])
+            for step in range(T):
+                self._next += 1
+                rows["action"][row, step] = self._next
+                if step + 1 < T:
+                    rows["reward"][row, step + 1] = self._next
+                self.expected[lane].append(self._next)
+                if ends.get(lane) == step:
+                    self.expected[lane] = []
+                    self.n_restarts[lane] += 1
+                    control["steps_before"][0, lane] = -step - 1
+                    rows["_done"][row, step] = True
+            after = {"frame": 10.0 * self._next + lane, "reward": self._next, "memory": self._next}
+            for key, value in after.items():
+                if restarts:
+                    rows[f"_{key}"][row, T - 1] = value
+                else:
+                    arrays.finals[key][row] = value
+        left = [lane for lane in self.running if lane not in gone]
+        self.windows.record(self.layout, arrays, self.running, left)
+        self.running = left
+        rows["action"][:] = -1  # the block is used again
+
+    def check(self) -> None:
+        """Compare the tapes with the lists."""
+        assert list(self.windows.tapes) == self.running
+        for lane, tape in self.windows.tapes.items():
+            expected = self.expected[lane]
+            assert tape.n_steps == len(expected)
+            assert tape.n_restarts == self.n_restarts[lane]
+            if expected:
+                assert tape.actions.keys() == {"action"}
+                assert tape.actions["action"].tolist() == expected
+                assert tape.rewards.tolist() == expected
+                assert tape.state["memory"] == expected[-1]
+                assert tape.observation["frame"].tolist() == [10.0 * expected[-1] + lane] * 2
+
+
+def test_windows_of_episodes_that_go_on() -> None:
+    lanes = Lanes(4, restarts=False)
+    for gone in [(), (), (1,), (0,), ()]:
+        lanes.window({}, gone)
+        lanes.check()
+    assert lanes.running == [2, 3]
+
+
+@pytest.mark.parametrize("step", range(T))
+def test_episodes_that_begin_anywhere_in_a_window(step: int) -> None:
+    lanes = Lanes(2, restarts=True)
+    for ends in [{0: step}, {}, {1: step}, {0: step, 1: 0}]:
+        lanes.window(ends)
+        lanes.check()
+
+
+def test_what_cannot_be_repeated_is_not_complete() -> None:
+    layout = make_layout(1, False, wants_history=True)
+    windows = WindowTapes(1)
+    assert windows.is_complete
+    windows.record(layout, arrays_of(layout), [0], [0])
+    assert not windows.is_complete  # the agent would have to be shown all steps again
+    lanes = Lanes(1, restarts=False)
+    lanes.windows = WindowTapes(1, most_bytes=0)
+    for _ in range(2000):
+        lanes.window({})
+    assert not lanes.windows.is_complete
