@@ -4,8 +4,8 @@
 
     RlpoolError
     ├ UsageError(RuntimeError)        order of calls, closed, nothing pending, no __main__ guard
-    ├ SpecError(ValueError)           shape, dtype, device, key, space; names both sides
-    │ └ UnknownArgumentError(TypeError)  an argument by a name that a function does not have
+    ├ SpecError(ValueError)           shape, dtype, device, key, space; names got and expected
+    │ └ UnknownArgumentError(TypeError)  an argument that the function does not have
     ├ NotEnoughDataError(ValueError)  a pool cannot fill the sample
     └ WorkerError(RuntimeError)       has .where (worker, lane, episode, step, seed, env_info)
       │                               and .capsule, what replay_crash needs to repeat the episode
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 
 class Where(NamedTuple):
-    """The place of a failure; a field is ``None`` where it has no meaning.
+    """The place of a failure; a field that does not apply is ``None``.
 
     Attributes:
         worker: Number of the worker process, 0-based.
@@ -47,8 +47,8 @@ class Where(NamedTuple):
     env_info: Mapping[str, Any] | None = None
 
     def __str__(self) -> str:
-        parts = [f"{name} {value}" for name, value in self._asdict().items() if value is not None]
-        return ", ".join(parts)
+        known = ((name, value) for name, value in self._asdict().items() if value is not None)
+        return ", ".join(f"{name} {value}" for name, value in known)
 
 
 class RlpoolError(Exception):
@@ -69,11 +69,11 @@ class UsageError(RlpoolError, RuntimeError):
 
 
 class SpecError(RlpoolError, ValueError):
-    """A shape, dtype, device, key or space does not fit; the message names both sides."""
+    """A shape, dtype, device, key or space does not fit; the message names got and expected."""
 
 
 class UnknownArgumentError(SpecError, TypeError):
-    """An argument by a name that the function does not have; Python's own class for it, too."""
+    """An argument that the function does not have; also a ``TypeError``, as Python raises."""
 
 
 class NotEnoughDataError(RlpoolError, ValueError):
@@ -106,8 +106,7 @@ class WorkerError(RlpoolError, RuntimeError):
             or the error itself, to ``rlpool.replay_crash``. ``None`` for other failures.
     """
 
-    # Typed loosely, as capsules are made of what builds upon this module.
-    capsule: Any
+    _arguments: tuple[str, ...] = ("what", "where", "fix", "traceback_text", "capsule")
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class WorkerError(RlpoolError, RuntimeError):
         capsule: Any = None,
     ) -> None:
         self.what = what
-        self.where = where if where is not None else Where()
+        self.where = where or Where()
         self.fix = fix
         self.traceback_text = traceback_text
         self.capsule = capsule
@@ -127,17 +126,8 @@ class WorkerError(RlpoolError, RuntimeError):
         if traceback_text:
             self.__cause__ = RemoteTraceback(traceback_text)
 
-    def _constructor_arguments(self) -> dict[str, Any]:
-        return {
-            "what": self.what,
-            "where": self.where,
-            "fix": self.fix,
-            "traceback_text": self.traceback_text,
-            "capsule": self.capsule,
-        }
-
     def reworded(self, *, what: str, fix: str) -> WorkerError:
-        """The same error, with the same cause, in the words of whoever the user called.
+        """The same error, with the same cause, in the words of what the user called.
 
         Args:
             what: One line that says what happened.
@@ -149,6 +139,9 @@ class WorkerError(RlpoolError, RuntimeError):
 
     def __reduce__(self) -> tuple[Callable[..., WorkerError], tuple[Any, ...]]:
         return _rebuild, (type(self), self._constructor_arguments())
+
+    def _constructor_arguments(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._arguments}
 
 
 class WorkerStartupError(WorkerError):
@@ -172,18 +165,18 @@ class AgentSpecError(AgentError, SpecError):
 
 
 class WorkerDiedError(WorkerError):
-    """A worker process ended without a word.
+    """A worker process ended unexpectedly.
 
     Args:
         what: One line that says what happened.
         exitcode: The process's exit code, negative for a signal; ``None`` if unknown.
         signal_name: Name of the signal that ended it, such as ``"SIGKILL"``; ``None`` otherwise.
-        where: Where it happened, as far as shared memory tells.
-        fix: What to do about it.
-        traceback_text: As for ``WorkerError``.
-        capsule: As for ``WorkerError``.
-        history: The failures that used up the restarts, this one last; empty where none was tried.
+        history: The failures that used up the restarts, this one last; empty if there were no
+            restarts.
+        **report: ``where``, ``fix``, ``traceback_text`` and ``capsule``, as for ``WorkerError``.
     """
+
+    _arguments = (*WorkerError._arguments, "exitcode", "signal_name", "history")
 
     def __init__(
         self,
@@ -191,24 +184,13 @@ class WorkerDiedError(WorkerError):
         *,
         exitcode: int | None,
         signal_name: str | None = None,
-        where: Where | None = None,
-        fix: str = "",
-        traceback_text: str = "",
-        capsule: Any = None,
         history: Sequence[WorkerError] = (),
+        **report: Any,
     ) -> None:
-        super().__init__(what, where=where, fix=fix, traceback_text=traceback_text, capsule=capsule)
+        super().__init__(what, **report)
         self.exitcode = exitcode
         self.signal_name = signal_name
         self.history: tuple[WorkerError, ...] = tuple(history)
-
-    def _constructor_arguments(self) -> dict[str, Any]:
-        return {
-            **super()._constructor_arguments(),
-            "exitcode": self.exitcode,
-            "signal_name": self.signal_name,
-            "history": self.history,
-        }
 
 
 class WorkerTimeoutError(WorkerError, TimeoutError):
@@ -217,12 +199,8 @@ class WorkerTimeoutError(WorkerError, TimeoutError):
 
 def compose(what: str, *, where: str = "", fix: str = "") -> str:
     """Join the parts of a message: what, where, fix, one line each, empty parts left out."""
-    lines = [what]
-    if where:
-        lines.append(f"  where: {where}")
-    if fix:
-        lines.append(f"  fix:   {fix}")
-    return "\n".join(lines)
+    parts = (what, where and f"  where: {where}", fix and f"  fix:   {fix}")
+    return "\n".join(part for part in parts if part)
 
 
 def _rebuild(kind: type[WorkerError], arguments: dict[str, Any]) -> WorkerError:

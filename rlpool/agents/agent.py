@@ -25,11 +25,10 @@ class Agent:
     An instance lives in each worker process (or in the caller's with ``n_threads=0``) and runs
     there under ``torch.inference_mode`` with one torch thread.
 
-    A call always gets one row per lane of the worker, also when fewer episodes are left than
+    A call always gets one row per lane of the worker, even when fewer episodes are left than
     there are lanes: the rows of idle lanes are copies whose results are dropped, and an episode
-    keeps its row from beginning to end. The last bits of a matrix product depend on the number of
-    rows and on the position of a row, so that this is what makes results independent of the
-    number of workers.
+    keeps its row from beginning to end. Rounding in a matrix product depends on the number of rows
+    and on the position of a row; this makes results independent of the number of workers.
 
     Attributes:
         n_noise: How many random numbers per row and step the agent needs. They arrive as
@@ -51,14 +50,14 @@ class Agent:
 
         Args:
             state: What this agent returned as the new state one step before, row by row. ``None``
-                says that all these rows start an episode; rows that start get a call of their
+                means that all these rows start an episode; rows that start get a call of their
                 own, unless the agent overrides ``initial_state`` or keeps no state.
             observation: The environments' keys, ``reward``, ``terminated``, ``truncated``,
                 ``done``, ``initial_state``, ``last_action`` and ``noise`` if ``n_noise``, each
                 ``[B, ...]``. The tensors are buffers that are rewritten after the call: clone
                 what you keep outside the state.
-            agent_info: Row of ``execute(agent_info=...)`` of each episode, ``None`` if there is
-                none.
+            agent_info: Each episode's row of ``execute(agent_info=...)``, ``None`` if it was not
+                given.
             history: All previous steps of the same episodes, if ``require_history()``: the keys
                 of a trajectory, with lengths of 0 at the first step. Views, rewritten later.
 
@@ -68,8 +67,8 @@ class Agent:
             ``action/...``), and the state after the step. Outputs and states are stored in the
             trajectory under their keys. Shapes and dtypes must never change.
         """
-        # Bases that stand behind this one, such as nn.Module, may know how.
-        call = getattr(super(), "__call__", None)  # noqa: B004  (of the class behind this one)
+        # A base class after this one, such as nn.Module, may know how.
+        call = getattr(super(), "__call__", None)  # noqa: B004  (of the next class)
         if call is None:
             what = f"{type(self).__name__} does not say how to choose actions"
             raise NotImplementedError(compose(what, fix=_DEFINE_CALL))
@@ -77,7 +76,7 @@ class Agent:
         return result
 
     def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor | None:
-        """State of rows that start an episode, for agents that override this.
+        """The state of rows that start an episode, for agents that override this.
 
         Overriding it saves a call whenever lanes start at different times: the agent is then
         never called with ``state=None``.
@@ -92,10 +91,10 @@ class Agent:
         return None
 
     def makes_initial_states(self) -> bool:
-        """Whether ``initial_state`` is to be asked: whether it is overridden.
+        """Whether to call ``initial_state``: whether it is overridden.
 
-        An agent that passes calls on to another one, and ``initial_state`` with them, answers for
-        that one: ``return self.inner.makes_initial_states()``.
+        An agent that passes all calls on to another one answers for that one:
+        ``return self.inner.makes_initial_states()``.
         """
         return type(self).initial_state is not Agent.initial_state
 
@@ -104,10 +103,10 @@ class Agent:
         return False
 
     def update(self, info: Any) -> None:
-        """Take over what ``batcher.update(info)`` sent, such as a state dict.
+        """Apply what ``batcher.update(info)`` sent, such as a state dict.
 
         Args:
-            info: The caller's object. Tensors in it may be views on memory that is dropped after
+            info: The caller's object. Its tensors may be views of memory that is released after
                 the call: copy them, as ``load_state_dict`` does.
         """
         raise UsageError(
@@ -116,10 +115,10 @@ class Agent:
         )
 
     def seed(self, seed: int) -> None:
-        """Seed generators of the agent's own.
+        """Seed the agent's own generators. Called once.
 
         Args:
-            seed: In ``[0, 2**31)``, another one in every worker. Called once.
+            seed: In ``[0, 2**31)``, different in every worker.
         """
 
     def close(self) -> None:
@@ -131,35 +130,22 @@ def call_problem(agent: Agent) -> str:
 
     Its call is its class's ``__call__`` or, where that is left to ``nn.Module``, its ``forward``.
     """
-    name = type(agent).__name__
-    call, method = type(agent).__call__, "__call__"
-    if call in (Agent.__call__, nn.Module.__call__):
-        forward = getattr(agent, "forward", None) if isinstance(agent, nn.Module) else None
-        if forward is None or getattr(forward, "__func__", None) is nn.Module.forward:
-            hidden = ""
-            if call is nn.Module.__call__ and _has_own_call(agent):
-                hidden = ", or put nn.Module last in its bases: its __call__ hides the agent's"
-            return compose(
-                f"{name} does not say how to choose actions",
-                fix=_DEFINE_CALL + hidden,
-            )
+    kind, method, fix = type(agent), "__call__", _DEFINE_CALL
+    if kind.__call__ in (Agent.__call__, nn.Module.__call__):
         method = "forward"
+        forward = agent.forward if isinstance(agent, nn.Module) else nn.Module.forward
+        if getattr(forward, "__func__", forward) is nn.Module.forward:
+            agents = (k for k in kind.__mro__ if issubclass(k, Agent) and k is not Agent)
+            if any("__call__" in vars(k) for k in agents):
+                fix += ", or put nn.Module last in its bases: its __call__ hides the agent's"
+            return compose(f"{kind.__name__} does not say how to choose actions", fix=fix)
     try:
-        inspect.signature(getattr(agent, method)).bind(None, None, None, None)
-    except TypeError:
         signature = inspect.signature(getattr(agent, method))
-        return compose(
-            f"{name}.{method} takes {signature}, and agents are called with four arguments",
-            fix=_DEFINE_CALL,
-        )
-    except ValueError:
-        pass  # a signature that cannot be known
+    except ValueError:  # it cannot be known
+        return ""
+    try:
+        signature.bind(None, None, None, None)
+    except TypeError:
+        what = f"{kind.__name__}.{method} takes {signature}, and agents are called with four"
+        return compose(f"{what} arguments", fix=fix)
     return ""
-
-
-def _has_own_call(agent: Agent) -> bool:
-    """Whether one of an agent's classes defines the call of an agent."""
-    return any(
-        issubclass(kind, Agent) and kind is not Agent and "__call__" in vars(kind)
-        for kind in type(agent).__mro__
-    )

@@ -1,8 +1,7 @@
-"""Runs an agent on another device, for policies in the caller's process."""
+"""Runs an agent on another device, for policies in the main process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,19 +13,19 @@ from rlpool.errors import SpecError
 
 _ALIGNMENT = 64  # bytes: what torch gives its own tensors
 
-_Signature = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+_Name = tuple[int, str]  # which of the batches, and its key
+_Signature = tuple[_Name, torch.Size, torch.dtype]
 
 
 class DeviceAgent(Agent):
     """Calls an agent whose parameters are on another device, such as a GPU.
 
-    What the agent sees is brought there in one transfer, and what it returns comes back in one,
-    however many keys there are, through page-locked memory where the device is a GPU of CUDA's.
-    On the CPU calls are passed on as they are.
+    All inputs go there in one transfer and all outputs come back in one, through page-locked memory
+    if the device is a CUDA GPU. On the CPU, calls are passed on as they are.
 
     In a batcher with ``n_threads=0`` over a ``ParallelEnvManager`` this gives central inference:
     one batch of all lanes per step. Outside of a batcher, without ``torch.inference_mode`` (as in
-    ``replay_agent``), arguments are only moved and results stay on the device.
+    ``replay_agent``), arguments are moved and results stay on the device.
 
     Args:
         agent: The agent. It has to put its parameters on the device itself.
@@ -50,8 +49,8 @@ class DeviceAgent(Agent):
             ) from None
         self.n_noise = agent.n_noise
         self._passes_on = self.device.type == "cpu"
-        self._there = Transfer(torch.device("cpu"), self.device)
-        self._back = Transfer(self.device, torch.device("cpu"))
+        self._there = _Transfer(torch.device("cpu"), self.device)
+        self._back = _Transfer(self.device, torch.device("cpu"))
 
     def __call__(
         self,
@@ -66,25 +65,16 @@ class DeviceAgent(Agent):
         if history is not None:
             history = history.to(self.device)
         if not torch.is_inference_mode_enabled():
-            moved = [None if d is None else d.to(self.device) for d in (state, agent_info)]
-            return self.agent(moved[0], observation.to(self.device), moved[1], history)
-        there = self._there.moved(_joined(state=state, seen=observation, info=agent_info))
-        result = self.agent(
-            None if state is None else _part(there, "state"),
-            _part(there, "seen"),
-            None if agent_info is None else _part(there, "info"),
-            history,
-        )
-        # A user's agent may return anything, such as a tensor of three rows.
-        is_step = isinstance(result, tuple | list) and len(result) == 3
-        if not is_step:
-            return result  # which whoever called will refuse
-        first, output, new_state = result
-        # The state that was given is known here already.
-        unknown = first if state is None else None
-        back = self._back.moved(_joined(first=unknown, output=output, new=new_state))
-        before = _part(back, "first") if state is None else state
-        return before, _part(back, "output"), _part(back, "new")
+            given = [None if d is None else d.to(self.device) for d in (state, agent_info)]
+            return self.agent(given[0], observation.to(self.device), given[1], history)
+        there_state, there, there_info = self._there.moved(state, observation, agent_info)
+        result: Any = self.agent(there_state, there, there_info, history)
+        if isinstance(result, tuple | list) and len(result) == 3:  # else the caller refuses it
+            if state is not None:  # then it is known here already
+                result = state, *self._back.moved(*result[1:])
+            else:
+                result = self._back.moved(*result)
+        return result  # type: ignore[no-any-return]
 
     def makes_initial_states(self) -> bool:
         """Whether the agent makes its initial states itself, or a subclass of this one does."""
@@ -106,7 +96,7 @@ class DeviceAgent(Agent):
         return self.agent.require_history()
 
     def update(self, info: Any) -> None:
-        """Let the agent take over new parameters."""
+        """Let the agent apply it."""
         self.agent.update(info)
 
     def seed(self, seed: int) -> None:
@@ -118,7 +108,7 @@ class DeviceAgent(Agent):
         self.agent.close()
 
 
-class Transfer:
+class _Transfer:
     """Moves batches of tensors in one piece.
 
     Args:
@@ -128,64 +118,48 @@ class Transfer:
 
     def __init__(self, source: torch.device, target: torch.device) -> None:
         self._source, self._target = source, target
-        self._signature: _Signature = ()
-        self._outgoing: dict[str, torch.Tensor] = {}
-        self._arrived: dict[str, torch.Tensor] = {}
+        self._signature: list[_Signature] = []
         self._here = self._there = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._outgoing: dict[_Name, torch.Tensor] = {}
+        self._arrived: dict[_Name, torch.Tensor] = {}
 
-    def __reduce__(self) -> tuple[type[Transfer], tuple[torch.device, torch.device]]:
+    def __reduce__(self) -> tuple[type[_Transfer], tuple[torch.device, torch.device]]:
         # Without its buffers: their views would not be views in a copy.
-        return Transfer, (self._source, self._target)
+        return _Transfer, (self._source, self._target)
 
-    def moved(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The same values on the target; overwritten by the next call."""
-        signature = tuple((key, tuple(t.shape), t.dtype) for key, t in tensors.items())
+    def moved(self, *batches: DictTensor | None) -> tuple[Any, ...]:
+        """The same values on the target, ``None`` as it is; the next call overwrites them."""
+        given = [(number, batch) for number, batch in enumerate(batches) if batch is not None]
+        tensors = {(number, key): t for number, batch in given for key, t in batch.items()}
+        signature = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         if signature != self._signature:
             self._allocate(signature)
-        for key, tensor in tensors.items():
-            self._outgoing[key].copy_(tensor)
+        for name, tensor in tensors.items():
+            self._outgoing[name].copy_(tensor)
         self._there.copy_(self._here, non_blocking=True)
         if self._source.type == "cuda":
             torch.cuda.current_stream(self._source).synchronize()
-        return self._arrived
+        arrived: dict[int, dict[str, torch.Tensor]] = {number: {} for number, _ in given}
+        for (number, key), tensor in self._arrived.items():
+            arrived[number][key] = tensor
+        moved = {number: DictTensor._wrap(batch) for number, batch in arrived.items()}
+        return tuple(moved.get(number) for number in range(len(batches)))
 
-    def _allocate(self, signature: _Signature) -> None:
-        places: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
-        size = 0
-        for key, shape, dtype in signature:
-            places[key] = size, shape, dtype
-            n_bytes = torch.Size(shape).numel() * dtype.itemsize
-            size += -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
-        self._here = self._buffer(size, self._source)
-        self._there = self._buffer(size, self._target)
-        self._outgoing = {key: _view(self._here, *place) for key, place in places.items()}
-        self._arrived = {key: _view(self._there, *place) for key, place in places.items()}
+    def _allocate(self, signature: list[_Signature]) -> None:
+        starts, size = [], 0
+        for _, shape, dtype in signature:
+            starts.append(size)
+            size += -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        is_cuda = "cuda" in (self._source.type, self._target.type)
+
+        def carved(device: torch.device) -> tuple[torch.Tensor, dict[_Name, torch.Tensor]]:
+            is_locked = is_cuda and device.type == "cpu"
+            buffer = torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=is_locked)
+            return buffer, {
+                name: buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+                for start, (name, shape, dtype) in zip(starts, signature, strict=True)
+            }
+
+        self._here, self._outgoing = carved(self._source)
+        self._there, self._arrived = carved(self._target)
         self._signature = signature
-
-    def _buffer(self, n_bytes: int, device: torch.device) -> torch.Tensor:
-        is_locked = device.type == "cpu" and "cuda" in (self._source.type, self._target.type)
-        return torch.zeros(n_bytes, dtype=torch.uint8, device=device, pin_memory=is_locked)
-
-
-def _view(
-    buffer: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    n_bytes = torch.Size(shape).numel() * dtype.itemsize
-    return buffer[start : start + n_bytes].view(dtype).view(shape)
-
-
-def _joined(**parts: Any) -> dict[str, torch.Tensor]:
-    """All tensors of some DictTensors in one dict."""
-    return {
-        f"{name}:{key}": tensor
-        for name, part in parts.items()
-        if part is not None
-        for key, tensor in part.items()
-    }
-
-
-def _part(joined: Mapping[str, torch.Tensor], name: str) -> DictTensor:
-    """One of the DictTensors that were joined."""
-    prefix = f"{name}:"
-    own = {key: tensor for key, tensor in joined.items() if key.startswith(prefix)}
-    return DictTensor._wrap({key.removeprefix(prefix): tensor for key, tensor in own.items()})

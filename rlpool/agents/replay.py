@@ -1,4 +1,4 @@
-"""Re-computes what an agent put out during collection, with gradients."""
+"""Recomputes an agent's outputs during collection, with gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from rlpool.agents.agent import Agent
+from rlpool.agents.agent import Agent, AgentStep
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
@@ -23,24 +23,23 @@ def replay_agent(
 ) -> TemporalDictTensor:
     """Call an agent again on every step that it was called on, this time with gradients.
 
-    With the parameters that collected the trajectories the outputs are the collected ones, except
-    for the last bits: batches have other sizes here. (A last bit can turn a sampled action into
-    another one: for log-probabilities, take the collected actions.) The agent gets what it got
-    then: the observation's keys, ``noise`` if it has ``n_noise``, ``agent_info`` if there was one,
+    With the parameters that collected the trajectories, the outputs are the collected ones up to
+    rounding, because the batches have other sizes here. (Rounding can change a sampled action: for
+    log-probabilities, use the collected actions.) The agent gets what it got then: the
+    observation's keys, ``noise`` if it has ``n_noise``, ``agent_info`` if there was any, and
     ``history`` if it wants it. A row that has ended stays in the batch with a copy of its last
     step: the agent never sees padding.
 
     Rows that start an episode, at the first step or inside the window of a ``Batcher``, start as
-    in collection: with ``agent.initial_state`` if the agent overrides it, else with a call with
-    ``state=None``. A row that goes on with an episode starts from its stored state, as a constant.
+    in collection: from ``agent.initial_state`` if the agent overrides it, else by a call with
+    ``state=None``. A row that continues an episode starts from its stored state, as a constant.
 
     Args:
-        agent: An agent with the outputs and states of the one that collected. One that keeps a
-            state without overriding ``initial_state`` is asked for the names of its state once,
-            without gradients, by a call with ``state=None`` and an observation in which these
-            names occur too.
-        trajectories: ``[B, T]`` as from ``get()``; some of its rows or steps, or more keys, are
-            fine too, as long as every key that ``get()`` gave is there.
+        agent: An agent with the outputs and states of the one that collected. If it keeps a state
+            without overriding ``initial_state``, it is also called with ``state=None``: once
+            without gradients, to learn the names of its state, and where episodes start.
+        trajectories: ``[B, T]`` as from ``get()``, or some of its rows or steps, with every key
+            that ``get()`` gave; additional keys are ignored.
         state: Where the recurrent state comes from. ``"recompute"`` calls the agent step by step
             from the start of each row: backpropagation through time. ``"stored"`` takes the
             collected state of every step as a constant, and all steps in one call (step by step
@@ -48,17 +47,17 @@ def replay_agent(
             truncated to one step for the others. Initial states then get no gradient.
 
     Returns:
-        The agent's outputs ``[B, T, ...]``, zero past the lengths, with the same ``lengths`` and
-        ``info``. No gradient flows through padding. The states are not among them: an agent whose
-        state is needed has it among its outputs, under another name.
+        The agent's outputs ``[B, T, ...]``, zero-padded past the lengths, with the same
+        ``lengths`` and ``info``. No gradient flows through padding. States are not included: if you
+        need them, let the agent return them among its outputs, under another name.
 
     Raises:
-        SpecError: If there is no step at all, or ``state`` is another word.
+        SpecError: If there is no step at all, or ``state`` is not one of these two.
         KeyError: If the trajectories lack the agent's state, or its noise.
 
     Note:
-        ``history`` is made of the collected steps, as constants, and goes back at most to the
-        row's first step: what lies before a window is not known here.
+        ``history`` consists of the collected steps, as constants, and goes back at most to the
+        row's first step: what came before a window is not known here.
 
     Example::
 
@@ -89,95 +88,60 @@ class _Replay:
         self._is_step = trajectories.mask().bool()
         self._is_first = trajectories["initial_state"] & self._is_step
         self._is_full = trajectories.full()
-        # A row without any step stands in the batch with the steps of another one.
+        # A row without any step is filled with the steps of another one.
         lengths = trajectories.lengths
         own = torch.arange(self._n_rows, device=lengths.device)
         self._rows = torch.where(lengths > 0, own, lengths.argmax())
         self._last = lengths[self._rows] - 1
-        self._has_restarts = bool(self._is_first[:, 1:].any())
-        # What the environment and the state gave has a value after the step, outputs have not.
+        # Unlike outputs, what the environment and the state gave has a value after the step.
         self._observation_keys = [key for key in trajectories if f"_{key}" in trajectories]
         if agent.n_noise:
             self._observation_keys.append("noise")
-        self._state_keys = self._ask_for_state()
+        with torch.no_grad():
+            self._state_keys = [*self._initial_state(0)]
         self._observation_keys = [k for k in self._observation_keys if k not in self._state_keys]
 
     def at_once(self) -> TemporalDictTensor:
         """One call on all transitions, from stored states."""
         trajectories = self._trajectories
-        rows, times = self._is_step.nonzero(as_tuple=True)
-        agent_info = None if self._agent_info is None else self._agent_info.index(rows)
-        _, output, _ = self._agent(
-            trajectories.get(self._state_keys).flatten(),
-            trajectories.get(self._observation_keys).flatten(),
-            agent_info,
-            None,
-        )
-        n_timesteps = trajectories.n_timesteps()
-        places = rows * n_timesteps + times
+        places = self._is_step.nonzero(as_tuple=True)
+        agent_info = None if self._agent_info is None else self._agent_info.index(places[0])
+        state = trajectories.get(self._state_keys).flatten()
+        observation = trajectories.get(self._observation_keys).flatten()
+        _, output, _ = self._agent(state, observation, agent_info, None)
         padded = {}
         for key, tensor in output.items():
-            zeros = tensor.new_zeros((self._n_rows * n_timesteps, *tensor.shape[1:]))
-            filled = zeros.index_copy(0, places, tensor)
-            padded[key] = filled.view(self._n_rows, n_timesteps, *tensor.shape[1:])
+            zeros = tensor.new_zeros((*self._is_step.shape, *tensor.shape[1:]))
+            padded[key] = zeros.index_put(places, tensor)
         return TemporalDictTensor(padded, trajectories.lengths, trajectories.info)
 
     def step_by_step(self, *, stored: bool) -> TemporalDictTensor:
-        """One call per step, or two where only some of the rows start an episode."""
-        longest = int(self._trajectories.lengths.max())
+        """One call per step, each from the state after the one before it, or from stored states."""
         some_start = self._is_first.any(0).tolist()
-        # Rows that have ended may start as well: nobody looks at them.
+        # Rows that have ended may start as well: their outputs are dropped.
         all_start = (self._is_first | ~self._is_step).all(0).tolist()
-        state = DictTensor()
         outputs = []
-        for step in range(longest):
-            if stored or (step == 0 and not all_start[0]):
-                state = self._stored_state(step)
-            if stored or not self._state_keys or not some_start[step]:
-                output, state = self._call(step, state)
-            elif all_start[step]:
-                output, state = self._call(step, self._initial_state())
-            else:
-                output, state = self._call_with_starts(step, state)
+        for step in range(int(self._trajectories.lengths.max())):
+            if stored or step == 0:
+                state = self._at(step, self._state_keys)
+            if some_start[step] and self._state_keys and not stored:
+                initial, is_first = self._initial_state(step), self._is_first[:, step]
+                state = initial if all_start[step] else masked_dicttensor(state, initial, is_first)
+            _, output, state = self._call(step, state)
             outputs.append(output)
         return self._padded(outputs)
 
-    def _call_with_starts(self, step: int, state: DictTensor) -> tuple[DictTensor, DictTensor]:
-        """Start some rows' episodes, while the others go on from ``state``."""
-        is_first = self._is_first[:, step]
-        initial = self._initial_state()
-        if initial is not None:
-            return self._call(step, masked_dicttensor(state, initial, is_first))
-        output, new_state = self._call(step, state)
-        first_output, first_state = self._call(step, None)
-        return (
-            masked_dicttensor(output, first_output, is_first),
-            masked_dicttensor(new_state, first_state, is_first),
-        )
-
-    def _call(self, step: int, state: DictTensor | None) -> tuple[DictTensor, DictTensor]:
+    def _call(self, step: int, state: DictTensor | None) -> AgentStep:
         history = self._history(step) if self._agent.require_history() else None
-        _, output, new_state = self._agent(
-            state, self._at(step, self._observation_keys), self._agent_info, history
-        )
-        return output, new_state
+        observation = self._at(step, self._observation_keys)
+        return self._agent(state, observation, self._agent_info, history)
 
-    def _initial_state(self) -> DictTensor | None:
-        """The agent's own initial state, ``None`` if it makes it when called."""
-        if not self._agent.makes_initial_states():
-            return None
-        return self._agent.initial_state(self._agent_info, self._n_rows)
-
-    def _ask_for_state(self) -> list[str]:
-        """Names of the agent's state."""
-        with torch.no_grad():
-            state = self._initial_state()
-            if state is None:
-                _, state = self._call(0, None)
-        return list(state.keys())
-
-    def _stored_state(self, step: int) -> DictTensor:
-        return self._at(step, self._state_keys)
+    def _initial_state(self, step: int) -> DictTensor:
+        """The state of episodes that start at a step, for all rows."""
+        state = None
+        if self._agent.makes_initial_states():
+            state = self._agent.initial_state(self._agent_info, self._n_rows)
+        return self._call(step, None)[0] if state is None else state
 
     def _at(self, step: int, keys: list[str]) -> DictTensor:
         """Values ``[B, ...]`` of a step; rows that have ended stay at their last one."""
@@ -188,9 +152,9 @@ class _Replay:
         return DictTensor({key: tensor[self._rows, times] for key, tensor in tensors.items()})
 
     def _history(self, step: int) -> TemporalDictTensor:
-        """Every row's steps before this one in the same episode; zero behind their lengths."""
+        """Every row's steps before this one in the same episode, zero-padded past the lengths."""
         steps = self._trajectories
-        if not self._has_restarts:
+        if not self._is_first[:, 1:].any():
             before = steps.temporal_slice(0, step)
             return TemporalDictTensor(dict(before.items()), before.lengths)
         numbers = torch.arange(step + 1, device=steps.device())
@@ -210,10 +174,8 @@ class _Replay:
         for key in outputs[0]:
             tensor = torch.stack([output[key] for output in outputs], 1)
             if not self._is_full:
-                tensor = _masked(tensor, self._is_step[:, : len(outputs)])
-            if n_missing:
                 zeros = tensor.new_zeros((self._n_rows, n_missing, *tensor.shape[2:]))
-                tensor = torch.cat([tensor, zeros], 1)
+                tensor = _masked(torch.cat([tensor, zeros], 1), self._is_step)
             padded[key] = tensor
         return TemporalDictTensor(padded, self._trajectories.lengths, self._trajectories.info)
 

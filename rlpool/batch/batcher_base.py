@@ -17,14 +17,14 @@ from rlpool.batch.commands import Setup
 from rlpool.batch.dispatch import Dispatcher
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError
+from rlpool.machine.main_guard import refuse_during_import
 from rlpool.machine.pickling import pickled, why_not
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
-from rlpool.ownership import ProcessOwner, refuse_forked_copy
 from rlpool.record.crash_files import CrashDir
 from rlpool.seeding import root_from
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy
-from rlpool.workers.launch import refuse_during_import
+from rlpool.workers.process_owner import ProcessOwner, refuse_forked_copy
 from rlpool.workers.stack_dumps import DumpsStacks
 from rlpool.workers.warm_start import memory_of
 

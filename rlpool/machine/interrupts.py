@@ -1,8 +1,8 @@
-"""Bookkeeping that Ctrl-C and other signals do not tear apart.
+"""Sections of bookkeeping that Ctrl-C, SIGTERM and SIGALRM do not interrupt.
 
-Python runs signal handlers between any two instructions of the main thread, and a handler that
-raises, as the one of Ctrl-C does, leaves half-done whatever it hits: a message taken off a pipe
-and acted upon by nobody. Waiting may be interrupted anywhere; what follows waiting may not.
+Python runs signal handlers between any two instructions of the main thread. A handler that raises,
+as that of Ctrl-C does, would leave the bookkeeping half-done: a message taken off a pipe and lost.
+Waiting may be interrupted anywhere; what follows it may not.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import signal
 import threading
 import time
 
-# What ``signal`` wraps. Without the enums, asking for the handlers of all signals takes 2 us.
-from _signal import getsignal as _handler_of  # type: ignore[import-not-found]
-from _signal import signal as _handle_by
+# The functions that ``signal`` wraps: its conversion to enums costs a microsecond per signal.
+from _signal import getsignal as _get_handler  # type: ignore[import-not-found]
+from _signal import signal as _set_handler
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
-_PATIENCE_S = 1.0
-"""A section takes microseconds to milliseconds. One that takes longer is stuck, and whoever
-presses Ctrl-C then wants out of it."""
+_SIGNALS = (int(signal.SIGINT), int(signal.SIGTERM), int(signal.SIGALRM))
 
-_SIGNALS = tuple(int(number) for number in signal.valid_signals())
+_PATIENCE_S = 1.0
+"""A section takes microseconds to milliseconds. One that takes longer is stuck and may be
+interrupted."""
 
 
 @contextmanager
 def blocked_interrupts() -> Iterator[None]:
-    """Let processes start with Ctrl-C blocked, until they ignore it themselves."""
+    """Start processes with SIGINT blocked, until they ignore it themselves."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -40,21 +40,20 @@ _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 
 def mark_as_harmless(handler: _Handler) -> _Handler:
-    """Mark a signal handler that tears nothing apart: it only reads, and never raises.
+    """Mark a signal handler that only reads and never raises, so that no section holds it.
 
-    It is let through everywhere. Holding it would also take away what stands before it in C, such
-    as a handler of ``faulthandler``.
+    Holding it would also remove a C handler in front of it, such as that of ``faulthandler``.
     """
     handler._rlpool_is_harmless = True  # type: ignore[attr-defined]
     return handler
 
 
 class InterruptsHeld:
-    """A ``with`` section that the caller's Python signal handlers wait for.
+    """A ``with`` section at whose end the caller's handlers of SIGINT, SIGTERM and SIGALRM run.
 
-    They run, in order, when the section ends, and may raise there. Sections may be nested: the
-    outermost one counts. In other threads than the main one it does nothing, as handlers only run
-    in the main thread.
+    They run in the order in which the signals arrived, and may raise. In nested sections, they run
+    at the end of the outermost one. Outside of the main thread, where no handlers run, a section
+    does nothing.
     """
 
     def __init__(self) -> None:
@@ -69,29 +68,28 @@ class InterruptsHeld:
         self._is_active = True
         self._deadline = time.monotonic() + _PATIENCE_S
         try:
-            for number, handler in zip(_SIGNALS, map(_handler_of, _SIGNALS), strict=True):
-                if type(handler) is int or handler is None:  # the default, ignored, or none of ours
-                    continue
-                if not _is_holding(handler) and not _is_harmless(handler):
+            for number in _SIGNALS:
+                handler = _get_handler(number)
+                # Not the default (an int), nor ignored, nor held by an outer section already.
+                if callable(handler) and not _is_harmless(handler):
                     self._handlers[number] = handler
-                    _handle_by(number, self._hold)
-        except BaseException:  # a handler that was not held yet
+                    _set_handler(number, self._hold)
+        except BaseException:  # from a handler that was not held yet
             self._restore()
             raise
 
     def __exit__(self, *_: object) -> None:
-        if not self._is_active:
-            return
-        try:
-            self._restore()
-        finally:
-            _raise_all(self._held)
+        if self._is_active:
+            try:
+                self._restore()
+            finally:
+                _raise_all(self._held)
 
     def _restore(self) -> None:
-        # First, so that a handler that raises during the loop leaves none of them held.
+        # First, so that a handler that raises during the loop leaves no other one held.
         self._is_active = False
         for number, handler in self._handlers.items():
-            _handle_by(number, handler)
+            _set_handler(number, handler)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         if self._is_active and time.monotonic() < self._deadline:
@@ -99,15 +97,15 @@ class InterruptsHeld:
             return
         handler = self._handlers[number]
         if not self._is_active:
-            _handle_by(number, handler)
+            _set_handler(number, handler)
         handler(number, frame)
 
 
 def _raise_all(numbers: Sequence[int]) -> None:
     """Run the handlers of signals, all of them, even if one raises.
 
-    No frame of it refers to what is raised (those of an ``ExitStack`` would): whoever owns
-    processes and is waited for here shall be dropped with the exception, not some time later.
+    Recursive, because an ``ExitStack`` would make a reference cycle of what is raised: an owner of
+    processes in its frames could not be freed at once.
     """
     if numbers:
         try:
@@ -116,10 +114,7 @@ def _raise_all(numbers: Sequence[int]) -> None:
             _raise_all(numbers[1:])
 
 
-def _is_holding(handler: Any) -> bool:
-    section = getattr(handler, "__self__", None)
-    return isinstance(section, InterruptsHeld) and section._is_active
-
-
 def _is_harmless(handler: Any) -> bool:
-    return getattr(handler, "_rlpool_is_harmless", False) is True
+    section = getattr(handler, "__self__", None)
+    is_held = isinstance(section, InterruptsHeld) and section._is_active
+    return is_held or hasattr(handler, "_rlpool_is_harmless")

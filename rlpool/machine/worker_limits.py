@@ -4,45 +4,44 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 import os
 import resource
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from rlpool.errors import SpecError
-from rlpool.machine.cgroups import ROOT, cpu_limits, read_text, task_limits
-from rlpool.machine.limits import human, resident_bytes, shared_bounds
+from rlpool.machine.cgroups import ROOT, cpu_limits
+from rlpool.machine.limits import Bound, human, resident_bytes, shared_bounds, status_field
 
 _LOG = logging.getLogger("rlpool")
 
 _MOST_PER_CORE = 2
-"""More workers than so many per core are worth a warning: one steps while one waits."""
+"""More workers per core than this are worth a warning: one steps while another one waits."""
 
 WORKER_BYTES = 100 * 2**20
-"""Private memory of a process that has imported torch and holds nothing else, at the least: of a
-spawned worker, and of the template from which workers are forked."""
+"""Least private memory of a process that has imported torch and holds nothing else: of a spawned
+worker, and of the template from which workers are forked."""
 
 FORKED_WORKER_BYTES = 10 * 2**20
-"""Private memory of a worker that was forked from one, at the least."""
+"""Least private memory of a worker that was forked from the template."""
 
 WORKER_DESCRIPTORS = 3
-"""A worker's pipe, and two that multiprocessing keeps to notice its end and ours."""
+"""A worker's pipe, and two by which multiprocessing notices its end and ours."""
+
+_SPARE_DESCRIPTORS = 32
+"""What starting a process and sending memory need for a moment, and what the caller may open."""
 
 _WORKER_TASKS = 2
 """A worker's main thread and the one that watches its parent; libraries may add one per core."""
 
-_SPARE_DESCRIPTORS = 32
-"""What starting a process and sending memory need for a moment, and what the caller may open
-besides."""
-
 _SPARE_TASKS = 2
-"""The process by which multiprocessing keeps track of what to clean up, and the template."""
+"""The resource tracker of multiprocessing, and the template."""
 
 _CAPABILITIES = (21, 24)
-"""CAP_SYS_ADMIN, CAP_SYS_RESOURCE: who has one of them may start any number of processes."""
+"""CAP_SYS_ADMIN, CAP_SYS_RESOURCE: with either, a user may start any number of processes."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +50,14 @@ class Quota:
 
     Attributes:
         noun: What it is.
-        of_limit: Whose limit, after "of the <limit> that".
-        limit: How much there may be.
-        in_use: How much of it is taken.
+        bound: How much there is.
         each: How much a worker takes.
         spare: How much is needed whatever the number of workers.
-        remedy: How to raise the limit.
+        remedy: How to get more.
     """
 
     noun: str
-    of_limit: str
-    limit: int
-    in_use: int
+    bound: Bound
     each: int
     spare: int
     remedy: str
@@ -70,30 +65,18 @@ class Quota:
     @property
     def room(self) -> int:
         """How many workers it is enough for."""
-        return max(0, (self.limit - self.in_use - self.spare) // self.each)
-
-    def wanted(self, n_workers: int) -> int:
-        """How much so many workers take."""
-        return n_workers * self.each + self.spare
+        return max(0, (self.bound.free - self.spare) // self.each)
 
     def complaint(self, n_workers: int) -> str:
         """What to say if it is not enough."""
-        wanted = self.wanted(n_workers)
         who = "1 worker needs" if n_workers == 1 else f"{n_workers} workers need"
-        if self.noun == "memory":
-            return (
-                f"{who} at least {human(wanted)} of memory, but of the "
-                f"{human(self.limit)} that {self.of_limit} {human(self.limit - self.in_use)} "
-                "are free"
-            )
-        return (
-            f"{who} {wanted} {self.noun}, but of the {self.limit} that "
-            f"{self.of_limit} {self.in_use} are in use"
-        )
+        wanted = self.bound.text(n_workers * self.each + self.spare)
+        of = "of " if self.noun == "memory" else ""
+        return f"{who} at least {wanted} {of}{self.noun}, but only {self.bound}"
 
 
 def worker_count(num_workers: int | str) -> int:
-    """A number of worker processes from what the user wrote.
+    """Turn ``num_workers`` into a number of worker processes.
 
     Args:
         num_workers: A number from 1, or ``"auto"`` for all cores that this process may use but
@@ -104,25 +87,20 @@ def worker_count(num_workers: int | str) -> int:
     """
     if num_workers == "auto":
         return max(1, n_cores() - 2)
-    try:
-        number = operator.index(num_workers)  # type: ignore[arg-type]
-    except (TypeError, RuntimeError):
-        number = 0
-    if number < 1 or isinstance(num_workers, bool):
-        raise SpecError(f"num_workers should be 'auto' or an int from 1, got {num_workers!r}")
-    return number
+    number: Any = num_workers
+    if type(number) is bool or not isinstance(number, Integral) or int(number) < 1:
+        raise SpecError(f"num_workers should be 'auto' or an int from 1, got {number!r}")
+    return int(number)
 
 
 def n_cores(root: Path = ROOT) -> int:
     """Cores that this process may use, by its affinity and the quotas of its control groups.
 
     Args:
-        root: Where ``/proc`` and ``/sys`` lie.
+        root: Where ``/proc`` and ``/sys`` are.
     """
-    if hasattr(os, "sched_getaffinity"):
-        n_own = len(os.sched_getaffinity(0))
-    else:
-        n_own = os.cpu_count() or 1
+    has_affinity = hasattr(os, "sched_getaffinity")
+    n_own = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return max(1, min([n_own, *map(math.ceil, cpu_limits(root))]))
 
 
@@ -131,150 +109,118 @@ def check_workers(
 ) -> None:
     """Refuse more worker processes than descriptors, processes or memory allow.
 
-    More than twice the cores are worth a warning in the log: they are of use only where
-    environments wait for something else than a core.
+    More than twice the cores are worth a warning: they help only where environments wait for
+    something other than a core.
 
     Args:
         n_workers: Processes to be started.
-        descriptors_each: Descriptors that one of them costs this process.
+        descriptors_each: Descriptors that each of them costs this process.
         advice: Which arguments to change, for the message.
-        memory: Bytes of each of them and of all together besides, at the least.
+        memory: Least bytes of each of them, and of all together besides.
 
     Raises:
-        SpecError: Naming what is wanted, the limit and the remedy.
+        SpecError: Naming what is needed, the limit and the remedy.
     """
     for quota in worker_quotas(n_workers, descriptors_each, memory):
         if n_workers > quota.room:
             fits = f" ({quota.room} would fit)" if quota.room else ""
             raise SpecError(quota.complaint(n_workers), fix=f"{advice}{fits}, or {quota.remedy}")
-    usable = n_cores()
-    if n_workers > _MOST_PER_CORE * usable:
+    cores = n_cores()
+    if n_workers > _MOST_PER_CORE * cores:
         _LOG.warning(
             "worker processes: %d, cores that this process may use: %d; unless environments "
-            'mostly wait, fewer are faster (worker_count("auto") gives %d)',
-            n_workers,
-            usable,
-            worker_count("auto"),
+            'mostly wait, fewer are faster (worker_count("auto") is %d)',
+            *(n_workers, cores, worker_count("auto")),
         )
 
 
 def worker_quotas(
-    n_workers: int, descriptors_each: int, memory: tuple[int, int], root: Path = ROOT
+    n_workers: int,
+    descriptors_each: int,
+    memory: tuple[int, int],
+    root: Path = ROOT,
+    more_descriptors: int = 0,
 ) -> list[Quota]:
-    """What bounds the number of workers.
+    """What limits the number of workers.
 
     Args:
         n_workers: How many there are to be, for the remedies.
-        descriptors_each: Descriptors that one of them costs this process.
+        descriptors_each: Descriptors that each of them costs this process.
         memory: As for ``check_workers``.
-        root: Where ``/proc`` and ``/sys`` lie.
+        root: Where ``/proc`` and ``/sys`` are.
+        more_descriptors: What else is going to be opened.
     """
-    return [
-        *_descriptor_quotas(n_workers, descriptors_each),
-        *_task_quotas(n_workers, root),
-        *_memory_quotas(*memory, root),
-    ]
+    spare = _SPARE_DESCRIPTORS + more_descriptors
+    quotas = [*_descriptors(n_workers, descriptors_each, spare), *_processes(n_workers, root)]
+    return quotas + [Quota("memory", b, *memory, "free memory") for b in shared_bounds(root)]
 
 
-def _descriptor_quotas(n_workers: int, each: int) -> Iterator[Quota]:
+def _descriptors(n_workers: int, each: int, spare: int) -> Iterator[Quota]:
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return
-    in_use = n_open_descriptors()
-    wanted = n_workers * each + _SPARE_DESCRIPTORS + in_use
-    yield Quota(
-        "file descriptors",
-        "this process may open (RLIMIT_NOFILE)",
-        limit,
-        in_use,
-        each,
-        _SPARE_DESCRIPTORS,
-        how_to_raise("n", wanted, most),
-    )
+    if limit != resource.RLIM_INFINITY:
+        in_use = n_open_descriptors()
+        remedy = _how_to_raise("n", in_use + n_workers * each + spare, most)
+        bound = Bound("this process may open (RLIMIT_NOFILE)", limit, limit - in_use, limit, str)
+        yield Quota("file descriptors", bound, each, spare, remedy)
 
 
-def _task_quotas(n_workers: int, root: Path) -> Iterator[Quota]:
-    noun, wanted = "processes and threads", n_workers * _WORKER_TASKS + _SPARE_TASKS
+def _processes(n_workers: int, root: Path) -> Iterator[Quota]:
     limit, most = resource.getrlimit(resource.RLIMIT_NPROC)
     if limit != resource.RLIM_INFINITY and not _is_exempt(root):
         in_use = _n_tasks(root)
-        remedy = how_to_raise("u", wanted + in_use, most)
-        whose = "this user may have (RLIMIT_NPROC)"
-        yield Quota(noun, whose, limit, in_use, _WORKER_TASKS, _SPARE_TASKS, remedy)
-    for group in task_limits(root):
-        whose = f"the control group of this process allows ({group.file})"
-        remedy = f"let the container have more: --pids-limit={wanted + group.used}"
-        yield Quota(noun, whose, group.limit, group.used, _WORKER_TASKS, _SPARE_TASKS, remedy)
-
-
-def _memory_quotas(each: int, once: int, root: Path) -> Iterator[Quota]:
-    for bound in shared_bounds(root):
-        in_use = bound.total - bound.free
-        yield Quota("memory", bound.name, bound.total, in_use, each, once, "free memory")
+        remedy = _how_to_raise("u", in_use + n_workers * _WORKER_TASKS + _SPARE_TASKS, most)
+        bound = Bound("this user may have (RLIMIT_NPROC)", limit, limit - in_use, limit, str)
+        yield Quota("processes and threads", bound, _WORKER_TASKS, _SPARE_TASKS, remedy)
 
 
 def n_open_descriptors() -> int:
     """Descriptors that this process has open."""
-    for directory in ("/proc/self/fd", "/dev/fd"):
-        try:
-            return len(os.listdir(directory)) - 1  # one is the listing's own
-        except OSError:
-            continue
-    return 64
+    try:
+        return len(os.listdir("/dev/fd")) - 1  # one is the listing's own
+    except OSError:
+        return 64
 
 
 def _is_exempt(root: Path) -> bool:
     """Whether the number of processes of this process's user is not limited."""
-    mask = int(_field(read_text(root / "proc/self/status"), "CapEff", "0"), 16)
+    mask = int(status_field(root / "proc/self/status", "CapEff", "0"), 16)
     return os.getuid() == 0 or any(mask >> bit & 1 for bit in _CAPABILITIES)
 
 
 def _n_tasks(root: Path) -> int:
     """Threads of all processes of this process's user, as far as they can be seen."""
-    user = str(os.getuid())
-    n_tasks = 0
-    for directory in (root / "proc").glob("[0-9]*"):
-        status = read_text(directory / "status")
-        if status and _field(status, "Uid", "") == user:
-            n_tasks += int(_field(status, "Threads", "1"))
-    return n_tasks
+    files = [directory / "status" for directory in (root / "proc").glob("[0-9]*")]
+    own = [file for file in files if status_field(file, "Uid", "") == str(os.getuid())]
+    return sum(int(status_field(file, "Threads", "1")) for file in own)
 
 
-def _field(status: str, name: str, otherwise: str) -> str:
-    """The first word of a line of a ``status`` file."""
-    for line in status.splitlines():
-        if line.startswith(f"{name}:"):
-            return line.split()[1]
-    return otherwise
+def _how_to_raise(option: str, number: int, most: int) -> str:
+    """How to raise a limit of ``ulimit`` to a number.
 
-
-def how_to_raise(option: str, number: int, most: Any) -> str:
-    """How to get a limit of so many: the next power of two, if that is allowed."""
+    Args:
+        option: The option of ``ulimit``.
+        number: The number.
+        most: The hard limit, negative if there is none.
+    """
     if 0 <= most < number:
         return f"let the administrator raise the hard limit, which is {most}"
-    power = 1 << (number - 1).bit_length()
-    return (
-        "raise the limit before starting Python: "
-        f"ulimit -{option} {number if 0 <= most < power else power}"
-    )
+    return f"raise the limit before starting Python: ulimit -{option} {number}"
 
 
 def refuse_small_limit(max_rss_bytes: int | None, pids: Iterable[int | None]) -> None:
-    """Refuse a limit for workers' memory that they exceed before they have done anything.
+    """Refuse a memory limit for workers that they exceed before they have done anything.
 
     Args:
         max_rss_bytes: The limit, ``None`` for none.
-        pids: The workers, which have just got ready.
+        pids: The workers, which are ready.
 
     Raises:
         SpecError: Naming the limit and what they need.
     """
-    if max_rss_bytes is None:
-        return
-    needed = max(map(resident_bytes, pids), default=0)
-    if needed > max_rss_bytes:
+    needed = 0 if max_rss_bytes is None else max(map(resident_bytes, pids), default=0)
+    if max_rss_bytes is not None and needed > max_rss_bytes:
         raise SpecError(
             f"max_rss_bytes is {human(max_rss_bytes)}, but a worker that has done nothing yet "
             f"has {human(needed)} of resident memory",
-            fix="set max_rss_bytes well above that, the modules it imported included",
+            fix="set max_rss_bytes well above that, which includes the modules it imported",
         )

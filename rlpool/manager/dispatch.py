@@ -33,7 +33,6 @@ from rlpool.manager.commands import (
 )
 from rlpool.manager.worker import main
 from rlpool.memory.storage import Array, Memory, carved_bytes
-from rlpool.ownership import refuse_forked_copy
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.crash_files import CrashDir, CrashFiles
 from rlpool.record.failures import attempted
@@ -42,6 +41,7 @@ from rlpool.specs import DEFAULT_OBSERVATION_KEY, Structure, TensorSpec, leaves_
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.lifecycle import Workers
 from rlpool.workers.payload import pack
+from rlpool.workers.process_owner import refuse_forked_copy
 from rlpool.workers.stack_dumps import described, note_source
 from rlpool.workers.wake import Wake
 from rlpool.workers.warm_start import memory_of

@@ -19,12 +19,12 @@ from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import EnvError, SpecError, Where
 from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.machine.main_guard import refuse_during_import
 from rlpool.manager.buffers import BufferLayout
 from rlpool.manager.dispatch import EnvWorkers
 from rlpool.manager.remotes import Remote, WorkerHandle
 from rlpool.manager.stepper import Stepper, lane_failure
 from rlpool.memory.storage import Array
-from rlpool.ownership import ProcessOwner
 from rlpool.record.crash_files import CrashDir
 from rlpool.specs import (
     Leaf,
@@ -38,7 +38,7 @@ from rlpool.workers.failure_policy import (
     PolicyOptions,
     takes_policy,
 )
-from rlpool.workers.launch import refuse_during_import
+from rlpool.workers.process_owner import ProcessOwner
 from rlpool.workers.stack_dumps import DumpsStacks
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import process
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -20,24 +19,8 @@ from rlpool.workers.inherited import Inherited
 from rlpool.workers.side_channel import WorkerSide, run_connected
 from rlpool.workers.wire import CallerPipe
 
-GUARD_EXIT_CODE = 76
-"""Exit code by which a child says that it would have started children of its own on import."""
-
 WorkerMain = Callable[[Place, Connection, Any], None]
 """``(place, connection, control_fd)``: what a worker process runs."""
-
-
-def refuse_during_import() -> None:
-    """Refuse to start workers while a worker is importing the caller's main module.
-
-    That module then lacks the guard around what starts workers; going on would start children of
-    children without end.
-
-    Raises:
-        SystemExit: Which tells the parent.
-    """
-    if getattr(process.current_process(), "_inheriting", False):
-        raise SystemExit(GUARD_EXIT_CODE)
 
 
 def launch(

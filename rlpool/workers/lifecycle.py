@@ -38,13 +38,13 @@ from rlpool.errors import (
 )
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.limits import process_activity
-from rlpool.machine.main_guard import missing_guard
+from rlpool.machine.main_guard import missing_guard_error
 from rlpool.machine.worker_limits import refuse_small_limit
 from rlpool.memory.storage import Array, Memory
 from rlpool.workers.child import CONTROL_COLUMNS, Place
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
 from rlpool.workers.hang_watch import HangWatch
-from rlpool.workers.launch import GUARD_EXIT_CODE, WorkerMain, launch, starting_processes
+from rlpool.workers.launch import WorkerMain, launch, starting_processes
 from rlpool.workers.logs import LogReader
 from rlpool.workers.side_channel import SideChannel
 from rlpool.workers.stacks import Stacks
@@ -456,8 +456,9 @@ class Workers:
         worker = life.worker
         failure, retires = life.last_words, life.retires
         life.forget_end()
-        if exitcode == GUARD_EXIT_CODE:
-            self.fatal = missing_guard()
+        guard = missing_guard_error(exitcode)
+        if guard is not None:
+            self.fatal = guard
         elif retires and failure is None:
             _LOG.info("worker %d is replaced after %s", worker, retires)
             life.deadline_s = 0.0

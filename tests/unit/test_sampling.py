@@ -51,8 +51,7 @@ def test_categorical_frequencies_are_the_probabilities(noise: torch.Tensor) -> N
 def test_categorical_samples_grow_with_the_noise(noise: torch.Tensor) -> None:
     samples, _ = sample_categorical(torch.randn(7, generator=generator()).expand(N, -1), noise)
     assert (samples.diff() >= 0).all()
-    assert samples[0] == 0
-    assert samples[-1] == 6
+    assert (samples[0], samples[-1]) == (0, 6)
 
 
 def test_categorical_log_probabilities_are_those_of_torch() -> None:
@@ -60,47 +59,21 @@ def test_categorical_log_probabilities_are_those_of_torch() -> None:
     samples, log_probability = sample_categorical(logits, uniform(500, 1))
     expected = Categorical(logits=logits).log_prob(samples)
     assert samples.dtype == torch.int64
+    assert torch.equal(samples, sample_categorical(logits, uniform(500))[0])  # without a column
     assert samples.shape == log_probability.shape == (500,)
     assert torch.allclose(log_probability, expected, atol=1e-5)
     assert torch.allclose(categorical_log_probability(logits, samples), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(500,), (500, 1)])
-def test_categorical_takes_noise_with_and_without_a_column(shape: tuple[int, ...]) -> None:
-    logits = torch.randn(500, 3, generator=generator())
-    samples, _ = sample_categorical(logits, uniform(500).reshape(shape))
-    assert samples.tolist() == sample_categorical(logits, uniform(500))[0].tolist()
-
-
-@pytest.mark.parametrize("extreme", [0.0, LAST])
-def test_extreme_noise_gives_possible_categories(extreme: float) -> None:
-    for n_actions in (1, 2, 3, 10, 100, 1000):
-        logits = torch.randn(300, n_actions, generator=generator()) * 5
-        samples, log_probability = sample_categorical(logits, torch.full((300,), extreme))
-        assert samples.min() >= 0
-        assert samples.max() < n_actions
-        assert log_probability.isfinite().all()
-
-
 @pytest.mark.parametrize("extreme", [0.0, 0.5, LAST])
-@pytest.mark.parametrize("masked", ["first", "last", "half"])
-def test_an_impossible_category_is_never_drawn(extreme: float, masked: str) -> None:
+@pytest.mark.parametrize("masked", [slice(0), slice(1), slice(-1, None), slice(1, None, 2)])
+def test_an_impossible_category_is_never_drawn(extreme: float, masked: slice) -> None:
     for n_actions in (2, 3, 10, 100, 1000):
-        columns = {"first": slice(1), "last": slice(n_actions - 1, None), "half": slice(1, None, 2)}
         logits = torch.randn(1000, n_actions, generator=generator()) * 3
-        logits[:, columns[masked]] = -torch.inf
+        logits[:, masked] = -torch.inf
         samples, log_probability = sample_categorical(logits, torch.full((1000,), extreme))
         assert logits.gather(1, samples.unsqueeze(1)).isfinite().all(), n_actions
         assert log_probability.isfinite().all(), n_actions
-
-
-def test_a_certain_category_is_always_drawn(noise: torch.Tensor) -> None:
-    for certain in range(3):
-        logits = torch.full((3,), -torch.inf)
-        logits[certain] = 0.0
-        samples, log_probability = sample_categorical(logits.expand(N, -1), noise)
-        assert (samples == certain).all()
-        assert (log_probability == 0).all()
 
 
 def test_gradients_flow_through_the_log_probability_of_a_category() -> None:
@@ -112,29 +85,13 @@ def test_gradients_flow_through_the_log_probability_of_a_category() -> None:
     assert torch.allclose(logits.grad, expected, atol=1e-6)
 
 
-def test_a_shift_of_the_logits_changes_nothing() -> None:
-    logits = torch.randn(400, 4, generator=generator()).double()
-    noise = uniform(400).double()
-    assert torch.equal(
-        sample_categorical(logits, noise)[0], sample_categorical(logits + 3, noise)[0]
-    )
-
-
 # Normal
 
 
 def test_normal_samples_follow_the_inverse_distribution_function(noise: torch.Tensor) -> None:
     middle = noise[1:, None]
-    samples, _ = sample_normal(torch.zeros(1, 1), torch.zeros(1, 1), middle)
-    assert torch.allclose(Normal(0.0, 1.0).cdf(samples), middle, atol=1e-5)
-
-
-def test_normal_moments_are_right(noise: torch.Tensor) -> None:
-    samples, _ = sample_normal(
-        torch.tensor([[2.0]]), torch.tensor([[math.log(3.0)]]), noise[:, None]
-    )
-    assert float(samples.mean()) == pytest.approx(2.0, abs=1e-2)
-    assert float(samples.std()) == pytest.approx(3.0, abs=1e-2)
+    samples, _ = sample_normal(torch.tensor([[2.0]]), torch.tensor([[math.log(3.0)]]), middle)
+    assert torch.allclose(Normal(2.0, 3.0).cdf(samples), middle, atol=1e-5)
 
 
 def test_normal_log_probabilities_are_those_of_torch() -> None:

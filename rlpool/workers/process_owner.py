@@ -1,11 +1,10 @@
-"""What objects have in common that own processes."""
+"""What batchers, pools and managers have in common: they own worker processes."""
 
 from __future__ import annotations
 
 import atexit
 import os
 from abc import ABC, abstractmethod
-from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
@@ -21,7 +20,7 @@ class ProcessOwner(ABC):
     """
 
     def __new__(cls: type[_Self], *_: Any, **__: Any) -> _Self:
-        """Note that there will be something to end at exit."""
+        """Remember the owner until Python exits."""
         owner = super().__new__(cls)
         _owners.add(owner)
         return owner
@@ -32,7 +31,7 @@ class ProcessOwner(ABC):
 
     @abstractmethod
     def _has_processes(self) -> bool:
-        """Whether there may be something to end, also where the constructor failed half-way."""
+        """Whether there may be something to end, even where the constructor failed half-way."""
 
     def _give_up(self) -> None:
         """Tell the processes to stop what they are doing, as they will be ended."""
@@ -41,12 +40,7 @@ class ProcessOwner(ABC):
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -56,7 +50,7 @@ class ProcessOwner(ABC):
     def __reduce__(self) -> NoReturn:
         raise UsageError(
             f"a {type(self).__name__} owns processes and cannot be copied or pickled",
-            fix="copy what it was made with, and make another one",
+            fix="make another one with the same arguments",
         )
 
 
@@ -67,12 +61,12 @@ def refuse_forked_copy(owner_pid: int) -> None:
         owner_pid: The process that started the workers.
 
     Raises:
-        UsageError: If it is another one than this.
+        UsageError: If it is not this one.
     """
     if os.getpid() != owner_pid:
         raise UsageError(
-            f"this process ({os.getpid()}) was forked from process {owner_pid}, to which the "
-            "workers belong",
+            f"this process ({os.getpid()}) was forked from process {owner_pid}, which owns the "
+            "workers",
             fix="use the object in the process that made it, and make another one here",
         )
 
@@ -81,10 +75,10 @@ _owners: WeakSet[ProcessOwner] = WeakSet()
 
 
 def _give_up_all() -> None:
-    """Make workers that are busy ready to end when Python exits, such as after Ctrl-C.
+    """When Python exits, such as after Ctrl-C, let busy workers stop.
 
-    They are ended a little later, with what multiprocessing does at exit. Nothing is closed here:
-    another thread may still be using it, and has nobody to tell that it cannot.
+    They are ended a little later, with what multiprocessing does at exit. Nothing is closed here,
+    because a daemon thread may still be using it.
     """
     for owner in list(_owners):
         owner._give_up()
