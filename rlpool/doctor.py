@@ -43,7 +43,7 @@ from rlpool.machine.worker_limits import (
     worker_quotas,
 )
 from rlpool.memory.storage import Memory
-from rlpool.testing.counting_env import CountingEnv
+from rlpool.testing.faulty_env import CountingEnv
 from rlpool.workers.warm_start import memory_of, why_impossible, why_spawned
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"

@@ -3,10 +3,9 @@
 from rlpool.testing.check_agent import check_agent
 from rlpool.testing.check_env import check_env
 from rlpool.testing.contracts import AgentContract, EnvContract
-from rlpool.testing.counting_env import CountingEnv
 from rlpool.testing.faults import KINDS, code, faults, strike
-from rlpool.testing.faulty_env import FaultyEnv
-from rlpool.testing.findings import Finding, Report
+from rlpool.testing.faulty_env import CountingEnv, FaultyEnv
+from rlpool.testing.report import Finding, Report
 
 __all__ = [
     "KINDS",

@@ -2,15 +2,267 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
 
 from rlpool.data.infos import Info
 from rlpool.errors import AgentSpecError, SpecError
-from rlpool.testing.agent_checks import AGENT_CHECKS
-from rlpool.testing.agent_subject import AgentSubject, as_in_a_worker
-from rlpool.testing.findings import Report, refuse_no_mapping, run_checks
-from rlpool.testing.observation_rows import rows_of
+from rlpool.generators import seeded_generators
+from rlpool.testing import report
+from rlpool.testing.check_env import misfits
+from rlpool.testing.episodes import bits
+from rlpool.testing.report import CannotCheck, Failed, Finding, error, user_code, warning
+from rlpool.testing.rollouts import (
+    AgentSubject,
+    Inputs,
+    call,
+    copied,
+    difference,
+    observations_of,
+    specs_of,
+    tensors_of,
+    told,
+)
+
+Findings = Iterator[Finding]
+
+
+def returns(subject: AgentSubject) -> Findings:
+    """It returns three values with a row per lane, in every call of the same kind."""
+    subject.agent()  # whose failure is another question
+    for n in subject.batch_sizes:
+        try:
+            subject.rollout(n)
+        except Failed as failure:
+            yield failure.finding
+            return
+
+
+def same_for_any_number_of_rows(subject: AgentSubject) -> Findings:
+    """Keys, shapes and dtypes do not depend on the number of rows."""
+    first_n, *others = subject.batch_sizes
+    first = subject.rollout(first_n).traces[0][0].result
+    for n in others:
+        result = subject.rollout(n).traces[0][0].result
+        for name, part, other in zip(result._fields, first, result, strict=True):
+            if specs_of(part) != specs_of(other):
+                yield error(
+                    f"the {name} of {n} rows is {told(specs_of(other))}, "
+                    f"of {first_n} rows {told(specs_of(part))}",
+                    "return the same keys, shapes (but for the rows) and dtypes for any batch; "
+                    "squeeze() without a dimension drops the rows of a batch of one",
+                )
+                return
+
+
+def action_fits(subject: AgentSubject) -> Findings:
+    """Actions are of the action space's kind, and in it."""
+    space = subject.observations.action_space
+    if space is None:
+        raise CannotCheck("the action space is not known: pass action_space")
+    rollout = subject.rollout(subject.n_rows)
+    if rollout.misfit:
+        yield error(rollout.misfit, "return actions of the action space's shape and kind")
+        return
+    for number, action in enumerate(rollout.actions):
+        for _, what, is_bound in misfits(space, action, "the action"):
+            severity, fix = (
+                (warning, "clip it, or sample with rlpool.sample_tanh_normal")
+                if is_bound
+                else (error, "return actions that are in the action space")
+            )
+            yield severity(f"row {number % subject.n_rows}: {what}", fix)
+            return
+
+
+def initial_state_agrees(subject: AgentSubject) -> Findings:
+    """``initial_state`` gives the state that a call with ``None`` would start from."""
+    agent = subject.agent()
+    state, *seen = subject.trace[0].inputs
+    if not agent.makes_initial_states():
+        return
+    try:
+        started = call(agent, (None, *seen))
+    except Failed:
+        return  # it need not take None: it is never called with it
+    if what := difference(call(agent, (state, *seen)), started):
+        yield error(
+            f"called with None and called with initial_state: {what}",
+            "let the call use self.initial_state(agent_info, n) where state is None",
+        )
+
+
+def rows_are_independent(subject: AgentSubject) -> Findings:
+    """A row's results depend on that row alone."""
+    n = subject.n_rows
+    if n < 2:
+        raise CannotCheck("batch_sizes has no batch of several rows")
+    agent = subject.agent()
+    one, *others = subject.rollout(n).traces
+    for step in (0, -1):
+        inputs = one[step].inputs
+        first = call(agent, inputs)
+        for row in range(n):
+            companies = [_with_row_of(other[step].inputs, inputs, row) for other in others]
+            companies.append(_all_like(inputs, row))
+            whats = (difference(first, call(agent, company), row) for company in companies)
+            if what := next(filter(None, whats), ""):
+                yield error(
+                    f"row {row} of {n} at step {step % subject.n_steps}, with other values in the "
+                    f"other rows: {what}",
+                    "compute each row from itself: no statistics over the batch (call eval() where "
+                    "there is batch normalisation), no indexing by position",
+                )
+                return
+
+
+def _with_row_of(company: Inputs, inputs: Inputs, row: int) -> Inputs:
+    """Other inputs of the same kind, with one row from these."""
+    mixed = copied(company)
+    rows = tensors_of(inputs)
+    for key, tensor in tensors_of(mixed).items():
+        tensor[row] = rows[key][row]
+    return mixed
+
+
+def _all_like(inputs: Inputs, row: int) -> Inputs:
+    """The same inputs with copies of one row in all rows."""
+    alike = copied(inputs)
+    for tensor in tensors_of(alike).values():
+        tensor[:] = tensor[row].clone()
+    return alike
+
+
+def deterministic(subject: AgentSubject) -> Findings:
+    """The same arguments give the same bits, whatever was called in between."""
+    agent = subject.agent()
+    one, other, *_ = subject.rollout(subject.n_rows).traces
+    for step in (0, -1):
+        with seeded_generators(1):
+            first = call(agent, one[step].inputs)
+        call(agent, other[step].inputs)
+        with seeded_generators(2):
+            again = [call(agent, one[step].inputs) for _ in range(2)]
+        if what := difference(first, again[0]) or difference(first, again[1]):
+            yield error(
+                f"step {step % subject.n_steps} twice with the same arguments, another call in "
+                f"between: {what}",
+                "declare n_noise and draw from observation['noise'] (see "
+                "rlpool.sample_categorical), keep nothing but parameters outside the state, and "
+                "call eval() where there is dropout",
+            )
+            return
+
+
+def inputs_unchanged(subject: AgentSubject) -> Findings:
+    """What it is called with stays as it was, except for the state, which is a copy."""
+    agent = subject.agent()
+    for step, (inputs, _) in enumerate(subject.trace):
+        given = copied(inputs)
+        with user_code("the call"):
+            agent(*given)
+        after = tensors_of(given)
+        for (number, key), tensor in tensors_of(inputs).items():
+            if number and bits(tensor) != bits(after[number, key]):
+                name = ("state", "observation", "agent_info", "history")[number]
+                yield error(
+                    f"the call at step {step} changed {key!r} of {name}",
+                    "write into copies: x = x + 1, not x += 1 or x.add_(1)",
+                )
+                return
+
+
+def returns_its_state(subject: AgentSubject) -> Findings:
+    """The first value is the state that the call started from."""
+    for step, ((state, *_), result) in enumerate(subject.trace):
+        if state is not None and bits(dict(state.items())) != bits(result.state):
+            yield warning(
+                f"the state returned at step {step} is not the one that the call got",
+                "return (state, output, new_state) and make new_state anew: nothing in place",
+            )
+            return
+
+
+def update_takes_state_dict(subject: AgentSubject) -> Findings:
+    """``update`` takes what the learner's copy gives, and keeps none of its memory."""
+    learner, agent = subject.agent(0), subject.agent(1)
+    given = subject.update_info
+    if given is None:
+        state_dict = getattr(learner, "state_dict", None)
+        given = state_dict() if callable(state_dict) else None
+        if not given:
+            raise CannotCheck("the agent has no state_dict() with anything in it: pass update_info")
+    # As it arrives in a worker: other memory, which is gone after the call.
+    info = pytree.tree_map_only(torch.Tensor, torch.clone, given)
+    fix = "def update(self, info): self.load_state_dict(info); or pass what it takes as update_info"
+    try:
+        with user_code("update", fix):
+            agent.update(info)
+    except Failed as failure:
+        yield failure.finding
+        return
+    updated = [call(agent, inputs) for inputs, _ in subject.trace]
+    pytree.tree_map_only(torch.Tensor, torch.zero_, info)
+    for (inputs, _), result in zip(subject.trace, updated, strict=True):
+        if what := difference(result, call(agent, inputs)):
+            yield error(
+                f"the agent uses the tensors that update got, whose memory is dropped: {what}",
+                "copy them, as load_state_dict does",
+            )
+            return
+        what = difference(result, call(learner, inputs))
+        if what and subject.update_info is None:
+            yield error(
+                f"after update(state_dict()) the agent differs from the one it came from: {what}",
+                "let state_dict() hold, and update() take over, everything that calls depend on",
+            )
+            return
+
+
+def same_in_every_worker(subject: AgentSubject) -> Findings:
+    """Each worker makes the same agent."""
+    report.refuse_instance(subject)
+    agent, other = subject.agent(0), subject.agent(1)
+    for inputs, _ in subject.trace:
+        if what := difference(call(agent, inputs), call(other, inputs)):
+            yield warning(
+                f"agents made in two workers differ: {what}",
+                "call batcher.update(agent.state_dict()) before the first execute(), or seed the "
+                "initialisation in create_agent",
+            )
+            return
+
+
+def seeds_and_closes(subject: AgentSubject) -> Findings:
+    """``seed`` and ``close`` work."""
+    agent = subject.agent()
+    for name, arguments in (("seed", (2**31 - 1,)), ("close", ())):
+        try:
+            with user_code(f"{name}()", f"correct {name}, or leave it out"):
+                getattr(agent, name)(*arguments)
+        except Failed as failure:
+            yield failure.finding
+
+
+AGENT_CHECKS: tuple[report.Check, ...] = (
+    report.creation,
+    report.picklable,
+    returns,
+    same_for_any_number_of_rows,
+    action_fits,
+    initial_state_agrees,
+    rows_are_independent,
+    deterministic,
+    inputs_unchanged,
+    returns_its_state,
+    update_takes_state_dict,
+    same_in_every_worker,
+    seeds_and_closes,
+)
+"""All checks, in their order."""
 
 
 def check_agent(
@@ -28,7 +280,7 @@ def check_agent(
     n_steps: int = 4,
     skip: Collection[str] = (),
     strict: bool = True,
-) -> Report:
+) -> report.Report:
     """Check an agent against the contract of ``rlpool.Agent``, and report all problems at once.
 
     It runs in this process, as in a worker: under ``torch.inference_mode``, with one thread. An
@@ -81,17 +333,16 @@ def check_agent(
         AgentSpecError: If ``strict`` and there are errors, with all of them.
         SpecError: For arguments that make no sense, or an environment that gives no observations.
     """
-    refuse_no_mapping(agent_args=agent_args, env_args=env_args, options=options)
+    report.refuse_no_mapping(agent_args=agent_args, env_args=env_args, options=options)
     if n_steps < 2:
         raise SpecError(f"n_steps is {n_steps}", fix="n_steps should be at least 2")
     if not batch_sizes or min(batch_sizes) < 1:
         raise SpecError(f"batch_sizes is {list(batch_sizes)}", fix="give numbers of at least 1")
-    rows = rows_of(env, env_args, options, action_space, seed)
+    observations = observations_of(env, env_args, options, action_space, seed)
     subject = AgentSubject(
-        agent, agent_args, rows, agent_info, update_info, seed, batch_sizes, n_steps
+        agent, agent_args, observations, agent_info, update_info, seed, batch_sizes, n_steps
     )
-    with as_in_a_worker():
-        report = run_checks(subject, subject.name, AGENT_CHECKS, skip)
-    if strict and not report.ok:
-        raise AgentSpecError(f"check_agent: {report}")
-    return report
+    found = report.run_checks(subject, AGENT_CHECKS, skip)
+    if strict and not found.ok:
+        raise AgentSpecError(f"check_agent: {found}")
+    return found

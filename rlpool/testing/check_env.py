@@ -2,14 +2,332 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import inspect
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
+import gymnasium
+import numpy as np
+from gymnasium import spaces as gym_spaces
+from gymnasium.utils import env_checker, passive_env_checker
+from torch.utils import _pytree as pytree
+
+from rlpool.envs.ancestor_env import AncestorEnv, reset_arguments
+from rlpool.envs.gym_env import GymEnv
 from rlpool.errors import EnvSpecError, SpecError
 from rlpool.generators import seeded_generators
-from rlpool.testing.env_checks import ENV_CHECKS
-from rlpool.testing.env_subject import EnvSubject
-from rlpool.testing.findings import Report, refuse_no_mapping, run_checks
+from rlpool.record.failures import described, reset_advice
+from rlpool.testing import report
+from rlpool.testing.episodes import (
+    EnvSubject,
+    Episode,
+    Step,
+    bits,
+    difference,
+    place,
+    run_lanes,
+    shortly,
+)
+from rlpool.testing.report import CannotCheck, Failed, Finding, error, user_code, warning
+
+Findings = Iterator[Finding]
+
+# What Gymnasium's checker says about spaces and wrappers that are perfectly usual, and about
+# arguments that rlpool does not care about.
+_USUAL = (
+    "infinity",
+    "normalized",
+    "unwrapped",
+    "`seed` function",
+    "return_info",
+    "default seed argument",
+)
+_RNG_FIX = "draw from self.np_random, which super().reset(seed=seed) seeds, and from nothing else"
+
+
+def spaces(subject: EnvSubject) -> Findings:
+    """Both spaces are there and have fixed shapes."""
+    instance = subject.closed
+    if instance.env is None:
+        return  # whoever made the VecEnv has read the spaces
+    for name, check in (
+        ("observation_space", passive_env_checker.check_observation_space),
+        ("action_space", passive_env_checker.check_action_space),
+    ):
+        space = getattr(instance.env, name, None)
+        if space is None:
+            fix = f"declare self.{name}: without it, shapes come from the first values"
+            yield warning(f"there is no {name}", fix)
+            continue
+        try:
+            for complaint in _complaints_of(check, space):
+                yield warning(complaint, f"correct self.{name}")
+        except Exception as reason:
+            yield error(f"{name}: {described(reason)}", f"correct self.{name}")
+    try:
+        if instance.vec is None:
+            GymEnv([instance.made])
+    except SpecError as refusal:
+        yield report.refused(refusal, "wrap the environment")
+
+
+def reset_takes_arguments(subject: EnvSubject) -> Findings:
+    """``reset`` takes ``seed`` and ``options``."""
+    inner = _single_env(subject)
+    while isinstance(inner, gymnasium.Wrapper):
+        inner = inner.env
+    if isinstance(inner, AncestorEnv):
+        inner = inner.inner
+    arguments = reset_arguments(inner)
+    if "seed" not in arguments and not callable(getattr(inner, "seed", None)):
+        yield error(
+            "reset() takes no seed, so that no episode can be repeated",
+            "def reset(self, *, seed=None, options=None): super().reset(seed=seed) ...",
+        )
+    has_task = callable(getattr(inner, "reset_task", None))
+    if not has_task and not arguments & {"options", "env_info", "task"}:
+        yield warning(
+            "reset() takes no options, so that env_info cannot reach the environment",
+            "def reset(self, *, seed=None, options=None): ...",
+        )
+
+
+def runs(subject: EnvSubject) -> Findings:
+    """Episodes run without an exception, and return what Gymnasium says."""
+    for episode in subject.episodes:
+        if failure := episode.failure:
+            fix = (
+                "reset() returns (observation, info), step() returns (observation, reward, "
+                "terminated, truncated, info); neither raises"
+            )
+            if not episode.steps and failure.__cause__ is not None:
+                fix = reset_advice(failure.__cause__, subject.options) or fix
+                if "env_info" in fix:
+                    fix = 'if it needs options, pass them: check_env(env, options={"task": ...})'
+            yield error(f"{failure} (episode seed {episode.seed})", fix)
+            return
+    for where, _ in _first(subject, "info", lambda info: not isinstance(info, dict)):
+        yield warning(f"{where}: info is no dict", "return a dict as info, {} for nothing")
+
+
+def observations_fit(subject: EnvSubject) -> Findings:
+    """Every observation is in the space: keys, shape, dtype, bounds."""
+    space = getattr(_single_env(subject), "observation_space", None)
+    if space is None:
+        raise CannotCheck("there is no observation_space")
+    told: set[str] = set()
+    for where, step in _steps(subject):
+        for path, what, _ in misfits(space, step.observation, "observation"):
+            if path not in told:
+                told.add(path)
+                yield error(
+                    f"{where}: {what}",
+                    "return what observation_space declares, or declare what is returned",
+                )
+
+
+def misfits(space: Any, value: Any, path: str) -> Iterator[tuple[str, str, bool]]:
+    """Where a value is not in a space; NaN is accepted.
+
+    Yields:
+        The path of a part that is not, what is wrong, and whether it is only outside the bounds.
+    """
+    parts: Mapping[Any, Any] = {}
+    if isinstance(space, gym_spaces.Dict):
+        parts = space.spaces
+    if isinstance(space, gym_spaces.Tuple):
+        parts = dict(enumerate(space.spaces))
+        value = dict(enumerate(value)) if isinstance(value, tuple | list) else value
+    if parts:
+        if not isinstance(value, Mapping) or set(value) != set(parts):
+            got = sorted(value, key=str) if isinstance(value, Mapping) else shortly(value)
+            yield path, f"{path} should have the keys {sorted(parts)}, got {got}", False
+            return
+        for key, inner in parts.items():
+            yield from misfits(inner, value[key], f"{path}[{key!r}]")
+    elif not is_in(space, value):
+        told, is_bound = shortly(value), False
+        if isinstance(value, np.ndarray) and value.size and value.dtype.kind in "fiub":
+            low, high = (find.reduce(value, axis=None) for find in (np.fmin, np.fmax))
+            told = f"{value.dtype}{list(value.shape)} from {low} to {high}"
+            if isinstance(space, gym_spaces.Box) and value.shape == space.shape:
+                is_bound = is_in(space, np.clip(value, space.low, space.high))
+        yield path, f"{path} is {told}, which is not in {space}", is_bound
+
+
+def is_in(space: Any, value: Any) -> bool:
+    """Whether a value is in a space that has no parts; NaN is in every ``Box`` of floats."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            if isinstance(space, gym_spaces.Box) and isinstance(value, np.ndarray | np.generic):
+                is_float = value.dtype.kind == "f"
+                if is_float != (space.dtype.kind == "f"):
+                    return False
+                if is_float:
+                    value = np.where(np.isnan(value), space.low.astype(value.dtype), value)
+            return bool(space.contains(value))
+        except Exception:
+            return False
+
+
+def rewards_are_numbers(subject: EnvSubject) -> Findings:
+    """Every reward is one number."""
+    for where, reward in _first(subject, "reward", lambda reward: not _is_number(reward)):
+        yield error(
+            f"{where}: the reward is {shortly(reward)}", "return one number, such as float(reward)"
+        )
+
+
+def flags_are_bools(subject: EnvSubject) -> Findings:
+    """``terminated`` and ``truncated`` are True or False."""
+    for name in ("terminated", "truncated"):
+        for where, flag in _first(subject, name, lambda f: not isinstance(f, bool | np.bool_)):
+            what = f"{where}: {name} is {shortly(flag)}, of type {type(flag).__name__}"
+            yield error(what, f"return bool({name})")
+
+
+def values_are_finite(subject: EnvSubject) -> Findings:
+    """No NaN in observations and rewards, no infinite reward."""
+    for name in ("observation", "reward"):
+        for where, _ in _first(subject, name, lambda value: _has(np.isnan, value)):
+            yield error(
+                f"{where}: the {name} is NaN, or contains NaN",
+                "one NaN spoils the parameters of a network: find the division or the "
+                "logarithm that it comes from",
+            )
+    for where, _ in _first(subject, "reward", lambda reward: _has(np.isinf, reward)):
+        yield warning(f"{where}: the reward is infinite", "bound the reward")
+
+
+def repeats(subject: EnvSubject) -> Findings:
+    """The same seed and actions give the same bits, whatever ran in between."""
+    with subject.opened() as instance:
+
+        def run(seed: int) -> Episode:
+            with seeded_generators(seed):
+                return subject.run(instance, 0).unless_failed()
+
+        first = run(1)
+        subject.run(instance, 1)
+        subject.run(instance, 1, n_steps=max(1, subject.n_steps // 3))
+        what = difference(first, run(2))
+        is_global = bool(what) and not difference(run(3), run(3))
+    if what:
+        yield error(
+            f"reset(seed={first.seed}) and the same actions twice, with other episodes in "
+            f"between: {what}" + ", as it depends on global random generators" * is_global,
+            _RNG_FIX if is_global else f"let reset() restore everything; {_RNG_FIX}",
+        )
+
+
+def fresh_instance_repeats(subject: EnvSubject) -> Findings:
+    """Another instance gives the same bits, as after a worker was replaced."""
+    _refuse_no_copy(subject)
+    first = subject.episodes[0].unless_failed()
+    with subject.opened(1) as instance, seeded_generators(1):
+        what = difference(first, subject.run(instance, 0))
+    if what:
+        yield error(
+            f"reset(seed={first.seed}) and the same actions in two instances: {what}",
+            "let an episode depend on reset(seed, options) and the actions alone, not on what the "
+            "constructor drew or on the seed of create_env",
+        )
+
+
+def no_global_generators(subject: EnvSubject) -> Findings:
+    """Nothing is drawn from generators that the whole process shares."""
+    if subject.episodes and subject.used_generators:
+        names = ", ".join(subject.used_generators)
+        yield warning(f"episodes use the global generators of {names}", _RNG_FIX)
+
+
+def own_buffers(subject: EnvSubject) -> Findings:
+    """An observation that was handed out stays as it was."""
+    for where, step in _steps(subject):
+        if bits(step.observation) != bits(step.handed_out):
+            yield warning(
+                f"{where}: the observation was changed later",
+                "return a copy: rlpool copies observations at once, but other code that keeps "
+                "them sees them change",
+            )
+            return
+
+
+def lanes_agree(subject: EnvSubject) -> Findings:
+    """An episode is the same in every lane of a ``GymEnv``, and beside any others."""
+    _refuse_no_copy(subject)
+    arguments = (subject.options, subject.actions(0), subject.n_steps)
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(subject.opened(number)) for number in range(2))
+        vec = first.vec or GymEnv([first.made, second.made])
+        stack.enter_context(seeded_generators(1))
+        seeds = {lane: subject.seeds[lane % len(subject.seeds)] for lane in range(vec.n_lanes)}
+        for lane, episode in run_lanes(vec, seeds, *arguments).items():
+            alone = run_lanes(vec, {0: seeds[lane]}, *arguments)[0]
+            if what := difference(alone, episode.unless_failed()):
+                yield error(
+                    f"an episode alone in lane 0, and in lane {lane} beside others: {what}",
+                    "let lanes share nothing that changes (class attributes, module globals, "
+                    "buffers), and make all environments of one create_env alike",
+                )
+                return
+
+
+def closes(subject: EnvSubject) -> Findings:
+    """``close`` works, also a second time."""
+    _refuse_no_copy(subject)
+    with subject.opened() as instance, seeded_generators(1):
+        subject.run(instance, 0, n_steps=1)
+        for severity, which in ((error, "close()"), (warning, "a second close()")):
+            try:
+                with user_code(which):
+                    instance.made.close()
+            except Failed as failure:
+                yield severity(str(failure), "let close() only free resources")
+                return
+
+
+def gymnasium_checker(subject: EnvSubject) -> Findings:
+    """What Gymnasium's own checker says beyond the rest."""
+    if subject.findings:
+        raise CannotCheck("it would repeat the findings above")
+    env = _single_env(subject)
+    if not isinstance(env, gymnasium.Env) or isinstance(env, AncestorEnv):
+        raise CannotCheck("it only knows Gymnasium environments")
+    known = inspect.signature(env_checker.check_env).parameters
+    skip = {name: True for name in ("skip_render_check", "skip_close_check") if name in known}
+    with subject.opened() as instance, seeded_generators(1):
+        try:
+            with user_code("gymnasium.utils.env_checker"):
+                complaints = _complaints_of(env_checker.check_env, instance.env, **skip)
+        except Failed as failure:
+            complaints = [str(failure)]
+    for complaint in dict.fromkeys(complaints):
+        yield warning(complaint, "see gymnasium.utils.env_checker; rlpool works without it")
+
+
+ENV_CHECKS: tuple[report.Check, ...] = (
+    report.creation,
+    report.picklable,
+    spaces,
+    reset_takes_arguments,
+    runs,
+    observations_fit,
+    rewards_are_numbers,
+    flags_are_bools,
+    values_are_finite,
+    repeats,
+    fresh_instance_repeats,
+    no_global_generators,
+    own_buffers,
+    lanes_agree,
+    closes,
+    gymnasium_checker,
+)
+"""All checks, in their order."""
 
 
 def check_env(
@@ -23,26 +341,26 @@ def check_env(
     n_steps: int = 100,
     skip: Collection[str] = (),
     strict: bool = True,
-) -> Report:
+) -> report.Report:
     """Check an environment for what rlpool needs, and report all problems at once.
 
     It runs in this process, on instances of its own: an instance that is given is copied, unless
     it cannot be. It waits as long as the environment takes; against an environment that hangs, set
     a time limit for the test. The process's global random generators are left as they were.
 
-    The checks, by the name that findings carry (those of warnings only with an asterisk):
+    The checks, by the name that findings carry (those with an asterisk only give warnings):
 
-    - ``creation``: the function gives a new environment in each call.
+    - ``creation``: the function makes a new environment in each call.
     - ``picklable``: the function can be sent to a worker.
     - ``spaces``: spaces are there, have a fixed shape, and make sense to Gymnasium.
     - ``reset_takes_arguments``: ``reset`` takes ``seed``, and ``options``.
     - ``runs``: ``reset`` and ``step`` do not raise, and return two and five values.
     - ``observations_fit``: keys, shapes, dtypes and bounds are those of the space.
     - ``rewards_are_numbers``, ``flags_are_bools``, ``values_are_finite``.
-    - ``repeats``: one seed and the same actions give the same bits, with other episodes, finished
-      or not, in between, and whatever the state of the global random generators.
-    - ``fresh_instance_repeats``: so they do in another instance, made with another ``seed`` of
-      ``create_env``. It is what running an episode again after a crash needs.
+    - ``repeats``: the same seed and the same actions give the same bits, with other episodes,
+      finished or not, in between, and whatever the state of the global random generators.
+    - ``fresh_instance_repeats``: another instance, made with another ``seed`` of ``create_env``,
+      gives them too. Running an episode again after a crash needs that.
     - ``no_global_generators`` *: nothing is drawn from ``random``, ``numpy.random`` or ``torch``.
     - ``own_buffers`` *: an observation that was handed out is not changed later.
     - ``lanes_agree``: an episode has the same bits in every lane and beside any other episodes.
@@ -51,16 +369,16 @@ def check_env(
 
     Args:
         env: What ``create_env`` of a batcher is, a function that makes a single environment, an
-            environment, or an id for ``gymnasium.make``. Functions are to be preferred: an
-            instance cannot tell whether what makes it can be sent to a worker.
+            environment, or an id for ``gymnasium.make``. Prefer functions: an instance cannot
+            tell whether what makes it can be sent to a worker.
         env_args: Arguments of the function.
         options: ``options`` of every reset, like a row of ``env_info``.
-        actions: Actions to take in turns, instead of samples of the action space.
+        actions: Actions to take in turn, instead of samples of the action space.
         seed: Root of all seeds.
-        n_episodes: How many episodes to look at; less than 2 mean 2.
+        n_episodes: How many episodes to look at; less than 2 means 2.
         n_steps: How many steps of an episode to look at.
         skip: Names of checks to leave out.
-        strict: Whether to raise where there are errors. Warnings never raise; they are in the
+        strict: Whether to raise if there are errors. Warnings never raise; they are in the
             report, and go to the logger ``rlpool``.
 
     Returns:
@@ -76,19 +394,68 @@ def check_env(
         >>> check_env(CountingEnv).ok
         True
     """
-    refuse_no_mapping(env_args=env_args, options=options)
-    _refuse_less_than_1(n_episodes=n_episodes, n_steps=n_steps)
+    report.refuse_no_mapping(env_args=env_args, options=options)
+    for name, number in (("n_episodes", n_episodes), ("n_steps", n_steps)):
+        if number < 1:
+            raise SpecError(f"{name} is {number}", fix=f"{name} should be at least 1")
     if actions is not None and not len(actions):
         raise SpecError("actions is empty", fix="give at least one action, or None")
     subject = EnvSubject(env, env_args, options, actions, seed, n_episodes, n_steps)
-    with seeded_generators(0):
-        report = run_checks(subject, subject.name, ENV_CHECKS, skip)
-    if strict and not report.ok:
-        raise EnvSpecError(f"check_env: {report}")
-    return report
+    found = report.run_checks(subject, ENV_CHECKS, skip)
+    if strict and not found.ok:
+        raise EnvSpecError(f"check_env: {found}")
+    return found
 
 
-def _refuse_less_than_1(**numbers: int) -> None:
-    for name, number in numbers.items():
-        if number < 1:
-            raise SpecError(f"{name} is {number}", fix=f"{name} should be at least 1")
+def _single_env(subject: EnvSubject) -> Any:
+    env = subject.closed.env
+    if env is None:
+        raise CannotCheck("a VecEnv that is no GymEnv resets and converts observations itself")
+    return env
+
+
+def _refuse_no_copy(subject: EnvSubject) -> None:
+    if why := subject.why_no_copy:
+        raise CannotCheck(f"the instance cannot be copied ({why}): pass what makes it")
+
+
+def _steps(subject: EnvSubject) -> Iterator[tuple[str, Step]]:
+    """What every call in every episode returned, and where."""
+    for number, episode in enumerate(subject.episodes):
+        for t, step in enumerate(episode.steps):
+            yield f"episode {number}, {place(t)}", step
+
+
+def _first(
+    subject: EnvSubject, name: str, is_wrong: Callable[[Any], bool]
+) -> list[tuple[str, Any]]:
+    """The first value of that name that is wrong, if there is one; resets have no rewards."""
+    for where, step in _steps(subject):
+        has_value = name in ("observation", "info") or not where.endswith("reset")
+        if has_value and is_wrong(value := getattr(step, name)):
+            return [(where, value)]
+    return []
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        array = np.array(value)
+    except ValueError:
+        return False
+    return not array.ndim and array.dtype.kind in "fiub"
+
+
+def _has(test: Callable[[Any], Any], value: Any) -> bool:
+    """Whether a test holds for one of the floats in a nested value."""
+    arrays = (np.asarray(leaf) for leaf in pytree.tree_leaves(value))
+    return any(array.dtype.kind == "f" and bool(test(array).any()) for array in arrays)
+
+
+def _complaints_of(check: Callable[..., Any], *arguments: Any, **named: Any) -> list[str]:
+    """What one of Gymnasium's checks warns about."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check(*arguments, **named)
+    texts = [str(each.message).replace("\x1b[33m", "").replace("\x1b[0m", "") for each in caught]
+    texts = [text.removeprefix("WARN: ").strip() for text in texts]
+    return [text for text in texts if not any(usual in text for usual in _USUAL)]

@@ -1,32 +1,49 @@
-"""Runs episodes of environments, keeps everything they return, and compares episodes bit by bit."""
+"""Makes instances of the environment that is checked, runs episodes, compares them bit by bit."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
+import itertools
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
+import gymnasium
 import numpy as np
 import torch
 
-from rlpool.envs.vec_env import LaneError, Options, VecEnv
-from rlpool.record.failures import described
-from rlpool.specs import flattener, leaves_of, structure_of_space, structure_of_value
+from rlpool.envs.ancestor_env import modernised
+from rlpool.envs.gym_env import GymEnv
+from rlpool.envs.vec_env import Options, VecEnv
+from rlpool.generators import generator_states, seeded_generators
+from rlpool.seeding import episode_seeds
+from rlpool.signatures import takes_keyword
+from rlpool.specs import (
+    Structure,
+    flattener,
+    leaves_of,
+    row_specs,
+    structure_of_space,
+    structure_of_value,
+)
+from rlpool.testing.report import CannotCheck, Failed, Subject, user_code
+
+N_ACTIONS = 64
+"""How many actions are sampled; longer episodes repeat them."""
+
+Results = dict[int, tuple[Any, ...]]
+"""Lane to what its reset or its step returned, the observation first."""
 
 
-@dataclass
-class Step:
+class Step(NamedTuple):
     """What one call returned.
 
     Attributes:
         observation: A copy, made at once.
         handed_out: The observation itself, which the environment may have changed since.
-        reward: ``None`` for a reset.
-        terminated: ``None`` for a reset.
-        truncated: ``None`` for a reset.
-        info: As returned.
     """
 
     observation: Any
@@ -37,200 +54,306 @@ class Step:
     info: Any = None
 
 
-@dataclass
 class Episode:
     """An episode, or its beginning.
 
     Attributes:
-        seed: Of its reset.
-        steps: The reset and every step.
-        failure: What went wrong, empty if nothing did.
-        is_over: Whether it came to its end.
+        seed: Seed of its reset.
+        steps: What the reset and each step returned.
+        failure: What went wrong, ``None`` if nothing did.
     """
 
-    seed: int
-    steps: list[Step] = field(default_factory=list)
-    failure: str = ""
-    is_over: bool = False
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.steps: list[Step] = []
+        self.failure: Failed | None = None
+
+    def unless_failed(self) -> Episode:
+        """The episode itself; raises ``Failed`` if something went wrong."""
+        if self.failure is not None:
+            raise self.failure
+        return self
 
 
-class Runnable(Protocol):
-    """One environment, however it is stepped."""
-
-    def reset(self, *, seed: int | None, options: Options) -> Any:
-        """Start an episode: ``(observation, info)``."""
-
-    def step(self, action: Any) -> Any:
-        """Make a step: the five values."""
-
-
-class LaneOf:
-    """One lane of a ``VecEnv`` as an environment.
+class Instance:
+    """One instance of what is checked.
 
     Args:
-        env: The environments.
-        lane: Number of the lane.
-        actions: From actions to arrays.
+        made: What the function returned.
+
+    Attributes:
+        vec: ``made`` if it is a ``VecEnv``, else ``None``.
+        env: The only environment, or the first of a ``GymEnv``, with Gymnasium's interface;
+            ``None`` behind any other ``VecEnv``.
+        action_space: Its action space, ``None`` if there is none.
     """
 
-    def __init__(self, env: VecEnv, lane: int, actions: ActionArrays) -> None:
-        self._env, self._lane, self._actions = env, lane, actions
+    def __init__(self, made: Any) -> None:
+        self.made = made
+        self.vec = made if isinstance(made, VecEnv) else None
+        self.env = modernised(made) if self.vec is None else None
+        if isinstance(made, GymEnv):
+            self.env = made._envs[0]
+        self.action_space = getattr(made, "action_space", None)
 
-    def reset(self, *, seed: int | None, options: Options) -> Any:
-        """Reset the lane."""
-        self._env.reset_lanes([self._lane], [seed or 0], [options])
-        self._actions.declare(self._env)
-        return observation_of(self._env, self._lane), {}
+    def run(self, seed: int, options: Options, actions: Sequence[Any], n_steps: int) -> Episode:
+        """Run an episode to its end or to ``n_steps`` steps, whatever happens.
 
-    def step(self, action: Any) -> Any:
-        """Step the lane."""
-        arrays = self._actions.of([action] * self._env.n_lanes)
-        self._env.step_lanes([self._lane], arrays)
-        return result_of(self._env, self._lane)
+        Args:
+            seed: Seed of the reset.
+            options: Options of the reset.
+            actions: Taken in turn, each as a copy.
+            n_steps: How far to run.
+        """
+        if self.env is None:
+            return run_lanes(self.made, {0: seed}, options, actions, n_steps)[0]
+        return _collected({0: seed}, _results(self.env, seed, options, actions, n_steps))[0]
 
 
-class ActionArrays:
-    """Actions of a space as arrays by key ``[B, ...]``, as ``VecEnv.step_lanes`` takes them.
+class EnvSubject(Subject):
+    """An environment, or a function that makes one, and how to run it.
 
     Args:
-        space: The action space, ``None`` if there is none.
-        example: An action, which says what actions are where there is no space.
+        env: A Gymnasium environment, an older one, a ``VecEnv``, an id for ``gymnasium.make``, or
+            a function that returns one of them.
+        env_args: Arguments of the function.
+        options: ``options`` of every reset.
+        actions: Actions to take in turn; sampled from the action space by default.
+        seed: Root of all seeds.
+        n_episodes: How many episodes to look at, at least 2: checks run others in between.
+        n_steps: How many steps of each.
+
+    Attributes:
+        used_generators: Names of the global generators that ``episodes`` used.
     """
 
-    def __init__(self, space: Any, example: Any) -> None:
+    kind = "env"
+
+    def __init__(
+        self,
+        env: Any,
+        env_args: Mapping[str, Any] | None = None,
+        options: Options = None,
+        actions: Sequence[Any] | None = None,
+        seed: int = 0,
+        n_episodes: int = 3,
+        n_steps: int = 100,
+    ) -> None:
+        self.gym_id = env if isinstance(env, str) else ""
+        source = functools.partial(gymnasium.make, env) if self.gym_id else env
+        super().__init__(source, env_args, seed, is_environment(source))
+        self.takes_seed = not self.is_instance and takes_seed(source)
+        self.options, self.given_actions, self.n_steps = options, actions, n_steps
+        self.seeds = episode_seeds(self.root, 0, max(n_episodes, 2))
+        self.used_generators: list[str] = []
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return self.gym_id or super().name
+
+    @contextmanager
+    def opened(self, number: int = 0) -> Iterator[Instance]:
+        """An instance that nobody has used, closed afterwards unless it is the user's own.
+
+        Args:
+            number: Instances with different numbers are made as by different workers.
+        """
+        made = self.make(number)
+        if not is_environment(made):
+            raise Failed(
+                f"{self.name} returned {type(made).__name__}, not an environment",
+                "return a Gymnasium environment, or GymEnv([...environments...], seed)",
+            )
+        try:
+            yield Instance(made)
+        finally:
+            if not self.why_no_copy:
+                with suppress(Failed), user_code("close()"):
+                    made.close()
+
+    @functools.cached_property
+    def two(self) -> tuple[Any, Any]:
+        """Two that were made and closed."""
+        with self.opened(0) as first, self.opened(1) as second:
+            return first.made, second.made
+
+    @functools.cached_property
+    def closed(self) -> Instance:
+        """An instance to look at without running it: spaces, signatures."""
+        return Instance(self.two[0])
+
+    @functools.cached_property
+    def episodes(self) -> list[Episode]:
+        """Episodes of one instance, one after another.
+
+        Raises:
+            CannotCheck: If there are no actions.
+        """
+        with self.opened() as instance, seeded_generators(1):
+            before = bits(generator_states())
+            episodes = [self.run(instance, number) for number in range(len(self.seeds))]
+            after = bits(generator_states())
+        names = ("random", "numpy.random", "torch")
+        self.used_generators = [n for n, a, b in zip(names, before, after, strict=True) if a != b]
+        return episodes
+
+    def run(self, instance: Instance, number: int, n_steps: int | None = None) -> Episode:
+        """Run an episode of an instance.
+
+        Args:
+            instance: The instance.
+            number: Which seed and which actions.
+            n_steps: How far, ``n_steps`` of the subject by default.
+        """
+        limit = self.n_steps if n_steps is None else n_steps
+        return instance.run(self.seeds[number], self.options, self.actions(number), limit)
+
+    def actions(self, number: int) -> Sequence[Any]:
+        """The actions of an episode.
+
+        Raises:
+            CannotCheck: If none were given and the environment has no action space.
+        """
+        if self.given_actions is not None:
+            return self.given_actions
+        space = copy.deepcopy(self.closed.action_space)
         if space is None:
-            structure = structure_of_value(example, keep_float64=False, name="action")
-        else:
-            structure = structure_of_space(space, keep_float64=False, name="action_space")
-        self._leaves = leaves_of({"action": structure}, "")
-        self._flatten = flattener(structure, "action")
+            raise CannotCheck("the environment has no action_space: pass actions=[...]")
+        with user_code("action_space.sample()"):
+            space.seed(self.seeds[number])
+            return [space.sample() for _ in range(min(N_ACTIONS, self.n_steps))]
 
-    def declare(self, env: VecEnv) -> None:
-        """Make ``last_action`` of an environment known."""
-        env.declare_actions({key: leaf.spec for key, leaf in self._leaves.items()})
 
-    def of(self, actions: Sequence[Any]) -> dict[str, Any]:
-        """Put one action per lane into arrays."""
-        columns = zip(*(self._flatten(action) for action in actions), strict=True)
+def _results(
+    env: Any, seed: int, options: Options, actions: Sequence[Any], n_steps: int
+) -> Iterator[Results]:
+    """Run one environment, as lane 0."""
+    result = env.reset(seed=seed, options=copy.deepcopy(options))
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise Failed(f"reset() returned {shortly(result)}, not (observation, info)")
+    yield {0: (result[0], None, None, None, result[1])}
+    for t in range(n_steps):
+        result = env.step(copy.deepcopy(actions[t % len(actions)]))
+        if not isinstance(result, tuple) or len(result) != 5:
+            names = "(observation, reward, terminated, truncated, info)"
+            raise Failed(f"step() returned {shortly(result)}, not {names}")
+        yield {0: result}
+        if any(np.any(flag) for flag in result[2:4] if flag is not None):
+            return
+
+
+def _results_of_lanes(
+    vec: VecEnv, seeds: Mapping[int, int], options: Options, actions: Sequence[Any], n_steps: int
+) -> Iterator[Results]:
+    """Run some lanes of a ``VecEnv`` at the same time."""
+    space = getattr(vec, "action_space", None)
+    arrays = action_arrays(space, actions)
+    live = list(seeds)
+
+    def results(stepped: bool) -> Results:
+        current, keys = vec.current, vec.columns.arrays if vec.columns is not None else ()
+        names = ("reward", "terminated", "truncated")
         return {
-            key: np.stack([np.asarray(value, leaf.spec.dtype) for value in column])
-            for (key, leaf), column in zip(self._leaves.items(), columns, strict=True)
+            lane: (
+                {key: np.array(current[key][lane]) for key in keys},
+                *(current[name][lane].copy() if stepped else None for name in names),
+                {},
+            )
+            for lane in live
         }
 
-
-def observation_of(env: VecEnv, lane: int) -> dict[str, Any]:
-    """A copy of a lane's observation by key."""
-    keys = env.columns.arrays if env.columns is not None else {}
-    return {key: np.array(env.current[key][lane]) for key in keys}
-
-
-def result_of(env: VecEnv, lane: int) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-    """What a lane's last step gave, as Gymnasium has it."""
-    current = env.current
-    flags = bool(current["terminated"][lane]), bool(current["truncated"][lane])
-    return observation_of(env, lane), current["reward"][lane].copy(), *flags, {}
-
-
-def run_episode(
-    env: Runnable, seed: int, options: Options, actions: Sequence[Any], n_steps: int
-) -> Episode:
-    """Run an episode to its end or to ``n_steps`` steps, whatever happens.
-
-    Args:
-        env: The environment.
-        seed: Of the reset.
-        options: Of the reset.
-        actions: Taken in turns, each as a copy.
-        n_steps: How far to run.
-    """
-    episode = Episode(seed)
-    call = "reset"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            result = env.reset(seed=seed, options=copy.deepcopy(options))
-            if not isinstance(result, tuple) or len(result) != 2:
-                episode.failure = f"reset() returned {_shortly(result)}, not (observation, info)"
-                return episode
-            episode.steps.append(Step(copy.deepcopy(result[0]), *result[:1], info=result[1]))
-            for t in range(n_steps):
-                call = f"step {t}"
-                result = env.step(copy.deepcopy(actions[t % len(actions)]))
-                if not isinstance(result, tuple) or len(result) != 5:
-                    got = _shortly(result)
-                    episode.failure = (
-                        f"step() returned {got}, not (observation, reward, terminated, truncated, "
-                        "info)"
-                    )
-                    return episode
-                episode.steps.append(Step(copy.deepcopy(result[0]), *result))
-                if any(flag is not None and _is_true(flag) for flag in result[2:4]):
-                    episode.is_over = True
-                    break
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        cause = error.__cause__ if isinstance(error, LaneError) and error.__cause__ else error
-        episode.failure = f"{call} raised {described(cause)} (episode seed {seed})"
-    return episode
-
-
-def run_together(
-    env: VecEnv, seeds: Sequence[int], options: Options, actions: Sequence[Any], n_steps: int
-) -> list[Episode]:
-    """Run one episode per lane at the same time.
-
-    Args:
-        env: The environments.
-        seeds: One per lane.
-        options: Of each reset.
-        actions: Taken in turns by every lane.
-        n_steps: How far to run.
-
-    Raises:
-        LaneError: If an environment fails.
-    """
-    arrays = ActionArrays(getattr(env, "action_space", None), actions[0])
-    episodes = [Episode(seed) for seed in seeds]
-    live = list(range(env.n_lanes))
-    env.reset_lanes(live, seeds, [copy.deepcopy(options) for _ in seeds])
-    arrays.declare(env)
-    for lane in live:
-        observation = observation_of(env, lane)
-        episodes[lane].steps.append(Step(observation, observation))
+    vec.reset_lanes(live, list(seeds.values()), [copy.deepcopy(options) for _ in live])
+    vec.declare_actions(row_specs(arrays))
+    yield results(stepped=False)
     for t in range(n_steps):
-        if not live:
-            break
-        ended = env.step_lanes(live, arrays.of([actions[t % len(actions)]] * env.n_lanes))
-        for lane in live:
-            result = result_of(env, lane)
-            episodes[lane].steps.append(Step(result[0], *result))
+        numbers = np.full(vec.n_lanes, t % len(actions))
+        ended = vec.step_lanes(live, {key: array[numbers] for key, array in arrays.items()})
+        yield results(stepped=True)
         live = [lane for lane in live if lane not in ended]
-    return episodes
+        if not live:
+            return
+
+
+def run_lanes(
+    vec: VecEnv, seeds: Mapping[int, int], options: Options, actions: Sequence[Any], n_steps: int
+) -> dict[int, Episode]:
+    """Run one episode in each of some lanes at the same time.
+
+    Args:
+        vec: The environments.
+        seeds: Lane to seed, lanes ascending.
+        options: Options of each reset.
+        actions: Taken in turn by every lane.
+        n_steps: How far to run.
+
+    Returns:
+        Lane to episode. An exception is the failure of all of them.
+    """
+    return _collected(seeds, _results_of_lanes(vec, seeds, options, actions, n_steps))
+
+
+def _collected(seeds: Mapping[int, int], results: Iterator[Results]) -> dict[int, Episode]:
+    episodes = {lane: Episode(seed) for lane, seed in seeds.items()}
+    for t in itertools.count():
+        try:
+            with warnings.catch_warnings(), user_code(place(t)):
+                warnings.simplefilter("ignore")
+                by_lane = next(results, {})
+        except Failed as failure:
+            by_lane = {}
+            for episode in episodes.values():
+                episode.failure = failure
+        if not by_lane:
+            return episodes
+        for lane, result in by_lane.items():
+            episodes[lane].steps.append(Step(copy.deepcopy(result[0]), *result))
+    raise AssertionError("unreachable")
+
+
+def action_arrays(space: Any, actions: Sequence[Any]) -> dict[str, Any]:
+    """Actions as arrays ``[B, ...]`` by key, as ``VecEnv.step_lanes`` takes them.
+
+    Args:
+        space: The action space; without one, the first action says what actions are.
+        actions: B actions.
+    """
+    if space is None:
+        structure = structure_of_value(actions[0], keep_float64=False, name="action")
+    else:
+        structure = structure_of_space(space, keep_float64=False, name="action_space")
+    return stacked({"action": structure}, "", [{"action": action} for action in actions])
+
+
+def stacked(structure: Structure, default_key: str, values: Sequence[Any]) -> dict[str, Any]:
+    """B nested values as arrays ``[B, ...]`` by key."""
+    leaves = leaves_of(structure, default_key)
+    columns = zip(*map(flattener(structure, "value"), values), strict=True)
+    return {
+        key: np.stack([np.asarray(value, leaf.spec.dtype) for value in column])
+        for (key, leaf), column in zip(leaves.items(), columns, strict=True)
+    }
 
 
 def difference(first: Episode, second: Episode) -> str:
     """Where two episodes differ, in a few words; empty if they are bitwise the same."""
     for t, (one, other) in enumerate(zip(first.steps, second.steps, strict=False)):
-        where = "reset" if t == 0 else f"step {t - 1}"
         for name in ("observation", "reward", "terminated", "truncated"):
-            if bits(getattr(one, name)) != bits(getattr(other, name)):
-                values = f"{_shortly(getattr(one, name))} and {_shortly(getattr(other, name))}"
-                return f"the {name} of {where} is {values}"
+            a, b = getattr(one, name), getattr(other, name)
+            if bits(a) != bits(b):
+                return f"the {name} of {place(t)} is {shortly(a)} and {shortly(b)}"
     if len(first.steps) != len(second.steps):
         return f"one has {len(first.steps) - 1} steps, the other {len(second.steps) - 1}"
-    if first.failure != second.failure:
-        return f"one fails ({first.failure or second.failure}), the other does not"
     return ""
 
 
 def place(t: int) -> str:
-    """What the ``t``-th result of an episode came from."""
+    """Which call returned the ``t``-th result of an episode."""
     return f"step {t - 1}" if t else "reset"
 
 
 def bits(value: Any) -> Any:
-    """A value in a form in which equality means the same structure, dtypes, shapes and bits."""
+    """A form of a value that is equal if structure, dtypes, shapes and bits are."""
     if isinstance(value, Mapping):
         return {key: bits(inner) for key, inner in value.items()}
     if isinstance(value, tuple | list):
@@ -243,25 +366,29 @@ def bits(value: Any) -> Any:
     return array.dtype.str, array.shape, array.tobytes()
 
 
-def arrays_in(value: Any) -> list[Any]:
-    """The arrays in a nested value."""
-    if isinstance(value, Mapping):
-        return [array for inner in value.values() for array in arrays_in(inner)]
-    if isinstance(value, tuple | list):
-        return [array for inner in value for array in arrays_in(inner)]
-    if isinstance(value, torch.Tensor):
-        return [value.detach().cpu().numpy()]
-    return [value] if isinstance(value, np.ndarray) else []
-
-
-def _is_true(flag: Any) -> bool:
-    return bool(np.any(flag))
-
-
-def _shortly(value: Any) -> str:
+def shortly(value: Any) -> str:
     """A value in at most 60 characters, even if it cannot be turned into text."""
     try:
         text = " ".join(repr(value).split())
     except Exception:
         text = type(value).__name__
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def is_environment(value: Any) -> bool:
+    """Whether a value is an environment rather than something that makes one."""
+    has_methods = callable(getattr(value, "reset", None)) and callable(getattr(value, "step", None))
+    return has_methods and not inspect.isclass(value)
+
+
+def takes_seed(function: Any) -> bool:
+    """Whether a function is to be called with ``seed=``, as batchers call ``create_env``.
+
+    Classes of environments are not: their ``seed`` is their own. Nor are functions that merely
+    have ``**kwargs``, which may be those of an environment; name ``seed`` if it is wanted.
+    """
+    inner = getattr(function, "func", function)
+    is_env = inspect.isclass(inner) and not issubclass(inner, VecEnv)
+    if is_env or inner is gymnasium.make:
+        return False
+    return takes_keyword(function, "seed", otherwise=False)

@@ -40,7 +40,7 @@ AT_RESET = -1
 
 
 class UnpicklableError(Exception):
-    """Cannot travel between processes: its lock cannot."""
+    """Cannot be sent to another process, because its lock cannot."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -48,7 +48,7 @@ class UnpicklableError(Exception):
 
 
 class UnprintableError(Exception):
-    """Fails when it is turned into text."""
+    """Cannot be turned into text."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -85,7 +85,7 @@ def faults(
     step: int = 0,
     **columns: int,
 ) -> DictTensor:
-    """An ``env_info`` in which some rows' episodes fail, for a ``FaultyEnv``.
+    """An ``env_info`` in which the episodes of some rows fail, for a ``FaultyEnv``.
 
     Args:
         n_rows: Number of episodes.
@@ -99,38 +99,31 @@ def faults(
         int64 ``[n_rows]`` under ``fault``, ``fault_step``, ``id`` and the keys of ``columns``.
 
     Raises:
-        SpecError: For an unknown kind, a row that is not there, or a step below -1.
+        SpecError: For an unknown kind, a row that does not exist, or a step below -1.
 
     Example:
         >>> faults(3, row=1, kind="sigkill", step=2)["fault"].nonzero().tolist()
         [[1]]
     """
-    fault = torch.zeros(n_rows, dtype=torch.int64, device="cpu")
-    rows = [] if row is None else [row] if isinstance(row, int) else list(row)
-    for number in rows:
+    if step < AT_RESET:
+        raise SpecError(f"step is {step}", fix="steps count from 0, -1 is reset")
+    fault = [0] * n_rows
+    for number in () if row is None else [row] if isinstance(row, int) else row:
         if not -n_rows <= number < n_rows:
             raise SpecError(f"row {number} of {n_rows}", fix=f"rows are 0 to {n_rows - 1}")
         fault[number] = code(kind)
-    if step < AT_RESET:
-        raise SpecError(f"step is {step}", fix="steps count from 0, -1 is reset")
-    constant = {"fault_step": step, **columns}
+    info: dict[str, Any] = {"fault": fault, "id": range(n_rows)}
+    info.update({key: [value] * n_rows for key, value in {"fault_step": step, **columns}.items()})
     return DictTensor(
-        {
-            "fault": fault,
-            "id": torch.arange(n_rows, device="cpu"),
-            **{
-                key: torch.full((n_rows,), value, dtype=torch.int64, device="cpu")
-                for key, value in constant.items()
-            },
-        }
+        {key: torch.tensor(list(v), dtype=torch.int64, device="cpu") for key, v in info.items()}
     )
 
 
 def strike(kind: str) -> None:
     """Fail here and now.
 
-    Useful in agents and factories of one's own. Returns only for ``"none"``, ``"leak"`` and for
-    the kinds that are wrong results rather than failures.
+    Useful in agents and factories of your own. Returns only for ``"none"``, ``"leak"`` and the
+    kinds that are wrong results rather than failures.
 
     Args:
         kind: One of ``KINDS``. ``exit``, ``sigkill``, ``segfault`` end this process, ``stop`` stops
@@ -154,12 +147,10 @@ def strike(kind: str) -> None:
         sys.exit("struck")
     if kind == "exit":
         os._exit(EXIT_CODE)
-    if kind == "sigkill":
-        os.kill(os.getpid(), signal.SIGKILL)
     if kind == "segfault":
         ctypes.string_at(0)
-    if kind == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind in ("sigkill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if kind == "sigkill" else signal.SIGSTOP)
     # SIGKILL arrives and SIGSTOP ends at any time: until then this process does not go on.
     while kind in ("hang", "stop", "sigkill"):
         time.sleep(3600.0)

@@ -1,4 +1,4 @@
-"""A ``CountingEnv`` that fails where and how it is told."""
+"""Environments that count their steps, and that fail where and how they are told."""
 
 from __future__ import annotations
 
@@ -8,11 +8,114 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 
 from rlpool.errors import SpecError
-from rlpool.testing.counting_env import CountingEnv, Result
 from rlpool.testing.faults import AT_RESET, KINDS, WRONG, code, kind_of, strike
+
+ID_WEIGHT = 1000
+"""How much an episode's id adds to each of its rewards, which then tell episodes apart."""
+
+Result = tuple[Any, Any, Any, Any, dict[str, Any]]
+"""What ``step`` returns."""
+
+
+class CountingEnv(gymnasium.Env[Any, Any]):
+    """Counts its steps: a batcher's result over it can be compared with tensors made by hand.
+
+    With ``t`` for the number of steps since the reset, the observation is ``[t]``, float32 ``[1]``:
+    ``[0.]`` after the reset, ``[length]`` after the last step. The reward of a step is
+    ``1000 * id + t`` with the ``t`` after it: 1, 2, 3 ... for the id 0. The step in which ``t``
+    reaches ``length`` ends the episode. Seeds and actions change nothing. ``info`` holds ``id``.
+
+    ``reset(options={"length": 3, "id": 7})`` overrides the arguments for one episode, and so does
+    ``env_info``; ``truncate`` may be there as well. Other options are ignored.
+
+    Args:
+        length: Steps of an episode.
+        id: Number of an episode; part of its rewards.
+        truncate: End episodes by ``truncated`` instead of ``terminated``.
+        n_actions: Size of the action space, a ``Discrete``. Any action is accepted.
+
+    Attributes:
+        t: Steps since the reset.
+        is_closed: Whether ``close`` was called.
+
+    Raises:
+        SpecError: If ``length`` or ``n_actions`` is less than 1.
+
+    Example:
+        >>> env = CountingEnv(length=2)
+        >>> env.reset()[0].tolist()
+        [0.0]
+        >>> env.step(0)[:4]
+        (array([1.], dtype=float32), 1.0, False, False)
+        >>> env.step(0)[:4]
+        (array([2.], dtype=float32), 2.0, True, False)
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012  (as Gymnasium declares it)
+
+    def __init__(
+        self, length: int = 10, id: int = 0, truncate: bool = False, n_actions: int = 2
+    ) -> None:
+        self.observation_space = gymnasium.spaces.Box(0.0, np.inf, (1,), np.float32)
+        self.action_space = gymnasium.spaces.Discrete(_at_least_1("n_actions", n_actions))
+        self._default = {"length": _at_least_1("length", length), "id": id, "truncate": truncate}
+        self._episode = self._default
+        self._is_running = False
+        self.t = 0
+        self.is_closed = False
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Start an episode at 0.
+
+        Args:
+            seed: Changes nothing.
+            options: May hold ``length``, ``id`` and ``truncate`` of this episode.
+        """
+        super().reset(seed=seed)
+        given = options or {}
+        self._episode = {key: given.get(key, value) for key, value in self._default.items()}
+        _at_least_1("length", self._episode["length"])
+        self.t = 0
+        self._is_running = True
+        return self._observation(), self._info()
+
+    def step(self, action: Any) -> Result:
+        """Count one step.
+
+        Raises:
+            gymnasium.error.ResetNeeded: Before a reset, or after the end of the episode.
+        """
+        if not self._is_running:
+            raise gymnasium.error.ResetNeeded("step() without a running episode: call reset()")
+        self.t += 1
+        is_over = self.t >= int(self._episode["length"])
+        self._is_running = not is_over
+        truncate = bool(self._episode["truncate"])
+        reward = float(ID_WEIGHT * int(self._episode["id"]) + self.t)
+        return (
+            self._observation(),
+            reward,
+            is_over and not truncate,
+            is_over and truncate,
+            self._info(),
+        )
+
+    def close(self) -> None:
+        """Note that it was closed."""
+        self.is_closed = True
+
+    def _observation(self) -> Any:
+        return np.array([self.t], np.float32)
+
+    def _info(self) -> dict[str, Any]:
+        return {"id": int(self._episode["id"])}
+
 
 PLACES = ("init", "reset", "step", "close")
 
@@ -44,8 +147,8 @@ class FaultyEnv(CountingEnv):
     ``exit``                      ``os._exit`` with the code 17
     ``sigkill``                   the process kills itself
     ``segfault``                  the process reads address 0
-    ``hang``                      sleeps for ever
-    ``hang_gil``                  computes for ever in C, no other Python thread runs
+    ``hang``                      sleeps forever
+    ``hang_gil``                  computes forever in C, no other Python thread runs
     ``stop``                      the process stops itself, as after Ctrl-Z
     ``leak``                      keeps ``leak_bytes`` of memory, written to, until it is dropped
     ``nan``                       NaN as observation and reward
@@ -63,19 +166,19 @@ class FaultyEnv(CountingEnv):
     ``fault``, ``at``, ``at_step`` and ``in_episode`` for this episode.
     ``faults(n_rows, row, kind, step)`` makes such an ``env_info``.
 
-    Kinds that end, stop or block a process do so to the caller's where the environment lives in
-    the caller's, as with ``n_threads=0``.
+    Kinds that end, stop or block a process do so to yours if the environment lives there, as with
+    ``n_threads=0``.
 
     Args:
         fault: One of ``rlpool.testing.KINDS``.
         at: Where: ``"init"``, ``"reset"``, ``"step"`` or ``"close"``. Kinds that are wrong results
             need ``"reset"`` or ``"step"``.
-        at_step: Which step of an episode, 0-based; ``None`` for every step.
+        at_step: Which step of an episode, 0-based; ``None`` forevery step.
         in_episode: Only after so many episodes of this instance that had at least one step;
-            ``None`` for every episode. A batcher's workers reset their environments once before
+            ``None`` forevery episode. A batcher's workers reset their environments once before
             the first episode, to learn the keys; that episode has no step.
-        once: A file. Only who creates it fails, that is one environment in one process one time:
-            whatever replaces it afterwards works.
+        once: A file. Only the environment that creates it fails, once in all processes; whatever
+            replaces it afterwards works.
         leak_bytes: How much ``leak`` keeps each time it strikes.
         length: Steps of an episode.
         id: As for ``CountingEnv``.
@@ -104,17 +207,16 @@ class FaultyEnv(CountingEnv):
         n_actions: int = 2,
     ) -> None:
         super().__init__(length, id, truncate, n_actions)
-        _refuse_misplaced(fault, at, at_step, in_episode)
         if once is not None and not Path(once).parent.is_dir():
             raise SpecError(f"once={os.fspath(once)!r} is in no directory", fix="make it first")
-        self._standing = _Fault(fault, at, at_step, in_episode)
-        self._fault = self._standing
+        self._fault = self._standing = _Fault(fault, at, at_step, in_episode)
+        _refuse_misplaced(self._standing)
         self._once = None if once is None else os.fspath(once)
         self._leak_bytes = leak_bytes
         self._leaked: list[bytes] = []
         self._buffer: Any = None
         self.n_episodes = 0
-        self._strike("init")
+        self._trigger("init")
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -122,14 +224,17 @@ class FaultyEnv(CountingEnv):
         """Start an episode, or fail."""
         self.n_episodes += self.t > 0
         self.t = 0
-        self._fault = self._fault_of(options or {})
-        kind = self._strike("reset")
+        self._fault = self._standing
+        if options and "fault" in options:
+            kind, step = kind_of(options["fault"]), int(options.get("fault_step", 0))
+            self._fault = _Fault(kind, "reset" if step == AT_RESET else "step", step, None)
+        kind = self._trigger("reset")
         observation, info = super().reset(seed=seed, options=options)
         return self._spoiled(observation, kind), info
 
     def step(self, action: Any) -> Result:
         """Count one step, or fail."""
-        kind = self._strike("step")
+        kind = self._trigger("step")
         observation, reward, terminated, truncated, info = super().step(action)
         if kind in ("nan", "nan_reward"):
             reward = float("nan")
@@ -143,24 +248,18 @@ class FaultyEnv(CountingEnv):
         """Close, or fail."""
         super().close()
         self._fault = self._standing
-        self._strike("close")
+        self._trigger("close")
 
-    def _fault_of(self, options: Mapping[str, Any]) -> _Fault:
-        if "fault" not in options:
-            return self._standing
-        kind, step = kind_of(options["fault"]), int(options.get("fault_step", 0))
-        return _Fault(kind, "reset" if step == AT_RESET else "step", step, None)
-
-    def _strike(self, place: str) -> str:
+    def _trigger(self, place: str) -> str:
         """Fail if this is the place; the kind of a wrong result, else ``"none"``."""
         fault = self._fault
-        if fault.kind == "none" or fault.at != place:
-            return "none"
-        if fault.episode is not None and fault.episode != self.n_episodes:
-            return "none"
-        if place == "step" and fault.step is not None and fault.step != self.t:
-            return "none"
-        if self._once is not None and not _creates(self._once):
+        is_here = (
+            fault.kind != "none"
+            and fault.at == place
+            and fault.episode in (None, self.n_episodes)
+            and (place != "step" or fault.step in (None, self.t))
+        )
+        if not is_here or (self._once is not None and not _creates(self._once)):
             return "none"
         if fault.kind == "leak":
             self._leaked.append(b"\1" * self._leak_bytes)
@@ -182,21 +281,21 @@ class FaultyEnv(CountingEnv):
         return observation
 
 
-def _refuse_misplaced(kind: str, at: str, at_step: int | None, in_episode: int | None) -> None:
-    code(kind)
-    if at not in PLACES:
-        raise SpecError(f"at is {at!r}", fix=f"choose one of {', '.join(PLACES)}")
-    for name, number in (("at_step", at_step), ("in_episode", in_episode)):
+def _refuse_misplaced(fault: _Fault) -> None:
+    code(fault.kind)
+    if fault.at not in PLACES:
+        raise SpecError(f"at is {fault.at!r}", fix=f"choose one of {', '.join(PLACES)}")
+    for name, number in (("at_step", fault.step), ("in_episode", fault.episode)):
         if number is not None and number < 0:
             raise SpecError(f"{name} is {number}", fix=f"{name} counts from 0")
-    if in_episode is not None and at in ("init", "close"):
-        raise SpecError(f"in_episode with at={at!r}", fix="leave one of them out")
-    impossible = at in ("init", "close") and kind in WRONG
-    if impossible or (at == "reset" and kind in _OF_STEPS_ONLY):
-        possible = [k for k in KINDS if k not in (WRONG if at != "reset" else _OF_STEPS_ONLY)]
+    if fault.episode is not None and fault.at in ("init", "close"):
+        raise SpecError(f"in_episode with at={fault.at!r}", fix="leave one of them out")
+    impossible = {"step": (), "reset": _OF_STEPS_ONLY}.get(fault.at, WRONG)
+    if fault.kind in impossible:
+        possible = ", ".join(kind for kind in KINDS if kind not in impossible)
         raise SpecError(
-            f"the fault {kind!r} cannot be at {at!r}, which returns nothing of the kind",
-            fix=f"use at='step', or one of {', '.join(possible)}",
+            f"the fault {fault.kind!r} cannot be at {fault.at!r}, which has no such result",
+            fix=f"use at='step', or one of {possible}",
         )
 
 
@@ -207,3 +306,15 @@ def _creates(path: str) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def _at_least_1(name: str, value: Any) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = 0
+    if number != value or number < 1:
+        raise SpecError(
+            f"{name} is {value!r}", fix=f"{name} should be a whole number of at least 1"
+        )
+    return number

@@ -13,8 +13,6 @@ from rlpool import Agent, DictTensor, TemporalDictTensor, sample_categorical
 
 from support.envs import FIRST_STATE
 
-Step = tuple[DictTensor, DictTensor, DictTensor]
-
 
 def zeros(observation: DictTensor) -> Tensor:
     """One int64 zero per row."""
@@ -27,30 +25,15 @@ class ConstantAgent(Agent):
     def __init__(self, action: int = 0) -> None:
         self.action = action
 
-    def __call__(
-        self,
-        state: DictTensor | None,
-        observation: DictTensor,
-        agent_info: DictTensor | None = None,
-        history: TemporalDictTensor | None = None,
-    ) -> Step:
-        return (
-            DictTensor({}),
-            DictTensor({"action": zeros(observation) + self.action}),
-            DictTensor(),
-        )
+    def __call__(self, state, observation, agent_info=None, history=None):
+        action = zeros(observation) + self.action
+        return DictTensor(), DictTensor({"action": action}), DictTensor()
 
 
 class StepCounter(Agent):
     """Counts its steps in its state, from ``FIRST_STATE``; the action is the count from 1."""
 
-    def __call__(
-        self,
-        state: DictTensor | None,
-        observation: DictTensor,
-        agent_info: DictTensor | None = None,
-        history: TemporalDictTensor | None = None,
-    ) -> Step:
+    def __call__(self, state, observation, agent_info=None, history=None):
         if state is None:
             state = DictTensor({"steps": zeros(observation) + FIRST_STATE})
         steps = state["steps"] + 1
@@ -63,13 +46,7 @@ class InitialStateCounter(StepCounter):
     def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor:
         return DictTensor({"steps": torch.full((n,), FIRST_STATE)})
 
-    def __call__(
-        self,
-        state: DictTensor | None,
-        observation: DictTensor,
-        agent_info: DictTensor | None = None,
-        history: TemporalDictTensor | None = None,
-    ) -> Step:
+    def __call__(self, state, observation, agent_info=None, history=None):
         if state is None:
             raise RuntimeError("called with None although it makes its initial states")
         return super().__call__(state, observation, agent_info, history)
@@ -104,13 +81,7 @@ class Recorder(Agent):
     def close(self) -> None:
         self.n_closed += 1
 
-    def __call__(
-        self,
-        state: DictTensor | None,
-        observation: DictTensor,
-        agent_info: DictTensor | None = None,
-        history: TemporalDictTensor | None = None,
-    ) -> Step:
+    def __call__(self, state, observation, agent_info=None, history=None):
         self.calls.append(
             Call(
                 None if state is None else dict(state.clone().items()),
@@ -125,13 +96,7 @@ class Recorder(Agent):
 class InfoEcho(Agent):
     """Outputs ``agent_info["id"]`` as ``info_id``, -1 without; remembers it in its state."""
 
-    def __call__(
-        self,
-        state: DictTensor | None,
-        observation: DictTensor,
-        agent_info: DictTensor | None = None,
-        history: TemporalDictTensor | None = None,
-    ) -> Step:
+    def __call__(self, state, observation, agent_info=None, history=None):
         ids = zeros(observation) - 1 if agent_info is None else agent_info["id"].clone()
         if state is None:
             state = DictTensor({"first_id": ids})
@@ -149,13 +114,7 @@ class HistoryAgent(Agent):
     def require_history(self) -> bool:
         return True
 
-    def __call__(
-        self,
-        state: DictTensor | None,
-        observation: DictTensor,
-        agent_info: DictTensor | None = None,
-        history: TemporalDictTensor | None = None,
-    ) -> Step:
+    def __call__(self, state, observation, agent_info=None, history=None):
         if history is None:
             raise RuntimeError("no history")
         output = {
@@ -173,13 +132,7 @@ class NoisyAgent(Agent):
     def __init__(self, n_noise: int = 2) -> None:
         self.n_noise = n_noise
 
-    def __call__(
-        self,
-        state: DictTensor | None,
-        observation: DictTensor,
-        agent_info: DictTensor | None = None,
-        history: TemporalDictTensor | None = None,
-    ) -> Step:
+    def __call__(self, state, observation, agent_info=None, history=None):
         noise = observation["noise"]
         logits = torch.zeros(observation.n_elems(), 3)
         action, log_probability = sample_categorical(logits, noise[:, 0])
@@ -201,13 +154,7 @@ class GruAgent(Agent):
                 parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
         self.n_hidden = n_hidden
 
-    def __call__(
-        self,
-        state: DictTensor | None,
-        observation: DictTensor,
-        agent_info: DictTensor | None = None,
-        history: TemporalDictTensor | None = None,
-    ) -> Step:
+    def __call__(self, state, observation, agent_info=None, history=None):
         if state is None:
             state = DictTensor({"hidden": torch.ones(observation.n_elems(), self.n_hidden)})
         hidden = self.cell(observation["frame"], state["hidden"])
@@ -226,11 +173,5 @@ class FunctionAgent(Agent):
         self.function = function
         self.n_noise = n_noise
 
-    def __call__(
-        self,
-        state: DictTensor | None,
-        observation: DictTensor,
-        agent_info: DictTensor | None = None,
-        history: TemporalDictTensor | None = None,
-    ) -> Any:
+    def __call__(self, state, observation, agent_info=None, history=None):
         return self.function(state, observation, agent_info, history)

@@ -15,18 +15,13 @@ import torch
 import rlpool.testing
 from rlpool import Agent, DictTensor, GymEnv, SpecError
 from rlpool.testing import AgentContract, CountingEnv, EnvContract, FaultyEnv
-from rlpool.testing.agent_checks import AGENT_CHECKS
-from rlpool.testing.env_checks import ENV_CHECKS
+from rlpool.testing.check_agent import AGENT_CHECKS
+from rlpool.testing.check_env import ENV_CHECKS
 
-from support.agents import ConstantAgent, GruAgent, HistoryAgent, InitialStateCounter, NoisyAgent
+from support.agents import ConstantAgent, GruAgent, HistoryAgent, InitialStateCounter
 from support.envs import CountingEnv as PairEnv
 
 # What pytest runs, as users would write it
-
-
-class TestCountingEnv(EnvContract):
-    def make_env(self) -> Any:
-        return CountingEnv()
 
 
 class TestManyLanes(EnvContract):
@@ -45,6 +40,15 @@ class TestWithUnittest(EnvContract, unittest.TestCase):
         return CountingEnv(self.length)
 
 
+class TestOptOut(EnvContract):
+    """Leaves out the one check that it breaks."""
+
+    test_values_are_finite = None
+
+    def make_env(self) -> Any:
+        return FaultyEnv("nan", at_step=3)
+
+
 class TestInitialStateCounter(AgentContract):
     def make_agent(self) -> Any:
         return InitialStateCounter()
@@ -60,120 +64,72 @@ class TestGruAgent(AgentContract, unittest.TestCase):
         return GruAgent()
 
     def make_env(self) -> Any:
-        return PairEnv()
-
-
-class TestHistoryAgent(AgentContract):
-    def make_agent(self) -> Any:
-        return HistoryAgent()
-
-    def make_env(self) -> Any:
         return GymEnv([PairEnv(), PairEnv()])
 
 
-class TestOptOut(EnvContract):
-    """Takes out the one clause that it breaks."""
-
-    test_values_are_finite = None  # type: ignore[assignment]
-
-    def make_env(self) -> Any:
-        return FaultyEnv("nan", at_step=3)
+class TestHistoryAgent(TestInitialStateCounter):
+    def make_agent(self) -> Any:
+        return HistoryAgent()
 
 
 # What fails
 
 
-def outcome(case: Any) -> unittest.TestResult:
-    """Run a contract as unittest does, as pytest must not collect classes that fail."""
+def env_contract(make: Any) -> Any:
+    return type("Case", (EnvContract,), {"make_env": make})
+
+
+def agent_contract(make: Any, **attributes: Any) -> Any:
+    methods = {"make_agent": make, "make_env": lambda self: CountingEnv()}
+    return type("Case", (AgentContract,), {**methods, **attributes})
+
+
+def outcome(case: Any) -> dict[str, dict[str, str]]:
+    """Run a contract as unittest does: what failed and what was skipped, and why."""
     bound = type("Bound", (case, unittest.TestCase), {"__module__": __name__})
     result = unittest.TestResult()
     unittest.defaultTestLoader.loadTestsFromTestCase(bound).run(result)
     assert result.testsRun
     assert not result.errors
-    return result
-
-
-def failed(result: unittest.TestResult) -> set[str]:
-    return {test.id().rpartition(".test_")[2] for test, _ in result.failures}
-
-
-def skipped(result: unittest.TestResult) -> set[str]:
-    return {test.id().rpartition(".test_")[2] for test, _ in result.skipped}
+    kinds = {"failed": result.failures, "skipped": result.skipped}
+    return {
+        kind: {test.id().rpartition(".test_")[2]: text for test, text in found}
+        for kind, found in kinds.items()
+    }
 
 
 @pytest.mark.parametrize(
     ("contract", "checks"), [(EnvContract, ENV_CHECKS), (AgentContract, AGENT_CHECKS)]
 )
-def test_there_is_a_test_for_every_clause(contract: Any, checks: Any) -> None:
+def test_there_is_a_test_for_every_check(contract: Any, checks: Any) -> None:
     tests = {name for name in vars(contract) if name.startswith("test_")}
-    assert tests == {f"test_{check.name}" for check in checks}
+    assert tests == {f"test_{check.__name__}" for check in checks}
     assert all(getattr(contract, name).__doc__ for name in tests)
 
 
-def test_a_broken_environment_fails_the_test_of_its_clause() -> None:
-    class Broken(EnvContract):
-        def make_env(self) -> Any:
-            return FaultyEnv("wrong_flag", at_step=2)
-
-    result = outcome(Broken)
-    assert failed(result) >= {"flags_are_bools"}
-    text = next(text for test, text in result.failures if test.id().endswith("are_bools"))
-    assert "step 2: terminated is array" in text
-    assert "fix:   return bool(terminated)" in text
-
-
-def test_a_broken_agent_fails_the_test_of_its_clause() -> None:
-    class Broken(AgentContract):
-        def make_agent(self) -> Any:
-            return ConstantAgent(2)
-
-        def make_env(self) -> Any:
-            return CountingEnv()
-
-    result = outcome(Broken)
-    assert failed(result) == {"action_fits"}
-    assert skipped(result) == {"update_takes_state_dict"}
+def test_what_is_wrong_fails_the_test_of_its_check() -> None:
+    failed = outcome(env_contract(lambda self: FaultyEnv("wrong_flag", at_step=2)))["failed"]
+    assert "step 2: terminated is array" in failed["flags_are_bools"]
+    assert "fix:   return bool(terminated)" in failed["flags_are_bools"]
+    result = outcome(agent_contract(lambda self: ConstantAgent(2)))
+    assert result["failed"].keys() == {"action_fits"}
+    assert result["skipped"].keys() == {"update_takes_state_dict"}
 
 
 def test_an_environment_that_raises_never_passes_by_being_skipped() -> None:
-    class Broken(EnvContract):
-        def make_env(self) -> Any:
-            return FaultyEnv("raise", at_step=2)
-
-    assert failed(outcome(Broken)) >= {"runs", "repeats", "fresh_instance_repeats", "lanes_agree"}
+    failed = outcome(env_contract(lambda self: FaultyEnv("raise", at_step=2)))["failed"]
+    assert failed.keys() >= {"runs", "repeats", "fresh_instance_repeats", "lanes_agree"}
 
 
 def test_without_the_methods_it_says_which_to_define() -> None:
-    class Empty(EnvContract):
-        pass
-
-    result = outcome(Empty)
-    assert "creation" in failed(result)
-    assert "define make_env(self)" in result.failures[0][1]
+    assert "define make_env(self)" in outcome(EnvContract)["failed"]["creation"]
 
 
-def test_what_is_made_must_be_new() -> None:
-    env = CountingEnv()
-
-    class Same(EnvContract):
-        def make_env(self) -> Any:
-            return env
-
-    assert "creation" in failed(outcome(Same))
-
-
-def test_what_workers_cannot_get_is_named() -> None:
-    lock = threading.Lock()
-
-    class Captures(AgentContract):
-        def make_agent(self) -> Any:
-            assert lock
-            return ConstantAgent()
-
-        def make_env(self) -> Any:
-            return CountingEnv()
-
-    assert failed(outcome(Captures)) == {"picklable"}
+def test_what_is_made_must_be_new_and_reach_a_worker() -> None:
+    env, lock = CountingEnv(), threading.Lock()
+    assert "creation" in outcome(env_contract(lambda self: env))["failed"]
+    captures = agent_contract(lambda self: lock and ConstantAgent())
+    assert outcome(captures)["failed"].keys() == {"picklable"}
 
 
 def test_attributes_reach_the_checks() -> None:
@@ -183,53 +139,23 @@ def test_attributes_reach_the_checks() -> None:
         ) -> Any:
             return None, DictTensor({"action": agent_info["id"].long()}), None
 
-    class Without(AgentContract):
-        def make_agent(self) -> Any:
-            return NeedsInfo()
-
-        def make_env(self) -> Any:
-            return CountingEnv()
-
-    class With(Without):
-        agent_info = DictTensor({"id": torch.tensor([0, 1])})
-
-    assert "returns" in failed(outcome(Without))
-    assert not failed(outcome(With))
+    info = {"agent_info": DictTensor({"id": torch.tensor([0, 1])})}
+    assert "returns" in outcome(agent_contract(lambda self: NeedsInfo()))["failed"]
+    assert not outcome(agent_contract(lambda self: NeedsInfo(), **info))["failed"]
 
 
 def test_warnings_are_given_as_warnings() -> None:
-    class Reuses(EnvContract):
-        def make_env(self) -> Any:
-            return FaultyEnv("buffer_reuse", at="reset")
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = outcome(Reuses)
-    assert not result.failures
+        result = outcome(env_contract(lambda self: FaultyEnv("buffer_reuse", at="reset")))
+    assert not result["failed"]
     assert any("own_buffers" in str(each.message) for each in caught)
 
 
-def test_noise_is_part_of_the_arguments() -> None:
-    class Noisy(AgentContract):
-        def make_agent(self) -> Any:
-            return NoisyAgent()
-
-        def make_env(self) -> Any:
-            return PairEnv()
-
-    assert not failed(outcome(Noisy))
-
-
 def test_an_environment_without_observations_is_an_error_that_says_so() -> None:
-    class NoRows(AgentContract):
-        def make_agent(self) -> Any:
-            return ConstantAgent()
-
-        def make_env(self) -> Any:
-            return FaultyEnv("raise", at="reset")
-
+    raising = {"make_env": lambda self: FaultyEnv("raise", at="reset")}
     with pytest.raises(SpecError, match="observations"):
-        NoRows().test_returns()
+        agent_contract(lambda self: ConstantAgent(), **raising)().test_returns()
 
 
 # The package
@@ -242,8 +168,7 @@ for name in ("pytest", "_pytest", "hypothesis", "psutil"):
     sys.modules[name] = None
 import rlpool
 assert "rlpool.testing" not in sys.modules, "import rlpool should not import the kit"
-from rlpool.testing import AgentContract, CountingEnv, EnvContract, FaultyEnv
-from rlpool.testing import check_agent, check_env
+from rlpool.testing import CountingEnv, EnvContract, check_env
 class Case(EnvContract):
     def make_env(self):
         return CountingEnv()
@@ -256,9 +181,7 @@ assert check_env(CountingEnv)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_all_is_sorted_and_complete() -> None:
+def test_all_is_sorted_and_documented() -> None:
     kit = rlpool.testing
     assert kit.__all__ == sorted(kit.__all__, key=lambda name: (not name.isupper(), name))
-    for name in ("AgentContract", "CountingEnv", "EnvContract", "FaultyEnv"):
-        assert getattr(kit, name).__doc__
-    assert {"check_agent", "check_env"} <= set(kit.__all__)
+    assert all(getattr(kit, name).__doc__ for name in kit.__all__)
