@@ -2,13 +2,13 @@
 
 You will learn
 
-- how a ``Batcher`` gives the next steps of all environments, whether or not an episode ends there,
+- how a ``Batcher`` returns the next steps of all environments, whether or not an episode ends,
 - what is in a window around the end of an episode,
 - how to bootstrap: the value of what follows counts after a truncation and at the end of a window,
   and does not count after a termination.
 
-A CartPole that falls has no future. One that is stopped by the time limit has one that we merely
-do not get to see: to count it as zero would teach the critic that balancing for long is bad.
+A CartPole that falls has no future. One that is stopped by the time limit has a future that we
+merely do not see: counting it as zero would teach the critic that balancing for long is bad.
 
 References:
     Mnih et al. 2016, "Asynchronous methods for deep reinforcement learning".
@@ -52,7 +52,7 @@ class ActorCriticAgent(nn.Module, Agent):
         return DictTensor(), DictTensor({"action": action, "logits": logits}), DictTensor()
 
     def value(self, frames):
-        """The critic is needed in the learner only; its scale is that of an average reward."""
+        """Only the learner needs the critic, whose scale is that of an average reward."""
         return self.critic(frames).squeeze(-1)
 
     def update(self, info):
@@ -134,7 +134,7 @@ def main():
             window = batcher.get()
             check_window(window)
 
-            # Episodes go on over the edges of windows, and so do the sums of their rewards.
+            # Episodes continue across windows, and so do the sums of their rewards.
             for reward, done in zip(window["_reward"].T, window["_done"].T, strict=True):
                 running_returns += reward
                 finished_returns += running_returns[done].tolist()
@@ -164,7 +164,7 @@ def main():
     print(f"of {arguments.max_episode_steps}")
     if arguments.n_epochs >= 300:
         assert average_return > 0.75 * arguments.max_episode_steps
-        # What the critic thinks at the end of an episode, as a part of the best that is possible:
+        # What the critic thinks at the end of an episode, as a share of the best possible value:
         # a pole that fell is worth less than one that was stopped by the time limit.
         fallen, stopped = (fmean(values[-100:]) for values in values_at_ends.values())
         print(f"value of the last observation: {fallen:.2f} if fallen, {stopped:.2f} if stopped")

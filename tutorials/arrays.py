@@ -1,10 +1,10 @@
-"""``Array``: where samples are written, with the rows before and behind a batch in reach.
+"""``Array``: where samples are written, with the rows before and after a batch within reach.
 
 What you will learn:
 
 - how an ``Array`` differs from a NumPy array, and how to get NumPy arrays and tensors out of it;
 - what padding is for, and what ``array[-1]`` means;
-- how ``rotate`` carries the end of one batch over to the next;
+- how ``rotate`` carries the end of one batch over to the next one;
 - how ``next`` and ``previous`` pair each step with its neighbour in time;
 - how ``full_size`` turns an array into a replay window;
 - how several processes write into one array.
@@ -52,7 +52,7 @@ def rows_around_a_batch() -> Array:
     array[:] = np.arange(N_ENVS)
 
     # Indices count from the first visible row. The row before it is -1, which is not the last
-    # one; that is array.last, and the row behind it array.last + 1.
+    # one: that is array.last, and the row after it is array.last + 1.
     assert (array.first, array.last) == (0, N_STEPS - 1)
     array[array.last + 1] = [4, 5, 6, 7]
     array[-1] = 100
@@ -62,12 +62,12 @@ def rows_around_a_batch() -> Array:
     array[:] = 0
     assert (array[array.last + 1] == [4, 5, 6, 7]).all()
     assert (array[-1] == 100).all()
-    # Where there is no row, ints raise and slices end.
+    # Where there is no row, ints raise and slices are clipped.
     assert array[-50:50].shape == (N_STEPS + 2, N_ENVS)
     try:
         array[array.last + 2]
     except IndexError as error:
-        print(f"Two rows behind the last one:\n{error}\n")
+        print(f"Two rows after the last one:\n{error}\n")
     return array
 
 
@@ -80,7 +80,7 @@ def from_batch_to_batch() -> None:
         for step in range(N_STEPS):
             time += 1
             observations[step + 1] = time
-        # Rotating makes what is behind this batch the beginning of the next one.
+        # Rotating turns what follows this batch into the beginning of the next one.
         observations.rotate()
         assert observations[0] == time
         assert observations[-1] == time - 1
@@ -155,8 +155,8 @@ def main() -> None:
     print(f"The second half of a replay window:\n{replay_window()}\n")
     shared = one_array_in_two_processes()
     print(f"Written by two other processes:\n{shared}")
-    # The memory goes with the last view of it. close() does not wait for that, and from then on
-    # an access is an error.
+    # The memory is freed with the last view of it. close() does not wait for that: from then on
+    # access raises.
     shared.close()
     print(shared)
 

@@ -56,7 +56,7 @@ def tensors_of_a_batch() -> DictTensor:
 def trajectories_of_different_lengths() -> TemporalDictTensor:
     """A TemporalDictTensor holds tensors [B, T, ...]; row b has lengths[b] steps, then padding."""
     lengths = torch.tensor([3, 1, 5])
-    # Real trajectories come from a batcher. These are packed: all steps, one after the other.
+    # Real trajectories come from a batcher. These are made from all steps, one after the other.
     steps = {"frame": torch.rand(9, 2), "_reward": torch.arange(1.0, 10.0)}
     trajectories = TemporalDictTensor.from_packed(
         steps, lengths, info=DictTensor({"env_info/task": torch.tensor([7, 8, 9])})
@@ -65,12 +65,12 @@ def trajectories_of_different_lengths() -> TemporalDictTensor:
     assert trajectories["_reward"][1].tolist() == [4, 0, 0, 0, 0]
     assert trajectories.mask()[0].tolist() == [1, 1, 1, 0, 0]
 
-    # By row: lengths and info go along, so a task is never separated from its trajectory.
+    # By row: lengths and info follow, so a task is never separated from its trajectory.
     longest_first = trajectories[lengths.argsort(descending=True)]
     assert longest_first.lengths.tolist() == [5, 3, 1]
     assert longest_first.info["env_info/task"].tolist() == [9, 7, 8]
 
-    # By time: one step of all rows, of the rows that have it, or another step of every row.
+    # By time: one step of all rows, of the rows that have it, or a different step of each row.
     assert trajectories.temporal_index(0)["_reward"].tolist() == [1, 4, 5]
     running, numbers = trajectories.masked_temporal_index(2)
     assert running["_reward"].tolist() == [3, 7]
@@ -87,7 +87,7 @@ def trajectories_of_different_lengths() -> TemporalDictTensor:
 
 
 def mean_return(trajectories: TemporalDictTensor) -> float:
-    """Padding is zero for rewards, but not for what a network makes of it: use the mask."""
+    """Padding is zero in rewards, but not in what a network computes from it: use the mask."""
     baseline = torch.full_like(trajectories["_reward"], 0.5)  # a network's output, everywhere
     advantage = (trajectories["_reward"] - baseline) * trajectories.mask()
     assert advantage[1].tolist() == [3.5, 0, 0, 0, 0]
@@ -95,7 +95,7 @@ def mean_return(trajectories: TemporalDictTensor) -> float:
 
 
 def views_and_files(trajectories: TemporalDictTensor) -> int:
-    """Slices share memory; a pickle or a file has the values of the slice only."""
+    """Slices share memory; a pickle or a file only holds the values of the slice."""
     block = trajectories.expand(1000)  # 997 more rows, with length 0
     part = block[:3]
     assert part["frame"].data_ptr() == block["frame"].data_ptr()

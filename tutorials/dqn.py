@@ -2,12 +2,12 @@
 
 You will learn
 
-- how a ``Pool`` takes what a batcher returns, and gives random transitions to learn from,
+- how a ``Pool`` takes what a batcher returns and gives random transitions to learn from,
 - how collecting and learning go on at the same time: the workers always have a next request, and
   ``get(blocking=False)`` asks between gradient steps whether one is finished,
 - how rows of ``agent_info`` let some episodes of a request explore and others evaluate,
-- why a time limit is no end: only ``_terminated`` cuts off the value of what comes next,
-- how to save the learner together with its pool, and to go on from there with ``--resume``.
+- why a time limit is not an end: only ``_terminated`` cuts off the value of what comes next,
+- how to save the learner together with its pool, and to resume from there with ``--resume``.
 
 References:
     Mnih et al. 2015, "Human-level control through deep reinforcement learning".
@@ -67,8 +67,8 @@ def targets_of(batch, agent, older):
         best = agent.model(batch["_frame"]).argmax(1, keepdim=True)
         future = older.model(batch["_frame"]).gather(1, best).squeeze(1)
     # A pole that fell has no future. One that was stopped by the time limit is "_done" as well, but
-    # would have stood on: its value counts. So "n_step_discount" is the discount of the steps that
-    # were made, and 0 only after "_terminated".
+    # would have kept standing: its value counts. So "n_step_discount" is the discount of the steps
+    # that were made, and 0 only after "_terminated".
     return batch["n_step_return"] + batch["n_step_discount"] * future
 
 
@@ -112,7 +112,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="another one is another run")
     parser.add_argument("--target", type=float, default=400.0, help="average return")
     parser.add_argument("--checkpoint", default="dqn.pt", help="where learner and pool are saved")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint")
     parser.add_argument("--output", default="dqn.png", help="where the curve goes")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the workers need the cores, too
@@ -146,7 +146,7 @@ def main():
             """Move finished episodes into the pool, if there are any."""
             episodes = batcher.get(blocking=blocking)
             if episodes is not None:
-                request(EPSILONS)  # before anything else: the workers shall never be idle
+                request(EPSILONS)  # before anything else, to keep the workers busy
                 pool.extend(episodes)
                 returns = episodes["_reward"].sum(dim=1)
                 recent.append(returns[episodes.info["agent_info/epsilon"] == 0].mean().item())
@@ -155,7 +155,7 @@ def main():
                 progress["returns"].append(recent[-1])
 
         def evaluate():
-            """The average return of the present policy, without exploration."""
+            """The average return of the current policy, without exploration."""
             request(torch.zeros(50))
             take(blocking=True)  # results come in order: first the two that are with the workers
             take(blocking=True)
@@ -177,7 +177,7 @@ def main():
                 bar.set_postfix({"average return": f"{progress['returns'][-1]:.0f}"}, refresh=False)
             if step % 1_000 == 0:
                 save_checkpoint(arguments.checkpoint, parts, progress)
-            # A few good episodes may be luck, and of policies that are gone: look closely.
+            # A few good episodes may be luck, and come from older policies: look closely.
             if len(recent) == recent.maxlen and fmean(recent) >= arguments.target:
                 recent.clear()
                 average_return = evaluate()

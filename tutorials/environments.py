@@ -2,7 +2,7 @@
 
 You will learn
 
-- how to step a ``GymEnv`` yourself, without a batcher: what it is made of is easier to see so,
+- how to step a ``GymEnv`` yourself, without a batcher, which shows best what it consists of,
 - which keys, shapes and dtypes observations and actions of any space have,
 - how environments written for the old ``gym`` interface work,
 - how ``env_info`` reaches an environment, and how to limit the time of episodes,
@@ -36,7 +36,7 @@ def random_actions(env, n_rows):
 
 
 def run_episodes(env, n_steps):
-    """Step until all environments have ended, or ``n_steps`` times; gives the sums of rewards."""
+    """Step until all environments have ended, or ``n_steps`` times; return the sums of rewards."""
     # "running" are the numbers of the environments that take part: all of them after a reset.
     observation, running = env.reset()
     assert torch.equal(running, torch.arange(env.n_envs()))
@@ -45,8 +45,8 @@ def run_episodes(env, n_steps):
     for _ in range(n_steps):
         if not len(running):
             break
-        # One action per running environment. Back come the observations of those that were
-        # stepped, and of those that go on, which is where the next step starts from.
+        # One action per running environment. The result has the observations of those that were
+        # stepped, and of those that continue, which is what the next step starts from.
         actions = random_actions(env, len(running))
         (stepped, were_running), (_, running) = env.step(actions)
         returns[were_running] += stepped["reward"]
@@ -55,8 +55,8 @@ def run_episodes(env, n_steps):
     return returns
 
 
-# A dict keeps its keys, a tuple gives numbers, and whatever has no name is "frame". Beside them are
-# always reward, terminated, truncated, done, initial_state and last_action.
+# A dict keeps its keys, a tuple is numbered, and whatever has no name is "frame". There are always
+# reward, terminated, truncated, done, initial_state and last_action, too.
 OBSERVATIONS = {
     "CartPole-v1": {"frame": ((4,), torch.float32)},
     "FrozenLake-v1": {"frame": ((), torch.int64)},  # Discrete: a number per environment
@@ -123,7 +123,7 @@ def nested_spaces_and_env_info():
     (stepped, _), _ = env.step(actions)
     assert torch.equal(stepped["last_action/turn"], actions["action/turn"])
 
-    # The robot itself never ends. Its time limit does it: truncated, not terminated.
+    # The robot itself never ends an episode. Its time limit does: truncated, not terminated.
     for _ in range(9):
         (stepped, _), (_, running) = env.step(random_actions(env, N_ENVS))
     assert stepped["truncated"].all()
@@ -173,7 +173,7 @@ def environments_that_restart():
     n_ended = 0
     for _ in range(20):
         (stepped, _), (observation, running) = env.step(wait)
-        # Nobody ever stops: the first result shows how an episode ended ...
+        # Every environment keeps running: the first result shows how an episode ended ...
         assert len(running) == N_ENVS
         ended = stepped["done"]
         assert (stepped["left"][ended] == 0).all()

@@ -2,8 +2,9 @@
 
 You will learn
 
-- how ``env_info`` makes one class of environments into many, and ``agent_info`` one agent,
-- how ``execute`` asks worker processes for episodes and ``get`` hands them over as tensors,
+- how ``env_info`` turns one environment class into many environments, and ``agent_info`` one
+  agent into many,
+- how ``execute`` asks worker processes for episodes and ``get`` returns them as tensors,
 - what is in these tensors, and that row *i* is the episode of row *i* of the infos,
 - that ``reexecute`` collects new episodes with the same infos,
 - that real environments (CartPole-v1) work the same way, with more episodes than slots.
@@ -71,7 +72,7 @@ class LeftwardAgent(Agent):
 
 
 class CarefulAgent(LeftwardAgent):
-    """For CartPole: pushes to where the pole falls, and now and then to anywhere."""
+    """For CartPole: pushes to where the pole falls, and now and then the other way."""
 
     def __call__(self, state, observation, agent_info=None, history=None):
         state, output, new_state = super().__call__(state, observation, agent_info)
@@ -98,7 +99,7 @@ def create_agent(n_agents):
 
 
 def get_with_progress(batcher, description):
-    """Do what ``batcher.get()`` does, and show how far it is meanwhile."""
+    """Do what ``batcher.get()`` does, and show its progress."""
     with tqdm(total=batcher.progress[1], desc=description, unit="episode") as bar:
         while (trajectories := batcher.get(blocking=False)) is None:
             bar.update(batcher.progress[0] - bar.n)
@@ -133,7 +134,7 @@ def main():
         create_env=create_env,
         env_args={"max_episode_steps": 100},
     ) as batcher:
-        # The episodes are collected from now on; this process could do something else.
+        # The workers start collecting now; this process could do something else.
         batcher.execute(n_episodes=n, agent_info=agent_info, env_info=env_info)
         first = get_with_progress(batcher, "windy line")
 
@@ -141,7 +142,7 @@ def main():
         assert torch.equal(first["env_id"][:, 0], env_info["env_id"])
         assert torch.equal(first["agent_id"][:, 0], agent_info["agent_id"])
         # "reward" came with the observation of a step, before there was an action; "_reward" is
-        # what the action earned: 1 per step here, and zero behind the end of an episode.
+        # what the action earned: 1 per step here, and zero past the end of an episode.
         assert (first["reward"][:, 0] == 0.0).all()
         assert torch.equal(first["_reward"], first.mask())
         # Every row ends once, at its last step.
@@ -150,7 +151,7 @@ def main():
         # What the agent remembers is stored, too.
         assert torch.equal(first["timestep"][0, : first.lengths[0]], torch.arange(first.lengths[0]))
 
-        # The same agents on the same environments again: other seeds, so other episodes.
+        # The same agents on the same environments again, with new seeds, so new episodes.
         batcher.reexecute()
         second = get_with_progress(batcher, "once more")
         assert torch.equal(second["env_id"][:, 0], env_info["env_id"])
@@ -165,7 +166,7 @@ def main():
     env_info = DictTensor({"low": -width, "high": width})
     with EpisodeBatcher(
         # Episodes are up to 500 steps long, and there are more of them than slots: slots are
-        # emptied and used again while get() waits.
+        # emptied and reused while get() waits.
         n_timesteps=100,
         n_slots=128,
         n_threads=n_threads,

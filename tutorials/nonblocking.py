@@ -3,12 +3,12 @@
 You will learn
 
 - that ``execute`` returns at once, so that two batchers can work at the same time,
-- how ``get(blocking=False)`` asks whether a result is there, and ``None`` says: not yet,
-- that a batch is collected with one version of the parameters, whatever is sent meanwhile, and
-  how ``policy_version`` tells which one it was.
+- how ``get(blocking=False)`` asks whether a result is there; ``None`` means not yet,
+- that a batch is collected with one version of the parameters, whatever is sent in the meantime,
+  and how ``policy_version`` says which one it was.
 
 A policy is evaluated on many long episodes without exploration. Learning does not wait for that:
-it goes on with newer parameters, and looks after each step whether an evaluation is finished.
+it continues with newer parameters and checks after each step whether an evaluation is finished.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def main():
     evaluations = {}
 
     def evaluate(batcher, epoch):
-        """Ask for episodes with the present parameters, without waiting for them."""
+        """Ask for episodes with the current parameters, without waiting for them."""
         batcher.update(agent.state_dict())
         batcher.execute(arguments.n_evaluation_episodes)
         # The first update of a batcher makes version 1, the next one version 2, and so on.
@@ -133,7 +133,7 @@ def main():
                 learning=f"{average_return(episodes):.0f}",
                 evaluation=f"{list(evaluations.values())[-1]:.0f}" if evaluations else "...",
             )
-        # The last one we do wait for.
+        # We do wait for the last one.
         note(evaluation.get())
 
     for epoch, value in evaluations.items():

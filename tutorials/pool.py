@@ -4,10 +4,10 @@ You will learn
 
 - how a pool runs environments in processes: those that choose their actions themselves, and those
   of Gymnasium with a policy,
-- how much a pool keeps (``pool_size``, ``window_size``, ``clearing_freq`` with ``window_size_``),
+- what a pool keeps (``pool_size``, ``window_size``, ``clearing_freq`` with ``window_size_``),
 - how an ``EpisodeBatcher`` feeds a pool, and a learner samples from it,
-- what can be sampled: transitions, also by priority, returns of n steps, and sequences,
-- how to save a pool and to go on with it.
+- what can be sampled: transitions, also by priority, n-step returns, and sequences,
+- how to save a pool and to resume it.
 
 References:
     Sutton 1988, "Learning to predict by the methods of temporal differences" (n steps).
@@ -37,7 +37,7 @@ class Walker:
         return self.state, 0
 
     def step(self, action):
-        # It is given its action before, and gives back the one that it takes now.
+        # It receives its previous action and returns the one that it takes now.
         action = 1 - action if random.random() < 0.3 else action
         # The state changes in place: a pool copies what it is given, so that is fine.
         self.state[1] += 0.1 if action == 1 else -0.1
@@ -54,8 +54,8 @@ def environments_that_act():
         assert state.shape == next_state.shape == (20, 4)
         assert action.shape == reward.shape == done.shape == (20,)
         assert (action == next_state[:, 3]).all()
-        # Each process has a half of the pool. Transitions go to the emptier half more often than to
-        # the other one, so that both come to hold steps of both processes.
+        # Each process has half of the pool. Transitions go to the emptier half more often than to
+        # the other one, so both hold steps of both processes.
         assert sum(pool.lengths) == len(pool) == 20
         for _ in range(9):
             pool.store()
@@ -64,7 +64,7 @@ def environments_that_act():
 
 
 def what_is_kept():
-    """A pool that overflows may keep a window only; others are cleared from time to time."""
+    """A pool that overflows may keep only a window; others are cleared from time to time."""
 
     def first_and_last_of_twelve(**window):
         pool = Pool(pool_size=10, **window)
@@ -77,12 +77,12 @@ def what_is_kept():
     assert first_and_last_of_twelve() == (2, 11)  # the oldest one goes
     # When number 10 is one too many, all but the newest three go; then comes number 11.
     assert first_and_last_of_twelve(window_size=3) == (8, 11)
-    # After every fifth transition the oldest two go, be there room or not.
+    # After every fifth transition the oldest two go, whether or not there is room.
     assert first_and_last_of_twelve(clearing_freq=5, window_size_=2) == (4, 11)
 
 
 def gymnasium_environments():
-    """Environments of Gymnasium do not choose: a policy does, or chance."""
+    """Gymnasium environments do not choose actions: a policy does, or chance."""
 
     def policy(state):
         return int(state[2] > 0)  # to the side that the pole leans to
@@ -98,7 +98,7 @@ def gymnasium_environments():
 
 
 class RecurrentAgent(nn.Module, Agent):
-    """Explores at random, and has a network that remembers what it thinks of each action."""
+    """Explores at random, and has a recurrent network that values each action."""
 
     n_noise = 1
 
@@ -131,8 +131,8 @@ def fill_from_batcher(pool, agent):
         trajectories = batcher.get()
         pool.extend(trajectories)
     assert len(pool) == trajectories.lengths.sum()
-    # Every key is there, unless Pool(keys=[...]) says which. What is after one step and before the
-    # next, such as "_frame" and "frame", is stored once.
+    # Every key is there, unless Pool(keys=[...]) selects some. What is the same after one step and
+    # before the next, such as "_frame" and "frame", is stored once.
     assert set(pool.specs) == set(trajectories.keys())
     return trajectories
 
@@ -141,8 +141,8 @@ def transitions(pool):
     """Uniformly drawn transitions, and those that look n steps ahead."""
     batch = pool.sample(256)
     assert batch["frame"].shape == batch["_frame"].shape == (256, 4)
-    # Three steps, or fewer where an episode ends: the discounted rewards on the way, "_frame" after
-    # the last step, and the factor for its value in a learner's target.
+    # Three steps, or fewer where an episode ends: the sum of their discounted rewards, "_frame"
+    # after the last step, and the factor for its value in a learner's target.
     batch = pool.sample(256, n_step=3, discount=0.9)
     returns, factor = batch["n_step_return"], batch["n_step_discount"]
     goes_on = ~batch["_done"]
@@ -157,18 +157,18 @@ def sequences(pool, agent):
     """For recurrent learners: steps in a row, from the state that the agent had there."""
     batch = pool.sample_sequences(32, length=8)
     assert batch["frame"].shape == (32, 8, 4)
-    # A sequence that meets the end of its episode is shorter; none goes on with another one.
+    # A sequence that reaches the end of its episode is shorter; none continues into another one.
     assert (batch["_done"].sum(1) <= 1).all()
     assert batch.temporal_multi_index(batch.lengths - 1)["_done"][batch.lengths < 8].all()
-    # The state of the agent is stored, too, so that replaying can begin in the middle of an
-    # episode. Its parameters are still those that collected, and so it gives the same again.
+    # The state of the agent is stored, too, so replaying can start in the middle of an episode.
+    # The parameters are still those that collected, so the outputs are the same.
     values = replay_agent(agent, batch)["values"]
     torch.testing.assert_close(values, batch["values"], rtol=1e-4, atol=1e-5)
     return batch.lengths.float().mean().item()
 
 
 def priorities(trajectories):
-    """Transitions that surprise are drawn more often, and count less each time."""
+    """Surprising transitions are drawn more often, and count less each time."""
     pool = Pool(pool_size=10_000, keys=["frame", "_frame", "_done"], seed=0, priority_exponent=1.0)
     pool.extend(trajectories)
     # A learner would give its absolute errors. Here the ends of episodes get 10, all others 1.
@@ -177,18 +177,18 @@ def priorities(trajectories):
     batch = pool.sample(512, beta=1.0)
     expected = 10 * trajectories.n_elems() / (len(pool) + 9 * trajectories.n_elems())
     assert abs(batch["_done"].float().mean() - expected) < 0.1
-    # A loss that is multiplied by "weight" has the mean that uniform sampling would give it.
+    # A loss multiplied by "weight" has the same mean as under uniform sampling.
     torch.testing.assert_close(batch["weight"], torch.where(batch["_done"], 0.1, 1.0))
     return expected
 
 
 def save_and_load(pool):
-    """A pool that was saved goes on as if nothing had happened."""
+    """A pool that was saved and loaded continues as if nothing had happened."""
     other = Pool(pool_size=pool.pool_size)  # of the same configuration
     with tempfile.TemporaryDirectory() as folder:
         pool.save(Path(folder) / "pool")
         other.load(Path(folder) / "pool")
-    # The random generator goes on, too, so that both give the same samples.
+    # The random generator is saved, too, so both give the same samples.
     for mine, its in zip(pool.batches(32, 3), other.batches(32, 3), strict=True):
         assert all(torch.equal(mine[key], its[key]) for key in mine)
 

@@ -3,12 +3,12 @@
 You will learn
 
 - how an agent keeps a state per episode: what it returns as the new state is what it gets next,
-- how ``initial_state`` says where episodes begin (here: a vector that is learned),
+- how ``initial_state`` defines the state at the start of an episode (here a learned vector),
 - how ``replay_agent`` recomputes the states with gradients: backpropagation through time.
 
-In CartPole-v1 without velocities, an agent sees where the cart and the pole are, and not where
-they go. One that decides by the present observation alone cannot balance for long. One with a
-memory can find out the velocities by itself.
+In CartPole-v1 without velocities, an agent sees where the cart and the pole are, but not where
+they are going. An agent that decides by the current observation alone cannot balance for long. One
+with a memory can work out the velocities by itself.
 
 References:
     Wierstra et al. 2010, "Recurrent policy gradients".
@@ -97,7 +97,7 @@ def create_env(seed, n_envs=16):
 
 
 def train(create_agent, description, arguments):
-    """REINFORCE (see ``reinforce.py``) for any agent; gives the average return of each epoch."""
+    """REINFORCE (see ``reinforce.py``) for any agent; returns the average return per epoch."""
     torch.manual_seed(arguments.seed)
     agent = create_agent(arguments.n_hidden)
     optimizer = torch.optim.Adam(agent.parameters(), lr=1e-2)
@@ -120,17 +120,17 @@ def train(create_agent, description, arguments):
             average_returns.append(episodes["_reward"].sum(1).mean().item())
             progress.set_postfix({"average return": f"{average_returns[-1]:.0f}"})
 
-            # All rewards that come later, the sooner the more they count, compared with what is
-            # usual at this step.
+            # Discounted rewards from this step on, compared with their mean over the episodes.
             discounts = 0.99 ** torch.arange(episodes.n_timesteps())
             returns = (episodes["_reward"] * discounts).flip(1).cumsum(1).flip(1) / discounts
             advantages = (returns - (returns * mask).sum(0) / mask.sum(0)) * mask
             advantages = advantages / advantages[mask.bool()].std()
 
-            # Called again step by step, from the initial state on. The outputs are the same ...
+            # The agent is called again step by step, from the initial state on. The outputs are
+            # the same ...
             outputs = replay_agent(agent, episodes)
             torch.testing.assert_close(outputs["logits"], episodes["logits"], rtol=1e-3, atol=1e-3)
-            # ... but now the last one depends on all observations, with gradients.
+            # ... but now each depends on all earlier observations, with gradients.
             log_probabilities = categorical_log_probability(outputs["logits"], episodes["action"])
             loss = -(log_probabilities * advantages).sum() / mask.sum()
             optimizer.zero_grad()
@@ -172,7 +172,7 @@ def main():
         "feed-forward": train(FeedForwardAgent, "feed-forward", arguments),
         "recurrent": train(RecurrentAgent, "recurrent", arguments),
     }
-    # A single epoch is a matter of luck: the last ten together are not.
+    # A single epoch is a matter of luck; the last ten together are not.
     final = {name: fmean(curve[-10:]) for name, curve in curves.items()}
     for name, average_return in final.items():
         print(f"{name}: average return {average_return:.1f} of {N_TIMESTEPS}")

@@ -4,7 +4,7 @@ You will learn
 
 - how an agent that is a ``torch.nn.Module`` collects in worker processes and learns in this one,
 - how its random numbers come with the observation (``n_noise``), so that runs can be repeated,
-- how ``replay_agent`` gives the same outputs again, this time with gradients,
+- how ``replay_agent`` computes the same outputs again, this time with gradients,
 - how ``update`` sends the new parameters to the workers.
 
 REINFORCE raises the probability of actions that were followed by more reward than usual.
@@ -50,7 +50,7 @@ class PolicyAgent(nn.Module, Agent):
         return DictTensor(), DictTensor({"action": action, "logits": logits}), DictTensor()
 
     def update(self, info):
-        # Runs in the workers, with what batcher.update() was given here.
+        # Runs in the workers, with what was passed to batcher.update() in this process.
         self.load_state_dict(info)
 
 
@@ -67,7 +67,8 @@ def save_curve(average_returns, target, path):
 
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(average_returns)
+    axes.plot(range(1, len(average_returns) + 1), average_returns)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.axhline(target, color="grey", linestyle=":")
     axes.set(xlabel="epoch", ylabel="average return", title="REINFORCE on CartPole-v1")
     figure.savefig(path)
@@ -75,7 +76,7 @@ def save_curve(average_returns, target, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--n-epochs", type=int, default=150, help="at most so many")
+    parser.add_argument("--n-epochs", type=int, default=150, help="at most")
     parser.add_argument("--n-episodes", type=int, default=32, help="episodes per epoch")
     parser.add_argument("--n-threads", type=int, default=2, help="worker processes")
     parser.add_argument("--seed", type=int, default=0, help="another one is another run")
@@ -109,20 +110,20 @@ def main():
             rewards, mask = episodes["_reward"], episodes.mask()
             average_returns.append(rewards.sum(1).mean().item())
             progress.set_postfix({"average return": f"{average_returns[-1]:.0f}"})
-            # One epoch over the target may be luck, the mean of several is none.
+            # One epoch above the target may be luck; the mean of several is not.
             recent = average_returns[-4:]
             if len(recent) == 4 and fmean(recent) >= arguments.target:
                 break
 
-            # An action is to blame for the rewards after it only. What is usual at step t is the
-            # mean over the episodes that got so far; behind the ends, nothing counts.
+            # An action can only affect the rewards after it. The baseline at step t is the mean
+            # over the episodes that got that far; padding does not count.
             returns = rewards.flip(1).cumsum(1).flip(1)
-            usual = (returns * mask).sum(0) / mask.sum(0)
-            advantages = (returns - usual) * mask
+            baseline = (returns * mask).sum(0) / mask.sum(0)
+            advantages = (returns - baseline) * mask
             advantages = advantages / advantages[mask.bool()].std()
 
             # The same outputs as in the workers, this time with gradients. An agent without a
-            # state can compute those of all steps in one call: that is state="stored".
+            # state computes all steps in one call, which is what state="stored" does.
             outputs = replay_agent(agent, episodes, state="stored")
             log_probabilities = categorical_log_probability(outputs["logits"], episodes["action"])
             loss = -(log_probabilities * advantages).sum() / mask.sum()

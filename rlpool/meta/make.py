@@ -9,10 +9,9 @@ from typing import Any
 import gymnasium
 
 from rlpool.arguments import names_arguments
-from rlpool.batch.batcher_base import check_count
 from rlpool.machine.worker_limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager
-from rlpool.meta.trials import VariBadWrapper
+from rlpool.meta.trials import VariBadWrapper, check_count
 from rlpool.record.crash_files import CrashDir
 from rlpool.seeding import root_from, seed_from, worker_seed
 from rlpool.workers.failure_policy import DEFAULT_MAX_RESTARTS, DEFAULT_TIMEOUT_S
@@ -39,13 +38,10 @@ def make_env(
     Returns:
         The environment. It needs a ``reset`` before the first step.
     """
-    check_count("episodes_per_task", episodes_per_task, 1)
-    if seed is not None:
-        check_count("seed", seed, 0)
     env = gymnasium.make(env_id, **kwargs) if isinstance(env_id, str) else env_id(**kwargs)
     trials = VariBadWrapper(env, episodes_per_task, oracle)
     if seed is not None:
-        seed = seed_from(seed)
+        seed = seed_from(check_count("seed", seed, 0))
         trials.env.reset(seed=seed)  # without a task: nobody asked for one yet
         trials.action_space.seed(seed)
     return trials
@@ -105,17 +101,9 @@ def make_parallel_env(
     check_count("envs_per_worker", envs_per_worker, 1)
     n_workers = worker_count(num_workers)
     root = root_from(seed)
-    env_fns = [
-        partial(
-            make_env,
-            env_id,
-            episodes_per_task,
-            seed=worker_seed(root, lane),
-            oracle=oracle,
-            **kwargs,
-        )
-        for lane in range(n_workers * envs_per_worker)
-    ]
+    make = partial(make_env, env_id, episodes_per_task, oracle=oracle, **kwargs)
+    n_envs = n_workers * envs_per_worker
+    env_fns = [partial(make, seed=worker_seed(root, lane)) for lane in range(n_envs)]
     return ParallelEnvManager(
         env_fns,
         envs_per_worker=envs_per_worker,

@@ -1,198 +1,254 @@
-"""Which rollouts run where, and what becomes of them when they are complete."""
+"""Which rollout runs in which environment, and in which row of the policy's batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlpool.envs.vec_env import FLAGS
+from rlpool.envs.columns import Columns
+from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.loop.plan import Episode
 from rlpool.memory.storage import Array, Memory
-from rlpool.meta.rows import RowsEnv
-from rlpool.meta.trials import TASK_OPTION
 from rlpool.seeding import NoiseStarts, Words
-from rlpool.slots.blocks import Arrays, Layout
-from rlpool.specs import DEFAULT_OBSERVATION_KEY
-
-MAX_CHUNK = 128
-"""Steps of a rollout that stay in a slot: longer ones are copied out piece by piece, so that the
-slots of image observations stay small."""
-
-NO_TASK: Any = object()
-"""Stands for a rollout without a task, where ``None`` could be one."""
+from rlpool.slots.blocks import Layout
+from rlpool.specs import DEFAULT_OBSERVATION_KEY, Leaf, TensorSpec
 
 
-@dataclass(frozen=True)
-class RolloutData:
-    """A complete rollout of L steps, as arrays of its own.
+class RolloutColumns(NamedTuple):
+    """A complete rollout of L steps, as arrays that share no memory.
 
     Attributes:
-        number: Its number within the collection.
-        task: Its task, ``NO_TASK`` without.
         observations: ``[L, ...]``, or a dict of such arrays; numbers are ``[L, 1]``.
         actions: Likewise.
         rewards: float32 ``[L, 1]``.
         terminals: bool ``[L, 1]``, True at most at the end, and only for a termination.
-        next_observations: As the observations, one step later.
+        next_observations: Like the observations, one step later.
     """
 
-    number: int
-    task: Any
     observations: Any
     actions: Any
     rewards: Array
     terminals: Array
     next_observations: Any
 
-    @property
-    def n_steps(self) -> int:
-        """Number of steps L."""
-        return int(self.rewards.shape[0])
 
+class RowsEnv(VecEnv):
+    """A batch of ``n_rows`` rows, each of which shows the lane that was last assigned to it.
 
-class RolloutPlan:
-    """Rollouts dealt out to lanes beforehand: rollout *i* runs on lane ``i % n_lanes``.
+    The last bits of what an agent computes depend on the number of rows in its batch and on the
+    position of a row. Here both are independent of the number of environments, so that one
+    environment run serially gives the same bits as many side by side.
 
-    In the batch it stands in row ``i % n_rows``, whatever the number of lanes. Where the rows of
-    two rollouts that run at the same time would be the same one (which needs a number of lanes
-    that does not divide that of the rows, and one lane several rollouts ahead of another), the
-    later one waits.
+    The first ``reset_lanes``, by which the loop learns keys and shapes, leaves the environments
+    alone unless only an observation can tell what observations look like.
 
     Args:
-        layout: Layout of slots, one per row.
-        env: The rows.
-        n_lanes: Number of lanes.
-        seeds: One per rollout.
-        noise_keys: One per rollout.
-        tasks: One per rollout, ``NO_TASK`` for none.
-        deliver: Takes each complete rollout, in the order in which they end.
+        lanes: The environments. They are not closed with this object.
+        n_rows: Rows of the batch, at least one per lane.
     """
 
-    worker = 0
+    def __init__(self, lanes: VecEnv, n_rows: int) -> None:
+        super().__init__(n_rows)
+        self._lanes = lanes
+        self._lane_of = np.zeros(n_rows, np.int64)
+        self._row_of: dict[int, int] = {}
+        self.min_ready = lanes.min_ready
+
+    def assign(self, row: int, lane: int) -> None:
+        """Let a row show another lane, which is reset next."""
+        self._lane_of[row] = lane
+        self._row_of[lane] = row
+
+    @property
+    def columns(self) -> Columns | None:
+        """The observations' columns, ``None`` before the first reset."""
+        return self._columns
+
+    @property
+    def action_leaves(self) -> dict[str, Leaf] | None:
+        """Keys of the actions, ``None`` if the environments declare no action space."""
+        return self._lanes.action_leaves
+
+    def declare_actions(self, specs: Mapping[str, TensorSpec]) -> None:
+        """See ``VecEnv.declare_actions``."""
+        self._lanes.declare_actions(specs)
+        super().declare_actions(specs)
+
+    def _reset_lanes(
+        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
+    ) -> None:
+        if not self._row_of:
+            if self._lanes.columns is None:
+                self._call_lanes(self._lanes.reset_lanes, [0], seeds[:1], options[:1])
+            if self._lanes.columns is not None:
+                self._declare_structure(self._lanes.columns.structure)
+            return
+        by_lane = sorted(range(len(lanes)), key=lambda i: self._lane_of[lanes[i]])
+        self._call_lanes(
+            self._lanes.reset_lanes,
+            [int(self._lane_of[lanes[i]]) for i in by_lane],
+            [seeds[i] for i in by_lane],
+            [options[i] for i in by_lane],
+        )
+        self._show()
+
+    def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> list[int]:
+        """See ``VecEnv.step_lanes``; its lanes are the rows here."""
+        self._call_lanes(self._lanes.step_lanes, *self._for_lanes(lanes, actions))
+        self._show()
+        return [row for row in lanes if self.current["done"][row]]
+
+    def step_some(
+        self,
+        min_ready: int = 1,
+        lanes: Sequence[int] = (),
+        actions: Mapping[str, Array] | None = None,
+    ) -> list[int]:
+        """See ``VecEnv.step_some``; its lanes are the rows here."""
+        given = self._for_lanes(lanes, actions or {})
+        ready = self._call_lanes(self._lanes.step_some, min_ready, *given)
+        self._show()
+        return sorted(self._row_of[lane] for lane in ready)
+
+    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Any:
+        raise NotImplementedError  # step_lanes does all of it
+
+    def _for_lanes(
+        self, rows: Sequence[int], actions: Mapping[str, Array]
+    ) -> tuple[list[int], dict[str, Array]]:
+        """The lanes of some rows, ascending, and the rows' actions in the lanes' places."""
+        lanes = self._lane_of[list(rows)]
+        given = {}
+        for key, values in actions.items():
+            given[key] = np.zeros((self._lanes.n_lanes, *values.shape[1:]), values.dtype)
+            given[key][lanes] = values[list(rows)]
+        return sorted(lanes.tolist()), given
+
+    def _call_lanes(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the environments; a failing lane is known to the loop by its row."""
+        try:
+            return method(*arguments)
+        except LaneError as error:
+            error.lane = self._row_of.get(error.lane, 0)
+            raise
+
+    def _show(self) -> None:
+        """Copy into every row what its lane shows. Idle rows are copies of some lane, too."""
+        for key, array in self.current.items():
+            array[:] = self._lanes.current[key][self._lane_of]
+
+
+@dataclass
+class RolloutPlan:
+    """Deals rollouts out to lanes: rollout *i* runs on lane ``i % n_lanes``.
+
+    In the batch it has row ``i % n_rows``, whatever the number of lanes. If that row is still in
+    use (which takes a number of lanes that does not divide the number of rows, and one lane that
+    is several rollouts ahead of another), the rollout waits.
+
+    Args:
+        layout: One slot per row. Longer rollouts are copied out slot by slot.
+        rows: The rows.
+        n_lanes: Number of lanes.
+        episodes: The rollouts, with their rows as slots.
+        noise_keys: One per rollout.
+        deliver: Takes complete rollouts in the order of their numbers.
+    """
+
+    layout: Layout
+    rows: RowsEnv
+    n_lanes: int
+    episodes: Sequence[Episode]
+    noise_keys: Words
+    deliver: Callable[[RolloutColumns], None]
+    worker: int = 0
     agent_info: dict[str, Array] | None = None
 
-    def __init__(
-        self,
-        layout: Layout,
-        env: RowsEnv,
-        n_lanes: int,
-        seeds: Sequence[int],
-        noise_keys: Words,
-        tasks: Sequence[Any],
-        deliver: Callable[[RolloutData], None],
-    ) -> None:
-        self.layout = layout
-        self.arrays: Arrays = layout.arrays(Memory.local(layout.n_bytes).root())
-        self._env = env
-        self._seeds = seeds
-        self._tasks = tasks
-        self._deliver = deliver
-        n_noise = layout.step.n_noise
-        self._noise = NoiseStarts(noise_keys, n_noise) if n_noise else None
-        self._n_rows = layout.step.n_lanes
-        self._n_lanes = n_lanes
-        self._next_of_lane = list(range(n_lanes))
-        self._is_busy = [False] * n_lanes
+    def __post_init__(self) -> None:
+        self.arrays = self.layout.arrays(Memory.local(self.layout.n_bytes).root())
+        step = self.layout.step
+        self._noise = NoiseStarts(self.noise_keys, step.n_noise) if step.n_noise else None
+        self._next = {lane: lane for lane in range(self.n_lanes)}  # idle lane to its next rollout
         self._chunks: dict[int, list[dict[str, Array]]] = {}
-        step = layout.step
-        apart = ("reward", "last_action", *FLAGS)
-        self._observation_keys = [
-            key
-            for key in step.observation
-            if key not in apart and not key.startswith("last_action/")
-        ]
-        self._action_keys = [k for k in step.output if k == "action" or k.startswith("action/")]
+        self._complete: dict[int, RolloutColumns] = {}
+        self._n_delivered = 0
+        self._observed = list(self.rows.columns.leaves) if self.rows.columns is not None else []
+        self._acted = [k for k in step.output if k == "action" or k.startswith("action/")]
 
-    def next_episode(self, row: int) -> Episode | None:
-        """The rollout that comes next in a row, if its lane has come to it."""
-        for lane, number in enumerate(self._next_of_lane):
-            is_next = number < len(self._seeds) and number % self._n_rows == row
-            if is_next and not self._is_busy[lane]:
+    def next_episode(self, lane: int) -> Episode | None:
+        """The rollout that starts in this row, if its lane is idle."""
+        for number in self._next.values():
+            if number < len(self.episodes) and self.episodes[number].slot == lane:
                 break
         else:
             return None
-        self._next_of_lane[lane] += self._n_lanes
-        self._is_busy[lane] = True
-        self._env.lane_of[row] = lane
-        task = self._tasks[number]
-        return Episode(
-            number,
-            self._seeds[number],
-            None if task is NO_TASK else {TASK_OPTION: task},
-            self._noise[number] if self._noise is not None else None,
-            row,
-        )
-
-    def restarted(self, lane: int, episode: Episode) -> Episode:
-        """Never asked for: a rollout that ended is complete."""
-        raise NotImplementedError
+        del self._next[number % self.n_lanes]
+        self.rows.assign(lane, number % self.n_lanes)
+        noise = None if self._noise is None else self._noise[number]
+        return replace(self.episodes[number], noise=noise)
 
     def next_slot(self, lane: int, episode: int) -> int | None:
         """The row's own slot again: what it held was copied out."""
         return lane
 
     def chunk_done(self, episode: int, slot: int, chunk: int, is_last: bool) -> None:
-        """Copy a slot out; with the last one the rollout is complete."""
+        """Copy a slot out; the last one completes the rollout."""
         length = int(self.arrays.control["length"][slot])
-        kept = [*self._observation_keys, *self._action_keys, "reward"]
-        rows = self.arrays.rows
-        self._chunks.setdefault(episode, []).append(
-            {key: rows[key][slot, :length].copy() for key in kept}
-        )
-        if is_last:
-            self._is_busy[episode % self._n_lanes] = False
-            self._deliver(self._joined(episode, slot))
+        chunks = self._chunks.setdefault(episode, [])
+        kept = (*self._observed, *self._acted, "reward")
+        chunks.append({key: self.arrays.rows[key][slot, :length].copy() for key in kept})
+        if not is_last:
+            return
+        self._next[episode % self.n_lanes] = episode + self.n_lanes
+        self._complete[episode] = self._joined(self._chunks.pop(episode), slot)
+        while self._n_delivered in self._complete:
+            self._n_delivered += 1
+            # Forgotten first: a rollout that is refused is not offered twice.
+            self.deliver(self._complete.pop(self._n_delivered - 1))
+
+    def deliver_rest(self) -> None:
+        """Deliver what is complete although an earlier rollout failed."""
+        for number in sorted(self._complete):
+            self.deliver(self._complete.pop(number))
+
+    def restarted(self, lane: int, episode: Episode) -> Episode:
+        """Never called: a rollout that has ended is complete."""
+        raise NotImplementedError
 
     def flush(self) -> None:
         """Nobody waits for reports."""
 
     def wait(self) -> bool:
-        """Nothing comes from outside."""
+        """Nothing arrives from outside."""
         return False
 
-    def has_news(self) -> bool:
-        """Nothing comes from outside."""
-        return False
+    has_news = is_cancelled = wait
 
-    def is_cancelled(self) -> bool:
-        """A collection is not given up."""
-        return False
-
-    def _joined(self, episode: int, slot: int) -> RolloutData:
-        chunks = self._chunks.pop(episode)
-        whole = {key: np.concatenate([chunk[key] for chunk in chunks]) for key in chunks[0]}
+    def _joined(self, chunks: Sequence[dict[str, Array]], slot: int) -> RolloutColumns:
         finals = self.arrays.finals
-
-        def successors(key: str) -> Array:
-            return np.concatenate([whole[key][1:], finals[key][slot][None]])
-
-        terminals = np.zeros((len(whole["reward"]), 1), bool)
+        before = {key: np.concatenate([chunk[key] for chunk in chunks]) for key in chunks[0]}
+        after = {
+            key: np.concatenate([before[key][1:], finals[key][slot][None]])
+            for key in (*self._observed, "reward")
+        }
+        terminals = np.zeros((len(before["reward"]), 1), bool)
         terminals[-1] = finals["terminated"][slot]
-        observed = {key: whole[key] for key in self._observation_keys}
-        following = {key: successors(key) for key in self._observation_keys}
-        actions = {key: whole[key] for key in self._action_keys}
-        return RolloutData(
-            episode,
-            self._tasks[episode],
-            _nested(observed, DEFAULT_OBSERVATION_KEY),
-            _nested(actions, "action"),
-            _as_columns(successors("reward")),
+        return RolloutColumns(
+            _nested(before, self._observed, DEFAULT_OBSERVATION_KEY),
+            _nested(before, self._acted, "action"),
+            after["reward"][:, None],
             terminals,
-            _nested(following, DEFAULT_OBSERVATION_KEY),
+            _nested(after, self._observed, DEFAULT_OBSERVATION_KEY),
         )
 
 
-def _as_columns(array: Array) -> Array:
-    """Numbers ``[L]`` as ``[L, 1]``, as replay buffers of one column hold them."""
-    return array[:, None] if array.ndim == 1 else array
-
-
-def _nested(arrays: dict[str, Array], default_key: str) -> Any:
-    """The array alone if there is one of the default key, else a dict."""
-    if list(arrays) == [default_key]:
-        return _as_columns(arrays[default_key])
-    prefix = f"{default_key}/"
-    return {key.removeprefix(prefix): _as_columns(array) for key, array in arrays.items()}
+def _nested(arrays: Mapping[str, Array], keys: Sequence[str], default_key: str) -> Any:
+    """Arrays by key, or the one of the default key alone; numbers ``[L]`` become ``[L, 1]``."""
+    columns = {
+        key.removeprefix(f"{default_key}/"): array[:, None] if array.ndim == 1 else array
+        for key, array in ((key, arrays[key]) for key in keys)
+    }
+    return columns[default_key] if list(columns) == [default_key] else columns

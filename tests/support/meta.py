@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -153,8 +153,9 @@ class MarkovActor(nn.Module):
 
     def __init__(self, n_observed: int = 3) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(n_observed, 2)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.linear = nn.Linear(n_observed, 2)
         self.n_rows: list[int] = []
 
     def act(self, obs: Tensor, deterministic: bool = False) -> tuple[Any, ...]:
@@ -163,36 +164,28 @@ class MarkovActor(nn.Module):
 
 
 class MemoryActor(nn.Module):
-    """Acts by its memory; which kind of memory is the first argument.
+    """Acts by its memory, whose kind is a key of ``STATES``."""
 
-    Args:
-        kind: ``"gru"`` (a tensor ``[1, B, H]``), ``"cell"`` (a tensor ``[B, H]``), ``"lstm"`` (a
-            pair) or ``"dict"`` (a DictTensor).
-    """
-
-    N_HIDDEN = 5
+    STATES: ClassVar[dict[str, Any]] = {
+        "gru": torch.zeros(1, 1, 5),
+        "cell": torch.zeros(1, 5),
+        "lstm": (torch.zeros(1, 1, 5), torch.zeros(1, 1, 5)),
+        "dict": DictTensor({"hidden": torch.zeros(1, 5)}),
+    }
 
     def __init__(self, kind: str = "gru", n_observed: int = 3) -> None:
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
             body = {"gru": nn.GRU, "lstm": nn.LSTM}.get(kind, nn.GRUCell)
-            self.body: nn.Module = body(n_observed + 3, self.N_HIDDEN)
-            self.head = nn.Linear(self.N_HIDDEN, 2)
+            self.body: nn.Module = body(n_observed + 3, 5)
+            self.head = nn.Linear(5, 2)
         self.kind = kind
-        self.n_initial = 0
-        self.calls: list[dict[str, Any]] = []
+        self.initial = torch.zeros(1, 2), torch.zeros(1, 1), self.STATES[kind]
+        self.calls: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def get_initial_info(self) -> tuple[Tensor, Tensor, Any]:
-        self.n_initial += 1
-        zeros = torch.zeros(1, self.N_HIDDEN)
-        state: Any = {
-            "gru": zeros[None],
-            "lstm": (zeros[None], zeros[None].clone()),
-            "cell": zeros,
-            "dict": DictTensor({"hidden": zeros}),
-        }[self.kind]
-        return torch.zeros(1, 2), torch.zeros(1, 1), state
+        return self.initial
 
     def act(
         self,
@@ -202,19 +195,14 @@ class MemoryActor(nn.Module):
         obs: Tensor,
         deterministic: bool = False,
     ) -> tuple[tuple[Any, ...], Any]:
-        arguments = (prev_action, reward, obs)
-        self.calls.append(
-            dict(zip(("action", "reward", "obs"), (t.clone() for t in arguments), strict=True))
-        )
+        self.calls.append((prev_action.clone(), reward.clone(), obs.clone()))
         inputs = torch.cat([obs, prev_action, reward], -1)
         if self.kind in ("gru", "lstm"):
             output, state = self.body(inputs[None], prev_internal_state)
-            output = output[0]
-        elif self.kind == "cell":
-            output = state = self.body(inputs, prev_internal_state)
-        else:
-            output = self.body(inputs, prev_internal_state["hidden"])
-            state = DictTensor({"hidden": output})
+            return (torch.tanh(self.head(output[0])), None, None, None), state
+        is_dict = self.kind == "dict"
+        output = self.body(inputs, prev_internal_state["hidden" if is_dict else ...])
+        state = DictTensor({"hidden": output}) if is_dict else output
         return (torch.tanh(self.head(output)), None, None, None), state
 
 
@@ -224,14 +212,7 @@ class CountingActor:
     def get_initial_info(self) -> tuple[Tensor, Tensor, Any]:
         return torch.zeros(1, 2), torch.zeros(1, 1), torch.zeros(1, 1)
 
-    def act(
-        self,
-        prev_internal_state: Any,
-        prev_action: Tensor,
-        reward: Tensor,
-        obs: Tensor,
-        deterministic: bool = False,
-    ) -> tuple[Any, Any]:
+    def act(self, prev_internal_state: Any, **others: Any) -> tuple[Any, Any]:
         steps = prev_internal_state + 1
         return steps.expand(-1, 2) / 100, steps
 
@@ -240,30 +221,22 @@ gymnasium.register(id="Ragged-v0", entry_point="support.meta:RaggedTaskEnv")
 
 
 class LaggingLanes(GymEnv):
-    """With ``step_some``, the lane that was asked for last is ready first.
-
-    Args:
-        envs: The environments.
-        min_ready: How many lanes are waited for.
-    """
+    """With ``step_some``, the lane that was asked for last is ready first."""
 
     def __init__(self, envs: list[Any], min_ready: int) -> None:
         super().__init__(envs)
         self.min_ready = min_ready
         self.queue: list[tuple[int, dict[str, Any]]] = []
-        self.n_ready: list[int] = []
+        self.most_ready = 0
 
     def step_some(
         self, min_ready: int = 1, lanes: Any = (), actions: Mapping[str, Any] | None = None
     ) -> list[int]:
-        for lane in lanes:
-            given = {key: values[lane].copy() for key, values in (actions or {}).items()}
-            self.queue.append((lane, given))
-        ready = []
-        while self.queue and len(ready) < min_ready:
-            lane, given = self.queue.pop()
-            arrays = {key: np.stack([value] * self.n_lanes) for key, value in given.items()}
-            self.step_lanes([lane], arrays)
-            ready.append(lane)
-        self.n_ready.append(len(ready))
-        return sorted(ready)
+        given = {key: values.copy() for key, values in (actions or {}).items()}
+        self.queue += [(lane, given) for lane in lanes]
+        n_ready = min(min_ready, len(self.queue))
+        ready = [self.queue.pop() for _ in range(n_ready)]
+        for lane, asked in ready:
+            self.step_lanes([lane], asked)
+        self.most_ready = max(self.most_ready, n_ready)
+        return sorted(lane for lane, _ in ready)

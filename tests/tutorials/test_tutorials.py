@@ -1,27 +1,30 @@
-"""Every tutorial runs, made small by its flags."""
+"""Every tutorial runs, made small by its flags, and does what it says."""
 
 from __future__ import annotations
 
 import ast
+import runpy
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from rlpool import Pool, TemporalDictTensor
 
 from support.programs import run_as_main
 
-TUTORIALS = sorted((Path(__file__).resolve().parents[2] / "tutorials").glob("*.py"))
+FOLDER = Path(__file__).resolve().parents[2] / "tutorials"
+TUTORIALS = sorted(FOLDER.glob("*.py"))
 
 # Flags that make a tutorial small, and the files that it leaves where it was started.
 SMALL = {
     "a2c": ("--n-epochs 3 --n-envs 4 --n-threads 1", []),
     "arrays": ("", []),
     "datastructures": ("", []),
-    "dqn": ("--n-steps 20 --n-threads 1", ["dqn.png", "dqn.pt"]),
     "environments": ("--n-steps 20", []),
-    "meta_rl": (
-        "--num-iters 2 --num-iters-baselines 1 --num-rollouts-per-iter 8",
-        ["meta_rl.png"],
-    ),
+    "meta_rl": ("--num-iters 2 --num-rollouts-per-iter 8 --envs-per-worker 2", ["meta_rl.png"]),
     "multiprocess_episode_batcher": ("--n-cartpole-episodes 40 --n-threads 1", []),
     "nonblocking": ("--n-epochs 3 --n-episodes 8 --n-evaluation-episodes 8", []),
     "pool": ("", []),
@@ -29,29 +32,27 @@ SMALL = {
     "reinforce": ("--n-epochs 3 --n-episodes 8 --n-threads 1", ["reinforce.png"]),
 }
 
-# Besides the façade.
+# Besides rlpool itself.
 PUBLIC_MODULES = ("rlpool.patterns",)
-
-each_tutorial = pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 
 
 def test_no_tutorial_is_forgotten() -> None:
-    assert {path.stem for path in TUTORIALS} == SMALL.keys()
+    assert {path.stem for path in TUTORIALS} == {*SMALL, "dqn"}  # which has a test of its own
 
 
-@each_tutorial
-def test_tutorial_runs(path: Path, program_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    flags, files = SMALL[path.stem]
-    run_as_main(path, *flags.split(), folder=program_folder)
+@pytest.mark.parametrize("name", SMALL)
+def test_tutorial_runs(name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags, files = SMALL[name]
+    run_as_main(FOLDER / f"{name}.py", *flags.split(), folder=program_folder)
     output, errors = capfd.readouterr()
     assert "Traceback" not in errors
     assert output
-    assert ("tqdm" in path.read_text(encoding="utf-8")) == ("100%|" in errors)
-    assert all((program_folder / name).stat().st_size for name in files)
+    assert ("tqdm" in (FOLDER / f"{name}.py").read_text(encoding="utf-8")) == ("100%|" in errors)
+    assert all((program_folder / file).stat().st_size for file in files)
 
 
-@each_tutorial
-def test_tutorial_says_what_it_teaches_and_uses_the_facade_only(path: Path) -> None:
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_tutorial_says_what_it_teaches_and_uses_public_names_only(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     assert "you will learn" in (ast.get_docstring(tree) or "").lower()
     for node in ast.walk(tree):
@@ -60,3 +61,96 @@ def test_tutorial_says_what_it_teaches_and_uses_the_facade_only(path: Path) -> N
             assert module in PUBLIC_MODULES or not module.startswith("rlpool.")
         elif isinstance(node, ast.Import):
             assert not any(alias.name.startswith("rlpool") for alias in node.names)
+
+
+# dqn.py ----------------------------------------------------------------------------------------
+
+
+class Constant:
+    """A network whose values of the two actions are always the same."""
+
+    def __init__(self, values: list[float]) -> None:
+        self._values = torch.tensor(values)
+
+    def model(self, frame: torch.Tensor) -> torch.Tensor:
+        return self._values.expand(len(frame), -1)
+
+
+@pytest.mark.parametrize(("end", "future"), [("_terminated", 0.0), ("_truncated", 3.0)])
+def test_targets_of_dqn_are_cut_off_by_a_termination_only(end: str, future: float) -> None:
+    dqn = runpy.run_path(str(FOLDER / "dqn.py"))
+    is_last = torch.tensor([[False, True]])
+    frames = torch.arange(12.0).reshape(1, 3, 4)
+    episode = {
+        "frame": frames[:, :2],
+        "_frame": frames[:, 1:],
+        "action": torch.zeros(1, 2, dtype=torch.int64),
+        "_reward": torch.ones(1, 2),
+        "_done": is_last,
+        "_terminated": torch.zeros_like(is_last),
+        end: is_last,
+    }
+    pool = Pool(pool_size=20, seed=0)
+    for _ in range(10):
+        pool.extend(TemporalDictTensor(episode))
+    discount = dqn["DISCOUNT"]
+    batch = pool.sample(20, n_step=dqn["N_STEP"], discount=discount)
+    # Double: the learner prefers action 0, and its older copy says what that is worth.
+    targets = dqn["targets_of"](batch, Constant([9.0, 1.0]), Constant([3.0, 7.0]))
+    one, two = 1.0 + discount * future, 1.0 + discount + discount**2 * future
+    torch.testing.assert_close(targets, torch.where(batch["frame"][:, 0] == 0, two, one))
+
+
+def test_dqn_resumes_with_its_learner_and_its_pool(
+    program_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints: list[dict[str, Any]] = []
+    for n_steps, resume in ((20, []), (25, ["--resume"])):
+        flags = ["--n-threads=1", f"--n-steps={n_steps}", *resume]
+        run_as_main(FOLDER / "dqn.py", *flags, folder=program_folder)
+        checkpoints.append(torch.load(program_folder / "dqn.pt", weights_only=True))
+    before, after = (checkpoint["progress"] for checkpoint in checkpoints)
+    assert f"resumed after 20 steps with {before['n_env_steps']} transi" in capsys.readouterr().out
+    assert (before["n_steps"], after["n_steps"]) == (20, 25)
+    assert after["returns"][: len(before["returns"])] == before["returns"]
+    pool = Pool(pool_size=200_000)
+    pool.load_state_dict(checkpoints[1]["pool"])
+    assert len(pool) == after["n_env_steps"] > before["n_env_steps"]
+    # Adam counts its steps: they go on as well.
+    assert {float(p["step"]) for p in checkpoints[1]["optimizer"]["state"].values()} == {25.0}
+    assert (program_folder / "dqn.png").stat().st_size
+
+
+# meta_rl.py ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def meta_rl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function from flags to the tutorial's names and the arguments that it reads."""
+    names = runpy.run_path(str(FOLDER / "meta_rl.py"))
+
+    def read(*flags: str) -> Any:
+        monkeypatch.setattr(sys, "argv", ["meta_rl.py", *flags])
+        return names, names["parse_arguments"]()
+
+    return read
+
+
+def test_the_yaml_of_meta_rl_holds_its_defaults_and_the_command_line_comes_first(
+    meta_rl: Any, tmp_path: Path
+) -> None:
+    path = str(FOLDER / "meta_rl.yaml")
+    assert vars(meta_rl(f"--config={path}")[1]) == {**vars(meta_rl()[1]), "config": path}
+    assert meta_rl(f"--config={path}", "--seed=3")[1].seed == 3
+    wrong = tmp_path / "config.yaml"
+    wrong.write_text("env: {num_workers: 6}", encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"unknown keys \['num_workers'\]"):
+        meta_rl(f"--config={wrong}")
+
+
+@pytest.mark.parametrize("n_workers", [1, 0])
+def test_one_worker_or_less_means_no_process(meta_rl: Any, n_workers: int) -> None:
+    names, arguments = meta_rl(f"--num-parallel-workers={n_workers}", "--envs-per-worker=4")
+    with names["environments"](arguments, oracle=False) as (train_env, parallel_env):
+        assert parallel_env is None
+        assert train_env.n_envs() == 4
