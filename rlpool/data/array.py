@@ -1,4 +1,4 @@
-"""``Array``: storage for a batch of values over time, with rows before and behind what is visible.
+"""``Array``: storage for a batch of values over time, with rows before and after what is visible.
 
 An array never computes: it is where samples are written, by index, and where they are read as NumPy
 arrays or tensors, without a copy. Views remember which elements of which allocation they show, so
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,19 @@ import numpy as np
 import torch
 from torch.utils import _pytree
 
-from rlpool.data.allocation import Allocation, packed_region, plain, unpacked_region
-from rlpool.data.array_index import Region
+from rlpool.data.allocation import Allocation, layout_of
+from rlpool.data.array_index import Region, Values, as_numpy
 from rlpool.errors import SpecError, UsageError
-from rlpool.memory.storage import Memory
 
-Values = np.ndarray[Any, Any]
+MAX_INDEX_BYTES = 256
+"""Larger index arrays travel in shared memory of their own: every pickle of a view is small."""
 
 
 class Array:
     """Zero-initialised storage of shape ``batch_shape + feature_shape``, time first.
 
-    Indices count from the start of a view, and rows around it can be reached: ``array[-1]`` is the
-    row before the first, ``array[array.last + 1]`` the one behind the last. Slices are clamped to
+    Indices count from the start of a view and reach the rows around it: ``array[-1]`` is the
+    row before the first, ``array[array.last + 1]`` the one after the last. Slices are clamped to
     the rows that there are; ``array[:]`` and ``array[...]`` are what is visible. In all other
     dimensions indices mean what they mean to NumPy. Indexing copies nothing and always gives an
     ``Array``, of single elements and after index arrays and masks too: writing to it writes here.
@@ -40,7 +41,7 @@ class Array:
             rows are visible.
         dtype: A number type or bool, of NumPy or of torch.
         feature_shape: Shape of one element of the batch.
-        padding: Rows before the first and behind the last of all.
+        padding: Extra rows before the first and after the last row of ``full_size``.
         full_size: Rows in all, a multiple of what is visible; ``rotate`` moves along them.
         storage: ``"local"`` memory of this process; ``"shared"`` memory, which other processes map
             when they unpickle the array or any view of it; ``"memmap"``, the same on a disk.
@@ -63,11 +64,11 @@ class Array:
         Array(4, storage=local, dtype=int64, padding=1)
     """
 
-    __slots__ = ("__weakref__", "_allocation", "_bound", "_sent_indices")
+    __slots__ = ("__weakref__", "_allocation", "_bound", "_sent_numbers")
 
     _allocation: Allocation
     _bound: Region | None  # what a view shows; None for the whole array, which follows the window
-    _sent_indices: Memory | None
+    _sent_numbers: Array | None
 
     def __init__(
         self,
@@ -79,18 +80,16 @@ class Array:
         storage: str = "local",
         directory: str | Path | None = None,
     ) -> None:
-        self._allocation = Allocation.of_arguments(
-            batch_shape, dtype, feature_shape, storage, padding, full_size, directory
-        )
-        self._bound = None
-        self._sent_indices = None
+        layout = layout_of(batch_shape, dtype, feature_shape, padding, full_size)
+        self._allocation = Allocation.new(storage, layout, directory)
+        self._bound = self._sent_numbers = None
 
     @classmethod
     def _of(cls, allocation: Allocation, bound: Region | None) -> Array:
         array = cls.__new__(cls)
         array._allocation = allocation
         array._bound = bound
-        array._sent_indices = None
+        array._sent_numbers = None
         return array
 
     @property
@@ -102,7 +101,7 @@ class Array:
     @property
     def dtype(self) -> np.dtype[Any]:
         """The NumPy dtype."""
-        return self._allocation.dtype
+        return np.dtype(self._allocation.layout.dtype)
 
     @property
     def storage(self) -> str:
@@ -111,13 +110,13 @@ class Array:
 
     @property
     def padding(self) -> int:
-        """Rows before the first and behind the last of ``full_size``."""
-        return self._allocation.padding
+        """Extra rows before the first and after the last row of ``full_size``."""
+        return self._allocation.layout.padding
 
     @property
     def full_size(self) -> int:
         """Rows in all, without padding."""
-        return self._allocation.full_size
+        return self._allocation.layout.full_size
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -132,7 +131,7 @@ class Array:
     @property
     def n_batch_dims(self) -> int:
         """How many dimensions of the batch are left."""
-        return self._region.n_dims_from(self._allocation.n_batch_dims)
+        return self._region.n_dims_from(self._allocation.layout.n_batch_dims)
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -151,27 +150,27 @@ class Array:
 
     @property
     def last(self) -> int:
-        """Index of the last visible row; ``last + 1`` is the row behind it."""
-        return self._length() - 1
+        """Index of the last visible row; ``last + 1`` is the row after it."""
+        return len(self) - 1
 
     def __len__(self) -> int:
-        return self._length()
-
-    def _length(self) -> int:
-        shape = self.shape
-        if not shape:
+        if not self.shape:
             raise TypeError("a single element has no rows")
-        return shape[0]
+        return self.shape[0]
 
     # Views --------------------------------------------------------------------------------------
 
     def __getitem__(self, key: Any) -> Array:
-        self._allocation.refuse_if_closed()
-        return Array._of(self._allocation, self._region.index(key))
+        return self._view(self._region.index(key))
+
+    def _view(self, region: Region) -> Array:
+        """A view of these values; UsageError after ``close``."""
+        _ = self._allocation.memory
+        return Array._of(self._allocation, region)
 
     def __iter__(self) -> Iterator[Array]:
         view = self[...]  # bound now: the window may move meanwhile
-        return (view[row] for row in range(view._length()))
+        return (view[row] for row in range(len(view)))
 
     @property
     def full(self) -> Array:
@@ -180,47 +179,42 @@ class Array:
         Returns:
             A view of shape ``(full_size, *batch_shape[1:], *feature_shape)`` of the whole array.
         """
-        allocation = self._allocation
-        allocation.refuse_if_closed()
-        return Array._of(allocation, allocation.rows(allocation.padding, allocation.full_size))
+        return self._view(self._allocation.layout.rows(0, self.full_size))
 
     @property
     def next(self) -> Array:
         """The same rows one time step later.
 
         Raises:
-            IndexError: If one of them would be behind the last row that there is.
+            IndexError: If one of them would be after the last row that exists.
         """
-        self._allocation.refuse_if_closed()
-        return Array._of(self._allocation, self._region.shifted(1))
+        return self._view(self._region.shifted(1))
 
     @property
     def previous(self) -> Array:
         """The same rows one time step earlier.
 
         Raises:
-            IndexError: If one of them would be before the first row that there is.
+            IndexError: If one of them would be before the first row that exists.
         """
-        self._allocation.refuse_if_closed()
-        return Array._of(self._allocation, self._region.shifted(-1))
+        return self._view(self._region.shifted(-1))
 
     # The window ---------------------------------------------------------------------------------
 
     def rotate(self) -> None:
         """Move on to the next ``batch_shape[0]`` rows.
 
-        At the end of ``full_size`` this goes back to its beginning and brings along the last
-        ``padding`` rows and the rows behind them: what was written behind the window are its first
-        rows then, and what was last is before them. Views that exist stay where they are.
+        At the end of ``full_size`` the window returns to the front and brings along the last
+        ``padding`` rows and the rows after them: what was written after the window becomes its
+        first rows, and its last rows come before them. Existing views stay where they are.
 
-        Where the window stands is kept with the values: with ``storage="shared"`` and ``"memmap"``
-        it moves in every process that has the whole array. Any of them may rotate; one that rotates
-        while another one does waits until it is done, or dead (threads of one process have to agree
-        among themselves). The rows that are brought along are in their places before the window
-        is, so that whoever looks sees the old window or the new one, and what copies values
-        (``copy=True``, comparing, printing, index arrays) never sees some rows from before and
-        some from after. A NumPy view or a tensor of rows that are written over sees that happen,
-        as it sees everything that is written.
+        The position of the window is stored with the values: with ``storage="shared"`` and
+        ``"memmap"`` it moves in every process that has the whole array. Any of them may rotate; a
+        process waits while another one rotates (threads of one process have to coordinate
+        themselves). The rows that are brought along are in place before the window moves, so that
+        readers see the old window or the new one. Whatever copies values (``copy=True``, comparing,
+        printing, index arrays) never sees a mixture of both. A NumPy view or a tensor sees its rows
+        being overwritten, like any other write.
 
         Raises:
             UsageError: On a view, or after ``close``.
@@ -240,7 +234,6 @@ class Array:
         self._allocation.go_to_end()
 
     def _refuse_if_view(self, method: str) -> None:
-        self._allocation.refuse_if_closed()
         if self._bound is not None:
             raise UsageError(
                 f"{method}() moves the window of a whole array, and this is a view of one",
@@ -252,7 +245,7 @@ class Array:
     def __setitem__(self, key: Any, value: Any) -> None:
         values = self._allocation.values
         region = self._region.index(key)
-        written = plain(value)
+        written = _plain(value)
         try:
             if getattr(written, "dtype", self.dtype).kind == "c" != self.dtype.kind:
                 raise TypeError("they are complex")  # NumPy would drop a part of them
@@ -287,7 +280,7 @@ class Array:
 
     @property
     def _is_gathered(self) -> bool:
-        return self._bound is not None and self._bound.is_gathered
+        return self._bound is not None and self._bound.numbers is not None
 
     def to_tensor(self) -> torch.Tensor:
         """The values as a tensor on the CPU.
@@ -336,10 +329,10 @@ class Array:
         return function(*args, **kwargs)
 
     def __eq__(self, other: object) -> Any:
-        return self._looked_at(lambda values: values == plain(other))
+        return self._looked_at(lambda values: values == _plain(other))
 
     def __ne__(self, other: object) -> Any:
-        return self._looked_at(lambda values: values != plain(other))
+        return self._looked_at(lambda values: values != _plain(other))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -377,10 +370,13 @@ class Array:
         self._allocation.close()
 
     def __reduce__(self) -> tuple[Callable[..., Array], tuple[Any, ...]]:
-        if self._bound is None:
-            return Array._of, (self._allocation, None)
-        packed, self._sent_indices = packed_region(self._bound, self._sent_indices)
-        return _received, (self._allocation, packed, self._sent_indices)
+        region = self._bound
+        if region is None or region.numbers is None or region.numbers.nbytes <= MAX_INDEX_BYTES:
+            return Array._of, (self._allocation, region)
+        if self._sent_numbers is None:  # kept until they were received
+            self._sent_numbers = Array(region.numbers.shape, np.int64, storage="shared")
+            self._sent_numbers[...] = region.numbers
+        return _received, (self._allocation, replace(region, numbers=None), self._sent_numbers)
 
     def __copy__(self) -> Array:
         return Array._of(self._allocation, self._region)
@@ -392,5 +388,15 @@ class Array:
         return Array._of(memo[number], self._bound)
 
 
-def _received(allocation: Allocation, packed: tuple[Any, ...], indices: Memory | None) -> Array:
-    return Array._of(allocation, unpacked_region(allocation.sizes, packed, indices))
+def _received(allocation: Allocation, region: Region, numbers: Array) -> Array:
+    return Array._of(allocation, replace(region, numbers=np.array(numbers)))
+
+
+def _plain(value: Any) -> Any:
+    """A value to be written or compared, as NumPy takes it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    try:
+        return as_numpy(value)
+    except (TypeError, RuntimeError) as error:
+        raise SpecError(f"NumPy cannot take this tensor: {error}") from error

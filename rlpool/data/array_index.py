@@ -1,107 +1,69 @@
 """Which elements of an allocation a view shows, and what an index of that view means.
 
-An allocation has a first dimension, the time, of which views see a window; the rows around the
-window exist as well. A ``Region`` names elements of an allocation dimension by dimension:
-
-- an ``int``: the dimension is gone, it was indexed with an int;
-- a ``Span``: every ``step``-th element;
-- an int array: whatever an index array or a mask selected. All dimensions selected together form
-  the *group*: their arrays have the same shape, and its dimensions stand somewhere among the spans.
-
-Indices of the time count from the start of the view, and whatever the allocation has can be
-reached: -1 is the row before the first. In all other dimensions they mean what NumPy means.
+Indices of the first dimension, the time, count from the start of the view, and whatever the
+allocation has can be reached: -1 is the row before the first. In all other dimensions they mean
+what they mean to NumPy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import math
+import operator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import EllipsisType
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 
-from rlpool.data.index_keys import (
-    EVERYTHING,
-    Indices,
-    Part,
-    absolute,
-    broadcast_shape,
-    for_numpy,
-    from_end,
-    read_key,
-)
 from rlpool.errors import compose
 
+Values: TypeAlias = np.ndarray[Any, Any]
 
-class Span(NamedTuple):
-    """Elements ``start + step * i`` of a dimension, for ``0 <= i < length``."""
+# The index of one dimension. Masks have become index arrays.
+Part: TypeAlias = "int | slice | Values"
 
-    start: int
-    step: int
-    length: int
-
-    def reach(self, size: int) -> range:
-        """Values of ``i``, within the length or not, that name one of ``size`` elements."""
-        if self.step > 0:
-            return range(-(self.start // self.step), (size - 1 - self.start) // self.step + 1)
-        return range(-((size - 1 - self.start) // -self.step), self.start // -self.step + 1)
-
-    def sliced(self, part: range) -> Span:
-        """The span of some of its elements."""
-        return Span(self.start + self.step * part.start, self.step * part.step, len(part))
-
-    def as_slice(self) -> slice:
-        """The same for NumPy."""
-        if not self.length:
-            return slice(0, 0)
-        stop = self.start + self.step * self.length
-        return slice(self.start, stop if stop >= 0 else None, self.step)
+EVERYTHING = slice(None)
 
 
+@dataclass(slots=True)
 class Region:
     """Elements of an allocation, in the order in which a view shows them.
 
     Attributes:
         sizes: Shape of the allocation.
-        dims: For each of its dimensions which elements.
-        group_at: How many dimensions of the view come before those of the group.
-        is_gathered: Whether there is a group, so that reading has to copy.
+        dims: For each of its dimensions an int, if it was indexed with one, or a range, or
+            ``None``, if index arrays or masks selected from it.
+        numbers: What these selected, as flat element numbers over the dimensions that are ``None``.
+        at: How many dimensions of the view come before those of ``numbers``.
     """
 
-    __slots__ = ("dims", "group_at", "is_gathered", "sizes")
-
-    def __init__(
-        self, sizes: tuple[int, ...], dims: tuple[int | Span | Indices, ...], group_at: int = 0
-    ) -> None:
-        self.sizes = sizes
-        self.dims = dims
-        self.group_at = group_at
-        self.is_gathered = np.ndarray in map(type, dims)
-
-    @property
-    def group_shape(self) -> tuple[int, ...]:
-        """Shape of the group, ``()`` if there is none."""
-        for dim in self.dims:
-            if isinstance(dim, np.ndarray):
-                shape: tuple[int, ...] = dim.shape
-                return shape
-        return ()
+    sizes: tuple[int, ...]
+    dims: tuple[int | range | None, ...]
+    numbers: Values | None = None
+    at: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the view."""
-        lengths = [dim.length for dim in self.dims if isinstance(dim, Span)]
-        if not self.is_gathered:
+        lengths = [len(dim) for dim in self.dims if type(dim) is range]
+        if self.numbers is None:
             return tuple(lengths)
-        return (*lengths[: self.group_at], *self.group_shape, *lengths[self.group_at :])
+        return (*lengths[: self.at], *self.numbers.shape, *lengths[self.at :])
+
+    def origins(self) -> list[int | None]:
+        """For each dimension of the view that of the allocation; ``None`` for those of numbers."""
+        ranges: list[int | None] = [n for n, dim in enumerate(self.dims) if type(dim) is range]
+        n_numbers = 0 if self.numbers is None else self.numbers.ndim
+        return [*ranges[: self.at], *[None] * n_numbers, *ranges[self.at :]]
 
     def n_dims_from(self, n_dims: int) -> int:
         """How many leading dimensions of the view come from the first ``n_dims`` that there are."""
-        spans = [number for number, dim in enumerate(self.dims) if isinstance(dim, Span)]
-        in_group = [n for n, dim in enumerate(self.dims) if isinstance(dim, np.ndarray)]
-        # The group counts where its first dimension counts.
-        group = in_group[:1] * len(self.group_shape)
-        origin = [*spans[: self.group_at], *group, *spans[self.group_at :]]
-        return max((at + 1 for at, number in enumerate(origin) if number < n_dims), default=0)
+        # Numbers count where the first dimension counts that they select from.
+        selected = self.dims.index(None) if None in self.dims else 0
+        origins = [selected if number is None else number for number in self.origins()]
+        return max((at + 1 for at, number in enumerate(origins) if number < n_dims), default=0)
 
     # Indexing -----------------------------------------------------------------------------------
 
@@ -111,15 +73,40 @@ class Region:
         Raises:
             IndexError: If the key is no index, or an int or an index array leaves the allocation.
         """
-        simple = None if self.is_gathered else self._at_ints(key)
-        if simple is not None:
-            return simple
+        element = self._at_ints(key)
+        if element is not None:
+            return element
         parts = read_key(key, self.shape)
-        if not any(isinstance(part, np.ndarray) for part in parts):
-            return self._sliced(parts)
-        if not self.is_gathered:
-            return self._gathered(parts)
-        return self._gathered_again(parts)
+        at, merged = self._merged(parts)
+        dims = list(self.dims)
+        of_numbers: list[Part] = []  # index of the dimensions that become numbers
+        sources: list[tuple[int, Values]] = []  # what is added up, and along which of these
+        for axis, (number, part) in enumerate(zip(self.origins(), parts, strict=True)):
+            if number is None:
+                if axis == self.at:
+                    sources.append((len(of_numbers), self.numbers))  # type: ignore[arg-type]
+                of_numbers.append(self._within_numbers(axis - self.at, part))
+                continue
+            places = self._within_range(number, part)
+            if isinstance(places, int) or (isinstance(places, range) and axis not in merged):
+                dims[number] = places
+                if axis in merged:
+                    of_numbers.append(0)
+                continue
+            dims[number] = None
+            if isinstance(places, range):
+                places, chosen = np.arange(places.start, places.stop, places.step), EVERYTHING
+            else:
+                chosen = np.arange(places.size).reshape(places.shape)
+            sources.append((len(of_numbers), places.ravel() * _strides(self.sizes)[number]))
+            of_numbers.append(chosen)
+        numbers = _added_up(sources, of_numbers)
+        if numbers is None or numbers.ndim:
+            return Region(self.sizes, tuple(dims), numbers, at)
+        for number, dim in enumerate(dims):  # of a single element nothing is left to be selected
+            if dim is None:
+                dims[number] = int(numbers) // _strides(self.sizes)[number] % self.sizes[number]
+        return Region(self.sizes, tuple(dims))
 
     def _at_ints(self, key: Any) -> Region | None:
         """Indexed with ints alone, as is done at every step; ``None`` for anything else."""
@@ -129,130 +116,49 @@ class Region:
             number += 1
             while number < len(dims) and type(dims[number]) is int:
                 number += 1
-            if number == len(dims) or type(entry) is not int:
+            if self.numbers is not None or number == len(dims) or type(entry) is not int:
                 return None
-            start, step, length = dims[number]  # type: ignore[misc]
-            place = start + step * (entry if entry >= 0 or not number else entry + length)
-            if number and not -length <= entry < length:
-                return None
-            if not 0 <= place < self.sizes[number]:
+            dim: range = dims[number]  # type: ignore[assignment]
+            place = dim.start + dim.step * (entry if entry >= 0 or not number else entry + len(dim))
+            if not 0 <= place < self.sizes[number] or (number and place not in dim):
                 return None
             dims[number] = place
         return Region(self.sizes, tuple(dims))
 
-    def _sliced(self, parts: Sequence[Part]) -> Region:
-        """Indexed with ints and slices only."""
-        before, of_group, after = self._divide(parts)
-        in_group = tuple(self._within_group(number, part) for number, part in enumerate(of_group))
-        spans = iter((*before, *after))
-        dims = tuple(
-            self._part_of_span(number, dim, next(spans))
-            if isinstance(dim, Span)
-            else dim[in_group]
-            if isinstance(dim, np.ndarray)
-            else dim
-            for number, dim in enumerate(self.dims)
-        )
-        return self._with(dims, sum(isinstance(part, slice) for part in before))
+    def _merged(self, parts: list[Part]) -> tuple[int, range | list[int]]:
+        """Where numbers stand after an index, and which dimensions of the view become numbers."""
+        n_numbers = 0 if self.numbers is None else self.numbers.ndim
+        if not any(isinstance(part, np.ndarray) for part in parts):
+            before = sum(isinstance(part, slice) for part in parts[: self.at])
+            return before, range(self.at, self.at + n_numbers)
+        selecting = [axis for axis, part in enumerate(parts) if not isinstance(part, slice)]
+        # As in NumPy, what arrays select comes first unless all of them stand together.
+        is_together = selecting[-1] - selecting[0] + 1 == len(selecting)
+        start = selecting[0] if is_together else 0
+        if self.numbers is None:
+            return start, [axis for axis in selecting if isinstance(parts[axis], np.ndarray)]
+        start = min(start, self.at)
+        return start, range(start, max(selecting[-1] + 1, self.at + n_numbers))
 
-    def _gathered(self, parts: Sequence[Part]) -> Region:
-        """Indexed with arrays for the first time."""
-        remaining = iter(parts)
-        dims = [
-            self._part_of_span(number, dim, next(remaining)) if isinstance(dim, Span) else dim
-            for number, dim in enumerate(self.dims)
-        ]
-        shape = broadcast_shape([dim for dim in dims if isinstance(dim, np.ndarray)])
-        whole = tuple(
-            np.array(np.broadcast_to(dim, shape))
-            if isinstance(dim, np.ndarray) and dim.shape != shape
-            else dim
-            for dim in dims
-        )
-        first, is_together = _selecting(parts)
-        return self._with(whole, first if is_together else 0)
-
-    def _gathered_again(self, parts: Sequence[Part]) -> Region:
-        """Indexed with arrays once more: NumPy indexes the coordinates of the elements."""
-        group_end = self.group_at + len(self.group_shape)
-        n_touched = 1 + max(
-            at for at, part in enumerate(parts) if not isinstance(part, slice) or part != EVERYTHING
-        )
-        # One group has room for what was selected before and now, and for all between.
-        end = max(n_touched, group_end)
-        first, is_together = _selecting(parts)
-        start = min(first, self.group_at) if is_together else 0
-        dims: list[int | Span | Indices] = list(self.dims)
-        key: list[Part] = []
-        coordinates: dict[int, Indices] = {}
-        for at, number in enumerate(self._origin()):
-            dim = None if number is None else self.dims[number]
-            if not isinstance(dim, Span) or number is None:
-                key.append(self._within_group(at - self.group_at, parts[at]))
-            elif not start <= at < end:
-                dims[number] = self._part_of_span(number, dim, parts[at])
-            elif isinstance(parts[at], int):
-                dims[number] = self._part_of_span(number, dim, parts[at])
-                key.append(0)
-            else:
-                # Of the time, all that can be reached; of other dimensions what is visible.
-                within = range(dim.length) if number else dim.reach(self.sizes[0])
-                places = dim.start + dim.step * np.arange(within.start, within.stop)
-                coordinates[number] = places.reshape(-1, *[1] * (end - 1 - at))
-                key.append(for_numpy(self._on_span(number, dim, parts[at]), -within.start))
-        for number, dim in enumerate(self.dims):
-            if isinstance(dim, np.ndarray):
-                coordinates[number] = dim.reshape(*dim.shape, *[1] * (end - group_end))
-        shape = broadcast_shape(list(coordinates.values()))
-        shape = (*[1] * (end - start - len(shape)), *shape)
-        for number, places in coordinates.items():
-            dims[number] = np.array(np.broadcast_to(places, shape)[tuple(key)])
-        return self._with(dims, start)
-
-    def _with(self, dims: Sequence[int | Span | Indices | np.generic], group_at: int) -> Region:
-        """Another region of this allocation; a group without dimensions is ints again."""
-        clean = (
-            dim
-            if isinstance(dim, int | Span) or (isinstance(dim, np.ndarray) and dim.ndim)
-            else int(dim)
-            for dim in dims
-        )
-        return Region(self.sizes, tuple(clean), group_at)
-
-    def _divide(self, parts: Sequence[Part]) -> tuple[Sequence[Part], ...]:
-        """Parts before, on and behind the group."""
-        end = self.group_at + len(self.group_shape)
-        return parts[: self.group_at], parts[self.group_at : end], parts[end:]
-
-    def _origin(self) -> Iterator[int | None]:
-        """For each dimension of the view that of the allocation, ``None`` for the group's."""
-        spans = [number for number, dim in enumerate(self.dims) if isinstance(dim, Span)]
-        yield from spans[: self.group_at]
-        yield from [None] * len(self.group_shape)
-        yield from spans[self.group_at :]
-
-    def _part_of_span(self, number: int, span: Span, part: Part) -> int | Span | Indices:
-        part = self._on_span(number, span, part)
-        if isinstance(part, slice):
-            return span.sliced(range(part.start, part.stop, part.step))
-        return span.start + span.step * part
-
-    def _on_span(self, number: int, span: Span, part: Part) -> Part:
-        """An index of a span: slices with three ints, all else checked and not negative."""
+    def _within_range(self, number: int, part: Part) -> int | range | Values:
+        """Places that a part means in a dimension of the allocation."""
+        dim: range = self.dims[number]  # type: ignore[assignment]
         if number == 0:
-            return absolute(part, span.reach(self.sizes[0]), span.length)
-        if isinstance(part, slice):
-            return slice(*part.indices(span.length))
-        return from_end(part, span.length)
+            return _in_time(dim, self.sizes[0], part)
+        if isinstance(part, np.ndarray):
+            places: Values = np.arange(dim.start, dim.stop, dim.step)[part]
+            return places
+        if isinstance(part, int) and not -len(dim) <= part < len(dim):
+            raise IndexError(f"index {part} is out of bounds for a dimension of size {len(dim)}")
+        return dim[part]
 
-    def _within_group(self, number: int, part: Part) -> Part:
-        """An index of one of the group's dimensions, for NumPy."""
-        length = self.group_shape[number]
-        if number == 0 and isinstance(self.dims[0], np.ndarray):
-            return for_numpy(absolute(part, range(length), length))
-        return part if isinstance(part, slice) else from_end(part, length)
-
-    # Time ---------------------------------------------------------------------------------------
+    def _within_numbers(self, axis: int, part: Part) -> Part:
+        """A part of a dimension of the numbers, for NumPy."""
+        if axis or self.dims[0] is not None:
+            return part
+        length = self.shape[self.at]
+        places = _in_time(range(length), length, part)
+        return _as_slice(places) if isinstance(places, range) else places
 
     def shifted(self, n_steps: int) -> Region:
         """The same rows some time steps later.
@@ -260,15 +166,17 @@ class Region:
         Raises:
             IndexError: If the allocation has no such rows.
         """
-        time = self.dims[0]
-        moved: int | Span | Indices
-        if isinstance(time, Span):
-            moved = time._replace(start=time.start + n_steps)
-            ends = [moved.start, moved.start + moved.step * (moved.length - 1)]
-            ends = ends if time.length else []
-        else:
-            moved = time + n_steps
-            ends = [int(np.min(moved)), int(np.max(moved))] if np.size(moved) else []
+        time, numbers = self.dims[0], self.numbers
+        ends: list[int] = []
+        if isinstance(time, int):
+            time += n_steps
+            ends = [time]
+        elif isinstance(time, range):
+            time = range(time.start + n_steps, time.stop + n_steps, time.step)
+            ends = [time[0], time[-1]] if time else []
+        elif numbers is not None and numbers.size:
+            numbers = numbers + n_steps * _strides(self.sizes)[0]
+            ends = [int(end) // _strides(self.sizes)[0] for end in (numbers.min(), numbers.max())]
         if ends and not 0 <= min(ends) <= max(ends) < self.sizes[0]:
             raise IndexError(
                 compose(
@@ -277,71 +185,172 @@ class Region:
                     fix="give the array padding, or ask for the neighbours of fewer rows",
                 )
             )
-        return Region(self.sizes, (moved, *self.dims[1:]), self.group_at)
+        return replace(self, dims=(time, *self.dims[1:]), numbers=numbers)
 
     # Elements -----------------------------------------------------------------------------------
 
-    def read(self, allocation: Indices) -> Indices:
-        """The elements: a view, or a copy where index arrays are needed."""
-        if not self.is_gathered:
-            view: Indices = allocation[self._basic()]
-            return view
-        elements: Indices = self._group_first(allocation)[self._arrays()]
-        if not self.group_at:
-            return elements
-        group = range(len(self.group_shape))
-        return np.moveaxis(elements, group, [number + self.group_at for number in group])
+    def read(self, allocation: Values) -> Values:
+        """The elements: a view, or a copy if there are numbers."""
+        target, key = self._in(allocation)
+        elements: Values = target[key]
+        return elements
 
-    def write(self, allocation: Indices, values: Any) -> None:
+    def write(self, allocation: Values, values: Any) -> None:
         """Put values into the elements; raises what NumPy raises if they do not fit."""
-        if not self.is_gathered:
-            allocation[self._basic()] = values
-            return
-        if not isinstance(values, bool | int | float | complex):  # NumPy checks the range of these
-            values = self._with_group_first(np.asarray(values))
-        self._group_first(allocation)[self._arrays()] = values
+        target, key = self._in(allocation)
+        target[key] = values
 
-    def _with_group_first(self, values: Indices) -> Indices:
-        """Values to be written, with the dimensions of the group in front as well."""
-        while values.ndim > len(self.shape) and values.shape[0] == 1:
-            values = values[0]
-        if self.group_at:
-            values = np.broadcast_to(values, self.shape)
-            group = range(len(self.group_shape))
-            values = np.moveaxis(values, [number + self.group_at for number in group], group)
-        return values
-
-    def _basic(self) -> tuple[Any, ...]:
-        """Index of the allocation that leaves dimensions of the group alone; gives a view."""
-        basic = (
-            dim.as_slice()
-            if isinstance(dim, Span)
-            else slice(None)
-            if isinstance(dim, np.ndarray)
-            else dim
-            for dim in self.dims
-        )
-        return (*basic, ...)  # with an ellipsis, a single element is a view as well
-
-    def _group_first(self, allocation: Indices) -> Indices:
-        """The allocation with the dimensions that the group selects from in front."""
-        left = [dim for dim in self.dims if not isinstance(dim, int)]
-        axes = [axis for axis, dim in enumerate(left) if isinstance(dim, np.ndarray)]
-        elements: Indices = allocation[self._basic()]
-        if axes == list(range(len(axes))):
-            return elements
-        return np.moveaxis(elements, axes, range(len(axes)))
-
-    def _arrays(self) -> tuple[Indices, ...]:
-        return tuple(dim for dim in self.dims if isinstance(dim, np.ndarray))
+    def _in(self, allocation: Values) -> tuple[Values, Any]:
+        """A view of the allocation, and the index that gives the elements of it."""
+        if self.numbers is None:
+            key = [_as_slice(dim) if type(dim) is range else dim for dim in self.dims]
+            return allocation, (*key, ...)  # with an ellipsis, a single element is a view as well
+        # Dimensions at the end that are shown in full stay as they are.
+        partial = [n for n, dim in enumerate(self.dims) if dim != range(self.sizes[n])]
+        n_leading = partial[-1] + 1
+        origins = self.origins()
+        origins = [number for number in origins if number is None or number < n_leading]
+        sources = [(self.at, self.numbers)]
+        for number, dim in enumerate(self.dims[:n_leading]):
+            if type(dim) is range:
+                places = np.arange(dim.start, dim.stop, dim.step) * _strides(self.sizes)[number]
+                sources.append((origins.index(number), places))
+        numbers: Any = _added_up(sources, [EVERYTHING] * len(origins))
+        for number, dim in enumerate(self.dims):
+            if type(dim) is int:
+                numbers = numbers + dim * _strides(self.sizes)[number]
+        flat = allocation.reshape(math.prod(self.sizes[:n_leading]), *self.sizes[n_leading:])
+        return flat, numbers // _strides(self.sizes)[n_leading - 1]
 
 
-def _selecting(parts: Sequence[Part]) -> tuple[int, bool]:
-    """Where arrays and ints begin, and whether no slice stands between them.
+@lru_cache(maxsize=256)
+def _strides(sizes: tuple[int, ...]) -> list[int]:
+    """Of each dimension of an allocation; sizes of 0 count as 1, so that none is 0."""
+    return [math.prod(size or 1 for size in sizes[number:]) for number in range(1, len(sizes) + 1)]
 
-    If one does, what they select comes first in the result, as in NumPy.
+
+def _added_up(sources: list[tuple[int, Values]], key: list[Part]) -> Values | None:
+    """The indexed sum of arrays that lie along some of as many dimensions as the key has parts."""
+    sizes = [1] * len(key)
+    for axis, numbers in sources:
+        sizes[axis : axis + numbers.ndim] = numbers.shape
+    total = None
+    for axis, numbers in sources:
+        wide = numbers.reshape(*numbers.shape, *[1] * (len(key) - axis - numbers.ndim))
+        selected = np.asarray(np.broadcast_to(wide, sizes)[tuple(key)])
+        total = selected if total is None else total + selected
+    return total
+
+
+def _as_slice(dim: range) -> slice:
+    if not dim:
+        return slice(0, 0)
+    return slice(dim.start, dim.stop if dim.stop >= 0 else None, dim.step)
+
+
+def _in_time(dim: range, n_rows: int, part: Part) -> int | range | Values:
+    """Rows that a part means: ints and arrays checked, slices clamped to the rows that there are.
+
+    Args:
+        dim: The rows that a view shows.
+        n_rows: Rows that there are.
+        part: Counts from the start of the view.
     """
-    is_slice = [isinstance(part, slice) for part in parts]
-    first = is_slice.index(False)
-    last = len(parts) - 1 - is_slice[::-1].index(False)
-    return first, not any(is_slice[first:last])
+    if dim.step > 0:
+        reach = range(-(dim.start // dim.step), (n_rows - 1 - dim.start) // dim.step + 1)
+    else:
+        reach = range(-((n_rows - 1 - dim.start) // -dim.step), dim.start // -dim.step + 1)
+    if not isinstance(part, slice):
+        outside = np.ravel(part)[np.ravel((part < reach.start) | (part >= reach.stop))]
+        if outside.size:
+            there = f"rows {reach.start} to {reach.stop - 1} exist" if reach else "no row exists"
+            raise IndexError(
+                compose(
+                    f"row {outside[0]} is outside of the array: counted from its first row, "
+                    f"{there}",
+                    fix=f"{len(dim)} rows are visible; padding or a larger full_size give more",
+                )
+            )
+        return dim.start + dim.step * part
+    step = 1 if part.step is None else part.step
+    low, high, first, last = reach.start, reach.stop, 0, len(dim)
+    if step < 0:
+        low, high, first, last = low - 1, high - 1, last - 1, -1
+    start, stop = (
+        min(max(default if bound is None else bound, low), high)
+        for bound, default in ((part.start, first), (part.stop, last))
+    )
+    return range(dim.start + dim.step * start, dim.start + dim.step * stop, dim.step * step)
+
+
+# What users write between brackets --------------------------------------------------------------
+
+
+def read_key(key: Any, shape: tuple[int, ...]) -> list[Part]:
+    """One part for each dimension of a view.
+
+    Raises:
+        IndexError: If the key is no index for it.
+    """
+    entries = [_entry(entry) for entry in (key if isinstance(key, tuple) else (key,))]
+    if not shape and isinstance(key, slice) and key == EVERYTHING:
+        return []  # [:] is all, of an element too
+    ellipses = [at for at, entry in enumerate(entries) if entry is Ellipsis]
+    if len(ellipses) > 1:
+        raise IndexError("an index can have only one ellipsis ('...')")
+    n_named = sum(entry.ndim if _is_mask(entry) else 1 for entry in entries) - len(ellipses)
+    if n_named > len(shape):
+        raise IndexError(
+            f"too many indices: the array has {len(shape)} dimensions, {n_named} were indexed"
+        )
+    at = ellipses[0] if ellipses else len(entries)
+    entries[at : at + 1] = [EVERYTHING] * (len(shape) - n_named)
+    parts: list[Part] = []
+    for entry in entries:
+        if not _is_mask(entry):
+            parts.append(entry)
+        elif entry.shape == shape[len(parts) : len(parts) + entry.ndim]:
+            parts.extend(entry.nonzero())
+        else:
+            raise IndexError(
+                f"a mask of shape {entry.shape} cannot select from dimensions of shape "
+                f"{shape[len(parts) : len(parts) + entry.ndim]}"
+            )
+    return parts
+
+
+def _is_mask(entry: Any) -> bool:
+    return isinstance(entry, np.ndarray) and entry.dtype == np.bool_
+
+
+def _entry(entry: Any) -> Any:
+    """An int, a slice of ints, an array of ints or bools, or an ellipsis."""
+    if type(entry) is int or isinstance(entry, EllipsisType):
+        return entry
+    try:
+        if isinstance(entry, slice):
+            bounds = (entry.start, entry.stop, entry.step)
+            return slice(*(None if bound is None else operator.index(bound) for bound in bounds))
+        array = as_numpy(entry) if isinstance(entry, torch.Tensor) else np.asarray(entry)
+    except (TypeError, ValueError, RuntimeError):
+        array = np.empty((), object)
+    if not array.size and not hasattr(entry, "__array__"):
+        array = array.astype(np.int64)  # an empty list is one of floats to NumPy
+    if array.dtype.kind in "iu":
+        return array.astype(np.int64, copy=False) if array.ndim else int(array)
+    if array.dtype.kind == "b" and array.ndim:
+        return array
+    raise IndexError(
+        compose(
+            f"{type(entry).__name__} {str(entry)[:60]!r} is no index",
+            fix="index with ints, slices of ints, '...', arrays of ints or masks, or a tuple of "
+            "these; to_ndarray() and to_tensor() can get new dimensions",
+        )
+    )
+
+
+def as_numpy(tensor: torch.Tensor) -> Values:
+    """A tensor's values; TypeError or RuntimeError for a sparse tensor, or one without values."""
+    values = tensor.detach().cpu().resolve_conj().resolve_neg()
+    array: Values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    return array

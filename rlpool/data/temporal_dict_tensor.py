@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from rlpool.data.dict_tensor import (
+from rlpool.data import tensordict as conversion
+from rlpool.data.dict_tensor import DictTensor, cat_named, copy_rows_
+from rlpool.data.named_tensors import (
     INDEX_DTYPES,
-    DictTensor,
-    Rows,
-    cat_named,
+    NamedTensors,
     check_alike,
+    check_named,
+    checked_row,
     compact,
-    copy_rows_,
+    instance,
     int_of,
     kind,
     listed,
-    resolve_rows,
     row_pair,
-    spec_error,
     table,
 )
+from rlpool.errors import SpecError
 
 
-class TemporalDictTensor:
+class TemporalDictTensor(NamedTensors):
     """B trajectories of up to T steps: tensors ``[B, T, ...]`` by name, on one device.
 
     Row ``b`` has ``lengths[b]`` steps; what follows is padding. The methods pad with zeros, and
     pass on the padding that they were given. ``info`` holds what belongs to a trajectory rather
     than to a step; whatever selects, joins or copies rows takes it along. The dicts are copied,
     the tensors never are. Iterating gives keys.
+
+    ``index(int)`` gives a single trajectory of views without the batch dimension: tensors
+    ``[T, ...]``, ``lengths`` 0-d, ``info`` one row. What needs rows refuses it.
 
     Args:
         tensors: Tensors ``[B, T, ...]`` of any dtype by name.
@@ -53,9 +57,8 @@ class TemporalDictTensor:
         torch.Size([4])
     """
 
-    __slots__ = ("__weakref__", "_info", "_lengths", "_steps")
+    __slots__ = ("_info", "_lengths")
 
-    _steps: DictTensor  # its batch dimension is B; the time is the dimension after that
     _lengths: Tensor
     _info: DictTensor
 
@@ -65,13 +68,12 @@ class TemporalDictTensor:
         lengths: Tensor | None = None,
         info: Mapping[str, Tensor] | DictTensor | None = None,
     ) -> None:
-        self._steps = DictTensor(tensors)
-        for key, tensor in self._steps.items():
-            _check_leading_shape(key, tensor, self._steps)
-        first = next(iter(self._steps.values()), None)
+        self._tensors = DictTensor(tensors)._tensors
+        check_named(self._tensors.items(), 2)
+        first = next(iter(self._tensors.values()), None)
         if lengths is None:
             n_elems, n_timesteps = (0, 0) if first is None else first.shape[:2]
-            device = self._steps.device()
+            device = None if first is None else first.device
             lengths = torch.full((n_elems,), n_timesteps, dtype=torch.int64, device=device)
         else:
             _check_lengths(lengths, first)
@@ -79,15 +81,31 @@ class TemporalDictTensor:
         self._info = DictTensor(info)
         for key, tensor in self._info.items():
             if tensor.shape[:1] != lengths.shape or tensor.device != lengths.device:
-                raise spec_error(
+                raise SpecError(
                     f"info key {key!r} is {kind(tensor)}, lengths are {kind(lengths)}",
-                    "info needs one row per trajectory, on the same device",
+                    fix="info needs one row per trajectory, on the same device",
                 )
 
     @staticmethod
     def _wrap(tensors: dict[str, Tensor], lengths: Tensor, info: DictTensor) -> TemporalDictTensor:
         """A ``TemporalDictTensor`` that keeps these very objects, unchecked."""
-        return _from_parts(DictTensor._wrap(tensors), lengths, info)
+        made = object.__new__(TemporalDictTensor)
+        made._tensors, made._lengths, made._info = tensors, lengths, info
+        return made
+
+    def _with(self, tensors: dict[str, Tensor]) -> TemporalDictTensor:
+        return TemporalDictTensor._wrap(tensors, self._lengths, copy(self._info))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> TemporalDictTensor:
+        tensors = {key: change(tensor) for key, tensor in self._tensors.items()}
+        return TemporalDictTensor._wrap(tensors, change(self._lengths), self._info._map(change))
+
+    def _n_rows(self) -> int:
+        return self.n_elems()
+
+    @property
+    def _steps(self) -> DictTensor:
+        return DictTensor._wrap(self._tensors)
 
     @classmethod
     def from_packed(
@@ -112,15 +130,14 @@ class TemporalDictTensor:
         packed = DictTensor(transitions)
         _check_lengths(lengths, None)
         n_elems, n_timesteps, n_steps = len(lengths), _longest(lengths), int(lengths.sum())
-        for key, tensor in packed.items():
-            if tensor.shape[:1] != (n_steps,) or tensor.device != lengths.device:
-                raise spec_error(
-                    f"key {key!r} is {kind(tensor)}, lengths {kind(lengths)} add up to {n_steps}",
-                    "give one row per step of every trajectory, all on one device",
-                )
         places = _is_step(lengths, n_timesteps).view(-1).nonzero().squeeze(1)
         padded = {}
         for key, tensor in packed.items():
+            if tensor.shape[:1] != (n_steps,) or tensor.device != lengths.device:
+                raise SpecError(
+                    f"key {key!r} is {kind(tensor)}, lengths {kind(lengths)} add up to {n_steps}",
+                    fix="give one row per step of every trajectory, all on one device",
+                )
             rows = tensor.new_zeros((n_elems * n_timesteps, *tensor.shape[1:]))
             rows.index_copy_(0, places, tensor)
             padded[key] = rows.view(n_elems, n_timesteps, *tensor.shape[1:])
@@ -136,44 +153,18 @@ class TemporalDictTensor:
         """What belongs to the rows: tensors ``[B, ...]``, empty if there is nothing."""
         return self._info
 
-    def keys(self) -> KeysView[str]:
-        """Names of the tensors, in the order in which they were put in."""
-        return self._steps.keys()
-
-    def values(self) -> ValuesView[Tensor]:
-        """The tensors."""
-        return self._steps.values()
-
-    def items(self) -> ItemsView[str, Tensor]:
-        """Pairs of name and tensor."""
-        return self._steps.items()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._steps)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._steps
-
-    @overload
-    def __getitem__(self, key: str) -> Tensor: ...
-    @overload
-    def __getitem__(self, key: Rows) -> TemporalDictTensor: ...
-    def __getitem__(self, key: str | Rows) -> Tensor | TemporalDictTensor:
-        """The tensor of a key (``KeyError`` if there is none); anything else is ``index(key)``."""
-        return self._steps[key] if isinstance(key, str) else self.index(key)
-
     def n_elems(self) -> int:
         """Number of rows B; ``SpecError`` for the result of ``index(int)``, which has no rows."""
         if not self._lengths.ndim:
-            raise spec_error(
+            raise SpecError(
                 "a single trajectory, as index(int) gives it, has no batch dimension",
-                "slice(i) keeps the batch dimension",
+                fix="slice(i) keeps the batch dimension",
             )
         return self._lengths.shape[0]
 
     def n_timesteps(self) -> int:
         """Number of steps T that the tensors have room for; without keys, the largest length."""
-        for tensor in self._steps.values():
+        for tensor in self._tensors.values():
             return tensor.shape[self._lengths.ndim]
         return _longest(self._lengths)
 
@@ -194,52 +185,16 @@ class TemporalDictTensor:
         """True if every row has T steps."""
         return bool((self._lengths == self.n_timesteps()).all())
 
-    def get(self, keys: Iterable[str], clone: bool = False) -> TemporalDictTensor:
-        """Keep some keys, in the order wanted; copies if ``clone``, else views.
-
-        Raises:
-            KeyError: If a key does not exist.
-            SpecError: If ``keys`` is a single string.
-        """
-        kept = self._same_rows(self._steps.get(keys))
-        return kept.clone() if clone else kept
-
     def shorten(self) -> TemporalDictTensor:
-        """Views of the first ``max(lengths)`` steps: no step that is padding in every row."""
-        return self._same_rows(self._in_time(0, _longest(self._lengths)))
-
-    def index(self, rows: Rows) -> TemporalDictTensor:
-        """Select trajectories; the same as ``batch[rows]``.
-
-        Args:
-            rows: An int gives views without the batch dimension: tensors ``[T, ...]``, ``lengths``
-                0-d, ``info`` one row. A slice keeps the dimension and gives views. An int tensor
-                ``[N]`` or a bool mask ``[B]`` copies.
-
-        Raises:
-            IndexError: If a row does not exist (a slice is cut to what exists, as in Python).
-            SpecError: If ``rows`` is of another kind, or a mask has not B entries.
-        """
-        rows = resolve_rows(rows, self.n_elems())
-        return self._with_each_part(lambda part: part.index(rows))
+        """Views of the first ``max(lengths)`` steps: the others are padding in every row."""
+        return self._with(self._in_time(0, _longest(self._lengths)))
 
     def slice(self, start: int, stop: int | None = None) -> TemporalDictTensor:
         """Views of rows ``start <= i < stop``, or of row ``start`` with B = 1."""
-        if stop is not None:
-            return self.index(slice(start, stop))
-        n_elems, row = self.n_elems(), int_of("start", start)
-        if not -n_elems <= row < n_elems:
-            raise IndexError(f"row {row} does not exist, there are {n_elems}")
-        return self.index(slice(row % n_elems, row % n_elems + 1))
-
-    def unfold(self) -> list[TemporalDictTensor]:
-        """One ``TemporalDictTensor`` of views ``[1, T, ...]`` per row."""
-        n_elems = self.n_elems()
-        steps = self._steps.unfold() or [DictTensor() for _ in range(n_elems)]
-        info = self._info.unfold() or [DictTensor() for _ in range(n_elems)]
-        lengths = self._lengths.unsqueeze(1).unbind(0)
-        rows = zip(steps, lengths, info, strict=True)
-        return [_from_parts(*row) for row in rows]
+        if stop is None:
+            row = checked_row(int_of("start", start), self.n_elems())
+            start, stop = row, row + 1
+        return self.index(slice(start, stop))
 
     def temporal_slice(self, start: int, stop: int) -> TemporalDictTensor:
         """Keep steps ``start <= t < stop`` of every trajectory.
@@ -261,18 +216,17 @@ class TemporalDictTensor:
         """
         start, stop = int_of("start", start), int_of("stop", stop)
         if not 0 <= start <= stop <= self.n_timesteps():
-            raise spec_error(
+            raise SpecError(
                 f"steps {start} to {stop} are not within 0 to {self.n_timesteps()}",
-                "negative steps do not count from the end, where rows end at different steps",
+                fix="give steps from the start: rows end at different steps",
             )
         lengths = (self._lengths - start).clamp(0, stop - start)
-        return _from_parts(self._in_time(start, stop), lengths, copy(self._info))
+        return TemporalDictTensor._wrap(self._in_time(start, stop), lengths, copy(self._info))
 
     def temporal_index(self, step: int) -> DictTensor:
         """Views ``[B, ...]`` of one step, padding included; ``SpecError`` if not in 0 to T - 1."""
-        step = self._checked_step(step)
-        dim = self._lengths.ndim
-        return DictTensor._wrap({key: t.select(dim, step) for key, t in self.items()})
+        step, dim = self._checked_step(step), self._lengths.ndim
+        return self._steps._map(lambda tensor: tensor.select(dim, step))
 
     def temporal_multi_index(self, steps: Tensor) -> DictTensor:
         """Copy another step of every row.
@@ -294,11 +248,11 @@ class TemporalDictTensor:
         n_elems = self.n_elems()
         is_int = isinstance(steps, Tensor) and steps.dtype in INDEX_DTYPES
         if not is_int or steps.shape != (n_elems,):
-            raise spec_error(f"steps are {kind(steps)}", f"use an int64 [{n_elems}]")
+            raise SpecError(f"steps are {kind(steps)}", fix=f"use an int64 [{n_elems}]")
         for bound in steps.aminmax() if n_elems else ():
             self._checked_step(int(bound))
         rows, times = torch.arange(n_elems, device=self.device()), steps.to(self.device()).long()
-        return DictTensor._wrap({key: _take(t, rows, times) for key, t in self.items()})
+        return self._steps._map(lambda tensor: _take(tensor, rows, times))
 
     def masked_temporal_index(self, step: int) -> tuple[DictTensor, Tensor]:
         """Copy one step of the rows that have it.
@@ -332,7 +286,7 @@ class TemporalDictTensor:
         """
         self.n_elems()  # refuses a single trajectory
         rows, times = _is_step(self._lengths, self.n_timesteps()).nonzero(as_tuple=True)
-        flat = DictTensor._wrap({key: _take(t, rows, times) for key, t in self.items()})
+        flat = self._steps._map(lambda tensor: _take(tensor, rows, times))
         return flat + self._info.index(rows) if with_info else flat
 
     @staticmethod
@@ -346,19 +300,19 @@ class TemporalDictTensor:
         Raises:
             SpecError: If the parts differ.
         """
-        batches = listed(parts, TemporalDictTensor)
+        batches = listed(parts, TemporalDictTensor, "cat")
         if not batches:
             return TemporalDictTensor({})
         for part in batches:
             part.n_elems()  # refuses a single trajectory
         longest = max(part.n_timesteps() for part in batches)
         steps = [
-            part._steps if part.n_timesteps() == longest else _grow(part._steps, 1, longest)
+            part._steps if part.n_timesteps() == longest else part._steps._map(_padded(1, longest))
             for part in batches
         ]
-        lengths = torch.cat([part._lengths for part in batches])
+        tensors = cat_named(steps, "part")._tensors
         info = cat_named([part._info for part in batches], "the info of part")
-        return _from_parts(cat_named(steps, "part"), lengths, info)
+        return TemporalDictTensor._wrap(tensors, torch.cat([p._lengths for p in batches]), info)
 
     def expand(self, n_elems: int) -> TemporalDictTensor:
         """Add rows of zeros with length 0, copying; dtypes are kept.
@@ -372,19 +326,8 @@ class TemporalDictTensor:
         n_elems = int_of("n_elems", n_elems)
         if n_elems < self.n_elems():
             what = f"cannot expand {self.n_elems()} rows to {n_elems}"
-            raise spec_error(what, f"slice(0, {n_elems}) takes rows away")
-        return self._with_each_part(lambda part: _grow(part, 0, n_elems))
-
-    def to(
-        self, device: torch.device | str | int, non_blocking: bool = False
-    ) -> TemporalDictTensor:
-        """Move everything to a device; gives ``self`` if it is there already."""
-        moved = self._with_each_part(lambda part: part.to(device, non_blocking))
-        return self if moved._lengths is self._lengths else moved
-
-    def clone(self) -> TemporalDictTensor:
-        """Copy everything."""
-        return self._with_each_part(DictTensor.clone)
+            raise SpecError(what, fix=f"slice(0, {n_elems}) takes rows away")
+        return self._map(_padded(0, n_elems))
 
     def set(self, key: str, tensor: Tensor) -> None:
         """Add or replace a tensor, in place; the tensor is not copied.
@@ -397,17 +340,12 @@ class TemporalDictTensor:
         Raises:
             SpecError: If it is no tensor, or its first two dimensions or its device differ.
         """
-        if not isinstance(key, str):
-            raise spec_error(f"key {key!r:.40} is no string", "name tensors with strings")
-        if not self.n_elems() and self._steps.empty():
-            whole = TemporalDictTensor({key: tensor}, None, self._info)
-            self._steps, self._lengths = whole._steps, whole._lengths
-        elif self._steps.empty():
-            self._steps = TemporalDictTensor({key: tensor}, self._lengths)._steps
-        else:
-            DictTensor({key: tensor})  # refuses what is no tensor
-            _check_leading_shape(key, tensor, self._steps)
-            self._steps.set(key, tensor)
+        n_elems, first = self.n_elems(), next(iter(self._tensors.items()), None)
+        check_named([(key, tensor)], 2, first)
+        if first is None:
+            lengths = self._lengths if n_elems else None
+            self._lengths = TemporalDictTensor({key: tensor}, lengths, self._info)._lengths
+        self._tensors[key] = tensor
 
     def __add__(self, other: TemporalDictTensor) -> TemporalDictTensor:
         """Union of the keys of the same trajectories, sharing tensors.
@@ -418,14 +356,12 @@ class TemporalDictTensor:
             return NotImplemented
         if not torch.equal(self._lengths, other._lengths):
             lengths = f"{self._lengths.tolist()} and {other._lengths.tolist()}"
-            raise spec_error(f"the lengths differ: {lengths}", "add keys of the same rows")
-        info = self._info
-        for key in info:
-            if key in other._info and not torch.equal(info[key], other._info[key]):
-                raise spec_error(f"info key {key!r} differs", "add keys of the same rows")
-        new_info = other._info.get([key for key in other._info if key not in info])
-        steps = self._steps + other._steps
-        return TemporalDictTensor(steps, self._lengths, info + new_info)
+            raise SpecError(f"the lengths differ: {lengths:.200}", fix="add keys of the same rows")
+        for key in self._info:
+            if key in other._info and not torch.equal(self._info[key], other._info[key]):
+                raise SpecError(f"info key {key!r} differs", fix="add keys of the same rows")
+        info = {**self._info._tensors, **other._info._tensors}
+        return TemporalDictTensor(self._steps + other._steps, self._lengths, info)
 
     def copy_(
         self, source: TemporalDictTensor, source_indexes: Tensor, destination_indexes: Tensor
@@ -446,22 +382,20 @@ class TemporalDictTensor:
             SpecError: If batches or numbers of rows do not fit, or a trajectory is longer than T.
             In both cases nothing is written.
         """
-        if not isinstance(source, TemporalDictTensor):
-            raise spec_error(f"source is {kind(source)}", "use a TemporalDictTensor")
-        sizes = source.n_elems(), self.n_elems()
-        check_alike(self._steps, source._steps, 2, "source", subset=True)
+        sizes = instance(source, TemporalDictTensor, "source").n_elems(), self.n_elems()
+        check_alike(self, source, 2, "source", subset=True)
         check_alike(self._info, source._info, 1, "the info of source", subset=True)
         read, write = row_pair(source_indexes, destination_indexes, sizes, self.device())
         lengths, n_timesteps = source._lengths[read], self.n_timesteps()
         if _longest(lengths) > n_timesteps:
             what = f"a trajectory of {_longest(lengths)} steps does not fit into {n_timesteps}"
-            raise spec_error(what, "cut it with temporal_slice(0, T)")
+            raise SpecError(what, fix="cut it with temporal_slice(0, T)")
         n_common = min(n_timesteps, source.n_timesteps())
         copy_rows_(self._in_time(0, n_common), source._in_time(0, n_common), read, write)
         for tensor in self.values():
             tensor[:, n_common:].index_fill_(0, write, 0)
         self._lengths.index_copy_(0, write, lengths)
-        copy_rows_(self._info, source._info, read, write)
+        copy_rows_(self._info._tensors, source._info._tensors, read, write)
 
     def to_tensordict(self) -> Any:
         """The same tensors, not copied, as a ``tensordict.TensorDict`` (needs ``tensordict``).
@@ -469,81 +403,63 @@ class TemporalDictTensor:
         It has batch size ``[B]`` and the entries ``steps`` (a ``TensorDict`` ``[B, T]``),
         ``lengths`` and ``info`` (a ``TensorDict`` ``[B]``).
         """
-        from rlpool.data.tensordict import temporal_dict_tensor_to_tensordict
-
-        return temporal_dict_tensor_to_tensordict(self)
+        size = [self.n_elems()]
+        steps = conversion.made(self._tensors, [*size, self.n_timesteps()])
+        info = conversion.made(self._info._tensors, size)
+        return conversion.made({"steps": steps, "lengths": self._lengths, "info": info}, size)
 
     @staticmethod
     def from_tensordict(tensordict: Any) -> TemporalDictTensor:
         """The tensors of a ``TensorDict`` as ``to_tensordict`` makes it, not copied."""
-        from rlpool.data.tensordict import temporal_dict_tensor_from_tensordict
+        entries = {key.partition("/")[0] for key in conversion.leaves(tensordict)}
+        if not {"steps", "lengths"} <= entries:
+            raise SpecError(
+                f"the TensorDict has the entries {sorted(entries)}",
+                fix="it needs steps [B, T], lengths [B] and optionally info [B]",
+            )
+        info = conversion.leaves(tensordict["info"]) if "info" in entries else None
+        steps = conversion.leaves(tensordict["steps"])
+        return TemporalDictTensor(steps, tensordict["lengths"], info)
 
-        return temporal_dict_tensor_from_tensordict(tensordict)
-
-    def _same_rows(self, steps: DictTensor) -> TemporalDictTensor:
-        return _from_parts(steps, self._lengths, copy(self._info))
-
-    def _with_each_part(self, change: Callable[[DictTensor], DictTensor]) -> TemporalDictTensor:
-        """Do the same with the steps, the lengths and the info."""
-        lengths = change(DictTensor._wrap({"lengths": self._lengths}))["lengths"]
-        return _from_parts(change(self._steps), lengths, change(self._info))
-
-    def _in_time(self, start: int, stop: int) -> DictTensor:
+    def _in_time(self, start: int, stop: int) -> dict[str, Tensor]:
         dim = self._lengths.ndim
-        return DictTensor._wrap({k: t.narrow(dim, start, stop - start) for k, t in self.items()})
+        return {key: t.narrow(dim, start, stop - start) for key, t in self.items()}
 
     def _checked_step(self, step: Any) -> int:
         number = int_of("step", step)
         if not 0 <= number < self.n_timesteps():
-            raise spec_error(
+            raise SpecError(
                 f"step {number} is not within 0 to {self.n_timesteps() - 1}",
-                "temporal_multi_index(lengths - 1) gives the last step of every row",
+                fix="temporal_multi_index(lengths - 1) gives the last step of every row",
             )
         return number
-
-    def __copy__(self) -> TemporalDictTensor:
-        return self._same_rows(copy(self._steps))
 
     def __reduce__(self) -> tuple[Callable[..., TemporalDictTensor], tuple[Any, ...]]:
         return _from_parts, (self._steps, compact(self._lengths), self._info)
 
     def __repr__(self) -> str:
-        entries = [*self.items(), ("lengths", self._lengths)]
-        entries += self._info.prepend_key("info/").items()
-        return "\n".join(["TemporalDictTensor", *table(entries)])
+        info = self._info.prepend_key("info/").items()
+        return table("TemporalDictTensor", [*self.items(), ("lengths", self._lengths), *info])
 
 
 def _from_parts(steps: DictTensor, lengths: Tensor, info: DictTensor) -> TemporalDictTensor:
-    made = object.__new__(TemporalDictTensor)
-    made._steps, made._lengths, made._info = steps, lengths, info
-    return made
+    return TemporalDictTensor._wrap(steps._tensors, lengths, info)
 
+
+_PARTS = ("steps", "lengths", "info")
 
 torch.serialization.add_safe_globals([_from_parts])  # as for DictTensor
 
 
-def _flatten(data: TemporalDictTensor) -> tuple[list[Any], list[str]]:
-    return [*data.values(), data._lengths, data._info], list(data.keys())
-
-
-def _flatten_with_keys(data: TemporalDictTensor) -> tuple[list[tuple[Any, Any]], list[str]]:
-    values, keys = _flatten(data)
-    paths: list[Any] = [_pytree.MappingKey(key) for key in keys]
-    paths += [_pytree.GetAttrKey(name) for name in ("lengths", "info")]
-    return list(zip(paths, values, strict=True)), keys
-
-
-def _unflatten(values: Iterable[Any], keys: Iterable[str]) -> TemporalDictTensor:
-    *tensors, lengths, info = values
-    return TemporalDictTensor._wrap(dict(zip(keys, tensors, strict=True)), lengths, info)
-
-
 _pytree.register_pytree_node(
     TemporalDictTensor,
-    _flatten,
-    _unflatten,
+    lambda data: ([data._steps, data._lengths, data._info], None),
+    lambda parts, _: _from_parts(*parts),
     serialized_type_name="rlpool.TemporalDictTensor",
-    flatten_with_keys_fn=_flatten_with_keys,
+    flatten_with_keys_fn=lambda data: (
+        [(_pytree.GetAttrKey(name), getattr(data, f"_{name}")) for name in _PARTS],
+        None,
+    ),
 )
 
 
@@ -556,14 +472,15 @@ def _longest(lengths: Tensor) -> int:
     return int(lengths.max()) if lengths.numel() else 0
 
 
-def _grow(tensors: DictTensor, dim: int, size: int) -> DictTensor:
-    """Copies with zeros behind, so that dimension ``dim`` has ``size`` entries."""
-    grown = {}
-    for key, tensor in tensors.items():
+def _padded(dim: int, size: int) -> Callable[[Tensor], Tensor]:
+    """Copies a tensor, with zeros at the end so that dimension ``dim`` has ``size`` entries."""
+
+    def pad(tensor: Tensor) -> Tensor:
         shape = list(tensor.shape)
         shape[dim] = size - shape[dim]
-        grown[key] = torch.cat([tensor, tensor.new_zeros(shape)], dim)
-    return DictTensor._wrap(grown)
+        return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+    return pad
 
 
 def _take(tensor: Tensor, rows: Tensor, times: Tensor) -> Tensor:
@@ -579,24 +496,14 @@ def _take(tensor: Tensor, rows: Tensor, times: Tensor) -> Tensor:
     return entries.index_select(0, rows * pitch + times)
 
 
-def _check_leading_shape(key: str, tensor: Tensor, tensors: DictTensor) -> None:
-    """Refuse a tensor without time, or with another B or T than the first of ``tensors``."""
-    first_key, first = next(iter(tensors.items()))
-    if tensor.ndim < 2 or tensor.shape[:2] != first.shape[:2]:
-        raise spec_error(
-            f"key {key!r} is {kind(tensor)}, key {first_key!r} is {kind(first)}",
-            "every tensor needs the dimensions [B, T, ...]; per-row values go into info",
-        )
-
-
 def _check_lengths(lengths: Tensor, first: Tensor | None) -> None:
     """Refuse lengths that are not int64 ``[B]`` within 0 and T, ``first`` being ``[B, T, ...]``."""
     fix = "lengths are int64 [B], each from 0 to T, on the device of the tensors"
     if not isinstance(lengths, Tensor) or lengths.dtype is not torch.int64 or lengths.ndim != 1:
-        raise spec_error(f"lengths are {kind(lengths)}", fix)
+        raise SpecError(f"lengths are {kind(lengths)}", fix=fix)
     if first is not None and (len(first) != len(lengths) or first.device != lengths.device):
-        raise spec_error(f"lengths are {kind(lengths)} for {kind(first)}", fix)
+        raise SpecError(f"lengths are {kind(lengths)} for {kind(first)}", fix=fix)
     low, high = (int(bound) for bound in lengths.aminmax()) if len(lengths) else (0, 0)
     if low < 0 or (first is not None and high > first.shape[1]):
         size = "" if first is None else f", T is {first.shape[1]}"
-        raise spec_error(f"lengths go from {low} to {high}{size}", fix)
+        raise SpecError(f"lengths go from {low} to {high}{size}", fix=fix)

@@ -54,13 +54,13 @@ def allocate(storage: str, n_bytes: int, *, directory: str | Path | None = None)
     if not isinstance(storage, str) or storage not in KINDS:
         choices = ", ".join(f'"{kind}"' for kind in KINDS)
         raise SpecError(f"there is no storage {storage!r}", fix=f"choose from {choices}")
-    if storage != "memmap" and directory is not None:
+    if storage == "memmap":
+        return _on_disk(n_bytes, directory)
+    if directory is not None:
         raise SpecError(
             f"storage={storage!r} has no file, but a directory was given: {str(directory)!r}",
             fix='leave directory out, or use storage="memmap"',
         )
-    if storage == "memmap":
-        return Memory.memmap(n_bytes, directory)
     if n_bytes > machine_bytes():
         raise SpecError(
             f"storage={storage!r} would need {human(n_bytes)}, but there are "
@@ -68,6 +68,21 @@ def allocate(storage: str, n_bytes: int, *, directory: str | Path | None = None)
             fix='make it smaller, or use storage="memmap"',
         )
     return Memory.local(n_bytes) if storage == "local" else Memory.shared(n_bytes)
+
+
+def _on_disk(n_bytes: int, directory: str | Path | None) -> Memory:
+    """A sparse file without a name: nothing of it is left behind.
+
+    Writing to bytes that were not reserved ends the process if the disk is full.
+    """
+    try:
+        where = Path(tempfile.gettempdir() if directory is None else directory)
+    except TypeError:
+        raise SpecError(f"directory is {directory!r}", fix="pass the path of a directory") from None
+    try:
+        return Memory.over(_unlinked_file(where), n_bytes, "memmap")
+    except OSError as error:
+        raise _refused(error, f"a file of {human(n_bytes)} in {str(where)!r}") from error
 
 
 class Memory:
@@ -83,12 +98,14 @@ class Memory:
     """
 
     def __init__(
-        self, mapped: torch.Tensor, descriptor: Descriptor | None, kind: str = "shared"
+        self, mapped: torch.Tensor, descriptor: Descriptor | None = None, kind: str = "shared"
     ) -> None:
         self._mapped: torch.Tensor | None = mapped
-        self._descriptor = descriptor
+        self._descriptor = descriptor or Descriptor(-1, 0, b"none")
         self.n_bytes = mapped.numel()
         self.kind = kind
+        if descriptor is not None:
+            _mapped_here[descriptor.name] = self
 
     @classmethod
     def local(cls, n_bytes: int) -> Memory:
@@ -98,45 +115,13 @@ class Memory:
     @classmethod
     def shared(cls, n_bytes: int, name: str = "rlpool") -> Memory:
         """Anonymous shared memory; ``fd`` stays open until ``close_fd``."""
-        return cls._over(anonymous_file(name), n_bytes, "shared")
+        return cls.over(anonymous_file(name), n_bytes, "shared")
 
     @classmethod
-    def memmap(cls, n_bytes: int, directory: str | Path | None = None) -> Memory:
-        """A sparse file on a disk that has no name, so that nothing of it is left behind.
-
-        Bytes that were not reserved may find the disk full when they are first written, which ends
-        the process: call ``reserve`` before.
-
-        Args:
-            n_bytes: Its size.
-            directory: Where the file lies, by default where temporary files do.
-
-        Raises:
-            SpecError: If no file of that size can be made there.
-        """
-        try:
-            where = Path(tempfile.gettempdir() if directory is None else directory)
-        except TypeError:
-            raise SpecError(
-                f"directory is {directory!r}", fix="pass the path of a directory"
-            ) from None
-        try:
-            return cls._over(_unlinked_file(where), n_bytes, "memmap")
-        except OSError as error:
-            raise _refused(error, f"a file of {human(n_bytes)} in {str(where)!r}") from error
-
-    @classmethod
-    def _over(cls, fd: int, n_bytes: int, kind: str) -> Memory:
+    def over(cls, fd: int, n_bytes: int, kind: str) -> Memory:
+        """A new file, which gets its size from what ``Descriptor`` writes after its contents."""
         descriptor = Descriptor(fd, _round_up(n_bytes))
-        try:
-            os.ftruncate(fd, n_bytes)
-            memory = cls(_map(fd, n_bytes), descriptor, kind)
-            # Named and known before there are forked copies: they know it as well.
-            _mapped_here[descriptor.make_name()] = memory
-            return memory
-        except BaseException:
-            descriptor.close()
-            raise
+        return cls(_map(fd, n_bytes), descriptor, kind)
 
     @classmethod
     def attach(cls, fd: int, n_bytes: int, *, private: bool = False) -> Memory:
@@ -148,21 +133,25 @@ class Memory:
             private: Keep what this process writes to itself.
         """
         try:
-            return cls(_map(fd, n_bytes, private=private), None)
+            return cls(_map(fd, n_bytes, private=private))
         finally:
             os.close(fd)
 
     @property
     def fd(self) -> int:
         """The descriptor, to be sent to other processes."""
-        if self._descriptor is None or self._descriptor.fd is None:
+        if self._descriptor.fd < 0:
             raise SpecError("this memory has no descriptor: it is local, or close_fd() was called")
         return self._descriptor.fd
 
+    @property
+    def shared_fd(self) -> int | None:
+        """The descriptor; ``None`` for local memory, which no other process sees."""
+        return None if self.kind == "local" else self.fd
+
     def close_fd(self) -> None:
         """Close the descriptor; the mapping stays."""
-        if self._descriptor is not None:
-            self._descriptor.close()
+        self._descriptor.close()
 
     def close(self) -> None:
         """Give the memory up; arrays and tensors made from it keep their mapping."""
@@ -171,8 +160,7 @@ class Memory:
 
     def recall(self) -> None:
         """Stop keeping the memory for those who have not received it yet."""
-        if self._descriptor is not None:
-            self._descriptor.recall()
+        self._descriptor.recall()
 
     def root(self) -> Array:
         """A new uint8 array over the whole block.
@@ -201,68 +189,37 @@ class Memory:
             raise SpecError(f"bytes {start} to {stop} are not within {self.n_bytes}")
         if self.kind != "memmap" or start == stop:
             return
-        if self._mapped is None:
-            raise UsageError("this memory was closed")
+        self.root()  # raises after close
         try:
             os.posix_fallocate(self.fd, start, stop - start)
         except OSError as error:
             raise _refused(error, f"{human(stop - start)} of a memmap") from error
 
-    def handle(self) -> Handle:
-        """Something small to send to another process, which gets this memory by ``attach()``.
-
-        Raises:
-            UsageError: If the memory is local or closed.
-        """
-        self._refuse_to_be_sent()
-        return Handle(self)
-
     def __reduce__(self) -> tuple[Callable[..., Memory], tuple[Any, ...]]:
-        self._refuse_to_be_sent()
-        descriptor = self._descriptor
-        if descriptor is None:
-            raise UsageError("this memory was closed")
-        return _received, (descriptor.ticket(), self.n_bytes, self.kind)
-
-    def _refuse_to_be_sent(self) -> None:
         if self.kind == "local":
             raise UsageError(
-                'memory with storage="local" belongs to one process and cannot be sent',
-                fix='use storage="shared" or storage="memmap"',
+                'what has storage="local" belongs to one process and cannot be sent',
+                fix='use storage="shared", or send a copy, for example of what to_ndarray() gives',
             )
-        if self._mapped is None or self._descriptor is None or self._descriptor.fd is None:
+        if self._mapped is None or self._descriptor.fd < 0:
             raise UsageError(
                 "this memory was closed and cannot be sent any more",
                 fix="send it before it is closed",
             )
-
-
-class Handle:
-    """Stands for memory in a message; its pickle is some hundred bytes."""
-
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-
-    def attach(self) -> Memory:
-        """The memory, mapped into this process."""
-        return self._memory
+        return _received, (self._descriptor.ticket(), self.n_bytes, self.kind)
 
 
 def _received(ticket: Ticket, n_bytes: int, kind: str) -> Memory:
     known = _mapped_here.get(ticket.name)
-    if known is not None and known._descriptor is not None and known._descriptor.fd is not None:
+    if known is not None and known._descriptor.fd >= 0:
         ticket.discard(known._descriptor)
         return known
     descriptor = ticket.redeem()
-    if descriptor.fd is None:
-        raise UsageError("the descriptor of this memory was closed")
-    memory = Memory(_map(descriptor.fd, n_bytes), descriptor, kind)
-    _mapped_here[ticket.name] = memory
-    return memory
+    return Memory(_map(descriptor.fd, n_bytes), descriptor, kind)
 
 
 # Memory that was made or received here, by the name of its file: one mapping and one descriptor,
-# however many pickles of it are read.
+# however many pickles of it are read. Forked copies know it, too.
 _mapped_here: WeakValueDictionary[bytes, Memory] = WeakValueDictionary()
 
 

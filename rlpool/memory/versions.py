@@ -1,8 +1,8 @@
-"""Changes of shared memory that others see as a whole, or not at all.
+"""Changes of shared memory that others see as a whole or not at all.
 
-Whoever changes something counts it: the version is odd while it does. A reader reads without
-asking, and again if the version has changed meanwhile. If that goes on, it takes the lock that is
-held while something changes. The lock is the kernel's: it is free again when its owner dies.
+Whoever changes something counts it: the version is odd meanwhile. A reader looks without asking,
+and looks again if the version has changed. If that goes on, it takes the lock that is held during
+changes. The lock is the kernel's: it is free again when its owner dies.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _T = TypeVar("_T")
 
 
 class Version:
-    """Lets one process at a time change some memory, and others read what is not half changed.
+    """Lets one process at a time change some memory, and others read it between the changes.
 
     Args:
         cell: One int64 of the memory, for the version.
-        fd: Descriptor of the memory, open as long as this is used; ``None`` if no other process
-            sees it, when nothing has to be done.
+        fd: Descriptor of the memory, which has to stay open; ``None`` if no other process sees the
+            memory and nothing has to be done.
     """
 
     def __init__(self, cell: memoryview, fd: int | None) -> None:
@@ -36,20 +36,15 @@ class Version:
         if self._fd is None:
             yield
             return
-        fcntl.lockf(self._fd, fcntl.LOCK_EX)
-        self._cell[0] |= 1  # odd already if somebody before died in a change
-        try:
-            yield
-        finally:
-            self._cell[0] += 1
-            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+        with _locked(self._fd):
+            self._cell[0] |= 1  # odd already if somebody died during a change
+            try:
+                yield
+            finally:
+                self._cell[0] += 1
 
     def read(self, look: Callable[[], _T]) -> _T:
-        """The result of looking at the memory, which did not change meanwhile.
-
-        Args:
-            look: Called once or more.
-        """
+        """The result of ``look``, during which the memory did not change; may call it again."""
         if self._fd is None:
             return look()
         for _ in range(_N_OPTIMISTIC):
@@ -64,8 +59,14 @@ class Version:
             else:
                 if self._cell[0] == version:
                     return result
-        fcntl.lockf(self._fd, fcntl.LOCK_EX)
-        try:
+        with _locked(self._fd):
             return look()
-        finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+
+@contextmanager
+def _locked(fd: int) -> Iterator[None]:
+    fcntl.lockf(fd, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.lockf(fd, fcntl.LOCK_UN)

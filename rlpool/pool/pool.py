@@ -10,7 +10,7 @@ import numpy as np
 
 from rlpool.arguments import names_arguments
 from rlpool.batch.batcher_base import check_count
-from rlpool.data.dict_tensor import listed_keys
+from rlpool.data.named_tensors import listed_keys
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
 from rlpool.memory.storage import Array

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from rlpool.batch.batcher_base import check_count
-from rlpool.data.dict_tensor import DictTensor, listed_keys
+from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.named_tensors import listed_keys
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import NotEnoughDataError, SpecError, UsageError
 from rlpool.memory.storage import Array

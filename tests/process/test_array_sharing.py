@@ -1,4 +1,4 @@
-"""Arrays in several processes: every way to get one there, and every way a process can end."""
+"""Arrays in several processes: every way to get one there, every way to end, and one window."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import signal
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver, resource_tracker
+from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from operator import setitem
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from process.watching import Script, n_descriptors, wait_until
+from process.watching import Script, n_descriptors
 
 from rlpool import Array, UsageError
 from rlpool.memory import transfer as descriptors
@@ -49,7 +50,6 @@ VIEWS: dict[str, Callable[[Array], Array]] = {
     "nothing": lambda array: array[2:2],
 }
 
-each_view = pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 each_storage = pytest.mark.parametrize("storage", STORAGES)
 
 
@@ -96,18 +96,26 @@ def in_spawned() -> Iterator[Running]:
 
 
 @contextlib.contextmanager
-def in_forked(function: Any, *arguments: Any) -> Iterator[Connection]:
-    """In a process that has inherited all that is here now."""
-    context = multiprocessing.get_context("fork")
+def in_context(method: str, function: Any, *arguments: Any, exitcode: int = 0) -> Iterator[Any]:
+    """In a new process; forked ones inherit all that is here now."""
+    context: Any = multiprocessing.get_context(method)
     here, there = context.Pipe()
     process = context.Process(target=function, args=(there, *arguments))
     with warnings.catch_warnings():  # Python 3.12 warns of forking with threads
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     there.close()  # the end of the child ends the pipe
-    yield here
-    ended(process)
-    here.close()
+    try:
+        yield here
+    finally:
+        with contextlib.suppress(OSError):  # it has ended
+            here.send(None)
+        process.join(JOIN_S)
+        here.close()
+    ended(process, exitcode)
+
+
+in_forked = partial(in_context, "fork")
 
 
 @pytest.fixture(params=["spawn", "fork"])
@@ -139,9 +147,9 @@ def make(storage: str = "shared") -> Array:
     return array
 
 
-def ended(process: Any) -> None:
+def ended(process: Any, exitcode: int = 0) -> None:
     process.join(JOIN_S)
-    assert process.exitcode == 0
+    assert process.exitcode == exitcode
     process.close()
 
 
@@ -198,27 +206,6 @@ def test_views_in_process_arguments_write_here(context: Any, storage: str) -> No
     assert [name for name, array in arrays.items() if not written(array, VIEWS[name])] == []
     assert target.to_ndarray()[2, 1].tolist() == [14, -7]
     assert one.to_ndarray().tolist() == [1, 2, 2, 2]
-
-
-def test_a_fork_server_passes_views_on_too() -> None:
-    context = multiprocessing.get_context("forkserver")
-    arrays = {name: make() for name in VIEWS}
-    views = [VIEWS[name](array) for name, array in arrays.items()]
-    try:
-        process = context.Process(target=write_to_all, args=([*views, *views],))
-        process.start()
-        ended(process)
-    finally:
-        forkserver._forkserver._stop()
-    assert [name for name, array in arrays.items() if not written(array, VIEWS[name])] == []
-
-
-@each_view
-def test_a_view_through_a_pipe_writes_here(view: Any) -> None:
-    array = make()
-    with in_forked(write_to_piped_array) as pipe:
-        pipe.send(view(array))
-    assert written(array, view)
 
 
 def write_to_piped_arrays(pipe: Connection, n_arrays: int) -> None:
@@ -299,20 +286,6 @@ def test_one_pickle_goes_to_any_number_of_processes(in_spawned: Running) -> None
     assert array.to_ndarray().tolist() == [0, 9, 9, 0]
 
 
-def test_many_views_of_one_array_share_one_mapping_and_one_descriptor(running: Running) -> None:
-    array = Array((4,), "int64", storage="shared")
-    with running(receive_and_share_one_descriptor) as pipe:
-        pipe.send((array[:2], array[1:]))
-        for _ in range(3):
-            pipe.send(array[:2])
-        assert pipe.recv() == [1, 2]
-    assert array.to_ndarray().tolist() == [1, 2, 2, 2]
-
-
-def receive_and_share_one_descriptor(pipe: Connection) -> None:
-    share_one_descriptor(*pipe.recv(), pipe)
-
-
 def pass_on(pipe: Connection) -> None:
     array = pipe.recv()
     context = multiprocessing.get_context("fork")
@@ -335,40 +308,7 @@ def test_a_receiver_can_pass_an_array_on(running: Running) -> None:
     assert array.to_ndarray().tolist() == [[0, 0], [6, 6], [5, 5]]
 
 
-def make_one_and_wait(pipe: Connection) -> None:
-    array = Array((3,), "int64", storage="shared")
-    array[...] = [1, 2, 3]
-    pipe.send(array)
-    pipe.recv()
-
-
-def test_an_array_of_a_child_outlives_it(running: Running) -> None:
-    with running(make_one_and_wait) as pipe:
-        array = pipe.recv()
-        pipe.send("end")
-    array[0] = 9
-    assert array.to_ndarray().tolist() == [9, 2, 3]
-
-
 # Small, and without a trace ---------------------------------------------------------------------
-
-
-@each_storage
-@each_view
-def test_a_pickle_of_any_view_is_smaller_than_a_kilobyte(view: Any, storage: str) -> None:
-    array = make(storage)
-    part = view(array)
-    sent = pickle.dumps(part)
-    assert len(sent) < 1000
-    received = pickle.loads(sent)
-    assert received.shape == part.shape
-    assert received.batch_shape == part.batch_shape
-    assert (received == part).all()
-    array.close()
-    received.close()
-    part._sent_indices = None
-    del received
-    descriptors.let_go_of_received()
 
 
 def test_a_received_copy_can_be_dropped_and_closed_in_the_owners_process() -> None:
@@ -387,14 +327,6 @@ def test_a_received_copy_can_be_dropped_and_closed_in_the_owners_process() -> No
     assert (pickle.loads(pickle.dumps(array))[2] == 1).all()
 
 
-def test_a_copy_lives_on_when_the_owner_closes() -> None:
-    array = make()
-    copy = pickle.loads(pickle.dumps(array[2]))
-    array.close()
-    copy[...] = 4
-    assert (copy == 4).all()
-
-
 def test_a_closed_array_cannot_be_sent_and_says_so() -> None:
     array = make()
     sent = pickle.dumps(array)
@@ -403,26 +335,6 @@ def test_a_closed_array_cannot_be_sent_and_says_so() -> None:
         pickle.dumps(array)
     with pytest.raises(UsageError, match="is gone"):
         pickle.loads(sent)
-
-
-def close_and_write(pipe: Connection) -> None:
-    array = pipe.recv()
-    array[0] = 1
-    array.close()
-    array.close()
-    try:
-        array[0] = 2
-    except UsageError as error:
-        pipe.send(str(error))
-
-
-def test_closing_in_a_child_closes_there_only() -> None:
-    array = Array((3,), "int64", storage="shared")
-    with in_forked(close_and_write) as pipe:
-        pipe.send(array)
-        assert "closed" in pipe.recv()
-    array[1] = 7
-    assert array.to_ndarray().tolist() == [1, 7, 0]
 
 
 OWNER = """
@@ -487,24 +399,6 @@ def hold(pipe: Connection) -> None:
     pipe.send(float(array.to_ndarray().sum()))
 
 
-def test_what_a_killed_child_wrote_stays() -> None:
-    context = multiprocessing.get_context("fork")
-    array = make()
-    here, there = context.Pipe()
-    process = context.Process(target=hold, args=(there,))
-    process.start()
-    there.close()  # the end of the child ends the pipe
-    here.send(array)
-    here.recv()
-    process.kill()
-    process.join(JOIN_S)
-    assert process.exitcode == -signal.SIGKILL
-    array[...] = 1
-    assert (array == 1).all()
-    process.close()
-    here.close()
-
-
 def test_memory_of_the_owner_is_given_back_and_a_child_keeps_its_own() -> None:
     array = make()
     array[...] = 2
@@ -518,19 +412,144 @@ def test_memory_of_the_owner_is_given_back_and_a_child_keeps_its_own() -> None:
         assert pipe.recv() == 48
 
 
-def test_a_hundred_arrays_come_and_go() -> None:
-    def mapped() -> int:
-        return Path("/proc/self/maps").read_text().count("memfd:")
+# One window in all processes --------------------------------------------------------------------
 
-    gc.collect()
-    before = n_descriptors(), mapped()
-    for number in range(100):
-        array = Array((4,), "float32", storage="shared")
-        copy = pickle.loads(pickle.dumps(array[1:]))
-        copy[0] = number
-        assert array.to_ndarray()[1] == number
-        if number % 2:
-            array.close()
-        del array, copy
-    gc.collect()
-    wait_until(lambda: (n_descriptors(), mapped()) == before, 10.0)
+
+def numbered(window: int, n_windows: int, padding: int = 0, storage: str = "shared") -> Array:
+    """Row i of ``full`` is i."""
+    full_size = window * n_windows
+    array = Array((window,), "int64", (), padding, full_size, storage)
+    array.full[...] = np.arange(full_size)
+    return array
+
+
+def follow(pipe: Connection, array: Array) -> None:
+    """Do what is asked for, and tell what the array and its views show then."""
+    views = [array[0], array.next]
+    while True:
+        message = pipe.recv()
+        if message is None:
+            return
+        command, received = message
+        if received is not None:
+            views.append(received)
+        if command:
+            getattr(array, command)()
+        try:
+            pipe.send([each.to_ndarray().tolist() for each in (array, *views)])
+        except UsageError as error:
+            pipe.send(str(error))
+
+
+@pytest.mark.parametrize(("method", "storage"), [("spawn", "shared"), ("fork", "memmap")])
+def test_whoever_rotates_the_window_moves_in_every_process(method: str, storage: str) -> None:
+    array = numbered(2, 3, padding=1, storage=storage)
+    view, packed = array[1:], pickle.dumps(array[:1])
+    with in_context(method, follow, array) as pipe:
+
+        def seen(command: str | None = None, sent: Any = None) -> Any:
+            pipe.send((command, sent))
+            return pipe.recv()
+
+        assert seen() == [[0, 1], 0, [1, 2]]
+        array.rotate()
+        assert seen() == [[2, 3], 0, [1, 2]]  # what was bound before does not move
+        assert seen("rotate") == [[4, 5], 0, [1, 2]]
+        assert array.to_ndarray().tolist() == [4, 5]
+        assert view.to_ndarray().tolist() == [1]
+        assert pickle.loads(packed).to_ndarray().tolist() == [0]
+        array[array.last + 1] = 9
+        assert seen("rotate", array)[0] == [9, 1]
+        assert array.to_ndarray().tolist() == [9, 1]
+        assert int(array[-1]) == 5
+        array.reset()
+        assert seen(None, array[0])[0] == [4, 5]
+        assert seen("rotate")[-1] == 4
+        assert array.to_ndarray()[1] == 1
+        assert "closed" in seen("close")
+    assert array.to_ndarray()[1] == 1
+    array.close()
+    with pytest.raises(UsageError, match="closed"):
+        array.rotate()
+
+
+N_ROTATIONS = 2000
+N_LOOKS = 300
+LOOKS: list[Callable[[Array], Any]] = [
+    np.array,
+    lambda array: np.asarray(array, np.float64),
+    lambda array: array[[0, 1, 2]].to_ndarray(),
+    lambda array: array[:3][::-1].to_tensor().numpy(),
+]
+
+
+def rotate_with_new_rows(pipe: Connection, array: Array) -> None:
+    for number in range(1, N_ROTATIONS + 1):
+        array[array.last + 1 : array.last + 1 + array.padding] = number
+        array.rotate()
+    pipe.send("done")
+
+
+def test_a_copy_never_has_a_part_of_the_rows_that_a_rotation_brings_along() -> None:
+    array = Array((4,), "int64", (4000,), padding=3, storage="shared")
+    with in_forked(rotate_with_new_rows, array) as pipe:
+        seen = set()
+        while not pipe.poll():
+            for look in LOOKS:
+                rows = np.unique(look(array)[:3])
+                assert len(rows) == 1
+                seen.add(int(rows[0]))
+        assert pipe.recv() == "done"
+    assert int(array[0, 0]) == N_ROTATIONS
+    assert len(seen) > 1
+
+
+def rotate_often(pipe: Connection, array: Array) -> None:
+    for _ in range(N_ROTATIONS):
+        array.rotate()
+    pipe.send("done")
+
+
+def rotate_until_told(pipe: Connection, array: Array) -> None:
+    while not pipe.poll():
+        for _ in range(100):
+            array.rotate()
+
+
+def test_a_window_is_the_one_before_or_the_one_after_a_rotation() -> None:
+    array = Array((4,), "int64", (400,), padding=2, full_size=12, storage="shared")
+    array.full[...] = np.repeat([1, 2, 3], 4)[:, None]
+    array.full[12:14] = 1  # what will be brought along to the first window
+    seen = set()
+    with in_forked(rotate_until_told, array):
+        for number in range(100 * N_LOOKS):
+            if number > N_LOOKS and len(seen) == 3:
+                break
+            rows = np.unique(array.to_ndarray().copy())
+            assert len(rows) == 1
+            seen.add(int(rows[0]))
+            assert len(np.unique(array[...].to_tensor())) == 1
+            bound = array[1:]
+            assert (bound == bound.to_ndarray()[0, 0]).all()
+    assert seen == {1, 2, 3}  # it did look while the window moved
+
+
+def test_rotations_of_several_processes_are_all_done() -> None:
+    array = numbered(1, 4003)
+    with in_forked(rotate_often, array) as one, in_forked(rotate_often, array) as other:
+        assert one.recv() == other.recv() == "done"
+    assert array.to_ndarray().tolist() == [2 * N_ROTATIONS]
+
+
+def die_while_rotating(pipe: Connection, array: Array) -> None:
+    with array._allocation._version.changing():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_dies_while_it_rotates_holds_up_nobody() -> None:
+    array = numbered(2, 2)
+    with in_forked(die_while_rotating, array, exitcode=-signal.SIGKILL):
+        pass
+    assert np.array(array).tolist() == [0, 1]
+    array.rotate()
+    assert np.array(array).tolist() == [2, 3]

@@ -183,8 +183,6 @@ def counted(part: slice, low: int, high: int, length: int) -> list[int]:
 
 # Drawing ----------------------------------------------------------------------------------------
 
-OPERATIONS = ["index", "index", "index", "write", "write", "next", "rotate", "full", "pickle"]
-
 bounds = st.none() | st.integers(-5, 9)
 steps = st.sampled_from([None, 1, 2, 3, -1, -2])
 slices = st.builds(slice, bounds, bounds, steps)

@@ -31,15 +31,6 @@ def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_carved_arrays_have_the_shapes_and_dtypes_of_their_specs() -> None:
-    root = Memory.local(sum(carved_bytes(SPECS, 7).values())).root()
-    arrays = carve(root, SPECS, 7)
-    assert list(arrays) == list(SPECS)
-    for key, spec in SPECS.items():
-        assert arrays[key].shape == (7, *spec.shape)
-        assert arrays[key].dtype == spec.dtype
-
-
 def test_carved_arrays_share_no_page() -> None:
     n_bytes = carved_bytes(SPECS, 7)
     root = Memory.shared(sum(n_bytes.values())).root()
@@ -56,36 +47,37 @@ def test_carved_arrays_share_no_page() -> None:
     assert all(size % PAGE_BYTES == 0 and size > 0 for size in n_bytes.values())
 
 
-def test_carved_arrays_are_no_copies() -> None:
-    root = Memory.local(sum(carved_bytes(SPECS, 2).values())).root()
-    arrays = carve(root, SPECS, 2)
+def test_carved_arrays_are_views_of_the_shapes_and_dtypes_of_their_specs() -> None:
+    root = Memory.local(sum(carved_bytes(SPECS, 7).values())).root()
+    arrays = carve(root, SPECS, 7)
+    assert list(arrays) == list(SPECS)
+    for key, spec in SPECS.items():
+        assert arrays[key].shape == (7, *spec.shape)
+        assert arrays[key].dtype == spec.dtype
     arrays["pose"][:] = 1.0
     assert root.any()
-    for key in ("flag", "frame"):
-        assert not arrays[key].any()
+    assert not arrays["flag"].any()
+    assert not arrays["frame"].any()
 
 
-@pytest.mark.parametrize("make", [Memory.local, Memory.shared])
-def test_new_memory_is_zero_and_writable(make: object) -> None:
-    memory = make(10_000)  # type: ignore[operator]
-    root = memory.root()
-    assert root.dtype == np.uint8
-    assert root.shape == (10_000,)
-    assert memory.n_bytes == 10_000
-    assert not root.any()
-    root[-1] = 7
-    assert memory.root()[-1] == 7
-
-
-def test_memory_lives_as_long_as_an_array_made_from_it() -> None:
-    memory = Memory.shared(5000)
+def test_attached_memory_is_the_same_memory_unless_it_is_private() -> None:
+    before, in_shm = descriptors(), set(os.listdir("/dev/shm"))
+    memory = Memory.shared(100)
+    other = Memory.attach(os.dup(memory.fd), 100)
+    private = Memory.attach(os.dup(memory.fd), 100, private=True)
+    memory.root()[5] = 9
+    other.root()[6] = 8
+    assert private.root()[5:7].tolist() == other.root()[5:7].tolist() == [9, 8]
+    private.root()[:] = 2
+    assert memory.root()[4:7].tolist() == [0, 9, 8]
     memory.close_fd()
-    array = memory.root()[10:20]
-    array[:] = 3
-    tensor = torch.from_numpy(array)
-    del memory, array
+    memory.close_fd()
+    assert descriptors() == before  # mappings keep none
+    assert set(os.listdir("/dev/shm")) == in_shm
+    root = memory.root()
+    del memory
     gc.collect()
-    assert tensor.tolist() == [3] * 10
+    assert torch.from_numpy(root)[6] == 8
 
 
 def test_a_root_is_gone_when_its_last_user_is_gone() -> None:
@@ -99,37 +91,6 @@ def test_a_root_is_gone_when_its_last_user_is_gone() -> None:
     del tensor
     gc.collect()
     assert reference() is None
-
-
-def test_attached_memory_is_the_same_memory() -> None:
-    memory = Memory.shared(100)
-    other = Memory.attach(os.dup(memory.fd), 100)
-    memory.root()[5] = 9
-    assert other.root()[5] == 9
-    other.root()[6] = 8
-    assert memory.root()[6] == 8
-    memory.close_fd()
-
-
-def test_writes_to_a_private_attachment_stay_there() -> None:
-    memory = Memory.shared(100)
-    memory.root()[:] = 1
-    private = Memory.attach(os.dup(memory.fd), 100, private=True)
-    assert private.root()[0] == 1
-    private.root()[:] = 2
-    assert (memory.root() == 1).all()
-    memory.close_fd()
-
-
-def test_shared_memory_has_no_name_and_keeps_no_descriptor() -> None:
-    before, in_shm = descriptors(), set(os.listdir("/dev/shm"))
-    memory = Memory.shared(100)
-    attached = Memory.attach(os.dup(memory.fd), 100)
-    memory.close_fd()
-    memory.close_fd()
-    assert descriptors() == before
-    assert set(os.listdir("/dev/shm")) == in_shm
-    assert memory.root().shape == attached.root().shape
 
 
 @pytest.mark.parametrize("memory", [Memory.local(10), Memory.shared(10)], ids=["local", "closed"])

@@ -41,7 +41,7 @@ def close_kept() -> None:
     gc.collect()
     for kept in list(descriptors._kept):
         descriptors._kept.remove(kept)
-        os.close(kept[1])
+        kept.close()
 
 
 # Kinds ----------------------------------------------------------------------------------------
@@ -154,9 +154,8 @@ def test_closed_memory_raises_and_its_arrays_stay(kind: str) -> None:
     assert tensor[5] == 3
     with pytest.raises(UsageError, match="closed"):
         memory.root()
-    for send in (memory.handle, lambda: pickle.dumps(memory)):
-        with pytest.raises(UsageError, match=r"closed|local"):
-            send()
+    with pytest.raises(UsageError, match=r"closed|local"):
+        pickle.dumps(memory)
     if kind == "memmap":
         with pytest.raises(UsageError, match="closed"):
             memory.reserve(0, 10)
@@ -166,20 +165,18 @@ def test_closed_memory_raises_and_its_arrays_stay(kind: str) -> None:
 
 
 def test_local_memory_cannot_be_sent_and_says_what_can() -> None:
-    for send in (allocate("local", 10).handle, lambda: pickle.dumps(allocate("local", 10))):
-        with pytest.raises(UsageError, match='storage="shared"'):
-            send()
+    with pytest.raises(UsageError, match='storage="shared"'):
+        pickle.dumps(allocate("local", 10))
 
 
 @pytest.mark.parametrize("kind", SENT)
-def test_a_handle_in_the_same_process_gives_the_same_memory(kind: str) -> None:
+def test_a_pickle_in_the_same_process_gives_the_same_memory(kind: str) -> None:
     memory = allocate(kind, 100)
     before = descriptors_open()
-    sent = pickle.dumps(memory.handle())
+    sent = pickle.dumps(memory)
     assert len(sent) < 300
     for _ in range(3):
-        assert pickle.loads(sent).attach() is memory
-    assert memory.handle().attach() is memory
+        assert pickle.loads(sent) is memory
     assert pickle.loads(pickle.dumps(memory)) is memory
     assert descriptors_open() == before
 

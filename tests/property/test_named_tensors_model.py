@@ -1,4 +1,4 @@
-"""TemporalDictTensor against a plain model: a list of rows made of nested lists."""
+"""DictTensor and TemporalDictTensor against plain models: lists of rows made of nested lists."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree
 
-from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError
+from rlpool import DictTensor, SpecError, TemporalDictTensor, masked_dicttensor, masked_tensor
 
 Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -158,13 +156,12 @@ def cut(row: Row, start: int, stop: int) -> Row:
     )
 
 
-# Rows
-
-
 @few
-@given(samples(), st.integers(-6, 6))
-def test_int_and_slice_of_one_row(sample: Sample, row: int) -> None:
+@given(samples(), st.integers(-6, 6), st.slices(4))
+def test_int_and_slice(sample: Sample, row: int, part: slice) -> None:
     batch, model = sample.batch, model_of(sample.batch)
+    if part.step is None or part.step > 0:
+        check(batch[part], model[part], *sample[1:])
     if not -len(model) <= row < len(model):
         for select in (batch.index, batch.slice):
             with pytest.raises(IndexError):
@@ -177,15 +174,6 @@ def test_int_and_slice_of_one_row(sample: Sample, row: int) -> None:
     assert {key: tensor.tolist() for key, tensor in single.info.items()} == model[row].info
     assert single.mask().tolist() == batch.mask()[row].tolist()
     assert single.specs() == batch.specs()
-
-
-@few
-@given(samples(), st.slices(4).filter(lambda part: part.step is None or part.step > 0))
-def test_slice_is_pythons_slice(sample: Sample, part: slice) -> None:
-    check(sample.batch[part], model_of(sample.batch)[part], *sample[1:])
-    if part.start is not None and part.stop is not None:
-        expected = model_of(sample.batch)[part.start : part.stop]
-        check(sample.batch.slice(part.start, part.stop), expected, *sample[1:])
 
 
 @few
@@ -204,34 +192,6 @@ def test_int_tensor_and_mask_select_rows(sample: Sample, rows: list[int], mask: 
     else:
         with pytest.raises(SpecError):
             batch[torch.tensor(mask, dtype=torch.bool)]
-
-
-@few
-@given(samples())
-def test_unfold_is_the_list_of_rows_and_cat_its_inverse(sample: Sample) -> None:
-    model = model_of(sample.batch)
-    rows = sample.batch.unfold()
-    assert len(rows) == len(model)
-    for row, expected in zip(rows, model, strict=True):
-        check(row, [expected], *sample[1:])
-    if rows:
-        check(TemporalDictTensor.cat(rows), model, *sample[1:])
-
-
-# Time
-
-
-@few
-@given(samples(), st.integers(-1, 6), st.integers(-1, 6))
-def test_temporal_slice_cuts_every_row(sample: Sample, start: int, stop: int) -> None:
-    if not 0 <= start <= stop <= sample.n_timesteps:
-        with pytest.raises(SpecError):
-            sample.batch.temporal_slice(start, stop)
-        return
-    expected = [cut(row, start, stop) for row in model_of(sample.batch)]
-    check(
-        sample.batch.temporal_slice(start, stop), expected, sample.steps, sample.info, stop - start
-    )
 
 
 @few
@@ -286,9 +246,6 @@ def test_temporal_multi_index_is_a_step_of_every_row(sample: Sample, data: st.Da
         assert tensor.dtype is batch[key].dtype
 
 
-# Transitions
-
-
 @few
 @given(samples())
 def test_flatten_is_row_then_time_and_from_packed_its_inverse(sample: Sample) -> None:
@@ -306,9 +263,6 @@ def test_flatten_is_row_then_time_and_from_packed_its_inverse(sample: Sample) ->
     again = TemporalDictTensor.from_packed(batch.flatten(), batch.lengths, batch.info)
     expected_rows = [cut(row, 0, longest) for row in model]
     check(again, expected_rows, sample.steps, sample.info, longest)
-
-
-# Whole batches
 
 
 @few
@@ -336,17 +290,6 @@ def test_cat_is_the_sum_of_the_lists_padded_with_zeros(
     longest = max(n_timesteps for n_timesteps, _ in parts)
     expected = [padded(row, steps, longest) for batch in batches for row in model_of(batch)]
     check(TemporalDictTensor.cat(batches), expected, steps, info, longest)
-
-
-@few
-@given(samples(), samples())
-def test_cat_accepts_exactly_equal_specs(first: Sample, second: Sample) -> None:
-    parts = [first.batch, second.batch]
-    if first.steps == second.steps and first.info == second.info:
-        assert TemporalDictTensor.cat(parts).n_elems() == sum(part.n_elems() for part in parts)
-    else:
-        with pytest.raises(SpecError):
-            TemporalDictTensor.cat(parts)
 
 
 @few
@@ -407,20 +350,6 @@ def test_set_needs_the_same_rows_and_steps(
 
 
 @few
-@given(samples(), st.data())
-def test_get_and_sum_take_keys_apart_and_together(sample: Sample, data: st.DataObject) -> None:
-    left = data.draw(st.lists(st.sampled_from(list(sample.steps)), unique=True))
-    right = [key for key in sample.steps if key not in left]
-    both = sample.batch.get(left) + sample.batch.get(right)
-    model = [
-        row._replace(steps={key: row.steps[key] for key in left + right})
-        for row in model_of(sample.batch)
-    ]
-    steps = {key: sample.steps[key] for key in left + right}
-    check(both, model, steps, sample.info, sample.n_timesteps)
-
-
-@few
 @given(samples(min_n=1), st.integers(0, 7), st.data())
 def test_copy_is_assignment_of_rows(sample: Sample, n_timesteps: int, data: st.DataObject) -> None:
     target, n = sample.batch, sample.batch.n_elems()
@@ -456,18 +385,10 @@ def _rows_backwards(batch: TemporalDictTensor, model: list[Row]) -> Any:
     return batch[torch.tensor(order, dtype=torch.int64)], [model[i] for i in order]
 
 
-def _without_short_rows(batch: TemporalDictTensor, model: list[Row]) -> Any:
-    return batch[batch.lengths > 1], [row for row in model if row.length > 1]
-
-
 def _without_first_step(batch: TemporalDictTensor, model: list[Row]) -> Any:
     last = batch.n_timesteps()
     start = min(1, last)
     return batch.temporal_slice(start, last), [cut(row, start, last) for row in model]
-
-
-def _twice(batch: TemporalDictTensor, model: list[Row]) -> Any:
-    return TemporalDictTensor.cat([batch, batch]), model + model
 
 
 def _through_transitions(batch: TemporalDictTensor, model: list[Row]) -> Any:
@@ -492,9 +413,7 @@ def _apart_and_together(batch: TemporalDictTensor, model: list[Row]) -> Any:
 
 operations: list[Callable[..., Any]] = [
     _rows_backwards,
-    _without_short_rows,
     _without_first_step,
-    _twice,
     _through_transitions,
     _first_over_last,
     _apart_and_together,
@@ -510,3 +429,94 @@ def test_chains_of_operations(sample: Sample, chain: list[Callable[..., Any]]) -
             break
         batch, model = operation(batch, model)
         check(batch, model, sample.steps, sample.info, batch.n_timesteps())
+
+
+# DictTensor: what it does in its own way
+
+
+def rows_of(batch: DictTensor) -> list[dict[str, Any]]:
+    """The rows of a batch as plain Python values."""
+    columns = {key: tensor.tolist() for key, tensor in batch.items()}
+    return [{key: columns[key][row] for key in columns} for row in range(batch.n_elems())]
+
+
+def batch_of(specs: Specs, n: int, seed: int) -> DictTensor:
+    return make({}, specs, [0] * n, 0, seed).info
+
+
+specs = st.dictionaries(
+    st.sampled_from(["frame", "action", "_frame"]), st.tuples(dtypes, shapes), min_size=1
+)
+sizes = st.integers(0, 5)
+
+
+@few
+@given(specs, sizes, seeds, st.integers(-6, 6), st.integers(-6, 6))
+def test_rows_of_a_dict_tensor(wanted: Specs, n: int, seed: int, row: int, stop: int) -> None:
+    batch = batch_of(wanted, n, seed)
+    model = rows_of(batch)
+    assert rows_of(batch.slice(row, stop)) == model[row:stop]
+    assert [rows_of(part) for part in batch.unfold()] == [[expected] for expected in model]
+    if -n <= row < n:
+        assert {key: tensor.tolist() for key, tensor in batch[row].items()} == model[row]
+        assert rows_of(batch[torch.tensor([row, 0])]) == [model[row], model[0]]
+    else:
+        for selection in (row, torch.tensor([row])):
+            with pytest.raises(IndexError):
+                batch.index(selection)
+
+
+@few
+@given(specs, specs, sizes, sizes, seeds, st.sampled_from(["", "_", "info/", "zzz"]))
+def test_set_sum_and_prefixes(
+    first: Specs, second: Specs, n: int, m: int, seed: int, prefix: str
+) -> None:
+    left, right = batch_of(first, n, seed), batch_of(second, m, seed + 9)
+    longer = left.prepend_key(prefix)
+    assert list(longer) == [prefix + key for key in first]
+    assert dict(longer.truncate_key(prefix)) == dict(left)
+    assert list(left.truncate_key("_")) == [key[1:] for key in first if key.startswith("_")]
+    if n != m or set(first) & set(second):
+        with pytest.raises(SpecError):
+            left + right
+    else:
+        rows = zip(rows_of(left), rows_of(right), strict=True)
+        assert rows_of(left + right) == [{**a, **b} for a, b in rows]
+    for key, tensor in right.items():
+        if n != m:
+            with pytest.raises(SpecError):
+                left.set(key, tensor)
+        else:
+            left.set(key, tensor)
+            assert left[key] is tensor
+
+
+@few
+@given(specs, seeds, st.lists(st.booleans(), max_size=5), st.sampled_from(["bool", "int", "float"]))
+def test_masked_takes_whole_rows(wanted: Specs, seed: int, mask: list[bool], kind: str) -> None:
+    zeroth, first = (batch_of(wanted, len(mask), seed + number) for number in (0, 9))
+    is_first = torch.tensor(mask, dtype={"bool": torch.bool, "int": torch.int64}.get(kind))
+    rows = zip(rows_of(zeroth), rows_of(first), mask, strict=True)
+    expected = [b if takes_first else a for a, b, takes_first in rows]
+    chosen = masked_dicttensor(zeroth, first, is_first)
+    assert rows_of(chosen) == expected
+    assert chosen.specs() == zeroth.specs()
+    for key, tensor in zeroth.items():
+        assert torch.equal(masked_tensor(tensor, first[key], is_first), chosen[key])
+
+
+@few
+@given(specs, st.integers(1, 5), st.integers(1, 5), seeds, st.data())
+def test_copy_of_a_dict_tensor(
+    wanted: Specs, n: int, m: int, seed: int, data: st.DataObject
+) -> None:
+    target, source = batch_of(wanted, n, seed), batch_of(wanted, m, seed + 9)
+    write = data.draw(st.lists(st.integers(-n, -1), unique=True))
+    read = data.draw(st.lists(st.integers(-m, m - 1), min_size=len(write), max_size=len(write)))
+    expected, rows = rows_of(target), rows_of(source)
+    for destination, origin in zip(write, read, strict=True):
+        expected[destination] = rows[origin]
+    indexes = [torch.tensor(rows, dtype=torch.int64) for rows in (read, write)]
+    target.copy_(source, *indexes)
+    assert rows_of(target) == expected
+    assert rows_of(source) == rows

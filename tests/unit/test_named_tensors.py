@@ -1,0 +1,577 @@
+"""DictTensor, TemporalDictTensor and masks: views and copies, errors, pickles, pytrees, cost.
+
+What rows and steps are selected is compared with a model in the property tests.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlpool import (
+    DictTensor,
+    MonoThreadEpisodeBatcher,
+    SpecError,
+    TemporalDictTensor,
+    masked_dicttensor,
+    masked_tensor,
+)
+
+from support.agents import ConstantAgent
+from support.envs import create_counting
+
+LENGTHS = [3, 1, 0, 5]
+T = 5
+ZERO = torch.zeros
+ONE = torch.tensor([0])
+META = torch.zeros(2, 3, device="meta")
+
+
+def batch_of(n: int = 4) -> DictTensor:
+    """Row i holds i in every key."""
+    number = torch.arange(n)
+    frame = number.float().unsqueeze(1).expand(n, 3).clone()
+    return DictTensor({"frame": frame, "action": number.clone(), "is_new": number % 2 == 0})
+
+
+def steps_of(lengths: list[int] = LENGTHS, n_timesteps: int = T) -> TemporalDictTensor:
+    """Step t of row b has the value ``100 * (1 + b) + t``; ``info`` has ``1 + b``."""
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    task = torch.arange(1, 1 + len(sizes))
+    time = torch.arange(n_timesteps)
+    action = (100 * task.unsqueeze(1) + time) * (time < sizes.unsqueeze(1))
+    frame = action.float().unsqueeze(2).expand(-1, -1, 2).clone()
+    return TemporalDictTensor({"frame": frame, "action": action}, sizes, {"task": task})
+
+
+def address(tensor: Any) -> int:
+    return int(tensor.data_ptr())
+
+
+both = pytest.mark.parametrize("make", [batch_of, steps_of])
+
+
+# Dicts of tensors that are not copied -------------------------------------------------------------
+
+
+@both
+def test_constructors_and_copies_take_the_dict_and_share_the_tensors(make: Any) -> None:
+    batch = make()
+    given = dict(batch)
+    again = type(batch)(given)
+    given["more"] = ZERO(7)
+    for other in (again, type(batch)(batch), copy.copy(batch), batch.get(list(batch))):
+        assert list(other) == list(other.keys()) == list(batch)
+        assert all(other[key] is batch[key] for key in batch)
+        other.set("new", ZERO(4, T))
+        assert "new" in other
+        assert "new" not in batch
+    assert next(iter(batch.values())) is dict(batch.items())["frame"]
+    assert 0 not in batch
+    assert not hasattr(batch, "__dict__")
+    with pytest.raises(KeyError, match=r"no key 'reward', there are \['frame', 'action'"):
+        batch["reward"]
+
+
+def test_lengths_and_info_belong_to_the_batch() -> None:
+    assert TemporalDictTensor({"x": ZERO(2, 3)}).lengths.tolist() == [3, 3]
+    assert TemporalDictTensor({"x": ZERO(2, 3)}).info.empty()
+    batch = steps_of()
+    for name in ("lengths", "info"):
+        with pytest.raises(AttributeError):
+            setattr(batch, name, None)
+    kept = batch.get(["action"])
+    assert kept.lengths.tolist() == LENGTHS
+    for other in (kept, copy.copy(batch)):
+        other.info.set("more", ZERO(4))
+        assert list(batch.info) == ["task"]
+
+
+def test_without_keys() -> None:
+    for empty in (DictTensor(), DictTensor(None), DictTensor({}), DictTensor.cat([])):
+        assert empty.empty()
+        assert empty.n_elems() == 0
+        assert empty.device() is None
+        assert empty.specs() == {}
+        assert empty.unfold() == []
+        for rows in (0, slice(0, 2), torch.tensor([5]), torch.ones(3, dtype=torch.bool)):
+            assert empty[rows].empty()
+    keyless = steps_of().get([])  # there are still rows
+    assert (keyless.n_elems(), keyless.n_timesteps()) == (4, 5)
+    assert [row.lengths.tolist() for row in keyless.unfold()] == [[3], [1], [0], [5]]
+    keyless.set("x", ZERO(4, 6))
+    assert keyless.n_timesteps() == 6
+    unsized = TemporalDictTensor({})
+    assert unsized.full()
+    unsized.set("x", ZERO(2, 3))
+    assert unsized.lengths.tolist() == [3, 3]
+    assert TemporalDictTensor.cat([]).n_elems() == 0
+
+
+def test_what_is_a_view_and_what_a_copy() -> None:
+    batch, steps = batch_of(), steps_of()
+    row, frame = address(batch["frame"][2]), steps["frame"]
+    views = [(part, row) for part in (batch[2], batch[-2], batch.slice(2), batch[2:], batch[2::2])]
+    views += [(batch.unfold()[2], row), (batch[np.int64(2)], row), (batch[torch.tensor(2)], row)]
+    views += [(part, address(frame[1])) for part in (steps[1], steps.slice(1), steps[1:3])]
+    views += [(steps.unfold()[1], address(frame[1])), (steps.shorten(), address(frame))]
+    views += [(steps.temporal_slice(1, 4), address(frame[0, 1]))]
+    views += [(steps.temporal_index(1), address(frame[0, 1]))]
+    for part, expected in views:
+        assert address(part["frame"]) == expected
+    rows = torch.tensor([0, 1, 2, 3], dtype=torch.int32)
+    copies: list[Any] = [part[rows] for part in (batch, steps)]
+    copies += [part[rows >= 0] for part in (batch, steps)]
+    copies += [part.clone() for part in (batch, steps)]
+    copies += [copy.deepcopy(part) for part in (batch, steps)]
+    copies += [DictTensor.cat([batch]), TemporalDictTensor.cat([steps]), steps.expand(4)]
+    for copied in copies:
+        copied["frame"].zero_()
+        if isinstance(copied, TemporalDictTensor):
+            copied.lengths.zero_()
+            copied.info["task"].zero_()
+    full = steps_of([5, 5])
+    for flat in (full.flatten(), full.temporal_multi_index(full.lengths - 1)):
+        flat["frame"].zero_()
+    packed = {"x": torch.ones(3)}
+    TemporalDictTensor.from_packed(packed, torch.tensor([1, 2]))["x"].zero_()
+    assert torch.equal(batch["frame"], batch_of()["frame"])
+    assert torch.equal(steps["frame"], steps_of()["frame"])
+    assert torch.equal(steps.info["task"], steps_of().info["task"])
+    assert steps.lengths.tolist() == LENGTHS
+    assert full["frame"].all()
+    assert packed["x"].all()
+
+
+def test_copying_rows_keeps_the_storage_and_reads_before_it_writes() -> None:
+    steps = steps_of()
+    before = address(steps["frame"]), address(steps.lengths)
+    steps.copy_(steps, torch.arange(4), torch.tensor([3, 2, 1, 0]))
+    assert steps["action"].tolist() == steps_of()["action"].flip(0).tolist()
+    assert steps.lengths.tolist() == LENGTHS[::-1]
+    assert (address(steps["frame"]), address(steps.lengths)) == before
+    batch, source = batch_of(), batch_of(2)
+    source.set("more", ZERO(2))  # further keys of the source do not matter
+    batch.copy_(source, torch.tensor([True, True]), torch.tensor([False, False, True, True]))
+    assert batch["action"].tolist() == [0, 1, 0, 1]
+    DictTensor().copy_(batch, ONE, ONE)
+
+
+def test_a_single_trajectory_knows_its_time_and_has_no_rows() -> None:
+    row = steps_of()[0]
+    assert (row.lengths.item(), row.info["task"].item(), row.n_timesteps()) == (3, 1, 5)
+    assert row.mask().tolist() == [1, 1, 1, 0, 0]
+    assert row.shorten()["action"].tolist() == [100, 101, 102]
+    assert row.temporal_slice(1, 5).lengths.item() == 2
+    assert row.temporal_index(2)["frame"].tolist() == [102, 102]
+    assert row.specs() == steps_of().specs()
+    assert pickle.loads(pickle.dumps(row.clone())).lengths.item() == 3
+    for call in (
+        *(row.n_elems, row.unfold, row.flatten, lambda: row[0], lambda: row.slice(0)),
+        *(lambda: row.expand(3), lambda: row.set("x", ZERO(5))),
+        *(lambda: row.temporal_multi_index(ONE), lambda: row.masked_temporal_index(0)),
+        *(lambda: row.copy_(steps_of(), ONE, ONE), lambda: TemporalDictTensor.cat([row, row])),
+    ):
+        with pytest.raises(SpecError, match="no batch dimension"):
+            call()
+
+
+def test_scalars_are_accepted_and_have_no_rows() -> None:
+    losses = DictTensor({"loss": torch.tensor(0.5), "x": ZERO(2)})
+    assert losses.n_elems() == 2
+    assert losses.get(["loss"]).n_elems() == 0
+    for select in (
+        *(lambda: losses[0], lambda: losses[:1], lambda: losses[ONE], losses.unfold),
+        *(lambda: DictTensor.cat([losses]), lambda: losses.copy_(losses.clone(), ONE, ONE)),
+        lambda: masked_dicttensor(losses, losses, torch.ones(2)),
+    ):
+        with pytest.raises(SpecError, match="key 'loss' is 0-d"):
+            select()
+
+
+# What does not fit is refused, by name ------------------------------------------------------------
+
+X = DictTensor({"x": ZERO(2, 3)})
+XT = TemporalDictTensor({"x": ZERO(2, 3)})
+
+
+def lengths_are(*lengths: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: TemporalDictTensor({"a": ZERO(2, 3)}, torch.tensor(lengths, **options))
+
+
+def info_is(tensor: Any) -> Callable[[], Any]:
+    return lambda: TemporalDictTensor({"a": ZERO(2, 3)}, None, {"w": tensor})
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "rows": (
+        lambda: DictTensor({"a": ZERO(2, 5), "b": ZERO(3)}),
+        r"'b' is float32 \[3\], key 'a' is float32 \[2, 5\]",
+    ),
+    "rows after a scalar": (
+        lambda: DictTensor({"a": torch.tensor(0), "b": ZERO(2), "c": ZERO(3)}),
+        r"'c' is float32 \[3\], key 'b' is float32 \[2\]",
+    ),
+    "device": (lambda: DictTensor({"a": ZERO(2), "b": META}), r"'b' .* on meta, key 'a'"),
+    "device of a scalar": (lambda: DictTensor({"a": torch.tensor(0), "b": META}), "on meta"),
+    "number": (lambda: DictTensor({"a": 1.0}), r"key 'a' is float 1.0, not a tensor"),  # type: ignore[dict-item]
+    "array": (lambda: DictTensor({"a": np.zeros(2)}), "key 'a' is .* not a tensor"),  # type: ignore[dict-item]
+    "key": (lambda: DictTensor({3: ZERO(2)}), "key 3 is no string"),  # type: ignore[dict-item]
+    "no time": (lambda: TemporalDictTensor({"a": ZERO(2)}), r"'a' is float32 \[2\]"),
+    "time": (lambda: TemporalDictTensor({"a": ZERO(2, 3), "b": ZERO(2, 4)}), "'b' .* key 'a' is"),
+    "float lengths": (lengths_are(1.0, 2.0), "are float32"),
+    "int32 lengths": (lengths_are(1, 2, dtype=torch.int32), "are int32"),
+    "few lengths": (lengths_are(1), r"int64 \[1\] for"),
+    "long lengths": (lengths_are(0, 4), "from 0 to 4, T is 3"),
+    "negative lengths": (lengths_are(-1, 3), "from -1 to 3"),
+    "lengths elsewhere": (lengths_are(1, 1, device="meta"), "on meta for"),
+    "rows of info": (info_is(ZERO(3)), r"info key 'w' is float32 \[3\], lengths are int64 \[2\]"),
+    "scalar info": (info_is(torch.tensor(0.0)), "info key 'w'"),
+    "info elsewhere": (info_is(META), "info key 'w' is .* on meta"),
+    "packed": (
+        lambda: TemporalDictTensor.from_packed({"x": ZERO(3)}, torch.tensor([1, 1])),
+        "add up to 2",
+    ),
+    "packed lengths": (
+        lambda: TemporalDictTensor.from_packed({"x": ZERO(3)}, torch.tensor([4, -1])),
+        "from -1 to 4",
+    ),
+    "packed elsewhere": (
+        lambda: TemporalDictTensor.from_packed({"x": META[0]}, torch.tensor([1, 2])),
+        "on meta",
+    ),
+    "get": (lambda: X.get("x"), r"pass \['x'\]"),
+    "copy keys": (lambda: X.copy_(X.get([]), ONE, ONE), "'x': source has"),
+    "set rows": (lambda: batch_of().set("r", ZERO(5)), "'r' is .* key 'frame' is"),
+    "set the only one": (lambda: X.clone().set("x", ZERO(5)), "'x'"),
+    "set steps": (lambda: XT.clone().set("x", ZERO(2, 4)), "'x'"),
+    "set without time": (lambda: XT.clone().set("y", ZERO(2)), "'y'"),
+    "set steps elsewhere": (lambda: XT.clone().set("y", META), "'y' .* on meta"),
+    "set first steps": (lambda: XT.get([]).set("y", ZERO(2, 2)), "from 3 to 3, T is 2"),
+    "cat keys": (lambda: DictTensor.cat([X, X.get([])]), "'x': part 1 has"),
+    "cat more keys": (
+        lambda: DictTensor.cat([X, X + DictTensor({"y": ZERO(2)})]),
+        "'y': part 1",
+    ),
+    "cat shape": (
+        lambda: DictTensor.cat([X, DictTensor({"x": ZERO(2, 4)})]),
+        r"'x' is float32 \[2, 4\] in part 1",
+    ),
+    "cat dimensions": (lambda: DictTensor.cat([X, DictTensor({"x": ZERO(0)})]), "in part 1"),
+    "cat dtype": (lambda: DictTensor.cat([X, DictTensor({"x": ZERO(2, 3).int()})]), "int32"),
+    "cat device": (lambda: DictTensor.cat([X, DictTensor({"x": META})]), "on meta in part 1"),
+    "cat of others": (lambda: DictTensor.cat([XT]), "pass a list of DictTensor"),  # type: ignore[list-item]
+    "cat of one": (lambda: DictTensor.cat(X), "pass a list of DictTensor"),  # type: ignore[arg-type]
+    "cat of info": (
+        lambda: TemporalDictTensor.cat([XT, TemporalDictTensor({"x": ZERO(2, 3)}, None, X)]),
+        "'x': the info of part 1",
+    ),
+    "sum": (lambda: X + X, r"both sides have the keys \['x'\]"),
+    "sum of rows": (lambda: X + DictTensor({"y": ZERO(5)}), "'y' is float32"),
+    "sum of lengths": (
+        lambda: XT + TemporalDictTensor({"y": ZERO(2, 3)}, torch.tensor([3, 1])),
+        "lengths differ",
+    ),
+    "sum of steps": (
+        lambda: XT + TemporalDictTensor({"y": ZERO(2, 4)}, torch.tensor([3, 3])),
+        "'y'",
+    ),
+    "sum of infos": (
+        lambda: (
+            steps_of() + TemporalDictTensor({}, torch.tensor(LENGTHS), {"task": torch.arange(4)})
+        ),
+        "info key 'task' differs",
+    ),
+    "copy of fewer rows": (
+        lambda: X.copy_(X, ONE, torch.tensor([0, 1])),
+        "1 source rows for 2 destination rows",
+    ),
+    "copy by int": (lambda: X.copy_(X, 0, ONE), "use an int64 tensor"),  # type: ignore[arg-type]
+    "copy of a dtype": (lambda: X.copy_(DictTensor({"x": ZERO(2, 3).int()}), ONE, ONE), "int32"),
+    "copy without info": (
+        lambda: steps_of().copy_(TemporalDictTensor(steps_of(), None), ONE, ONE),
+        "'task': the info of source has",
+    ),
+    "copy of longer ones": (
+        lambda: steps_of().copy_(steps_of([8], 9), ONE, ONE),
+        "a trajectory of 8 steps does not fit into 5",
+    ),
+    "expand": (lambda: XT.expand(1), "cannot expand 2 rows to 1"),
+    "slice of time": (lambda: XT.temporal_slice(1, 4), "steps 1 to 4 are not within 0 to 3"),
+    "step": (lambda: XT.temporal_index(-1), "step -1 is not within 0 to 2"),
+    "masked step": (lambda: XT.masked_temporal_index(3), "step 3 is not within 0 to 2"),
+    "steps": (lambda: XT.temporal_multi_index(torch.tensor([0, 3])), "step 3 is not within"),
+    "too few steps": (lambda: XT.temporal_multi_index(ONE), r"use an int64 \[2\]"),
+    "float steps": (lambda: XT.temporal_multi_index(ZERO(2)), r"use an int64 \[2\]"),
+    "flat keys": (
+        lambda: TemporalDictTensor({"x": ZERO(2, 3)}, None, X).flatten(with_info=True),
+        "both sides",
+    ),
+    "masked shape": (lambda: masked_tensor(ZERO(2, 3), ZERO(2, 1), torch.ones(2)), "'tensor'"),
+    "masked dtype": (lambda: masked_tensor(ZERO(2), ZERO(2).int(), torch.ones(2)), "int32"),
+    "masked keys": (lambda: masked_dicttensor(X, X.get([]), torch.ones(2)), "'x': the second has"),
+    "mask rows": (lambda: masked_tensor(ZERO(2), ZERO(2), torch.ones(1)), "the mask is"),
+    "mask elements": (lambda: masked_tensor(ZERO(2, 3), ZERO(2, 3), torch.ones(2, 3)), "mask is"),
+    "mask numbers": (lambda: masked_tensor(ZERO(2), ZERO(2), torch.tensor([2, 1])), "other than 0"),
+    "mask list": (lambda: masked_tensor(ZERO(2), ZERO(2), [True, False]), "the mask is list"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(case: str) -> None:
+    call, message = REFUSED[case]
+    with pytest.raises(SpecError, match=message):
+        call()
+    assert list(X) == list(XT) == ["x"]
+    assert X["x"].shape == XT["x"].shape == (2, 3)
+
+
+@both
+@pytest.mark.parametrize(
+    "rows",
+    [
+        *(torch.tensor([True, False]), torch.ones(5, dtype=torch.bool), torch.tensor(True)),
+        *(torch.ones(4, 3, dtype=torch.bool), torch.ones(4, dtype=torch.uint8), torch.tensor([])),
+        *(torch.tensor([[0, 1]]), True, None, 1.0, [0, 1], (0, 1), slice(None, None, -1)),
+    ],
+    ids=repr,
+)
+def test_other_selections_are_refused(make: Any, rows: Any) -> None:
+    with pytest.raises(SpecError, match="cannot select from 4 rows"):
+        make()[rows]
+
+
+@pytest.mark.parametrize("row", [4, -5, torch.tensor([0, 4]), torch.tensor([-5])], ids=repr)
+def test_a_row_that_does_not_exist_raises_and_nothing_is_written(row: Any) -> None:
+    # torch checks no index where there are no values
+    for batch in (batch_of(), DictTensor({"x": ZERO(4, 0)}), steps_of(), steps_of().get([])):
+        with pytest.raises(IndexError):
+            batch[row]
+    if isinstance(row, torch.Tensor):
+        batch, good = batch_of(), torch.arange(len(row))
+        for read, write in ((row, good), (good, row)):
+            with pytest.raises(IndexError, match="does not exist, there are 4"):
+                batch.copy_(DictTensor(batch_of()), read, write)
+        assert batch["action"].tolist() == [0, 1, 2, 3]
+
+
+@both
+def test_a_sum_with_something_else_is_a_type_error(make: Any) -> None:
+    with pytest.raises(TypeError):
+        make() + {"x": ZERO(4)}
+
+
+# Values -------------------------------------------------------------------------------------------
+
+
+def test_masks_do_no_arithmetic() -> None:
+    ugly = torch.tensor([float("inf"), float("nan"), -0.0, 1e-45])
+    plain = torch.ones(4)
+    assert torch.equal(masked_tensor(ugly, plain, torch.ones(4)), plain)
+    kept = masked_tensor(ugly, plain, ZERO(4))
+    assert kept.view(torch.int32).tolist() == ugly.view(torch.int32).tolist()
+    large = torch.tensor([2**53 + 1, -(2**62) - 1])  # float32 and float64 would round them
+    assert torch.equal(masked_tensor(large, -large, torch.tensor([1, 0])), -large.abs())
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param(lambda block: block[:, 1 : T + 1], id="slots with one more row"),
+        pytest.param(lambda block: block[::2, :T], id="every other row"),
+        pytest.param(lambda block: block[:, :T].transpose(2, 3), id="transposed features"),
+        pytest.param(lambda block: block.transpose(0, 1).clone().transpose(0, 1)[:, :T], id="T B"),
+        pytest.param(lambda block: block[:1, :T].expand(4, -1, -1, -1), id="one row repeated"),
+        pytest.param(lambda block: block[:, :1].expand(-1, T, -1, -1), id="one step repeated"),
+        pytest.param(lambda block: block[:, :, 0, 0].unfold(1, 3, 1)[:, :T], id="windows"),
+        pytest.param(lambda block: block[:, :T].requires_grad_(), id="with gradients"),
+        pytest.param(lambda block: block[:, :T, :0], id="no features"),
+        pytest.param(lambda block: block[:, ::3], id="pitch that is no multiple of a step"),
+    ],
+)
+def test_steps_are_found_in_any_memory_layout(view: Callable[[Any], Any]) -> None:
+    tensor = view(torch.arange(8 * 10 * 2 * 3.0).view(8, 10, 2, 3))
+    lengths = torch.arange(tensor.shape[0]) % (tensor.shape[1] + 1)
+    batch = TemporalDictTensor({"x": tensor}, lengths)
+    expected = [tensor[b, t] for b, length in enumerate(lengths.tolist()) for t in range(length)]
+    assert torch.equal(batch.flatten()["x"], torch.stack(expected))
+    last = (lengths - 1).clamp(min=0)
+    expected = [tensor[b, t] for b, t in enumerate(last.tolist())]
+    assert torch.equal(batch.temporal_multi_index(last)["x"], torch.stack(expected))
+
+
+def test_gradients_pass() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    DictTensor({"x": weight * 2})[torch.tensor([0, 0, -1])]["x"].sum().backward()
+    weights = torch.ones(2, 3, requires_grad=True)
+    TemporalDictTensor({"x": weights * 2}, torch.tensor([2, 0])).flatten()["x"].sum().backward()
+    assert weight.grad is not None
+    assert weights.grad is not None
+    assert weight.grad.tolist() == [4, 0, 2]
+    assert weights.grad.tolist() == [[2, 2, 0], [0, 0, 0]]
+
+
+@both
+def test_to_moves_everything_or_is_the_same_object(make: Any) -> None:
+    batch = make()
+    assert batch.to("cpu") is batch
+    moved = batch.to("meta")
+    assert moved.device() == torch.device("meta")
+    assert all(leaf.is_meta for leaf in _pytree.tree_leaves(moved))
+    assert moved.specs() == batch.specs()
+    assert steps_of().get([]).to("meta").lengths.is_meta
+    with pytest.raises(SpecError, match="cannot move to the device 'nowhere'"):
+        batch.to("nowhere")
+
+
+# Pickles, pytrees, printing -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        DictTensor({"x": torch.arange(8000.0).view(1000, 8)[-4:]}),
+        DictTensor({"x": torch.arange(8000.0).view(1000, 8)[::250]}),
+        DictTensor({"x": torch.arange(8000.0).view(1000, 8)[:, :1].expand(1000, 8)[:4]}),
+        steps_of([10] * 1000, 10)[3:5].temporal_slice(0, 4),
+    ],
+    ids=["last rows", "every 250th row", "expanded", "trajectories"],
+)
+def test_a_view_pickles_its_values_and_not_the_storage(view: Any) -> None:
+    file = io.BytesIO()
+    torch.save(view, file)
+    assert len(pickle.dumps(view)) < 4000  # the blocks have 32,000 bytes or more
+    assert file.tell() < 8000
+    file.seek(0)
+    for again in (pickle.loads(pickle.dumps(view)), torch.load(file, weights_only=True)):
+        for one, other in zip(_pytree.tree_leaves(again), _pytree.tree_leaves(view), strict=True):
+            assert torch.equal(one, other)
+            one.add_(1)  # has its own memory for every value
+
+
+def test_pickles_keep_gradients_rows_and_what_tree_map_made() -> None:
+    weights = ZERO(10, requires_grad=True)
+    assert pickle.loads(pickle.dumps(DictTensor({"w": weights[:2]})))["w"].requires_grad
+    assert pickle.loads(pickle.dumps(batch_of()[3]))["frame"].tolist() == [3, 3, 3]
+    assert pickle.loads(pickle.dumps(DictTensor())).empty()
+    shapes = _pytree.tree_map(lambda tensor: tensor.ndim, batch_of())
+    assert "int" in repr(shapes)
+    assert dict(pickle.loads(pickle.dumps(shapes))) == {"frame": 2, "action": 1, "is_new": 1}
+
+
+LOADS = """
+import sys
+import torch
+try:
+    torch.load(sys.argv[1], weights_only=True)
+except Exception as error:
+    print(error, file=sys.stderr)
+import rlpool
+saved = torch.load(sys.argv[1], weights_only=True)
+print(saved["trajectories"]["_frame"].sum().item(), saved["epoch"])
+print(saved["trajectories"].info["seed"].tolist() == saved["info"]["seed"].tolist())
+"""
+
+
+def test_a_saved_result_is_loaded_by_a_process_that_has_imported_rlpool(tmp_path: Path) -> None:
+    file = tmp_path / "result.pt"
+    with MonoThreadEpisodeBatcher(ConstantAgent, {}, create_counting, {}, seeds=1) as batcher:
+        batcher.execute(3)
+        result = batcher.get()
+        assert result is not None
+    torch.save({"trajectories": result, "info": result.info, "epoch": 3}, file)
+    command = [sys.executable, "-c", LOADS, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == f"{result['_frame'].sum().item()} 3\nTrue\n", done.stderr
+    # Without it torch says what is missing.
+    assert re.search(r"rlpool\.data\.(.|\n)*add_safe_globals", done.stderr)
+
+
+def test_both_are_pytrees() -> None:
+    for batch, paths in (
+        (batch_of(), ["['frame']", "['action']", "['is_new']"]),
+        (steps_of(), [".steps['frame']", ".steps['action']", ".lengths", ".info['task']"]),
+    ):
+        leaves, spec = _pytree.tree_flatten(batch)
+        again = _pytree.tree_unflatten(leaves, spec)
+        assert type(again) is type(batch)
+        assert all(again[key] is batch[key] for key in batch)
+        found = [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(batch)[0]]
+        assert found == paths
+        assert _pytree.treespec_loads(_pytree.treespec_dumps(spec)) == spec
+    sums = torch.vmap(lambda row: row["frame"].sum() + row["action"])(batch_of())
+    assert sums.tolist() == [0, 4, 8, 12]
+
+
+def test_printing_shows_key_shape_and_dtype() -> None:
+    assert repr(steps_of()).splitlines() == [
+        "TemporalDictTensor",
+        "  key        shape      dtype",
+        "  frame      [4, 5, 2]  float32",
+        "  action     [4, 5]     int64",
+        "  lengths    [4]        int64",
+        "  info/task  [4]        int64",
+    ]
+    assert repr(batch_of()).splitlines()[3] == "  action  [4]     int64"
+    assert repr(DictTensor()) == "DictTensor(empty)"
+
+
+def test_tensordicts_share_the_tensors() -> None:
+    tensordict = pytest.importorskip("tensordict")
+    for batch, size in ((batch_of(), (4,)), (batch_of()[1], ()), (steps_of(), (4,))):
+        converted = batch.to_tensordict()
+        assert converted.batch_size == size
+        again = type(batch).from_tensordict(converted)
+        pairs = zip(_pytree.tree_leaves(again), _pytree.tree_leaves(batch), strict=True)
+        assert all(address(one) == address(other) for one, other in pairs)
+    assert DictTensor.from_tensordict(DictTensor().to_tensordict()).empty()
+    nested = tensordict.TensorDict({"a": ZERO(2), "b": {"c": ZERO(2, 3)}}, batch_size=[2])
+    assert set(DictTensor.from_tensordict(nested)) == {"a", "b/c"}
+    part = steps_of().to_tensordict().exclude("info")[:2]
+    assert TemporalDictTensor.from_tensordict(part).info.empty()
+    with pytest.raises(SpecError, match="it needs steps"):
+        TemporalDictTensor.from_tensordict(part["steps"])
+
+
+class CountingOps(TorchDispatchMode):
+    """Counts tensor operations."""
+
+    n_ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n_ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda batch: (batch.mask(), batch.full(), batch.shorten(), batch.expand(100)),
+        lambda batch: (batch.flatten(with_info=True), batch[batch.lengths > 2]),
+        lambda batch: (batch.temporal_slice(1, 3), batch.masked_temporal_index(1)),
+        lambda batch: batch.temporal_multi_index(batch.lengths - 1),
+        lambda batch: TemporalDictTensor.cat([batch, batch.shorten()]),
+        lambda batch: batch.copy_(batch, batch.lengths > 2, batch.lengths > 2),
+        lambda batch: TemporalDictTensor.from_packed(batch.flatten(), batch.lengths),
+    ],
+)
+def test_cost_is_in_tensor_operations_whatever_the_size(method: Callable[[Any], Any]) -> None:
+    counts = []
+    for n_elems, n_timesteps in ((4, 5), (40, 50)):
+        with CountingOps() as counting:
+            method(steps_of([1 + b % (n_timesteps - 1) for b in range(n_elems)], n_timesteps))
+        counts.append(counting.n_ops)
+    assert counts[0] == counts[1]
