@@ -23,15 +23,13 @@ from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.memory.storage import Array
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.failures import described
-from rlpool.record.repeat import Divergence, batch_of, repeat
+from rlpool.record.repeat import Divergence, Reached, batch_of, repeat
 from rlpool.record.tape import REWARD, Tape
 from rlpool.seeding import N_SEEDS
 from rlpool.signatures import called_with_seed
 from rlpool.specs import TensorSpec
 
 _LOG = logging.getLogger("rlpool")
-
-_AGENT_CALLS = ("agent", "initial_state")
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,68 +110,50 @@ def replay_crash(
         )
     with seeded_generators(capsule.worker_seed):
         env, lane = _environment(capsule, create_env, dict(env_args or {}))
-        repetition = _Repetition(capsule, env, lane)
-        failure = repetition.run(stops_before=debug == "before")
-    if failure is None and capsule.call not in _AGENT_CALLS:
+        reached, failure = _repeated(capsule, env, lane, stops_before=debug == "before")
+    if failure is None and capsule.call in ("reset", "step"):
         env.close()
-        raise _no_failure(capsule, repetition)
-    if repetition.divergence is not None:
-        _LOG.warning("the replay went another way: %s", repetition.divergence)
+        raise _no_failure(capsule, reached)
+    if reached.divergence is not None:
+        _LOG.warning("the replay went another way: %s", reached.divergence)
     if failure is None:
-        return _replay(capsule, env, lane, repetition.divergence)
-    if repetition.n_done != len(capsule.rewards) or described(failure) not in capsule.error:
+        return _replay(capsule, env, lane, reached.divergence)
+    is_spec = isinstance(failure, SpecError)
+    told = str(failure).partition("\n")[0] if is_spec else described(failure)
+    if reached.n_steps != len(capsule.rewards) or told not in capsule.error:
         _LOG.warning("the replay failed in another way than the episode did: %s", capsule.error)
     if debug and debug != "before":
         pdb.post_mortem(failure.__traceback__)
     raise failure
 
 
-class _Repetition:
-    """One repetition of the episode of a capsule.
-
-    Attributes:
-        n_done: Steps made without a failure.
-        divergence: Where it went another way than the episode, ``None`` if it did not.
-        has_ended: Whether the episode ended before it could fail.
-    """
-
-    def __init__(self, capsule: CrashCapsule, env: VecEnv, lane: int) -> None:
-        self.n_done = 0
-        self.divergence: Divergence | None = None
-        self.has_ended = False
-        self._capsule = capsule
-        self._env = env
-        self._lane = lane
-
-    def run(self, *, stops_before: bool) -> BaseException | None:
-        """Repeat the episode; returns what the environment raised."""
-        try:
-            self._run(stops_before)
-        except LaneError as error:
-            is_own = error.__cause__ is None or isinstance(error, RlpoolError)
-            return error if is_own else error.__cause__
-        return None
-
-    def _run(self, stops_before: bool) -> None:
-        capsule, env, lane = self._capsule, self._env, self._lane
-        n_steps = len(capsule.rewards)
-        done = {key: array[:n_steps] for key, array in capsule.actions.items()}
-        chunks = [{**done, REWARD: capsule.rewards}] if n_steps else []
-        tape = Tape(capsule.seed or 0, capsule.options, 0, 0, chunks, capsule.observation)
+def _repeated(
+    capsule: CrashCapsule, env: VecEnv, lane: int, *, stops_before: bool
+) -> tuple[Reached, BaseException | None]:
+    """Repeat an episode; returns how far that was without failure, and what was raised then."""
+    n_steps = len(capsule.rewards)
+    done = {key: array[:n_steps] for key, array in capsule.actions.items()}
+    chunks = [{**done, REWARD: capsule.rewards}] if n_steps else []
+    tape = Tape(capsule.seed or 0, capsule.options, 0, 0, chunks, capsule.observation)
+    reached = Reached(0, False, None)
+    try:
         if stops_before and capsule.call == "reset":
             sys.breakpointhook()  # noqa: T100  (step into what follows)
-        for self.n_done, self.has_ended, self.divergence in repeat(env, lane, tape):
-            if not self.n_done:
+        for reached in repeat(env, lane, tape):
+            if not reached.n_steps:
                 _declare_actions(env, capsule.actions)
-            if self.has_ended:
-                ended = Divergence(self.n_done - 1, "the episode ended")
-                self.divergence = self.divergence or ended
-                return
+            if reached.has_ended:
+                ended = Divergence(reached.n_steps - 1, "done", "the episode ended")
+                return reached._replace(divergence=reached.divergence or ended), None
         if stops_before and capsule.call != "reset":
             sys.breakpointhook()  # noqa: T100  (step into the next line)
         if capsule.call == "step":
             failing = {key: array[n_steps] for key, array in capsule.actions.items()}
             env.step_lanes([lane], batch_of(failing, lane, env))
+    except LaneError as error:
+        is_own = error.__cause__ is None or isinstance(error, RlpoolError)
+        return reached, error if is_own else error.__cause__
+    return reached, None
 
 
 def _capsule_of(given: Any) -> CrashCapsule:
@@ -188,7 +168,7 @@ def _capsule_of(given: Any) -> CrashCapsule:
         given = given.capsule
     if not isinstance(given, CrashCapsule):
         raise SpecError(
-            f"{given!r} is no crash capsule",
+            f"{given!r} is not a crash capsule",
             fix="pass an error of rlpool, its capsule, or the path of a saved one",
         )
     if given.first_step:
@@ -251,30 +231,30 @@ def _declare_actions(env: VecEnv, actions: Mapping[str, Array]) -> None:
 
 def _replay(capsule: CrashCapsule, env: VecEnv, lane: int, divergence: Divergence | None) -> Replay:
     groups: dict[str, dict[str, torch.Tensor]] = {"observation": {}, "agent_info": {}, "state": {}}
-    for name, array in capsule.batch.items():
+    shown = {f"observation/{key}": array[None] for key, array in capsule.observation.items()}
+    has_all = any(name.startswith("observation/") for name in capsule.batch)
+    for name, array in {**({} if has_all else shown), **capsule.batch}.items():
         group, _, key = name.partition("/")
         groups[group][key] = torch.from_numpy(np.array(array))
-    observation = groups["observation"] or {
-        key: torch.from_numpy(np.array(array)[None]) for key, array in capsule.observation.items()
-    }
+    tensors = {group: DictTensor(named) if named else None for group, named in groups.items()}
     return Replay(
         env=env,
         lane=lane,
         step=len(capsule.rewards),
-        observation=DictTensor(observation),
-        agent_info=DictTensor(groups["agent_info"]) if groups["agent_info"] else None,
-        state=DictTensor(groups["state"]) if groups["state"] else None,
+        observation=tensors["observation"] or DictTensor({}),
+        agent_info=tensors["agent_info"],
+        state=tensors["state"],
         diverged_at=None if divergence is None else divergence.step,
     )
 
 
-def _no_failure(capsule: CrashCapsule, repetition: _Repetition) -> WorkerError:
+def _no_failure(capsule: CrashCapsule, reached: Reached) -> WorkerError:
     call = "reset" if capsule.call == "reset" else f"step {len(capsule.rewards)}"
     what = f"the episode did not fail again: {call} went through"
-    if repetition.has_ended:
+    if reached.has_ended:
         what = f"the episode did not fail again: it ended before {call}"
-    if repetition.divergence is not None:
-        what += f", and it went another way {repetition.divergence}"
+    if reached.divergence is not None:
+        what += f", and it went another way {reached.divergence}"
     return WorkerError(
         f"{what}. It had failed with: {capsule.error}",
         where=capsule.where,

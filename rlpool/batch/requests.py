@@ -18,7 +18,7 @@ from rlpool.errors import RlpoolError
 from rlpool.record.tape import WindowTapes
 from rlpool.seeding import LaneSeeds, episode_seeds
 from rlpool.slots.blocks import Block
-from rlpool.slots.trajectories import Glue, copied_slots, slots_in_place, trajectories_of
+from rlpool.slots.trajectories import Glue, slots_of, trajectories_of
 from rlpool.specs import join_key
 from rlpool.workers.payload import Packed, Payload
 
@@ -246,7 +246,7 @@ class EpisodeRequest(Request):
         table = np.asarray(chunks, np.int64)
         for chunk in np.unique(table[:, 2]):
             rows = table[table[:, 2] == chunk]
-            self._glue.add(rows[:, 0], int(chunk), copied_slots(block.arrays, rows[:, 1]))
+            self._glue.add(rows[:, 0], int(chunk), slots_of(block.arrays, rows[:, 1]))
         self._left_home[table[table[:, 2] == 0, 0]] = True
         self._arrived[table[table[:, 3] == 1, 0]] = True
         slots: list[int] = table[:, 1].tolist()
@@ -259,11 +259,11 @@ class EpisodeRequest(Request):
         """Views on the block; copies if chunks had to be glued."""
         block = self.running_block
         if self._glue is None:
-            part = slots_in_place(block.arrays, self.n_rows)
+            part = slots_of(block.arrays, slice(self.n_rows))
         else:
             at_home = np.flatnonzero(~self._left_home)
             if self._in_place and at_home.size:
-                self._glue.add(at_home, 0, copied_slots(block.arrays, at_home))
+                self._glue.add(at_home, 0, slots_of(block.arrays, at_home))
             part = self._glue.join()
         info = self._info(
             episode=torch.from_numpy(np.arange(self.n_rows)),
@@ -356,7 +356,7 @@ class WindowRequest(Request):
         self.lanes_left = np.flatnonzero(running >= 0).tolist()
         if self.tapes is not None:
             self.tapes.record(block.layout, block.arrays, self.lanes, self.lanes_left)
-        part = slots_in_place(block.arrays, self.n_rows)
+        part = slots_of(block.arrays, slice(self.n_rows))
         rows = torch.from_numpy(np.asarray(self.lanes, np.int64))
         info = {key: values[rows] for key, values in self._whole_info().items()}
         return trajectories_of(block.layout, part, info)

@@ -132,9 +132,14 @@ class AgentDriver:
     ) -> tuple[Any, dict[str, Array], dict[str, Array]]:
         """Call the agent; returns the state before as it is, outputs and new state as arrays."""
         observation, agent_info, history = seen
-        result = self.agent(state, DictTensor._wrap(dict(observation)), agent_info, history)
+        result: Any = self.agent(state, DictTensor._wrap(dict(observation)), agent_info, history)
         if not isinstance(result, tuple | list) or len(result) != 3:
-            raise _not_three(result)
+            n_values = f" of {len(result)}" if isinstance(result, tuple | list) else ""
+            raise SpecError(
+                f"the agent returned {type(result).__name__}{n_values}, not three values",
+                fix='with output = DictTensor({"action": actions}): '
+                "return (state, output, new_state)",
+            )
         before, output, after = result
         if self.output_specs is None:
             self._learn_outputs(output)
@@ -183,7 +188,8 @@ class AgentDriver:
             except (KeyError, RuntimeError, TypeError):
                 pass  # read below, or refused with a reason
         arrays = _as_arrays(value, name, self.n_lanes)
-        _refuse_changes(arrays, expected, name)
+        specs = {key: TensorSpec(shape[1:], dtype) for key, shape, dtype in expected}
+        _refuse_changes(arrays, specs, name)
         return arrays
 
 
@@ -223,31 +229,17 @@ def _as_array(tensor: Any, name: str, n_lanes: int) -> Array:
     return array
 
 
-def _not_three(result: Any) -> SpecError:
-    what = type(result).__name__
-    if isinstance(result, tuple | list):
-        what = f"{len(result)} value{'s'[: len(result) != 1]}"
-    return SpecError(
-        f"the agent returned {what}, not three values",
-        fix='with output = DictTensor({"action": actions}): return (state, output, new_state)',
-    )
-
-
-def _refuse_changes(arrays: Mapping[str, Array], expected: Expectation, name: str) -> None:
+def _refuse_changes(
+    arrays: Mapping[str, Array], expected: Mapping[str, TensorSpec], name: str
+) -> None:
     """Refuse other keys, shapes or dtypes than those of the first call."""
-    keys = [key for key, _, _ in expected]
-    if sorted(arrays) != sorted(keys):
-        raise SpecError(
-            f"the agent's {name} has the keys {sorted(arrays)}, its first had {sorted(keys)}",
-            fix="return the same keys in every call",
-        )
-    for key, shape, dtype in expected:
-        array = arrays[key]
-        if array.dtype != dtype or array.shape != shape:
-            got, first = TensorSpec(array.shape[1:], array.dtype), TensorSpec(shape[1:], dtype)
+    got = row_specs(arrays)
+    for key in sorted(got.keys() | expected.keys()):
+        if got.get(key) != expected.get(key):
+            now, first = got.get(key, "missing"), expected.get(key, "missing")
             raise SpecError(
-                f"{key!r} in the agent's {name} is {got} per row, at first it was {first}",
-                fix="return the same shape and dtype in every call",
+                f"{key!r} in the agent's {name} is {now} per row, at first it was {first}",
+                fix="return the same keys, shapes and dtypes in every call",
             )
 
 

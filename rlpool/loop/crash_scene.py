@@ -15,7 +15,7 @@ from rlpool.errors import Where
 from rlpool.memory.storage import Array
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.failures import attempted
-from rlpool.record.tape import MOST_BYTES, REWARD, Tape, is_action, steps_of_slot
+from rlpool.record.tape import MOST_BYTES, REWARD, Tape, is_action
 
 Named = Mapping[str, Array]
 
@@ -47,8 +47,12 @@ class CrashScene:
 
     def leave_slot(self, tape: Tape, lane: int, slot: int, start: int) -> None:
         """Record a full slot that a lane is about to leave, its own from row ``start`` on."""
-        chunk = steps_of_slot(self._actions, self._rows[REWARD], slot, start)
-        chunk[REWARD] = np.append(chunk[REWARD], self._env.current[REWARD][lane])
+        rewards = self._rows[REWARD]
+        chunk = {key: array[slot, start:].copy() for key, array in self._actions.items()}
+        # Each row has the reward of the step before.
+        chunk[REWARD] = np.empty(rewards.shape[1] - start, rewards.dtype)
+        chunk[REWARD][:-1] = rewards[slot, start + 1 :]
+        chunk[REWARD][-1] = self._env.current[REWARD][lane]
         tape.add(chunk, self._most_bytes)
 
     @attempted
@@ -90,7 +94,8 @@ class CrashScene:
         """
         slot, start, stop = at
         failing, batch = None, {}
-        tape.add(steps_of_slot(self._actions, self._rows[REWARD], slot, start, stop))
+        done = {key: array[slot, start:stop] for key, array in self._actions.items()}
+        tape.add({**done, REWARD: self._rows[REWARD][slot, start + 1 : stop + 1]})
         if call == "initial_state":
             tape.observation = _row(self._env.current, where.lane or 0)
             batch = _batch(agent_info=shown_info)
@@ -118,9 +123,12 @@ class CrashScene:
             tape: What is repeated.
             agent_info: ``[n, ...]`` by episode.
         """
-        before, rest = tape.split(where.step or 0)
-        failing = {key: array[:1] for key, array in rest.items()} if call == "step" else None
-        return self._capsule(before, call, where, _row(agent_info, where.episode or 0), failing)
+        n_steps, failing = where.step or 0, None
+        if call == "step":
+            tape, failing = tape.head(n_steps + 1).without_last()
+        else:
+            tape = tape.head(n_steps)
+        return self._capsule(tape, call, where, _row(agent_info, where.episode or 0), failing)
 
     def _capsule(
         self,

@@ -22,28 +22,21 @@ import numpy as np
 import torch
 
 from rlpool.agents.agent import Agent
-from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.vec_env import FLAGS, LaneError, Options, VecEnv
-from rlpool.errors import AgentError, EnvError, Where
+from rlpool.errors import Where, WorkerError
 from rlpool.loop.agent_driver import AgentDriver
 from rlpool.loop.crash_scene import CrashScene
 from rlpool.loop.history import History
+from rlpool.loop.info_rows import InfoRows
 from rlpool.loop.plan import Episode, Plan, ResumingPlan
 from rlpool.loop.probe import probe
-from rlpool.memory.storage import Array, batch_array
-from rlpool.record.crash_capsule import CrashCapsule
+from rlpool.loop.takeover import take_over
+from rlpool.memory.storage import Array
 from rlpool.record.failures import agent_error, env_error
-from rlpool.record.repeat import repeat
 from rlpool.record.tape import Tape
 from rlpool.seeding import NoiseStream
 from rlpool.slots.blocks import NOISE_KEY, StepSpecs
 from rlpool.slots.writer import SlotWriter
-from rlpool.specs import row_specs
-
-_NOT_REPEATED = (
-    "episodes can only be continued after a worker's death if the same seed and actions always "
-    "lead to the same observations"
-)
 
 
 @dataclass(slots=True)
@@ -52,20 +45,20 @@ class _Lane:
 
     Attributes:
         episode: Its episode.
-        tape: What the episode did in slots that it has left.
         slot: The slot it writes to.
         chunk: Number of the chunk within the episode.
         steps_before: Steps of the episode before row 0 of the slot; negative if the episode
             started later in the slot.
         parked: Its rows of the batch while it has no slot; ``None`` while it steps.
+        tape: What the episode did in slots that it has left, ``None`` if it was in none.
     """
 
     episode: Episode
-    tape: Tape
     slot: int
     chunk: int = 0
     steps_before: int = 0
     parked: list[tuple[Array, Array]] | None = None
+    tape: Tape | None = None
 
     @property
     def start(self) -> int:
@@ -101,8 +94,7 @@ class Rollout:
         self._noise = NoiseStream(env.n_lanes, agent.n_noise) if agent.n_noise else None
         self._wants_history = agent.require_history()
         self._history: History | None = None
-        self._agent_info: dict[str, Array] = {}
-        self._agent_info_tensors: DictTensor | None = None
+        self._infos = InfoRows(env.n_lanes)
         self._lanes: dict[int, _Lane] = {}
         self._live: list[int] = []
         self._waiting: list[int] = []  # idle or parked
@@ -121,9 +113,9 @@ class Rollout:
             options: Options of each lane's reset.
             agent_info: ``[n_lanes, ...]`` or ``None``.
         """
-        self._set_agent_info(agent_info, {lane: lane for lane in range(self._n_lanes)})
+        self._infos.show(agent_info, {lane: lane for lane in range(self._n_lanes)})
         noise = None if self._noise is None else self._noise.tensor
-        info = self._agent_info_tensors
+        info = self._infos.tensors
         return probe(self._env, self._driver, self._scene, self._worker, seed, options, info, noise)
 
     @torch.inference_mode()
@@ -152,6 +144,8 @@ class Rollout:
         except BaseException:
             self.abandon()
             raise
+        finally:
+            del self._plan  # which may refer to whoever owns this rollout
         self.abandon()
 
     @torch.inference_mode()
@@ -169,40 +163,19 @@ class Rollout:
             for lane, tape in tapes.items():
                 episode = plan.resumed(lane, tape.n_restarts)
                 tape = replace(tape, seed=episode.seed, options=episode.options)
-                self._repeat(plan, lane, episode, tape)
-                self._set_agent_info(plan.agent_info, {lane: episode.number})
+                at = Where(self._worker, lane, episode.number, 0, episode.seed, episode.options)
+                take_over(self._env, tape, at, self._progress, self._scene, plan.agent_info or {})
+                self._infos.show(plan.agent_info, {lane: episode.number})
                 if tape.n_steps:
                     for key, value in tape.state.items():
                         self._driver.state[key][lane] = value
                 else:
-                    self._driver.start([lane], self._agent_info_tensors)
-                running = _Lane(episode, tape, episode.slot, steps_before=tape.n_steps)
-                running.parked = self._kept_rows(lane)
-                self._lanes[lane] = running
+                    self._driver.start([lane], self._infos.tensors)
+                parked = self._kept_rows(lane)
+                self._lanes[lane] = _Lane(episode, episode.slot, 0, tape.n_steps, parked, tape)
         except BaseException:
             self.abandon()
             raise
-
-    def _repeat(self, plan: Plan, lane: int, episode: Episode, tape: Tape) -> None:
-        """Bring a lane to where another worker's was."""
-        n_steps = 0
-
-        def where(step: int) -> Where:
-            return Where(self._worker, lane, episode.number, step, episode.seed, episode.options)
-
-        try:
-            for n_steps, has_ended, divergence in repeat(self._env, lane, tape):
-                self._progress[0] += 1
-                if has_ended:
-                    what = "the environment ended an episode that went on before"
-                    raise EnvError(what, where=where(n_steps - 1), fix=_NOT_REPEATED)
-                if divergence is not None:
-                    what = f"the environment did not repeat an episode: {divergence.what}"
-                    raise EnvError(what, where=where(divergence.step), fix=_NOT_REPEATED)
-        except LaneError as error:
-            at = where(n_steps)
-            capsule = self._scene.repeating(error.call, at, tape, plan.agent_info or {})
-            raise env_error(error, at, capsule) from error.__cause__
 
     def abandon(self) -> None:
         """Forget all episodes, finished or not."""
@@ -252,7 +225,7 @@ class Rollout:
         try:
             ended = self._env.step_lanes(self._live, outputs)
         except LaneError as error:
-            raise self._env_error(error) from error.__cause__
+            raise self._failure(error, error.lane, error.call) from error.__cause__
         self._writer.write_after(rows)
         np.add(rows, self._strides, out=rows)
         self._conclude(ended)
@@ -261,8 +234,8 @@ class Rollout:
         """Step lanes that are ready, without waiting for those that are slow.
 
         Every lane keeps its row of the batch, its noise and its state, and the rows of lanes that
-        are stepping are written where nobody reads: an episode has the same bits as with
-        ``_step``, whoever was ready beside it.
+        are stepping go to the spare slot: an episode has the same bits as with ``_step``,
+        whichever lanes were ready at the same time.
         """
         env = self._env
         free = [lane for lane in self._live if lane not in self._stepping]
@@ -270,7 +243,7 @@ class Rollout:
         try:
             ready = env.step_some(env.min_ready or 1, free, outputs)
         except LaneError as error:
-            raise self._env_error(error) from error.__cause__
+            raise self._failure(error, error.lane, error.call) from error.__cause__
         self._stepping.update(free)
         # A lane may still be stepping for a plan that was given up.
         ready = [lane for lane in ready if lane in self._stepping]
@@ -294,11 +267,11 @@ class Rollout:
             # Copied before the agent can change it.
             before = {key: np.array(array) for key, array in self._current.items()}
         try:
-            outputs = driver.act(self._observation, self._agent_info_tensors, history)
+            outputs = driver.act(self._observation, self._infos.tensors, history)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise self._agent_error(error, self._live[0], "agent") from error
+            raise self._failure(error, self._live[0], "agent") from error
         if driver.state:
             for lane in starting:
                 writer.write_state(int(self._rows[lane]), lane)
@@ -309,7 +282,7 @@ class Rollout:
         return outputs
 
     def _rows_of(self, lanes: Sequence[int]) -> Array:
-        """Where a step of some lanes is written; that of the others where nobody reads."""
+        """The row of each lane: its own for some lanes, one of the spare slot for the others."""
         rows: Array = self._spare_rows.copy()
         rows[lanes] = self._rows[lanes]
         return rows
@@ -339,8 +312,8 @@ class Rollout:
     def _finish(self, lane: int) -> None:
         """Complete the last slot of an episode; the lane is idle then."""
         running = self._lanes[lane]
-        length = int(self._rows[lane]) - running.slot * self._n_timesteps
-        self._writer.complete(running.slot, lane, length, running.steps_before == 0)
+        length, is_first = self._steps_in_slot(lane), running.steps_before == 0
+        self._writer.complete(running.slot, lane, length, is_first)
         del self._lanes[lane]  # only now, so that what stops this before marks the slot as dirty
         self._waiting.append(lane)
         self._running[lane] = -1
@@ -354,6 +327,7 @@ class Rollout:
         """
         running = self._lanes[lane]
         if running.start < self._n_timesteps:
+            running.tape = running.tape or Tape(running.episode.seed, running.episode.options)
             self._scene.leave_slot(running.tape, lane, running.slot, running.start)
         self._waiting.append(lane)
         self._writer.complete(running.slot, lane, self._n_timesteps, running.steps_before == 0)
@@ -381,8 +355,7 @@ class Rollout:
                 waiting.append(lane)
             else:
                 starting[lane] = episode
-                tape = Tape(episode.seed, episode.options)
-                self._enter_slot(lane, _Lane(episode, tape, episode.slot))
+                self._enter_slot(lane, _Lane(episode, episode.slot))
         self._waiting = waiting
         if starting:
             self._begin_episodes(starting)
@@ -410,9 +383,8 @@ class Rollout:
         episodes: dict[int, Episode] = {}
         for lane in lanes:
             running = self._lanes[lane]
-            running.episode = episode = self._plan.restarted(lane, running.episode)
-            running.tape = Tape(episode.seed, episode.options)
-            episodes[lane] = episode
+            running.episode = episodes[lane] = self._plan.restarted(lane, running.episode)
+            running.tape = None
             running.steps_before = -self._steps_in_slot(lane)
             self._steps_before[lane] = running.steps_before
         self._begin_episodes(episodes)
@@ -424,15 +396,16 @@ class Rollout:
         try:
             self._env.reset_lanes(lanes, seeds, options)
         except LaneError as error:
-            raise self._env_error(error) from error.__cause__
-        if self._plan.agent_info is not None or self._agent_info:
-            self._set_agent_info(self._plan.agent_info, {k: e.number for k, e in episodes.items()})
+            raise self._failure(error, error.lane, error.call) from error.__cause__
+        if self._plan.agent_info is not None or self._infos.arrays:
+            rows = {lane: episode.number for lane, episode in episodes.items()}
+            self._infos.show(self._plan.agent_info, rows)
         try:
-            self._driver.start(lanes, self._agent_info_tensors)
+            self._driver.start(lanes, self._infos.tensors)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise self._agent_error(error, lanes[0], "initial_state") from error
+            raise self._failure(error, lanes[0], "initial_state") from error
         for lane, episode in episodes.items():
             if self._noise is not None and episode.noise is not None:
                 self._noise.start(lane, episode.noise)
@@ -457,51 +430,21 @@ class Rollout:
         steps = self._rows[self._live] - np.array(slots, np.int64) * self._n_timesteps
         self._steps_until_full = self._n_timesteps - int(steps.max(initial=0))
 
-    def _set_agent_info(self, agent_info: dict[str, Array] | None, rows: dict[int, int]) -> None:
-        """Give lanes their rows of ``agent_info``: lane to row."""
-        if agent_info is None:
-            self._agent_info, self._agent_info_tensors = {}, None
-            return
-        if row_specs(agent_info) != row_specs(self._agent_info):
-            self._agent_info = {
-                key: batch_array(spec, self._n_lanes) for key, spec in row_specs(agent_info).items()
-            }
-            for key, array in self._agent_info.items():
-                # Idle lanes have a row that is valid, whatever its values mean to the agent.
-                array[:] = agent_info[key][next(iter(rows.values()))]
-            self._agent_info_tensors = DictTensor(
-                {key: torch.from_numpy(array) for key, array in self._agent_info.items()}
-            )
-        for lane, row in rows.items():
-            for key, array in self._agent_info.items():
-                array[lane] = agent_info[key][row]
-
     def _steps_in_slot(self, lane: int) -> int:
         return int(self._rows[lane]) - self._lanes[lane].slot * self._n_timesteps
 
-    def _where(self, lane: int) -> Where:
+    def _failure(self, error: BaseException, lane: int, call: str) -> WorkerError:
+        """The error for what the user's code raised in a lane, the first of those called for."""
+        where, capsule = Where(self._worker, lane), None
         running = self._lanes.get(lane)
-        if running is None:
-            return Where(self._worker, lane)
-        episode = running.episode
-        step = running.steps_before + self._steps_in_slot(lane)
-        return Where(self._worker, lane, episode.number, step, episode.seed, episode.options)
-
-    def _env_error(self, error: LaneError) -> EnvError:
-        where = self._where(error.lane)
-        return env_error(error, where, self._capsule(where, error.call))
-
-    def _agent_error(self, error: BaseException, lane: int, call: str) -> AgentError:
-        """An error of the agent, told of the first of the lanes that it was called for."""
+        if running is not None:
+            episode, row = running.episode, self._steps_in_slot(lane)
+            number, step = episode.number, running.steps_before + row
+            where = Where(self._worker, lane, number, step, episode.seed, episode.options)
+            at, infos = (running.slot, running.start, row), self._plan.agent_info or {}
+            tape = running.tape or Tape(episode.seed, episode.options)
+            capsule = self._scene.running(call, where, tape, at, infos, self._infos.arrays)
+        if isinstance(error, LaneError):
+            return env_error(error, where, capsule)
         who = "the agent" if call == "agent" else "agent.initial_state"
-        where = self._where(lane)
-        return agent_error(error, where, who, self._capsule(where, call))
-
-    def _capsule(self, where: Where, call: str) -> CrashCapsule | None:
-        lane = where.lane or 0
-        running = self._lanes.get(lane)
-        if running is None:
-            return None
-        at = running.slot, running.start, self._steps_in_slot(lane)
-        infos = self._plan.agent_info or {}, self._agent_info
-        return self._scene.running(call, where, running.tape, at, *infos)
+        return agent_error(error, where, who, capsule)

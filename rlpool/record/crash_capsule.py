@@ -37,7 +37,8 @@ CALLS = ("reset", "step", "agent", "initial_state")
 
 _FORMAT, _VERSION = "rlpool crash capsule", 1
 _GROUPS = ("actions", "observation", "agent_info", "batch")
-_PLAIN = ("call", "seed", "worker_seed", "n_lanes", "env_type", "first_step", "error", "traceback")
+_TEXTS = ("call", "env_type", "error", "traceback")
+_NUMBERS = ("seed", "worker_seed", "n_lanes", "first_step")
 _TUPLE, _ARRAY = "__tuple__", "__array__"  # marks of what JSON has no word for
 
 
@@ -201,7 +202,7 @@ class CrashCapsule:
         header = {
             "format": _FORMAT,
             "version": _VERSION,
-            **{name: getattr(self, name) for name in _PLAIN},
+            **{name: getattr(self, name) for name in (*_TEXTS, *_NUMBERS)},
             "where": {k: v for k, v in self.where._asdict().items() if k != "env_info"},
             "options": _encoded(self.options, "options"),
             "versions": dict(self.versions),
@@ -210,17 +211,17 @@ class CrashCapsule:
 
     @classmethod
     def _of(cls, arrays: Mapping[str, Array]) -> CrashCapsule:
-        header = json.loads(arrays["header"].tobytes())
+        header = json.loads(arrays["header"].tobytes(), object_hook=_decoded)
         if (header["format"], header["version"]) != (_FORMAT, _VERSION):
             raise ValueError(f"version {header['version']}, this rlpool reads {_VERSION}")
-        options = _decoded(header["options"])
+        options = header["options"]
         groups: dict[str, Any] = {group: {} for group in _GROUPS}
         for name, array in arrays.items():
             group, _, key = name.partition("/")
             if group in groups and key:
                 groups[group][key] = array
         capsule = cls(
-            **{name: header[name] for name in _PLAIN},
+            **{name: header[name] for name in (*_TEXTS, *_NUMBERS)},
             where=Where(**header["where"], env_info=options),
             options=options,
             rewards=arrays["rewards"],
@@ -232,15 +233,13 @@ class CrashCapsule:
 
     def _check(self) -> None:
         """Refuse what no failure leads to."""
-        numbers = (self.n_lanes, self.first_step)
-        optional = (self.seed, self.worker_seed, *self.where[:-1])
-        texts = (self.error, self.traceback, self.env_type)
+        numbers = [self.seed, self.worker_seed, *self.where[:-1]]
         if (
             self.call not in CALLS
-            or not all(type(number) is int and number >= 0 for number in numbers)
-            or not all(number is None or type(number) is int for number in optional)
-            or not all(isinstance(text, str) for text in texts)
-            or not (self.options is None or isinstance(self.options, Mapping))
+            or not all(isinstance(getattr(self, name), str) for name in _TEXTS)
+            or not all(isinstance(n, int) and n >= 0 for n in (self.n_lanes, self.first_step))
+            or not all(isinstance(number, int | None) for number in numbers)
+            or not isinstance(self.options, Mapping | None)
             or len({len(array) for array in self.actions.values()}) > 1
         ):
             raise ValueError("its header is damaged")
@@ -269,13 +268,10 @@ def _encoded(value: Any, path: str) -> Any:
     )
 
 
-def _decoded(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decoded(part) for part in value]
-    if not isinstance(value, dict):
-        return value
+def _decoded(value: dict[str, Any]) -> Any:
+    """What a JSON object stands for, its parts decoded already."""
     if _TUPLE in value:
-        return tuple(_decoded(part) for part in value[_TUPLE])
+        return tuple(value[_TUPLE])
     if _ARRAY in value:
         return np.array(value[_ARRAY], np.dtype(str(value["dtype"])))
-    return {key: _decoded(part) for key, part in value.items()}
+    return value

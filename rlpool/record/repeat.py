@@ -13,9 +13,16 @@ from rlpool.record.tape import REWARD, Actions, Tape
 
 
 class Divergence(NamedTuple):
-    """Where a repetition first differed from the tape."""
+    """Where a repetition first differed from the tape, and in what.
+
+    Attributes:
+        step: The step.
+        key: What differed: ``"reward"``, or the key of the observation.
+        what: The same in words.
+    """
 
     step: int
+    key: str
     what: str
 
     def __str__(self) -> str:
@@ -82,14 +89,15 @@ def batch_of(action: Mapping[str, Array], lane: int, env: VecEnv) -> Actions:
 def _other_reward(reward: Array, recorded: Array, step: int) -> Divergence | None:
     if np.isnan(recorded) or _is_same(reward, recorded):
         return None
-    return Divergence(step, f"the reward is {reward}, it was {recorded}")
+    return Divergence(step, REWARD, f"the reward is {reward}, it was {recorded}")
 
 
 def _other_observation(env: VecEnv, lane: int, tape: Tape) -> Divergence | None:
     for key, recorded in tape.observation.items():
         # Another kind of batch has other names for some keys.
         if key in env.current and not _is_same(env.current[key][lane], recorded):
-            return Divergence(tape.n_steps, f"{key!r} is not what it was after the same actions")
+            what = f"{key!r} is not what it was after the same actions"
+            return Divergence(tape.n_steps, key, what)
     return None
 
 

@@ -21,8 +21,10 @@ the caller                   actions                          any lanes; ``recor
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -40,14 +42,14 @@ Actions = dict[str, Array]
 REWARD = "reward"
 
 MOST_BYTES = 2**26
-"""What the tapes of a worker's lanes keep together, for crash capsules: beside what a worker takes
-anyway, little; for each of 16 lanes with a number as action, 300,000 steps."""
+"""Limit for all lanes of a worker together, for crash capsules: little compared with what a worker
+takes anyway. With 16 lanes and one number per action, it is 300,000 steps of each."""
 
 MOST_BYTES_TO_RESTORE = 2**30
-"""What the tapes of all lanes keep together where a worker's death would end what is running."""
+"""Limit for all lanes of all workers together, to restore them after the death of a worker."""
 
-_CHUNK_BYTES = 2**14
-"""Chunks below this size are joined: an episode in one-step slots has no chunk per step."""
+_FEW, _CHUNK_BYTES = 32, 2**14
+"""So many chunks smaller than this are joined, so that a long episode in short slots has few."""
 
 _BLOCK_BYTES = 2**18
 _MOST_ROWS, _LEAST_ROWS = 1024, 16
@@ -113,61 +115,61 @@ class Tape:
         rewards: Array = columns.get(REWARD, unknown)
         return rewards
 
-    def add(self, chunk: Mapping[str, Array], most_bytes: int | None = None) -> None:
+    def add(self, chunk: Actions, most_bytes: int | None = None) -> None:
         """Record some steps.
 
         Args:
-            chunk: What was done, ``[k, ...]`` per key; copied.
+            chunk: What was done, ``[k, ...]`` per key; kept, not copied.
             most_bytes: Beyond so many bytes the oldest chunks are dropped.
         """
         if self.lost:
             return
-        last = self.chunks[-1] if self.chunks else {}
-        if _n_bytes(last) < _CHUNK_BYTES and _are_alike(last, chunk):
-            self.chunks[-1] = _joined([last, chunk])
-            return
-        self.chunks.append({key: np.array(array) for key, array in chunk.items()})
-        while most_bytes is not None and len(self.chunks) > 1 and self._n_bytes() > most_bytes:
-            self.first_step += _n_rows(self.chunks.pop(0))
+        self.chunks.append(chunk)
+        if len(self.chunks) % _FEW == 0 or _n_bytes(chunk) >= _CHUNK_BYTES:
+            self._tidy(most_bytes)
 
-    def split(self, n_steps: int) -> tuple[Tape, Actions]:
-        """The tape of the first ``n_steps`` steps, and the actions of the steps after them.
+    def _tidy(self, most_bytes: int | None) -> None:
+        """Join the small chunks at the end, and drop the oldest that are too many."""
+        chunks = self.chunks
+        small = list(takewhile(partial(_can_be_joined, chunks[-1]), reversed(chunks)))
+        if small:
+            chunks[-len(small) :] = [_joined(small[::-1])]
+        n_over = 0 if most_bytes is None else sum(map(_n_bytes, chunks)) - most_bytes
+        while n_over > 0 and len(chunks) > 1:
+            dropped = chunks.pop(0)
+            n_over -= _n_bytes(dropped)
+            self.first_step += _n_rows(dropped)
 
-        What the steps led to (``observation``, ``state``) is known of neither.
-        """
-        before: list[Actions] = []
-        after: list[Actions] = []
-        n_left = n_steps - self.first_step
+    def head(self, n_steps: int) -> Tape:
+        """The tape of the first steps; what they led to is not known."""
+        chunks, n_left = [], n_steps - self.first_step
         for chunk in self.chunks:
-            before.append({key: array[:n_left] for key, array in chunk.items()})
-            after.append({key: array[n_left:] for key, array in chunk.items()})
-            n_left = max(0, n_left - _n_rows(chunk))
-        chunks = [chunk for chunk in before if _n_rows(chunk)]
-        rest = replace(self, chunks=[chunk for chunk in after if _n_rows(chunk)])
-        return replace(self, chunks=chunks, observation={}, state={}), rest.actions
+            if n_left > 0:
+                chunks.append({key: array[:n_left] for key, array in chunk.items()})
+                n_left -= _n_rows(chunk)
+        return replace(self, chunks=chunks, observation={}, state={})
 
     def without_last(self) -> tuple[Tape, Actions]:
         """The tape without its last step, and that step's action, ``[1, ...]`` per key."""
-        return self.split(max(self.first_step, self.n_steps - 1))
-
-    def _n_bytes(self) -> int:
-        return sum(map(_n_bytes, self.chunks))
+        last = self.chunks[-1] if self.chunks else {}
+        action = {key: array[-1:] for key, array in last.items() if key != REWARD}
+        return self.head(self.n_steps - 1), action
 
 
 class LaneTapes:
-    """The tapes of a ``ParallelEnvManager``'s lanes, on the side of the caller, who issues steps.
+    """The tapes of a ``ParallelEnvManager``'s lanes, kept by the caller, who issues the steps.
 
     A step of any lanes costs one copy of the whole buffer of actions, into the next row of a block
-    that is divided among the lanes when it is full or when somebody asks. Nothing is kept of a lane
-    that was not reset. What is recorded is recorded before it is asked for, so that a step that is
-    being made is on the tape: see ``Tape.without_last``.
+    that is divided among the lanes when it is full or when a tape is asked for. Nothing is recorded
+    for a lane that was not reset. A step is recorded before it is issued, so that one that is still
+    running is on the tape: see ``Tape.without_last``.
 
-    Handlers of signals that raise have to wait (``InterruptsHeld``) while its methods run; only
-    ``record_step`` may be interrupted, if it is told its row and called again.
+    Signal handlers that raise have to wait (``InterruptsHeld``) while its methods run; only
+    ``record_step`` may be interrupted, if it gets its row and is called again.
 
     Args:
         n_lanes: Number of lanes.
-        most_bytes: What all tapes keep together. Episodes that are longer cannot be repeated.
+        most_bytes: Limit for all tapes together. Episodes that are longer cannot be repeated.
     """
 
     def __init__(self, n_lanes: int, most_bytes: int = MOST_BYTES_TO_RESTORE) -> None:
@@ -214,7 +216,7 @@ class LaneTapes:
             stepped[lanes] = True
         self._row = row + 1
 
-    def record_action(self, lane: int, action: Mapping[str, Array]) -> None:
+    def record_action(self, lane: int, action: Actions) -> None:
         """Record a step of one lane whose action is not in the buffers, such as a remote's.
 
         Args:
@@ -262,36 +264,51 @@ class LaneTapes:
 
 
 class WindowTapes:
-    """The tapes of a ``Batcher``'s running lanes since one ``reset``, on the side of the caller.
+    """The tapes of a ``Batcher``'s running lanes since one ``reset``, kept by the caller.
 
-    A worker that dies takes its environments with it. Its successor brings its own to where those
-    were: it repeats the tapes and puts the agent's states back.
+    A worker that dies takes its environments with it. Its successor brings its own to the same
+    point: it repeats the tapes and restores the agent's states.
 
     Args:
         n_lanes: Lanes of all workers.
-        most_bytes: What all tapes keep together. Episodes that are longer cannot be repeated.
+        most_bytes: Limit for all tapes together. Episodes that are longer cannot be repeated.
 
     Attributes:
         tapes: Running lane, numbered across workers, to the tape of its episode. The tapes' seeds
-            and options are the worker's to fill in, which knows those of every lane.
+            and options are filled in by the worker, which knows those of every lane.
         is_complete: Whether all episodes can be repeated. Those of an agent that asks for all
             previous steps cannot: it would have to be shown them again, and they are not kept.
     """
 
     def __init__(self, n_lanes: int, most_bytes: int = MOST_BYTES_TO_RESTORE) -> None:
-        self.tapes: dict[int, Tape] = {}
+        self._tapes: dict[int, Tape] = {}
         self._most_bytes = most_bytes // n_lanes
         self._wants_history = False
+        self._row_of: dict[int, int] = {}  # of the last window
+        self._observation: Actions = {}  # what its last steps led to, [rows, ...] per key
+        self._state: Actions = {}
+
+    @property
+    def tapes(self) -> dict[int, Tape]:
+        """Running lane, numbered across workers, to the tape of its episode."""
+        found = {}
+        for lane, tape in self._tapes.items():
+            if tape.n_steps:  # else its episode begins with the next window
+                row = self._row_of[lane]
+                tape.observation = {key: a[row] for key, a in self._observation.items()}
+                tape.state = {key: a[row] for key, a in self._state.items()}
+            found[lane] = tape
+        return found
 
     @property
     def is_complete(self) -> bool:
         """Whether all episodes can be repeated."""
-        return not self._wants_history and not any(t.why_lost for t in self.tapes.values())
+        return not self._wants_history and not any(t.why_lost for t in self._tapes.values())
 
     def record(
         self, layout: Layout, arrays: Arrays, lanes: Sequence[int], lanes_left: Iterable[int]
     ) -> None:
-        """Record a window.
+        """Record a window, with one copy per key for all lanes.
 
         Args:
             layout: Layout of its block.
@@ -299,57 +316,34 @@ class WindowTapes:
             lanes: Which lane each row is.
             lanes_left: Lanes that go on; they have filled their slots.
         """
-        self._wants_history = layout.step.wants_history
+        step, n_rows = layout.step, len(lanes)
+        self._wants_history = step.wants_history
         if self._wants_history:
             return
-        tapes, self.tapes = self.tapes, {}
-        row_of = {lane: row for row, lane in enumerate(lanes)}
-        steps_before = arrays.control["steps_before"].reshape(-1).tolist()
-        after = _values_after(layout, arrays)
-        actions = {key: array for key, array in arrays.rows.items() if is_action(key)}
+        after, ends = arrays.finals, np.zeros(n_rows, np.int64)
+        if layout.restarts:
+            after = {key: arrays.rows[successor_key(key)][:, -1] for key in step.succeeded}
+            ends = arrays.rows[successor_key("done")][:n_rows].sum(1)
+        shown = [key for key in step.observation if key not in FLAGS]
+        self._observation = {key: after[key][:n_rows].copy() for key in shown}
+        self._state = {key: after[key][:n_rows].copy() for key in step.state}
+        self._row_of = {lane: row for row, lane in enumerate(lanes)}
+        chunk = {key: a[:n_rows].copy() for key, a in arrays.rows.items() if is_action(key)}
+        # Each row has the reward of the step before.
+        rewards = arrays.rows[REWARD][:n_rows, 1:], self._observation[REWARD][:, None]
+        chunk[REWARD] = np.concatenate(rewards, 1)
+        before, self._tapes = self._tapes, {}
+        starts = np.maximum(0, -arrays.control["steps_before"].reshape(-1)).tolist()
         for lane in lanes_left:
-            row, start = row_of[lane], max(0, -steps_before[lane])
-            tape = tapes.get(lane) or Tape()
-            if layout.restarts and (n_ends := int(arrays.rows[_DONE][row].sum())):
-                tape = Tape(n_restarts=tape.n_restarts + n_ends)
-            self.tapes[lane] = tape
-            if start == layout.n_timesteps:
-                continue  # its episode begins with the next window
-            chunk = steps_of_slot(actions, arrays.rows[REWARD], row, start)
-            chunk[REWARD] = np.append(chunk[REWARD], after(REWARD, row))
-            tape.add(chunk, self._most_bytes)
-            shown = (key for key in layout.step.observation if key not in FLAGS)
-            tape.observation = {key: after(key, row) for key in shown}
-            tape.state = {key: after(key, row) for key in layout.step.state}
-
-
-_DONE = successor_key("done")
-
-
-def _values_after(layout: Layout, arrays: Arrays) -> Callable[[str, int], Array]:
-    """A function of key and row: what the last step of a window led to, a copy."""
-    if not layout.restarts:
-        return lambda key, row: np.array(arrays.finals[key][row])
-    return lambda key, row: np.array(arrays.rows[successor_key(key)][row, -1])
-
-
-def steps_of_slot(
-    actions: Mapping[str, Array], rewards: Array, slot: int, start: int, stop: int | None = None
-) -> Actions:
-    """What an episode did in a slot, as a chunk of views.
-
-    Each row of a block has the reward of the step before: without ``stop``, that of the last step
-    is to be appended.
-
-    Args:
-        actions: The actions' rows of the block.
-        rewards: Those of the rewards.
-        slot: The slot.
-        start: The first row that belongs to the episode.
-        stop: The row behind the last one.
-    """
-    chunk = {key: array[slot, start:stop] for key, array in actions.items()}
-    return {**chunk, REWARD: rewards[slot, start + 1 : None if stop is None else stop + 1]}
+            row, start = self._row_of[lane], starts[lane]
+            tape = before.get(lane) or Tape()
+            if ends[row]:
+                tape = Tape(n_restarts=tape.n_restarts + int(ends[row]))
+            if start < layout.n_timesteps:
+                tape.add(
+                    {key: array[row, start:] for key, array in chunk.items()}, self._most_bytes
+                )
+            self._tapes[lane] = tape
 
 
 def action_row(
@@ -382,11 +376,15 @@ def _n_bytes(chunk: Mapping[str, Array]) -> int:
     return sum(array.nbytes for array in chunk.values())
 
 
-def _are_alike(first: Mapping[str, Array], second: Mapping[str, Array]) -> bool:
-    """Whether two chunks can be joined without changing a bit of either."""
-    return first.keys() == second.keys() and all(
-        (a.dtype, a.shape[1:]) == (second[key].dtype, second[key].shape[1:])
-        for key, a in first.items()
+def _can_be_joined(first: Mapping[str, Array], second: Mapping[str, Array]) -> bool:
+    """Whether a small chunk can be joined with another one without changing a bit of either."""
+    return (
+        _n_bytes(second) < _CHUNK_BYTES
+        and first.keys() == second.keys()
+        and all(
+            (array.dtype, array.shape[1:]) == (second[key].dtype, second[key].shape[1:])
+            for key, array in first.items()
+        )
     )
 
 

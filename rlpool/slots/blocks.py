@@ -9,8 +9,8 @@ one episode, key by key::
     final/frame [n_slots, 4]         the value after the slot's last step
     control: length, dirty, claim, running, ...
 
-Slot ``n_slots`` is where idle lanes write what nobody reads, so that every step writes one row
-per lane with one indexed assignment per key, whoever is idle.
+Slot ``n_slots`` is a spare one that is never read: idle lanes write there. So every step writes one
+row per lane with one indexed assignment per key, whichever lanes are idle.
 
 What can be derived is not stored: ``_frame`` is ``frame`` one step later, with ``final/frame`` at
 the end; ``done`` and its kin are True nowhere but at the end (``rlpool.slots.trajectories``). In
@@ -24,8 +24,10 @@ it; then the user, until the last tensor made from it is gone; then the pool of 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -110,22 +112,24 @@ class Layout:
     n_timesteps: int
     n_workers: int
     restarts: bool = False
-    rows: dict[str, TensorSpec] = field(init=False)
-    finals: dict[str, TensorSpec] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def rows(self) -> dict[str, TensorSpec]:
+        """What a row of a slot consists of."""
         step = self.step
         rows = {**step.succeeded, **step.output, **step.noise}
-        finals = dict(step.succeeded)
         if self.restarts:
-            rows.update({successor_key(key): spec for key, spec in step.succeeded.items()})
-            finals = {}
-        else:
-            for key in FLAGS:
-                del rows[key]
-            del finals["initial_state"]  # never True after a step
-        object.__setattr__(self, "rows", rows)
-        object.__setattr__(self, "finals", finals)
+            after = {successor_key(key): spec for key, spec in step.succeeded.items()}
+            return {**rows, **after}
+        return {key: spec for key, spec in rows.items() if key not in FLAGS}
+
+    @cached_property
+    def finals(self) -> dict[str, TensorSpec]:
+        """What is kept of the end of a slot."""
+        if self.restarts:
+            return {}
+        # The flag is never True after a step.
+        return {key: s for key, s in self.step.succeeded.items() if key != "initial_state"}
 
     @property
     def control(self) -> dict[str, TensorSpec]:
@@ -156,30 +160,33 @@ class Layout:
 
     def bytes_of_key(self) -> dict[str, int]:
         """Bytes per key, finals counted with their key, control left out."""
-        sizes = carved_bytes(self._row_specs(), self.n_slots + 1)
-        for key, n_bytes in carved_bytes(self.finals, self.n_slots).items():
-            sizes[key] = sizes.get(key, 0) + n_bytes
+        sizes: Counter[str] = Counter()
+        for specs, n in self._areas[1:]:
+            sizes.update(carved_bytes(specs, n))
         return sizes
 
     @property
     def n_bytes(self) -> int:
         """Bytes of a whole block."""
-        return sum(self.bytes_of_key().values()) + sum(carved_bytes(self.control, 1).values())
+        return sum(sum(carved_bytes(specs, n).values()) for specs, n in self._areas)
 
     def arrays(self, root: Array) -> Arrays:
         """The arrays of a block that starts at ``root[0]``, no copy."""
-        control = carve(root, self.control, 1)
-        start = sum(carved_bytes(self.control, 1).values())
-        rows = carve(root[start:], self._row_specs(), self.n_slots + 1)
-        start += sum(carved_bytes(self._row_specs(), self.n_slots + 1).values())
-        finals = carve(root[start:], self.finals, self.n_slots)
+        areas, start = [], 0
+        for specs, n in self._areas:
+            areas.append(carve(root[start:], specs, n))
+            start += sum(carved_bytes(specs, n).values())
+        control, rows, finals = areas
         return Arrays(rows, finals, {key: array[0] for key, array in control.items()})
 
-    def _row_specs(self) -> dict[str, TensorSpec]:
-        return {
+    @property
+    def _areas(self) -> tuple[tuple[dict[str, TensorSpec], int], ...]:
+        """The parts of a block: specs and number of elements."""
+        rows = {
             key: TensorSpec((self.n_timesteps, *spec.shape), spec.dtype)
             for key, spec in self.rows.items()
         }
+        return (self.control, 1), (rows, self.n_slots + 1), (self.finals, self.n_slots)
 
 
 @dataclass(frozen=True)
@@ -277,7 +284,7 @@ class BlockPool:
         self._n_made = 0
 
     def take(self) -> Block:
-        """A block nobody uses.
+        """A block that is not in use.
 
         Raises:
             SpecError: If the system has no memory for a new one.

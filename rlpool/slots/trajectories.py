@@ -21,7 +21,7 @@ Derivation = Callable[[], Tensor]
 
 
 class DerivedTensors(dict[str, Tensor]):
-    """Tensors by name, some of which are computed when they are first looked at.
+    """Tensors by name, some of which are computed on first access.
 
     Args:
         known: Tensors that are there.
@@ -43,7 +43,7 @@ class DerivedTensors(dict[str, Tensor]):
         return tensor
 
     def derivation(self, key: str) -> Derivation | None:
-        """What will compute a tensor that nobody has looked at yet."""
+        """What computes a tensor that has not been accessed yet, ``None`` if it is there."""
         value: Any = super().get(key)
         return None if value is None or isinstance(value, Tensor) else value
 
@@ -88,38 +88,22 @@ class Slice:
     lengths: Array
     starts: Array
 
-
-def slots_in_place(arrays: Arrays, n_rows: int) -> Slice:
-    """The first ``n_rows`` slots of a block, as views cut to the longest; lengths are copied."""
-    lengths = arrays.control["length"][:n_rows].copy()
-    longest = int(lengths.max(initial=0))
-    return Slice(
-        {key: array[:n_rows, :longest] for key, array in arrays.rows.items()},
-        {key: array[:n_rows] for key, array in arrays.finals.items()},
-        lengths,
-        arrays.control["starts"][:n_rows].copy(),
-    )
-
-
-def copied_slots(arrays: Arrays, slots: Array) -> Slice:
-    """Some slots, copied out of a block and cut to the longest."""
-    lengths = arrays.control["length"][slots]
-    longest = int(lengths.max(initial=0))
-    return Slice(
-        {key: array[slots, :longest] for key, array in arrays.rows.items()},
-        {key: array[slots] for key, array in arrays.finals.items()},
-        lengths,
-        arrays.control["starts"][slots],
-    )
+    def part(self, index: slice | Array) -> Slice:
+        """Some rows, cut to the longest: views for a slice, copies for numbers or a mask."""
+        lengths = np.array(self.lengths[index])
+        longest = int(lengths.max(initial=0))
+        return Slice(
+            {key: array[index, :longest] for key, array in self.rows.items()},
+            {key: array[index] for key, array in self.finals.items()},
+            lengths,
+            np.array(self.starts[index]),
+        )
 
 
-def _rows_of(part: Slice, rows: Array) -> Slice:
-    return Slice(
-        {key: array[rows] for key, array in part.rows.items()},
-        {key: array[rows] for key, array in part.finals.items()},
-        part.lengths[rows],
-        part.starts[rows],
-    )
+def slots_of(arrays: Arrays, slots: slice | Array) -> Slice:
+    """Some slots of a block, see ``Slice.part``; their lengths are copied in any case."""
+    control = arrays.control
+    return Slice(arrays.rows, arrays.finals, control["length"], control["starts"]).part(slots)
 
 
 class Glue:
@@ -141,12 +125,11 @@ class Glue:
 
     def drop(self, episodes: Array) -> None:
         """Forget the chunks of some episodes, which will be run again."""
-        parts = []
-        for others, offset, part in self._parts:
-            kept = ~np.isin(others, episodes)
-            if kept.any():
-                parts.append((others[kept], offset, part if kept.all() else _rows_of(part, kept)))
-        self._parts = parts
+        kept = [~np.isin(others, episodes) for others, _, _ in self._parts]
+        self._parts = [
+            (others[rows], offset, part if rows.all() else part.part(rows))
+            for rows, (others, offset, part) in zip(kept, self._parts, strict=True)
+        ]
 
     def join(self) -> Slice:
         """All chunks in one: rows ``[n_rows, longest, ...]`` in new memory."""
@@ -179,37 +162,31 @@ def trajectories_of(
 ) -> TemporalDictTensor:
     """Make the user's trajectories, without copying.
 
-    Values after a step (``_frame`` and so on) and flags are computed when first looked at.
+    Values after a step (``_frame`` and so on) and flags are computed on first access.
 
     Args:
         layout: Layout of the block the values come from.
         part: Rows and finals.
         info: Per-row information, each ``[B, ...]``.
     """
-    lengths = torch.from_numpy(part.lengths)
     rows = {key: torch.from_numpy(array) for key, array in part.rows.items()}
     derived: dict[str, Derivation] = {}
     if not layout.restarts:
-        n_rows, longest = part.lengths.shape[0], _longest(part)
-        shape = (n_rows, longest)
         # Copies: the lengths that the user gets may be changed.
-        starts, own_lengths = part.starts, part.lengths.copy()
+        lengths = part.lengths.copy()
+        never, first = np.zeros_like(lengths), np.zeros_like(lengths)
         for key in FLAGS:
-            derived[key] = _never(shape)
-        derived["initial_state"] = _first(shape, starts, own_lengths)
-        derived[successor_key("initial_state")] = _never(shape)
+            derived[key] = _flags(lengths, first, never)
+        derived["initial_state"] = _flags(lengths, first, part.starts)
+        derived[successor_key("initial_state")] = derived["done"]
         for key, final in part.finals.items():
             if key in rows:
-                derived[successor_key(key)] = Successor(key, rows[key], final, own_lengths)
+                derived[successor_key(key)] = Successor(key, rows[key], final, lengths)
             else:
-                derived[successor_key(key)] = _last(shape, final, own_lengths)
+                derived[successor_key(key)] = _flags(lengths, lengths - 1, final)
     ordered = {key: derived.get(key) for key in layout.step.succeeded if key in derived}
     tensors = DerivedTensors(rows, {**ordered, **derived})  # type: ignore[dict-item]
-    return TemporalDictTensor._wrap(tensors, lengths, DictTensor(info))
-
-
-def _longest(part: Slice) -> int:
-    return int(part.lengths.max(initial=0))
+    return TemporalDictTensor._wrap(tensors, torch.from_numpy(part.lengths), DictTensor(info))
 
 
 def _version(tensor: Tensor) -> int:
@@ -217,25 +194,13 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
-def _never(shape: tuple[int, int]) -> Derivation:
-    return lambda: torch.from_numpy(np.zeros(shape, bool))
+def _flags(lengths: Array, steps: Array, values: Array) -> Derivation:
+    """Flags that may be True at one step of each row only: at ``steps``, if ``values`` are."""
 
-
-def _first(shape: tuple[int, int], starts: Array, lengths: Array) -> Derivation:
     def derive() -> Tensor:
-        flags = np.zeros(shape, bool)
-        if shape[1]:
-            flags[:, 0] = (starts > 0) & (lengths > 0)
-        return torch.from_numpy(flags)
-
-    return derive
-
-
-def _last(shape: tuple[int, int], final: Array, lengths: Array) -> Derivation:
-    def derive() -> Tensor:
-        flags = np.zeros(shape, bool)
-        filled = np.flatnonzero(lengths)
-        flags[filled, lengths[filled] - 1] = final[filled]
+        flags = np.zeros((len(lengths), lengths.max(initial=0)), bool)
+        rows = np.flatnonzero((lengths > 0) & (values > 0))
+        flags[rows, steps[rows]] = True
         return torch.from_numpy(flags)
 
     return derive
@@ -265,14 +230,14 @@ class Successor:
         """The values after each row's last step, no copy.
 
         Raises:
-            UsageError: If ``x`` was changed in place, so that they do not follow it any more.
+            UsageError: If ``x`` was modified in place, so that they no longer follow it.
         """
         if _version(self._values) != self._version:
             after = successor_key(self._key)
             raise UsageError(
-                f"{self._key!r} was changed in place before {after!r}, which is "
-                "derived from it, was looked at",
-                fix=f"look at {after!r} first, or change a clone",
+                f"{self._key!r} was modified in place before {after!r}, which is derived from it, "
+                "was accessed",
+                fix=f"access {after!r} first, or modify a clone",
             )
         return self._finals
 

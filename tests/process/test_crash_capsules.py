@@ -36,13 +36,10 @@ from support.unlucky import UnluckyEnv, UnluckyError, create_unlucky
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(240)]
 
 
-def failure_of(batcher: EpisodeBatcher, n_episodes: int = 40) -> WorkerError:
-    infos = {
-        "env_info": DictTensor({"task": torch.arange(n_episodes)}),
-        "agent_info": DictTensor({"x": torch.arange(n_episodes)}),
-    }
-    with batcher:
-        batcher.execute(n_episodes, **infos)
+def failure_of(create_env: Any, env_args: Any = None, **arguments: Any) -> WorkerError:
+    numbers, functions = torch.arange(40), (StepCounter, {}, create_env, env_args)
+    with EpisodeBatcher(5, 6, *functions, seeds=3, **arguments) as batcher:
+        batcher.execute(40, DictTensor({"x": numbers}), DictTensor({"task": numbers}))
         with pytest.raises(EnvError) as caught:
             batcher.get()
     return caught.value
@@ -55,16 +52,7 @@ def assert_repeats(error: WorkerError, create_env: Any, env_args: Any = None) ->
 
 
 def test_failures_in_workers_come_again_here(tmp_path: Path) -> None:
-    batcher = EpisodeBatcher(
-        5,
-        6,
-        create_agent=StepCounter,
-        create_env=create_unlucky,
-        n_threads=2,
-        seeds=3,
-        crash_dir=tmp_path,
-    )
-    error = failure_of(batcher)
+    error = failure_of(create_unlucky, n_threads=2, crash_dir=tmp_path)
     found = error.capsule
     assert found.options == {"task": error.where.episode}
     assert found.agent_info["x"] == error.where.episode
@@ -99,10 +87,7 @@ def create_mortal(seed: int, marker: str) -> GymEnv:
 
 def test_an_episode_that_a_successor_took_over_comes_again(tmp_path: Path) -> None:
     env_args = {"marker": str(tmp_path / "marker")}
-    batcher = Batcher(
-        4, create_agent=StepCounter, create_env=create_mortal, env_args=env_args, seeds=0
-    )
-    with batcher:
+    with Batcher(4, None, StepCounter, {}, create_mortal, env_args, seeds=0) as batcher:
         batcher.reset()
         for _ in range(2):
             batcher.execute()
@@ -125,16 +110,7 @@ def create_manager(seed: int, **arguments: Any) -> ParallelEnvManager:
 def test_failures_of_environments_in_processes_come_again_here(
     env_args: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    batcher = EpisodeBatcher(
-        5,
-        6,
-        create_agent=StepCounter,
-        create_env=create_manager,
-        env_args=env_args,
-        n_threads=0,
-        seeds=1,
-    )
-    error = failure_of(batcher)
+    error = failure_of(create_manager, env_args, n_threads=0)
     assert error.capsule.where == error.where
     assert_repeats(error, create_manager, env_args)
     assert_repeats(error, UnluckyEnv)
@@ -229,22 +205,6 @@ def test_failures_of_environments_that_are_driven_by_hand_come_again(
             assert isinstance(pickle.loads(pickle.dumps(error)).capsule, CrashCapsule)
         assert calls == {"reset", "step"}
     assert len(list(tmp_path.iterdir())) == 6
-
-
-def run_by_reset_and_step(manager: ParallelEnvManager) -> None:
-    """The interface of rlstructures."""
-    while True:
-        _, running = manager.reset(DictTensor({"task": torch.arange(3)}))
-        while len(running):
-            actions = DictTensor({"action": torch.arange(len(running))})
-            _, (_, running) = manager.step(actions)
-
-
-def test_failures_of_reset_and_step_come_again() -> None:
-    with create_manager(0) as manager, pytest.raises(EnvError) as caught:
-        run_by_reset_and_step(manager)
-    assert caught.value.capsule.options == {"task": caught.value.where.lane}
-    assert_repeats(caught.value, UnluckyEnv)
 
 
 def test_failures_told_to_a_remote_come_again(tmp_path: Path) -> None:

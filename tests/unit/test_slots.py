@@ -12,7 +12,7 @@ import torch
 
 from rlpool.errors import SpecError
 from rlpool.memory.storage import PAGE_BYTES, Memory
-from rlpool.slots.blocks import Block, BlockPool, Layout, StepSpecs, flat, successor_key
+from rlpool.slots.blocks import BlockPool, Layout, StepSpecs, flat, successor_key
 from rlpool.specs import TensorSpec
 
 FLAGS = ("terminated", "truncated", "done", "initial_state")
@@ -71,28 +71,15 @@ def test_rows_of_lanes_that_restart_hold_the_values_after_the_step_too() -> None
     assert not layout(restarts=True).finals
 
 
-def test_without_noise_there_is_no_key_for_it() -> None:
-    assert step_specs(n_noise=0).noise == {}
-    assert "noise" not in Layout(step_specs(n_noise=0), 1, 1, 1).rows
-
-
-@pytest.mark.parametrize("restarts", [False, True])
-def test_the_arrays_of_a_block_have_one_slot_more_than_asked_for(restarts: bool) -> None:
-    it = layout(restarts=restarts)
-    arrays = it.arrays(Memory.local(it.n_bytes).root())
-    for key, row in it.rows.items():
-        assert arrays.rows[key].shape == (7, 7, *row.shape)
-        assert arrays.rows[key].dtype == row.dtype
-    for key, row in it.finals.items():
-        assert arrays.finals[key].shape == (6, *row.shape)
-    assert all(array.dtype == np.int64 for array in arrays.control.values())
-
-
 @pytest.mark.parametrize("restarts", [False, True])
 def test_the_arrays_of_a_block_do_not_overlap_and_fill_its_bytes(restarts: bool) -> None:
-    it = layout(restarts=restarts)
+    it = pickle.loads(pickle.dumps(layout(restarts=restarts)))
+    assert it == layout(restarts=restarts)
     root = Memory.local(it.n_bytes).root()
     arrays = it.arrays(root)
+    assert {k: (7, 7, *row.shape) for k, row in it.rows.items()} == {
+        key: array.shape for key, array in arrays.rows.items()
+    }
     everything = [
         *arrays.rows.values(),
         *arrays.finals.values(),
@@ -114,24 +101,14 @@ def test_the_bytes_of_a_key_count_its_rows_and_finals() -> None:
     assert sum(n_bytes.values()) < it.n_bytes
 
 
-def test_layouts_travel() -> None:
-    again = pickle.loads(pickle.dumps(layout()))
-    assert again == layout()
-    assert again.n_bytes == layout().n_bytes
-
-
 @pytest.mark.parametrize(
     ("output", "state"),
     [
         ("frame", "s"),
-        ("reward", "s"),
-        ("done", "s"),
         ("_frame", "s"),
         ("_s", "s"),
         ("s", "s"),
-        ("v", "frame"),
         ("v", "_reward"),
-        ("noise", "s"),
         ("v", "noise"),
         ("last_action", "s"),
     ],
@@ -145,8 +122,8 @@ def test_keys_that_collide_are_refused(output: str, state: str) -> None:
 # Rows as opaque elements
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "bool", "float32", "float64", "int64"])
-@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (0,)])
+@pytest.mark.parametrize("dtype", ["bool", "float32"])
+@pytest.mark.parametrize("shape", [(), (2, 3), (0,)])
 def test_flat_rows_can_be_assigned_by_index(dtype: str, shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
     target = np.zeros((4, 5, *shape), dtype)
@@ -189,13 +166,6 @@ def test_a_block_is_used_again_when_its_last_user_is_gone() -> None:
     assert len(made) == 2
 
 
-def test_a_taken_block_is_not_given_twice() -> None:
-    blocks, _ = pool()
-    taken = [blocks.take() for _ in range(4)]
-    assert len({block.number for block in taken}) == 4
-    assert len({id(block) for block in taken}) == 4
-
-
 @pytest.mark.parametrize("part", ["rows", "finals", "control"])
 def test_every_array_of_a_block_keeps_it_from_being_free(part: str) -> None:
     blocks, _ = pool()
@@ -223,17 +193,6 @@ def test_surplus_blocks_are_forgotten_and_named() -> None:
     assert held.shape[0] == 7
 
 
-def test_the_number_of_blocks_is_that_of_results_held_plus_a_few() -> None:
-    blocks, made = pool()
-    for _ in range(100):
-        block = blocks.take()
-        tensor = torch.from_numpy(block.arrays.rows["frame"])
-        block.release()
-        blocks.forget_surplus()
-    del tensor
-    assert len(made) <= 3
-
-
 def test_results_that_are_kept_do_not_keep_descriptors() -> None:
     blocks, _ = pool()
     kept, n_forgotten = [], 0
@@ -253,24 +212,8 @@ def test_blocks_in_flight_are_never_forgotten() -> None:
     assert blocks.forget_surplus() == [taken[-1].number]
 
 
-def test_a_worker_that_is_gone_has_mapped_nothing() -> None:
-    blocks, _ = pool()
-    block = blocks.take()
-    block.mapped_by.update([0, 1])
-    blocks.forget_worker(0)
-    assert block.mapped_by == {1}
-
-
 def test_a_system_without_memory_is_an_error_that_says_what_to_lower() -> None:
     blocks, _ = pool(limit=1)
     blocks.take()
     with pytest.raises(SpecError, match="lower n_slots or n_timesteps"):
         blocks.take()
-
-
-def test_a_block_that_is_released_can_be_read_anew() -> None:
-    it = layout()
-    block = Block(0, it, Memory.local(it.n_bytes))
-    block.arrays.rows["frame"][0, 0] = 7
-    block.release()
-    assert (block.arrays.rows["frame"][0, 0] == 7).all()

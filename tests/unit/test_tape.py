@@ -37,23 +37,24 @@ def steps(*actions: float, rewards: Sequence[float] | None = None) -> dict[str, 
 # One tape ---------------------------------------------------------------------------------------
 
 
-def test_steps_are_kept_in_order_however_they_arrive() -> None:
-    tape = Tape(5)
-    source = steps(0, 1)
-    tape.add(source)
-    source["action"][:] = 9  # copied
-    tape.add(steps(2))
-    tape.add(steps(2.5))  # another dtype: not joined, so that no bit changes
-    tape.add({"action": np.arange(3, 20_000)})
-    tape.add(steps(20_000))
-    assert tape.n_steps == 20_002
-    assert tape.actions["action"].tolist() == [0, 1, 2, 2.5, *range(3, 20_001)]
-    assert [chunk["action"].dtype.kind for chunk in tape.chunks] == ["i", "f", "i", "i"]
-    for n_steps in (0, 2, 3, 4, 20_001, 20_002):
-        before, after = tape.split(n_steps)
+@pytest.mark.parametrize("n_small", [1, 40, 100])
+def test_steps_are_kept_in_order_however_they_arrive(n_small: int) -> None:
+    tape, expected = Tape(5), list(range(n_small))
+    for number in range(n_small):
+        tape.add(steps(number))
+    others = np.array([0.5]), np.arange(20_000), np.array([7]), np.array([[1, 2]])
+    for actions in others:  # of other dtypes and shapes: no bit of them changes
+        tape.add({"action": actions})
+        expected += actions.tolist()
+    assert len(tape.chunks) < 45
+    assert tape.n_steps == len(expected)
+    for n_steps in (0, 1, n_small, n_small + 2, tape.n_steps - 2):
+        before = tape.head(n_steps)
         assert before.n_steps == n_steps
-        both = [*before.actions.get("action", []), *after.get("action", [])]
-        assert both == tape.actions["action"].tolist()
+        found = [step.tolist() for chunk in before.chunks for step in chunk["action"]]
+        assert found == expected[:n_steps]
+    before, last = tape.without_last()
+    assert (before.n_steps, last["action"].tolist()) == (tape.n_steps - 1, [[1, 2]])
 
 
 def test_what_is_kept_is_bounded() -> None:
@@ -64,8 +65,6 @@ def test_what_is_kept_is_bounded() -> None:
     assert tape.n_steps == 10 * 4096
     assert tape.actions["action"][0] == tape.first_step
     assert "first 28672 actions" in tape.why_lost
-    before, last = tape.without_last()
-    assert (before.n_steps, last["action"].tolist()) == (tape.n_steps - 1, [tape.n_steps - 1])
 
 
 # Repeating --------------------------------------------------------------------------------------
@@ -80,12 +79,15 @@ def recorded(n_steps: int) -> Tape:
     env = make_env()
     options = {"length": 20, "id": 3}
     env.reset_lanes([1], [7], [options])
-    tape = Tape(7, options)
+    actions: list[int] = []
+    rewards: list[float] = []
     for step in range(n_steps):
         env.step_lanes([1], {"action": np.array([0, step % 2])})
-        tape.add(steps(step % 2, rewards=[env.current["reward"][1]]))
-    tape.observation = {key: np.array(array[1]) for key, array in env.current.items()}
-    return tape
+        actions.append(step % 2)
+        rewards.append(env.current["reward"][1])
+    after = {key: np.array(array[1]) for key, array in env.current.items()}
+    chunks = [steps(*actions, rewards=rewards)] if actions else []
+    return Tape(7, options, chunks=chunks, observation=after)
 
 
 @pytest.mark.parametrize("n_steps", [0, 1, 5])
@@ -190,22 +192,20 @@ def test_the_tapes_of_lanes_are_what_lists_of_actions_are(
             assert first_of(tapes, lane) == expected[lane]
 
 
-def test_a_long_episode_beside_short_ones_and_what_is_kept_of_it_at_most() -> None:
-    tapes, action = bound(most_bytes=3 * 2**16)
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_long_episode_beside_short_ones(is_kept: bool) -> None:
+    tapes, action = bound(**({} if is_kept else {"most_bytes": 3 * 2**14}))
     for lane in range(N_LANES):
         tapes.record_reset(lane, lane, None)
-    for step in range(5000):
+    for step in range(10_000):
         action[:] = step
         tapes.record_step(range(N_LANES))
         tapes.record_reset(1, step, None)
-        if step == 3000:
-            assert first_of(tapes, 0) == list(range(3001))
-    assert first_of(tapes, 1) == []
     tape = tapes.tape(0)
     assert tape is not None
-    assert tape.n_steps == 5000
-    assert tape.actions["action"][-1, 0] == 4999
-    assert "were not kept" in tape.why_lost
+    assert tape.actions["action"][:, 0].tolist() == list(range(tape.first_step, 10_000))
+    assert (tape.why_lost == "") == (tape.first_step == 0) == is_kept
+    assert first_of(tapes, 1) == []
 
 
 def test_what_the_caller_changes_afterwards_is_not_changed_on_the_tape() -> None:
