@@ -1,14 +1,15 @@
-"""Says which argument was meant by one that does not exist."""
+"""Arguments of functions: which one was meant, which ones users' functions take, whole numbers."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
-from rlpool.errors import UnknownArgumentError
+from rlpool.errors import SpecError, UnknownArgumentError
 
 ParametersT = ParamSpec("ParametersT")
 ResultT = TypeVar("ResultT")
@@ -37,6 +38,27 @@ _CLOSE = 0.8
 """Names that are more alike than this are taken for misspellings of each other, from 0 to 1."""
 
 
+def whole_number(name: str, value: Any, least: int, *, fix: str = "") -> int:
+    """A whole number from an argument: an int, or one of NumPy's or torch's, but no bool.
+
+    Args:
+        name: Name of the argument.
+        value: What was passed.
+        least: The smallest number allowed.
+        fix: What to do about another value, for the error.
+
+    Raises:
+        SpecError: If it is anything else.
+    """
+    try:
+        number = operator.index(value)
+    except (TypeError, ValueError, RuntimeError):  # of tensors: fractions, several, no values
+        number = least - 1
+    if number < least or isinstance(value, bool) or bool(getattr(value, "shape", None)):
+        raise SpecError(f"{name} should be an int of at least {least}, got {value!r}", fix=fix)
+    return number
+
+
 def names_arguments(function: Callable[ParametersT, ResultT]) -> Callable[ParametersT, ResultT]:
     """Let a function refuse keywords that it does not have by naming those that it has.
 
@@ -48,30 +70,81 @@ def names_arguments(function: Callable[ParametersT, ResultT]) -> Callable[Parame
 
     @functools.wraps(function)
     def checked(*args: ParametersT.args, **kwargs: ParametersT.kwargs) -> ResultT:
-        for name in kwargs:
-            if name in parameters:
-                continue
+        for name in [name for name in kwargs if name not in parameters]:
             meant = _synonym(name, names)
             if meant or not takes_any:
                 what = f"{function.__qualname__.removesuffix('.__init__')}() takes no {name!r}"
-                fix = f"pass {meant}" if meant else _guess(name, names)
-                raise UnknownArgumentError(what, fix=fix)
+                raise UnknownArgumentError(what, fix=meant or _guess(name, names))
         return function(*args, **kwargs)
 
     return checked
 
 
 def _synonym(name: str, names: Sequence[str]) -> str:
-    """Another name for the same thing, ``""`` if there is none."""
+    """Which argument is another name for the same thing, ``""`` if there is none."""
     for synonyms in map(str.split, _SYNONYMS):
         if name in synonyms:
-            return next((other for other in synonyms if other in names), "")
+            return next((f"pass {other}" for other in synonyms if other in names), "")
     return ""
 
 
 def _guess(name: str, names: Sequence[str]) -> str:
-    """What to do about a name that stands for no argument."""
+    """What to do about a name that no argument has."""
     if name in _NUMBER_OF_ENVS.split() and "create_env" in names:
         return "let create_env return so many: GymEnv([make() for _ in range(n)], seed)"
     close = difflib.get_close_matches(name, names, 1, _CLOSE)
     return f"pass {close[0]}" if close else f"it takes {', '.join(names)}"
+
+
+def takes_keyword(function: Callable[..., Any], name: str, *, otherwise: bool = True) -> bool:
+    """Whether a function, class or callable object can be called with a keyword argument.
+
+    Args:
+        function: The function.
+        name: The keyword.
+        otherwise: The answer where the name is not listed, but nothing rules it out: for
+            ``**kwargs``, unless ``functools.wraps`` says where they are passed on to, and for
+            what has no signature.
+    """
+    wrapped: Any = function
+    while wrapped is not None:
+        try:
+            parameters = inspect.signature(wrapped, follow_wrapped=False).parameters
+        except (TypeError, ValueError):
+            return otherwise
+        if name in parameters:
+            return parameters[name].kind is not inspect.Parameter.POSITIONAL_ONLY
+        if all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+            return False
+        wrapped = _wrapped(wrapped)
+    return otherwise
+
+
+def takes_position(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with a positional argument."""
+    try:
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    named_only = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    return any(parameter.kind not in named_only for parameter in parameters)
+
+
+def called_with_seed(
+    create: Callable[..., Any], seed: int | None, arguments: Mapping[str, Any]
+) -> Any:
+    """Call a factory with a seed, if it takes one; ``seed`` among its arguments comes first."""
+    if takes_keyword(create, "seed"):
+        return create(**{"seed": seed, **arguments})
+    return create(**arguments)
+
+
+def _wrapped(function: Any) -> Any:
+    """What ``functools.wraps`` was applied to, ``None`` if that is not known."""
+    if isinstance(function, functools.partial):
+        function = function.func
+    if inspect.isclass(function):
+        function = function.__init__
+    elif not inspect.isroutine(function):
+        function = type(function).__call__
+    return getattr(function, "__wrapped__", None)

@@ -13,20 +13,19 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from rlpool.arguments import called_with_seed
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.one_env import OneEnv
 from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerError
-from rlpool.generators import seeded_generators
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.memory.storage import Array
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.failures import described
 from rlpool.record.repeat import Divergence, Reached, batch_of, repeat
 from rlpool.record.tape import REWARD, Tape
-from rlpool.seeding import N_SEEDS
-from rlpool.signatures import called_with_seed
+from rlpool.seeding import N_SEEDS, seeded_generators
 from rlpool.specs import TensorSpec
 
 _LOG = logging.getLogger("rlpool")

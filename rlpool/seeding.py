@@ -17,23 +17,30 @@ References:
     permutation made of steps that can be undone, each of which is cheap.
     Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, figure 16:
     the hash, which is the finaliser of SplitMix64.
+
+**The process's global generators** (``random``, NumPy's legacy one, torch's for the CPU) are what
+users' code draws from besides. Where it runs in the caller's process, it has states of its own:
+what the caller draws must not depend on what rlpool runs, nor the other way round.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import random
 import secrets
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from rlpool.errors import SpecError
+from rlpool.arguments import whole_number
+from rlpool.machine.interrupts import InterruptsHeld
 
 Words = np.ndarray[Any, np.dtype[Any]]
-Floats = np.ndarray[Any, np.dtype[Any]]
+States = tuple[Any, Any, torch.Tensor]
 
 N_SEEDS = 2**31
 """Seeds are in ``[0, N_SEEDS)``."""
@@ -42,17 +49,13 @@ NOISE_CHUNK = 128
 """Steps of noise computed at once: so many that lanes seldom need the next chunk."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: a full-period increment
-_MIX_A = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_B = np.uint64(0x94D049BB133111EB)
+_MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _STREAM_SALT = np.uint64(0xD1B54A32D192ED03)  # keeps noise apart from the seeds themselves
 _START_SALT = np.uint64(0x8CB92BA72F3D8DD7)
 _WORD_MASK = 2**64 - 1
 _NOISE_BITS = 24  # all that float32 can hold of a number in [0, 1)
 _NOISE_SHIFT = np.uint64(64 - _NOISE_BITS)
 _NOISE_UNIT = np.float32(2.0**-_NOISE_BITS)
-# NumPy scalars made once: making them anew costs as much as the operations on a few lanes.
-_ROUNDS = ((np.uint64(30), _MIX_A), (np.uint64(27), _MIX_B))
-_LAST_SHIFT = np.uint64(31)
 
 _SEED_BITS = N_SEEDS.bit_length() - 1
 _PERMUTATION_ROUNDS = 5  # with four, differences of neighbours are already uniform
@@ -75,12 +78,11 @@ def root_from(seeds: int | Sequence[int] | None) -> int:
     """
     if seeds is None:
         return secrets.randbits(128)
-    each = list(seeds) if isinstance(seeds, Sequence) else [seeds]
-    if not all(isinstance(seed, int | np.integer) and seed >= 0 for seed in each):
-        raise SpecError(f"a seed should be an int of at least 0, got {seeds!r}")
-    # A list is told apart from an int, [7] from 7: their lengths are part of the hash.
-    words = [2, len(each)] if isinstance(seeds, Sequence) else [1]
-    words += map(int, each)
+    # A list is told apart from an int, [7] from 7: its length is part of the hash.
+    is_list = isinstance(seeds, Sequence)
+    each = seeds if isinstance(seeds, Sequence) else [seeds]
+    words = [2, len(each)] if is_list else [1]
+    words += [whole_number("a seed", seed, 0) for seed in each]
     low, high = np.random.SeedSequence(words).generate_state(2, np.uint64).tolist()
     root: int = (high << 64) | low
     return root
@@ -112,7 +114,7 @@ def episode_seeds(root: int, first: int, n_episodes: int) -> list[int]:
 
     Args:
         root: The root.
-        first: Number of the first one: how many episodes were asked for before.
+        first: Number of the first one: how many episodes were requested before.
         n_episodes: How many.
     """
     numbers = np.arange(n_episodes, dtype=np.uint64) + np.uint64(first % N_SEEDS)
@@ -122,23 +124,19 @@ def episode_seeds(root: int, first: int, n_episodes: int) -> list[int]:
 
 def noise_keys(root: int, execution: int, n_episodes: int) -> Words:
     """What the noise of the episodes of one ``execute`` derives from: uint64 ``[n_episodes]``."""
-    key, salt = _derive(root, _EPISODES, execution)
-    keys: Words = _mix(_mix(key + np.arange(n_episodes, dtype=np.uint64) * _GOLDEN) ^ salt)
-    return keys
+    return _hashes(root, _EPISODES, execution, n_episodes)
 
 
 def task_draws(root: int, collection: int, n_rollouts: int, n_tasks: int) -> list[int]:
     """Which of ``n_tasks`` tasks each rollout of a collection gets, int in ``[0, n_tasks)``."""
-    key, salt = _derive(root, _TASKS, collection)
-    mixed = _mix(_mix(key + np.arange(n_rollouts, dtype=np.uint64) * _GOLDEN) ^ salt)
-    draws: list[int] = (mixed % np.uint64(n_tasks)).tolist()
-    return draws
+    draws = _hashes(root, _TASKS, collection, n_rollouts) % np.uint64(n_tasks)
+    return [int(draw) for draw in draws]
 
 
 class LaneSeeds:
-    """Seeds of lanes that restart on their own, since one ``reset``.
+    """Seeds of lanes that restart on their own, counted from one ``reset``.
 
-    A lane numbers its episodes one by one, resets included, and goes on behind all numbers that it
+    A lane numbers its episodes one by one, resets included, and continues past all numbers that it
     can have used before a reset. Lane *k* begins at the bits of *k* in reverse, read as a fraction
     of all numbers: wherever the others began, and however many there will be, half of the largest
     gap is its own. So the seeds of a lane depend neither on the number of workers nor on that of
@@ -169,8 +167,9 @@ class LaneSeeds:
 
     def noise_key(self, lane: int, n_restarts: int) -> int:
         """What the noise of that episode derives from, in ``[0, 2**64)``."""
-        mixed = _mix_int(_mix_int(self._noise_key ^ lane) ^ self._noise_salt)
-        return _mix_int(mixed + n_restarts)
+        mixed = _mix(_mix(self._noise_key ^ lane) ^ self._noise_salt)
+        key: int = _mix((mixed + n_restarts) & _WORD_MASK)
+        return key
 
 
 def seed_from(seed: int) -> int:
@@ -188,7 +187,7 @@ def worker_seed(root: int, worker: int) -> int:
 
 
 def probe_seed(root: int) -> int:
-    """Seed of the reset that tells a worker which keys there are; its data are dropped."""
+    """Seed of the reset that shows a worker which keys there are; its data are dropped."""
     return permuted(0, _seed_keys(root, _PROBES))
 
 
@@ -205,7 +204,7 @@ def stream_seed(seed: int, stream: int) -> int:
     return permuted(seed, _seed_keys(stream, _STREAMS))
 
 
-class NoiseStart:
+class NoiseStart(NamedTuple):
     """The noise of one episode, of which the first steps are computed already.
 
     Attributes:
@@ -214,19 +213,16 @@ class NoiseStart:
         head: float32 ``[NOISE_CHUNK, n_noise]``.
     """
 
-    __slots__ = ("head", "start", "stream")
-
-    def __init__(self, start: np.uint64, stream: np.uint64, head: Floats) -> None:
-        self.start = start
-        self.stream = stream
-        self.head = head
+    start: np.uint64
+    stream: np.uint64
+    head: Words
 
 
 class NoiseStarts:
     """The noise of many episodes, computed for a block of episodes when the first one begins.
 
-    Only the blocks that were computed last are kept: lanes that are far apart, and episodes that
-    are run again, find theirs computed again.
+    Only the blocks that were used last are kept: lanes that are far apart, and episodes that are
+    run again, find theirs computed again.
 
     Args:
         keys: What it derives from: uint64, one per episode.
@@ -238,24 +234,21 @@ class NoiseStarts:
     _KEPT_NUMBERS = 2**20  # of all blocks: 4 MiB
 
     def __init__(self, keys: Words, n_noise: int) -> None:
-        self._starts, self._streams = _mix(keys ^ _START_SALT), _mix(keys ^ _STREAM_SALT)
-        self._n_noise = n_noise
-        n_episodes = self._BLOCK_NUMBERS // (NOISE_CHUNK * n_noise)
-        self._n_episodes = min(max(n_episodes, 1), self._MAX_EPISODES)
-        n_kept = self._KEPT_NUMBERS // (self._n_episodes * NOISE_CHUNK * n_noise)
-        self._max_blocks = max(n_kept, 1)
-        self._heads: dict[int, Floats] = {}  # by number of the block, the newest last
+        starts, streams = _mix(keys ^ _START_SALT), _mix(keys ^ _STREAM_SALT)
+        numbers = NOISE_CHUNK * n_noise  # per episode
+        n = min(max(self._BLOCK_NUMBERS // numbers, 1), self._MAX_EPISODES)
+        self._starts, self._streams, self._n_episodes = starts, streams, n
+
+        @functools.lru_cache(max(self._KEPT_NUMBERS // (n * numbers), 1))
+        def heads(block: int) -> Words:
+            rows = slice(block * n, (block + 1) * n)
+            return _chunks(starts[rows], streams[rows], 0, n_noise)
+
+        self._heads = heads
 
     def __getitem__(self, episode: int) -> NoiseStart:
-        number, row = divmod(episode, self._n_episodes)
-        heads = self._heads.get(number)
-        if heads is None:
-            rows = slice(number * self._n_episodes, (number + 1) * self._n_episodes)
-            heads = _chunks(self._starts[rows], self._streams[rows], 0, self._n_noise)
-            if len(self._heads) == self._max_blocks:
-                del self._heads[next(iter(self._heads))]
-            self._heads[number] = heads
-        return NoiseStart(self._starts[episode], self._streams[episode], heads[row])
+        block, row = divmod(episode, self._n_episodes)
+        return NoiseStart(self._starts[episode], self._streams[episode], self._heads(block)[row])
 
 
 class NoiseStream:
@@ -325,14 +318,13 @@ class NoiseStream:
         )
 
 
-def _chunks(starts: Words, streams: Words, steps: Any, n_noise: int) -> Floats:
-    """Noise ``[E, NOISE_CHUNK, n_noise]`` of E episodes, from a step of each on."""
+def _chunks(starts: Words, streams: Words, steps: Any, n_noise: int) -> Words:
+    """Noise float32 ``[E, NOISE_CHUNK, n_noise]`` of E episodes, from a step of each on."""
     first = np.asarray(steps, np.uint64).reshape(-1, 1) * np.uint64(n_noise)
     counters = first + np.arange(NOISE_CHUNK * n_noise, dtype=np.uint64)
-    words = (starts.reshape(-1, 1) + counters * _GOLDEN) ^ streams.reshape(-1, 1)
-    numbers = (_mix(words) >> _NOISE_SHIFT).astype(np.float32) * _NOISE_UNIT
-    chunks: Floats = numbers.reshape(-1, NOISE_CHUNK, n_noise)
-    return chunks
+    words = _mix((starts.reshape(-1, 1) + counters * _GOLDEN) ^ streams.reshape(-1, 1))
+    numbers: Words = (words >> _NOISE_SHIFT).astype(np.float32) * _NOISE_UNIT
+    return numbers.reshape(-1, NOISE_CHUNK, n_noise)
 
 
 @functools.lru_cache(maxsize=64)
@@ -348,16 +340,83 @@ def _derive(root: int, *path: int) -> Words:
     return words
 
 
-def _mix_int(word: int) -> int:
-    """The mix of one word, without the overhead of arrays."""
-    word &= _WORD_MASK
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD_MASK
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD_MASK
-    return word ^ (word >> 31)
+def _hashes(root: int, purpose: int, number: int, n: int) -> Words:
+    """``n`` words, uint64, for the ``number``-th request of some purpose."""
+    key, salt = _derive(root, purpose, number)
+    return _mix(_mix(key + np.arange(n, dtype=np.uint64) * _GOLDEN) ^ salt)
 
 
-def _mix(words: Words) -> Words:
-    for shift, factor in _ROUNDS:
-        words = (words ^ (words >> shift)) * factor
-    mixed: Words = words ^ (words >> _LAST_SHIFT)
+def _mix(words: _Numbers) -> _Numbers:
+    """The finaliser of SplitMix64, of an int or of uint64 of any shape."""
+    for shift, factor in zip((30, 27), _MIX_FACTORS, strict=True):
+        words = ((words ^ (words >> shift)) * factor) & _WORD_MASK
+    mixed: _Numbers = words ^ (words >> 31)
     return mixed
+
+
+# The process's global generators -------------------------------------------------------------
+
+
+def generator_states() -> States:
+    """The states of ``random``, ``numpy.random`` and torch, copies."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+
+
+def _set_generator_states(states: States) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
+    torch.set_rng_state(states[2])
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators.
+
+    Args:
+        seed: A non-negative int; NumPy's generator gets its lowest 32 bits.
+    """
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  (for those who draw from it)
+    torch.default_generator.manual_seed(seed)  # the caller's devices are left alone
+
+
+class OwnGenerators:
+    """States of the generators for one user of them, apart from the caller's.
+
+    Args:
+        seed: What they are seeded with when they are used for the first time; without one they
+            begin as the caller's are then.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._seed = seed
+        self._states: States | None = None
+        self._callers: States | None = None
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """A section with these states; the caller's are back afterwards, whatever happens."""
+        try:
+            try:
+                with InterruptsHeld():
+                    self._callers = generator_states()
+                    if self._states is not None:
+                        _set_generator_states(self._states)
+                    elif self._seed is not None:
+                        seed_generators(self._seed)
+                yield
+            finally:
+                with InterruptsHeld():
+                    self._give_back()
+        finally:
+            self._give_back()  # if an interrupt came just before they were held
+
+    def _give_back(self) -> None:
+        if self._callers is not None:
+            self._states = generator_states()
+            _set_generator_states(self._callers)
+            self._callers = None
+
+
+def seeded_generators(seed: int | None) -> AbstractContextManager[None]:
+    """A section with generators that are seeded with ``seed``, or not if that is ``None``."""
+    return OwnGenerators(seed).in_use()

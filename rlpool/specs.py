@@ -5,26 +5,25 @@ A *structure* says how a nested value (an observation, an action) falls into nam
     space = Dict(image=Box(84, 84, 4), pose=Tuple(Box(3), Discrete(4)))
     leaves = {"image": [84, 84, 4], "pose/0": [3], "pose/1": []}
 
-Spaces are recognised by the names of their classes, so that those of the old ``gym`` package work
-as well and neither package has to be imported here.
+It is a torch pytree of dicts, tuples and ``Leaf`` objects. Spaces are recognised by the names of
+their classes, so that those of the old ``gym`` package work too, and neither package is imported.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _pytree
 
 from rlpool.errors import SpecError
 
 DEFAULT_OBSERVATION_KEY = "frame"
 """Key of an observation that is not a dict: the name that rlstructures gave it."""
-
-_REFUSED_SPACES = {"Text", "Graph", "Sequence", "OneOf"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Leaf:
 
     Attributes:
         spec: What is stored.
-        is_scalar: The environment hands out and expects Python numbers, not arrays.
+        is_scalar: The environment returns and expects Python numbers, not arrays.
     """
 
     spec: TensorSpec
@@ -85,26 +84,22 @@ def structure_of_space(space: Any, *, keep_float64: bool, name: str) -> Structur
     Raises:
         SpecError: For ``Text``, ``Graph``, ``Sequence``, ``OneOf`` and unknown spaces.
     """
+
+    def inner(key: Any, space: Any) -> Structure:
+        return structure_of_space(space, keep_float64=keep_float64, name=f"{name}[{key!r}]")
+
     kinds = {base.__name__ for base in type(space).__mro__}
     if "Dict" in kinds:
-        return {
-            key: structure_of_space(inner, keep_float64=keep_float64, name=f"{name}[{key!r}]")
-            for key, inner in space.spaces.items()
-        }
+        return {key: inner(key, part) for key, part in space.spaces.items()}
     if "Tuple" in kinds:
-        return tuple(
-            structure_of_space(inner, keep_float64=keep_float64, name=f"{name}[{number}]")
-            for number, inner in enumerate(space.spaces)
-        )
+        return tuple(inner(number, part) for number, part in enumerate(space.spaces))
     if "Discrete" in kinds:
         return Leaf(TensorSpec((), np.dtype(np.int64)), is_scalar=True)
     if kinds & {"Box", "MultiDiscrete", "MultiBinary"}:
-        dtype = stored_dtype(np.dtype(space.dtype), keep_float64=keep_float64)
+        dtype = _stored_dtype(np.dtype(space.dtype), keep_float64)
         return Leaf(TensorSpec(tuple(space.shape), dtype), is_scalar=False)
-    refused = sorted(kinds & _REFUSED_SPACES)
     raise SpecError(
-        f"{name} is a {refused[0] if refused else type(space).__name__} space, "
-        "which has no fixed shape to put into a tensor",
+        f"{name} is a {type(space).__name__} space, which has no fixed shape to put into a tensor",
         fix="wrap the environment so that it uses Box, Discrete, MultiDiscrete, MultiBinary, "
         "Dict or Tuple",
     )
@@ -119,16 +114,14 @@ def structure_of_value(value: Any, *, keep_float64: bool, name: str) -> Structur
     Raises:
         SpecError: If it is not made of numbers.
     """
+
+    def inner(key: Any, value: Any) -> Structure:
+        return structure_of_value(value, keep_float64=keep_float64, name=f"{name}[{key!r}]")
+
     if isinstance(value, Mapping):
-        return {
-            str(key): structure_of_value(inner, keep_float64=keep_float64, name=f"{name}[{key!r}]")
-            for key, inner in value.items()
-        }
+        return {str(key): inner(key, part) for key, part in value.items()}
     if isinstance(value, tuple):
-        return tuple(
-            structure_of_value(inner, keep_float64=keep_float64, name=f"{name}[{number}]")
-            for number, inner in enumerate(value)
-        )
+        return tuple(inner(number, part) for number, part in enumerate(value))
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
     array = np.asarray(value)
@@ -137,8 +130,13 @@ def structure_of_value(value: Any, *, keep_float64: bool, name: str) -> Structur
             f"{name} is a {type(value).__name__} of dtype {array.dtype}, not numbers",
             fix="return numbers, NumPy arrays, or dicts and tuples of them",
         )
-    dtype = stored_dtype(array.dtype, keep_float64=keep_float64)
+    dtype = _stored_dtype(array.dtype, keep_float64)
     return Leaf(TensorSpec(array.shape, dtype), is_scalar=array.ndim == 0)
+
+
+def _stored_dtype(dtype: np.dtype[Any], keep_float64: bool) -> np.dtype[Any]:
+    is_narrowed = dtype == np.float64 and not keep_float64
+    return np.dtype(np.float32) if is_narrowed else dtype
 
 
 def merged_structures(first: Structure, second: Structure, name: str) -> Structure:
@@ -147,32 +145,24 @@ def merged_structures(first: Structure, second: Structure, name: str) -> Structu
     Args:
         first: The structure of one value.
         second: That of the other.
-        name: How an error calls the values.
+        name: Key of the values; prefix of the keys of their parts.
 
     Raises:
         SpecError: If keys, lengths or shapes differ, naming both sides.
     """
-    if isinstance(first, Leaf) and isinstance(second, Leaf):
-        if first.spec.shape != second.spec.shape:
-            shapes = f"{list(first.spec.shape)} and then {list(second.spec.shape)}"
-            raise SpecError(f"{name} should keep its shape, got {shapes}")
-        dtype = np.result_type(first.spec.dtype, second.spec.dtype)
-        return Leaf(TensorSpec(first.spec.shape, dtype), is_scalar=first.is_scalar)
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        if first.keys() != second.keys():
-            raise SpecError(
-                f"{name} should keep its keys, got {sorted(first)} and then {sorted(second)}"
-            )
-        return {
-            key: merged_structures(inner, second[key], f"{name}[{key!r}]")
-            for key, inner in first.items()
-        }
-    if isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second):
-        return tuple(
-            merged_structures(inner, other, f"{name}[{number}]")
-            for number, (inner, other) in enumerate(zip(first, second, strict=True))
-        )
-    raise SpecError(f"{name} should keep its structure, got {first} and then {second}")
+    specs, others = (
+        {key: leaf.spec for key, leaf in leaves_of({name: each}, "").items()}
+        for each in (first, second)
+    )
+    if specs.keys() != others.keys():
+        got = f"{list(specs)} and then {list(others)}"
+        raise SpecError(f"{name} should keep its structure, got the parts {got}")
+    for key, spec in specs.items():
+        if spec.shape != others[key].shape:
+            got = f"{list(spec.shape)} and then {list(others[key].shape)}"
+            raise SpecError(f"{key!r} should keep its shape, got {got}")
+    dtypes = {key: np.result_type(spec.dtype, others[key].dtype) for key, spec in specs.items()}
+    return with_dtypes(first, dtypes, name)
 
 
 def with_dtypes(
@@ -185,34 +175,27 @@ def with_dtypes(
         dtypes: Key of a leaf, as ``leaves_of`` names it, to dtype.
         key: Key of ``structure`` itself.
     """
-    if isinstance(structure, Leaf):
-        dtype = dtypes.get(key, structure.spec.dtype)
-        return Leaf(TensorSpec(structure.spec.shape, dtype), structure.is_scalar)
-    if isinstance(structure, Mapping):
-        return {k: with_dtypes(inner, dtypes, join_key(key, k)) for k, inner in structure.items()}
-    return tuple(
-        with_dtypes(inner, dtypes, join_key(key, str(number)))
-        for number, inner in enumerate(structure)
-    )
 
+    def replaced(path: Any, leaf: Leaf) -> Leaf:
+        dtype = dtypes.get(_key_of(key, path), leaf.spec.dtype)
+        return replace(leaf, spec=TensorSpec(leaf.spec.shape, dtype))
 
-def stored_dtype(dtype: np.dtype[Any], *, keep_float64: bool) -> np.dtype[Any]:
-    """The dtype in which values of ``dtype`` are stored."""
-    if dtype == np.float64 and not keep_float64:
-        return np.dtype(np.float32)
-    return dtype
+    result: Structure = _pytree.tree_map_with_path(replaced, structure)
+    return result
 
 
 def leaves_of(structure: Structure, default_key: str) -> dict[str, Leaf]:
     """Name the leaves of a structure.
 
-    A dict at the top gives its own keys; anything else stands under ``default_key``.
+    A dict at the top gives its own keys; anything else is named ``default_key``.
 
     Raises:
         SpecError: If joining makes two keys the same.
     """
+    prefix = "" if isinstance(structure, Mapping) else default_key
     leaves: dict[str, Leaf] = {}
-    for key, leaf in _walk(structure, "" if isinstance(structure, Mapping) else default_key):
+    for path, leaf in _pytree.tree_flatten_with_path(structure)[0]:
+        key = _key_of(prefix, path)
         if key in leaves:
             raise SpecError(
                 f"two parts of one space are both called {key!r}", fix="rename one of them"
@@ -221,64 +204,49 @@ def leaves_of(structure: Structure, default_key: str) -> dict[str, Leaf]:
     return leaves
 
 
-def _walk(structure: Structure, prefix: str) -> Iterator[tuple[str, Leaf]]:
-    if isinstance(structure, Leaf):
-        yield prefix, structure
-    elif isinstance(structure, Mapping):
-        for key, inner in structure.items():
-            yield from _walk(inner, join_key(prefix, str(key)))
-    else:
-        for number, inner in enumerate(structure):
-            yield from _walk(inner, join_key(prefix, str(number)))
+def _key_of(prefix: str, path: Sequence[Any]) -> str:
+    """Key of a leaf, by where a pytree has it."""
+    for step in path:
+        prefix = join_key(prefix, str(getattr(step, "key", getattr(step, "idx", ""))))
+    return prefix
 
 
 def flattener(structure: Structure, name: str) -> Callable[[Any], list[Any]]:
     """Compile a function that takes a nested value apart, in the order of ``leaves_of``.
 
-    The compiled function raises SpecError when keys or lengths do not fit the structure.
+    It is called in every step, and several times as fast as a pytree's. The compiled function
+    raises SpecError when keys or lengths do not fit the structure.
     """
-
-    def visit(node: Structure, value: Any, path: str, out: list[Any]) -> None:
-        if isinstance(node, Leaf):
-            out.append(value)
-            return
-        if isinstance(node, Mapping):
-            if not isinstance(value, Mapping) or value.keys() != node.keys():
-                got = (
-                    sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
-                )
-                raise SpecError(f"{path} should have the keys {sorted(node)}, got {got}")
-            for key, inner in node.items():
-                visit(inner, value[key], f"{path}[{key!r}]", out)
-            return
-        if not isinstance(value, tuple | list) or len(value) != len(node):
-            n_parts = len(value) if isinstance(value, tuple | list) else type(value)
-            raise SpecError(f"{path} should be a tuple of {len(node)} parts, got {n_parts}")
-        for number, inner in enumerate(node):
-            visit(inner, value[number], f"{path}[{number}]", out)
+    if isinstance(structure, Leaf):
+        return lambda value: [value]
+    is_dict = isinstance(structure, Mapping)
+    items: Any = structure.items() if isinstance(structure, Mapping) else enumerate(structure)
+    parts = [(key, flattener(inner, f"{name}[{key!r}]")) for key, inner in items]
+    keys = {key for key, _ in parts}
+    wanted = f"have the keys {sorted(keys)}" if is_dict else f"be a tuple of {len(parts)} parts"
 
     def flatten(value: Any) -> list[Any]:
-        out: list[Any] = []
-        visit(structure, value, name, out)
-        return out
+        if is_dict:
+            fits = isinstance(value, Mapping) and value.keys() == keys
+        else:
+            fits = isinstance(value, tuple | list) and len(value) == len(parts)
+        if not fits:
+            raise SpecError(f"{name} should {wanted}, got {_parts_of(value)}")
+        return [leaf for key, part in parts for leaf in part(value[key])]
 
     return flatten
 
 
+def _parts_of(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return sorted(map(str, value))
+    return len(value) if isinstance(value, tuple | list) else type(value).__name__
+
+
 def nester(structure: Structure) -> Callable[[Sequence[Any]], Any]:
     """Compile the inverse of ``flattener``: leaves in order to the nested value."""
-
-    def build(node: Structure, leaves: Iterator[Any]) -> Any:
-        if isinstance(node, Leaf):
-            return next(leaves)
-        if isinstance(node, Mapping):
-            return {key: build(inner, leaves) for key, inner in node.items()}
-        return tuple(build(inner, leaves) for inner in node)
-
-    def nest(leaves: Sequence[Any]) -> Any:
-        return build(structure, iter(leaves))
-
-    return nest
+    tree = _pytree.tree_structure(structure)
+    return lambda leaves: _pytree.tree_unflatten(leaves, tree)
 
 
 def row_specs(arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, TensorSpec]:

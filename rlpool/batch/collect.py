@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlpool.agents.agent import Agent, call_problem
+from rlpool.arguments import called_with_seed
 from rlpool.batch.claims import ClaimLock
 from rlpool.batch.commands import (
     Credit,
@@ -29,13 +30,11 @@ from rlpool.batch.plans import AnnounceSeeds, EpisodePlan, WindowPlan
 from rlpool.envs.gym_env import how_to_make_one, is_environment
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import EnvError, RlpoolError, Where, WorkerError, WorkerStartupError
-from rlpool.generators import seed_generators
 from rlpool.loop.rollout import Rollout
 from rlpool.memory.storage import Memory
 from rlpool.record.failures import agent_error, described, text_of
 from rlpool.record.tape import Tape
-from rlpool.seeding import LaneSeeds, probe_seed, worker_seed
-from rlpool.signatures import called_with_seed
+from rlpool.seeding import LaneSeeds, probe_seed, seed_generators, worker_seed
 from rlpool.slots.blocks import Block
 from rlpool.workers.child import Control, Place, called, run, settle_in
 from rlpool.workers.fast_checks import install_fast_checks

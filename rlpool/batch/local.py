@@ -16,10 +16,10 @@ from rlpool.batch.claims import ClaimLock
 from rlpool.batch.collect import Collector
 from rlpool.batch.commands import Execute, Probed, Window
 from rlpool.errors import RlpoolError, WorkerError
-from rlpool.generators import OwnGenerators
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Memory
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT, described
+from rlpool.seeding import OwnGenerators
 from rlpool.workers.child import CONTROL_COLUMNS, Control, Place
 from rlpool.workers.lifecycle import Client
 from rlpool.workers.stacks import Stacks, own_stacks

@@ -1,50 +1,154 @@
-"""Observations of many lanes into one array per key.
+"""What environments return, checked and written into one array per key.
 
-An environment hands out one value at a time; a ``Column`` collects the values of a batch of lanes
-into its array with a constant number of NumPy calls where shapes and dtypes are as declared, and
-with a clear error where they are not.
+An environment returns one value at a time; a ``Column`` collects the values of a batch of lanes
+into its array with a constant number of NumPy calls where shapes and dtypes are as declared.
+What is not as declared is converted value by value, or refused with an error that names lane, key
+and both sides. Rewards and flags are checked in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array, batch_array
 from rlpool.specs import Leaf, Structure, TensorSpec, flattener, leaves_of
 
+Results = tuple[Any, Sequence[Any], Sequence[Any]]
+"""Rewards, terminated and truncated of the lanes that made a step."""
 
-def converted(value: Any, spec: TensorSpec, key: str) -> Array:
+_BOOLS = frozenset([bool, np.bool_])
+_ALL = slice(None)
+_NO_NUMBERS = np.empty((), object)
+_HUGE = 10**300  # Python's ints may be larger than any float
+_MOST_SQUARED = float(np.finfo(np.float32).max) ** 2
+
+
+class BadValue(SpecError):
+    """A lane's value does not fit.
+
+    Attributes:
+        lane: The lane.
+    """
+
+    def __init__(self, lane: int, message: str) -> None:
+        super().__init__(message)
+        self.lane = lane
+
+
+def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -> Array:
     """A value as an array of the wanted shape and dtype.
 
     Wider numbers are narrowed within their kind (float64 to float32); what would change the kind
     or lose values is refused.
 
+    Args:
+        value: The value.
+        spec: What it should be.
+        key: Its name, for errors.
+        widens: Take every dtype whose values ``spec`` can hold, of whatever kind.
+
     Raises:
         SpecError: Naming the key and both sides.
     """
-    array = np.asarray(value)
+    array = as_array(value)
     if array.shape != spec.shape:
         raise SpecError(f"{key!r} should have shape {list(spec.shape)}, got {list(array.shape)}")
+    source, target = array.dtype.kind, spec.dtype.kind
+    # Python numbers have no dtype of their own: any int may be taken for a float.
+    has_dtype = isinstance(value, np.ndarray | np.generic)
     if array.dtype == spec.dtype:
         return array
-    is_float, wants_float = array.dtype.kind == "f", spec.dtype.kind == "f"
-    # Python numbers have no dtype of their own: any int may stand for a float.
-    has_dtype = isinstance(value, np.ndarray | np.generic)
-    if wants_float and (is_float or (not has_dtype and array.dtype.kind in "iub")):
+    if "f" in (source, target):
+        fits = target == "f" and (source == "f" or (source in "iub" and not has_dtype))
+    else:
+        may_fit = not has_dtype or np.can_cast(array.dtype, spec.dtype, "same_kind")
+        fits = may_fit and np.array_equal(array.astype(spec.dtype), array)
+    if fits or (widens and np.can_cast(array.dtype, spec.dtype)):
         return array.astype(spec.dtype)
-    if (
-        not is_float
-        and not wants_float
-        and (not has_dtype or np.can_cast(array.dtype, spec.dtype, "same_kind"))
-    ):
-        narrowed = array.astype(spec.dtype)
-        if np.array_equal(narrowed, array):
-            return narrowed
     raise SpecError(f"{key!r} should have dtype {spec.dtype}, got {array.dtype}")
+
+
+def as_array(value: Any) -> Array:
+    """A value as an array, tensors with gradients or of other devices, too."""
+    return np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+
+
+def checked_results(lanes: Sequence[int], results: Results) -> Results:
+    """What steps returned: rewards as numbers that float32 holds, flags as bools.
+
+    Raises:
+        BadValue: For a reward that is not a number, or finite and too large, and for a flag that is
+            neither true nor false.
+    """
+    rewards, terminated, truncated = results
+    if not _BOOLS.issuperset(map(type, terminated)):
+        terminated = _each(lanes, terminated, lambda flag: flag_of("terminated", flag))
+    if not _BOOLS.issuperset(map(type, truncated)):
+        truncated = _each(lanes, truncated, lambda flag: flag_of("truncated", flag))
+    try:
+        values = np.array(rewards)
+    except (ValueError, TypeError, RuntimeError):  # not all of one shape, tensors
+        values = _NO_NUMBERS
+    # One product for all lanes: as long as it is small, no reward is too large for float32.
+    # (Of the ways to compute it, vdot does not warn if it overflows.)
+    if (
+        values.ndim != 1
+        or values.dtype.kind not in "fiub"
+        or (values.dtype.itemsize > 4 and not np.vdot(values, values) < _MOST_SQUARED)
+    ):
+        return _each(lanes, rewards, _reward_of), terminated, truncated
+    return values, terminated, truncated
+
+
+def flag_of(key: str, flag: Any) -> bool:
+    """A flag as a bool; SpecError for what is neither true nor false, such as NaN and ``None``."""
+    number = _number(flag)
+    if number is None or number not in (0, 1):
+        raise SpecError(f"{key!r} should be True or False, got {flag!r}", fix="return a bool")
+    return bool(number)
+
+
+def _reward_of(reward: Any) -> Any:
+    number = _number(reward)
+    if number is None:
+        raise SpecError(f"'reward' should be a number, got {reward!r}")
+    with np.errstate(over="ignore"):
+        stored = number.astype(np.float32)
+    if np.isfinite(number) and not np.isfinite(stored):
+        what = f"'reward' should be a number that float32 holds, got {reward!r}"
+        raise SpecError(what, fix="scale the rewards")
+    return stored
+
+
+def _number(value: Any) -> Array | None:
+    """A value as an array without dimensions, ``None`` if it is not a single number."""
+    if type(value) is int:
+        value = float(max(-_HUGE, min(value, _HUGE)))
+    try:
+        array = as_array(value)
+    except (ValueError, TypeError, RuntimeError):
+        return None
+    return array if array.ndim == 0 and array.dtype.kind in "fiub" else None
+
+
+def _each(lanes: Sequence[int], values: Sequence[Any], convert: Callable[[Any], Any]) -> list[Any]:
+    """The value of every lane, converted.
+
+    Raises:
+        BadValue: If one cannot be.
+    """
+    results: list[Any] = []
+    try:
+        for value in values:
+            results.append(convert(value))  # noqa: PERF401  (how far it got says which lane failed)
+    except (SpecError, ValueError, TypeError) as error:
+        raise BadValue(lanes[len(results)], str(error)) from error
+    return results
 
 
 class Column:
@@ -54,15 +158,17 @@ class Column:
         key: Name, for messages.
         leaf: What the values are.
         n_lanes: Number of rows.
+        widens: See ``converted``.
 
     Attributes:
         array: ``[n_lanes, *shape]``.
     """
 
-    def __init__(self, key: str, leaf: Leaf, n_lanes: int) -> None:
+    def __init__(self, key: str, leaf: Leaf, n_lanes: int, widens: bool = False) -> None:
         self.key = key
         self.spec = leaf.spec
         self._n_lanes = n_lanes
+        self._widens = widens
         # Written without a detour: what float32 is most often narrowed from.
         is_float32 = leaf.spec.dtype == np.float32
         self._wider = np.dtype(np.float64) if is_float32 else leaf.spec.dtype
@@ -71,7 +177,7 @@ class Column:
     def place(self, array: Array) -> None:
         """Keep the values in another array ``[n_lanes, *shape]`` from now on."""
         self.array = array
-        self._rows = list(array)  # views, except of scalars, which write_scalars serves
+        self._rows = list(array)  # views, except of scalars
         shape = self.spec.shape
         self._joined = array.reshape(-1, *shape[1:]) if shape else None
 
@@ -83,60 +189,44 @@ class Column:
             values: As many values.
 
         Raises:
-            BadValue: If a value does not fit; rows of other lanes may have been written.
+            BadValue: If a value does not fit.
         """
         if self._joined is None:
-            self._write_scalars(lanes, values)
+            if self._wrote_scalars(lanes, values):
+                return
+        elif self._are_as_declared(values):
+            if len(values) == self._n_lanes:
+                np.concatenate(values, out=self._joined)
+            else:
+                for lane, value in zip(lanes, values, strict=True):
+                    self._rows[lane][...] = value
             return
+        for lane, row in zip(lanes, _each(lanes, values, self._converted), strict=True):
+            self.array[lane] = row
+
+    def _converted(self, value: Any) -> Array:
+        return converted(value, self.spec, self.key, widens=self._widens)
+
+    def _are_as_declared(self, values: Sequence[Any]) -> bool:
         shape, dtype, wider = self.spec.shape, self.spec.dtype, self._wider
         try:
             for value in values:
                 if value.shape != shape or (value.dtype is not dtype and value.dtype is not wider):
-                    break
-            else:
-                if len(values) == self._n_lanes:
-                    np.concatenate(values, out=self._joined)
-                else:
-                    for lane, value in zip(lanes, values, strict=True):
-                        self._rows[lane][...] = value
-                return
-        except AttributeError:
-            pass  # not an array: converted, or refused, one by one
-        for lane, value in zip(lanes, values, strict=True):
-            self.write_one(lane, value)
+                    return False
+        except AttributeError:  # not an array
+            return False
+        return True
 
-    def write_one(self, lane: int, value: Any) -> None:
-        """Write the value of one lane, converting it if need be."""
-        try:
-            self.array[lane] = converted(value, self.spec, self.key)
-        except (SpecError, ValueError, TypeError) as error:
-            raise BadValue(lane, str(error)) from error
-
-    def _write_scalars(self, lanes: Sequence[int], values: Sequence[Any]) -> None:
+    def _wrote_scalars(self, lanes: Sequence[int], values: Sequence[Any]) -> bool:
+        """Write values if they are numbers as declared."""
         try:
             array = np.array(values)
-        except ValueError:  # ragged: one of them is not a scalar
-            array = np.empty(0)
-        if array.shape == (len(lanes),) and array.dtype == self.spec.dtype:
-            if len(lanes) == self._n_lanes:
-                self.array[:] = array
-            else:
-                self.array[lanes] = array
-            return
-        for lane, value in zip(lanes, values, strict=True):
-            self.write_one(lane, value)
-
-
-class BadValue(SpecError):
-    """A lane's value does not fit its column.
-
-    Attributes:
-        lane: The lane.
-    """
-
-    def __init__(self, lane: int, message: str) -> None:
-        super().__init__(message)
-        self.lane = lane
+        except (ValueError, TypeError, RuntimeError):  # one of them is not a scalar
+            return False
+        if array.shape != (len(lanes),) or array.dtype != self.spec.dtype:
+            return False
+        self.array[_ALL if len(lanes) == self._n_lanes else lanes] = array
+        return True
 
 
 class Columns:
@@ -146,6 +236,7 @@ class Columns:
         structure: How an observation falls into keys.
         default_key: Key of an observation that is not a dict.
         n_lanes: Number of rows.
+        widens: See ``converted``.
 
     Attributes:
         structure: How an observation falls into keys.
@@ -153,10 +244,12 @@ class Columns:
         arrays: Key to array ``[n_lanes, *shape]``, rewritten in place.
     """
 
-    def __init__(self, structure: Structure, default_key: str, n_lanes: int) -> None:
+    def __init__(
+        self, structure: Structure, default_key: str, n_lanes: int, *, widens: bool = False
+    ) -> None:
         self.structure = structure
         self.leaves = leaves_of(structure, default_key)
-        self._columns = [Column(key, leaf, n_lanes) for key, leaf in self.leaves.items()]
+        self._columns = [Column(key, leaf, n_lanes, widens) for key, leaf in self.leaves.items()]
         self.arrays: dict[str, Array] = {column.key: column.array for column in self._columns}
         self._flatten = flattener(structure, "observation")
         if isinstance(structure, Leaf):
@@ -174,11 +267,6 @@ class Columns:
         Raises:
             BadValue: If one does not fit, naming its key and both sides.
         """
-        rows = []
-        for lane, observation in zip(lanes, observations, strict=True):
-            try:
-                rows.append(self._flatten(observation))
-            except SpecError as error:
-                raise BadValue(lane, str(error)) from error
+        rows = _each(lanes, observations, self._flatten)
         for column, values in zip(self._columns, zip(*rows, strict=True), strict=True):
             column.write(lanes, values)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-from rlpool.arguments import names_arguments
-from rlpool.envs.ancestor_env import modernised
-from rlpool.envs.columns import BadValue, Columns
-from rlpool.envs.make_wrappers import have_passed, without_checkers, without_time_limit
-from rlpool.envs.vec_env import LaneError, Options, VecEnv
+from rlpool.arguments import names_arguments, whole_number
+from rlpool.envs.columns import Results
+from rlpool.envs.legacy import modernised
+from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
 from rlpool.specs import (
@@ -26,6 +27,7 @@ from rlpool.specs import (
 )
 
 _NO_LIMIT = 2**62  # steps
+_SPACES = ("observation_space", "action_space")
 
 
 class GymEnv(VecEnv):
@@ -44,6 +46,7 @@ class GymEnv(VecEnv):
             is kept.
 
     Attributes:
+        observation_space, action_space: Those of the environments, ``None`` without one.
         action_structure: How an action falls into keys, ``None`` without an action space.
         is_declared: Whether a space says what observations look like.
         keeps_results: Whether ``results`` is filled.
@@ -63,63 +66,47 @@ class GymEnv(VecEnv):
         max_episode_steps: int | None = None,
         keep_float64: bool = False,
     ) -> None:
-        envs = _checked_environments(envs)
+        envs = [modernised(env) for env in _checked_environments(envs)]
         super().__init__(len(envs), seed)
-        self._keep_float64 = keep_float64
-        self._envs = [modernised(env) for env in envs]
         if max_episode_steps is not None:
-            self._envs = [_limited(env, max_episode_steps) for env in self._envs]
-        self.observation_space = getattr(self._envs[0], "observation_space", None)
-        self.action_space = getattr(self._envs[0], "action_space", None)
-        self._refuse_differences()
-        self._steps: list[Callable[[Any], Any]] = [env.step for env in self._envs]
-        self._resets: list[Callable[..., Any]] = [env.reset for env in self._envs]
+            limit = whole_number("max_episode_steps", max_episode_steps, 1)
+            envs = [TimeLimit(env, limit) for env in envs]
+        self._envs = envs
+        self._keep_float64 = keep_float64
+        self._steps: list[Callable[[Any], Any]] = [env.step for env in envs]
+        self._resets: list[Callable[..., Any]] = [env.reset for env in envs]
         self._wrapped_lanes = set(range(len(envs)))  # still called through all their wrappers
-        self._closed_lanes: set[int] = set()
+        self._open_lanes = set(range(len(envs)))
         self._elapsed = np.zeros(len(envs), np.int64)  # steps of each lane's episode
         self._limits = np.full(len(envs), _NO_LIMIT)  # of the lanes whose time limit is kept here
         self._until_limit = _NO_LIMIT  # lower bound of the steps before a lane reaches its limit
-        self.is_declared = self.observation_space is not None and not _may_differ(self._envs[0])
-        # Whether the columns are surely those of the observations; else these show what they are.
-        self._is_sure = self.is_declared
-        self._declare_space()
         self.keeps_results = False
         self.results: list[Any] = []
+        self.observation_space, self.action_space = (_common_space(envs, name) for name in _SPACES)
+        self.is_declared = self.observation_space is not None and not _may_differ(envs[0])
+        if self.is_declared:
+            self._declare_structure(self._structure("observation_space"))
         self.action_structure: Structure | None = None
-        self._action_leaves: dict[str, Leaf] | None = None
         self._decode: Callable[[Mapping[str, Array]], list[Any]] = undeclared_actions
         if self.action_space is not None:
-            structure = self._structure(self.action_space, "action_space")
-            self.action_structure = structure
-            self._action_leaves = leaves_of({"action": structure}, "")
-            self._decode = action_decoder(structure, self._action_leaves, self._action_dtypes())
-
-    @property
-    def columns(self) -> Columns | None:
-        """The observations' columns, ``None`` before the first reset of undeclared spaces."""
-        return self._columns
-
-    @property
-    def action_leaves(self) -> dict[str, Leaf] | None:
-        """Keys of the actions, ``None`` if the environments declare no action space."""
-        return self._action_leaves
+            self.action_structure = self._structure("action_space")
+            self._action_leaves = leaves_of({"action": self.action_structure}, "")
+            self._decode = action_decoder(self.action_space)
 
     @property
     def shown_structure(self) -> Structure | None:
         """How an observation falls into keys, ``None`` as long as that is not known."""
-        return self._columns.structure if self._columns is not None and self._is_sure else None
+        return self._columns.structure if self._columns is not None else None
 
     def declare_observations(self, structure: Structure) -> None:
-        """Take what observations look like from others of the same kind."""
+        """Adopt what observations of others of the same kind look like."""
         self._declare_structure(structure)
-        self._is_sure = True
 
     def forget(self) -> None:
-        """Be as before the first reset, see ``VecEnv.forget``."""
+        """Return to the state before the first reset, see ``VecEnv.forget``."""
         super().forget()
-        self._forget_columns()
-        self._is_sure = self.is_declared
-        self._declare_space()
+        if not self.is_declared:
+            self._forget_columns()
 
     def close(self) -> None:
         """Close all environments."""
@@ -128,8 +115,8 @@ class GymEnv(VecEnv):
 
     def close_lane(self, lane: int) -> None:
         """Close one environment, once."""
-        if lane not in self._closed_lanes:
-            self._closed_lanes.add(lane)
+        if lane in self._open_lanes:
+            self._open_lanes.remove(lane)
             self._envs[lane].close()
 
     def attribute(self, lane: int, name: str) -> Any:
@@ -145,95 +132,89 @@ class GymEnv(VecEnv):
 
     def native_action_specs(self) -> dict[str, TensorSpec] | None:
         """Keys of the actions with the dtypes that the environments take."""
-        if self._action_leaves is None:
+        structure = _native(self.action_space, "action_space")
+        if structure is None:
             return None
-        return {
-            key: TensorSpec(leaf.spec.shape, dtype)
-            for (key, leaf), dtype in zip(
-                self._action_leaves.items(), self._action_dtypes(), strict=True
-            )
-        }
+        return {key: leaf.spec for key, leaf in leaves_of({"action": structure}, "").items()}
+
+    def _structure(self, name: str) -> Structure:
+        space = getattr(self, name)
+        return structure_of_space(space, keep_float64=self._keep_float64, name=name)
 
     def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> None:
-        observations = []
-        infos = []
-        lane = lanes[0]
+        results = []
         try:
             for lane, seed, option in zip(lanes, seeds, options, strict=True):
                 self.lane_in_use[0] = lane
                 result = self._resets[lane](seed=seed, options=option)
                 if type(result) is not tuple or len(result) != 2:
-                    result = self._adapted(lane, result)
-                observation, info = result
-                observations.append(observation)
-                infos.append(info)
+                    self._adapt(lane)
+                    result = result, {}
+                results.append(result)
                 self._elapsed[lane] = 0
                 self._until_limit = min(self._until_limit, int(self._limits[lane]))
             if self._wrapped_lanes:
                 self._unwrap(lanes)
-                self._until_limit = 1  # look which limits there are now
-            self._write_reset(lanes, observations)
-            if self.keeps_results:
-                self.results = list(zip(observations, infos, strict=True))
-        except BadValue as error:
-            raise LaneError(error.lane, "reset") from error
-        except KeyboardInterrupt:
-            raise
+            observations = [observation for observation, _ in results]
+            if self._columns is None:
+                self._learn(lanes, observations)
+            else:
+                self._columns.write(lanes, observations)
         except BaseException as error:
-            raise LaneError(lane, "reset") from error
+            self._fail("reset", error)
+        if self.keeps_results:
+            self.results = results
 
-    def _step_lanes(
-        self, lanes: Sequence[int], actions: Mapping[str, Array]
-    ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Results:
         results: list[tuple[Any, ...]] = []
         steps, lane_in_use = self._steps, self.lane_in_use
-        lane = lanes[0]
         try:
             decoded = self._decode(actions)
             for lane in lanes:
                 lane_in_use[0] = lane
                 results.append(steps[lane](decoded[lane]))
-            if self.keeps_results:
-                self.results = results
-            observations, rewards, terminated, cut, _ = zip(*results, strict=True)
+            observations, rewards, terminated, truncated, _ = zip(*results, strict=True)
             if self._columns is not None:
                 self._columns.write(lanes, observations)
-        except BadValue as error:
-            raise LaneError(error.lane, "step") from error
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:
-            raise LaneError(lane, "step") from (_explained(results) or error)
+            self._fail("step", _explained(results) or error)
+        if self.keeps_results:
+            self.results = results
         if len(lanes) == self.n_lanes:
             self._elapsed += 1
         else:
             self._elapsed[list(lanes)] += 1
-        truncated: Sequence[Any] = cut
         self._until_limit -= 1
-        if self._until_limit <= 0:
-            truncated = self._truncated(lanes, cut)
-        return rewards, terminated, truncated
+        if self._until_limit > 0:
+            return rewards, terminated, truncated
+        return rewards, terminated, self._with_limits(lanes, truncated)
 
-    def _adapted(self, lane: int, observation: Any) -> tuple[Any, dict[str, Any]]:
-        """Take an environment for one of the former gym, as its ``reset`` returned no pair."""
-        env = self._envs[lane] = modernised(self._envs[lane], is_former=True)
+    def _adapt(self, lane: int) -> None:
+        """Take an environment for one of the old gym, as its ``reset`` returned no pair."""
+        env = self._envs[lane] = modernised(self._envs[lane], returns_pair=False)
         self._steps[lane], self._resets[lane] = env.step, env.reset
-        return observation, {}
 
     def _unwrap(self, lanes: Sequence[int]) -> None:
-        """Take over from the wrappers of lanes whose checkers have passed."""
-        for lane in self._wrapped_lanes.intersection(lanes):
-            if have_passed(self._envs[lane]):
-                self._wrapped_lanes.remove(lane)
-                self._envs[lane] = without_checkers(self._envs[lane])
-                env, limit = without_time_limit(self._envs[lane])
-                self._steps[lane], self._resets[lane] = env.step, env.reset
-                if limit is not None:
-                    self._limits[lane] = limit
+        """Do the work of the wrappers of ``gymnasium.make`` here, when its checkers have passed.
 
-    def _truncated(self, lanes: Sequence[int], truncated: Sequence[Any]) -> Sequence[Any]:
+        ``PassiveEnvChecker`` checks the first reset and steps and then only passes calls on, as
+        ``OrderEnforcing`` does after the first reset; ``TimeLimit`` counts. Passing every call
+        through three wrappers is a fifth of a CartPole step.
+        """
+        for lane in self._wrapped_lanes.intersection(lanes):
+            if not all(map(_has_passed, _layers(self._envs[lane]))):
+                continue
+            self._wrapped_lanes.remove(lane)
+            self._envs[lane] = env = _without_checkers(self._envs[lane])
+            if type(env) is TimeLimit:
+                self._limits[lane] = env._max_episode_steps
+                self._until_limit = 1
+                env = env.env
+            self._steps[lane], self._resets[lane] = env.step, env.reset
+
+    def _with_limits(self, lanes: Sequence[int], truncated: Sequence[Any]) -> Sequence[Any]:
         """The flags of a step, with those of the lanes that reached their limit."""
         left = self._limits - self._elapsed
         self._until_limit = max(1, int(left[left > 0].min(initial=_NO_LIMIT)))
@@ -242,44 +223,96 @@ class GymEnv(VecEnv):
             for lane, was_truncated in zip(lanes, truncated, strict=True)
         ]
 
-    def _write_reset(self, lanes: Sequence[int], observations: Sequence[Any]) -> None:
-        """Write the observations of a reset; the first ones tell what no space does."""
-        if self._columns is not None:
-            try:
-                self._columns.write(lanes, observations)
-            except BadValue:
-                if self._is_sure:
-                    raise
-                self._forget_columns()
-        self._is_sure = True
-        if self._columns is None:
-            structure = structure_of_value(
-                observations[0], keep_float64=self._keep_float64, name="observation"
-            )
-            self._declare_structure(structure).write(lanes, observations)
+    def _learn(self, lanes: Sequence[int], observations: Sequence[Any]) -> None:
+        """Declare what the first observations look like, and write them.
 
-    def _declare_space(self) -> None:
+        A wrapper without a space of its own may keep to that of what it wraps.
+        """
         if self.observation_space is not None:
-            self._declare_structure(self._structure(self.observation_space, "observation_space"))
+            try:
+                columns = self._declare_structure(self._structure("observation_space"))
+                return columns.write(lanes, observations)
+            except SpecError:
+                pass
+        structure = structure_of_value(
+            observations[0], keep_float64=self._keep_float64, name="observation"
+        )
+        self._declare_structure(structure).write(lanes, observations)
 
-    def _structure(self, space: Any, name: str) -> Structure:
-        return structure_of_space(space, keep_float64=self._keep_float64, name=name)
 
-    def _action_dtypes(self) -> list[np.dtype[Any]]:
-        # What the environments take, which is float64 where float32 is stored.
-        structure = structure_of_space(self.action_space, keep_float64=True, name="action_space")
-        return [leaf.spec.dtype for leaf in leaves_of({"action": structure}, "").values()]
+class GymEnvInf(GymEnv):
+    """A ``GymEnv`` whose environments restart on their own.
 
-    def _refuse_differences(self) -> None:
-        for number, env in enumerate(self._envs):
-            for name in ("observation_space", "action_space"):
-                first, space = getattr(self, name), getattr(env, name, None)
-                if _shapes(first, name) != _shapes(space, name):
-                    raise SpecError(
-                        f"{name} of environment {number} is {space}, "
-                        f"that of environment 0 is {first}",
-                        fix="put only environments with equal spaces into one GymEnv",
-                    )
+    At the end of an episode a lane resets at once, with the same row of ``env_info``. With
+    ``step``, the terminal observation is in the first result, the first observation of the new
+    episode in the second. In a ``Batcher``, lanes never end.
+    """
+
+    auto_reset = True
+
+
+# Spaces and wrappers -------------------------------------------------------------------------
+
+
+def _common_space(envs: Sequence[Any], name: str) -> Any:
+    """The space that all environments have, bounds aside; ``None`` without one."""
+    first, *others = (getattr(env, name, None) for env in envs)
+    for number, space in enumerate(others, 1):
+        if _native(first, name) != _native(space, name):
+            raise SpecError(
+                f"{name} of environment {number} is {space}, that of environment 0 is {first}",
+                fix="put only environments with equal spaces into one GymEnv",
+            )
+    return first
+
+
+def _native(space: Any, name: str) -> Structure | None:
+    """How a space falls into keys, with the dtypes that environments use."""
+    return None if space is None else structure_of_space(space, keep_float64=True, name=name)
+
+
+def _layers(env: Any) -> Iterator[Any]:
+    """The wrappers around an environment, from the outermost on."""
+    while isinstance(env, gymnasium.Wrapper):
+        yield env
+        env = env.env
+
+
+def _may_differ(env: Any) -> bool:
+    """Whether a wrapper changes observations and declares no space of its own.
+
+    The space that it seems to have is that of what it wraps, which it may keep to or not.
+    """
+    without_space = takewhile(lambda layer: layer._observation_space is None, _layers(env))
+    return any(isinstance(layer, gymnasium.ObservationWrapper) for layer in without_space)
+
+
+def _has_passed(wrapper: Any) -> bool:
+    """Whether a checker has nothing left to check."""
+    checks = ("checked_reset", "checked_step", "checked_data_reuse")
+    return type(wrapper) is not PassiveEnvChecker or all(
+        getattr(wrapper, name, True) for name in checks
+    )
+
+
+def _without_checkers(env: Any) -> Any:
+    """The environment without its checkers; wrappers around them are linked to what is inside."""
+    if not isinstance(env, gymnasium.Wrapper):
+        return env
+    inner = _without_checkers(env.env)
+    if type(env) in (PassiveEnvChecker, OrderEnforcing):
+        return inner
+    env.env = inner
+    return env
+
+
+def _explained(results: Sequence[Any]) -> SpecError | None:
+    """The error for a step that did not return five values, if that is what happened."""
+    for result in results:
+        if not isinstance(result, tuple) or len(result) != 5:
+            got = len(result) if isinstance(result, tuple) else type(result).__name__
+            return SpecError(f"step() should return five values, got {got}")
+    return None
 
 
 def all_tasks(attribute: Callable[[str], Any]) -> list[Any] | None:
@@ -300,40 +333,11 @@ def all_tasks(attribute: Callable[[str], Any]) -> list[Any] | None:
     return None if n_tasks is None else list(range(int(n_tasks)))
 
 
-class GymEnvInf(GymEnv):
-    """A ``GymEnv`` whose environments restart on their own.
-
-    At the end of an episode a lane resets at once, with the same row of ``env_info``. With
-    ``step``, the terminal observation is in the first result, the first observation of the new
-    episode in the second. In a ``Batcher``, lanes never end.
-    """
-
-    auto_reset = True
-
-
-def _explained(results: Sequence[Any]) -> SpecError | None:
-    """The error for a step that did not return five values, if that is what happened."""
-    for result in results:
-        if not isinstance(result, tuple) or len(result) != 5:
-            got = len(result) if isinstance(result, tuple) else type(result).__name__
-            return SpecError(f"step() should return five values, got {got}")
-    return None
-
-
-def _may_differ(env: Any) -> bool:
-    """Whether a wrapper changes observations and says of no space of its own.
-
-    The space that it seems to have is that of what it wraps, which it may keep to or not.
-    """
-    while isinstance(env, gymnasium.Wrapper) and env._observation_space is None:
-        if isinstance(env, gymnasium.ObservationWrapper):
-            return True
-        env = env.env
-    return False
+# What GymEnv is given --------------------------------------------------------------------------
 
 
 def _checked_environments(envs: Any) -> list[Any]:
-    """The environments of a list; refuses anything else, and what is no environment."""
+    """The environments of a list; refuses anything else, and what is not an environment."""
     if isinstance(envs, str) or not isinstance(envs, Iterable) or is_environment(envs):
         raise SpecError(
             f"GymEnv got {_named(envs)}, not a list of environments",
@@ -354,10 +358,10 @@ def _checked_environments(envs: Any) -> list[Any]:
 def is_environment(value: Any) -> bool:
     """Whether a value is one environment, of whatever protocol, and can be a lane."""
     has_methods = callable(getattr(value, "reset", None)) and callable(getattr(value, "step", None))
-    return has_methods and not isinstance(value, type) and not is_batch(value)
+    return has_methods and not isinstance(value, type) and not _is_batch(value)
 
 
-def is_batch(value: Any) -> bool:
+def _is_batch(value: Any) -> bool:
     """Whether a value holds several environments."""
     if isinstance(value, VecEnv | gymnasium.vector.VectorEnv):
         return True
@@ -367,7 +371,7 @@ def is_batch(value: Any) -> bool:
 
 def how_to_make_one(value: Any) -> str:
     """What to do where an environment was expected, and this came."""
-    if is_batch(value):
+    if _is_batch(value):
         return "pass the environments one by one: GymEnv([make() for _ in range(n)], seed)"
     if isinstance(value, str):
         return f"make it: GymEnv([gymnasium.make({value!r})], seed)"
@@ -382,45 +386,34 @@ def _named(value: Any) -> str:
     return type(value).__name__ if hasattr(value, "step") else f"{value!r:.60}"
 
 
-def _limited(env: Any, max_episode_steps: int) -> Any:
-    if max_episode_steps < 1:
-        raise SpecError(f"max_episode_steps should be at least 1, got {max_episode_steps}")
-    return gymnasium.wrappers.TimeLimit(env, max_episode_steps)
+# Actions ---------------------------------------------------------------------------------------
 
 
-def _shapes(space: Any, name: str) -> Structure | None:
-    """What must agree between environments: kinds, shapes and dtypes, not bounds."""
-    return None if space is None else structure_of_space(space, keep_float64=True, name=name)
-
-
-def action_decoder(
-    structure: Structure, leaves: Mapping[str, Leaf], dtypes: Sequence[np.dtype[Any]]
-) -> Callable[[Mapping[str, Array]], list[Any]]:
+def action_decoder(space: Any) -> Callable[[Mapping[str, Array]], list[Any]]:
     """Compile the way from action arrays ``[B, ...]`` to one action per lane.
 
-    Actions are NumPy arrays and scalars, as from Gymnasium's own vector environments.
+    Actions are NumPy arrays and scalars of the space's dtypes, as from Gymnasium's own vector
+    environments.
     """
-
-    # Arrays are copied: environments may keep their action, and the agent may reuse its tensor.
-    def split(array: Array, leaf: Leaf, dtype: np.dtype[Any]) -> list[Any]:
-        values = list(np.array(array, dtype))
-        if leaf.is_scalar or leaf.spec.shape:
-            return values
-        return [np.asarray(value) for value in values]  # a Box without dimensions
-
-    parts = [(key, leaf, dtype) for (key, leaf), dtype in zip(leaves.items(), dtypes, strict=True)]
+    structure = structure_of_space(space, keep_float64=True, name="action_space")
     if isinstance(structure, Leaf):
-        key, leaf, dtype = parts[0]
-        if leaf.is_scalar or leaf.spec.shape:
-            return lambda actions: list(np.array(actions[key], dtype))
-        return lambda actions: split(actions[key], leaf, dtype)
+        return _splitter("action", structure)
+    splitters = [_splitter(*item) for item in leaves_of({"action": structure}, "").items()]
     nest = nester(structure)
 
     def decode(actions: Mapping[str, Array]) -> list[Any]:
-        columns = [split(actions[key], leaf, dtype) for key, leaf, dtype in parts]
-        return [nest(row) for row in zip(*columns, strict=True)]
+        parts = [split(actions) for split in splitters]
+        return [nest(row) for row in zip(*parts, strict=True)]
 
     return decode
+
+
+def _splitter(key: str, leaf: Leaf) -> Callable[[Mapping[str, Array]], list[Any]]:
+    # Arrays are copied: environments may keep their action, and the agent may reuse its tensor.
+    dtype = leaf.spec.dtype
+    if leaf.is_scalar or leaf.spec.shape:
+        return lambda actions: list(np.array(actions[key], dtype))
+    return lambda actions: [np.asarray(value) for value in np.array(actions[key], dtype)]
 
 
 def undeclared_actions(actions: Mapping[str, Array]) -> list[Any]:

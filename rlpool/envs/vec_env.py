@@ -2,42 +2,38 @@
 
 Everything that steps environments goes through ``VecEnv``: the rollout loop, which resets lanes
 with seeds and options of its choosing, and the rlstructures-style ``reset`` and ``step`` on
-DictTensors, which sit on the same two methods.
+DictTensors, which sit on the same two methods. A new kind of environments is a subclass with
+``_reset_lanes`` and ``_step_lanes``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableSequence, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import Info, info_rows
-from rlpool.envs.columns import Columns
+from rlpool.envs.columns import BadValue, Columns, Results, checked_results
 from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where
 from rlpool.memory.storage import Array, batch_array
 from rlpool.seeding import LaneSeeds, root_from
-from rlpool.specs import (
-    DEFAULT_OBSERVATION_KEY,
-    Leaf,
-    Structure,
-    TensorSpec,
-    refuse_collisions,
-)
+from rlpool.specs import DEFAULT_OBSERVATION_KEY, Leaf, Structure, TensorSpec, refuse_collisions
 
 Options = Mapping[str, Any] | None
 """One row of ``env_info`` as Python values: the ``options`` of a reset."""
 
-_ALL = slice(None)
-_NO_NUMBERS = np.empty((), object)
-_BOOLS = frozenset([bool, np.bool_])
-_MOST_SQUARED = float(np.finfo(np.float32).max) ** 2
+Observed = tuple[DictTensor, torch.Tensor]
+"""An observation ``[n, ...]``, and the numbers of the environments that it is of, int64 ``[n]``."""
+
 REWARD_SPEC = TensorSpec((), np.dtype(np.float32))
 FLAGS = ("terminated", "truncated", "done", "initial_state")
 """Rows of ``VecEnv.flags``."""
+
+_ALL = slice(None)
 
 
 class LaneError(Exception):
@@ -71,16 +67,17 @@ class VecEnv(ABC):
             ``terminated``, ``truncated``, ``done``, ``initial_state`` bool, and
             ``last_action`` (or ``last_action/...``). Rewritten in place. Complete after the first
             reset, the last actions after ``declare_actions``.
-        flags: bool ``[4, n_lanes]``, what ``terminated``, ``truncated``, ``done`` and
-            ``initial_state`` of ``current`` are views on.
+        flags: bool ``[4, n_lanes]``: ``terminated``, ``truncated``, ``done`` and ``initial_state``
+            of ``current`` are its rows, as views.
         min_ready: How many lanes the rollout loop waits for at a time, ``None`` for all.
-        lane_in_use: One element that holds the lane whose environment is running, for whoever
-            has to explain the death of this process.
+        lane_in_use: One element that holds the lane whose environment is running, to explain the
+            death of this process.
     """
 
     auto_reset = False
     min_ready: int | None = None
-    _columns: Columns | None = None  # where ``_declare_structure`` is used
+    _columns: Columns | None = None
+    _action_leaves: dict[str, Leaf] | None = None
 
     def __init__(self, n_lanes: int, seed: int | Sequence[int] | None = None) -> None:
         self.n_lanes = n_lanes
@@ -89,17 +86,17 @@ class VecEnv(ABC):
         self._some_lane_is_initial = False
         self._last_actions: dict[str, Array] = {}
         self._place_results(
-            batch_array(REWARD_SPEC, n_lanes),
-            np.zeros((len(FLAGS), n_lanes), bool),
+            batch_array(REWARD_SPEC, n_lanes), np.zeros((len(FLAGS), n_lanes), bool)
         )
+        # Of reset() and step() only:
         self._all_lanes = list(range(n_lanes))
+        self._running: list[int] = []
         self._root = root_from(seed)
         self._n_resets = 0
         self._lane_seeds = LaneSeeds(self._root, 0)
         self._restarts = [0] * n_lanes  # since the reset
         self._n_restarts_before = 0  # the most that any lane made before it
-        self._n_steps = np.zeros(n_lanes, np.int64)  # of episodes that ``step`` goes through
-        self._running: list[int] = []
+        self._n_steps = np.zeros(n_lanes, np.int64)  # of each lane's episode
         self._env_options: list[Options] = [None] * n_lanes
 
     def place(self, arrays: Mapping[str, Array], reward: Array, flags: Array) -> None:
@@ -120,22 +117,22 @@ class VecEnv(ABC):
     def _place_results(self, reward: Array, flags: Array) -> None:
         self.flags = flags
         results = {"reward": reward, **dict(zip(FLAGS, flags, strict=True))}
-        self.current.update(results)
+        self.current |= results
         self._reward = reward
-        self._initial_state = self.current["initial_state"]
+        self._initial_state = results["initial_state"]
         self._cleared = [*results.values(), *self._last_actions.values()]  # zero after a reset
 
     # The lane contract ---------------------------------------------------------------------
 
     @property
-    @abstractmethod
     def columns(self) -> Columns | None:
         """The observations' columns, ``None`` before the first reset of undeclared spaces."""
+        return self._columns
 
     @property
-    @abstractmethod
     def action_leaves(self) -> dict[str, Leaf] | None:
         """Keys of the actions, ``None`` if the environments declare no action space."""
+        return self._action_leaves
 
     @abstractmethod
     def _reset_lanes(
@@ -144,32 +141,27 @@ class VecEnv(ABC):
         """Reset lanes and write their observations into ``columns``."""
 
     @abstractmethod
-    def _step_lanes(
-        self, lanes: Sequence[int], actions: Mapping[str, Array]
-    ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Results:
         """Step lanes, write their observations; return rewards, terminated, truncated."""
 
     def close(self) -> None:  # noqa: B027  (not every environment has something to close)
         """Close the environments."""
 
     def declare_actions(self, specs: Mapping[str, TensorSpec]) -> None:
-        """Fix keys, shapes and dtypes of ``last_action``; the first declaration stands.
+        """Fix keys, shapes and dtypes of ``last_action``; the first declaration wins.
 
         Args:
             specs: Action key to spec, as the environments take them.
         """
-        if self._last_actions:
-            return
-        self._last_actions = self._action_arrays(specs)
-        for key, array in self._last_actions.items():
-            self.current[f"last_{key}"] = array
-            self._cleared.append(array)
+        if not self._last_actions:
+            self._last_actions = self._action_arrays(specs)
+            self.current |= {f"last_{key}": array for key, array in self._last_actions.items()}
+            self._cleared += self._last_actions.values()
 
     def forget(self) -> None:
-        """Be as before the first reset, of which nothing but its failure was of use.
+        """Return to the state before the first reset, which failed.
 
-        What observations and actions look like is learnt again by the next one, where no space
-        says it.
+        The next one shows again what observations and actions look like, where no space says so.
         """
         for key in self._last_actions:
             del self.current[f"last_{key}"]
@@ -197,7 +189,7 @@ class VecEnv(ABC):
     def announce_episodes(  # noqa: B027  (a hint that most have no use for)
         self, seeds: Sequence[int], env_info: Mapping[str, Array]
     ) -> None:
-        """Be told which resets will come, if that is any use: episode *i* in lane *i* % n_lanes.
+        """Take note of which resets will come: episode *i* in lane *i* % n_lanes.
 
         It is a hint: episodes of a lane may be given up, and other resets may come instead.
 
@@ -207,7 +199,7 @@ class VecEnv(ABC):
         """
 
     def seed_used(self, lane: int) -> int | None:
-        """The seed of a lane's episode, if it is not the one that its reset was asked for with."""
+        """The seed of a lane's episode, if it is not the one that its reset was given."""
         return None
 
     def reset_lanes(
@@ -243,32 +235,22 @@ class VecEnv(ABC):
         Raises:
             LaneError: If an environment raises or returns what does not fit.
         """
-        rewards, terminated, truncated = self._step_lanes(lanes, actions)
+        results = self._step_lanes(lanes, actions)
+        try:
+            rewards, terminated, truncated = checked_results(lanes, results)
+        except BadValue as error:
+            self._fail("step", error)
         all_step = len(lanes) == self.n_lanes
         rows: Any = _ALL if all_step else lanes
-        try:
-            values = np.array(rewards)
-        except ValueError:  # not all of one shape
-            values = _NO_NUMBERS
-        if values.ndim != 1 or values.dtype.kind not in "fiub":
-            self._refuse_rewards(lanes, rewards)
-        # One product for all lanes: as long as it is small, no reward is too large for float32.
-        # (Of the ways to compute it, vdot does not warn if it overflows.)
-        if values.dtype.itemsize > 4 and not np.vdot(values, values) < _MOST_SQUARED:
-            self._refuse_rewards(lanes, rewards)
-        self._reward[rows] = values
+        self._reward[rows] = rewards
         for key, array in self._last_actions.items():
             array[rows] = actions[key][rows]
         if self._some_lane_is_initial:
             self._initial_state[rows] = False
             self._some_lane_is_initial = not all_step
-        if not _BOOLS.issuperset(map(type, terminated)):
-            terminated = self._flags("terminated", lanes, terminated)
-        if not _BOOLS.issuperset(map(type, truncated)):
-            truncated = self._flags("truncated", lanes, truncated)
-        if not (any(terminated) or any(truncated)):
-            return []
-        return self._note_ends(lanes, terminated, truncated)
+        if any(terminated) or any(truncated):
+            return self._note_ends(lanes, terminated, truncated)
+        return []
 
     def step_some(
         self,
@@ -276,7 +258,7 @@ class VecEnv(ABC):
         lanes: Sequence[int] = (),
         actions: Mapping[str, Array] | None = None,
     ) -> list[int]:
-        """Let some lanes step, and return those that are ready, whoever they are.
+        """Let some lanes step, and return whichever lanes are ready.
 
         Args:
             min_ready: Wait until so many of the lanes that are stepping are ready, or all of them
@@ -285,8 +267,8 @@ class VecEnv(ABC):
             actions: Their actions as for ``step_lanes``.
 
         Returns:
-            Lanes that have made their step, ascending. Here they are those that were asked for:
-            environments that run in this process are ready when the call is over.
+            Lanes that have made their step, ascending. Environments of this process are ready
+            when the call returns, so that these are ``lanes``.
         """
         if lanes:
             self.step_lanes(lanes, actions or {})
@@ -296,46 +278,21 @@ class VecEnv(ABC):
         self, lanes: Sequence[int], terminated: Sequence[Any], truncated: Sequence[Any]
     ) -> list[int]:
         ended = []
-        flags = self.current
+        current = self.current
         for lane, is_terminated, is_truncated in zip(lanes, terminated, truncated, strict=True):
-            if not (is_terminated or is_truncated):
-                continue
-            flags["terminated"][lane] = is_terminated
-            flags["truncated"][lane] = is_truncated
-            flags["done"][lane] = True
-            ended.append(lane)
+            if is_terminated or is_truncated:
+                current["terminated"][lane] = is_terminated
+                current["truncated"][lane] = is_truncated
+                current["done"][lane] = True
+                ended.append(lane)
         return ended
 
-    @staticmethod
-    def _flags(key: str, lanes: Sequence[int], flags: Sequence[Any]) -> list[bool]:
-        """Flags that are not all bools, as bools."""
-        found = []
-        for lane, flag in zip(lanes, flags, strict=True):
-            try:
-                found.append(flag_of(key, flag))
-            except SpecError as cause:
-                raise LaneError(lane, "step") from cause
-        return found
-
-    @staticmethod
-    def _refuse_rewards(lanes: Sequence[int], rewards: Sequence[Any]) -> None:
-        """Refuse what is no number, and finite numbers that are not finite in float32."""
-        for lane, reward in zip(lanes, rewards, strict=True):
-            try:
-                # Python's ints are not bounded as those of NumPy are.
-                value = np.array(float(reward) if type(reward) is int else reward)
-            except OverflowError:
-                value = np.array(_MOST_SQUARED)
-            except ValueError:
-                value = _NO_NUMBERS
-            if value.ndim or value.dtype.kind not in "fiub":
-                cause = SpecError(f"'reward' should be a number, got {reward!r}")
-                raise LaneError(lane, "step") from cause
-            with np.errstate(over="ignore"):
-                is_too_large = np.isfinite(value) and not np.isfinite(value.astype(np.float32))
-            if is_too_large:
-                what = f"'reward' should be a number that float32 holds, got {reward!r}"
-                raise LaneError(lane, "step") from SpecError(what, fix="scale the rewards")
+    def _fail(self, call: str, error: BaseException) -> NoReturn:
+        """Raise a failure of an environment as one of its lane."""
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        lane = error.lane if isinstance(error, BadValue) else self.lane_in_use[0]
+        raise LaneError(lane, call) from error
 
     # The rlstructures-style interface ------------------------------------------------------
 
@@ -343,23 +300,26 @@ class VecEnv(ABC):
         """Number of environments."""
         return self.n_lanes
 
-    def reset(self, env_info: Info = None) -> tuple[DictTensor, torch.Tensor]:
+    def reset(self, env_info: Info = None) -> Observed:
         """Reset all environments.
 
         Args:
             env_info: ``[n_envs, ...]`` or empty: a ``DictTensor``, or a dict of tensors, NumPy
                 arrays, lists, or numbers for all environments. Row *n* reaches environment *n* as
                 ``reset(options={...})``, at automatic resets as well. Without one nothing is
-                handed over, so that the environment's own default applies.
+                passed on, so that the environment's own default applies.
 
         Returns:
             The observation ``[n_envs, ...]``, a copy, and the running environments' numbers,
             int64 ``[n_envs]``.
 
         Raises:
-            SpecError: If a value of ``env_info`` is no numbers, or has another number of rows.
+            SpecError: If a value of ``env_info`` is not numbers, or has another number of rows.
         """
-        self._env_options = list(options_of(env_info, self.n_lanes, "env_info"))
+        rows = info_rows("env_info", env_info, self.n_lanes)
+        lists = {key: value.tolist() for key, value in rows.items()}
+        options = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
+        self._env_options = [*options] or [None] * self.n_lanes
         n_before = self._n_restarts_before + max(self._restarts)
         # Both at once: a reset that a signal's handler interrupts may be repeated.
         self._n_restarts_before, self._restarts = n_before, [0] * self.n_lanes
@@ -370,9 +330,7 @@ class VecEnv(ABC):
         self._running = list(self._all_lanes)
         return self._observation(self._running)
 
-    def step(
-        self, policy_output: DictTensor
-    ) -> tuple[tuple[DictTensor, torch.Tensor], tuple[DictTensor, torch.Tensor]]:
+    def step(self, policy_output: DictTensor) -> tuple[Observed, Observed]:
         """Step the running environments.
 
         Args:
@@ -400,15 +358,12 @@ class VecEnv(ABC):
             self._restarts = restarts
             self._restart(ended)
         else:
-            gone = set(ended)
-            running = [lane for lane in running if lane not in gone]
+            running = [lane for lane in running if lane not in ended]
         result = stepped, self._observation(running)
         self._running = running
         return result
 
-    def _stepped(
-        self, actions: dict[str, Array]
-    ) -> tuple[tuple[DictTensor, torch.Tensor], list[int], list[int]]:
+    def _stepped(self, actions: dict[str, Array]) -> tuple[Observed, list[int], list[int]]:
         """Step the running environments.
 
         Returns:
@@ -416,9 +371,7 @@ class VecEnv(ABC):
             these have.
         """
         ended = self._call(self.step_lanes, self._running, actions)
-        restarts = list(self._restarts)
-        for lane in ended:
-            restarts[lane] += 1
+        restarts = [n + (lane in ended) for lane, n in enumerate(self._restarts)]
         return self._observation(self._running), ended, restarts
 
     def _restart(self, lanes: Sequence[int]) -> None:
@@ -431,12 +384,13 @@ class VecEnv(ABC):
         if self.action_leaves is not None:
             self.declare_actions({key: leaf.spec for key, leaf in self.action_leaves.items()})
 
-    def _observation(self, lanes: Sequence[int]) -> tuple[DictTensor, torch.Tensor]:
+    def _observation(self, lanes: Sequence[int]) -> Observed:
         rows = np.asarray(lanes, np.int64)
         values = {key: torch.from_numpy(array[rows]) for key, array in self.current.items()}
         return DictTensor(values), torch.from_numpy(rows)
 
     def _actions_of(self, policy_output: DictTensor) -> dict[str, Array]:
+        """Actions of the running environments as ``step_lanes`` takes them."""
         keys = [k for k in policy_output if k == "action" or k.startswith("action/")]
         leaves = self.action_leaves
         expected = list(leaves) if leaves is not None else keys
@@ -445,19 +399,14 @@ class VecEnv(ABC):
         actions = {}
         for key in expected:
             values = policy_output[key].detach().cpu().numpy()
-            if values.shape[:1] != (len(self._running),):
+            shape = values.shape[1:] if leaves is None else leaves[key].spec.shape
+            if values.shape != (len(self._running), *shape):
                 raise SpecError(
-                    f"{key!r} should have one row for each of {len(self._running)} running "
-                    f"environments, got shape {list(values.shape)}"
+                    f"{key!r} should have shape {[len(self._running), *shape]}, one row for each "
+                    f"running environment, got {list(values.shape)}"
                 )
-            if leaves is not None and values.shape[1:] != leaves[key].spec.shape:
-                raise SpecError(
-                    f"{key!r} should have shape {list(leaves[key].spec.shape)} per row, "
-                    f"got {list(values.shape[1:])}"
-                )
-            batch = np.zeros((self.n_lanes, *values.shape[1:]), values.dtype)
-            batch[self._running] = values
-            actions[key] = batch
+            actions[key] = np.zeros((self.n_lanes, *shape), values.dtype)
+            actions[key][self._running] = values
         if leaves is None:
             self.declare_actions(
                 {key: TensorSpec(a.shape[1:], a.dtype) for key, a in actions.items()}
@@ -478,35 +427,3 @@ class VecEnv(ABC):
             what, _, fix = str(cause).partition("\n  fix:   ")
             where = Where(lane=error.lane, step=step)
             raise EnvSpecError(f"env.{error.call}: {what}", where=where, fix=fix) from cause
-
-
-def flag_of(key: str, flag: Any) -> bool:
-    """A flag as a bool; SpecError for what is neither true nor false, such as NaN and ``None``."""
-    try:
-        value = np.asarray(flag)
-    except (ValueError, TypeError, RuntimeError):
-        value = _NO_NUMBERS
-    if value.ndim or value.dtype.kind not in "biuf" or value not in (0, 1):
-        raise SpecError(f"{key!r} should be True or False, got {flag!r}", fix="return a bool")
-    return bool(value)
-
-
-def options_of(info: Info, n_rows: int, name: str) -> list[Options]:
-    """Rows of an info as dicts of Python values.
-
-    Args:
-        info: ``[n_rows, ...]``, empty or ``None``.
-        n_rows: Rows expected.
-        name: How an error calls it.
-
-    Returns:
-        One dict per row, or ``None`` for each where there is no info.
-
-    Raises:
-        SpecError: See ``info_rows``.
-    """
-    rows = info_rows(name, info, n_rows)
-    if rows.empty():
-        return [None] * n_rows
-    lists = {key: value.tolist() for key, value in rows.items()}
-    return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]

@@ -13,10 +13,9 @@ import numpy as np
 from rlpool.envs.gym_env import GymEnv, all_tasks
 from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.errors import SpecError, Where, WorkerStartupError
-from rlpool.generators import seed_generators
 from rlpool.manager.commands import Report, Setup
 from rlpool.record.failures import env_error, text_of
-from rlpool.seeding import probe_seed, root_from, worker_seed
+from rlpool.seeding import probe_seed, root_from, seed_generators, worker_seed
 from rlpool.workers.child import Control, Place, called
 
 _LOG = logging.getLogger("rlpool")

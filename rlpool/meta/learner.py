@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils import _pytree
 
 from rlpool.agents.agent import Agent
+from rlpool.arguments import takes_keyword
 from rlpool.envs.gym_env import GymEnv, all_tasks
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import AgentError, EnvError, SpecError, UsageError, WorkerError
@@ -22,7 +23,6 @@ from rlpool.meta.rollouts import RolloutColumns, RolloutPlan, RowsEnv
 from rlpool.meta.trials import TASK_OPTION, check_count
 from rlpool.record.failures import LOCAL_HINT
 from rlpool.seeding import Words, episode_seeds, noise_keys, probe_seed, root_from, task_draws
-from rlpool.signatures import takes_keyword
 from rlpool.slots.blocks import Layout
 
 BATCH_ROWS = 16

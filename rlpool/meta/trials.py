@@ -10,8 +10,8 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.utils import RecordConstructorArgs
 
-from rlpool.envs.ancestor_env import modernised
 from rlpool.envs.gym_env import all_tasks
+from rlpool.envs.legacy import modernised
 from rlpool.errors import SpecError, UsageError
 
 TASK_OPTION = "task"

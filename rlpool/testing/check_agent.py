@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from rlpool.data.infos import Info
 from rlpool.errors import AgentSpecError, SpecError
-from rlpool.generators import seeded_generators
+from rlpool.seeding import seeded_generators
 from rlpool.testing import report
 from rlpool.testing.check_env import misfits
 from rlpool.testing.episodes import bits

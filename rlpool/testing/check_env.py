@@ -14,11 +14,11 @@ from gymnasium import spaces as gym_spaces
 from gymnasium.utils import env_checker, passive_env_checker
 from torch.utils import _pytree as pytree
 
-from rlpool.envs.ancestor_env import AncestorEnv, reset_arguments
 from rlpool.envs.gym_env import GymEnv
+from rlpool.envs.legacy import LegacyEnv, reset_arguments
 from rlpool.errors import EnvSpecError, SpecError
-from rlpool.generators import seeded_generators
 from rlpool.record.failures import described, reset_advice
+from rlpool.seeding import seeded_generators
 from rlpool.testing import report
 from rlpool.testing.episodes import (
     EnvSubject,
@@ -78,7 +78,7 @@ def reset_takes_arguments(subject: EnvSubject) -> Findings:
     inner = _single_env(subject)
     while isinstance(inner, gymnasium.Wrapper):
         inner = inner.env
-    if isinstance(inner, AncestorEnv):
+    if isinstance(inner, LegacyEnv):
         inner = inner.inner
     arguments = reset_arguments(inner)
     if "seed" not in arguments and not callable(getattr(inner, "seed", None)):
@@ -295,7 +295,7 @@ def gymnasium_checker(subject: EnvSubject) -> Findings:
     if subject.findings:
         raise CannotCheck("it would repeat the findings above")
     env = _single_env(subject)
-    if not isinstance(env, gymnasium.Env) or isinstance(env, AncestorEnv):
+    if not isinstance(env, gymnasium.Env) or isinstance(env, LegacyEnv):
         raise CannotCheck("it only knows Gymnasium environments")
     known = inspect.signature(env_checker.check_env).parameters
     skip = {name: True for name in ("skip_render_check", "skip_close_check") if name in known}

@@ -15,12 +15,11 @@ import gymnasium
 import numpy as np
 import torch
 
-from rlpool.envs.ancestor_env import modernised
+from rlpool.arguments import takes_keyword
 from rlpool.envs.gym_env import GymEnv
+from rlpool.envs.legacy import modernised
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.generators import generator_states, seeded_generators
-from rlpool.seeding import episode_seeds
-from rlpool.signatures import takes_keyword
+from rlpool.seeding import episode_seeds, generator_states, seeded_generators
 from rlpool.specs import (
     Structure,
     flattener,

@@ -20,9 +20,8 @@ import cloudpickle
 
 from rlpool.envs.vec_env import LaneError
 from rlpool.errors import SpecError, compose
-from rlpool.generators import seeded_generators
 from rlpool.record.failures import described
-from rlpool.seeding import root_from, worker_seed
+from rlpool.seeding import root_from, seeded_generators, worker_seed
 
 _LOG = logging.getLogger("rlpool")
 _FIX = "fix what fails, then check again"

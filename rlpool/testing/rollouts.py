@@ -24,9 +24,8 @@ from rlpool.data.infos import Info, info_rows
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import FLAGS
 from rlpool.errors import RlpoolError, SpecError, WorkerError
-from rlpool.generators import seeded_generators
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
-from rlpool.seeding import worker_seed
+from rlpool.seeding import seeded_generators, worker_seed
 from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec, row_specs, structure_of_space
 from rlpool.testing.episodes import EnvSubject, action_arrays, bits, run_lanes, stacked
 from rlpool.testing.report import CannotCheck, Failed, Subject, refused, user_code

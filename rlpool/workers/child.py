@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from rlpool.errors import Where, WorkerStartupError
-from rlpool.generators import seed_generators
 from rlpool.memory.storage import Array, Memory
 from rlpool.record.failures import described, text_of
-from rlpool.seeding import worker_seed
+from rlpool.seeding import seed_generators, worker_seed
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.leash import kill_when_closed
 from rlpool.workers.process_title import set_title

@@ -36,10 +36,10 @@ def started(notes: Path) -> set[int]:
     return {int(note.name) for note in notes.iterdir()}
 
 
-def open_batcher(n_threads: int = 1, **options: Any) -> EpisodeBatcher:
-    env_args = options.pop("env_args")
+def open_batcher(notes: Path, n_threads: int = 1, **options: Any) -> EpisodeBatcher:
+    env_args = {"notes": str(notes), **options.pop("env_args", {})}
     return EpisodeBatcher(
-        4, 8, ConstantAgent, {}, create_env, env_args, n_threads=n_threads, seeds=1, **options
+        4, 8, ConstantAgent, {}, create_env, env_args, n_threads, seeds=1, **options
     )
 
 
@@ -49,28 +49,17 @@ def assert_gone(pids: set[int], since_s: float) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_environments_started_ends_with_close(notes: Path, way: str) -> None:
-    batcher = open_batcher(2, env_args={"notes": str(notes), "way": way})
-    batcher.execute(3)
-    assert batcher.get().lengths.tolist() == [3, 3, 3]
-    children = started(notes)
-    assert len(children) == 2
-    assert all(map(is_running, children))
-    start_s = time.monotonic()
-    batcher.close()
+    with open_batcher(notes, 2, env_args={"way": way}) as batcher:
+        batcher.execute(3)
+        assert batcher.get().lengths.tolist() == [3, 3, 3]
+        children = started(notes)
+        assert len(children) == 2
+        assert all(map(is_running, children))
+        start_s = time.monotonic()
     assert_gone(children, start_s)
 
 
-def test_what_environments_of_a_manager_started_ends_with_close(notes: Path) -> None:
-    manager = open_manager(notes=str(notes))
-    manager.reset()
-    children = started(notes)
-    assert len(children) == 2
-    start_s = time.monotonic()
-    manager.close()
-    assert_gone(children, start_s)
-
-
-def test_what_a_killed_worker_had_started_ends_before_its_successor_works(notes: Path) -> None:
+def test_what_a_manager_and_a_killed_worker_had_started_ends_with_them(notes: Path) -> None:
     with open_manager(notes=str(notes)) as manager:
         manager.reset()
         before = started(notes)
@@ -78,12 +67,14 @@ def test_what_a_killed_worker_had_started_ends_before_its_successor_works(notes:
         manager.reset()
         others = {pid for pid in before if is_running(pid)}
         assert len(others) == 1, "that of the worker that lives goes on"
-        assert len(started(notes)) == 3
+        children = started(notes)
+        assert len(children) == 3
+        start_s = time.monotonic()
+    assert_gone(children, start_s)
 
 
 def test_what_a_recycled_worker_had_started_ends_with_it(notes: Path) -> None:
-    env_args = {"notes": str(notes)}
-    with open_batcher(env_args=env_args, max_episodes_per_worker=2) as batcher:
+    with open_batcher(notes, max_episodes_per_worker=2) as batcher:
         batcher.execute(6)
         batcher.get()
         assert len(started(notes)) >= 3
@@ -91,7 +82,7 @@ def test_what_a_recycled_worker_had_started_ends_with_it(notes: Path) -> None:
 
 
 def test_environments_that_end_their_processes_are_not_disturbed(notes: Path) -> None:
-    with open_batcher(2, env_args={"notes": str(notes), "ends_it": True}) as batcher:
+    with open_batcher(notes, 2, env_args={"ends_it": True}) as batcher:
         batcher.execute(3)
         batcher.get()
     codes = [note.read_text() for note in notes.iterdir()]
@@ -125,10 +116,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("owner", "way", "number"),
     [
-        ("batcher", "popen", signal.SIGKILL),
         ("batcher", "grandchild", signal.SIGKILL),
         ("batcher", "fork", signal.SIGTERM),
-        ("manager", "process", signal.SIGKILL),
         ("manager", "popen", signal.SIGINT),
     ],
 )

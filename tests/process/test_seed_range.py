@@ -21,7 +21,6 @@ from rlpool import (
     Learner,
     ParallelEnvManager,
     Pool,
-    TemporalDictTensor,
     make_env,
     make_parallel_env,
     replay_crash,
@@ -42,61 +41,48 @@ def create_manager(seed: int, restarts: bool = False) -> ParallelEnvManager:
     return ParallelEnvManager([OldSeedingEnv] * 3, seed=seed, auto_reset=restarts)
 
 
-def result_of(batcher: EpisodeBatcher | Batcher) -> TemporalDictTensor:
-    result = batcher.get()
-    assert result is not None
-    assert result.info is not None
-    return result
-
-
 def check_range(seeds: Iterable[int]) -> None:
     assert all(0 <= seed < 2**31 for seed in seeds)
 
 
-def episodes(create_env: Callable[..., Any], n_threads: int) -> list[TemporalDictTensor]:
-    with EpisodeBatcher(
-        2, 8, SeedTellingAgent, {}, create_env, {}, n_threads=n_threads, seeds=4
-    ) as batcher:
+def check_all_differ(seeds: list[int], n: int) -> None:
+    check_range(seeds)
+    assert len(set(seeds)) == len(seeds) == n
+
+
+def episode_seeds(create_env: Callable[..., Any], n_threads: int) -> list[int]:
+    seeds: list[int] = []
+    with EpisodeBatcher(2, 8, SeedTellingAgent, {}, create_env, {}, n_threads, seeds=4) as batcher:
         batcher.execute(11)
         batcher.reexecute()
         batcher.execute(3)
-        return [result_of(batcher) for _ in range(3)]
-
-
-def test_episodes_of_any_number_of_workers_have_the_same_short_seeds() -> None:
-    collected = [episodes(create_old, n_threads) for n_threads in (0, 2)]
-    collected.append(episodes(create_manager, 0))
-    for results in collected:
-        seeds = []
-        for result in results:
-            assert result.info is not None
+        for _ in range(3):
+            result: Any = batcher.get()
             assert torch.equal(result["frame"][:, 0, 0], result.info["seed"])
             check_range(result["agent_seed"].flatten().tolist())
             seeds += result.info["seed"].tolist()
-        check_range(seeds)
-        assert len(set(seeds)) == 25
-        assert seeds == [s for r in collected[0] for s in r.info["seed"].tolist()]  # type: ignore[union-attr]
+    return seeds
+
+
+def test_episodes_of_any_number_of_workers_have_the_same_short_seeds() -> None:
+    seeds = episode_seeds(create_old, 0)
+    check_all_differ(seeds, 25)
+    assert episode_seeds(create_old, 2) == episode_seeds(create_manager, 0) == seeds
 
 
 def windows(create_env: Callable[..., Any], n_threads: int, n_lanes: int) -> list[list[int]]:
     """Per lane the seeds of its episodes, which have two steps each, over three resets."""
+    restarts = {"restarts": True}
+    found: list[list[int]] = [[] for _ in range(n_lanes)]
     with Batcher(
-        4,
-        None,
-        SeedTellingAgent,
-        {},
-        create_env,
-        {"restarts": True},
-        n_threads=n_threads,
-        seeds=4,
+        4, None, SeedTellingAgent, {}, create_env, restarts, n_threads, seeds=4
     ) as batcher:
-        found: list[list[int]] = [[] for _ in range(n_lanes)]
-        for n_windows in (3, 1, 5):
+        for n_windows, n_taken in ((3, 3), (3, 1), (5, 5)):  # two of the second nobody takes
             batcher.reset()
             for _ in range(n_windows):
                 batcher.execute()
-            for _ in range(n_windows):
-                result = result_of(batcher)
+            for _ in range(n_taken):
+                result: Any = batcher.get()
                 check_range(result["agent_seed"].flatten().tolist())
                 for lane, row in enumerate(result["frame"][:, ::2, 0].tolist()):
                     found[lane] += row
@@ -104,64 +90,35 @@ def windows(create_env: Callable[..., Any], n_threads: int, n_lanes: int) -> lis
 
 
 def test_lanes_that_restart_share_no_seed_and_have_the_same_for_any_number_of_workers() -> None:
-    serial, two, three = (windows(create_old, n, 2 * max(1, n)) for n in (0, 2, 3))
-    for lanes in (serial, two, three):
-        assert lanes[:2] == serial
-        seeds = [seed for lane in lanes for seed in lane]
-        check_range(seeds)
-        assert len(set(seeds)) == len(seeds) == 18 * len(lanes)
-    assert two == three[:4]
-    lanes = windows(create_manager, 0, 3)
-    assert len({seed for lane in lanes for seed in lane}) == 54
-
-
-def test_a_reset_with_windows_that_nobody_took_gives_new_seeds() -> None:
-    arguments = (4, None, SeedTellingAgent, {}, create_old, {"restarts": True})
-    runs = []
-    for n_threads in (0, 1):
-        with Batcher(*arguments, n_threads=n_threads, seeds=4) as batcher:  # type: ignore[arg-type]
-            seeds = []
-            for _ in range(4):
-                batcher.reset()
-                batcher.execute()
-                seeds += result_of(batcher)["frame"][:, ::2, 0].flatten().tolist()
-                batcher.execute()
-                batcher.execute()
-        assert len(set(seeds)) == len(seeds) == 16
-        runs.append(seeds)
-    assert runs[0] == runs[1]
+    serial, two = windows(create_old, 0, 2), windows(create_old, 2, 4)
+    assert two[:2] == serial
+    for lanes in (two, windows(create_manager, 0, 3)):
+        check_all_differ([seed for lane in lanes for seed in lane], 18 * len(lanes))
 
 
 def test_environments_that_are_reset_by_hand_share_no_seed() -> None:
     """By lanes that restart, by resets and by remotes of one manager, also without its ``seed``."""
-    action = DictTensor({"action": torch.zeros(3, dtype=torch.int64)})
-    with ParallelEnvManager([OldSeedingEnv] * 3, auto_reset=True) as manager:
+
+    def seeds_of(env: Any) -> list[int]:
         seeds: list[int] = []
+        action = DictTensor({"action": torch.zeros(3, dtype=torch.int64)})
         for n_steps in (5, 0, 9):
-            observation, _ = manager.reset()
+            observation, _ = env.reset()
             seeds += observation["frame"].flatten().tolist()
             for _ in range(n_steps):
-                _, (observation, _) = manager.step(action)
+                _, (observation, _) = env.step(action)
                 if observation["initial_state"].any():
                     seeds += observation["frame"].flatten().tolist()
+        return seeds
+
+    check_all_differ(seeds_of(GymEnvInf([OldSeedingEnv() for _ in range(3)], seed=0)), 27)
+    with ParallelEnvManager([OldSeedingEnv] * 3, auto_reset=True) as manager:
+        seeds = seeds_of(manager)
         for remote in manager.remotes:
             for _ in range(20):
                 remote.send(("reset", None))
                 seeds.append(int(remote.recv()[1][0]))
-    check_range(seeds)
-    assert len(set(seeds)) == len(seeds) == 3 * (3 + 1 + 5) + 60
-    envs = [OldSeedingEnv() for _ in range(3)]
-    alone = GymEnvInf(envs, seed=0)
-    seeds = []
-    for _ in range(3):
-        observation, _ = alone.reset()
-        seeds += observation["frame"].flatten().tolist()
-        for _ in range(8):
-            _, (observation, _) = alone.step(action)
-            if observation["initial_state"].any():
-                seeds += observation["frame"].flatten().tolist()
-    check_range(seeds)
-    assert len(set(seeds)) == len(seeds) == 45
+    check_all_differ(seeds, 27 + 60)
 
 
 def test_remotes_go_on_from_a_seed_that_they_are_given() -> None:
@@ -175,32 +132,24 @@ def test_remotes_go_on_from_a_seed_that_they_are_given() -> None:
                 for _ in range(10):
                     remote.send(("reset", None))
                     seeds.append(int(remote.recv()[1][0]))
-                check_range(seeds)
-                assert len(set(seeds)) == 10
+                check_all_differ(seeds, 10)
                 runs.append(seeds)
-        assert runs[0] == runs[2]
-        assert runs[1] == runs[3]
+        assert runs[:2] == runs[2:]
         assert runs[0][0] == 5
 
 
 def test_episodes_of_a_pool_have_short_seeds_in_both_protocols() -> None:
-    for envs in ([OldSeedingEnv(), OldSeedingEnv()], [OwnActionsEnv(), OwnActionsEnv()]):
-        pool = Pool(envs, 2, 100, seed=3)
-        with pool:
-            for _ in range(4):
-                pool.store()
-            states, _, next_states, _, _ = pool.get_pool()
-        assert states.shape[0] == 16
-        seeds = states.flatten().tolist()
-        check_range(seeds)
-        assert next_states.tolist() == states.tolist()
-        assert len(set(seeds)) == 8
+    with Pool([OldSeedingEnv(), OwnActionsEnv()], 2, 100, seed=3) as pool:
+        for _ in range(4):
+            pool.store()
+        states, _, next_states, _, _ = pool.get_pool()
+    assert next_states.tolist() == states.tolist()
+    check_all_differ(sorted(set(states.flatten().tolist())), 8)
 
 
 def test_trials_and_learners_have_short_seeds() -> None:
     for seed in (0, 2**31 - 1, 2**31, 2**62 + 1):
-        env = make_env(OldTaskEnv, 2, seed)
-        check_range([env.unwrapped.episode_seed])
+        check_range([make_env(OldTaskEnv, 2, seed).unwrapped.episode_seed])
     make = partial(make_env, OldTaskEnv, 2, seed=9)
     with make_parallel_env(OldTaskEnv, 2, 2, seed=2**40) as manager:
         for train_env, parallel in ((make(), None), (None, manager)):
@@ -210,34 +159,19 @@ def test_trials_and_learners_have_short_seeds() -> None:
             )
             learner.collect_rollouts_parallel(5, True, parallel_env=parallel)
             learner.collect_rollouts_parallel(6, True, parallel_env=parallel)
-            seeds = [int(observations[0][0]) for observations, *_ in storage.episodes]
-            check_range(seeds)
-            assert len(set(seeds)) == 11
+            check_all_differ([int(seen[0][0]) for seen, *_ in storage.episodes], 11)
 
 
-@pytest.mark.parametrize("n_threads", [0, 1])
-def test_a_crash_is_replayed_with_the_same_short_seeds(n_threads: int, tmp_path: Any) -> None:
-    with EpisodeBatcher(
-        4,
-        8,
-        SeedTellingAgent,
-        {},
-        create_old,
-        {"n_lanes": 1, "fails_at": 1},
-        n_threads=n_threads,
-        seeds=4,
-    ) as batcher:
+def test_a_crash_is_replayed_with_the_same_short_seeds(tmp_path: Any) -> None:
+    env_args = {"n_lanes": 1, "fails_at": 1}
+    with EpisodeBatcher(4, 8, SeedTellingAgent, {}, create_old, env_args, 1, seeds=4) as batcher:
         batcher.execute(4)
         with pytest.raises(EnvError) as caught:
             batcher.get()
     capsule = caught.value.capsule
-    assert capsule is not None
-    assert capsule.seed is not None
-    assert capsule.worker_seed is not None
     check_range([capsule.seed, capsule.worker_seed])
-    path = capsule.save(tmp_path / "crash.npz")
     with pytest.raises(KeyError) as again:
-        replay_crash(path, create_old, {"n_lanes": 1, "fails_at": 1})
+        replay_crash(capsule.save(tmp_path / "crash.npz"), create_old, env_args)
     assert str(again.value) in capsule.error  # it drew the same number
 
 

@@ -204,7 +204,7 @@ class AncestorCountingEnv:
         self.is_closed = True
 
 
-class SpacedAncestorEnv(AncestorCountingEnv):
+class SpacedLegacyEnv(AncestorCountingEnv):
     """An ancestor-style environment that declares its spaces."""
 
     observation_space = COUNTING_SPACE

@@ -6,12 +6,54 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium import spaces
 
-from rlpool import DictTensor, GymEnv, ParallelEnvManager
+from rlpool import Batcher, DictTensor, EpisodeBatcher, GymEnv, ParallelEnvManager
 
 from support.agents import StepCounter
-from support.envs import COUNTING_SPACE, AncestorCountingEnv, CountingEnv
+from support.envs import (
+    COUNTING_SPACE,
+    AncestorCountingEnv,
+    CountingEnv,
+    assert_same_tensors,
+    counting_trajectories,
+)
+
+LENGTHS, IDS = [2, 1], [5, 6]
+
+
+def env_info(ids: list[int] = IDS) -> DictTensor:
+    return DictTensor({"length": torch.tensor(LENGTHS), "id": torch.tensor(ids)})
+
+
+def agent_info() -> DictTensor:
+    return DictTensor({"gain": torch.ones(2)})
+
+
+class Runs:
+    """Both kinds of batcher by one call, two episodes at a time."""
+
+    def __init__(
+        self,
+        create_env: Any,
+        create_agent: Any = StepCounter,
+        n_threads: int = 0,
+        kind: Any = EpisodeBatcher,
+    ) -> None:
+        seeds = [0] * n_threads or 0
+        self.batcher = kind(4, 8, create_agent, {}, create_env, {}, n_threads, seeds=seeds)
+
+    def __call__(self, **infos: Any) -> Any:
+        if isinstance(self.batcher, Batcher):
+            self.batcher.reset(**infos)
+            self.batcher.execute()
+        else:
+            self.batcher.execute(2, **infos)
+        return self.batcher.get()
+
+    def assert_right(self, **infos: Any) -> None:
+        assert_same_tensors(self(**infos), counting_trajectories(LENGTHS, IDS))
 
 
 class NeedyEnv(CountingEnv):

@@ -16,19 +16,18 @@ import pytest
 import torch
 
 import rlpool.batch.local
-import rlpool.generators
 import rlpool.machine.interrupts
+import rlpool.seeding
 from rlpool import (
     AgentError,
     Batcher,
     EnvError,
     EpisodeBatcher,
     MonoThreadEpisodeBatcher,
-    TemporalDictTensor,
     WorkerError,
     WorkerStartupError,
 )
-from rlpool.generators import OwnGenerators
+from rlpool.seeding import OwnGenerators
 
 from support.drawing import DrawingAgent, create_drawing, create_drawing_manager, drawn
 
@@ -49,20 +48,28 @@ def untouched() -> Iterator[None]:
 
 
 def episodes(n_threads: int = 0, **arguments: Any) -> EpisodeBatcher:
-    given = {"n_timesteps": 2, "n_slots": 8, "create_env": create_drawing, **arguments}
-    return EpisodeBatcher(create_agent=DrawingAgent, n_threads=n_threads, seeds=7, **given)
+    given: dict[str, Any] = {
+        "create_agent": DrawingAgent,
+        "create_env": create_drawing,
+        **arguments,
+    }
+    return EpisodeBatcher(2, 8, n_threads=n_threads, seeds=7, **given)
 
 
-def windows(n_threads: int = 0, **arguments: Any) -> Batcher:
-    given = {"create_env": create_drawing, "env_args": {"restarts": True}, **arguments}
-    return Batcher(4, create_agent=DrawingAgent, n_threads=n_threads, seeds=7, **given)
+def windows(n_threads: int = 0) -> Batcher:
+    restarts = {"restarts": True}
+    return Batcher(4, None, DrawingAgent, {}, create_drawing, restarts, n_threads, seeds=7)
 
 
-def alone(**arguments: Any) -> MonoThreadEpisodeBatcher:
+def alone() -> MonoThreadEpisodeBatcher:
     return MonoThreadEpisodeBatcher(DrawingAgent, {}, create_drawing, {}, seeds=7)
 
 
-def request(batcher: EpisodeBatcher | Batcher, n_episodes: int) -> None:
+def with_manager() -> EpisodeBatcher:
+    return episodes(create_env=create_drawing_manager)
+
+
+def request(batcher: Any, n_episodes: int) -> None:
     if isinstance(batcher, EpisodeBatcher):
         batcher.execute(n_episodes)
         return
@@ -71,73 +78,46 @@ def request(batcher: EpisodeBatcher | Batcher, n_episodes: int) -> None:
     batcher.execute()
 
 
-def bits(result: TemporalDictTensor | None) -> dict[str, bytes]:
-    assert result is not None
-    return {key: tensor.numpy().tobytes() for key, tensor in result.items()}
-
-
-def run(batcher: EpisodeBatcher | Batcher) -> Iterator[dict[str, bytes]]:
+def run(batcher: Any) -> Iterator[dict[str, bytes]]:
     """Some requests, one after the other, with an update in between."""
     for n_episodes in (5, 3, 4):
         request(batcher, n_episodes)
-        result = batcher.get(blocking=False)
-        yield bits(batcher.get() if result is None else result)
+        result = batcher.get()
+        yield {key: tensor.numpy().tobytes() for key, tensor in result.items()}
         if n_episodes == 3:
             batcher.update(None)
 
 
-BATCHERS = [episodes, windows, alone]
-
-
-@pytest.mark.parametrize("make", [*BATCHERS, "a manager"])
+@pytest.mark.parametrize("make", [episodes, windows, alone, with_manager])
 def test_the_callers_generators_are_as_they_were_after_every_call(make: Any) -> None:
-    arguments = {}
-    if make == "a manager":
-        make, arguments = episodes, {"create_env": create_drawing_manager}
     with untouched():
-        batcher = make(**arguments)
+        batcher = make()
+    calls: list[Callable[[], Any]] = [
+        lambda: request(batcher, 5),
+        lambda: batcher.get(blocking=False) or batcher.get(),
+        lambda: batcher.update(None),
+        lambda: request(batcher, 3),
+        lambda: batcher.get(),
+    ]
     try:
-        for _ in range(3):
+        for call in 2 * calls:
             with untouched():
-                request(batcher, 5)
-            with untouched():
-                while batcher.get(blocking=False) is None:
-                    pass
-            with untouched():
-                batcher.update(None)
-            with untouched():
-                request(batcher, 3)
-            with untouched():
-                batcher.get()
+                call()
     finally:
         with untouched():
             batcher.close()
 
 
 @pytest.mark.parametrize("make", [episodes, windows])
-def test_the_same_is_drawn_as_in_a_worker(make: Callable[..., Any]) -> None:
-    random.seed(0)
+def test_the_same_is_drawn_as_in_a_worker_whatever_the_caller_and_others_draw(make: Any) -> None:
     with make(n_threads=1) as batcher:
         expected = list(run(batcher))
-    for number in range(2):
-        random.seed(number)
-        np.random.seed(number)  # noqa: NPY002
-        torch.manual_seed(number)
-        with make() as batcher:
-            assert list(run(batcher)) == expected
-
-
-def test_what_the_caller_draws_in_between_changes_nothing_and_neither_does_another_batcher() -> (
-    None
-):
-    with episodes() as batcher:
-        expected = list(run(batcher))
-    with episodes() as one, windows() as other:
-        found = []
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
+    found = []
+    with make() as one, (windows if make is episodes else episodes)() as other:
         for result, _ in zip(run(one), run(other), strict=True):
             found.append(result)
             drawn()
-            torch.manual_seed(3)
     assert found == expected
 
 
@@ -145,66 +125,70 @@ class Stop(BaseException):
     """Not an ``Exception``."""
 
 
-@pytest.mark.parametrize("error", [KeyError, SystemExit, KeyboardInterrupt, Stop])
-@pytest.mark.parametrize("fails_in", ["reset", "step"])
-def test_the_callers_generators_are_back_if_users_code_raises(fails_in: str, error: Any) -> None:
-    expected: Any = EnvError
-    if error is KeyboardInterrupt:
-        expected = (KeyboardInterrupt, WorkerError)  # told again of the request that was lost
-    batcher = episodes(env_args={"fails_in": fails_in, "error": error})
-    for n_episodes in (5, 3):
-        with untouched():
-            batcher.execute(n_episodes)
-            with pytest.raises(expected):
-                batcher.get()
-    with untouched():
-        batcher.close()
-
-
-def test_the_callers_generators_are_back_if_nothing_could_be_created() -> None:
-    def create_env(seed: int) -> Any:
+def failing(fails_in: str, error: Any) -> Any:
+    def create(*arguments: Any, **named: Any) -> Any:
         drawn()
-        raise KeyError("goal")
+        raise error("goal")
 
-    def create_agent() -> Any:
-        drawn()
-        raise KeyError("goal")
-
-    for arguments in (
-        {"create_env": create_env, "create_agent": DrawingAgent},
-        {"create_env": create_drawing, "create_agent": create_agent},
-    ):
-        with untouched(), pytest.raises(WorkerStartupError):
-            EpisodeBatcher(2, 8, n_threads=0, seeds=7, **arguments)
+    if fails_in == "agent":
+        return episodes(agent_args={"fails": True})
+    if fails_in in ("create_env", "create_agent"):
+        return episodes(**{fails_in: create})
+    return episodes(env_args={"fails_in": fails_in, "error": error})
 
 
-def test_the_callers_generators_are_back_if_an_agent_or_a_close_raises() -> None:
-    with (
-        untouched(),
-        EpisodeBatcher(2, 8, DrawingAgent, {"fails": True}, create_drawing, n_threads=0) as batcher,
-    ):
-        batcher.execute(3)
-        with pytest.raises(AgentError):
-            batcher.get()
+@pytest.mark.parametrize(
+    ("fails_in", "error", "expected"),
+    [
+        ("reset", KeyError, EnvError),
+        ("step", SystemExit, EnvError),
+        ("step", Stop, EnvError),
+        ("step", KeyboardInterrupt, (KeyboardInterrupt, WorkerError)),  # and again: it was lost
+        ("agent", KeyError, AgentError),
+        ("create_env", KeyError, WorkerStartupError),
+        ("create_agent", KeyError, WorkerStartupError),
+        ("close", KeyError, ()),
+    ],
+)
+def test_the_callers_generators_are_back_if_users_code_raises(
+    fails_in: str, error: Any, expected: Any
+) -> None:
+    caught = []
     with untouched():
-        episodes(env_args={"fails_in": "close"}).close()
+        try:
+            with failing(fails_in, error) as batcher:
+                for n_episodes in (5, 3):
+                    batcher.execute(n_episodes)
+                    try:
+                        batcher.get()
+                    except expected as failure:
+                        caught.append(failure)
+        except WorkerStartupError as failure:
+            caught += [failure, failure]
+    assert len(caught) == (2 if expected else 0)
+    assert all(isinstance(failure, expected) for failure in caught)
 
 
 # Interruptions ------------------------------------------------------------------------------------
 
-MODULES = tuple(
-    m.__file__ for m in (rlpool.generators, rlpool.machine.interrupts, rlpool.batch.local)
-)
+FILES = (rlpool.machine.interrupts.__file__, rlpool.batch.local.__file__)
+FUNCTIONS = {"in_use", "_give_back", "generator_states", "_set_generator_states"}
+
+
+def is_watched(frame: FrameType) -> bool:
+    code = frame.f_code
+    is_ours = code.co_filename == rlpool.seeding.__file__ and code.co_name in FUNCTIONS
+    return is_ours or code.co_filename in FILES
 
 
 class PressesCtrlC:
-    """Sends this process SIGINT before some line of those modules is run, counted from 0."""
+    """Sends this process SIGINT before some watched line is run, counted from 0."""
 
     def __init__(self, n_lines: int) -> None:
         self.n_left = n_lines
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename not in MODULES:
+        if not is_watched(frame):
             return None
         if event == "line":
             self.n_left -= 1
@@ -214,13 +198,13 @@ class PressesCtrlC:
 
 
 class NotesPlaces:
-    """Notes for each such line where it was run: the lines of the functions that were running."""
+    """Notes where each watched line was run: the lines of the functions that were running."""
 
     def __init__(self) -> None:
         self.places: list[tuple[Any, ...]] = []
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename not in MODULES:
+        if not is_watched(frame):
             return None
         if event == "line":
             self.places.append(tuple((f.f_code, number) for f, number in walk_stack(frame)))
@@ -239,23 +223,14 @@ def traced(trace: Any, action: Callable[[], Any]) -> None:
 
 
 def n_interrupted(action: Callable[[], Any]) -> int:
-    """Interrupt an action at every place, the first and the last time that it gets there.
-
-    What comes in between are rounds of the same loop.
-    """
+    """Interrupt an action at every place, the first time that it gets there."""
     traced(notes := NotesPlaces(), action)
-    last = {place: n_lines for n_lines, place in enumerate(notes.places)}
     first = {place: n_lines for n_lines, place in reversed(list(enumerate(notes.places)))}
     n = 0
-    for n_lines in sorted({*first.values(), *last.values()}):
+    for n_lines in sorted(first.values()):
         traced(press := PressesCtrlC(n_lines), action)
         n += press.n_left < 0
     return n
-
-
-def use(generators: OwnGenerators) -> None:
-    with generators.in_use():
-        drawn()
 
 
 def use_batcher() -> None:
@@ -265,12 +240,13 @@ def use_batcher() -> None:
 
 
 def test_an_interruption_anywhere_gives_the_callers_generators_back() -> None:
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        generators = OwnGenerators()
-        with untouched():
-            assert n_interrupted(lambda: use(generators)) > 30
-        with untouched():
-            assert n_interrupted(use_batcher) > 60
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    generators = OwnGenerators()
+
+    def use() -> None:
+        with generators.in_use():
+            drawn()
+
+    with untouched():
+        assert n_interrupted(use) > 30
+    with untouched():
+        assert n_interrupted(use_batcher) > 60

@@ -27,7 +27,7 @@ from rlpool import (
 )
 
 from support.agents import GruAgent, InitialStateCounter, Recorder, StepCounter
-from support.envs import CountingEnv, SpacedAncestorEnv, SpaceEnv
+from support.envs import CountingEnv, SpacedLegacyEnv, SpaceEnv
 from support.meta import (
     AncestorTaskEnv,
     CountingActor,
@@ -265,7 +265,7 @@ def test_old_and_undeclared_environments_can_be_collected_in() -> None:
     rows = [[0, 4, 0], [1, 4, 0], [2, 4, 1], [1, 4, 0]]
     assert episodes(old, 2)[1][0].tolist() == rows
 
-    undeclared = SpacedAncestorEnv(2)
+    undeclared = SpacedLegacyEnv(2)
     undeclared.observation_space = None  # type: ignore[assignment]
     learner = learner_of(StepCounter(), MEMORY, undeclared)
     assert episodes(learner, 2)[0][0].tolist() == [[0, 0], [1, 0]]

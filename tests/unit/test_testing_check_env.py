@@ -20,7 +20,7 @@ from rlpool.specs import Leaf, TensorSpec
 from rlpool.testing import CountingEnv, FaultyEnv, check_env
 from rlpool.testing.check_env import ENV_CHECKS
 
-from support.envs import AncestorCountingEnv, EchoEnv, SpacedAncestorEnv
+from support.envs import AncestorCountingEnv, EchoEnv, SpacedLegacyEnv
 
 NAMES = {check.__name__ for check in ENV_CHECKS}
 ONE = CountingEnv()
@@ -124,7 +124,7 @@ def test_lanes_of_any_other_kind_are_checked_as_far_as_possible() -> None:
 def test_environments_for_old_gym_pass() -> None:
     report = check_env(AncestorCountingEnv, actions=[0, 1])
     assert {f.check for f in report.warnings} <= {"spaces", "reset_takes_arguments"}
-    assert check_env(SpacedAncestorEnv).ok
+    assert check_env(SpacedLegacyEnv).ok
     assert "actions" in check_env(AncestorCountingEnv).not_checked["runs"]
 
 

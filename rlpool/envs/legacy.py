@@ -5,6 +5,10 @@ Understood are: ``reset()`` without arguments that returns the observation alone
 that name, ``reset_task(task)`` which gets it where ``reset`` takes none, missing spaces, and any
 subset of ``seed`` and ``options`` among the arguments of ``reset``. What a reset is not given, such
 as ``env_info``, is left to the default of the environment's own ``reset``.
+
+Generators of Gymnasium are NumPy's ``Generator``. Environments written for the old gym draw with
+``self.np_random.rand()``, ``randn``, ``randint``: methods of NumPy's ``RandomState``, later of
+gym's ``RandomNumberGenerator``. They get a ``LegacyGenerator``, which has those names too.
 """
 
 from __future__ import annotations
@@ -14,17 +18,16 @@ from contextlib import suppress
 from typing import Any
 
 import gymnasium
+import numpy as np
 from gymnasium.utils import seeding
 
-from rlpool.envs.former_generator import give_former_names
-
 _RESET_ARGUMENTS = ("seed", "options", "env_info", "task")
-_OWN_ARGUMENTS = {"env_info", "task"}  # those that no wrapper of Gymnasium's hands on
+_OWN_ARGUMENTS = {"env_info", "task"}  # those that no wrapper of Gymnasium's passes on
 # No name, but among the names: ``options`` has a default of its own, which None would replace.
 _OWN_OPTIONS = "options by default"
 
 
-class AncestorEnv(gymnasium.Env[Any, Any]):
+class LegacyEnv(gymnasium.Env[Any, Any]):
     """Gymnasium's interface around an environment with another one.
 
     Args:
@@ -42,11 +45,9 @@ class AncestorEnv(gymnasium.Env[Any, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Seed the environment the way it wants, reset it, hand over ``options``."""
+        """Seed the environment the way it wants, reset it, pass on ``options``."""
         result = call_reset(self.inner, self._reset_arguments, seed, options)
-        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
-            return result
-        return result, {}
+        return result if is_pair_with_info(result) else (result, {})
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step; of four results, ``done`` is a truncation if ``info`` says so."""
@@ -63,11 +64,6 @@ class AncestorEnv(gymnasium.Env[Any, Any]):
         if callable(close):
             close()
 
-    def has_wrapper_attr(self, name: str) -> bool:
-        """Whether the environment, or what it wraps, has an attribute."""
-        inner = getattr(self.inner, "has_wrapper_attr", None)
-        return bool(inner(name)) if callable(inner) else hasattr(self.inner, name)
-
     def get_wrapper_attr(self, name: str) -> Any:
         """An attribute of the environment or of what it wraps."""
         inner = getattr(self.inner, "get_wrapper_attr", None)
@@ -76,40 +72,42 @@ class AncestorEnv(gymnasium.Env[Any, Any]):
     def __getattr__(self, name: str) -> Any:
         if name == "inner" or name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self.inner, name)
+        return self.get_wrapper_attr(name)
 
 
-def modernised(env: Any, *, with_tasks: bool = True, is_former: bool = False) -> Any:
-    """Make an environment understand ``reset(seed=, options=)`` and five-fold steps.
+def modernised(env: Any, *, with_tasks: bool = True, returns_pair: bool = True) -> Any:
+    """Make an environment take ``reset(seed=, options=)`` and return five values from ``step``.
 
     Gymnasium's own wrappers are looked through: what is inside them is replaced within them.
 
     Args:
         env: An environment of whatever age.
-        with_tasks: Whether an environment with ``reset_task`` shall get the option ``task`` there.
-        is_former: Whether its ``reset`` was seen to return the observation alone, as in the former
-            gym: up to version 0.25 that took ``seed`` and ``options`` already.
+        with_tasks: Whether an environment with ``reset_task`` gets the option ``task`` there.
+        returns_pair: Whether its ``reset`` is not known to return the observation alone, as in the
+            old gym, which took ``seed`` and ``options`` already in versions 0.22 to 0.25.
 
     Returns:
-        ``env`` itself where nothing is to do.
+        ``env`` itself where there is nothing to do.
     """
     layer: Any = env
     wrapper: Any = None
-    while isinstance(layer, gymnasium.Wrapper) and not _wants_more(layer):
+    while isinstance(layer, gymnasium.Wrapper) and not _takes_more(layer):
         layer, wrapper = layer.env, layer
     arguments = reset_arguments(layer)
-    if (
-        isinstance(layer, gymnasium.Env)
-        and arguments == {"seed", "options"}
-        and not is_former
-        and not (with_tasks and callable(getattr(layer, "reset_task", None)))
-    ):
+    is_modern = isinstance(layer, gymnasium.Env) and arguments == {"seed", "options"}
+    gets_task = with_tasks and callable(getattr(layer, "reset_task", None))
+    if is_modern and returns_pair and not gets_task:
         return env
-    adapter = AncestorEnv(layer, arguments)
+    adapter = LegacyEnv(layer, arguments)
     if wrapper is None:
         return adapter
     wrapper.env = adapter
     return env
+
+
+def is_pair_with_info(result: Any) -> bool:
+    """Whether this came from the ``reset`` of a Gymnasium environment."""
+    return isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
 
 
 def call_reset(
@@ -121,7 +119,7 @@ def call_reset(
         env: The environment.
         arguments: What ``reset_arguments`` says of it.
         seed: The seed; ``None`` for none.
-        options: Handed over as ``options`` or ``env_info``; ``"task"`` among them as ``task``
+        options: Passed on as ``options`` or ``env_info``; ``"task"`` among them as ``task``
             where there is such an argument, else to ``reset_task`` before, if there is that.
             ``None`` or empty for none.
 
@@ -129,42 +127,27 @@ def call_reset(
         Whatever its ``reset`` returns.
     """
     if seed is not None and "seed" not in arguments:
-        _seed_former(env, seed)
+        _seed_legacy(env, seed)
     given: dict[str, Any] = {"seed": seed}
     if _OWN_OPTIONS not in arguments:
         given["options"] = None
     if options:
-        given.update(options=options, env_info=options)
-        reset_task = getattr(env, "reset_task", None)
+        given |= {"options": options, "env_info": options}
         if "task" in arguments:
             others = dict(options)
-            given["task"] = others.pop("task", None)
-            given["options"] = others or None
-        elif "task" in options and callable(reset_task):
-            reset_task(options["task"])
+            given |= {"task": others.pop("task", None), "options": others or None}
+        elif "task" in options and callable(getattr(env, "reset_task", None)):
+            env.reset_task(options["task"])
     return env.reset(**{name: given[name] for name in arguments & given.keys()})
 
 
-def _seed_former(env: Any, seed: int) -> None:
-    """Seed an environment whose ``reset`` takes no seed, and give it the generator of its time."""
-    own_seed = getattr(env, "seed", None)
-    if callable(own_seed):
-        own_seed(seed)
-    elif isinstance(env, gymnasium.Env):
-        with suppress(AttributeError):  # where it has another idea of its generator
-            env.np_random = seeding.np_random(seed)[0]  # as the base class of that time did
-    else:
-        return
-    give_former_names(env)
-
-
-def _wants_more(wrapper: Any) -> bool:
+def _takes_more(wrapper: Any) -> bool:
     """Whether a wrapper's own ``reset`` takes what Gymnasium's does not."""
     return not _OWN_ARGUMENTS.isdisjoint(inspect.signature(wrapper.reset).parameters)
 
 
 def reset_arguments(env: Any) -> set[str]:
-    """Which arguments ``reset`` takes, by itself or by handing them on to what it wraps."""
+    """Which arguments ``reset`` takes, by itself or by passing them on to what it wraps."""
     parameters = inspect.signature(env.reset).parameters
     arguments = {name for name in _RESET_ARGUMENTS if name in parameters}
     default = parameters["options"].default if "options" in parameters else None
@@ -174,3 +157,63 @@ def reset_arguments(env: Any) -> set[str]:
         inner = getattr(env, "env", None)
         arguments |= reset_arguments(inner) if hasattr(inner, "reset") else {"seed", "options"}
     return arguments
+
+
+def _seed_legacy(env: Any, seed: int) -> None:
+    """Seed an environment whose ``reset`` takes no seed, and give it the generator of its time."""
+    if callable(getattr(env, "seed", None)):
+        env.seed(seed)
+    elif isinstance(env, gymnasium.Env):
+        with suppress(AttributeError):  # where it has another idea of its generator
+            env.np_random = seeding.np_random(seed)[0]  # as the base class of that time did
+    else:
+        return
+    layer = env
+    while layer is not None:
+        attributes = getattr(layer, "__dict__", {})
+        for name, value in attributes.items():
+            if type(value) is np.random.Generator:
+                attributes[name] = LegacyGenerator(value.bit_generator)
+        layer = attributes.get("env")
+
+
+class LegacyGenerator(np.random.Generator):
+    """A ``numpy.random.Generator`` that has the old names as well; they draw the same numbers.
+
+    Args:
+        bit_generator: Where the bits come from.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.bit_generator,)
+
+    random_sample = ranf = sample = np.random.Generator.random
+
+    def rand(self, *size: int) -> Any:
+        """Uniform in [0, 1), of the shape ``size``; a float without one."""
+        return self.random(size or None)
+
+    def randn(self, *size: int) -> Any:
+        """Normal, of the shape ``size``; a float without one."""
+        return self.standard_normal(size or None)
+
+    def randint(self, low: Any, high: Any = None, size: Any = None, dtype: Any = int) -> Any:
+        """Integers from ``low`` to below ``high``, or from 0 to below ``low``."""
+        return self.integers(low, high, size=size, dtype=dtype)
+
+    def random_integers(self, low: Any, high: Any = None, size: Any = None) -> Any:
+        """Integers from ``low`` to ``high``, or from 1 to ``low``, both included."""
+        low, high = (1, low) if high is None else (low, high)
+        return self.integers(low, high, size=size, endpoint=True)
+
+    def seed(self, seed: Any = None) -> None:
+        """Start again from a seed."""
+        self.bit_generator.state = type(self.bit_generator)(seed).state
+
+    def get_state(self) -> Any:
+        """What ``set_state`` takes to draw the same numbers again."""
+        return self.bit_generator.state
+
+    def set_state(self, state: Any) -> None:
+        """Go back to where ``get_state`` was called."""
+        self.bit_generator.state = state

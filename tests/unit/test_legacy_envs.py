@@ -1,0 +1,355 @@
+"""Environments written for the old gym, and other signatures of ``reset``."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.utils import seeding
+from gymnasium.wrappers import FlattenObservation, TimeLimit
+
+from rlpool import DictTensor, EnvSpecError, EpisodeBatcher, GymEnv, GymEnvInf, Pool
+from rlpool.envs.legacy import LegacyEnv, LegacyGenerator
+
+from support.agents import StepCounter
+from support.envs import (
+    AncestorCountingEnv,
+    AncestorInfoEnv,
+    AncestorWrapper,
+    CountingEnv,
+    InfoEnv,
+    SpacedLegacyEnv,
+    assert_same_tensors,
+    counting_trajectories,
+)
+
+
+def action(*values: Any) -> DictTensor:
+    return DictTensor({"action": torch.tensor(values)})
+
+
+def collect(make_env: Any, n_episodes: int, infos: Any = None, **arguments: Any) -> Any:
+    """Episodes of a ``StepCounter``, in this process."""
+    with EpisodeBatcher(
+        2,
+        4,
+        create_agent=StepCounter,
+        create_env=lambda seed: GymEnv([make_env() for _ in range(2)], seed, **arguments),
+        n_threads=0,
+        seeds=0,
+    ) as batcher:
+        batcher.execute(n_episodes, **(infos or {}))
+        return batcher.get()
+
+
+KINDS: dict[str, Any] = {
+    "undeclared": AncestorCountingEnv,
+    "spaces": SpacedLegacyEnv,
+    "wrapped": lambda *args, **named: AncestorWrapper(AncestorCountingEnv(*args, **named)),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+@every_kind
+def test_trajectories_are_those_of_modern_environments(kind: Any) -> None:
+    trajectories = collect(lambda: kind(5, 2), 3)
+    assert_same_tensors(trajectories, counting_trajectories([5, 5, 5], [2, 2, 2]))
+    trajectories = collect(lambda: kind(9), 2, max_episode_steps=4)
+    assert_same_tensors(trajectories, counting_trajectories([4, 4], [0, 0], ["truncated"] * 2))
+    trajectories = collect(lambda: kind(3, is_limited=True), 2)  # as its info says
+    assert_same_tensors(trajectories, counting_trajectories([3, 3], [0, 0], ["truncated"] * 2))
+
+
+@every_kind
+def test_every_reset_is_seeded_before_and_by_hand_they_restart_and_close(kind: Any) -> None:
+    envs = [kind(1), kind(1)]
+    inner = [getattr(env, "env", env) for env in envs]
+    for env, seed in zip(envs, (4, 4), strict=True):
+        lanes = GymEnvInf([env], seed)
+        lanes.reset()
+        for _ in range(3):
+            (observation, _), (after, running) = lanes.step(action(1))
+            assert observation["frame"].tolist() == [[1, 0]]
+            assert observation["done"].tolist() == observation["terminated"].tolist() == [True]
+            assert after["frame"].tolist() == [[0, 0]]
+            assert (after["reward"].tolist(), running.tolist()) == ([0], [0])
+        lanes.close()
+    assert inner[0].seeds == inner[1].seeds
+    assert len(set(inner[0].seeds)) == 4
+    assert all(0 <= seed < 2**31 for seed in inner[0].seeds)
+    assert inner[0].is_closed
+
+
+def test_an_old_time_limit_around_an_old_environment_truncates() -> None:
+    env = GymEnv([AncestorWrapper(AncestorCountingEnv(length=9), max_episode_steps=2)], seed=0)
+    env.reset()
+    env.step(action(0))
+    (observation, _), _ = env.step(action(0))
+    assert observation["truncated"].tolist() == [True]
+
+
+@pytest.mark.parametrize("done", [True, float("nan"), None, [True]])
+def test_an_environment_may_have_nothing_but_reset_and_step(done: Any) -> None:
+    class Env:
+        def reset(self) -> float:
+            return 0.5
+
+        def step(self, action: Any) -> Any:
+            return 1.5, 1, done, {}
+
+    env = GymEnv([Env()], seed=0)
+    observation, _ = env.reset()
+    assert observation["frame"].tolist() == [0.5]
+    assert observation["frame"].dtype == torch.float32
+    if done is not True:
+        with pytest.raises(EnvSpecError, match="should be True or False"):
+            env.step(action(0))
+        return
+    (observation, _), (_, running) = env.step(action(0))
+    assert (observation["frame"].tolist(), running.tolist()) == ([1.5], [])
+    env.close()
+
+
+# Arguments of reset
+
+
+class DefaultInfoEnv(AncestorCountingEnv):
+    """Cannot do without its ``env_info``, for which it has a default."""
+
+    def reset(self, env_info: Any = {"id": 8}) -> Any:  # type: ignore[override]  # noqa: B006
+        self.number = env_info["id"]
+        return super().reset()
+
+
+class DefaultOptionsEnv(CountingEnv):
+    """Likewise with ``options``."""
+
+    def reset(self, *, seed: Any = None, options: Any = {"id": 8}) -> Any:  # type: ignore[override]  # noqa: B006
+        return super().reset(seed=seed, options={"id": options["id"]})
+
+
+class DefaultTaskEnv(CountingEnv):
+    """Likewise with ``task``."""
+
+    def reset(self, *, seed: Any = None, task: Any = 8) -> Any:  # type: ignore[override]
+        return super().reset(options={"id": task})
+
+
+@pytest.mark.parametrize("kind", [DefaultInfoEnv, DefaultOptionsEnv, DefaultTaskEnv])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("info", [None, DictTensor({})])
+def test_without_env_info_an_environments_own_default_applies(
+    kind: Any, is_wrapped: bool, info: Any
+) -> None:
+    def make() -> Any:
+        env = kind(length=1)
+        is_modern = isinstance(env, gymnasium.Env)
+        return TimeLimit(env, 5) if is_wrapped and is_modern else env
+
+    env = GymEnvInf([make()], seed=0)
+    assert env.reset(info)[0]["frame"].tolist() == [[0, 8]]
+    _, (after, _) = env.step(action(0))  # which resets it
+    assert after["frame"].tolist() == [[0, 8]]
+    key = "task" if kind is DefaultTaskEnv else "id"
+    assert env.reset(DictTensor({key: torch.tensor([5])}))[0]["frame"].tolist() == [[0, 5]]
+    assert env.reset(info)[0]["frame"].tolist() == [[0, 8]]
+    infos = {} if info is None else {"env_info": info}
+    assert_same_tensors(collect(make, 3, infos), counting_trajectories([1] * 3, [8] * 3))
+
+
+def test_env_info_reaches_resets_that_take_it_at_every_reset() -> None:
+    info = DictTensor({"length": torch.tensor([3, 1, 5]), "id": torch.tensor([7, 8, 9])})
+    trajectories = collect(AncestorInfoEnv, 3, {"env_info": info})
+    assert_same_tensors(trajectories, counting_trajectories([3, 1, 5], [7, 8, 9]))
+    envs: list[Any] = [AncestorInfoEnv(length=1), AncestorInfoEnv(length=1)]
+    env = GymEnvInf(envs, seed=0)
+    env.reset({"id": [5, 6]})
+    env.step(action(0, 0))
+    assert [inner.infos for inner in envs] == [[{"id": 5}] * 2, [{"id": 6}] * 2]
+    modern = InfoEnv()
+    GymEnv([modern], seed=0).reset({"id": [4]})
+    assert modern.infos == [{"id": 4}]
+
+
+@pytest.mark.parametrize("takes_more", [False, True])
+def test_env_info_is_seen_through_gymnasiums_wrappers(takes_more: bool) -> None:
+    got: list[Any] = []
+
+    class Env(gymnasium.Env[Any, Any]):
+        observation_space = spaces.Box(-9, 9, (1,), np.float32)
+        action_space = spaces.Discrete(2)
+
+        def step(self, action: Any) -> Any:
+            return np.zeros(1, np.float32), 0.0, True, {}
+
+    class Takes(Env):
+        def reset(self, env_info: Any = None) -> Any:  # type: ignore[override]
+            got.append(env_info)
+            return np.zeros(1, np.float32)
+
+    class TakesMore(Takes):
+        def reset(self, env_info: Any = None, **arguments: Any) -> Any:
+            return super().reset(env_info)
+
+    inner = TakesMore() if takes_more else Takes()
+    env = GymEnv([TimeLimit(FlattenObservation(inner), 10)], seed=0)
+    env.reset({"task": [4]})
+    assert got == [{"task": 4}]
+    (observation, _), _ = env.step(action(0))
+    assert observation["terminated"].tolist() == [True]
+
+
+@pytest.mark.parametrize("names", ["", "seed", "options", "seed options"])
+def test_a_reset_gets_what_it_takes_of_seed_and_options(names: str) -> None:
+    got: dict[str, Any] = {}
+
+    def reset(**arguments: Any) -> Any:
+        got.update(arguments)
+        return CountingEnv.reset(env, **arguments)
+
+    env = CountingEnv()
+    parameters = ", ".join(f"{name}=None" for name in names.split())
+    passed = ", ".join(f"{name}={name}" for name in names.split())
+    env.reset = eval(f"lambda {parameters}: reset({passed})", {"reset": reset})
+    observation, _ = GymEnv([env], seed=0).reset({"id": [4]})
+    assert observation["frame"].tolist() == [[0, 4 if "options" in names else 0]]
+    assert set(got) == set(names.split())
+    assert got.get("options", {"id": 4}) == {"id": 4}
+    assert got.get("seed", 1) is not None
+
+
+class TaskWrapper(gymnasium.Wrapper):  # type: ignore[type-arg]
+    """Takes a task, though what it wraps does not."""
+
+    def reset(self, *, task: Any = None, **arguments: Any) -> Any:
+        self.task = task
+        self.given = arguments
+        return self.env.reset(**arguments)
+
+
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_a_task_among_the_options_reaches_a_reset_that_takes_one(is_limited: bool) -> None:
+    wrapper = TaskWrapper(CountingEnv())
+    env = GymEnv([TimeLimit(wrapper, 5) if is_limited else wrapper])
+    env.reset_lanes([0], [3], [{"task": 4, "length": 9}])
+    assert (wrapper.task, wrapper.given) == (4, {"seed": 3, "options": {"length": 9}})
+    env.reset_lanes([0], [3], [{"task": 5}])
+    assert (wrapper.task, wrapper.given) == (5, {"seed": 3, "options": None})
+    env.reset_lanes([0], [3], [None])
+    assert (wrapper.task, wrapper.given) == (None, {"seed": 3, "options": None})
+
+
+def test_a_task_reaches_reset_task_of_a_reset_that_takes_none() -> None:
+    env = CountingEnv()
+    tasks: list[Any] = []
+    env.reset_task = tasks.append  # type: ignore[attr-defined]
+    lanes = GymEnv([env])
+    lanes.reset_lanes([0], [3], [{"task": 4}])
+    lanes.reset_lanes([0], [3], [None])
+    assert tasks == [4]
+
+
+# Generators and interfaces of the old gym
+
+
+class OldNoiseEnv(gymnasium.Env[Any, Any]):
+    """Draws by the names that generators had in the old gym."""
+
+    def __init__(self, keeps: str = "np_random") -> None:
+        self.keeps = keeps
+
+    def seed(self, seed: Any = None) -> None:
+        setattr(self, self.keeps, seeding.np_random(seed)[0])
+
+    def reset(self) -> Any:  # type: ignore[override]
+        rng = getattr(self, self.keeps)
+        self.drawn = [rng.rand(), rng.randn(), rng.randint(3, 9), rng.random_sample()]
+        self.drawn += [*rng.rand(2), *rng.randn(1, 2)[0], rng.uniform(), rng.integers(5)]
+        return self.drawn[0]
+
+    def step(self, action: Any) -> Any:
+        return getattr(self, self.keeps).rand(), 0.0, True, {}
+
+
+@pytest.mark.parametrize("keeps", ["np_random", "rng"])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_generators_of_old_environments_have_their_old_names(keeps: str, is_wrapped: bool) -> None:
+    drawn = []
+    for seed in (3, 3, 4):
+        inner = OldNoiseEnv(keeps)
+        env = GymEnv([TimeLimit(inner, 5) if is_wrapped else inner], seed=seed)
+        env.reset()
+        (observation, _), _ = env.step(action(0))
+        drawn.append([*inner.drawn, *observation["frame"].tolist()])
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert type(drawn[0][0]) is float
+
+
+def test_old_names_draw_what_the_names_of_today_draw() -> None:
+    inner = OldNoiseEnv()
+    LegacyEnv(inner, set()).reset(seed=7)
+    same = np.random.default_rng(7)
+    expected = [same.random(), same.standard_normal(), same.integers(3, 9), same.random()]
+    expected += [*same.random(2), *same.standard_normal(2), same.uniform(), same.integers(5)]
+    assert inner.drawn == expected
+    modern = CountingEnv()
+    GymEnv([modern], seed=0).reset()
+    assert type(modern.np_random) is np.random.Generator
+
+
+def test_an_old_reset_without_a_seed_method_draws_by_the_seed_of_the_episode() -> None:
+    class Env(gymnasium.Env[Any, Any]):
+        def reset(self) -> Any:  # type: ignore[override]
+            return self.np_random.rand()  # type: ignore[attr-defined]
+
+        def step(self, action: Any) -> Any:
+            return 0.0, 0.0, True, {}
+
+    first, again, other = (GymEnv([Env()], seed=s).reset()[0]["frame"] for s in (1, 1, 2))
+    assert first.tolist() == again.tolist() != other.tolist()
+
+
+def test_a_legacy_generator_can_be_seeded_copied_and_pickled() -> None:
+    rng = LegacyGenerator(np.random.PCG64(3))
+    rng.rand()
+    for other in (copy.deepcopy(rng), pickle.loads(pickle.dumps(rng))):
+        assert type(other) is LegacyGenerator
+        state = rng.get_state()
+        assert other.rand() == rng.rand()
+        rng.set_state(state)
+    rng.seed(3)
+    assert rng.rand() == LegacyGenerator(np.random.PCG64(3)).rand()
+    assert {rng.random_integers(1, 2) for _ in range(50)} == {1, 2}
+    assert {rng.random_integers(2) for _ in range(50)} == {1, 2}
+
+
+class LateFormerEnv(CountingEnv):
+    """As of gym 0.22 to 0.25: ``reset`` takes a seed and options, and returns the observation."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return super().reset(seed=seed, options=options)[0]
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, _, info = super().step(action)
+        return observation, reward, terminated, info
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_an_environment_that_takes_a_seed_and_returns_the_observation_alone_works(
+    limit: int | None,
+) -> None:
+    def make() -> Any:
+        return LateFormerEnv(3) if limit is None else TimeLimit(LateFormerEnv(3), limit)
+
+    length = limit or 3
+    ends = ["truncated" if limit else "terminated"] * 4
+    assert_same_tensors(collect(make, 4), counting_trajectories([length] * 4, [0] * 4, ends))
+    with Pool([make()], 1, 10) as pool:
+        pool.store()
+        assert pool.get_pool()[0][:, 0].tolist() == list(range(length))
