@@ -39,8 +39,8 @@ from rlpool.meta.make import make_env, make_parallel_env
 from rlpool.meta.trials import VariBadWrapper
 from rlpool.pool.pool import Pool
 from rlpool.record.crash_capsule import CrashCapsule
+from rlpool.workers.process_start import preload, shutdown
 from rlpool.workers.stack_dumps import dump_stacks_on_signal
-from rlpool.workers.warm_start import preload, shutdown
 
 __version__ = "0.1.0"
 

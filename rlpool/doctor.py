@@ -44,7 +44,7 @@ from rlpool.machine.worker_limits import (
 )
 from rlpool.memory.storage import Memory
 from rlpool.testing.faulty_env import CountingEnv
-from rlpool.workers.warm_start import memory_of, why_impossible, why_spawned
+from rlpool.workers.process_start import memory_of, why_impossible, why_spawned
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 

@@ -25,8 +25,8 @@ from rlpool.seeding import root_from
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.process_owner import ProcessOwner, refuse_forked_copy
+from rlpool.workers.process_start import memory_of
 from rlpool.workers.stack_dumps import DumpsStacks
-from rlpool.workers.warm_start import memory_of
 
 _LOG = logging.getLogger("rlpool")
 

@@ -37,10 +37,9 @@ from rlpool.record.tape import Tape
 from rlpool.seeding import LaneSeeds, probe_seed, seed_generators, worker_seed
 from rlpool.slots.blocks import Block
 from rlpool.workers.child import Control, Place, called, run, settle_in
-from rlpool.workers.fast_checks import install_fast_checks
-from rlpool.workers.fast_seeding import FastSeeding
 from rlpool.workers.payload import Payload, unpack
 from rlpool.workers.recycling import Recycling
+from rlpool.workers.speedups import FastSeeding, install_fast_checks
 from rlpool.workers.wire import Close, Done, Failed, Message, Pipe, Ready, Retiring
 
 

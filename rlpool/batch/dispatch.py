@@ -34,7 +34,8 @@ from rlpool.slots.blocks import BlockPool, Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.lifecycle import Workers
 from rlpool.workers.payload import Packed, pack
-from rlpool.workers.stack_dumps import described, note_source
+from rlpool.workers.stack_dumps import note_source
+from rlpool.workers.stacks import described
 from rlpool.workers.wire import Done, Failed, Message
 
 _LOG = logging.getLogger("rlpool")

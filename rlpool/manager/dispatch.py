@@ -42,9 +42,10 @@ from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.lifecycle import Workers
 from rlpool.workers.payload import pack
 from rlpool.workers.process_owner import refuse_forked_copy
-from rlpool.workers.stack_dumps import described, note_source
+from rlpool.workers.process_start import memory_of
+from rlpool.workers.stack_dumps import note_source
+from rlpool.workers.stacks import described
 from rlpool.workers.wake import Wake
-from rlpool.workers.warm_start import memory_of
 from rlpool.workers.wire import Message
 
 ENV_HINT = "step it in this process to debug: GymEnv([env_fn()])"

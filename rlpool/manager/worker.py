@@ -37,9 +37,9 @@ from rlpool.record.tape import Tape, action_row
 from rlpool.seeding import LaneSeeds, root_from
 from rlpool.specs import DEFAULT_OBSERVATION_KEY, leaves_of
 from rlpool.workers.child import Control, Place, run, settle_in
-from rlpool.workers.fast_seeding import FastSeeding
 from rlpool.workers.payload import unpack
 from rlpool.workers.recycling import Recycling
+from rlpool.workers.speedups import FastSeeding
 from rlpool.workers.wake import Wake
 from rlpool.workers.wire import Close, Failed, Message, Pipe, Ready, Retiring
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Callable
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,15 +17,13 @@ from rlpool.memory.storage import Array, Memory
 from rlpool.record.failures import described, text_of
 from rlpool.seeding import seed_generators, worker_seed
 from rlpool.workers.failure_policy import FailurePolicy
-from rlpool.workers.leash import kill_when_closed
+from rlpool.workers.logs import WorkerLogs
+from rlpool.workers.parent_death import end_with_parent
 from rlpool.workers.process_title import set_title
+from rlpool.workers.stacks import WorkerStacks
 
 CONTROL_COLUMNS = 3
 """Shared int64 numbers per worker: steps done (1 when it begins), lane in use, work done."""
-
-_PARENT_CHECK_S = 1.0
-"""How often a worker looks whether its parent changed, in case the pipe's other end lives on in
-some process that the parent forked."""
 
 
 class Place(NamedTuple):
@@ -63,6 +59,28 @@ class Control:
         self.steps, self.lane, self.done = numbers[0:1], numbers[1:2], numbers[2:3]
 
 
+WorkerMain = Callable[[Place, Connection, int], None]
+"""``(place, connection, control_fd)``: what a worker process runs."""
+
+
+def run_connected(
+    logs: WorkerLogs,
+    stacks: WorkerStacks,
+    run: WorkerMain,
+    place: Place,
+    connection: Connection,
+    control_fd: Any,
+) -> None:
+    """The main function of every worker process: ``run``, with its logs and stacks connected."""
+    stacks.connect()
+    logs.connect()
+    try:
+        run(place, connection, control_fd.detach())
+    finally:
+        # Threads of the user's may keep this process: the caller does not wait for them.
+        connection.close()
+
+
 class Server(Protocol):
     """What a worker process runs."""
 
@@ -89,7 +107,7 @@ def settle_in(place: Place, control_fd: int) -> Control:
     if os.getpgrp() != os.getpid():
         # What environments start belongs to this worker's group, and is ended with it.
         os.setpgid(0, 0)
-    _end_with_parent()
+    end_with_parent()
     torch.set_num_threads(1)
     seed = worker_seed(place.root, place.worker)
     seed_generators(seed)
@@ -141,19 +159,3 @@ def _has_other_devices() -> bool:
     """Whether this torch was built for anything but the CPU; asking starts no device."""
     accelerator: Any = getattr(torch, "accelerator", None)  # which there is since torch 2.6
     return accelerator is None or accelerator.current_accelerator() is not None
-
-
-def _end_with_parent() -> None:
-    """End this process and its group when its parent ends, even while an environment is running."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    kill_when_closed(parent.sentinel, -os.getpgrp())
-
-    def watch() -> None:
-        while not wait([parent.sentinel], timeout=_PARENT_CHECK_S):
-            if os.getppid() != parent.pid:
-                break
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, name="rlpool-parent-watch", daemon=True).start()

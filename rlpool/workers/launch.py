@@ -7,24 +7,22 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
-from rlpool.workers.child import Place
-from rlpool.workers.inherited import Inherited
-from rlpool.workers.side_channel import WorkerSide, run_connected
+from rlpool.workers.child import Place, WorkerMain, run_connected
+from rlpool.workers.logs import WorkerLogs
+from rlpool.workers.process_start import Inherited
+from rlpool.workers.stacks import WorkerStacks
 from rlpool.workers.wire import CallerPipe
-
-WorkerMain = Callable[[Place, Connection, Any], None]
-"""``(place, connection, control_fd)``: what a worker process runs."""
 
 
 def launch(
-    kind: type[SpawnProcess], run: WorkerMain, place: Place, side: WorkerSide, control_fd: int
+    kind: type[SpawnProcess], run: WorkerMain, place: Place, logs: WorkerLogs, control_fd: int
 ) -> tuple[CallerPipe, SpawnProcess]:
     """Start a worker process; within ``starting_processes``.
 
@@ -32,7 +30,7 @@ def launch(
         kind: How processes are started.
         run: The main function of the process.
         place: Which worker it is.
-        side: Its end of the channel for logs and stacks.
+        logs: Its end of the log file.
         control_fd: Descriptor of the shared numbers.
 
     Raises:
@@ -44,7 +42,7 @@ def launch(
         try:
             worker = kind(
                 target=run_connected,
-                args=(side, run, place, there, Inherited(control_fd)),
+                args=(logs, WorkerStacks(), run, place, there, Inherited(control_fd)),
                 name=f"rlpool-worker-{place.worker}",
                 daemon=False,  # environments may start processes of their own
             )

@@ -41,14 +41,13 @@ from rlpool.machine.limits import process_activity
 from rlpool.machine.main_guard import missing_guard_error
 from rlpool.machine.worker_limits import refuse_small_limit
 from rlpool.memory.storage import Array, Memory
-from rlpool.workers.child import CONTROL_COLUMNS, Place
+from rlpool.workers.child import CONTROL_COLUMNS, Place, WorkerMain
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
 from rlpool.workers.hang_watch import HangWatch
-from rlpool.workers.launch import WorkerMain, launch, starting_processes
-from rlpool.workers.logs import LogReader
-from rlpool.workers.side_channel import SideChannel
-from rlpool.workers.stacks import Stacks
-from rlpool.workers.warm_start import bury, process_class
+from rlpool.workers.launch import launch, starting_processes
+from rlpool.workers.logs import Logs
+from rlpool.workers.process_start import bury, process_class
+from rlpool.workers.stacks import Stacks, ask
 from rlpool.workers.wire import CallerPipe, Close, Failed, Message, Ready, Retiring
 
 _LOG = logging.getLogger("rlpool")
@@ -202,11 +201,11 @@ class Workers:
         self._control = Memory.shared(n_bytes, "rlpool-control")
         self.control_fd = self._control.fd
         self._numbers: Array = self._control.root().view(np.int64).reshape(n_workers, -1)
-        self._side = SideChannel(n_workers)
-        self.deliver_logs = self._side.logs.deliver
+        self._logs = Logs(n_workers)
+        self.deliver_logs = self._logs.deliver
         # Runs once: on close(), when this object is collected, or before multiprocessing waits for
         # its children at exit; never in a process that was forked from this one.
-        self._end = Finalize(self, _end_all, (self._lives, self._side.logs), exitpriority=10)
+        self._end = Finalize(self, _end_all, (self._lives, self._logs), exitpriority=10)
 
     # Talking to workers -----------------------------------------------------------------------
 
@@ -436,7 +435,7 @@ class Workers:
 
     def _bury(self, life: Life, process: SpawnProcess) -> None:
         """Clear away what is left of a worker that ended, and judge its end."""
-        self._side.logs.expect_last_words()
+        self._logs.expect_last_words()
         pipe, life.pipe = life.pipe, None
         self._poller = None  # it watches descriptors that are closed now
         if pipe is not None:
@@ -530,9 +529,9 @@ class Workers:
         self._numbers[life.worker] = 0
         place = Place(life.worker, self.n_workers, self._root, self._policy)
         with starting_processes():
-            side = self._side.of_worker(life.worker)
+            logs = self._logs.of_worker(life.worker)
             life.pipe, life.process = launch(
-                kind, self._runs[life.worker], place, side, self.control_fd
+                kind, self._runs[life.worker], place, logs, self.control_fd
             )
             life.state, life.deadline_s = State.STARTING, _NEVER
             self._poller = None  # it does not watch the new descriptors
@@ -589,11 +588,11 @@ class Workers:
 
     def stacks(self) -> list[Stacks]:
         """What each worker is doing; a signal handler may ask, too."""
-        return self._side.stacks(range(self.n_workers), self.processes)
+        return ask(range(self.n_workers), self.processes)
 
     def stacks_of(self, worker: int) -> str:
         """What one worker is doing; empty if it cannot answer."""
-        answers = self._side.stacks([worker], self.processes[worker : worker + 1])
+        answers = ask([worker], self.processes[worker : worker + 1])
         return "".join(answer.text for answer in answers)
 
     # The end ------------------------------------------------------------------------------------
@@ -622,7 +621,7 @@ def _signal_name(exitcode: int | None) -> str | None:
         return f"signal {-exitcode}"
 
 
-def _end_all(lives: list[Life], logs: LogReader) -> None:
+def _end_all(lives: list[Life], logs: Logs) -> None:
     """Close all workers; also run when a forgotten owner is collected or Python exits."""
     living = [(life.pipe, life.process) for life in lives if life.pipe and life.process]
     try:

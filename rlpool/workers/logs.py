@@ -1,10 +1,10 @@
-"""Logging in worker processes ends in the caller's ``logging``.
+"""What workers log reaches the caller's ``logging``.
 
-In a worker every record that its logger lets through is written to the outbox, whatever handlers
-there are and whoever configured them; handlers that print to the worker's own stdout or stderr are
-left out, as the caller has handlers of its own. In the caller the records go to the loggers of
-the same names, whose levels, filters and handlers decide. Nothing runs in the background there:
-records are handed over whenever the caller is inside of rlpool.
+In a worker every record that its logger lets through is written to a file that all workers share,
+whatever handlers there are; handlers that print to the worker's own stdout or stderr are skipped,
+as the caller has handlers of its own. In the caller the records go to the loggers of the same
+names, whose levels, filters, and handlers decide. Nothing runs in the background there: records are
+handed over whenever the caller is inside rlpool.
 """
 
 from __future__ import annotations
@@ -19,8 +19,15 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.workers.log_file import MAX_TEXT_BYTES, LogFile
 from rlpool.workers.log_records import decode, encode, notice
-from rlpool.workers.outbox import MAX_TEXT_BYTES, Outbox
+
+_PATIENCE_S = 1.0
+"""How long to wait for a thread that hands records over to a slow handler."""
+
+_unused_levels = count(-20260101, -1)
+"""Levels that nobody logs at. ``logging`` remembers that it was asked about one until any level is
+changed: it forgets all answers then."""
 
 
 class Levels(NamedTuple):
@@ -48,11 +55,10 @@ class Levels(NamedTuple):
         return cls(logging.root.level, manager.disable, named)
 
     def encoded(self) -> bytes:
-        """As bytes, for workers. What does not fit is sent, and left to the caller to sort out."""
+        """For workers. With too many levels they send what the least one lets through."""
         text = json.dumps(self).encode()
         if len(text) > MAX_TEXT_BYTES:
-            least = min(self.root, *self.named.values())
-            text = json.dumps(Levels(least, self.disabled, {})).encode()
+            text = json.dumps((min(self.root, *self.named.values()), self.disabled, {})).encode()
         return text
 
     def apply(self, before: Levels | None) -> None:
@@ -60,106 +66,92 @@ class Levels(NamedTuple):
         # Only what differs: each change makes logging forget what it knows of all loggers.
         if logging.root.manager.disable != self.disabled:
             logging.disable(self.disabled)
-        gone = before.named.keys() - self.named.keys() if before else ()
-        wanted = {"root": self.root, **dict.fromkeys(gone, logging.NOTSET), **self.named}
-        for name, level in wanted.items():
+        gone = dict.fromkeys(before.named, logging.NOTSET) if before else {}
+        for name, level in {"root": self.root, **gone, **self.named}.items():
             if (logger := logging.getLogger(name)).level != level:
                 logger.setLevel(level)
 
 
-class _Published:
-    """In a worker: levels follow the caller's.
+class WorkerLogs:
+    """A worker's end: pickled to the worker, it is connected there.
 
     Args:
-        outbox: Where the caller publishes them.
+        file: Where to write.
+        worker: Number of the worker.
     """
 
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox = outbox
+    def __init__(self, file: LogFile, worker: int) -> None:
+        self._file = file
+        self._worker = worker
         self._edition = -1
         self._levels: Levels | None = None
 
-    def follow(self) -> None:
-        """Take over what the caller has changed."""
-        edition = self._outbox.edition
-        if edition == self._edition or edition % 2:
-            return
-        text = self._outbox.text()
-        if self._outbox.edition == edition:
-            self._edition = edition
+    def connect(self) -> None:
+        """Let this process log into the file.
+
+        Handlers that exist already come from the caller's main module, which a worker imports
+        first. They are removed: the caller's handle the same records.
+        """
+        for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
+            if isinstance(logger, logging.Logger):
+                logger.handlers.clear()
+        self._follow_levels()
+        is_enabled_for_ = logging.Logger.isEnabledFor
+
+        def is_enabled_for(logger: logging.Logger, level: int) -> bool:
+            self._follow_levels()
+            return is_enabled_for_(logger, level)
+
+        def call_handlers(logger: logging.Logger, record: logging.LogRecord) -> None:
+            self._send(record)
+            _call_own_handlers(logger, record)
+
+        # Not a handler of the root logger: loggers that do not propagate would not reach it, and a
+        # user's configuration may remove it.
+        logging.Logger.callHandlers = call_handlers  # type: ignore[method-assign, assignment]
+        logging.Logger.isEnabledFor = is_enabled_for  # type: ignore[method-assign, assignment]
+        logging.captureWarnings(True)
+
+    def _follow_levels(self) -> None:
+        if self._file.edition != self._edition and (published := self._file.published()):
+            self._edition, text = published
             before, self._levels = self._levels, Levels(*json.loads(text))
             self._levels.apply(before)
 
-
-def send_logs(outbox: Outbox, worker: int) -> None:
-    """Let this worker process log into the outbox.
-
-    Handlers that exist already came with the caller's main module, which a worker imports before
-    anything else. They are taken away: what they handle the caller's handle, too.
-    """
-    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    for logger in loggers:
-        if isinstance(logger, logging.Logger):
-            logger.handlers.clear()
-    published = _Published(outbox)
-    published.follow()
-    is_enabled_for_ = logging.Logger.isEnabledFor
-
-    def is_enabled_for(self: logging.Logger, level: int) -> bool:
-        published.follow()
-        return is_enabled_for_(self, level)
-
-    def call_handlers(self: logging.Logger, record: logging.LogRecord) -> None:
+    def _send(self, record: logging.LogRecord) -> None:
         try:
-            line = encode(record, worker)
-        except Exception:  # nobody can be told but by its number
-            outbox.drop(worker)
+            line = encode(record, self._worker)
+        except Exception:  # of the user's objects; the number of such records is all there is
+            self._file.drop(self._worker)
         else:
-            outbox.append(worker, line)
-        _call_own_handlers(self, record)
-
-    # Not a handler of the root logger, which loggers that do not propagate would not reach and a
-    # user's configuration may remove.
-    logging.Logger.callHandlers = call_handlers  # type: ignore[method-assign]
-    logging.Logger.isEnabledFor = is_enabled_for  # type: ignore[method-assign]
-    logging.captureWarnings(True)
+            self._file.append(self._worker, line)
 
 
 def _call_own_handlers(logger: logging.Logger | None, record: logging.LogRecord) -> None:
-    """Call handlers that the user added in the worker, but for those that print."""
+    """Call handlers that the user added in the worker, except for those that print."""
+    printed = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     while logger is not None:
         for handler in logger.handlers:
-            if record.levelno >= handler.level and not _prints(handler):
+            stream: Any = getattr(handler, "stream", None)
+            prints = stream is not None and any(stream is other for other in printed)
+            if record.levelno >= handler.level and not prints:
                 handler.handle(record)
         logger = logger.parent if logger.propagate else None
 
 
-def _prints(handler: logging.Handler) -> bool:
-    stream: Any = getattr(handler, "stream", None)
-    streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    return stream is not None and any(stream is other for other in streams)
+class Logs:
+    """The caller's end: hands the workers' records to the caller's loggers.
 
-
-_PATIENCE_S = 1.0
-"""How long to wait for a thread that hands records over to a slow handler."""
-
-_unused_levels = count(-20260101, -1)
-"""Levels that nobody logs at. Whether logging remembers that it was asked about such a level tells
-whether any level has been changed since: it forgets all answers then."""
-
-
-class LogReader:
-    """Hands the workers' records to the caller's loggers.
+    It costs one descriptor, whatever the number of workers.
 
     Args:
-        outbox: What the workers write to.
+        n_workers: Number of workers.
     """
 
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox = outbox
+    def __init__(self, n_workers: int) -> None:
+        self._file = LogFile(n_workers)
         self._records: deque[logging.LogRecord] = deque()  # read and not handed over yet
-        self._n_told = [0] * outbox.n_workers
-        self._n_torn = 0
+        self._n_told = [0] * n_workers
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
         self._deliverer = 0  # the thread that has the lock
@@ -167,6 +159,74 @@ class LogReader:
         self._levels: Levels | None = None
         self._unused_level = next(_unused_levels)
         self._publish_levels()
+
+    def of_worker(self, worker: int) -> WorkerLogs:
+        """What a worker is given when it starts."""
+        return WorkerLogs(self._file, worker)
+
+    def expect_last_words(self) -> None:
+        """A worker died: look for records that it had no time to point out."""
+        self._file.expect_news()
+
+    def deliver(self) -> None:
+        """Hand over what was written since the last time, and let workers know today's levels.
+
+        Raises:
+            Exception: What a filter or handler of the caller raises, as if the caller had logged.
+                That record is gone, the next call hands over those after it.
+        """
+        if not self._is_mine():
+            return
+        self._publish_levels()
+        has_news = self._records or self._file.has_news()
+        # A handler may call rlpool again, from this thread or another.
+        if not has_news or not self._lock.acquire(blocking=False):
+            return
+        self._deliverer = threading.get_ident()
+        try:
+            # What is written from here on is left to the next call: workers may write faster.
+            stop = self._file.size()
+            self._hand_over()
+            while not self._file.closed and self._file.has_news():
+                with InterruptsHeld():
+                    self._fetch()
+                self._hand_over()
+                if self._file.has_read(stop):
+                    break
+        finally:
+            self._deliverer = 0
+            self._lock.release()
+
+    def finish(self) -> None:
+        """Hand over all that is left, now that all workers have ended, and close the file.
+
+        Raises:
+            Exception: The first that a filter or handler of the caller raised.
+        """
+        if not self._is_mine() or self._is_finishing:
+            return
+        self._is_finishing = True
+        first_error = None
+        # Another thread may be handing records over. If this one is, a handler has called close().
+        is_mine = self._deliverer == threading.get_ident()
+        is_locked = not is_mine and self._lock.acquire(timeout=_PATIENCE_S)
+        try:
+            self.expect_last_words()
+            while self._file.has_news() or self._records:
+                self._fetch(is_last=True)
+                try:
+                    self._hand_over()
+                except Exception as error:
+                    first_error = first_error or error
+        finally:
+            self._file.close()
+            if is_locked:
+                self._lock.release()
+        if first_error is not None:
+            raise first_error
+
+    def _is_mine(self) -> bool:
+        return not self._file.closed and os.getpid() == self._owner_pid
 
     def _publish_levels(self) -> None:
         """Let the workers know this process's levels, if they have changed."""
@@ -177,100 +237,27 @@ class LogReader:
             levels = Levels.now()
             if levels != self._levels:
                 self._levels = levels
-                self._outbox.publish(levels.encoded())
+                self._file.publish(levels.encoded())
 
-    def expect_last_words(self) -> None:
-        """A worker died: look for records that it had no time to point out."""
-        self._outbox.expect_news()
-
-    def deliver(self) -> None:
-        """Hand over what was written since the last time, and let workers know today's levels.
-
-        Raises:
-            Exception: What a filter or handler of the caller raises, as if the caller had logged.
-                The record is gone, those after it will be handed over by the next call.
-        """
-        if os.getpid() != self._owner_pid or self._outbox.closed:
+    def _fetch(self, *, is_last: bool = False) -> None:
+        """Read some records, and once all are read report those that were lost."""
+        if not self._file.has_news():
             return
-        self._publish_levels()
-        if not self._outbox.has_news() and not self._records:
+        records = [decode(line) for line in self._file.read()]
+        self._records += [record for record in records if record is not None]
+        n_torn = records.count(None)
+        is_all = not self._file.has_news()
+        if is_all and is_last:
+            n_torn += self._file.drop_rest()
+        if n_torn:
+            self._records.append(notice(f"{_n(n_torn)} cut off by the end of a worker", None))
+        if not is_all:
             return
-        # Someone else's handler may call rlpool again, from this thread or another.
-        if not self._lock.acquire(blocking=False):
-            return
-        self._deliverer = threading.get_ident()
-        try:
-            # What is written from here on is left to the next call: workers may write faster.
-            stop = self._outbox.size()
-            self._hand_over()
-            while not self._outbox.closed and self._outbox.has_news():
-                with InterruptsHeld():
-                    self._fetch()
-                self._hand_over()
-                if self._outbox.has_read(stop):
-                    break
-        finally:
-            self._deliverer = 0
-            self._lock.release()
-
-    def finish(self) -> None:
-        """Hand over all that is left, now that all workers have ended, and close the outbox.
-
-        Raises:
-            Exception: The first that a filter or handler of the caller raised.
-        """
-        if os.getpid() != self._owner_pid or self._outbox.closed or self._is_finishing:
-            return
-        self._is_finishing = True
-        first_error = None
-        # Another thread may be handing records over. If this one is, a handler has called close().
-        is_mine = self._deliverer == threading.get_ident()
-        is_locked = not is_mine and self._lock.acquire(timeout=_PATIENCE_S)
-        try:
-            self.expect_last_words()
-            while self._outbox.has_news() or self._records:
-                self._fetch()
-                if not self._outbox.has_news():
-                    self._n_torn += bool(self._outbox.take_rest())
-                    self._tell_losses()
-                try:
-                    self._hand_over()
-                except Exception as error:
-                    first_error = first_error or error
-        finally:
-            self._outbox.close()
-            if is_locked:
-                self._lock.release()
-        if first_error is not None:
-            raise first_error
-
-    def _fetch(self) -> None:
-        if not self._outbox.has_news():
-            return
-        for line in self._outbox.read():
-            record = decode(line)
-            if record is None:
-                self._n_torn += 1
-            else:
-                self._records.append(record)
-        if not self._outbox.has_news():
-            self._tell_losses()
-
-    def _tell_losses(self) -> None:
-        """Report what was lost, once all that was not is read."""
-        for worker, n_dropped in enumerate(self._outbox.dropped()):
-            n_new = n_dropped - self._n_told[worker]
+        for worker, n_dropped in enumerate(self._file.dropped()):
+            n_new, self._n_told[worker] = n_dropped - self._n_told[worker], n_dropped
             if n_new:
-                self._n_told[worker] = n_dropped
-                message = (
-                    f"{_n_records(n_new)} dropped: worker {worker} logged more than is kept while "
-                    "nobody calls rlpool"
-                )
-                self._records.append(notice(logging.WARNING, message, worker))
-        if self._n_torn:
-            message = f"{_n_records(self._n_torn)} cut off by the end of a worker"
-            self._n_torn = 0
-            self._records.append(notice(logging.WARNING, message, None))
+                why = f"worker {worker} logged more than is kept while nobody calls rlpool"
+                self._records.append(notice(f"{_n(n_new)} dropped: {why}", worker))
 
     def _hand_over(self) -> None:
         while self._records:
@@ -280,5 +267,5 @@ class LogReader:
                 logger.handle(record)
 
 
-def _n_records(number: int) -> str:
+def _n(number: int) -> str:
     return f"{number} log record{'' if number == 1 else 's'}"

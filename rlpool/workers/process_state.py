@@ -1,19 +1,18 @@
-"""What a process that is spawned has from its parent, for one that was forked from another.
+"""What a spawned process gets from its parent, for a worker that was forked from the template.
 
-Everything that the kernel hands over from a process to what it starts, as it is at that moment, and
-that can be changed in a running process. What cannot be changed, or is read once when a program or
-a library starts, tells templates apart instead: see ``identity``.
+``ProcessState`` is what a running process can take over. What is fixed when a process starts, or is
+read only once by a library, is ``identity``: if it differs, another template is needed.
 
-These differences are left:
+A few differences from a spawned process remain:
 
-- Modules that the template has imported were imported before the main module, and so was what they
-  did, such as adding filters of warnings. The garbage collector does not show their objects.
-- Workers of one template have the same addresses and the same hashes of strings, unless
-  ``PYTHONHASHSEED`` is set, which makes the latter the same in spawned ones, too.
-- ``/proc/<pid>/environ`` shows the variables that the template was started with. The I/O priority,
-  the NUMA policy and the timer slack are those that the caller had then.
-- At its end a worker runs what is registered with ``atexit`` and flushes what was printed, but does
-  not take objects and libraries to pieces.
+- Modules that the template imported were imported before the main module, and so was what they did,
+  such as adding warning filters. The garbage collector does not list their objects.
+- Workers of one template share addresses and the hashes of strings, unless ``PYTHONHASHSEED`` is
+  set, which fixes the hashes in spawned workers as well.
+- ``/proc/<pid>/environ`` shows the variables that the template was started with. I/O priority, NUMA
+  policy, and timer slack are those that the caller had then.
+- At the end of a worker, ``atexit`` handlers run and streams are flushed, but objects and libraries
+  are not finalized.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, takewhile
@@ -33,51 +31,46 @@ from pathlib import Path
 from typing import Any
 
 _VOLATILE = frozenset({b"COLUMNS", b"LINES", b"OLDPWD", b"PYTEST_CURRENT_TEST", b"SHLVL", b"_"})
-"""Variables that change while a program runs and say nothing to the libraries of a worker."""
+"""Variables that change while a program runs and mean nothing to the libraries of a worker."""
+
+_TAKEN_OVER = (*_VOLATILE, b"OPENBLAS_NUM_THREADS")
+"""Variables in which a worker may differ from the template."""
 
 _ALWAYS_IGNORED = {signal.SIGPIPE, signal.SIGXFSZ}
-"""Which every Python process ignores, whatever it got."""
+"""Every Python process ignores these, whatever it inherits."""
 
 _LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 
-_CREDENTIALS = (
-    *("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"),
-    *("NoNewPrivs", "Seccomp", "Seccomp_filters", "Mems_allowed_list", "THP_enabled"),
-)
-"""Lines of a process's status that say what it may do."""
+_PRIVILEGES = ("Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Mems_allowed_list", "THP_")
+"""Beginnings of the lines of ``/proc/thread-self/status`` that say what a process may do."""
 
-_PR_GET_SECUREBITS = 27
-
-_PASSED_ON = (
+_KERNEL_FILES = (
     *("thread-self/cgroup", "thread-self/personality"),
     *("self/coredump_filter", "self/oom_score_adj"),
 )
-"""Files in /proc that say what else a process passes on to what it starts."""
+"""Files in /proc with what else a process passes on."""
 
 
 def identity() -> tuple[Any, ...]:
-    """What a template has to have in common with a worker from its start.
+    """What a template must have in common with its workers from its start.
 
-    The interpreter and its flags, the environment variables, where modules are looked for, the
-    working directory, which standard streams there are, the session, whose process it is and what
-    it may do, where the kernel keeps it, how it is scheduled and on how many cores, for which
-    libraries start threads, the size of its threads' stacks and what it can never raise.
+    The interpreter and its flags, environment variables, search path, working directory, which
+    standard streams exist, session, privileges, cgroup and namespaces, scheduling, the number of
+    cores (libraries start as many threads), the size of thread stacks, and hard limits.
     """
-    try:
+    directory = ""
+    with suppress(OSError):  # it was removed, which starting a worker reports
         directory = os.getcwd()
-    except OSError:  # it was removed: starting a worker will say so
-        directory = ""
-    environment = {k: v for k, v in environment_variables().items() if k not in _VOLATILE}
+    variables = environment_variables()
     return (
         spawn.get_executable(),
         tuple(util._args_from_interpreter_flags()),  # type: ignore[attr-defined]
         tuple(search_path()),
         directory,
-        frozenset(environment.items()),
+        frozenset((name, variables[name]) for name in variables.keys() - _VOLATILE),
         tuple(is_inherited(fd) for fd in range(3)),
         os.getsid(0),
-        _whereabouts(),
-        ctypes.CDLL(None).prctl(_PR_GET_SECUREBITS, 0, 0, 0, 0),
+        _kernel_state(),
         (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority),
         len(os.sched_getaffinity(0)),
         resource.getrlimit(resource.RLIMIT_STACK),
@@ -86,20 +79,23 @@ def identity() -> tuple[Any, ...]:
 
 
 def hard_limits() -> tuple[int, ...]:
-    """Limits that a process can lower, and mostly not raise again."""
+    """Limits that a process can lower but mostly not raise again."""
     return tuple(resource.getrlimit(limit)[1] for limit in _LIMITS)
 
 
 def environment_variables() -> dict[bytes, bytes]:
-    """The variables of a program that this process would start now.
+    """The variables that a program started now would get.
 
-    They are the C library's: libraries and ``os.putenv`` change those without telling Python.
+    They are those of the C library: libraries and ``os.putenv`` change them behind Python's back.
     """
     entries = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
     if not entries:
         return {}
-    all_entries = map(entries.__getitem__, count())
-    return _variables(takewhile(lambda entry: entry is not None, all_entries))
+    variables: dict[bytes, bytes] = {}
+    for entry in takewhile(lambda entry: entry is not None, map(entries.__getitem__, count())):
+        name, _, value = entry.partition(b"=")
+        variables.setdefault(name, value)  # the first of two counts
+    return variables
 
 
 def is_inherited(fd: int) -> bool:
@@ -110,30 +106,25 @@ def is_inherited(fd: int) -> bool:
         return False
 
 
-def _whereabouts() -> tuple[Any, ...]:
-    """Whose process this is, and where the kernel keeps it."""
+def _kernel_state() -> tuple[Any, ...]:
+    """Privileges of this process, and where the kernel keeps it."""
     found: list[Any] = []
     with suppress(OSError):  # without /proc there is no template
-        status = _status()
-        found += [status.get(name) for name in _CREDENTIALS]
-    for name in _PASSED_ON:
+        found += [value for value in kernel_status().items() if value[0].startswith(_PRIVILEGES)]
+    for name in _KERNEL_FILES:
         with suppress(OSError), open(f"/proc/{name}", "rb", buffering=0) as file:
             found.append(file.read())
-    with suppress(OSError):  # who has changed users is not shown all of it
-        namespaces = "/proc/thread-self/ns/"
-        found += [os.readlink(namespaces + name) for name in sorted(os.listdir(namespaces))]
+    with suppress(OSError):  # a process that changed users is not shown all of it
+        namespaces = Path("/proc/thread-self/ns")
+        found += [os.readlink(path) for path in sorted(namespaces.iterdir())]
         found.append(os.readlink("/proc/thread-self/root"))
     return tuple(found)
 
 
-def has_umask() -> bool:
-    """Whether the kernel tells what ``ProcessState`` asks it for."""
-    try:
-        return "Umask" in _status()
-    except FileNotFoundError:
-        return False
-    except OSError:  # no descriptor is left, of which starting a worker will tell
-        return True
+def kernel_status() -> dict[str, str]:
+    """What the kernel reports about this thread."""
+    lines = Path("/proc/thread-self/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def search_path() -> list[str]:
@@ -147,7 +138,7 @@ class ProcessState:
     """What a process hands over to what it starts.
 
     Attributes:
-        environment: Environment variables.
+        environment: The environment variables that may differ from those of the template.
         umask: Permissions that new files do not get.
         ignored: Signals that are ignored, as a mask.
         blocked: Signals that are blocked.
@@ -157,7 +148,7 @@ class ProcessState:
         limits: Soft and hard limit of each resource.
     """
 
-    environment: dict[bytes, bytes]
+    environment: dict[bytes, bytes | None]
     umask: int
     ignored: int
     blocked: frozenset[int]
@@ -169,9 +160,9 @@ class ProcessState:
     @classmethod
     def now(cls) -> ProcessState:
         """That of the calling thread."""
-        status = _status()
+        status, variables = kernel_status(), environment_variables()
         return cls(
-            environment_variables(),
+            {name: variables.get(name) for name in _TAKEN_OVER},
             int(status["Umask"], 8),
             int(status["SigIgn"], 16),
             frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
@@ -182,16 +173,19 @@ class ProcessState:
         )
 
     def take_over(self) -> None:
-        """Have all of it in this process."""
-        _set_environment(self.environment)
+        """Apply all of it to this process."""
+        for name, value in self.environment.items():
+            if value is not None:
+                os.environb[name] = value
+            else:
+                os.environb.pop(name, None)
         os.umask(self.umask)
         self._take_over_signals()
         if os.getpgrp() != self.group:
             with suppress(PermissionError):  # it is gone, and the caller with it
                 os.setpgid(0, self.group)
-        if os.getpriority(os.PRIO_PROCESS, 0) != self.nice:
-            with suppress(PermissionError):  # its owner has given up that right meanwhile
-                os.setpriority(os.PRIO_PROCESS, 0, self.nice)
+        with suppress(PermissionError):  # the user has given up that right since
+            os.setpriority(os.PRIO_PROCESS, 0, self.nice)
         os.sched_setaffinity(0, self.cores)
         for limit, values in self.limits.items():
             if resource.getrlimit(limit) != values:
@@ -201,45 +195,10 @@ class ProcessState:
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             is_ignored = self.ignored >> (number - 1) & 1 or number in _ALWAYS_IGNORED
             handler = signal.getsignal(number)
-            # Any other comes from the interpreter's flags, or from a module, as in any process.
+            # Other handlers come from interpreter flags or modules, as in any process.
             if is_ignored and handler == signal.SIG_DFL:
                 signal.signal(number, signal.SIG_IGN)
             elif handler == signal.SIG_IGN and not is_ignored:
-                is_interrupt = number == signal.SIGINT
-                signal.signal(
-                    number, signal.default_int_handler if is_interrupt else signal.SIG_DFL
-                )
+                is_ctrl_c = number == signal.SIGINT
+                signal.signal(number, signal.default_int_handler if is_ctrl_c else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
-
-
-def _set_environment(wanted: dict[bytes, bytes]) -> None:
-    """Make good what is not as it was when the template was started.
-
-    What the interpreter itself set, for a better locale, it would set in any process.
-    """
-    started_with = _variables(Path("/proc/self/environ").read_bytes().split(b"\0"))
-    for name in started_with.keys() | wanted.keys() | {b"OPENBLAS_NUM_THREADS"}:
-        value = wanted.get(name)
-        if value == started_with.get(name) and name != b"OPENBLAS_NUM_THREADS":
-            continue
-        if value is not None:
-            os.environb[name] = value
-        elif name in os.environb:
-            del os.environb[name]
-
-
-def _variables(entries: Iterable[bytes]) -> dict[bytes, bytes]:
-    """Of a variable that is there twice the first counts."""
-    variables: dict[bytes, bytes] = {}
-    for entry in entries:
-        name, _, value = entry.partition(b"=")
-        if name:
-            variables.setdefault(name, value)
-    return variables
-
-
-def _status() -> dict[str, str]:
-    """The kernel's words on this thread."""
-    with open("/proc/thread-self/status") as file:
-        lines = file.read().splitlines()
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -8,30 +8,28 @@ from contextlib import suppress
 from pathlib import Path
 
 _MAX_COMM_BYTES = 15
-_ARG_START = 45  # of the fields behind the name in /proc/self/stat
+_ARG_START = 45  # in /proc/self/stat, counted from the field after the name
 
 
 def set_title(title: str) -> None:
-    """Let this process be called something else, where that is possible.
+    """Rename this process, where that is possible.
 
     Args:
-        title: ASCII. Of the short name, which the kernel cuts off, the last part is kept: it is
-            what tells workers apart.
+        title: ASCII. The kernel keeps 15 bytes as the short name: the end of the title stays whole,
+            as it tells workers apart.
     """
-    if not sys.platform.startswith("linux"):
+    if sys.platform != "linux":
         return
     words = title.encode()
     head, _, tail = words.rpartition(b"-")
-    short = words
-    if len(words) > _MAX_COMM_BYTES:
-        short = head[: _MAX_COMM_BYTES - 1 - len(tail)] + b"-" + tail
+    short = head[: _MAX_COMM_BYTES - 1 - len(tail)] + b"-" + tail
     with suppress(OSError, ValueError, IndexError):  # nothing depends on it
         Path("/proc/self/comm").write_bytes(short)
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        start, end = int(fields[_ARG_START]), int(fields[_ARG_START + 1])
+        start, end = map(int, fields[_ARG_START : _ARG_START + 2])
         if 0 < start < end:
-            # The command line lies in this process's own memory, from where the kernel shows it.
-            # It shows the part before the first zero if the last byte is none.
+            # The command line is read from this process's memory. It is shown up to its first zero
+            # if its last byte is not zero.
             ctypes.memset(start, 0, end - start)
             ctypes.memmove(start, words, min(len(words), end - start - 2))
             ctypes.memset(end - 1, 1, 1)

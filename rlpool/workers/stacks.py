@@ -1,9 +1,8 @@
-"""What worker processes are doing: the Python stacks of their threads, on a signal.
+"""The Python stacks of worker processes, on request.
 
-The stacks are written by ``faulthandler`` within the signal handler itself, in C, so that a worker
-tells where it is whatever it is doing: asleep, in an endless loop, or in C code that holds Python's
-lock. It writes to an anonymous file of its own; whoever asks opens that by way of ``/proc``, which
-costs the caller no descriptor.
+``faulthandler`` writes them within a signal handler in C, so that a worker answers whatever it is
+doing: asleep, in an endless loop, or in C code that holds Python's lock. It writes to an anonymous
+file of its own, which the caller opens through ``/proc``.
 """
 
 from __future__ import annotations
@@ -14,34 +13,36 @@ import os
 import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from rlpool.errors import Where
 from rlpool.memory.storage import anonymous_file
-from rlpool.workers.outbox import Outbox
+from rlpool.workers.process_start import Inherited
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-"""On which a worker writes its stacks. One of the numbers that nobody has a use for: neither the C
-library, which takes the first ones, nor Python, nor CUDA."""
+"""On which a worker writes its stacks. Nobody else uses this number: neither the C library, which
+takes the first real-time signals, nor Python, nor CUDA."""
 
 PATIENCE_S = 2.0
 """How long all workers together may take to answer."""
 
 _POLL_S = 0.002
 
-_OWN_THREAD = re.compile(r'workers/child\.py", line \d+ in watch$', re.MULTILINE)
-"""A line in the stack of the thread by which a worker watches its parent."""
+_FILE = "rlpool-stacks"
+"""By this name the file is found among the descriptors of a worker."""
 
+_OWN_THREAD = re.compile(r'workers/parent_death\.py", line \d+ in watch$', re.MULTILINE)
+"""A line in the stack of the thread by which a worker watches its parent."""
 
 printing_signals: dict[int, int] = {}
 """Signals on which this process prints stacks, and the descriptors to which it does."""
 
 
-@dataclass(frozen=True)
-class Stacks:
+class Stacks(NamedTuple):
     """What a worker answered.
 
     Attributes:
@@ -57,27 +58,24 @@ class Stacks:
     state: str = ""
 
 
-def register_stacks() -> int:
-    """Let this process write its stacks when it is asked to; returns the descriptor."""
-    fd = anonymous_file("rlpool-stacks")
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
-    faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
-    return fd
+class WorkerStacks:
+    """What a worker is given when it starts: the signals on which it prints its stacks."""
 
+    def __init__(self) -> None:
+        self._signals: dict[int, Any] = {n: Inherited(fd) for n, fd in printing_signals.items()}
 
-def register_signals(signals: dict[int, int]) -> None:
-    """Let this worker print its stacks on the signals on which its caller does.
-
-    Args:
-        signals: Signal to descriptor.
-    """
-    for number, fd in signals.items():
-        faulthandler.register(number, file=fd, all_threads=True, chain=False)
+    def connect(self) -> None:
+        """Let this process answer from now on."""
+        fd = anonymous_file(_FILE)
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
+        fd_of = {number: passed.detach() for number, passed in self._signals.items()}
+        for number, file in {**fd_of, STACKS_SIGNAL: fd}.items():
+            faulthandler.register(number, file=file, all_threads=True, chain=False)
 
 
 def own_stacks() -> str:
     """The stacks of this process's threads."""
-    fd = anonymous_file("rlpool-stacks")
+    fd = anonymous_file(_FILE)
     try:
         faulthandler.dump_traceback(fd, all_threads=True)
         return _text_in(fd)
@@ -85,92 +83,106 @@ def own_stacks() -> str:
         os.close(fd)
 
 
-def ask(workers: Sequence[int], processes: Sequence[SpawnProcess], outbox: Outbox) -> list[Stacks]:
+def described(answers: Iterable[Stacks], where: Callable[[int], Where]) -> str:
+    """What workers answered, as text: a line that says where each one is, and its stacks.
+
+    Args:
+        answers: The answers.
+        where: What a worker is running.
+    """
+    parts = []
+    for worker, pid, text, state in answers:
+        place = ""
+        with suppress(Exception):  # a signal handler asks, in the middle of whatever changes it
+            place = str(where(worker)._replace(worker=None))
+        process = "" if pid is None else f" (pid {pid})"
+        head = " ".join(filter(None, [f"worker {worker}{process}", state]))
+        parts.append(f"{head}: {place or 'no episode'}\n{text}")
+    return "\n".join(parts)
+
+
+def ask(workers: Sequence[int], processes: Sequence[SpawnProcess]) -> list[Stacks]:
     """Ask worker processes for their stacks, all at once, and wait for their answers.
 
     It changes nothing that anybody else relies on, so that a signal handler may call it.
 
     Args:
         workers: Numbers of the workers.
-        processes: The process of each of them.
-        outbox: Where the workers said how they answer.
+        processes: The process of each of them; some may not have been started.
 
     Returns:
         One answer per worker.
     """
     deadline = time.monotonic() + PATIENCE_S
-    each = zip(workers, processes, strict=False)  # some may not have been started
-    questions = [_Question(worker, process, outbox) for worker, process in each]
+    questions = [_Question(process) for process in processes]
     try:
-        return [question.answer(deadline) for question in questions]
+        answers = [question.answer(deadline) for question in questions]
     finally:
         for question in questions:
             question.close()
+    return [
+        Stacks(worker, question.pid, *answer)
+        for worker, question, answer in zip(workers, questions, answers, strict=False)
+    ]
 
 
 class _Question:
-    """A worker that was asked, or cannot be."""
+    """A process that was asked, or cannot be."""
 
-    def __init__(self, worker: int, process: SpawnProcess, outbox: Outbox) -> None:
-        self._worker = worker
-        self._fd: int | None = None
+    def __init__(self, process: SpawnProcess) -> None:
+        self.pid: int | None = None
+        with suppress(ValueError):  # it ended and was closed
+            self.pid = process.pid
+        self._fd = -1
+        self._refusal = ""
         try:
-            self._pid = process.pid
-        except ValueError:  # it ended and was closed
-            self._pid = None
-        self._refusal = self._reason_not_to_ask(outbox) or self._ask()
+            self._ask()
+        except OSError as error:
+            self._refusal = f"cannot be asked: {error}"
 
-    def _reason_not_to_ask(self, outbox: Outbox) -> str:
-        state = _state_of(self._pid)
-        if state == "gone":
-            return "is gone"
-        if state in "Tt":
-            return "is stopped, as by SIGSTOP or a debugger, and cannot answer"
-        fd = outbox.stacks_fd(self._worker, self._pid)
-        if fd is None:
-            return "is starting: it imports what it needs"  # the signal would end it
-        try:
-            self._fd = os.open(f"/proc/{self._pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    def _ask(self) -> None:
+        state = _state_of(self.pid)
+        if state == "gone" or self.pid is None:
+            self._refusal = "is gone"
+        elif state in "Tt":
+            self._refusal = "is stopped, as by SIGSTOP or a debugger, and cannot answer"
+        elif not _is_in_mask(f"/proc/{self.pid}/status", "SigCgt"):  # the signal would end it
+            self._refusal = "is starting: it imports what it needs"
+        else:
+            self._fd = os.open(_stacks_file(self.pid), os.O_RDWR | os.O_CLOEXEC)
             os.ftruncate(self._fd, 0)
-        except OSError as error:
-            return f"cannot be asked: {error}"
-        return ""
+            # Threads that block all signals, as those of some libraries do, are not answering.
+            self._blocking = _threads_that_block(self.pid)
+            os.kill(self.pid, STACKS_SIGNAL)
 
-    def _ask(self) -> str:
-        if self._pid is None:
-            return "is gone"
-        # Threads that block all signals, as those of some libraries do, are not answering.
-        self._blocking = _threads_that_block(self._pid)
-        try:
-            os.kill(self._pid, STACKS_SIGNAL)
-        except OSError as error:
-            return f"cannot be asked: {error}"
-        return ""
-
-    def answer(self, deadline: float) -> Stacks:
-        """Wait for the answer, until the deadline at most."""
-        if self._fd is None or self._pid is None or self._refusal:
-            return Stacks(self._worker, self._pid, "", self._refusal)
-        while not self._has_answered(self._fd, self._pid):
-            if _state_of(self._pid) == "gone":
-                return Stacks(self._worker, self._pid, _text_in(self._fd), "is gone")
-            if time.monotonic() > deadline:
-                state = f"did not answer within {PATIENCE_S:g} s"
-                return Stacks(self._worker, self._pid, _text_in(self._fd), state)
-            time.sleep(_POLL_S)
-        return Stacks(self._worker, self._pid, _without_own_thread(_text_in(self._fd)))
-
-    def _has_answered(self, fd: int, pid: int) -> bool:
-        """Whether the stacks are there, and the handler that writes them has returned."""
-        if os.fstat(fd).st_size == 0:
-            return False
+    def answer(self, deadline: float) -> tuple[str, str]:
+        """Wait for the answer, until the deadline at most; returns stacks and state."""
+        if self._refusal or self.pid is None:
+            return "", self._refusal
         # While a handler runs, its thread has the signal blocked.
-        return not _threads_that_block(pid) - self._blocking
+        while not os.fstat(self._fd).st_size or _threads_that_block(self.pid) - self._blocking:
+            if _state_of(self.pid) == "gone":
+                return _text_in(self._fd), "is gone"
+            if time.monotonic() > deadline:
+                return _text_in(self._fd), f"did not answer within {PATIENCE_S:g} s"
+            time.sleep(_POLL_S)
+        threads = _text_in(self._fd).split("\n\n")
+        others = [thread for thread in threads if not _OWN_THREAD.search(thread)]
+        return "\n\n".join(others).rstrip("\n") + "\n", ""
 
     def close(self) -> None:
         """Close the descriptor."""
-        if self._fd is not None:
+        if self._fd >= 0:
             os.close(self._fd)
+
+
+def _stacks_file(pid: int) -> str:
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{fd}"
+        with suppress(OSError):  # it was closed meanwhile
+            if os.readlink(path).startswith(f"/memfd:{_FILE}"):
+                return path
+    raise OSError("it has closed the file for its stacks")
 
 
 def _state_of(pid: int | None) -> str:
@@ -188,22 +200,19 @@ def _state_of(pid: int | None) -> str:
 
 def _threads_that_block(pid: int) -> set[str]:
     """Threads of a process that have the signal blocked."""
-    blocking = set()
     with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError):  # it ended meanwhile
-                status = Path(f"/proc/{pid}/task/{thread}/status").read_text()
-                mask = int(status.partition("\nSigBlk:")[2].split(None, 1)[0], 16)
-                if mask >> (STACKS_SIGNAL - 1) & 1:
-                    blocking.add(thread)
-    return blocking
+        threads = os.listdir(f"/proc/{pid}/task")
+        return {t for t in threads if _is_in_mask(f"/proc/{pid}/task/{t}/status", "SigBlk")}
+    return set()
+
+
+def _is_in_mask(path: str, name: str) -> bool:
+    """Whether the signal is in a mask of a process or thread; no if that has ended."""
+    with suppress(OSError):
+        mask = Path(path).read_text().partition(f"\n{name}:")[2].split(None, 1)[0]
+        return bool(int(mask, 16) >> (STACKS_SIGNAL - 1) & 1)
+    return False
 
 
 def _text_in(fd: int) -> str:
     return os.pread(fd, os.fstat(fd).st_size, 0).decode("utf-8", "replace")
-
-
-def _without_own_thread(text: str) -> str:
-    """The stacks without that of the thread that every worker has."""
-    threads = [part for part in text.split("\n\n") if not _OWN_THREAD.search(part)]
-    return "\n\n".join(threads).rstrip("\n") + "\n"

@@ -1,12 +1,12 @@
 """The template: a process that has imported what every worker needs, and only forks workers.
 
-It runs nothing else. It makes no environment, computes nothing with torch, starts no thread, and
-knows nothing of the user's program, so that a fork of it is like a process that was just spawned,
-but for the imports, whose memory all of them share. ``warm_start`` is the caller's side.
+It creates no environment, computes nothing with torch, starts no thread, and knows nothing of the
+user's program. So a fork of it is like a freshly spawned process, except that all forks share the
+memory of the imports. ``process_start`` is the caller's side.
 
-Its caller sends descriptors for each worker and is answered with the worker's process number, or
-with minus an error number. In the fork ``serve`` returns, and what runs next is what runs in a
-process that multiprocessing spawned.
+For each worker the caller sends descriptors. The new worker answers with its process number, or the
+template with minus an error number. In the worker ``serve`` returns what runs next, which is what
+runs in a process that multiprocessing spawned.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import ctypes
 import errno
 import gc
 import importlib.util
-import io
-import mmap
 import multiprocessing
 import os
 import pickle
@@ -26,38 +24,38 @@ import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing import spawn
-from multiprocessing.connection import Connection
-from multiprocessing.spawn import spawn_main
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from rlpool.workers.process_state import ProcessState, hard_limits
+from rlpool.workers.clone_parent import ParentForks
+from rlpool.workers.process_state import ProcessState, hard_limits, kernel_status
 from rlpool.workers.process_title import set_title
-from rlpool.workers.sibling import SiblingForks
 
-BOOT = (
-    "import gc, json, os, sys; gc.disable(); "
-    'os.environ["OPENBLAS_NUM_THREADS"] = "1"; '
-    "caller, numbers, modules = json.loads(sys.argv[1]), sys.argv[2:6], sys.argv[6:]; "
-    'sys.path[:], sys.argv[:] = caller["path"], caller["argv"]; '
-    "from rlpool.workers.template import serve; "
-    'run = serve(*map(int, numbers), modules, caller["main"]); run()'
-)
-"""What its interpreter runs. The garbage collector is off from the start: a collection would leave
-holes in memory that workers fill, each with a copy of the page. OpenBLAS starts its threads when
-NumPy is imported."""
+_BOOT = """\
+import gc, json, os, sys
+gc.disable()
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+about = json.loads(sys.argv[1])
+sys.path[:], sys.argv[:] = about.pop("path"), about.pop("argv")
+from rlpool.workers.template import serve
+run = serve(**about)
+run()
+"""
+BOOT = f"exec({_BOOT!r}, {{}})"
+"""What its interpreter runs, without a name left in ``__main__``. The garbage collector is off from
+the start: a collection would leave holes in memory that workers fill, each with a copy of the page.
+OpenBLAS starts its threads when NumPy is imported."""
 
 _NEEDED = (
     "cloudpickle",
@@ -67,24 +65,21 @@ _NEEDED = (
     "rlpool",
     "runpy",
 )
-"""Modules that (nearly) every worker needs and that are not imported by this one."""
+"""Modules that (nearly) every worker needs and that this one does not import."""
 
-REQUEST = struct.Struct("!BBq")
-"""Which of the standard descriptors are sent, as a mask; how many descriptors in all; how many
-processes the caller's user may have."""
-
-MAX_FDS = 250
-"""What the kernel lets one message carry is 253."""
+MAX_MESSAGE_BYTES = 2**16
 
 SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 """Errors of a system that can fork, but not now."""
 
+_MAX_FDS = 250
+"""The kernel lets one message carry 253."""
+
 _PARENT_CHECK_MS = 1000
-"""How often the template looks whether its parent changed, in case its socket's other end lives on
-in some process that the parent forked."""
+"""How often the template checks its parent, in case a process that this forked keeps the socket."""
 
 _THREAD_END_S = 0.1
-"""How long the system may show a thread that has been joined: far more than it does."""
+"""The system may show a thread for some time after it was joined, but less than this."""
 
 _BLAS_VARIABLES = (
     *("OPENBLAS_NUM_THREADS", "OPENBLAS_DEFAULT_NUM_THREADS"),
@@ -100,10 +95,10 @@ _BLAS_NAMES = tuple(
 
 
 class PassedFd:
-    """A descriptor in the pickle of what a forked worker is given.
+    """A descriptor in the pickle that a forked worker gets.
 
     Args:
-        index: Which of those that were sent with the request.
+        index: Its place among those that came with the request.
     """
 
     def __init__(self, index: int) -> None:
@@ -119,138 +114,133 @@ _passed: list[int] = []
 
 
 def serve(
-    parent_pid: int, fd: int, note_fd: int, leash_fd: int, modules: Sequence[str], main_file: str
+    parent_pid: int, fd: int, life_fd: int, modules: Sequence[str], main_file: str
 ) -> Callable[[], None]:
-    """Fork workers until the caller is gone; returns in workers only, with what they go on with.
+    """Fork workers until the caller is gone; returns in workers only, with what they run next.
 
     Args:
         parent_pid: The caller.
-        fd: A socket whose other end the caller has. It is told, as pickled tuples, ``importing``
-            and ``missing`` for modules, ``refused`` if this template cannot serve, and ``ready``,
-            by a first fork, with ``sys.path`` if the imports of modules changed it and with the
-            fork's parent.
-        note_fd: Memory to which the number of each new process is written.
-        leash_fd: What ends this process with the caller, and is to be kept open.
+        fd: A socket to the caller, which is sent pickled tuples: ``("importing", module)``,
+            ``("refused", why)`` if this template cannot serve, and, from a first fork,
+            ``("ready", its parent, its process number)``.
+        life_fd: A pipe by which the kernel kills this process when the caller ends.
         modules: Names of modules of the user's choice, to be imported too.
-        main_file: The file of the caller's main module, which is none of them.
+        main_file: The file of the caller's main module, which is never imported.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_title("rlpool-template")
-    # However few the caller may open: a worker gets its limits in time.
+    # However few the caller may open: a worker gets the caller's limits later.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     caller = socket.socket(fileno=fd)
+    worker = None
     try:
-        forks = _proved_forks(caller, note_fd, modules, main_file)
+        forks = _prepare(caller, modules, main_file)
     except Exception as error:
         with suppress(OSError):  # the caller is gone
-            _tell(caller, "refused", "", str(error) or type(error).__name__)
-        os._exit(0)
-    worker = _Server(caller, forks, parent_pid).run()
+            _tell(caller, "refused", str(error) or type(error).__name__)
+    else:
+        worker = _serve_requests(caller, forks, parent_pid)
     if worker is None:
         os._exit(0)
-    os.close(leash_fd)
+    os.close(life_fd)
     return worker
-
-
-def _proved_forks(
-    caller: socket.socket, note_fd: int, modules: Sequence[str], main_file: str
-) -> SiblingForks:
-    """Import everything; what forks workers after that.
-
-    Raises:
-        OSError: If that would not be safe, or cannot be done.
-    """
-    forks = SiblingForks(mmap.mmap(note_fd, mmap.PAGESIZE))
-    os.close(note_fd)
-    for name in _NEEDED:
-        importlib.import_module(name)
-    if reason := _unsafe():
-        raise OSError(reason)
-    path_before = list(sys.path)
-    _import_all(caller, modules, main_file)
-    # What they clean up is everybody's; and torch takes its tables to pieces, which takes 50 ms.
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False
-    _drop_stdio(range(3))
-    importlib.invalidate_caches()  # once for all workers, who look for modules' files themselves
-    gc.freeze()
-    ready = "ready", None if sys.path == path_before else list(map(str, sys.path))
-    try:
-        if forks.fork() == 0:
-            _tell(caller, *ready, os.getppid())
-            os._exit(0)
-    except OSError as error:
-        if error.errno not in SHORTAGES:
-            raise OSError(f"the system does not fork for it: {error.strerror}") from error
-        _tell(caller, *ready, os.getppid())  # this is proved another time
-    return forks
-
-
-def _import_all(caller: socket.socket, modules: Sequence[str], main_file: str) -> None:
-    """Import modules of the user's.
-
-    Ends this process, so that another one does without, if a module fails or makes forking unsafe:
-    it may have done half of what it does.
-    """
-    _drop_stdio(range(1))  # spawned workers have no input either
-    directory = os.getcwd()
-    before = hard_limits(), os.getpriority(os.PRIO_PROCESS, 0)
-    # What starts processes when it is imported is refused, as in a worker.
-    this_process: Any = multiprocessing.current_process()
-    this_process._inheriting = True
-    for name in modules:
-        _tell(caller, "importing", name)
-        kind = why = ""
-        try:
-            spec = importlib.util.find_spec(name)
-            if spec and spec.origin and os.path.realpath(spec.origin) == main_file:
-                raise ImportError("it is the main module, which each worker imports for itself")
-            importlib.import_module(name)
-        except BaseException as error:
-            kind, why = "refused", " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-                kind = "missing"
-        if reason := _unsafe():
-            kind, why = "refused", reason
-        elif (hard_limits(), os.getpriority(os.PRIO_PROCESS, 0)) != before:
-            kind, why = "refused", "it changes hard limits or the nice value, for all workers"
-        if kind:
-            _tell(caller, kind, name, why)
-        if kind == "refused":
-            os._exit(0)
-        # It may have changed what this process depends on.
-        os.chdir(directory)
-        gc.disable()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    del this_process._inheriting
 
 
 def _tell(caller: socket.socket, *words: Any) -> None:
     caller.send(pickle.dumps(words))
 
 
-def _unsafe() -> str:
-    """Why this process should not be forked, ``""`` if nothing speaks against it."""
+def _prepare(caller: socket.socket, modules: Sequence[str], main_file: str) -> ParentForks:
+    """Import everything and prove that forking works; returns what forks workers.
+
+    Raises:
+        OSError: If forking would not be safe or does not work.
+    """
+    forks = ParentForks()
+    for name in _NEEDED:
+        importlib.import_module(name)
+    _refuse_if_unsafe()
+    path_before = list(sys.path)
+    _import_all(caller, modules, main_file)
+    # What they clean up belongs to all workers; and finalizing torch's tables takes 50 ms.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    _drop_stdio(range(3))
+    importlib.invalidate_caches()  # once for all workers
+    gc.freeze()
+    if sys.path != path_before:
+        _keep_search_path(list(map(str, sys.path)))
+    try:
+        if forks.fork() == 0:
+            _tell(caller, "ready", os.getppid(), os.getpid())
+            os._exit(0)
+    except OSError as error:
+        if error.errno not in SHORTAGES:
+            raise OSError(f"the system does not fork for it: {error.strerror}") from error
+        _tell(caller, "ready", os.getppid(), 0)  # workers will prove it
+    return forks
+
+
+def _import_all(caller: socket.socket, modules: Sequence[str], main_file: str) -> None:
+    """Import modules of the user's choice.
+
+    Raises:
+        OSError: If one fails or makes forking unsafe. It may have done half of its work, so that
+            another template must do without it.
+    """
+    _drop_stdio(range(1))  # spawned workers have no input either
+    directory = os.getcwd()
+    before = hard_limits(), os.getpriority(os.PRIO_PROCESS, 0)
+    # An import that starts processes is refused, as in a worker.
+    this_process: Any = multiprocessing.current_process()
+    this_process._inheriting = True
+    for name in modules:
+        _tell(caller, "importing", name)
+        try:
+            spec = importlib.util.find_spec(name)
+            if spec and spec.origin and os.path.realpath(spec.origin) == main_file:
+                raise ImportError("it is the main module, which each worker imports by itself")
+            importlib.import_module(name)
+        except BaseException as error:
+            raise OSError(" ".join(f"{type(error).__name__}: {error}".split())[:300]) from error
+        _refuse_if_unsafe()
+        if (hard_limits(), os.getpriority(os.PRIO_PROCESS, 0)) != before:
+            raise OSError("it changes hard limits or the nice value, for all workers")
+        # It may have changed what this process depends on.
+        os.chdir(directory)
+        gc.disable()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _tell(caller, "importing", "")
+    del this_process._inheriting
+
+
+def _keep_search_path(path: list[str]) -> None:
+    """Let workers have what imports made of ``sys.path``, not the caller's."""
+    prepare = spawn.prepare
+
+    def prepare_with_path(data: Any) -> None:
+        prepare({**data, "sys_path": path})
+
+    spawn.prepare = prepare_with_path
+
+
+def _refuse_if_unsafe() -> None:
+    """Raise ``OSError`` if this process should not be forked."""
     deadline_s = time.monotonic() + _THREAD_END_S
     while (n_threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < deadline_s:
         time.sleep(0.001)
     if n_threads != 1:
-        return f"it has {n_threads} threads"
+        raise OSError(f"it has {n_threads} threads")
+    if "Umask" not in kernel_status():
+        raise OSError("that needs Linux 4.7 with /proc")
     has_context: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if has_context or any(name.startswith("/dev/nvidia") for name in _open_files()):
-        return "it has a CUDA context"
-    try:
-        _set_blas_threads(1)  # by which it is known to be possible
-    except OSError as error:
-        return str(error)
-    return ""
-
-
-def _open_files() -> Iterator[str]:
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # that of the listing
-            yield os.readlink(f"/proc/self/fd/{fd}")
+            has_context |= os.readlink(f"/proc/self/fd/{fd}").startswith("/dev/nvidia")
+    if has_context:
+        raise OSError("it has a CUDA context")
+    _set_blas_threads(1)  # which shows that it is possible
 
 
 def _set_blas_threads(number: int) -> None:
@@ -293,91 +283,75 @@ def _drop_stdio(fds: Iterable[int]) -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # there may be none, or nobody at its other end
+        with suppress(Exception):  # there may be none, or no reader
             stream.flush()
 
 
-class _Server:
-    """Answers requests.
-
-    Args:
-        caller: Where they come from.
-        forks: What forks.
-        parent_pid: The caller, while it lives.
-    """
-
-    def __init__(self, caller: socket.socket, forks: SiblingForks, parent_pid: int) -> None:
-        self._caller = caller
-        self._forks = forks
-        self._parent_pid = parent_pid
-
-    def run(self) -> Callable[[], None] | None:
-        """Serve; returns in workers what to go on with, and ``None`` when the caller is gone."""
-        poller = select.poll()
-        poller.register(self._caller, select.POLLIN)
-        while os.getppid() == self._parent_pid:
-            if not poller.poll(_PARENT_CHECK_MS):
-                continue
-            words, fds, _, _ = socket.recv_fds(self._caller, REQUEST.size, MAX_FDS)
-            if not words:
-                return None
-            standard, n_fds, most_processes = REQUEST.unpack(words)
-            answer = -errno.EMFILE
-            if len(fds) == n_fds:
-                answer = self._fork(most_processes)
-            if answer == 0:
-                self._caller.close()
-                return _begin_worker(standard, fds)
-            for fd in fds:
-                os.close(fd)
-            self._caller.send(struct.pack("!i", answer))
-        return None
-
-    def _fork(self, most_processes: int) -> int:
-        """Fork; returns 0 in the worker, and its number here, or minus that of an error."""
+def _serve_requests(
+    caller: socket.socket, forks: ParentForks, parent_pid: int
+) -> Callable[[], None] | None:
+    """Fork on request; returns in workers what to run, here ``None`` when the caller is gone."""
+    poller = select.poll()
+    poller.register(caller, select.POLLIN)
+    while os.getppid() == parent_pid:
+        if not poller.poll(_PARENT_CHECK_MS):
+            continue
+        words, fds, _, _ = socket.recv_fds(caller, MAX_MESSAGE_BYTES, _MAX_FDS)
+        if not words:
+            return None
+        standard, n_fds, most_processes, state = pickle.loads(words)
         try:
+            if len(fds) < len(standard) + n_fds:
+                raise OSError(errno.EMFILE, "")
             hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
             resource.setrlimit(resource.RLIMIT_NPROC, (most_processes, hard))
-            return self._forks.fork()
+            is_worker = forks.fork() == 0
         except OSError as error:
-            return -(error.errno or errno.EAGAIN)
+            is_worker = False
+            _tell(caller, -(error.errno or errno.EAGAIN))
+        if is_worker:
+            set_title("rlpool-worker")
+            _tell(caller, os.getpid())
+            caller.close()
+            return _begin_worker(standard, fds, state)
+        for fd in fds:
+            os.close(fd)
+    return None
 
 
-def _begin_worker(standard: int, fds: list[int]) -> Callable[[], None]:
+def _begin_worker(
+    standard: Sequence[int], fds: list[int], state: ProcessState
+) -> Callable[[], None]:
     """Make this fork like a process that was just spawned; returns what that would run.
 
     Args:
-        standard: Mask of the standard descriptors that come first in ``fds``.
-        fds: Those, then the pipe with what the worker is given, then the resource tracker's, then
-            those that are named in what it is given.
+        standard: The standard streams there are, whose descriptors come first in ``fds``.
+        fds: Those, then the resource tracker's, those that are named in what the worker is given,
+            the pipe from which it reads that, and the pipe that is open while it lives.
+        state: What it takes over from the caller.
     """
-    set_title("rlpool-worker")
-    fds = _take_over_stdio(standard, fds)
-    pipe, tracker_fd = fds[:2]
-    _passed[:] = fds
-    try:
-        with Connection(os.dup(pipe), writable=False) as connection:
-            state: ProcessState = connection.recv()
-    except (EOFError, OSError):
-        os._exit(0)  # the caller is gone or has given up
+    _take_over_stdio(standard, fds)
+    tracker_fd, *_, pipe, _ = _passed[:] = fds[len(standard) :]
     state.take_over()
     gc.enable()
     np.random.seed()  # noqa: NPY002 (the one that everybody shares)
     torch.default_generator.seed()
     if (n_threads := _wanted_blas_threads()) > 1:
         _set_blas_threads(n_threads)
+    main_thread: Any = threading.main_thread()
+    main_thread._set_native_id()
+    sys.argv = ["-c", "--multiprocessing-fork"]
     return partial(_run_as_spawned, pipe, tracker_fd)
 
 
 def _run_as_spawned(pipe: int, tracker_fd: int) -> NoReturn:
     """Run what a process that multiprocessing spawned runs, and end as it does.
 
-    But for taking the interpreter to pieces, which would first copy most of what is shared.
+    But without finalizing the interpreter, which would copy most of the memory that is shared.
     """
-    _describe_as_spawned(spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=pipe))
     code = 1
     try:
-        spawn_main(pipe_handle=pipe, tracker_fd=tracker_fd)
+        spawn.spawn_main(pipe_handle=pipe, tracker_fd=tracker_fd)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             code = end.code or 0
@@ -393,32 +367,14 @@ def _run_as_spawned(pipe: int, tracker_fd: int) -> NoReturn:
         os._exit(code & 0xFF)
 
 
-def _describe_as_spawned(command: Sequence[str | bytes]) -> None:
-    """Let Python know this process as one that such a command started."""
-    main_thread: Any = threading.main_thread()
-    main_thread._set_native_id()
-    sys.orig_argv = [os.fsdecode(word) for word in command]
-    sys.argv = ["-c", "--multiprocessing-fork"]
-    main = vars(sys.modules["__main__"])
-    for name in [name for name in main if not name.startswith("__")]:
-        del main[name]
-    main["spawn_main"] = spawn_main
-
-
-def _take_over_stdio(standard: int, fds: list[int]) -> list[int]:
-    """Put the caller's standard descriptors in their places; returns the others."""
-    fds = list(fds)
+def _take_over_stdio(standard: Sequence[int], fds: Sequence[int]) -> None:
+    """Put the caller's standard descriptors in their places."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
-        if standard >> fd & 1:
-            passed = fds.pop(0)
+        if fd in standard:
+            passed = fds[standard.index(fd)]
             os.dup2(passed, fd)
             os.close(passed)
-            stream = getattr(sys, name)
-            if fd and isinstance(stream, io.TextIOWrapper):
-                is_direct = fd == 2 or stream.isatty()
-                stream.reconfigure(line_buffering=is_direct and not stream.write_through)
         else:
             os.close(fd)
             setattr(sys, name, None)
             setattr(sys, f"__{name}__", None)
-    return fds

@@ -21,8 +21,7 @@ from rlpool import (
     WorkerDiedError,
     WorkerStartupError,
 )
-from rlpool.workers.logs import LogReader
-from rlpool.workers.outbox import MAX_UNREAD_BYTES
+from rlpool.workers.log_file import MAX_UNREAD_BYTES
 
 from support.talking import FLOOD, HUGE, N_FLOOD, QuietAgent, TalkingEnv, TalkingPlayer, create_env
 
@@ -84,13 +83,13 @@ def begin(batcher: EpisodeBatcher, n_episodes: int = 1) -> None:
     batcher.execute(n_episodes, env_info=DictTensor({"id": torch.arange(n_episodes)}))
 
 
-def test_records_arrive_as_they_were_logged(
+def test_records_arrive_once_as_they_were_logged(
     seen: Seen, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with open_batcher("various", tmp_path) as batcher:
         begin(batcher)
         assert batcher.get() is not None
-    assert capfd.readouterr() == ("", "")
+    assert capfd.readouterr() == ("", "")  # whatever the worker configures
     records = seen.of("talk.env")
     (step, greeting, percent, huge, extra, arguments, unprintable, between, failed, stack) = records
     assert step.getMessage() == "level 20 of talk"
@@ -115,15 +114,6 @@ def test_records_arrive_as_they_were_logged(
     (warning,) = seen.messages("py.warnings")
     assert "talking.py" in warning
     assert "UserWarning: a warning" in warning
-
-
-def test_records_arrive_once_and_unprinted_whatever_the_worker_configures(
-    seen: Seen, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with open_batcher("configured", tmp_path) as batcher:
-        begin(batcher)
-        batcher.get()
-    assert capfd.readouterr() == ("", "")
     assert seen.messages("talk.own") == ["does not propagate"]
     assert seen.messages("talk.filed") == ["also in a file"]
     assert (tmp_path / "own.log").read_text() == "also in a file\n"
@@ -143,21 +133,12 @@ def test_every_record_of_a_flood_arrives_or_is_counted(seen: Seen, tmp_path: Pat
     assert len(arrived) > MAX_UNREAD_BYTES / 2000
 
 
-def test_last_words_before_a_kill_arrive(
-    seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[LogReader] = []
-    expect = LogReader.expect_last_words
-    monkeypatch.setattr(LogReader, "expect_last_words", lambda r: (looks.append(r), expect(r)))
+def test_last_words_of_workers_and_failing_factories_arrive(seen: Seen, tmp_path: Path) -> None:
     with open_batcher("last_words", tmp_path) as batcher:
         begin(batcher)
         with suppress(WorkerDiedError):
             batcher.get()
-        assert len(looks) == 1  # also for words that the worker had no time to point out
         assert seen.messages("talk.last") == ["my last words"]
-
-
-def test_what_a_failing_factory_logs_arrives(seen: Seen, tmp_path: Path) -> None:
     with pytest.raises(WorkerStartupError, match="KeyError: 'nonsense'"):
         open_batcher("nonsense", tmp_path)
     assert seen.messages("talk.made") == ["what is 'nonsense'?"]
@@ -192,7 +173,9 @@ def test_a_handler_that_raises_loses_neither_records_nor_results(
     assert len(seen.of("talk.env")) == 10
 
 
-def test_environments_in_processes_log_like_workers(seen: Seen, tmp_path: Path) -> None:
+def test_environments_in_processes_and_of_a_pool_log_like_workers(
+    seen: Seen, tmp_path: Path
+) -> None:
     env_fns = [partial(TalkingEnv, "converse", str(tmp_path))] * 2
     for number in (1, 2):
         (tmp_path / f"answer {number}").touch()
@@ -200,9 +183,6 @@ def test_environments_in_processes_log_like_workers(seen: Seen, tmp_path: Path) 
         manager.reset_lanes([0, 1], [1, 2], [{"id": 0}, {"id": 1}])
         manager.reset_lanes([0], [3], [None])  # any call hands over what is there
         assert {record.worker for record in seen.of("talk.question")} == {0, 1}
-
-
-def test_environments_of_a_pool_log_like_workers(seen: Seen) -> None:
     with Pool(env=[TalkingPlayer(), TalkingPlayer()], pool_size=16, processes=2) as pool:
         pool.store()
     assert {record.worker for record in seen.of("talk.player")} == {0, 1}

@@ -18,7 +18,7 @@ import pytest
 
 import rlpool
 from rlpool import ParallelEnvManager, SpecError
-from rlpool.workers import template_handle, warm_start
+from rlpool.workers import process_start, template_handle
 from rlpool.workers.template_handle import Template
 
 from support.envs import CountingEnv
@@ -43,7 +43,7 @@ for number in (signal.SIGINT, signal.SIGTERM):
 
 
 def create_reporting(path: Path, names: tuple[str, ...]) -> gymnasium.Env[Any, Any]:
-    """An environment whose process leaves a file that tells what it found."""
+    """An environment whose process leaves a file that says what it found."""
     import gc
     import random
 
@@ -51,13 +51,10 @@ def create_reporting(path: Path, names: tuple[str, ...]) -> gymnasium.Env[Any, A
     os.umask(umask)
     report = {
         "modules": [name for name in names if name in sys.modules],
-        "directory": os.getcwd(),
         "variables": {name: os.environ.get(name) for name in os.environ if "_BY_AN_" in name},
+        "as in any worker": [os.getcwd(), sys.argv, umask != 0o777, gc.isenabled()],
         "last_in_path": sys.path[-1],
-        "arguments": sys.argv,
         "seen_arguments": getattr(sys.modules.get("changes"), "arguments", None),
-        "umask": umask,
-        "gc": gc.isenabled(),
         "handles_sigterm": signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL,
         "random": random.random(),
     }
@@ -97,34 +94,43 @@ def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteModule
 @pytest.fixture(autouse=True)
 def own_templates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No modules of other tests, and none for them."""
-    templates = warm_start._Templates()
-    monkeypatch.setattr(warm_start, "_templates", templates)
+    templates = process_start._Templates()
+    monkeypatch.setattr(process_start, "_templates", templates)
     yield
     templates.shutdown()
 
 
-def test_modules_that_fail_or_start_a_thread_are_named_once_and_left_out(
-    write_module: WriteModule, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_modules_that_fail_or_make_forking_unsafe_are_named_once_and_left_out(
+    write_module: WriteModule,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    told = Template.told
+
+    def told_soon(self: Template) -> tuple[str, str]:
+        try:
+            words = told(self)
+        finally:
+            monkeypatch.setattr(template_handle, "IMPORT_S", 120.0)
+        if words == ("importing", "hangs"):
+            monkeypatch.setattr(template_handle, "IMPORT_S", 0.2)
+        return words
+
+    monkeypatch.setattr(Template, "told", told_soon)
     starts_thread = "import threading; threading.Thread(target=threading.Event().wait).start()"
+    cuda = "import torch; torch.cuda.is_initialized = lambda: True"
+    starts_workers = "import rlpool; rlpool.ParallelEnvManager([object])"
     bad = {
         write_module("package.threads", starts_thread): "it has 2 threads",
-        write_module("ends", "import os; os._exit(0)"): "importing it ended the process",
-        write_module("killed", "import os; os.kill(os.getpid(), 9)"): "(SIGKILL)",
-        write_module("wants_main", "import __main__; __main__.started"): "AttributeError",
-        write_module(
-            "starts_workers",
-            "import rlpool; rlpool.ParallelEnvManager([object])",
-        ): "SystemExit",
-        "package.missing": "No module named 'package.missing'",
+        write_module("with_cuda", cuda): "it has a CUDA context",
+        write_module("killed", "import os; os.kill(os.getpid(), 9)"): "ended the process (exit",
+        write_module("hangs", "import time; time.sleep(3600)"): "longer than",
+        write_module("starts_workers", starts_workers): "SystemExit",
         "missing": "No module named 'missing'",
     }
     short_thread = "import threading; t = threading.Thread(target=str); t.start(); t.join()"
-    good = [
-        write_module("first", short_thread),
-        write_module("prints", "print('as in a worker')"),
-        write_module("last", ""),
-    ]
+    good = [write_module("first", short_thread), write_module("prints", "print('in a worker')")]
     rlpool.preload(good[0], *bad, *good[1:])
     with caplog.at_level(logging.WARNING, "rlpool"):
         for _ in range(2):
@@ -134,78 +140,47 @@ def test_modules_that_fail_or_start_a_thread_are_named_once_and_left_out(
     for name, why in bad.items():
         (message,) = (text for text in caplog.messages if f" {name} is left out" in text)
         assert why in message
-        assert "\n" not in message
 
 
-def test_a_module_that_hangs_is_left_out(
-    write_module: WriteModule,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    told = Template.told
-
-    def told_soon(self: Template) -> tuple[Any, ...]:
-        words = told(self)
-        patience_s = 0.2 if words == ("importing", "hangs") else 120.0
-        monkeypatch.setattr(template_handle, "IMPORT_S", patience_s)
-        return words
-
-    monkeypatch.setattr(Template, "told", told_soon)
-    rlpool.preload(write_module("hangs", "import time; time.sleep(3600)"))
-    assert reports(1, tmp_path, "hangs")[0]["modules"] == []
-    assert "hangs is left out" in caplog.text
-    assert "longer than" in caplog.text
-
-
-def test_what_an_import_changes_is_as_in_a_worker_or_as_if_it_were_not_imported(
+def test_modules_are_imported_once_and_leave_what_a_worker_would_have(
     write_module: WriteModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REMOVED_BY_AN_IMPORT", "1")
-    rlpool.preload(write_module("changes", CHANGES), write_module("after_changes", ""))
-    first, second = reports(2, tmp_path, "changes", "after_changes")
-    assert first["modules"] == ["changes", "after_changes"]
-    assert first["variables"] == {"SET_BY_AN_IMPORT": "1"}
-    assert first["last_in_path"] == "/added/by/an/import"
-    assert first["seen_arguments"] == sys.argv
-    assert first["arguments"] == sys.argv
-    assert first["directory"] == os.getcwd()
-    assert first["umask"] != 0o777
-    assert first["gc"]
-    assert first["handles_sigterm"]
-    assert first["random"] != second["random"]
-
-
-def test_modules_are_imported_once_for_all_workers_whenever_they_are_named(
-    write_module: WriteModule, tmp_path: Path
-) -> None:
-    log = tmp_path / "imports"
+    log, before = tmp_path / "imports", tmp_path / "before"
+    before.mkdir()
     names = [
         write_module(name, f"open({str(log)!r}, 'a').write({name!r} + ' ')")
-        for name in ("early", "late_1", "late_2", "late_3")
+        for name in ("early", "late_1", "late_2")
     ]
-    before = tmp_path / "before"
-    before.mkdir()
+    write_module("changes", CHANGES)
     rlpool.preload("early")
-    rlpool.preload("early", "early")
-    with started(2, before, *names) as manager:
+    with started(1, before, *names) as manager:
         pids = [worker.pid for worker in manager.workers]
-        threads = [threading.Thread(target=rlpool.preload, args=[name]) for name in names[1:]]
+        threads = [
+            threading.Thread(target=rlpool.preload, args=[name])
+            for name in ("early", "late_1", "changes", "late_2")
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        for report in reports(2, tmp_path, *names):
-            assert report["modules"] == names
+        first, second = reports(2, tmp_path, *names, "changes")
         manager.reset()
         assert [worker.pid for worker in manager.workers] == pids
     # By two templates: a module that is named later is for workers that start later.
     assert sorted(log.read_text().split()) == sorted(["early", *names])
+    assert first["modules"] == second["modules"] == [*names, "changes"]
+    assert first["variables"] == {"SET_BY_AN_IMPORT": "1"}
+    assert first["last_in_path"] == "/added/by/an/import"
+    assert first["seen_arguments"] == sys.argv
+    assert first["as in any worker"] == [os.getcwd(), sys.argv, True, True]
+    assert first["handles_sigterm"]
+    assert first["random"] != second["random"]
 
 
 def test_what_is_not_the_name_of_a_module_is_refused() -> None:
-    bad: list[Any] = ["", ".a", "a..b", "a.", "a-b", "__main__", "__main__.a", 3, None, ["a"]]
+    bad: list[Any] = ["", ".a", "a..b", "a-b", "__main__", "__main__.a", 3, None, ["a"]]
     for name in bad:
         with pytest.raises(SpecError, match=r"not the name of a module[^\0]*fix:"):
             rlpool.preload("first", name)
-    assert warm_start._templates._modules == ()
+    assert process_start._templates._modules == ()

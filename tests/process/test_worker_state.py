@@ -28,7 +28,7 @@ PR_SET_NO_NEW_PRIVS = 38
 MOMENTS = "while its main module is imported", "while its environment is made"
 
 OTHER_TEMPLATE = {
-    *("environment", "variables of the C library", "directory", "search path", "command", "flags"),
+    *("environment", "variables of the C library", "directory", "search path", "flags"),
     *("cores", "scheduling", "kernel", "filters"),
 }
 """What the script changes that a process has in common with its template from the start."""
@@ -104,51 +104,31 @@ if __name__ == "__main__":
 NO_LEADER = (sys.executable, "-c", "import subprocess as s, sys; sys.exit(s.call(sys.argv[1:]))")
 
 
-class Workers:
-    """What workers reported.
-
-    Args:
-        path: Where.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def reports(self, name: str) -> list[list[dict[str, Any]]]:
-        return [json.loads(path.read_text()) for path in Path(self.path, name).iterdir()]
-
-
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Workers:
-    path = tmp_path_factory.mktemp("workers")
-    Path(path, "script.py").write_text(SCRIPT)
-    script = Script(path / "output", [str(path / "script.py"), str(path)], prefix=NO_LEADER)
+def test_forked_worker_is_in_the_state_of_a_spawned_one(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    arguments = [str(tmp_path / "script.py"), str(tmp_path)]
+    script = Script(tmp_path / "output", arguments, prefix=NO_LEADER)
     try:
         script.finish()
     finally:
         script.kill()
     assert script.returncode == 0, script.stderr
-    return Workers(path)
 
+    def reports(name: str) -> list[list[dict[str, Any]]]:
+        return [json.loads(path.read_text()) for path in (tmp_path / name).iterdir()]
 
-@pytest.mark.parametrize("template", ["old", "new"])
-def test_forked_worker_is_in_the_state_of_a_spawned_one(workers: Workers, template: str) -> None:
-    (spawned,) = workers.reports("spawned")
-    (forked,) = workers.reports(f"{template} template")
-    for moment, expected, found in zip(MOMENTS, spawned, forked, strict=False):
-        differ = {name for name in expected if found[name] != expected[name]}
-        if template == "old":
-            differ -= OTHER_TEMPLATE
-        assert {name: (found[name], expected[name]) for name in differ} == {}, moment
-
-
-def test_workers_of_one_template_draw_different_numbers(workers: Workers) -> None:
-    (*_, first), (*_, second) = workers.reports("two")
+    (spawned,) = reports("spawned")
+    for template in ("old", "new"):
+        (forked,) = reports(f"{template} template")
+        for moment, expected, found in zip(MOMENTS, spawned, forked, strict=False):
+            differ = {name for name in expected if found[name] != expected[name]}
+            if template == "old":
+                differ -= OTHER_TEMPLATE
+            assert {name: (found[name], expected[name]) for name in differ} == {}, moment
+    (*_, first), (*_, second) = reports("two")
     assert [name for name in first if first[name] == second[name]] == []
-
-
-def test_all_that_a_worker_prints_arrives_where_the_caller_prints_now(workers: Workers) -> None:
-    lines = (workers.path / "stdout").read_text().splitlines()
+    # All that is printed arrives where the caller prints now.
+    lines = (tmp_path / "stdout").read_text().splitlines()
     assert sorted(lines) == sorted(3 * ["printed", "printed by C", "said at exit"])
 
 
@@ -226,14 +206,9 @@ IS_TAKEN_OVER: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # for its os.fork()
-@pytest.mark.parametrize(
-    ("changes", "is_kept"), [(ASKS_FOR_ANOTHER_TEMPLATE, False), (IS_TAKEN_OVER, True)]
-)
-def test_only_what_a_running_process_cannot_change_asks_for_another_template(
-    changes: dict[str, Callable[[], Any]], is_kept: bool
-) -> None:
+def test_only_what_a_running_process_cannot_change_asks_for_another_template() -> None:
     kept = {}
-    for name, change in changes.items():
+    for name, change in {**ASKS_FOR_ANOTHER_TEMPLATE, **IS_TAKEN_OVER}.items():
         pid = os.fork()
         if not pid:
             code = 2
@@ -243,4 +218,5 @@ def test_only_what_a_running_process_cannot_change_asks_for_another_template(
                 code = int(identity() == before)
             os._exit(code)
         kept[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert kept == dict.fromkeys(changes, int(is_kept))
+    expected = dict.fromkeys(ASKS_FOR_ANOTHER_TEMPLATE, 0) | dict.fromkeys(IS_TAKEN_OVER, 1)
+    assert kept == expected

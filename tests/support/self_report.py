@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import gc
 import locale
-import logging
 import multiprocessing
 import os
 import random
@@ -15,16 +13,14 @@ import signal
 import sys
 import threading
 import time
-import uuid
 import warnings
 from pathlib import Path
-from tempfile import mktemp
 from typing import Any
 
 import numpy as np
 import torch
 
-_STATUS = ("Uid", "Gid", "Groups", "Sig", "Cap", "NoNewPrivs", "Seccomp", "Mems")
+_STATUS = ("Uid", "Gid", "Groups", "SigIgn", "SigBlk", "Cap", "NoNewPrivs", "Seccomp", "Mems")
 _RECURSIVE = 1
 
 
@@ -33,11 +29,10 @@ def report() -> dict[str, Any]:
     umask = os.umask(0)
     os.umask(umask)
     status = dict(line.split(":", 1) for line in _read("status").splitlines())
-    process = multiprocessing.current_process()
-    main = sys.modules["__main__"]
+    process, main = multiprocessing.current_process(), sys.modules["__main__"]
     getenv = _c_library("getenv", ctypes.c_char_p)
     return {
-        "status": {k: v for k, v in status.items() if k.startswith(_STATUS) and k != "SigQ"},
+        "status": {k: v for k, v in status.items() if k.startswith(_STATUS)},
         "environment": [str(variable) for variable in os.environb.items()],
         "variables of the C library": [str(getenv(k)) for k in (b"REPORTED", b"PUT", b"HOME")],
         "variable that often changes": [os.environ.get("COLUMNS"), str(getenv(b"COLUMNS"))],
@@ -45,9 +40,7 @@ def report() -> dict[str, Any]:
         "umask": umask,
         "search path": sys.path,
         "arguments": sys.argv,
-        "command": [word.partition("spawn_main(")[0] for word in sys.orig_argv],
         "flags": [list(sys.flags), sys._xoptions, sys.warnoptions, sys.dont_write_bytecode],
-        "executable": sys.executable,
         "handlers": {n: str(signal.getsignal(n)).split(" at ")[0] for n in signal.valid_signals()},
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "streams": [_stream(name) for name in ("stdin", "stdout", "stderr")],
@@ -57,28 +50,13 @@ def report() -> dict[str, Any]:
         "scheduling": os.sched_getscheduler(0),
         "kernel": [_read(name) for name in ("cgroup", "oom_score_adj", "coredump_filter")],
         "session": [os.getsid(0), os.getppid(), os.getpgrp() - os.getpid() and os.getpgrp()],
-        "timers": [signal.getitimer(number) for number in range(3)],
-        "garbage": [gc.isenabled(), gc.get_threshold(), len(gc.callbacks)],
-        "interpreter": [sys.getrecursionlimit(), sys.getswitchinterval()],
-        "fault handler": faulthandler.is_enabled(),
+        "garbage": [gc.isenabled(), gc.get_threshold()],
         "text": [locale.setlocale(locale.LC_ALL), sys.getfilesystemencoding(), time.tzname],
         "process": [process.name, process.daemon, process._parent_pid, process.authkey.hex()],
-        "children": len(multiprocessing.active_children()),
-        "start method": multiprocessing.get_start_method(allow_none=True),
-        "main": [main.__name__, getattr(main, "__file__", ""), str(main.__spec__)],
-        "names of main": sorted(vars(main)),
-        "former main": [sorted(vars(old)) for old in multiprocessing.spawn.old_main_modules],
+        "main": [main.__name__, getattr(main, "__file__", "")],
+        "names of main": sorted(vars(main).keys() - {"spawn_main"}),
         "main thread": _of_main_thread(),
-        "logging": [logging.root.level, len(logging.root.handlers), logging.root.manager.disable],
-        "torch": [
-            torch.get_num_threads(),
-            torch.get_num_interop_threads(),
-            torch.are_deterministic_algorithms_enabled(),
-            str(torch.get_default_dtype()),
-            torch.is_grad_enabled(),
-            torch.backends.mkldnn.enabled,
-        ],
-        "NumPy": [np.geterr(), np.get_printoptions()["precision"]],
+        "torch": [torch.get_num_threads(), torch.get_num_interop_threads()],
     }
 
 
@@ -87,9 +65,9 @@ def report_late() -> dict[str, Any]:
     return {
         **report(),
         "in ps": [_read("comm"), _read("cmdline").strip("\0\1")],
-        "descriptors": _descriptors(),
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "n threads": len(os.listdir("/proc/self/task")),
+        "descriptors": sorted(_descriptors()),
         "filters": [[f[0], str(f[1]), f[2].__name__, str(f[3]), f[4]] for f in warnings.filters],
     }
 
@@ -100,9 +78,6 @@ def drawn() -> dict[str, Any]:
         "random": random.getstate()[1][:3],
         "NumPy": np.random.get_state()[1][:3].tolist(),  # noqa: NPY002 (users' code may)
         "torch": torch.initial_seed(),
-        "torch's state": torch.get_rng_state().sum().item(),
-        "file": mktemp(),
-        "uuid": [str(uuid.uuid4()), str(uuid.uuid1())],
     }
 
 
@@ -120,10 +95,8 @@ def _stream(name: str) -> Any:
     stream = getattr(sys, name)
     if stream is None or stream.closed:
         return stream and "closed"
-    is_standard = stream is getattr(sys, f"__{name}__")
     where = os.readlink(f"/proc/self/fd/{stream.fileno()}")
-    how = stream.encoding, stream.errors, stream.line_buffering, stream.write_through
-    return [is_standard, where, stream.mode, type(stream.buffer).__name__, *how]
+    return [stream is getattr(sys, f"__{name}__"), where, stream.mode, stream.line_buffering]
 
 
 def _descriptors() -> list[Any]:
@@ -134,27 +107,19 @@ def _descriptors() -> list[Any]:
             found.append((kind, os.get_inheritable(int(name))))
         except OSError:  # that of the listing
             continue
-    return sorted(found)
+    return found
 
 
 def _of_main_thread() -> list[Any]:
     """Whether Python and the C library know who they are, and locks that need that work."""
-    main = threading.main_thread()
-    own = threading.get_ident()
-    clock = time.pthread_getcpuclockid(own)
+    main, own = threading.main_thread(), threading.get_ident()
     # A recursive mutex, which its owner may take twice.
     mutex, attribute = ctypes.create_string_buffer(64), ctypes.create_string_buffer(16)
     _c_library("pthread_mutexattr_init")(attribute)
     _c_library("pthread_mutexattr_settype")(attribute, _RECURSIVE)
     _c_library("pthread_mutex_init")(mutex, attribute)
     lock, unlock = _c_library("pthread_mutex_trylock"), _c_library("pthread_mutex_unlock")
-    cores = ctypes.create_string_buffer(128)
-    _c_library("pthread_getaffinity_np")(ctypes.c_ulong(own), 128, cores)
     return [
-        [main is threading.current_thread(), main.ident == own, main.name],
-        [main.native_id == os.getpid(), threading.get_native_id() == os.getpid()],
-        [_c_library("gettid")() == os.getpid(), time.clock_gettime(clock) > 0],
-        [lock(mutex), lock(mutex), unlock(mutex), unlock(mutex)],
-        [_c_library("pthread_setaffinity_np")(ctypes.c_ulong(own), 128, cores)],
-        [signal.pthread_kill(own, 0), threading.stack_size()],
+        [main is threading.current_thread(), main.ident == own, main.native_id == os.getpid()],
+        [lock(mutex), lock(mutex), unlock(mutex), unlock(mutex), signal.pthread_kill(own, 0)],
     ]

@@ -55,9 +55,10 @@ def various(directory: Path) -> None:
     logging.getLogger("talk.silenced").warning("the caller wants no warnings of this one")
     logging.getLogger("elsewhere").info("the caller's root wants warnings only")
     warnings.warn("a warning", stacklevel=1)
+    _configure(directory)
 
 
-def configured(directory: Path) -> None:
+def _configure(directory: Path) -> None:
     """Log as code does that configures logging by itself."""
     for handler in (logging.StreamHandler(sys.stdout), logging.StreamHandler()):
         logging.getLogger("talk.own").addHandler(handler)
@@ -96,7 +97,7 @@ def converse(directory: Path) -> None:
 
 
 DEEDS: dict[str, Callable[[Path], None]] = {
-    deed.__name__: deed for deed in (various, configured, flood, last_words, converse)
+    deed.__name__: deed for deed in (various, flood, last_words, converse)
 }
 
 

@@ -14,8 +14,8 @@ import pytest
 from rlpool import SpecError, WorkerDiedError, doctor
 from rlpool.doctor import Check, examine, main, would_bite
 from rlpool.memory.storage import Memory
-from rlpool.workers import warm_start
-from rlpool.workers.warm_start import memory_of
+from rlpool.workers import process_start
+from rlpool.workers.process_start import memory_of
 
 from support.machines import container, machine
 
@@ -145,7 +145,7 @@ def test_how_workers_are_started(monkeypatch: pytest.MonkeyPatch, root: Path) ->
     what = named("start method", 1, root=root).what
     assert what == "workers are forked from a template, which has proved that this is safe"
     monkeypatch.setattr(doctor, "memory_of", memory_of)
-    monkeypatch.setattr(warm_start._templates, "is_up", lambda: False)
+    monkeypatch.setattr(process_start._templates, "is_up", lambda: False)
     assert "room for 400 workers" in named("memory", 1, root=root).what
     monkeypatch.setattr(doctor, "why_spawned", lambda: "it has 2 threads")
     assert "room for 40 workers" in named("memory", 1, root=root).what

@@ -28,7 +28,7 @@ from rlpool.machine.limits import (
 )
 from rlpool.machine.worker_limits import WORKER_BYTES, Quota, check_workers, n_cores, worker_quotas
 from rlpool.memory.storage import Memory
-from rlpool.workers import warm_start
+from rlpool.workers import process_start
 
 from support.agents import StepCounter
 from support.envs import CountingEnv, create_counting
@@ -241,10 +241,10 @@ def test_forked_workers_share_what_the_template_takes(monkeypatch: pytest.Monkey
     free = WORKER_BYTES + 3 * worker_limits.FORKED_WORKER_BYTES
     bounds = [Bound("the cage has", 2**30, free, 2**30)]
     monkeypatch.setattr(worker_limits, "shared_bounds", lambda root: bounds)
-    monkeypatch.setattr(warm_start, "why_impossible", lambda: "")
-    monkeypatch.setattr(warm_start._templates, "is_up", lambda: False)
+    monkeypatch.setattr(process_start, "why_impossible", lambda: "")
+    monkeypatch.setattr(process_start._templates, "is_up", lambda: False)
     for start_method, most in {"spawn": 1, "auto": 4}.items():
-        memory = warm_start.memory_of(start_method)
+        memory = process_start.memory_of(start_method)
         check_workers(most, 3, "use fewer", memory)
         with pytest.raises(SpecError, match=f"{most} would fit"):
             check_workers(most + 1, 3, "use fewer", memory)

@@ -7,9 +7,9 @@ import io
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,74 +19,40 @@ from rlpool import SpecError, UsageError, dump_stacks_on_signal
 from rlpool.errors import Where
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.workers import stacks
-from rlpool.workers.outbox import Outbox
-from rlpool.workers.stack_dumps import described, note_source
-from rlpool.workers.stacks import STACKS_SIGNAL, Stacks, ask, printing_signals
+from rlpool.workers.stack_dumps import note_source
+from rlpool.workers.stacks import STACKS_SIGNAL, Stacks, ask, described, printing_signals
 
 
-class Child:
-    """A process that answers or does not, as ``multiprocessing`` would show it."""
-
-    def __init__(self, source: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", source],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.pid = self.process.pid
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
+@contextmanager
+def child(source: str) -> Iterator[Any]:
+    """A process that has printed a line."""
+    command = [sys.executable, "-c", source]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline()
+        yield process
+        process.kill()
 
 
-@pytest.fixture
-def outbox() -> Iterator[Outbox]:
-    outbox = Outbox(1)
-    yield outbox
-    outbox.close()
-
-
-def ask_one(process: Any, outbox: Outbox) -> Stacks:
-    (answer,) = ask([0], [process], outbox)
-    return answer
-
-
-def test_a_process_that_has_not_registered_is_not_signalled(outbox: Outbox) -> None:
-    child = Child("print('up', flush=True); print(input())")
-    try:
-        assert child.line() == "up"
-        assert ask_one(child, outbox).state == "is starting: it imports what it needs"
-        assert child.process.communicate("still here\n")[0] == "still here\n"
-    finally:
-        child.end()
-    assert ask_one(child, outbox).state == "is gone"
-
-
-def test_a_process_that_does_not_answer_is_given_up(
-    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_cannot_answer_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    with child("print('up', flush=True); print(input())") as process:
+        # The signal would end it.
+        assert ask([3], [process]) == [
+            Stacks(3, process.pid, "", "is starting: it imports what it needs")
+        ]
+        assert process.communicate("still here\n")[0] == "still here\n"
+    assert ask([0], [process])[0].state == "is gone"
     monkeypatch.setattr(stacks, "PATIENCE_S", 0.2)
     blocked = (
-        "import os, signal, time; "
+        "import faulthandler, os, signal, time; "
+        f"faulthandler.register({STACKS_SIGNAL}, os.memfd_create('rlpool-stacks')); "
         f"signal.pthread_sigmask(signal.SIG_BLOCK, {{{STACKS_SIGNAL}}}); "
-        "print(os.memfd_create('x'), flush=True); time.sleep(1000)"
+        "print('up', flush=True); time.sleep(1000)"
     )
-    child = Child(blocked)
-    try:
-        outbox._row[1] = (0, int(child.line()), child.pid, 0)
-        answer = ask_one(child, outbox)
-    finally:
-        child.end()
-    assert answer == Stacks(0, child.pid, "", "did not answer within 0.2 s")
+    with child(blocked) as process:
+        answer = Stacks(0, process.pid, "", "did not answer within 0.2 s")
+        assert ask([0], [process]) == [answer]
 
 
 def test_what_cannot_be_said_is_left_out() -> None:
@@ -114,6 +80,9 @@ class Source:
 
 
 def test_a_signal_prints_own_stacks_and_those_of_workers_until_undone(tmp_path: Path) -> None:
+    # Nothing is registered unless it is asked for.
+    assert not faulthandler.unregister(signal.SIGUSR1)
+    assert not faulthandler.unregister(STACKS_SIGNAL)
     calls: list[int] = []
 
     def mine(number: int, frame: Any) -> None:
@@ -124,9 +93,11 @@ def test_a_signal_prints_own_stacks_and_those_of_workers_until_undone(tmp_path: 
     for source in sources:
         note_source(source)
     try:
-        with open(tmp_path / "stacks", "w") as file:
-            undo = dump_stacks_on_signal(signal.SIGUSR2, file)
-            assert signal.SIGUSR2 in printing_signals
+        with open(tmp_path / "first", "w") as first, open(tmp_path / "stacks", "w") as file:
+            undo_first = dump_stacks_on_signal(signal.SIGUSR2, first)
+            undo = dump_stacks_on_signal(signal.SIGUSR2, file)  # takes its place
+            undo_first()
+            assert printing_signals == {signal.SIGUSR2: file.fileno()}
             with InterruptsHeld():
                 signal.raise_signal(signal.SIGUSR2)
             signal.raise_signal(signal.SIGUSR2)
@@ -143,28 +114,9 @@ def test_a_signal_prints_own_stacks_and_those_of_workers_until_undone(tmp_path: 
         signal.raise_signal(signal.SIGUSR2)
         assert calls == [signal.SIGUSR2]
         assert (tmp_path / "stacks").read_text() == text
+        assert (tmp_path / "first").read_text() == ""
     finally:
         signal.signal(signal.SIGUSR2, before)
-
-
-def test_asking_for_the_same_signal_again_takes_the_new_file(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGUSR2)
-    with open(tmp_path / "first", "w") as first, open(tmp_path / "second", "w") as second:
-        undo_first = dump_stacks_on_signal(signal.SIGUSR2, first)
-        undo_second = dump_stacks_on_signal(signal.SIGUSR2, second)
-        undo_first()  # which has no meaning any more
-        signal.raise_signal(signal.SIGUSR2)
-        undo_second()
-    assert (tmp_path / "first").read_text() == ""
-    assert "most recent call first" in (tmp_path / "second").read_text()
-    assert signal.getsignal(signal.SIGUSR2) is before
-
-
-def test_nothing_is_registered_unless_it_is_asked_for() -> None:
-    # Python's own default, with none of faulthandler in front of it.
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-    assert not faulthandler.unregister(signal.SIGUSR1)
-    assert not faulthandler.unregister(STACKS_SIGNAL)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +124,6 @@ def test_nothing_is_registered_unless_it_is_asked_for() -> None:
     [
         ("SIGUSR1", None, "signum should be a signal such as signal.SIGUSR1, got 'SIGUSR1'"),
         (True, None, "signum should be"),
-        (0, None, "signum should be"),
         (signal.SIGKILL, None, "signal 9 cannot be handled"),
         (signal.SIGSEGV, None, "signal 11 cannot be handled"),
         (1000, None, "signal 1000 cannot be handled"),
@@ -184,20 +135,6 @@ def test_what_cannot_be_registered_is_refused(number: Any, file: Any, message: s
     handlers = {n: signal.getsignal(n) for n in (signal.SIGSEGV, signal.SIGUSR2)}
     with pytest.raises(SpecError, match=message):
         dump_stacks_on_signal(number, file)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(UsageError, match="in the main thread"):
+        pool.submit(dump_stacks_on_signal).result()
     assert {n: signal.getsignal(n) for n in handlers} == handlers
-
-
-def test_other_threads_are_refused() -> None:
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        with suppress(UsageError):
-            try:
-                dump_stacks_on_signal(signal.SIGUSR2)
-            except UsageError as error:
-                errors.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    assert "can only be set in the main thread" in str(errors[0])

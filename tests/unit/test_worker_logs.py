@@ -1,4 +1,4 @@
-"""Records from one end of the outbox to the other, within one process."""
+"""Records from workers to the caller, within one process."""
 
 from __future__ import annotations
 
@@ -6,23 +6,27 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from rlpool.workers.log_records import MAX_CHARACTERS, decode, encode
-from rlpool.workers.logs import Levels, LogReader
-from rlpool.workers.outbox import MAX_TEXT_BYTES, MAX_UNREAD_BYTES, Outbox
+from rlpool.workers.log_file import MAX_UNREAD_BYTES, LogFile
+from rlpool.workers.log_records import decode, encode
+from rlpool.workers.logs import Levels, Logs
+
+TALK = logging.getLogger("talk")
 
 
 class Kept(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.records: list[logging.LogRecord] = []
+        self.react: Callable[[logging.LogRecord], None] = lambda record: None
 
     def emit(self, record: logging.LogRecord) -> None:
         self.records.append(record)
+        self.react(record)
 
     @property
     def messages(self) -> list[str]:
@@ -32,43 +36,41 @@ class Kept(logging.Handler):
 @pytest.fixture
 def kept() -> Iterator[Kept]:
     """A handler of the loggers ``talk``, where INFO is wanted, and ``rlpool``."""
-    handler = Kept()
-    loggers = [logging.getLogger("talk"), logging.getLogger("rlpool")]
-    loggers[0].setLevel(logging.INFO)
+    handler, loggers = Kept(), [TALK, logging.getLogger("rlpool")]
+    TALK.setLevel(logging.INFO)
     for logger in loggers:
         logger.addHandler(handler)
     yield handler
     for logger in loggers:
         logger.removeHandler(handler)
-    loggers[0].setLevel(logging.NOTSET)
+    TALK.setLevel(logging.NOTSET)
 
 
 @pytest.fixture
-def outbox() -> Iterator[Outbox]:
-    outbox = Outbox(2)
-    yield outbox
-    outbox.close()
+def logs() -> Logs:
+    return Logs(2)
 
 
 def record(message: Any, *arguments: Any, level: int = logging.INFO) -> logging.LogRecord:
-    return logging.getLogger("talk").makeRecord(
-        "talk", level, __file__, 1, message, arguments, None, "record"
-    )
+    return TALK.makeRecord("talk", level, __file__, 1, message, arguments, None, "record")
 
 
-def post(outbox: Outbox, message: Any, worker: int = 1, level: int = logging.INFO) -> None:
-    outbox.append(worker, encode(record(message, level=level), worker))
+def file_of(logs: Logs) -> LogFile:
+    return logs.of_worker(0)._file
 
 
-def n_blocks(outbox: Outbox) -> int:
-    return os.fstat(outbox._open_fd()).st_blocks
+def post(logs: Logs, message: Any, worker: int = 1, level: int = logging.INFO) -> None:
+    file_of(logs).append(worker, encode(record(message, level=level), worker))
+
+
+def write(logs: Logs, text: bytes) -> None:
+    """As a worker that is killed before it can point to what it wrote."""
+    os.write(file_of(logs)._open_fd(), text)
 
 
 def test_a_record_survives_the_way_there() -> None:
     sent = record("%s of %d", "one", 2)
-    line = encode(sent, 3)
-    assert b"\n" not in line
-    arrived = decode(line)
+    arrived = decode(encode(sent, 3))
     assert arrived is not None
     assert arrived.worker == 3
     lost = {"args", "msg", "relativeCreated", "worker", "exc_text"}
@@ -77,70 +79,43 @@ def test_a_record_survives_the_way_there() -> None:
         k: v for k, v in vars(sent).items() if k not in lost
     }
     assert arrived.relativeCreated == pytest.approx(sent.relativeCreated, abs=1)
+    for line in (b"", b"{", b"[]", b"{}", b'{"name": "x"}', b"\xff", b"null", b'"text"'):
+        assert decode(line) is None
 
 
-@pytest.mark.parametrize(
-    "line", [b"", b"{", b"[]", b"{}", b'{"name": "x"}', b"\xff", b"null", b'"text"']
-)
-def test_what_is_no_record_is_none(line: bytes) -> None:
-    assert decode(line) is None
-
-
-def test_messages_beyond_a_million_characters_are_cut_and_say_so() -> None:
-    arrived = decode(encode(record("x" * MAX_CHARACTERS + "the end"), 0))
-    assert arrived is not None
-    assert arrived.getMessage() == "x" * MAX_CHARACTERS + " [and 7 characters more]"
-
-
-def test_a_line_that_was_cut_off_spoils_no_other(kept: Kept, outbox: Outbox) -> None:
-    reader = LogReader(outbox)
-    post(outbox, "before")
-    os.write(outbox._open_fd(), b"\n" + encode(record("torn"), 1)[:40])  # then it was killed
-    post(outbox, "after")
-    reader.deliver()
-    assert kept.messages == [
-        "before",
-        "after",
-        "1 log record cut off by the end of a worker",
-    ]
-    os.write(outbox._open_fd(), b"\n" + encode(record("torn, too"), 1)[:-1])
-    reader.expect_last_words()
-    reader.deliver()
-    assert len(kept.records) == 3  # it might go on
-    reader.finish()
-    assert kept.messages[3:] == ["1 log record cut off by the end of a worker"]
-
-
-def test_a_line_may_arrive_in_pieces(kept: Kept, outbox: Outbox) -> None:
-    reader = LogReader(outbox)
-    line = b"\n" + encode(record("whole"), 1) + b"\n"
+def test_a_line_that_was_cut_off_is_counted_and_spoils_no_other(kept: Kept, logs: Logs) -> None:
+    post(logs, "before")
+    write(logs, b"\n" + encode(record("torn"), 1)[:40])  # then it was killed
+    post(logs, "after")
+    logs.deliver()
+    assert kept.messages == ["before", "after", "1 log record cut off by the end of a worker"]
+    line = b"\n" + encode(record("in pieces"), 1) + b"\n"
     for start in range(0, len(line), 7):
-        assert kept.messages == []
-        os.write(outbox._open_fd(), line[start : start + 7])
-        reader.expect_last_words()
-        reader.deliver()
-    assert kept.messages == ["whole"]
+        assert len(kept.messages) == 3
+        write(logs, line[start : start + 7])
+        logs.expect_last_words()
+        logs.deliver()
+    write(logs, b"\n" + encode(record("last words"), 1) + b"\n")
+    logs.deliver()
+    assert kept.messages[3:] == ["in pieces"]  # a death makes the caller look for more
+    logs.expect_last_words()
+    logs.deliver()
+    write(logs, b"\n" + encode(record("torn, too"), 1)[:-1])
+    logs.finish()
+    assert kept.messages[4:] == ["last words", "1 log record cut off by the end of a worker"]
 
 
-def test_what_was_not_announced_is_found_after_a_death(kept: Kept, outbox: Outbox) -> None:
-    reader = LogReader(outbox)
-    os.write(outbox._open_fd(), b"\n" + encode(record("last words"), 1) + b"\n")
-    reader.deliver()
-    assert kept.messages == []
-    reader.expect_last_words()
-    reader.deliver()
-    assert kept.messages == ["last words"]
+def test_dropped_records_are_counted_and_memory_is_given_back(kept: Kept, logs: Logs) -> None:
+    def n_bytes() -> int:
+        return 512 * os.fstat(file_of(logs)._open_fd()).st_blocks
 
-
-def test_dropped_records_are_counted_and_told_once(kept: Kept, outbox: Outbox) -> None:
-    reader = LogReader(outbox)
-    half = "x" * (MAX_CHARACTERS // 2)
-    n_sent = 0
-    while not sum(outbox.dropped()):
-        post(outbox, half)
+    least, half, n_sent = n_bytes(), "x" * 500_000, 0
+    while not sum(file_of(logs).dropped()):
+        assert n_sent * len(half) < MAX_UNREAD_BYTES
+        post(logs, half)
         n_sent += 1
-    post(outbox, half, worker=0)
-    reader.deliver()
+    post(logs, half, worker=0)
+    logs.deliver()
     arrived = kept.messages
     assert arrived[: n_sent - 1] == [half] * (n_sent - 1)
     assert [m.partition(" logged")[0] for m in arrived[n_sent - 1 :]] == [
@@ -148,164 +123,110 @@ def test_dropped_records_are_counted_and_told_once(kept: Kept, outbox: Outbox) -
         "1 log record dropped: worker 1",
     ]
     assert (n_sent - 1) * len(half) > MAX_UNREAD_BYTES - 2 * len(half)
-    post(outbox, "there is room again")
-    reader.deliver()
-    assert kept.messages[n_sent + 1 :] == ["there is room again"]
-
-
-def test_memory_is_given_back_when_records_were_read(kept: Kept, outbox: Outbox) -> None:
-    reader = LogReader(outbox)
-    least = n_blocks(outbox)
-    most = 0
     for _ in range(40):
-        post(outbox, "x" * 500_000)
-        most = max(most, n_blocks(outbox))
-        reader.deliver()
+        post(logs, half)
+        logs.deliver()
+        assert n_bytes() < least + 2**20
+    assert kept.messages[n_sent + 1 :] == [half] * 40
+
+
+def test_the_levels_of_the_caller_decide(kept: Kept, logs: Logs) -> None:
+    post(logs, "fine", level=logging.DEBUG)
+    post(logs, "coarse")
+    logs.deliver()
+    assert kept.messages == ["coarse"]
+    TALK.disabled = True
+    try:
+        post(logs, "nobody listens", level=logging.ERROR)
+        logs.deliver()
+    finally:
+        TALK.disabled = False
+    assert kept.messages == ["coarse"]
+
+
+def test_a_handler_may_deliver_and_close(kept: Kept, logs: Logs) -> None:
+    texts = [f"record {number}" for number in range(2000)]  # more than calls can be nested
+    for react in (Logs.deliver, Logs.finish):
+        kept.react = lambda record, react=react: react(logs)
         kept.records.clear()
-    assert most * 512 < 2 * 2**20
-    assert n_blocks(outbox) * 512 < least * 512 + 2**19
-    assert outbox.size() > 40 * 500_000
+        for text in texts:
+            post(logs, text)
+        logs.deliver()
+        assert kept.messages == texts
+    assert file_of(logs).closed
 
 
-def test_the_levels_of_the_caller_decide(kept: Kept, outbox: Outbox) -> None:
-    reader = LogReader(outbox)
-    post(outbox, "fine", level=logging.DEBUG)
-    post(outbox, "coarse", level=logging.INFO)
-    reader.deliver()
-    assert kept.messages == ["coarse"]
-    logging.getLogger("talk").disabled = True
-    try:
-        post(outbox, "nobody listens", level=logging.ERROR)
-        reader.deliver()
-    finally:
-        logging.getLogger("talk").disabled = False
-    assert kept.messages == ["coarse"]
+def test_finish_hands_over_everything_before_it_raises(kept: Kept, logs: Logs) -> None:
+    def fail(record: logging.LogRecord) -> None:
+        raise OSError(record.getMessage())
 
-
-def test_a_handler_that_logs_and_delivers_ends_nowhere_else(kept: Kept, outbox: Outbox) -> None:
-    reader = LogReader(outbox)
-
-    class Nested(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            reader.deliver()
-
-    nested = Nested()
-    logging.getLogger("talk").addHandler(nested)
-    try:
-        for number in range(3):
-            post(outbox, f"record {number}")
-        reader.deliver()
-    finally:
-        logging.getLogger("talk").removeHandler(nested)
+    kept.react = fail
+    for number in range(3):
+        post(logs, f"record {number}")
+    with pytest.raises(OSError, match="record 0"):
+        logs.finish()
     assert kept.messages == ["record 0", "record 1", "record 2"]
+    logs.finish()
+    logs.deliver()
+    assert file_of(logs).closed
 
 
-def test_a_handler_may_close(kept: Kept, outbox: Outbox) -> None:
-    reader = LogReader(outbox)
-
-    class Closing(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            reader.finish()
-
-    closing = Closing()
-    logging.getLogger("talk").addHandler(closing)
-    try:
-        for number in range(2000):  # more than calls can be nested
-            post(outbox, f"record {number}")
-        reader.deliver()
-    finally:
-        logging.getLogger("talk").removeHandler(closing)
-    assert kept.messages == [f"record {number}" for number in range(2000)]
-    assert outbox.closed
-
-
-def test_finish_hands_over_everything_before_it_raises(kept: Kept, outbox: Outbox) -> None:
-    reader = LogReader(outbox)
-
-    class Failing(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            raise OSError(record.getMessage())
-
-    failing = Failing()
-    logging.getLogger("talk").addHandler(failing)
-    try:
-        for number in range(3):
-            post(outbox, f"record {number}")
-        with pytest.raises(OSError, match="record 0"):
-            reader.finish()
-    finally:
-        logging.getLogger("talk").removeHandler(failing)
-    assert kept.messages == ["record 0", "record 1", "record 2"]
-    assert outbox.closed
-    reader.finish()
-    reader.deliver()
-
-
-def test_a_forked_copy_hands_nothing_over(kept: Kept, outbox: Outbox) -> None:
-    reader = LogReader(outbox)
-    post(outbox, "for the owner")
+def test_a_forked_copy_hands_nothing_over(kept: Kept, logs: Logs) -> None:
+    post(logs, "for the owner")
     pid = os.fork()
     if not pid:
         try:
-            reader.deliver()
-            reader.finish()
+            logs.deliver()
+            logs.finish()
         finally:
             os._exit(len(kept.records))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    reader.deliver()
+    logs.deliver()
     assert kept.messages == ["for the owner"]
 
 
-def test_threads_that_log_at_once_mix_nothing_up(kept: Kept, outbox: Outbox) -> None:
-    reader = LogReader(outbox)
+def test_threads_that_log_at_once_mix_nothing_up(kept: Kept, logs: Logs) -> None:
     text = {worker: str(worker) * 3000 for worker in (0, 1)}
 
     def log(worker: int) -> None:
         for _ in range(200):
-            post(outbox, text[worker], worker)
+            post(logs, text[worker], worker)
 
     threads = [threading.Thread(target=log, args=(worker,)) for worker in (0, 1)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        reader.deliver()
-    reader.finish()
+        logs.deliver()
+    logs.finish()
     assert sorted(kept.messages) == [text[0]] * 200 + [text[1]] * 200
 
 
-def test_levels_travel_whenever_they_change(outbox: Outbox) -> None:
-    reader = LogReader(outbox)
-    edition = outbox.edition
-    reader.deliver()
-    assert outbox.edition == edition
-    logger = logging.getLogger("talk.deep.down")
-    logger.setLevel(logging.DEBUG)
+def published(logs: Logs) -> Levels:
+    found = file_of(logs).published()
+    assert found is not None
+    return Levels(*json.loads(found[1]))
+
+
+def test_levels_travel_whenever_they_change_and_are_taken_back(logs: Logs) -> None:
+    edition = file_of(logs).edition
+    logs.deliver()
+    assert file_of(logs).edition == edition
+    deep = logging.getLogger("talk.deep.down")
+    deep.setLevel(logging.DEBUG)
     try:
-        reader.deliver()
-        assert outbox.edition == edition + 2
-        assert Levels(*json.loads(outbox.text())).named["talk.deep.down"] == logging.DEBUG
-        logger.setLevel(logging.DEBUG)
-        reader.deliver()
-        assert outbox.edition == edition + 2
+        for _ in range(2):
+            logs.deliver()
+            assert file_of(logs).edition == edition + 2
+        before = published(logs)
+        assert before.named["talk.deep.down"] == logging.DEBUG
     finally:
-        logger.setLevel(logging.NOTSET)
-    reader.deliver()
-    assert "talk.deep.down" not in Levels(*json.loads(outbox.text())).named
-
-
-def test_levels_of_too_many_loggers_become_the_least_of_them() -> None:
-    named = {f"logger.{number:05}": logging.ERROR for number in range(5000)}
-    levels = Levels(logging.WARNING, 0, {**named, "one": logging.DEBUG})
-    assert len(levels.encoded()) < MAX_TEXT_BYTES
-    assert Levels(*json.loads(levels.encoded())) == (logging.DEBUG, 0, {})
-
-
-def test_levels_that_are_gone_are_taken_back() -> None:
-    logger, root = logging.getLogger("talk.here"), logging.root.level
-    now = Levels.now()
-    before = now._replace(named={**now.named, "talk.here": logging.ERROR})
-    before.apply(None)
-    assert logger.level == logging.ERROR
+        deep.setLevel(logging.NOTSET)
+    logs.deliver()
+    now = published(logs)
+    before.apply(None)  # as a worker does
+    assert deep.level == logging.DEBUG
     now.apply(before)
-    assert logger.level == logging.NOTSET
-    assert logging.root.level == root
+    assert deep.level == logging.NOTSET
+    named = {f"logger.{number:05}": logging.ERROR for number in range(5000)}
+    many = Levels(logging.WARNING, 0, {**named, "one": logging.DEBUG})
+    assert Levels(*json.loads(many.encoded())) == (logging.DEBUG, 0, {})
