@@ -36,6 +36,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -113,33 +114,33 @@ def contenders(
             continue
         for _ in range(-(-size // N_TRANSITIONS)):
             contender.extend(batch)
-        note(f"{kind.name} of {size} is filled")
     return made, missing
 
 
 def watches(size: int, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
-    """Operation to contender to stopwatch."""
+    """Operation to contender to stopwatch, and why others are missing."""
     batch, result = episodes()
     uniform, missing = contenders(size, batch, prioritised=False)
     by_priority, missing_too = contenders(size, batch, prioritised=True)
     functions: dict[str, dict[str, Callable[[], Any]]] = {
-        "sample": {name: c.sample for name, c in uniform.items()},
-        "sequences": {n: c.sequences for n, c in uniform.items() if "sequences" in c.operations},
-        "prioritised": {name: c.prioritised for name, c in by_priority.items()},
-        "extend": {name: lambda c=c: c.extend(batch) for name, c in uniform.items()},
+        operation: {
+            n: getattr(c, operation) for n, c in stores.items() if operation in c.operations
+        }
+        for operation, stores in (
+            ("sample", uniform),
+            ("sequences", uniform),
+            ("prioritised", by_priority),
+        )
     }
-    pool = uniform[RlPool.name]
-    functions["extend_result"] = {
-        **functions["extend"],
-        RlPool.name: lambda: pool.extend(result),
-    }
+    functions["extend"] = {name: partial(c.extend, batch) for name, c in uniform.items()}
+    own = {RlPool.name: partial(uniform[RlPool.name].extend, result)}
+    functions["extend_result"] = {**functions["extend"], **own}
     return {
         operation: {
             name: Stopwatch(function, args.window, CLOCKS[args.clock])
-            for name, function in named.items()
+            for name, function in functions[operation].items()
         }
-        for operation, named in functions.items()
-        if operation in args.operations
+        for operation in args.operations
     }, missing | missing_too
 
 
@@ -152,33 +153,32 @@ def compare(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
         for operation, named in timed.items():
             for name in order.sample(list(named), len(named)):
                 seconds.setdefault((operation, name), []).append(named[name].seconds())
-        note(f"pools of {size}: round {number + 1} of {args.rounds}")
+        print(f"{size}: round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
     kinds = {kind.name: kind for kind in PEERS}
     figures: list[dict[str, Any]] = [
         {"pool_size": size, "peer": name, "missing": why} for name, why in missing.items()
     ]
     for (operation, name), peer_s in seconds.items():
-        if name == RlPool.name:
-            continue
         own_s = seconds[operation, RlPool.name]
-        ratio = quartiles([peer / own for peer, own in zip(peer_s, own_s, strict=True)], 2)
-        figures.append(
-            {
-                "operation": operation,
-                "pool_size": size,
-                "peer": name,
-                "ratio": ratio["median"],
-                "quartiles": ratio["quartiles"],
-                "n_rounds": ratio["n"],
-                "rlpool_us": round(quartiles(own_s, 9)["median"] * 1e6, 1),
-                "peer_us": round(quartiles(peer_s, 9)["median"] * 1e6, 1),
-                "rlpool_returns": RlPool.returns,
-                "peer_returns": kinds[name].returns,
-                "threads": torch.get_num_threads(),
-                "clock": args.clock,
-                "versions": versions(*kinds[name].packages),
-            }
-        )
+        if name != RlPool.name:
+            ratio = quartiles([peer / own for peer, own in zip(peer_s, own_s, strict=True)], 2)
+            figures.append(
+                {
+                    "operation": operation,
+                    "pool_size": size,
+                    "peer": name,
+                    "ratio": ratio["median"],
+                    "quartiles": ratio["quartiles"],
+                    "n_rounds": ratio["n"],
+                    "rlpool_us": round(quartiles(own_s, 9)["median"] * 1e6, 1),
+                    "peer_us": round(quartiles(peer_s, 9)["median"] * 1e6, 1),
+                    "rlpool_returns": RlPool.returns,
+                    "peer_returns": kinds[name].returns,
+                    "threads": torch.get_num_threads(),
+                    "clock": args.clock,
+                    "versions": versions(*kinds[name].packages),
+                }
+            )
     return figures
 
 
@@ -218,10 +218,6 @@ def memory(n_frames: int) -> dict[str, Any]:
         "rss_mb": round(growth / 1e6, 1),
         "versions": versions(),
     }
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> None:

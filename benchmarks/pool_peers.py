@@ -42,6 +42,10 @@ def flat(trajectories: TemporalDictTensor) -> dict[str, np.ndarray[Any, Any]]:
 class Contender:
     """A store of transitions.
 
+    ``extend(trajectories)`` adds every step of a batch. ``sample()`` draws ``BATCH_SIZE``
+    transitions uniformly, ``sequences()`` draws ``N_SEQUENCES`` pieces of episodes of at most
+    ``SEQUENCE_LENGTH`` steps, and ``prioritised()`` draws by priority and sets other priorities.
+
     Args:
         size: Transitions that it holds.
         prioritised: Whether ``sample`` is proportional to priorities.
@@ -57,25 +61,6 @@ class Contender:
     packages: ClassVar[tuple[str, ...]] = ()
     returns: ClassVar[str] = "NumPy"
     operations: ClassVar[tuple[str, ...]] = ("sample", "prioritised")
-
-    def __init__(self, size: int, *, prioritised: bool) -> None:
-        raise NotImplementedError
-
-    def extend(self, trajectories: TemporalDictTensor) -> None:
-        """Add every step."""
-        raise NotImplementedError
-
-    def sample(self) -> Any:
-        """``BATCH_SIZE`` transitions drawn uniformly."""
-        raise NotImplementedError
-
-    def sequences(self) -> Any:
-        """``N_SEQUENCES`` pieces of episodes, of at most ``SEQUENCE_LENGTH`` steps."""
-        raise NotImplementedError
-
-    def prioritised(self) -> Any:
-        """``BATCH_SIZE`` transitions drawn by priority, which then get other priorities."""
-        raise NotImplementedError
 
 
 class RlPool(Contender):

@@ -26,7 +26,7 @@ from rlpool.batch.commands import (
     Update,
     Window,
 )
-from rlpool.batch.plans import AnnounceSeeds, EpisodePlan, WindowPlan
+from rlpool.batch.plans import AnnounceSeeds, EpisodePlan, Site, WindowPlan
 from rlpool.envs.gym_env import how_to_make_one, is_environment
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import EnvError, RlpoolError, Where, WorkerError, WorkerStartupError
@@ -98,9 +98,7 @@ class Collector:
     ) -> None:
         self._place = place
         self._link = link
-        self._lock = lock
         self._control = control
-        self._announce_seeds = announce_seeds
         self._setup = Setup(None)
         self._inbox: deque[tuple[Message, Memory | None]] = deque()
         self._blocks: dict[int, Block] = {}
@@ -111,6 +109,9 @@ class Collector:
         self._window_infos: Infos | None = None
         self._failed_update: WorkerError | None = None
         self._recycling = Recycling(place.policy)
+        self._site = Site(
+            place, lock, control, self._recycling, link.send, self._receive_credit, announce_seeds
+        )
 
     @property
     def env(self) -> VecEnv | None:
@@ -273,42 +274,22 @@ class Collector:
 
     def _carry_out(self, message: Execute | Window, memory: Memory | None) -> None:
         env, rollout = self._parts
-        infos, resumed = _infos(message.payload, memory)
+        infos, tapes = _infos(message.payload, memory)
+        block = self._blocks[message.block]
         if isinstance(message, Execute):
-            plan = self._episodes(message, infos)
+            plan = EpisodePlan(message, block, infos, self._site)
             if self._place.n_workers == 1:
                 plan.announce_to(env)
             rollout.run(plan)
             return
-        window = self._window(message, infos)
-        if resumed:
-            rollout.resume(window, resumed)
-        rollout.run(window)
-
-    def _episodes(self, message: Execute, infos: Infos | None) -> EpisodePlan:
-        return EpisodePlan(
-            message,
-            self._place,
-            self._blocks[message.block],
-            infos,
-            self._lock,
-            self._link.send,
-            self._receive_credit,
-            self._announce_seeds,
-            self._recycling,
-            self._control.done,
-        )
-
-    def _window(self, message: Window, infos: Infos | None) -> WindowPlan:
-        _, rollout = self._parts
         if message.is_first or self._lane_seeds is None:
             rollout.abandon()
             self._lane_seeds = LaneSeeds(self._place.root, message.n_resets, message.n_restarts)
             self._window_infos = infos
-        block, seeds = self._blocks[message.block], self._lane_seeds
-        return WindowPlan(
-            message, self._place.worker, block, seeds, self._window_infos, self._recycling
-        )
+        window = WindowPlan(message, block, self._window_infos, self._site, self._lane_seeds)
+        if tapes:
+            rollout.resume(window, tapes)
+        rollout.run(window)
 
     def _receive_credit(self, number: int, blocking: bool) -> list[int] | None:
         """Slots that came back; other messages are kept for later."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,13 +13,36 @@ from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.loop.plan import Episode
 from rlpool.seeding import LaneSeeds, NoiseStarts, episode_seeds, noise_keys
 from rlpool.slots.blocks import Block
-from rlpool.workers.child import Place
+from rlpool.workers.child import Control, Place
 from rlpool.workers.recycling import Recycling
 
 Send = Callable[[object], None]
 AnnounceSeeds = Callable[[Sequence[int]], None]
 ReceiveCredit = Callable[[int, bool], list[int] | None]
 """``(number, blocking)`` to slots that came back: ``None`` if no message was there."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a worker's requests run.
+
+    Attributes:
+        place: Which worker it is.
+        lock: Guards the claims.
+        control: Its shared numbers.
+        recycling: Says when it should begin no further episode.
+        send: Sends a message to the caller.
+        receive_credit: Takes emptied slots.
+        announce_seeds: Is told which seeds environments will be reset with.
+    """
+
+    place: Place
+    lock: ClaimLock
+    control: Control
+    recycling: Recycling
+    send: Send
+    receive_credit: ReceiveCredit
+    announce_seeds: AnnounceSeeds
 
 
 class _Rows:
@@ -45,38 +69,20 @@ class EpisodePlan:
 
     Args:
         message: The request.
-        place: Which worker this is.
         block: The request's block.
         infos: Infos of the request.
-        lock: Guards the claims.
-        send: Sends a message to the caller.
-        receive_credit: Takes emptied slots.
-        announce_seeds: Is told which seeds the environments will be reset with.
-        recycling: Says when this worker should begin no further episode.
-        done: One element that counts finished episodes.
+        site: Where it runs.
     """
 
-    def __init__(
-        self,
-        message: Execute,
-        place: Place,
-        block: Block,
-        infos: Infos | None,
-        lock: ClaimLock,
-        send: Send,
-        receive_credit: ReceiveCredit,
-        announce_seeds: AnnounceSeeds,
-        recycling: Recycling,
-        done: MutableSequence[int] | memoryview,
-    ) -> None:
-        root, self.worker = place.root, place.worker
+    def __init__(self, message: Execute, block: Block, infos: Infos | None, site: Site) -> None:
+        root, self.worker = site.place.root, site.place.worker
         self.layout = block.layout
         self.arrays = block.arrays
         self._infos = _Rows(infos)
         self.agent_info = self._infos.agent_info
         self._message = message
         self._seeds = episode_seeds(root, message.first, message.n_episodes)
-        announce_seeds(self._seeds)
+        site.announce_seeds(self._seeds)
         n_noise = self.layout.step.n_noise
         self._noise: NoiseStarts | None = None
         if n_noise:
@@ -88,15 +94,12 @@ class EpisodePlan:
         self._cancelled = self.arrays.control["cancelled"].data
         self._whole = self.arrays.control["whole"].data
         self._claims = Claims(self.arrays.control, message.n_episodes)
-        self._lock = lock
+        self._site = site
         self._claimed: list[list[int]] = [[] for _ in range(self._n_lanes)]  # the next one last
         for number in sorted(message.again, reverse=True):
             self._claimed[number % self._n_lanes].append(number)
         self._exhausted: set[int] = set()
-        self._recycling = recycling
-        self._done = done
-        self._send = send
-        self._receive_credit = receive_credit
+        self._recycling = site.recycling
         self._chunks: list[tuple[int, int, int, bool]] = []
         self._refused = False
 
@@ -127,9 +130,9 @@ class EpisodePlan:
 
     def _claim(self, lane: int) -> bool:
         """Claim episodes of the lane's row; False if there are none left."""
-        self._lock.acquire()
+        self._site.lock.acquire()
         claimed = self._claims.make(self.worker, lane)
-        self._lock.release()
+        self._site.lock.release()
         self._claimed[lane] = list(reversed(claimed))
         if not self._claimed[lane]:
             self._exhausted.add(lane)
@@ -148,7 +151,7 @@ class EpisodePlan:
 
     def chunk_done(self, episode: int, slot: int, chunk: int, is_last: bool) -> None:
         """Note a complete slot; one that is its row's whole episode stays where it is."""
-        self._done[0] += is_last
+        self._site.control.done[0] += is_last
         if self._message.in_place and is_last and chunk == 0:
             self._whole[episode] = 1  # the last of all that is written about it
         else:
@@ -157,7 +160,7 @@ class EpisodePlan:
     def flush(self) -> None:
         """Report the slots that wait to be emptied."""
         if self._chunks:
-            self._send(ChunksDone(self._message.number, self._chunks))
+            self._site.send(ChunksDone(self._message.number, self._chunks))
             self._chunks = []
             # Read what came back, needed or not: a pipe that fills up would stop both sides.
             self._take_credit(blocking=False)
@@ -178,7 +181,7 @@ class EpisodePlan:
         return bool(self._cancelled[0])
 
     def _take_credit(self, blocking: bool) -> bool:
-        slots = self._receive_credit(self._message.number, blocking)
+        slots = self._site.receive_credit(self._message.number, blocking)
         if slots is None:
             return False
         self._free.extend(slots)
@@ -191,32 +194,25 @@ class WindowPlan:
 
     Args:
         message: The window.
-        worker: This worker's number.
         block: The window's block.
-        seeds: Seeds of the lanes since their reset.
         infos: Infos of all lanes of all workers, from the reset.
-        recycling: Counts the episodes of this worker.
+        site: Where it runs.
+        seeds: Seeds of the lanes since their reset.
     """
 
     def __init__(
-        self,
-        message: Window,
-        worker: int,
-        block: Block,
-        seeds: LaneSeeds,
-        infos: Infos | None,
-        recycling: Recycling,
+        self, message: Window, block: Block, infos: Infos | None, site: Site, seeds: LaneSeeds
     ) -> None:
-        self.worker = worker
+        self.worker = site.place.worker
         self.layout = block.layout
         self.arrays = block.arrays
         self._infos = _Rows(infos)
         self.agent_info = self._infos.agent_info
         self._seeds = seeds
-        self._recycling = recycling
+        self._recycling = site.recycling
         self._slots = dict(message.slots)
         self._starts = message.is_first
-        self._first_lane = worker * self.layout.step.n_lanes
+        self._first_lane = self.worker * self.layout.step.n_lanes
         self._cancelled = self.arrays.control["cancelled"].data
 
     def next_episode(self, lane: int) -> Episode | None:

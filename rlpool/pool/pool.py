@@ -2,57 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import operator
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from rlpool.arguments import names_arguments
 from rlpool.batch.batcher_base import check_count
+from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.named_tensors import listed_keys
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError, UsageError
-from rlpool.memory.storage import Array
-from rlpool.pool.checkpoint import from_tensors, read_file, state_of, to_tensors, write_file
-from rlpool.pool.collection import EpisodeRunner
-from rlpool.pool.intake import intake_of, specs_of
-from rlpool.pool.pool_reader import PoolReader
-from rlpool.pool.priorities import checked_indexes, checked_powers, checked_priorities
-from rlpool.pool.reader import check_number
-from rlpool.pool.ring import WindowRules
-from rlpool.pool.transition import (
+from rlpool.errors import RlpoolError, SpecError, UsageError
+from rlpool.machine.limits import check_size
+from rlpool.memory.storage import Array, allocate, carved_bytes
+from rlpool.pool import checkpoint
+from rlpool.pool.ingest import (
     ACTION_KEY,
     DONE_KEY,
     REWARD_KEY,
-    specs_of_arrays,
-    trajectory_of,
+    Incoming,
+    chosen,
+    specs_of,
     transition_of,
 )
-from rlpool.pool.writer import TransitionWriter
+from rlpool.pool.runner import EpisodeRunner
+from rlpool.pool.sampling import RESULT_KEYS, Sampler, check_number
+from rlpool.pool.shared import PoolReader
+from rlpool.pool.store import Schema, Store, WindowRules
 from rlpool.seeding import root_from
 from rlpool.slots.blocks import successor_key
-from rlpool.specs import DEFAULT_OBSERVATION_KEY
+from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
-from rlpool.workers.stack_dumps import DumpsStacks
 
-_FIVE_KEYS = (
-    DEFAULT_OBSERVATION_KEY,
-    ACTION_KEY,
-    successor_key(DEFAULT_OBSERVATION_KEY),
-    REWARD_KEY,
-    DONE_KEY,
-)
+_SAMPLING, _ROUTING = 1, 2  # what a generator's seed is for
+_MOST_POWER = 1e290  # of a priority: a great many of them can be added up
+_NEXT_KEY = successor_key(DEFAULT_OBSERVATION_KEY)
+_FIVE_KEYS = (DEFAULT_OBSERVATION_KEY, ACTION_KEY, _NEXT_KEY, REWARD_KEY, DONE_KEY)
 
 
-_MOST_TRANSITIONS = 2**48
-"""More than any memory or disk has room for."""
-
-
-class Pool(TransitionWriter, DumpsStacks):
+class Pool(Sampler):
     """A bounded store of transitions: the most recent ones, to be sampled for learning.
 
-    Filled in three ways, which may be mixed as long as transitions have the same keys:
+    It is filled in three ways, which may be mixed as long as transitions have the same keys:
     ``extend(trajectories)`` takes what a batcher returned, ``store()`` runs an episode in each of
     its own environments, and ``pool(s, a, next_s, r, done)`` adds a single transition. Rewards are
     stored in float32, whichever way they come in.
@@ -79,9 +77,9 @@ class Pool(TransitionWriter, DumpsStacks):
         random: Whether a transition of ``store()`` goes to a sub-pool at random, with probability
             proportional to 1 / (its length + 1); otherwise to that of its process. Where
             transitions of several processes mix, none is known to follow another: each keeps its
-            next state, sequences and n-step returns end with it.
-        policy: For ``store()`` with Gymnasium environments: called in the workers with a state for
-            an action. By default the action space is sampled.
+            next state, and sequences and n-step returns end with it.
+        policy: For ``store()`` with Gymnasium environments: a function from state to action, called
+            in the workers. By default the action space is sampled.
         seed: Root of the randomness of sampling, of distributing and of ``store()``; ``None`` draws
             one.
         keys: Keys of trajectories to store, by default all.
@@ -128,40 +126,47 @@ class Pool(TransitionWriter, DumpsStacks):
         if processes is None:
             processes = max(1, len(env)) if isinstance(env, Sequence) else 1
         check_count("processes", processes, 1)
-        if pool_size is None:
-            raise SpecError("pool_size is missing", fix="say how many transitions to hold")
         check_count("pool_size", pool_size, processes)
-        if pool_size > _MOST_TRANSITIONS:
-            raise SpecError(f"pool_size should be at most {_MOST_TRANSITIONS}, got {pool_size}")
         if not isinstance(random, bool | np.bool_):
             raise SpecError(f"random is {random!r}", fix="pass True or False")
-        rules = WindowRules.checked(window_size, clearing_freq, window_size_)
+        self._rules = WindowRules(window_size, clearing_freq, window_size_)
+        for name, value in {**vars(self._rules), "seed": seed}.items():
+            if value is not None:
+                check_count(name, value, name != "seed")
+        if (clearing_freq is None) != (window_size_ is None):
+            raise SpecError(
+                f"clearing_freq is {clearing_freq!r} and window_size_ is {window_size_!r}",
+                fix="give both, or neither",
+            )
         if priority_exponent is not None:
             check_number("priority_exponent", priority_exponent, np.inf)
-        if seed is not None:
-            check_count("seed", seed, 0)
-            seed = int(seed)
+        seed = None if seed is None else int(seed)
         if keys is not None:
-            keys = listed_keys(keys)
+            keys = list(dict.fromkeys(listed_keys(keys)))
             if not keys:
                 raise SpecError("keys are empty", fix="leave keys out to store all")
-        FailurePolicy(start_method=start_method)  # checked, whether or not it is used
+        allocate(storage, 1, directory=directory)  # these three are checked, used or not
+        FailurePolicy(start_method=start_method)
+        root = root_from(seed)
+        super().__init__(None, int(processes), [_SAMPLING, root])
+        self._arguments: dict[str, Any] = {
+            "pool_size": operator.index(pool_size or 0),
+            "processes": int(processes),
+            **{name: value and int(value) for name, value in vars(self._rules).items()},
+            "window_size_": int(window_size_ or 0),  # as files have it
+            "random": bool(random),
+            "priority_exponent": None if priority_exponent is None else float(priority_exponent),
+            "keys": keys,
+        }
+        self._storage, self._directory = storage, directory
+        self._router = np.random.Generator(np.random.PCG64([_ROUTING, root]))
+        # Sub-pool to its ``next`` when its newest transition was one that may be continued.
+        self._open: dict[int, int] = {}
+        self._fed = [False] * int(processes)  # processes whose first transition was stored
+        self._max_priority = 1.0
         self._runner = None
         if env is not None:
-            self._runner = EpisodeRunner(
-                env, processes, seed, policy, timeout=timeout, start_method=start_method
-            )
-        super().__init__(
-            int(pool_size),
-            int(processes),
-            rules,
-            random=bool(random),
-            root=root_from(seed),
-            keys=keys,
-            storage=storage,
-            directory=directory,
-            alpha=priority_exponent,
-        )
+            self._runner = EpisodeRunner(env, processes, seed, policy, timeout, start_method)
 
     # Adding ----------------------------------------------------------------------------------
 
@@ -169,8 +174,8 @@ class Pool(TransitionWriter, DumpsStacks):
         """Add every step of some trajectories, in row-then-time order.
 
         Values after a step that follow from the next step, such as ``_frame``, are not stored
-        twice. Nothing refers to the trajectories afterwards. Their ``info`` is not stored, nor are
-        keys that the transitions before did not have.
+        twice. The pool keeps no reference to the trajectories. Their ``info`` is not stored, nor
+        are keys that earlier transitions did not have.
 
         Args:
             trajectories: ``[B, T, ...]`` with the keys of the pool, on any device.
@@ -189,17 +194,17 @@ class Pool(TransitionWriter, DumpsStacks):
         index = self._checked_index(index)
         if not trajectories.n_elems() or not int(trajectories.lengths.sum()):
             return
-        with self._first_decides():
-            schema = self._admit(specs_of(trajectories, self._known_keys()), "the trajectories")
-            intake = intake_of(trajectories, schema)
-            if index is not None or len(self._rings) == 1:
-                self._add(index or 0, intake)
+        with self._store_of(
+            specs_of(trajectories, self._known_keys()), "the trajectories"
+        ) as store:
+            incoming = Incoming.of_trajectories(trajectories, store.schema)
+            if index is not None or self._n_sub_pools == 1:
+                store.add(index or 0, incoming, self._max_priority)
                 return
             sizes = trajectories.lengths.cpu().numpy()
             sizes = sizes[sizes > 0]
-            of_ring = np.repeat(self._routes(sizes.tolist()), sizes)
-            for ring in np.unique(of_ring).tolist():
-                self._add(ring, intake.part(np.flatnonzero(of_ring == ring)))
+            routes = store.routes(sizes.tolist(), self._router.random(len(sizes)).tolist())
+            self._distribute(store, incoming, np.repeat(routes, sizes))
 
     def pool(
         self,
@@ -214,8 +219,8 @@ class Pool(TransitionWriter, DumpsStacks):
     ) -> None:
         """Add a single transition; calling the pool does the same.
 
-        Transitions that are added one after the other and follow from each other are known to be
-        of one episode, and ``next_s`` is then not stored.
+        A transition that starts where the one before it in its sub-pool ended continues that one's
+        episode, and the state between them is stored once.
 
         Args:
             s: The state ``[*S]``, an array, tensor or number; copied.
@@ -233,12 +238,22 @@ class Pool(TransitionWriter, DumpsStacks):
         index = self._checked_index(index)
         values = transition_of(s, a, next_s, r, done, done if terminated is None else terminated)
         # In a sub-pool that was drawn, the one before is of the same episode by chance at best.
-        may_go_on = index is not None or not self._random or len(self._rings) == 1
-        with self._first_decides():
-            schema = self._admit(specs_of_arrays(values, self._known_keys()), "the transition")
+        is_random = self._arguments["random"] and self._n_sub_pools > 1
+        may_be_continued = (index is not None or not is_random) and not values[DONE_KEY]
+        keys = chosen(values, self._known_keys(), "the transition")
+        specs = {key: TensorSpec(values[key].shape, values[key].dtype) for key in keys}
+        with self._store_of(specs, "the transition") as store:
+            incoming = Incoming.of_one(values, store.schema)
             if index is None:
-                index = self._route() if self._random else int(np.argmin(self.lengths))
-            self._add_one(index, values, schema, may_go_on=may_go_on)
+                index = self.lengths.index(min(self.lengths))
+                if is_random:
+                    (index,) = store.routes([1], [self._router.random()])
+            sub_pool = store.sub_pools[index]
+            is_open = len(sub_pool) and self._open.get(index) == sub_pool.next
+            joined = bool(is_open) and _follows(store, index, values)
+            store.add(index, incoming, self._max_priority, joined=joined)
+            if may_be_continued:
+                self._open[index] = sub_pool.next
 
     __call__ = pool
 
@@ -259,16 +274,33 @@ class Pool(TransitionWriter, DumpsStacks):
                 dies or hangs; likewise.
         """
         episodes = self._open_runner().run()
-        trajectories = [trajectory_of(episode) for episode in episodes]
-        if not self._random or len(self._rings) == 1:
-            for number, trajectory in enumerate(trajectories):
-                self.extend(trajectory, number)
+        if not self._arguments["random"] or self._n_sub_pools == 1:
+            for process, steps in enumerate(episodes):
+                self.extend(_one_row(steps), process)
             return
-        with self._first_decides():
-            self._scatter(trajectories)
+        lengths = np.array([steps.n_elems() for steps in episodes])
+        processes = np.repeat(np.arange(len(lengths)), lengths)
+        times = np.arange(len(processes)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        order = np.lexsort((processes, times))  # in which they came to be
+        draws = [
+            self._router.random() if time or self._fed[process] else process
+            for process, time in zip(processes[order].tolist(), times[order].tolist(), strict=True)
+        ]
+        every = _one_row(DictTensor.cat(episodes))
+        with self._store_of(specs_of(every, self._known_keys()), "the episodes") as store:
+            incoming = Incoming.of_trajectories(every, store.schema)
+            incoming.is_last[:] = True  # whatever follows it in its sub-pool does not continue it
+            routes = np.array(store.routes([1] * len(draws), draws))
+            self._distribute(store, incoming.part(order), routes)
+            self._fed = [True] * self._n_sub_pools
+
+    def clear(self) -> None:
+        """Drop all transitions; their keys stay fixed."""
+        if self._store is not None:
+            self._store.clear()
 
     def update_priorities(self, index: Any, priorities: Any) -> None:
-        """Set the priorities of transitions, usually their absolute errors and a bit.
+        """Set the priorities of transitions, usually their absolute errors plus a small constant.
 
         New transitions have the largest priority so far, so that each is soon seen.
 
@@ -280,44 +312,97 @@ class Pool(TransitionWriter, DumpsStacks):
             UsageError: If the pool samples uniformly.
             SpecError: For other shapes or values.
         """
-        if self._alpha is None:
+        alpha = self._arguments["priority_exponent"]
+        if alpha is None:
             raise UsageError(
                 "the pool samples uniformly and has no priorities",
                 fix="make it with priority_exponent=0.6, for instance",
             )
-        index, priorities = checked_indexes(index), checked_priorities(priorities)
-        if index.shape != priorities.shape:
-            raise SpecError(
-                f"index has shape {list(index.shape)}, priorities have {list(priorities.shape)}"
-            )
-        powers = checked_powers(priorities, self._alpha)
-        self._sync.refuse_others()
-        if self._tree is None or not index.size:
+        given, powers = _checked_priorities(index, priorities, alpha)
+        store = self._store
+        if store is None or store.tree is None or not given.size:
             return
-        numbers, rings = np.divmod(index, len(self._rings))
-        oldest, after = self._sync.numbers[rings].T
-        is_held = (oldest <= numbers) & (numbers < after)
-        numbers, rings = numbers[is_held], rings[is_held]
-        powers = powers[is_held]
-        self._tree.set(self._offsets[rings] + numbers % self._capacities[rings], powers)
-        self._max_priority = max(self._max_priority, float(powers.max(initial=0.0)))
+        numbers, sub_pools = np.divmod(given, self._n_sub_pools)
+        with store.changing():
+            oldest, after = store.numbers[sub_pools].T
+            is_held = (oldest <= numbers) & (numbers < after)
+            rows = store.rows_of(sub_pools[is_held], numbers[is_held])
+            store.tree.set(rows, powers[is_held])
+        self._max_priority = max(self._max_priority, float(powers[is_held].max(initial=0.0)))
+
+    # How it is added -------------------------------------------------------------------------
+
+    def _checked_index(self, index: Any) -> int | None:
+        if index is None:
+            return None
+        check_count("index", index, 0)
+        if index >= self._n_sub_pools:
+            raise SpecError(
+                f"index should be the number of a sub-pool, got {index!r}",
+                fix=f"there are {self._n_sub_pools} (processes), counted from 0",
+            )
+        return operator.index(index)
+
+    def _known_keys(self) -> Sequence[str] | None:
+        keys: list[str] | None = self._arguments["keys"]
+        return keys if self._store is None else list(self.specs)
+
+    @contextmanager
+    def _store_of(self, specs: Mapping[str, TensorSpec], what: str) -> Iterator[Store]:
+        """The store for transitions; the first ones decide what it holds, unless refused."""
+        store = self._store
+        if store is not None:
+            store.schema.check(specs, what)
+            yield store
+            return
+        taken = [key for key in RESULT_KEYS if key in specs]
+        if taken:
+            raise SpecError(f"{what} have the keys {taken}, which samples use", fix="rename them")
+        store = self._new_store(Schema.of(specs))
+        try:
+            yield store
+        finally:
+            if store.numbers.any():
+                self._store = store
+
+    def _new_store(self, schema: Schema) -> Store:
+        pool_size = self._arguments["pool_size"]
+        sizes = carved_bytes(schema.columns, pool_size)
+
+        def advice(n_free: int) -> str:
+            fits = pool_size * n_free // sum(sizes.values())
+            number = f" ({fits} would fit)" if fits else ""
+            return f'lower pool_size{number}, or use storage="memmap"'
+
+        if self._storage != "memmap":
+            what = f"a pool of {pool_size} transitions"
+            check_size(sizes, advice, what, private=self._storage == "local")
+        n, has_priorities = self._n_sub_pools, self._arguments["priority_exponent"] is not None
+        n_bytes = Store.n_bytes_for(schema, pool_size, n)
+        memory = allocate(self._storage, n_bytes, directory=self._directory)
+        return Store(schema, pool_size, n, memory, self._rules, with_priorities=has_priorities)
+
+    def _distribute(self, store: Store, incoming: Incoming, routes: Array) -> None:
+        for index in np.unique(routes).tolist():
+            part = incoming.part(np.flatnonzero(routes == index))
+            store.add(index, part, self._max_priority)
 
     # What there is ---------------------------------------------------------------------------
 
     def get_pool(self) -> tuple[Array, Array, Array, Array, Array]:
-        """States, actions, next states, rewards and ends of all transitions, in sub-pool order.
+        """States, actions, next states, rewards and done flags of all transitions.
 
         Returns:
-            Copies ``[N, *S]``, ``[N, *A]``, ``[N, *S]``, float32 ``[N]``, ``[N]``, oldest first
-            within each sub-pool; empty arrays before the first transition.
+            Copies ``[N, *S]``, ``[N, *A]``, ``[N, *S]``, float32 ``[N]``, ``[N]``, sub-pool by
+            sub-pool, the oldest of each first; empty arrays before the first transition.
 
         Raises:
             UsageError: If the transitions have no ``frame``, ``action``, ``_frame``, ``_reward``
                 or ``_done``.
         """
         if not len(self):
-            empty = np.zeros(0, np.float32)
-            return empty, empty.copy(), empty.copy(), empty.copy(), np.zeros(0, bool)
+            s, a, next_s, r = (np.zeros(0, np.float32) for _ in range(4))
+            return s, a, next_s, r, np.zeros(0, bool)
         missing = [key for key in _FIVE_KEYS if key not in self.specs]
         if missing:
             raise UsageError(
@@ -331,27 +416,24 @@ class Pool(TransitionWriter, DumpsStacks):
     @property
     def nbytes(self) -> int:
         """Bytes in use: rows that were written so far, bookkeeping and priorities included."""
-        if self._store is None:
-            return 0
-        n_rows = sum(min(ring.next, ring.capacity) for ring in self._rings)
-        tree = 0 if self._tree is None else self._tree.nbytes
-        return self._store.n_bytes(n_rows) + tree
+        return 0 if self._store is None else self._store.nbytes
 
     @property
     def pool_size(self) -> int:
         """Transitions that fit in."""
-        return self._pool_size
+        size: int = self._arguments["pool_size"]
+        return size
 
     # Keeping it ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next samples depend on, what environments remember left out.
+        """Everything that the next samples depend on, except what environments remember.
 
         Returns:
             Tensors and a text, which ``torch.save`` writes and ``torch.load(weights_only=True)``
             reads. The tensors are views: save them, or copy them, before the pool is changed.
         """
-        return to_tensors(*state_of(self, self._more()))
+        return checkpoint.to_tensors(*self._state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Become what another pool was; from here on both give the same samples.
@@ -364,7 +446,7 @@ class Pool(TransitionWriter, DumpsStacks):
                 differ from the saved one's, or the keys that it was restricted to or holds. It
                 is as before then. ``seed`` and ``storage`` may differ.
         """
-        self._resume(from_tensors(self, state))
+        self._restore(checkpoint.from_tensors(state))
 
     def save(self, path: str | Path) -> None:
         """Write the pool to a file, without needing memory for that.
@@ -378,10 +460,10 @@ class Pool(TransitionWriter, DumpsStacks):
         Raises:
             SpecError: If the disk is full or the path cannot be written.
         """
-        write_file(path, *state_of(self, self._more()))
+        checkpoint.write_file(path, *self._state())
 
     def load(self, path: str | Path) -> None:
-        """Become what a saved pool was; from here on this one gives the samples that it would give.
+        """Become what a saved pool was; from here on both give the same samples.
 
         Args:
             path: A file that ``save`` wrote. If this pool is not empty, there has to be room for
@@ -391,22 +473,73 @@ class Pool(TransitionWriter, DumpsStacks):
             SpecError: If the file cannot be read or is damaged, or for the reasons of
                 ``load_state_dict``. This pool is as before then.
         """
-        self._resume(read_file(self, path))
+        with checkpoint.opened_file(path) as saved:
+            self._restore(saved)
 
-    def _more(self) -> dict[str, Any]:
-        return {"runner": None if self._runner is None else self._runner.state_dict()}
+    def _state(self) -> tuple[str, dict[str, Array]]:
+        """A JSON text and arrays by name, which are views."""
+        arrays: dict[str, Array] = {}
+        header: dict[str, Any] = {"n_finals": 0, "schema": None}
+        header["rings"] = [[0, 0]] * self._n_sub_pools
+        if self._store is not None:
+            header, arrays = self._store.state()
+        state = {
+            "format": checkpoint.FORMAT,
+            **self._arguments,
+            **header,
+            "fed": self._fed,
+            "open_rows": {str(i): 0 for i, n in self._open.items() if n == header["rings"][i][1]},
+            "max_priority": self._max_priority,
+            "sampling": self._generator.bit_generator.state,
+            "routing": self._router.bit_generator.state,
+            "runner": None if self._runner is None else self._runner.state_dict(),
+        }
+        return json.dumps(state), arrays
 
-    def _resume(self, state: Mapping[str, Any]) -> None:
-        if self._runner is not None and state["runner"] is not None:
-            self._runner.load_state_dict(state["runner"])
+    def _restore(self, saved: checkpoint.Saved) -> None:
+        expected = dict(self._arguments)
+        if expected["keys"] is None:
+            del expected["keys"]  # it takes what comes
+        header = saved.header(expected)
+        kind = "memmap" if self._storage == "memmap" else "local"
+        make_room = partial(allocate, kind, directory=self._directory)
+        try:
+            schema = checkpoint.schema_of(header)
+            is_open = {int(i): header["rings"][int(i)][1] for i in header["open_rows"]}
+            fed, max_priority = list(header["fed"]), float(header["max_priority"])
+            runner = header["runner"] and {k: int(header["runner"][k]) for k in ("root", "n_runs")}
+            generators = np.random.PCG64(), np.random.PCG64()
+            for bits, name in zip(generators, ("sampling", "routing"), strict=True):
+                bits.state = header[name]
+            if schema is not None:
+                with self._store_of(schema.specs, "the saved pool") as store:
+                    checkpoint.fill(store, header, saved, make_room)
+            elif self._store is not None:
+                checkpoint.fill(self._store, header, saved, make_room)
+        except MemoryError as error:
+            raise SpecError(
+                f"there is not enough memory to load {saved.name}",
+                fix="clear() the pool first: what it holds is kept until everything was read",
+            ) from error
+        except checkpoint.UNREADABLE as error:
+            if isinstance(error, RlpoolError):
+                raise
+            raise saved.damaged("its header makes no sense") from error
+        self._open, self._fed, self._max_priority = is_open, fed, max_priority
+        self._generator, self._router = map(np.random.Generator, generators)
+        if self._runner is not None and runner:
+            self._runner.load_state_dict(runner)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._store is None:
+        store = self._store
+        if store is None or self._storage == "local":
             raise UsageError(
-                "the pool cannot be sent before it has a transition: its keys are not known",
-                fix="add the first transitions, then send it",
+                "the pool cannot be sent before it has a transition, nor with local memory",
+                fix='make it with storage="shared", add the first transitions, then send it',
             )
-        return PoolReader.attached, self._shared_parts()
+        return PoolReader, (store.schema, store.pool_size, self._n_sub_pools, store.memory)
+
+    # Processes -------------------------------------------------------------------------------
 
     def _open_runner(self) -> EpisodeRunner:
         if self._runner is None:
@@ -415,8 +548,16 @@ class Pool(TransitionWriter, DumpsStacks):
             raise UsageError("the pool was closed", fix="make another one, close it later")
         return self._runner
 
-    def _stacks(self) -> str:
-        return self._open_runner().stacks()
+    def dump_stacks(self, file: Any = "stderr") -> str:
+        """Say what each process of ``store()`` is doing, as ``EpisodeBatcher.dump_stacks`` does.
+
+        Args:
+            file: Text file to write to as well, by default ``sys.stderr``; ``None`` for none.
+
+        Returns:
+            The text, empty before the first ``store()``.
+        """
+        return self._open_runner().dump_stacks(sys.stderr if file == "stderr" else file)
 
     def close(self) -> None:
         """End the processes of ``store()``. What is stored stays. May be repeated."""
@@ -431,4 +572,61 @@ class Pool(TransitionWriter, DumpsStacks):
 
     def __repr__(self) -> str:
         keys = ", ".join(f"{key} {spec}" for key, spec in self.specs.items())
-        return f"Pool({len(self)} of {self._pool_size} transitions; {keys or 'nothing yet'})"
+        return f"Pool({len(self)} of {self.pool_size} transitions; {keys or 'nothing yet'})"
+
+
+def _one_row(steps: DictTensor) -> TemporalDictTensor:
+    """Steps as a trajectory, no copy."""
+    return TemporalDictTensor({key: tensor[None] for key, tensor in steps.items()})
+
+
+def _follows(store: Store, index: int, values: Mapping[str, Array]) -> bool:
+    """Whether a transition starts where the newest one of a sub-pool ended."""
+    sub_pool = store.sub_pools[index]
+    specs = store.schema.specs
+    pairs = [key for key in values if key in specs and f"_{key}" in specs]
+    if not len(sub_pool) or not pairs:
+        return False
+    newest = store.rows_of(np.array([index]), np.array([sub_pool.next - 1]))
+    after = store.take_after(newest, newest, [key for key in pairs if key in store.finals])
+    after |= store.take(newest, [f"_{key}" for key in pairs if key not in store.finals])
+    return all(
+        after[f"_{key}"].tobytes() == values[key].astype(after[f"_{key}"].dtype).tobytes()
+        for key in pairs
+    )
+
+
+def _checked_priorities(index: Any, priorities: Any, alpha: float) -> tuple[Array, Array]:
+    """Indexes int64 ``[n]``, and priorities float64 ``[n]`` to the power alpha."""
+    given, values = _vector(index), _vector(priorities)
+    if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
+        raise SpecError(
+            f"index should be int64 [n] as sample() gave it, got {given.dtype}{list(given.shape)}"
+        )
+    is_number = values.dtype.kind in "biuf"
+    if values.ndim != 1 or not is_number or not (np.isfinite(values) & (values >= 0)).all():
+        raise SpecError(
+            "priorities should be finite numbers [n], none of them negative",
+            fix="pass absolute errors, and look for NaN in the loss",
+        )
+    if given.shape != values.shape:
+        raise SpecError(
+            f"index has shape {list(given.shape)}, priorities have {list(values.shape)}"
+        )
+    with np.errstate(over="ignore"):
+        powers: Array = values.astype(np.float64) ** alpha
+    if not (powers <= _MOST_POWER).all():
+        raise SpecError(
+            f"priorities as large as {values.max()} cannot be added up",
+            fix="clip them, or look for a loss that diverges",
+        )
+    return given.astype(np.int64), powers
+
+
+def _vector(value: Any) -> Array:
+    try:
+        if isinstance(value, torch.Tensor):
+            value = (value.double() if value.is_floating_point() else value).numpy(force=True)
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):
+        return np.asarray(None)

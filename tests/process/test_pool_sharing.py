@@ -158,7 +158,7 @@ def test_local_pools_cannot_be_sent() -> None:
 
 
 def test_a_pool_without_transitions_cannot_be_sent() -> None:
-    with pytest.raises(UsageError, match="keys"):
+    with pytest.raises(UsageError, match="before it has a transition"):
         pickle.dumps(Pool(pool_size=10, storage="shared"))
 
 

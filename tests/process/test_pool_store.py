@@ -1,138 +1,438 @@
-"""Pool.store(): an episode per environment, in processes, and which sub-pools it goes to."""
+"""Pool.store(): an episode of each environment, each in a process of its own."""
 
 from __future__ import annotations
 
+import gc
+import os
+import re
+import signal
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
+from process.watching import Script, is_running, worker_pids
 
-from rlpool import EnvError, Pool
+from rlpool import (
+    AgentError,
+    EnvError,
+    EnvSpecError,
+    Pool,
+    SpecError,
+    UsageError,
+    WorkerDiedError,
+    WorkerStartupError,
+    WorkerTimeoutError,
+)
 
-from support.envs import CountingEnv, FailingEnv
+from support.acting_envs import (
+    ActingEnv,
+    DiaryEnv,
+    DuckEnv,
+    FailingEnv,
+    MeetingEnv,
+    NoisyEnv,
+    PidEnv,
+    Unloadable,
+    UnstableEnv,
+    WrappingEnv,
+    actions,
+    states,
+)
 
+pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(200)]
 
-class OwnActions:
-    """Chooses its own actions, updates its state in place, ends after ten steps."""
-
-    def __init__(self, number: int, length: int = 10) -> None:
-        self.number, self.length = number, length
-        self.n_episodes = 0
-
-    def reset(self) -> tuple[Any, int]:
-        self.n_episodes += 1
-        self.state = np.zeros(4, np.float32)
-        self.state[:] = [self.number, self.n_episodes, 0, 0]
-        return self.state, 1000
-
-    def step(self, action: int) -> tuple[int, Any, float, bool]:
-        self.state[2] += 1
-        self.state[3] = action
-        t = int(self.state[2])
-        return t, self.state, float(t), t == self.length
+KEYS = ("frame", "action", "_frame", "_reward", "_done")
 
 
 @pytest.fixture
-def pools() -> Iterator[list[Pool]]:
-    """Pools to be closed after the test."""
+def make() -> Iterator[Callable[..., Pool]]:
+    """Makes pools that hold each process's episodes in time order, closed after the test."""
     made: list[Pool] = []
-    yield made
+
+    def make_pool(envs: list[Any], **options: Any) -> Pool:
+        defaults = {"pool_size": 10_000 * len(envs), "random": False, "seed": 0}
+        made.append(Pool(envs, **{**defaults, **options}))
+        return made[-1]
+
+    yield make_pool
     for pool in made:
         pool.close()
 
 
-def make(pools: list[Pool], *arguments: Any, **options: Any) -> Pool:
-    pools.append(Pool(*arguments, **{"seed": 0, **options}))
-    return pools[-1]
+def stored(pool: Pool) -> list[dict[str, Any]]:
+    """What one ``store()`` adds of each environment."""
+    pool.clear()
+    pool.store()
+    every, stops = pool.transitions(), np.cumsum(pool.lengths)
+    return [
+        {key: tensor[stop - n : stop].numpy() for key, tensor in every.items()}
+        for n, stop in zip(pool.lengths, stops, strict=True)
+    ]
 
 
-def test_the_example_of_the_document(pools: list[Pool]) -> None:
-    pool = make(pools, [OwnActions(0), OwnActions(1)], 2, 50)
+def assert_same(episode: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    for key, wanted in zip(KEYS, expected, strict=True):
+        assert episode[key].dtype == wanted.dtype
+        np.testing.assert_array_equal(episode[key], wanted)
+
+
+# What is stored -----------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_document(make: Any) -> None:
+    pool = make([ActingEnv(10, number) for number in range(2)], pool_size=50, random=True)
     assert [array.shape for array in pool.get_pool()] == [(0,)] * 5
     pool.store()
-    s, a, next_s, r, done = pool.get_pool()
-    assert [array.shape for array in (s, a, next_s, r, done)] == [
-        (20, 4),
-        (20,),
-        (20, 4),
-        (20,),
-        (20,),
-    ]
+    assert [a.shape for a in pool.get_pool()] == [(20, 4), (20,), (20, 4), (20,), (20,)]
     assert sum(pool.lengths) == 20
-    assert min(pool.lengths) >= 1
-    # Every step of both episodes is there once, as it was when it was handed out.
-    assert Counter(map(tuple, s[:, :3].tolist())) == Counter(
-        (number, 1, t) for number in (0, 1) for t in range(10)
-    )
-    np.testing.assert_array_equal(next_s[:, 2], s[:, 2] + 1)
-    np.testing.assert_array_equal(a, s[:, 2] + 1)  # the action that step() returned
-    np.testing.assert_array_equal(next_s[:, 3], np.where(s[:, 2] == 0, 1000, s[:, 2]))
-    np.testing.assert_array_equal(r, a)
-    assert r.dtype == np.float32
-    np.testing.assert_array_equal(done, a == 10)
+    assert min(pool.lengths) >= 1  # the first of each process goes into its own sub-pool
+    expected = [ActingEnv.expected(10, 1, number) for number in range(2)]
+    for array, *wanted in zip(pool.get_pool(), *expected, strict=True):
+        assert Counter(map(str, array.tolist())) == Counter(
+            map(str, np.concatenate(wanted).tolist())
+        )
     pool.store()
     assert len(pool) == 40
     assert set(pool.get_pool()[0][:, 1].tolist()) == {1.0, 2.0}
 
 
-def test_without_random_a_sub_pool_holds_its_process_in_time_order(pools: list[Pool]) -> None:
-    envs = [CountingEnv(length, number) for number, length in enumerate((3, 8, 5))]
-    pool = make(pools, envs, 3, 30, random=False, keys=None)
+def test_first_transitions_go_into_the_sub_pool_of_their_process(make: Any) -> None:
+    pool = make([ActingEnv(1, number) for number in range(6)], random=True)
     pool.store()
-    pool.store()
-    assert pool.lengths == [6, 10, 10]
-    s, _, next_s, r, done = pool.get_pool()
-    times = [0, 1, 2] * 2 + [6, 7, *range(8)] + [0, 1, 2, 3, 4] * 2
-    assert s[:, 0].tolist() == times
-    assert s[:, 1].tolist() == [0] * 6 + [1] * 10 + [2] * 10
-    assert next_s[:, 0].tolist() == [time + 1 for time in times]
-    assert r.tolist() == (100 * s[:, 1] + next_s[:, 0]).tolist()
-    assert done.sum() == 6
-    # Episodes are known as such: sequences and n steps stay within them.
-    batch = pool.sample_sequences(26, 8)
-    ends = torch.tensor([3, 8, 5])[batch["frame"][:, 0, 1].long()]
-    assert torch.equal(batch.lengths, ends - batch["frame"][:, 0, 0].long())
+    assert pool.get_pool()[0][:, 3].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_with_random_the_first_sample_of_each_process_goes_into_its_own_sub_pool(
-    pools: list[Pool],
+@pytest.mark.parametrize("lengths", [[5], [1, 300, 40]])
+def test_without_random_a_sub_pool_holds_its_process_in_time_order(
+    lengths: list[int], make: Any
 ) -> None:
-    envs = [CountingEnv(1, number) for number in range(3)]
-    pool = make(pools, envs, 3, 30)
+    envs = [ActingEnv(length, number) for number, length in enumerate(lengths)]
+    pool = make(envs)
+    for n_resets in (1, 2):
+        for number, episode in enumerate(stored(pool)):
+            assert_same(episode, ActingEnv.expected(lengths[number], n_resets, number))
+    assert envs[0].n_resets == 0
+    batch = pool.sample_sequences(sum(lengths), 300)  # episodes are known as such
+    left = torch.tensor(lengths)[batch["frame"][:, 0, 3].long()] - batch["frame"][:, 0, 0].long()
+    assert torch.equal(batch.lengths, left)
+
+
+def test_all_processes_run_at_the_same_time(tmp_path: Path, make: Any) -> None:
+    os.mkfifo(path := str(tmp_path / "meeting"))
+    pool = make([MeetingEnv(path, os.O_RDONLY), MeetingEnv(path, os.O_WRONLY)], timeout=30.0)
+    for _ in range(2):
+        stored(pool)
+        assert pool.lengths == [4, 4]
+
+
+def test_each_environment_keeps_a_process_of_its_own(make: Any) -> None:
+    pool = make([PidEnv(3), PidEnv(4)])
+    assert not worker_pids()  # nothing starts before the first run
+    pids = [[set(episode["action"].tolist()) for episode in stored(pool)] for _ in range(3)]
+    assert pids[0] == pids[1] == pids[2]
+    assert len({os.getpid(), *pids[0][0], *pids[0][1]}) == 3
+
+
+def test_an_environment_is_reset_once_per_episode_and_closed_in_the_end(
+    tmp_path: Path, make: Any
+) -> None:
+    pool = make([DiaryEnv(str(tmp_path / "diary"))])
+    stored(pool)
+    stored(pool)
+    pool.close()
+    words = (tmp_path / "diary").read_text().split()
+    assert words == ["reset", "step", "step", "step"] * 2 + ["close"]
+
+
+def leaning(state: Any) -> int:
+    return int(state[2] + state[3] > 0)
+
+
+def test_gymnasium_environments_with_random_actions_and_with_a_policy(make: Any) -> None:
+    pool = make([gymnasium.make("CartPole-v1") for _ in range(2)])
+    for episode in stored(pool):
+        assert 8 <= len(episode["_reward"]) < 120
+        assert episode["frame"].dtype == np.float32
+        assert set(episode["action"].tolist()) == {0, 1}
+        np.testing.assert_array_equal(episode["frame"][1:], episode["_frame"][:-1])
+        assert episode["_done"].nonzero()[0].tolist() == [len(episode["_done"]) - 1]
+        assert episode["_terminated"][-1]
+    pool = make([gymnasium.make("CartPole-v1", max_episode_steps=150)], policy=leaning)
+    (episode,) = stored(pool)
+    assert len(episode["_reward"]) == 150
+    assert not episode["_terminated"].any()  # truncated
+    assert episode["action"].tolist() == [leaning(state) for state in episode["frame"]]
+
+
+def test_a_policy_that_learns_is_sent_again(make: Any) -> None:
+    model = torch.nn.Linear(2, 1)
+
+    def policy(state: Any) -> float:
+        return model(torch.as_tensor(state, dtype=torch.float32)).item()
+
+    env = DuckEnv()
+    env.action_space = gymnasium.spaces.Box(-100, 100, (), np.float64)
+    pool, pids = make([env], policy=policy), None
+    for bias in (3.0, 5.0, 5.0):
+        with torch.no_grad():
+            model.weight[:] = 0
+            model.bias[:] = bias
+        assert stored(pool)[0]["action"].tolist() == [bias] * 3
+        pids = pids or worker_pids()
+        assert worker_pids() == pids
+
+
+def test_both_protocols_and_several_dtypes_in_one_list(make: Any) -> None:
+    doubles, ints = states(*[np.zeros(4)] * 4), states(*[[k] * 4 for k in range(3)])
+    pool = make([gymnasium.make("CartPole-v1"), doubles, ints])
+    for _ in range(2):
+        episodes = stored(pool)
+        assert [episode["frame"].dtype for episode in episodes] == [np.float64] * 3
+        assert [episode["action"].dtype for episode in episodes] == [np.int64] * 3
+        assert pool.lengths[1:] == [3, 2]
+        assert episodes[2]["_frame"].tolist() == [[1] * 4, [2] * 4]
+        assert np.abs(episodes[0]["frame"][0]).max() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("envs", "words"),
+    [
+        (
+            [states(*[np.zeros(4)] * 3), DuckEnv()],
+            "has state float64[4], action int64[]; environment 1 has state float64[2], action",
+        ),
+        (
+            [actions(0, 0), actions(0, [0, 1])],
+            "action int64[]; environment 1 has state float64[], action int64[2]",
+        ),
+        ([states(*[{"action": 0.0}] * 3)], "keys that are taken: ['action']"),
+    ],
+)
+def test_environments_of_other_shapes_are_refused_with_both(
+    envs: list[Any], words: str, make: Any
+) -> None:
+    with pytest.raises(SpecError, match=re.escape(words)):
+        make(envs).store()
+
+
+# Seeds --------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_stores_the_same_pool_and_every_process_its_own_noise(make: Any) -> None:
+    def data(n: int, **options: Any) -> list[Any]:
+        pool = make([WrappingEnv() for _ in range(n)], **options)
+        return [episode["frame"].tolist() for _ in range(2) for episode in stored(pool)]
+
+    first, fewer, other = data(2), data(1), data(1, seed=4)
+    assert fewer == first[::2]
+    columns = np.array([episode[0] for episode in (*first, *other)]).T
+    assert columns.shape == (8, 6)
+    assert all(len(set(column)) == 6 for column in columns)
+    (pool := make([WrappingEnv() for _ in range(2)], random=True)).store()
+    (same := make([WrappingEnv() for _ in range(2)], random=True)).store()
+    assert pool.lengths == same.lengths
+    assert torch.equal(pool.transitions()["frame"], same.transitions()["frame"])
+
+
+def test_a_resumed_pool_stores_what_the_saved_one_would_have(make: Any, tmp_path: Path) -> None:
+    pool, other = (make([NoisyEnv()], seed=seed) for seed in (1, 2))
     pool.store()
-    assert pool.lengths == [1, 1, 1]
-    assert pool.get_pool()[0][:, 1].tolist() == [0, 1, 2]
-    for _ in range(3):
+    pool.save(tmp_path / "pool")
+    other.load(tmp_path / "pool")
+    for each in (pool, other):
+        each.store()
+    assert torch.equal(pool.transitions()["frame"], other.transitions()["frame"])
+
+
+# Environments that change -------------------------------------------------------------------------
+
+
+def test_environments_that_the_caller_changed_are_sent_again(make: Any) -> None:
+    envs = [ActingEnv(3)]
+    pool = make(envs)
+    for n_resets in (1, 2):
+        assert_same(stored(pool)[0], ActingEnv.expected(3, n_resets))
+    envs[0].length = 6
+    assert_same(stored(pool)[0], ActingEnv.expected(6, n_resets=1))
+    envs[0] = ActingEnv(8)
+    assert_same(stored(pool)[0], ActingEnv.expected(8, n_resets=1))
+    envs.append(ActingEnv())
+    with pytest.raises(SpecError, match="2 environments, processes is 1"):
         pool.store()
-    assert sum(pool.lengths) == 12
 
 
-def test_the_same_seed_stores_the_same_pool(pools: list[Pool]) -> None:
-    def stored() -> Any:
-        envs = [gymnasium.make("CartPole-v1") for _ in range(2)]
-        pool = make(pools, envs, 2, 100, seed=1)
-        pool.store()
-        first_run = pool.lengths
-        pool.store()
-        assert pool.get_pool()[3].dtype == np.float32
-        return first_run, pool.lengths, *pool.get_pool()
-
-    for one, two in zip(stored(), stored(), strict=True):
-        np.testing.assert_array_equal(one, two)
+def test_environments_whose_pickles_vary_are_not_sent_again(make: Any) -> None:
+    pool = make([UnstableEnv(3)])
+    for n_resets in (1, 2):
+        assert_same(stored(pool)[0], ActingEnv.expected(3, n_resets))
 
 
+# Failures -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [0, 3])
 def test_a_failing_environment_raises_and_nothing_that_is_stored_is_lost(
-    pools: list[Pool],
+    step: int, make: Any
 ) -> None:
-    envs = [CountingEnv(3, 0), FailingEnv(KeyError("goal"), fails_at=0, step=2)]
-    pool = make(pools, envs, 2, 30, random=False)
-    pool([7.0, 7.0], 0, [8.0, 8.0], 1.0, True, 0)
-    with pytest.raises(EnvError, match="goal"):
+    pool = make([ActingEnv(40), FailingEnv("raise", step, episode=2)])
+    pool.store()
+    before = pool.transitions()
+    with pytest.raises(EnvError, match="raised KeyError: 'struck'") as caught:
         pool.store()
-    assert pool.get_pool()[0].tolist() == [[7.0, 7.0]]
-    pool(np.zeros(2), 0, np.ones(2), 1.0, True, 1)
-    assert len(pool) == 2
+    where = caught.value.where
+    assert (where.worker, where.step, where.env_info) == (1, max(0, step - 1), None)
+    assert "call reset() and step() of environment 1" in str(caught.value)
+    assert "in strike" in str(caught.value.__cause__)
+    assert torch.equal(pool.transitions()["frame"], before["frame"])
+    assert_same(stored(pool)[1], ActingEnv.expected(5, n_resets=3))
+
+
+def test_a_reset_of_neither_protocol_raises_env_spec_error(make: Any) -> None:
+    env = ActingEnv()
+    env.reset = lambda: np.zeros(4)  # type: ignore[assignment, method-assign, return-value]
+    with pytest.raises(EnvSpecError, match="neither protocol") as caught:
+        make([ActingEnv(), env]).store()
+    assert caught.value.where.worker == 1
+
+
+def test_a_failing_policy_raises_agent_error_and_the_next_one_works(make: Any) -> None:
+    model = {"action": None}
+    pool = make([DuckEnv(), DuckEnv()], policy=lambda state: 3 + (model["action"] or 1 / 0))
+    for _ in range(2):
+        with pytest.raises(AgentError, match=r"^policy raised ZeroDivisionError"):
+            pool.store()
+    model["action"] = 1  # type: ignore[assignment]
+    assert stored(pool)[1]["action"].tolist() == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [("sigkill", WorkerDiedError), ("hang", WorkerTimeoutError)]
+)
+def test_a_process_that_dies_or_hangs_is_told_and_replaced(
+    kind: str, error: type[Exception], make: Any
+) -> None:
+    envs = [ActingEnv(40), FailingEnv(kind)]
+    pool = make(envs, timeout=0.7 if kind == "hang" else 60)
+    with pytest.raises(error, match="worker 1"):
+        pool.store()
+    assert not worker_pids()
+    envs[1] = PidEnv(4)
+    pid = int(stored(pool)[1]["action"][0])
+    if kind == "sigkill":  # between runs, too
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(error, match="SIGKILL"):
+            pool.store()
+        assert int(stored(pool)[1]["action"][0]) != pid
+
+
+def test_an_interrupted_run_can_be_followed_by_another(make: Any) -> None:
+    class Alarm(Exception):
+        pass
+
+    def ring(number: int, frame: Any) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        pool = make([ActingEnv(3), FailingEnv("go_on", episode=2)])
+        pool.store()
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(Alarm):
+            pool.store()
+        assert_same(stored(pool)[1], ActingEnv.expected(5, n_resets=3))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Lamp:
+    def __init__(self) -> None:
+        self.wire = threading.Lock()
+
+
+def test_what_cannot_be_pickled_or_loaded_is_named(make: Any) -> None:
+    env, lock = ActingEnv(3), threading.Lock()
+    pool = make([ActingEnv(3), env])
+    pool.store()
+    env.lamp = Lamp()  # type: ignore[attr-defined]
+    named = r"environment 1 cannot be pickled: env\[1\].lamp.wire is a _thread.lock"
+    for store in (pool.store, lambda: make([ActingEnv(), env])):
+        with pytest.raises(WorkerStartupError, match=named):
+            store()
+    del env.lamp  # type: ignore[attr-defined]
+    assert_same(stored(pool)[1], ActingEnv.expected(3, n_resets=2))
+    with pytest.raises(WorkerStartupError, match=r"policy cannot be pickled: policy.<closure"):
+        make([DuckEnv()], policy=lambda state: lock)
+    with pytest.raises(WorkerStartupError, match=r"loading environment 1 .*simulator") as caught:
+        make([ActingEnv(), Unloadable()]).store()
+    assert caught.value.where.worker == 1
+
+
+# Life ---------------------------------------------------------------------------------------------
+
+
+def test_processes_end_with_close_and_with_the_pool(make: Any) -> None:
+    pool = make([ActingEnv(3)])
+    pool.store()
+    assert "worker 0" in pool.dump_stacks(None)
+    pool.close()
+    pool.close()
+    assert not worker_pids()
+    assert len(pool) == 3
+    with pytest.raises(UsageError, match="closed"):
+        pool.store()
+    dropped = Pool([ActingEnv(3)], pool_size=5)
+    dropped.store()
+    pids = worker_pids()
+    gc.disable()
+    try:
+        del dropped
+        assert not any(map(is_running, pids))
+    finally:
+        gc.enable()
+
+
+SCRIPT = """
+import numpy as np
+from rlpool import Pool
+
+SCALE = 2.0
+
+class Env:
+    def __init__(self, length, next_action):
+        self.length, self.next_action = length, next_action
+
+    def reset(self):
+        self.t = 0
+        return np.zeros(2), 1
+
+    def step(self, action):
+        self.t += 1
+        return self.next_action(action), np.full(2, SCALE * self.t), 1, self.t == 3
+
+def main():
+    step = 4
+    pool = Pool([Env(3, lambda action: action + step) for _ in range(2)], 2, 10, random=False)
+    pool.store()
+    assert pool.get_pool()[1].tolist() == [5, 9, 13] * 2
+    assert pool.get_pool()[2][:, 1].tolist() == [2.0, 4.0, 6.0] * 2
+    print("done")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("mode", ["file", "stdin", "command"])
+def test_environments_of_a_script_with_lambdas(
+    run_script: Callable[..., Script], mode: str
+) -> None:
+    script = run_script(SCRIPT, mode=mode)
+    script.finish()
+    assert (script.returncode, script.stdout, script.stderr) == (0, "done\n", "")

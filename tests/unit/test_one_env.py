@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -16,10 +16,9 @@ from gymnasium import spaces
 from gymnasium.utils import seeding
 from gymnasium.wrappers import TimeLimit
 
-from rlpool import AgentError, AgentSpecError, Batcher, EnvError, EnvSpecError
+from rlpool import AgentError, AgentSpecError, Batcher, DictTensor, EnvError, EnvSpecError
 from rlpool.envs.one_env import OneEnv
-from rlpool.pool.acting import ActionChooser
-from rlpool.pool.transitions import EpisodeParts, Transitions
+from rlpool.pool.runner import ActionChooser
 
 from support.acting_envs import (
     ActingEnv,
@@ -34,6 +33,18 @@ from support.acting_envs import (
     states,
 )
 from support.envs import AncestorCountingEnv, CountingEnv, SpaceEnv
+
+
+class Transitions(NamedTuple):
+    """An episode as arrays, or as dicts of arrays by the names of their parts."""
+
+    state: Any
+    action: Any
+    next_state: Any
+    reward: Any
+    done: Any
+    truncated: Any
+
 
 EpisodeOf = Callable[[], Transitions]
 
@@ -54,13 +65,20 @@ def episodes_of(
 
     def run() -> Transitions:
         batcher.reset()
-        parts = EpisodeParts()
+        windows = []
         while not batcher.all_stopped:
             batcher.execute()
             window = batcher.get()
             assert window is not None
-            parts.add(window, 0, is_last=bool(window["_done"].any()))
-        return parts.joined()
+            windows.append(window.flatten())
+        steps = DictTensor.cat(windows)
+
+        def part(name: str) -> Any:
+            found = {k: t.numpy() for k, t in steps.items() if k.partition("/")[0] == name}
+            return found.get(name, {k.removeprefix(f"{name}/"): a for k, a in found.items()})
+
+        names = ("state", "_last_action", "_state", "_reward", "_done", "_truncated")
+        return Transitions(*map(part, names))
 
     with batcher:
         yield run

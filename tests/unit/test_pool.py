@@ -1,8 +1,9 @@
-"""Pool: what users call, what it holds afterwards, and what it refuses."""
+"""What a pool holds after whatever was added, and what it refuses."""
 
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
+from torch import Tensor
 
-from rlpool import DictTensor, Pool, SpecError, TemporalDictTensor, UsageError
+from rlpool import (
+    Batcher,
+    DictTensor,
+    EpisodeBatcher,
+    GymEnv,
+    GymEnvInf,
+    Pool,
+    SpecError,
+    TemporalDictTensor,
+    UsageError,
+)
+from rlpool.slots.trajectories import DerivedTensors, Successor
 
-SINGLE_KEYS = ["frame", "action", "_frame", "_reward", "_done", "_terminated"]
+from support.agents import FunctionAgent
+from support.envs import COUNTING_SPACE, CountingEnv
 
 
 def filled(n: int = 6, pool_size: int = 10, **options: Any) -> Pool:
@@ -24,7 +39,7 @@ def filled(n: int = 6, pool_size: int = 10, **options: Any) -> Pool:
     return pool
 
 
-# Single transitions --------------------------------------------------------------------------
+# Single transitions -----------------------------------------------------------------------------
 
 
 def test_transitions_that_are_added_to_a_chosen_sub_pool_are_joined_to_an_episode() -> None:
@@ -38,19 +53,6 @@ def test_transitions_that_are_added_to_a_chosen_sub_pool_are_joined_to_an_episod
     assert pool._store.n_finals <= 4
 
 
-def test_keys_are_also_chosen_from_single_transitions() -> None:
-    pool = filled(keys=["frame", "_frame", "_done"])
-    assert list(pool.specs) == ["frame", "_done", "_frame"]
-    assert pool.transitions()["_frame"][:, 0].tolist() == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_single_transition_without_a_key_that_is_stored_is_refused() -> None:
-    pool = Pool(pool_size=5, keys=["frame", "hidden"])
-    with pytest.raises(SpecError, match="hidden"):
-        pool([0.0], 0, [1.0], 0.0, False)
-    assert len(pool) == 0
-
-
 def test_a_transition_that_is_cleared_together_with_the_one_that_follows_is_given_back_once() -> (
     None
 ):
@@ -62,14 +64,6 @@ def test_a_transition_that_is_cleared_together_with_the_one_that_follows_is_give
     pool(frames[3], 0, frames[4], 0.0, False, 0)
     pool(frames[5], 0, frames[6], 0.0, False, 1)
     np.testing.assert_array_equal(pool.transitions()["_frame"], frames[[4, 6]])
-
-
-def test_a_reward_of_one_may_be_followed_by_one_of_a_half() -> None:
-    pool = Pool(pool_size=5)
-    for reward in (1, 0.5, np.float64(0.25), torch.tensor(2), np.int8(3), True):
-        pool([0.0], 0, [1.0], reward, False)
-    assert pool.get_pool()[3].tolist() == [0.5, 0.25, 2.0, 3.0, 1.0]
-    assert pool.specs["_reward"].dtype == np.float32
 
 
 def test_pool_is_a_method_that_does_what_calling_the_pool_does() -> None:
@@ -88,15 +82,9 @@ def test_pool_is_a_method_that_does_what_calling_the_pool_does() -> None:
     [
         1,
         0.1,
-        True,
-        np.float64(0.1),
-        np.float16(0.5),
         np.int64(2**60 + 1),
-        np.uint8(3),
-        np.array(0.1),
         np.array([0.1]),
         torch.tensor(0.1, dtype=torch.float64),
-        torch.tensor(7),
     ],
     ids=repr,
 )
@@ -131,19 +119,6 @@ def test_a_finite_reward_beyond_float32_is_refused(reward: Any) -> None:
     assert len(pool) == 0
 
 
-@pytest.mark.parametrize("reward", [float("inf"), -np.inf, np.float64("nan")])
-def test_a_reward_that_is_not_finite_is_kept_as_it_is(reward: float) -> None:
-    pool = Pool(pool_size=5)
-    pool.pool([0.0], 0, [1.0], reward, False)
-    np.testing.assert_array_equal(pool.get_pool()[3], np.array([reward], np.float32))
-
-
-def test_a_python_float_that_float32_cannot_hold_is_kept_in_float64() -> None:
-    pool = Pool(pool_size=5)
-    pool(1e39, 0, 1e39, 0.0, False)
-    assert pool.get_pool()[0].tolist() == pool.get_pool()[2].tolist() == [1e39]
-
-
 def test_a_next_state_with_fractions_is_not_cut_down_to_an_integer_state() -> None:
     pool = Pool(pool_size=5)
     pool(0, 0, 0.5, 1.0, False)
@@ -154,36 +129,26 @@ def test_a_next_state_with_fractions_is_not_cut_down_to_an_integer_state() -> No
     assert s.dtype == next_s.dtype == np.float64
 
 
-def test_the_dtype_of_the_first_state_is_kept() -> None:
+def test_a_python_float_that_float32_cannot_hold_is_kept_in_float64() -> None:
     pool = Pool(pool_size=5)
-    pool(np.zeros(2, np.float32), 0, np.ones(2), 1.0, False)
-    pool(np.zeros(2), 0, np.ones(2, np.float16), 1.0, False)
-    s, _, next_s, _, _ = pool.get_pool()
-    assert s.dtype == next_s.dtype == np.float32
+    pool(1e39, 0, 1e39, 0.0, False)
+    assert pool.get_pool()[0].tolist() == pool.get_pool()[2].tolist() == [1e39]
 
 
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
-        ((None, 0, [1.0], 0.0, False), "s should"),
-        (("left", 0, [1.0], 0.0, False), "s should"),
         (([[0.0], [1.0, 2.0]], 0, [1.0], 0.0, False), "s should"),
         ((torch.zeros(1, dtype=torch.bfloat16), 0, [1.0], 0.0, False), "s should"),
         (([0.0], 0, [1.0, 2.0], 0.0, False), "next_s has"),
         (([0.0, 0.0], 0, [1.0, 0.0], 0.0, False), "'frame'"),
         (({"x": [0.0]}, 0, {"x": [0.0]}, 0.0, False), "frame"),
-        (([0.0], None, [1.0], 0.0, False), "a should"),
-        (([0.0], [0, 1], [1.0], 0.0, False), "'action'"),
         (([0.0], 0.5, [1.0], 0.0, False), "'action'"),
         (([0.0], 0, [1.0], None, False), "r should"),
         (([0.0], 0, [1.0], [1.0, 2.0], False), "r should"),
         (([0.0], 0, [1.0], 0.0, "yes"), "done should"),
-        (([0.0], 0, [1.0], 0.0, None), "done should"),
         (([0.0], 0, [1.0], 0.0, float("nan")), "done should be True or False"),
-        (([0.0], 0, [1.0], 0.0, np.float32("nan")), "done should be True or False"),
-        (([0.0], 0, [1.0], 0.0, 0.5), "done should be True or False"),
         (([0.0], 0, [1.0], 0.0, 2), "done should be True or False"),
-        (([0.0], 0, [1.0], 0.0, [True, False]), "done should"),
     ],
 )
 def test_a_single_transition_that_does_not_fit_is_refused_and_nothing_is_lost(
@@ -233,43 +198,324 @@ def test_a_value_that_the_stored_dtype_does_not_hold_is_refused(dtype: Any, valu
     assert pool.get_pool()[1].dtype == dtype
 
 
-# What is refused -----------------------------------------------------------------------------
+def test_an_episode_that_is_done_does_not_go_on_even_if_the_states_are_the_same() -> None:
+    pool = Pool(pool_size=10, seed=0)
+    for _ in range(4):
+        pool(np.zeros(3), 0, np.zeros(3), 1.0, True)
+    assert pool.sample_sequences(4, 4).lengths.tolist() == [1] * 4
+
+
+def test_states_and_actions_of_several_parts_are_stored_under_their_names() -> None:
+    pool = Pool(pool_size=5, seed=0)
+    for step in range(3):
+        s, after = ({"eye": [step + k] * 9, "body": {"speed": step + k}} for k in (0, 1))
+        pool(s, {"turn": step, "push": 0.5}, after, 1.0, step == 2)
+    every = pool.transitions()
+    assert set(every.keys()) == {
+        *("eye", "_eye", "body/speed", "_body/speed", "action/turn", "action/push"),
+        *("_reward", "_done", "_terminated"),
+    }
+    assert every["_eye"][:, 0].tolist() == every["_body/speed"].tolist() == [1, 2, 3]
+    assert sorted(pool.sample_sequences(3, 3).lengths.tolist())[-1] <= 3
+    with pytest.raises(UsageError, match=r"transitions\(\)"):
+        pool.get_pool()
+
+
+@pytest.mark.parametrize("key", ["action", "_done", "_x"])
+def test_a_state_with_a_key_that_is_taken_is_refused(key: str) -> None:
+    state = {"x": [0.0], key: [1.0]}
+    with pytest.raises(SpecError, match=f"keys that are taken: .'{key}'"):
+        Pool(pool_size=5)(state, 0, state, 0.0, False)
+
+
+# Windows ----------------------------------------------------------------------------------------
+
+
+def held(n_added: int, pool_size: int, at_once: int = 1, **options: int) -> list[int]:
+    """Numbers of the transitions that a pool holds after so many were added."""
+    pool = Pool(pool_size=pool_size, seed=0, **options)
+    for start in range(0, n_added, at_once):
+        numbers = torch.arange(start, min(n_added, start + at_once))
+        pool.extend(TemporalDictTensor({"number": numbers[None]}))
+    got: list[int] = pool.transitions()["number"].tolist()
+    return got
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 12])
+def test_examples_of_the_document(at_once: int) -> None:
+    assert held(12, 10, at_once) == list(range(2, 12))
+    assert held(12, 10, at_once, window_size=3) == [8, 9, 10, 11]
+    assert held(12, 10, at_once, clearing_freq=5, window_size_=2) == list(range(4, 12))
+
+
+@pytest.mark.parametrize(
+    ("pool_size", "processes", "expected"),
+    [(10, 3, [4, 3, 3]), (11, 3, [4, 4, 3]), (9, 3, [3, 3, 3]), (3, 3, [1, 1, 1]), (7, 1, [7])],
+)
+def test_capacities_add_up_to_the_size_of_the_pool(
+    pool_size: int, processes: int, expected: list[int]
+) -> None:
+    pool = Pool(processes=processes, pool_size=pool_size, seed=0)
+    for index in range(processes):
+        pool.extend(TemporalDictTensor({"number": torch.arange(2 * pool_size)[None]}), index)
+    assert pool.lengths == expected
+
+
+def test_transitions_go_to_sub_pools_in_inverse_proportion_to_their_length_plus_one() -> None:
+    n = 500
+    counts = np.zeros(3)
+    pool = Pool(processes=3, pool_size=30, seed=3)
+    for _ in range(n):
+        pool.clear()
+        for index, length in enumerate((0, 1, 3)):
+            if length:
+                pool.extend(TemporalDictTensor({"number": torch.arange(length)[None]}), index)
+        before = np.array(pool.lengths)
+        pool.extend(TemporalDictTensor({"number": torch.tensor([[9]])}))
+        counts += np.array(pool.lengths) - before
+    expected = np.array([4, 2, 1]) / 7 * n
+    assert ((counts - expected) ** 2 / expected).sum() < 13.8  # 2 degrees of freedom, 0.001
+
+
+# Trajectories -----------------------------------------------------------------------------------
+
+
+def stored(tensors: dict[str, Tensor], lengths: list[int] | None = None) -> Any:
+    """What a pool of its own holds after trajectories were added to it."""
+    trajectories = TemporalDictTensor(tensors, None if lengths is None else torch.tensor(lengths))
+    pool = Pool(pool_size=100, seed=0)
+    pool.extend(trajectories)
+    flat, got = trajectories.flatten(), pool.transitions()
+    assert set(got.keys()) == set(flat.keys())
+    for key, tensor in flat.items():
+        assert got[key].dtype == tensor.dtype
+        assert torch.equal(got[key], tensor), key
+    return pool
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bool,
+        torch.int16,
+        torch.float16,
+        torch.float64,
+    ],
+)
+def test_the_dtype_is_kept(dtype: torch.dtype) -> None:
+    pool = stored({"frame": torch.randint(2, (2, 3, 12)).to(dtype)})
+    assert pool.sample(3)["frame"].dtype == dtype
+    assert pool.sample_sequences(3, 2)["frame"].dtype == dtype
+
+
+def test_steps_are_found_in_arrays_with_steps_between_rows_that_are_no_whole_number() -> None:
+    whole = torch.arange(60.0)
+    stored({"frame": whole.as_strided((3, 4, 2), (11, 2, 1))})
+    stored({"frame": whole.as_strided((3, 4, 2), (2, 2, 1))})  # rows overlap
+
+
+def test_tensors_that_need_gradients_or_are_inferred_are_stored() -> None:
+    with torch.inference_mode():
+        inferred = torch.rand(2, 3, 4)
+    pool = Pool(pool_size=10)
+    pool.extend(TemporalDictTensor({"frame": torch.rand(2, 3, 4).requires_grad_(), "x": inferred}))
+    batch = pool.sample(4)
+    assert not batch["frame"].requires_grad
+    assert not batch["x"].is_inference()
+
+
+def test_rows_without_steps_add_nothing() -> None:
+    pool = stored({"number": torch.arange(12).view(3, 4)}, [0, 2, 0])
+    pool.extend(TemporalDictTensor({"number": torch.arange(12).view(3, 4)}, torch.zeros(3).long()))
+    pool.extend(TemporalDictTensor({"number": torch.zeros(0, 4).long()}))
+    pool.extend(TemporalDictTensor({}))
+    assert len(pool) == 2
+
+
+def test_trajectories_with_more_keys_than_the_pool_holds_are_stored_without_them() -> None:
+    pool = Pool(pool_size=10)
+    pool.extend(TemporalDictTensor({"frame": torch.ones(1, 2)}))
+    pool.extend(TemporalDictTensor({"frame": torch.ones(1, 2), "value": torch.ones(1, 2)}))
+    assert list(pool.sample(4).keys()) == ["frame"]
+
+
+class DictEnv(CountingEnv):
+    """Observations of several parts, one of them nested."""
+
+    observation_space = spaces.Dict(
+        {
+            "pixels": spaces.Box(0, 255, (3, 4), np.uint8),
+            "body": spaces.Dict({"speed": COUNTING_SPACE, "gear": spaces.Discrete(1000)}),
+        }
+    )
+
+    def observation(self) -> Any:
+        body = {"speed": super().observation(), "gear": np.int64(self.t)}
+        return {"pixels": np.full((3, 4), self.t, np.uint8), "body": body}
+
+
+def remember(
+    state: DictTensor | None, observation: DictTensor, agent_info: Any, history: Any
+) -> tuple[DictTensor, DictTensor, DictTensor]:
+    """An agent with a state of five numbers that count the steps since the episode began."""
+    n = observation.n_elems()
+    if state is None:
+        state = DictTensor({"memory": torch.zeros(n, 5)})
+    output = {"action": state["memory"][:, 0].long() % 3, "value": state["memory"][:, :1] * 2}
+    return state, DictTensor(output), DictTensor({"memory": state["memory"] + 1})
+
+
+def create_env(seed: int, kind: Any, restarts: bool) -> GymEnv:
+    lanes = [kind(length) for length in (3, 5)]
+    return (GymEnvInf if restarts else GymEnv)(lanes, seed)
+
+
+def collected(kind: Any, restarts: bool, n_windows: int = 3) -> list[TemporalDictTensor]:
+    """Trajectories of a recurrent agent: whole episodes, or windows that episodes end within."""
+    common: dict[str, Any] = {
+        "create_agent": FunctionAgent,
+        "agent_args": {"function": remember},
+        "create_env": create_env,
+        "env_args": {"kind": kind, "restarts": restarts},
+        "n_threads": 0,
+        "seeds": 0,
+    }
+    results = []
+    if restarts:
+        with Batcher(4, **common) as batcher:
+            batcher.reset()
+            for _ in range(n_windows):
+                batcher.execute()
+                results.append(batcher.get())
+    else:
+        with EpisodeBatcher(n_timesteps=4, n_slots=8, **common) as batcher:
+            for _ in range(n_windows):
+                batcher.execute(3)
+                results.append(batcher.get())
+    return results
+
+
+@pytest.mark.parametrize("kind", [CountingEnv, DictEnv])
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("storage", ["local", "memmap"])
+def test_a_pool_holds_what_batchers_collect_bit_by_bit(
+    kind: Any, restarts: bool, storage: str
+) -> None:
+    results = collected(kind, restarts)
+    pool = Pool(pool_size=30, storage=storage, seed=0)
+    for trajectories in results:
+        pool.extend(trajectories)
+    expected = DictTensor.cat([trajectories.flatten() for trajectories in results])
+    got = pool.transitions()
+    n = len(pool)
+    assert n == min(30, expected.n_elems()) > 20
+    assert set(got.keys()) == set(expected.keys())
+    for key, tensor in expected.items():
+        assert got[key].dtype == tensor.dtype
+        assert torch.equal(got[key], tensor[-n:]), key
+
+
+def test_a_change_in_place_before_the_successor_is_looked_at_is_refused_and_nothing_is_lost() -> (
+    None
+):
+    pool = Pool(pool_size=100)
+    first, second, third = collected(DictEnv, restarts=False)
+    pool.extend(first)
+    second["pixels"].zero_()
+    with pytest.raises(UsageError, match="in place"):
+        pool.extend(second)
+    pool.extend(third)
+    flat = DictTensor.cat([first.flatten(), third.flatten()])
+    for key, tensor in pool.transitions().items():
+        assert torch.equal(tensor, flat[key])
+
+
+def test_steps_behind_which_lengths_were_cut_keep_the_value_that_followed_them() -> None:
+    frame = torch.arange(24.0).view(2, 4, 3)
+    lengths = np.array([4, 4])
+    derived = {"_frame": Successor("frame", frame, np.full((2, 3), -1, np.float32), lengths)}
+    trajectories = TemporalDictTensor._wrap(
+        DerivedTensors({"frame": frame}, derived), torch.tensor([4, 2]), DictTensor()
+    )
+    pool = Pool(pool_size=10)
+    pool.extend(trajectories)
+    after = pool.transitions()["_frame"]
+    assert torch.equal(after[:4], torch.cat([frame[0, 1:], torch.full((1, 3), -1.0)]))
+    assert torch.equal(after[4:], frame[1, 1:3])
+
+
+@pytest.mark.parametrize("width", [3, 4, 5, 10, 17])
+def test_a_value_that_does_not_lead_to_the_next_step_ends_a_piece(width: int) -> None:
+    frame = torch.rand(2, 6, width, dtype=torch.float32)
+    after = torch.cat([frame[:, 1:], torch.rand(2, 1, width)], 1)
+    after[0, 2, width - 1] += 1.0  # in the last word
+    after[1, 4, 0] += 1.0
+    pool = stored({"frame": frame, "_frame": after})
+    assert pool._store.is_last[:12].nonzero()[0].tolist() == [2, 5, 10, 11]
+
+
+def images(n_episodes: int, length: int, size: int) -> TemporalDictTensor:
+    """Episodes of frames whose successors are theirs, but for the last ones."""
+    frame = torch.randint(256, (n_episodes, length + 1, size), dtype=torch.uint8)
+    done = torch.zeros(n_episodes, length, dtype=torch.bool)
+    done[:, -1] = True
+    steps = {
+        "frame": frame[:, :-1],
+        "_frame": frame[:, 1:],
+        "action": torch.zeros(n_episodes, length, dtype=torch.int64),
+        "_reward": torch.zeros(n_episodes, length),
+        "_done": done,
+        "_terminated": done,
+    }
+    return TemporalDictTensor(steps)
+
+
+def test_the_next_frame_is_stored_once() -> None:
+    pool = Pool(pool_size=1000)
+    pool.extend(images(10, 100, 84 * 84))
+    raw = 1000 * 84 * 84
+    assert raw < pool.nbytes <= 1.05 * raw
+    # Episodes of a hundred steps: a frame more for each, and some bytes per transition beside it.
+    assert pool.nbytes == raw + 10 * 84 * 84 + 1000 * (8 + 4 + 1 + 1 + 1 + 4)
+
+
+def test_values_after_the_step_are_taken_again_when_their_transitions_go() -> None:
+    pool = Pool(pool_size=200)
+    for _ in range(50):
+        pool.extend(images(2, 25, 1000))
+    assert pool._store is not None
+    assert pool._store.n_finals <= 10
+
+
+# What is refused --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
         ({"pool_size": None}, "pool_size"),
-        ({"pool_size": 0}, "pool_size"),
-        ({"pool_size": 1.5}, "pool_size"),
         ({"pool_size": True}, "pool_size"),
-        ({"pool_size": "many"}, "pool_size"),
         ({"processes": 0}, "processes"),
         ({"processes": 11}, "pool_size should be an int of at least 11"),
-        ({"processes": 2.0}, "processes"),
         ({"window_size": 0}, "window_size"),
-        ({"window_size": 1.5}, "window_size"),
-        ({"clearing_freq": 0, "window_size_": 1}, "clearing_freq"),
         ({"clearing_freq": 1, "window_size_": 0}, "window_size_"),
         ({"clearing_freq": 1}, "window_size_ is None"),
         ({"window_size_": 1}, "clearing_freq is None"),
         ({"storage": "disk"}, "storage 'disk'"),
-        ({"storage": None}, "storage None"),
         ({"directory": "/tmp"}, "directory"),
         ({"storage": "memmap", "directory": "/nowhere/at/all"}, "/nowhere/at/all"),
-        ({"priority_exponent": -1}, "priority_exponent"),
         ({"priority_exponent": float("nan")}, "priority_exponent"),
-        ({"priority_exponent": float("inf")}, "priority_exponent"),
-        ({"priority_exponent": "high"}, "priority_exponent"),
         ({"seed": -1}, "seed"),
-        ({"seed": 1.5}, "seed"),
-        ({"seed": "0"}, "seed"),
         ({"keys": "frame"}, "keys"),
         ({"keys": []}, "keys"),
-        ({"keys": 3}, "keys"),
-        ({"env": []}, "env has"),
-        ({"env": 3}, "env is 3"),
+        ({"env": []}, "env is"),
+        ({"env": "CartPole"}, "env is"),
         ({"env": [1]}, "environment 0"),
+        ({"env": [CountingEnv()], "processes": 2}, "1 environments, processes is 2"),
+        ({"env": [CountingEnv]}, "environment 0"),
+        ({"env": [CountingEnv()], "policy": 3}, "policy is 3"),
+        ({"env": [CountingEnv()], "timeout": -1.0}, "timeout"),
+        ({"start_method": "fork"}, "start_method"),
     ],
 )
 def test_an_argument_that_makes_no_sense_is_named(changes: dict[str, Any], name: str) -> None:
@@ -285,23 +531,15 @@ def test_numpy_integers_are_taken_for_ints(number: Any) -> None:
     assert torch.equal(pool.sample(np.int64(1))["frame"], torch.zeros(1, 1, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("index", [2, -1, 0.0, 1.5, "0", True, [0], np.array([0, 1])])
+@pytest.mark.parametrize("index", [2, -1, 0.0, True, [0]])
 def test_a_sub_pool_that_does_not_exist_is_refused(index: Any) -> None:
     pool = Pool(processes=2, pool_size=10, seed=0)
-    with pytest.raises(SpecError, match="index should be the number of a sub-pool"):
+    with pytest.raises(SpecError, match="index should be"):
         pool([0.0], 0, [1.0], 0.0, False, index)
-    with pytest.raises(SpecError, match="index should be the number of a sub-pool"):
+    with pytest.raises(SpecError, match="index should be"):
         pool.extend(TemporalDictTensor({"frame": torch.zeros(1, 2)}), index)
     assert len(pool) == 0
     assert not pool.specs
-
-
-def test_a_tensor_names_a_sub_pool() -> None:
-    pool = Pool(processes=2, pool_size=10, seed=0)
-    for step in range(3):
-        pool([float(step)], 0, [step + 1.0], 0.0, False, torch.tensor(1))
-    assert pool.lengths == [0, 3]
-    assert max(pool.sample_sequences(3, 3).lengths.max() for _ in range(20)) == 3
 
 
 @pytest.mark.parametrize("wrong", [None, [], {"frame": torch.zeros(2, 3)}, DictTensor({})])
@@ -317,9 +555,7 @@ def test_extend_takes_trajectories_only(wrong: Any) -> None:
     [
         (lambda steps: steps.pop("_reward"), "_reward"),
         (lambda steps: steps.update(frame=torch.zeros(1, 2, 4)), "frame"),
-        (lambda steps: steps.update(frame=torch.zeros(1, 2)), "frame"),
         (lambda steps: steps.update(frame=torch.zeros(1, 2, 3, dtype=torch.bfloat16)), "frame"),
-        (lambda steps: steps.update(frame=torch.zeros(1, 2, 3, dtype=torch.complex64)), "frame"),
         (lambda steps: steps.update(action=torch.zeros(1, 2)), "action"),
         (lambda steps: steps.update(_done=torch.zeros(1, 2)), "_done"),
     ],
@@ -337,7 +573,7 @@ def test_trajectories_that_do_not_fit_are_refused_and_nothing_is_lost(
         assert torch.equal(tensor, before[key])
 
 
-@pytest.mark.parametrize("key", ["index", "weight", "n_step_return", "n_step_discount"])
+@pytest.mark.parametrize("key", ["index", "n_step_return"])
 def test_a_key_that_samples_use_is_refused_and_can_be_left_out(key: str) -> None:
     trajectories = TemporalDictTensor({"frame": torch.zeros(1, 2), key: torch.zeros(1, 2)})
     with pytest.raises(SpecError, match=key):
@@ -359,67 +595,13 @@ def test_store_without_environments_says_what_to_do() -> None:
         filled().store()
 
 
-@pytest.mark.parametrize("key", ["action", "_reward", "_done", "_terminated", "_x"])
-def test_a_state_with_a_key_that_is_taken_is_refused(key: str) -> None:
-    state = {"x": [0.0], key: [1.0]}
-    with pytest.raises(SpecError, match=f"keys that are taken: .'{key}'"):
-        Pool(pool_size=5)(state, 0, state, 0.0, False)
-
-
-def test_states_and_actions_of_several_parts_are_stored_under_their_names() -> None:
-    pool = Pool(pool_size=5, seed=0)
-    for step in range(3):
-        s, after = ({"eye": [step + k] * 9, "body": {"speed": step + k}} for k in (0, 1))
-        pool(s, {"turn": step, "push": 0.5}, after, 1.0, step == 2)
-    every = pool.transitions()
-    assert set(every.keys()) == {
-        *("eye", "_eye", "body/speed", "_body/speed", "action/turn", "action/push"),
-        *("_reward", "_done", "_terminated"),
-    }
-    assert every["_eye"][:, 0].tolist() == every["_body/speed"].tolist() == [1, 2, 3]
-    assert sorted(pool.sample_sequences(3, 3).lengths.tolist())[-1] <= 3
-    with pytest.raises(UsageError, match=r"transitions\(\)"):
-        pool.get_pool()
-
-
-def test_transitions_whose_next_states_are_not_stored_are_not_joined() -> None:
-    pool = filled(keys=["frame", "action"])
-    assert pool.sample_sequences(6, 6).lengths.tolist() == [1] * 6
-
-
-def test_a_transition_does_not_follow_from_one_that_is_not_the_newest() -> None:
-    pool = Pool(pool_size=10, seed=0)
-    frames = torch.arange(30.0).view(10, 3)
-    pool(frames[0], 0, frames[1], 1.0, False)
-    done = torch.tensor([[False, True]])
-    steps = {"frame": frames[None, 4:6], "_frame": frames[None, 5:7], "_reward": torch.zeros(1, 2)}
-    steps.update(action=torch.zeros(1, 2, dtype=torch.int64), _done=done, _terminated=done)
-    pool.extend(TemporalDictTensor(steps))
-    pool(frames[1], 0, frames[2], 1.0, False)
-    assert sorted(set(pool.sample_sequences(4, 4).lengths.tolist())) in ([1], [1, 2])
-    np.testing.assert_array_equal(pool.transitions()["_frame"], frames[[1, 5, 6, 2]])
-    batch = pool.sample(4, n_step=4, discount=1.0)
-    assert torch.equal(batch["n_step_return"], batch["_reward"])
-
-
-def test_after_clear_a_transition_follows_from_none() -> None:
-    pool = Pool(pool_size=10, seed=0)
-    frames = torch.arange(30.0).view(10, 3)
-    pool(frames[0], 0, frames[1], 1.0, False)
-    pool.clear()
-    assert len(pool) == 0
-    for start in (1, 3):
-        pool(frames[start], 0, frames[start + 1], 1.0, False)
-    np.testing.assert_array_equal(pool.transitions()["_frame"], frames[[2, 4]])
-    pool(frames[4], 0, frames[5], 1.0, False)
-    np.testing.assert_array_equal(pool.transitions()["_frame"], frames[[2, 4, 5]])
-
-
-def test_an_episode_that_is_done_does_not_go_on_even_if_the_states_are_the_same() -> None:
-    pool = Pool(pool_size=10, seed=0)
-    for _ in range(4):
-        pool(np.zeros(3), 0, np.zeros(3), 1.0, True)
-    assert pool.sample_sequences(4, 4).lengths.tolist() == [1] * 4
+def test_a_forked_copy_of_a_shared_pool_only_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = filled(storage="shared")
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    for change in (pool.clear, lambda: pool.pool([0.0] * 3, 0, [1.0] * 3, 0.0, True)):
+        with pytest.raises(UsageError, match="filled by the process that made it"):
+            change()
+    assert len(pool.transitions()["frame"]) == len(pool.sample(6)["frame"]) == 6
 
 
 @pytest.mark.parametrize("storage", ["local", "shared", "memmap"])
@@ -444,32 +626,3 @@ def test_trajectories_with_flags_that_are_neither_true_nor_false_are_refused(key
     assert len(pool) == 2
     pool.extend(TemporalDictTensor(steps, torch.tensor([1])))  # padding is not looked at
     assert len(pool) == 3
-
-
-# Resuming ------------------------------------------------------------------------------------
-
-
-def test_the_state_of_an_empty_pool_empties_a_pool() -> None:
-    pool = filled()
-    pool.load_state_dict(Pool(pool_size=10).state_dict())
-    assert len(pool) == 0
-    pool([7.0] * 3, 0, [8.0] * 3, 1.0, True)
-    assert pool.transitions()["_frame"].tolist() == [[8.0] * 3]
-
-
-def test_a_state_that_is_refused_decides_nothing() -> None:
-    state = filled().state_dict()
-    del state["columns/frame/0.0"]
-    pool = Pool(pool_size=10)
-    with pytest.raises(SpecError, match="columns/frame"):
-        pool.load_state_dict(state)
-    pool.extend(TemporalDictTensor({"other": torch.ones(1, 2)}))
-    assert list(pool.specs) == ["other"]
-
-
-@pytest.mark.parametrize("state", [None, 3, {}, {"metadata": 3}, {"metadata": "{}"}, []])
-def test_what_is_no_state_of_a_pool_is_refused(state: Any) -> None:
-    pool = filled()
-    with pytest.raises(SpecError, match="not the state of a pool"):
-        pool.load_state_dict(state)
-    assert len(pool) == 6

@@ -1,4 +1,4 @@
-"""What samples, n-step returns and sequences consist of, and how they are drawn."""
+"""How samples, n-step returns and sequences are drawn, uniformly and by priority."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlpool import NotEnoughDataError, Pool, SpecError, TemporalDictTensor
+from rlpool import NotEnoughDataError, Pool, SpecError, TemporalDictTensor, UsageError
+from rlpool.pool.priorities import PriorityTree
 
 BOOL = torch.bool
 
@@ -48,20 +49,6 @@ def pool_of(trajectories: TemporalDictTensor, pool_size: int = 1000, **options: 
     return pool
 
 
-# Samples -------------------------------------------------------------------------------------
-
-
-def test_every_key_of_a_sampled_transition_is_of_the_same_step() -> None:
-    pool = pool_of(episodes([5, 3, 7]))
-    batch = pool.sample(15)
-    number = batch["number"]
-    assert set(batch.keys()) == set(episodes([1]).keys())
-    assert torch.equal(batch["frame"], number[:, None].expand(15, 3).float())
-    assert torch.equal(batch["_frame"], number[:, None].expand(15, 3).float() + 1)
-    assert torch.equal(batch["_reward"], number.float() + 1)
-    assert torch.equal(batch["_done"], torch.isin(number, torch.tensor([4, 102, 206])))
-
-
 @pytest.mark.parametrize("processes", [1, 3])
 def test_samples_are_uniform_over_what_is_held(processes: int) -> None:
     pool = Pool(processes=processes, pool_size=45, seed=2)
@@ -77,23 +64,6 @@ def test_samples_are_uniform_over_what_is_held(processes: int) -> None:
     chi_square = ((counts - expected) ** 2 / expected).sum()
     # Mean size - 1, variance twice that; four standard deviations.
     assert abs(chi_square - (size - 1)) < 4 * np.sqrt(2 * (size - 1))
-
-
-def test_a_batch_may_hold_a_transition_twice() -> None:
-    pool = pool_of(episodes([4]))
-    assert any(len(set(pool.sample(4)["number"].tolist())) < 4 for _ in range(20))
-
-
-def test_samples_are_copies() -> None:
-    pool = pool_of(episodes([4]))
-    before = pool.transitions()
-    for _ in range(3):
-        for tensor in (*pool.sample(4).values(), *pool.sample_sequences(4, 2).values()):
-            tensor.zero_()
-        for tensor in pool.transitions().values():
-            tensor.zero_()
-    for key, tensor in pool.transitions().items():
-        assert torch.equal(tensor, before[key])
 
 
 @pytest.mark.parametrize("alpha", [None, 0.7])
@@ -126,10 +96,6 @@ def test_the_callers_generators_are_untouched() -> None:
     assert before[0] == after[0]
     assert before[1][1].tolist() == after[1][1].tolist()  # type: ignore[index]
     assert torch.equal(before[2], after[2])
-
-
-def step_of(number: int) -> tuple[Any, ...]:
-    return np.full(3, number, np.float32), 0, np.full(3, number + 1, np.float32), 1.0, False
 
 
 @pytest.mark.parametrize("call", ["sample", "sample_sequences"])
@@ -181,79 +147,21 @@ def test_batches_are_a_stream_of_samples() -> None:
     assert [batch.n_elems() for batch in second.batches(5, 3)] == [5, 5, 5]
 
 
-# n steps -------------------------------------------------------------------------------------
-
-
-def slow_n_step(
-    number: int, lengths: list[int], ends: str, n_step: int, discount: float
-) -> tuple[float, float, int]:
-    """Return, factor of the value after it, and number of the last of the steps."""
-    episode, step = divmod(number, 100)
-    total, factor = 0.0, 1.0
-    for _ in range(n_step):
-        total += factor * (100 * episode + step + 1)
-        factor *= discount
-        if step == lengths[episode] - 1:
-            return total, 0.0 if ends == "terminated" else factor, 100 * episode + step
-        step += 1
-    return total, factor, 100 * episode + step - 1
-
-
-@pytest.mark.parametrize("ends", ["terminated", "truncated", "cut"])
-@pytest.mark.parametrize("n_step", [1, 2, 3, 50])
-def test_n_step_returns_stop_at_the_end_of_an_episode(ends: str, n_step: int) -> None:
-    lengths = [5, 1, 3]
-    pool = pool_of(episodes(lengths, ends))
-    batch = pool.sample(9, n_step=n_step, discount=0.9)
-    for row, number in enumerate(batch["number"].tolist()):
-        total, factor, last = slow_n_step(number, lengths, ends, n_step, 0.9)
-        assert batch["n_step_return"][row].item() == pytest.approx(total)
-        assert batch["n_step_discount"][row].item() == pytest.approx(factor)
-        assert batch["_frame"][row].tolist() == [last + 1.0] * 3
-        assert batch["_done"][row].item() == (
-            ends != "cut" and last % 100 + 1 == lengths[last // 100]
-        )
-        assert batch["_terminated"][row].item() == (batch["_done"][row] and ends == "terminated")
-        assert batch["_reward"][row].item() == number + 1
-        assert batch["frame"][row].tolist() == [number] * 3
-    assert batch["n_step_return"].dtype == batch["n_step_discount"].dtype == torch.float32
-
-
-def test_one_step_returns_are_the_rewards() -> None:
-    batch = pool_of(episodes([5, 3])).sample(8, n_step=1, discount=0.5)
-    assert torch.equal(batch["n_step_return"], batch["_reward"])
-    assert torch.equal(batch["n_step_discount"], torch.where(batch["_terminated"], 0.0, 0.5))
-
-
-def test_n_step_returns_stop_at_the_newest_transition() -> None:
-    pool = Pool(pool_size=100, seed=0)
-    for number in range(5):
-        pool(*step_of(number))
-    while (batch := pool.sample(5, n_step=3, discount=0.5))["frame"][:, 0].max() < 4:
-        pass
-    row = int(batch["frame"][:, 0].argmax())
-    assert batch["n_step_return"][row] == 1.0
-    assert batch["n_step_discount"][row] == 0.5
-    assert batch["_frame"][row].tolist() == [5.0] * 3
-
-
-def test_n_step_returns_cross_the_seam_of_the_ring_but_not_the_oldest() -> None:
-    pool = Pool(pool_size=10, seed=0)
-    for number in range(17):
-        pool(*step_of(number))
-    batches = [pool.sample(10, n_step=4, discount=1.0) for _ in range(20)]
-    frames = torch.cat([batch["frame"][:, 0] for batch in batches])
-    returns = torch.cat([batch["n_step_return"] for batch in batches])
-    after = torch.cat([batch["_frame"][:, 0] for batch in batches])
-    assert frames.min() == 7
-    assert torch.equal(returns, (17 - frames).clamp(max=4))
-    assert torch.equal(after, frames + returns)
-
-
 def test_without_terminated_an_end_counts_as_a_termination() -> None:
     pool = pool_of(episodes([3], "truncated"), keys=["frame", "_frame", "_reward", "_done"])
     batch = pool.sample(3, n_step=5)
     assert batch["n_step_discount"].tolist() == [0.0] * 3
+
+
+def test_without_terminated_an_end_that_is_truncated_is_no_termination() -> None:
+    flags = torch.tensor([[False, False, True]])
+    trajectories = TemporalDictTensor(
+        {"_reward": torch.ones(1, 3), "_done": flags, "_truncated": flags}
+    )
+    pool = Pool(pool_size=3, seed=0)
+    pool.extend(trajectories)
+    discounts = pool.sample(3, n_step=1, discount=0.5)["n_step_discount"]
+    assert discounts.tolist() == [0.5] * 3
 
 
 @pytest.mark.parametrize("missing", ["_reward", "_done"])
@@ -263,49 +171,19 @@ def test_n_steps_need_rewards_and_ends(missing: str) -> None:
         pool_of(episodes([3]), keys=keys).sample(2, n_step=2)
 
 
-# Sequences -----------------------------------------------------------------------------------
+def test_n_step_returns_of_several_rewards_per_step_are_refused() -> None:
+    pool = pool_of(episodes([4], _reward=torch.zeros(1, 4, 2)))
+    with pytest.raises(SpecError, match="'_reward' is float32"):
+        pool.sample(2, n_step=2)
 
 
-def test_sequences_never_cross_the_end_of_an_episode() -> None:
-    lengths = [5, 1, 8]
-    pool = pool_of(episodes(lengths, hidden=torch.rand(3, 8, 2), _hidden=torch.rand(3, 8, 2)))
-    every = pool.transitions()
-    for _ in range(10):
-        batch = pool.sample_sequences(14, 4)
-        first = batch["number"][:, 0]
-        left = torch.tensor(lengths)[first // 100] - first % 100
-        assert torch.equal(batch.lengths, left.clamp(max=4))
-        for row, length in enumerate(batch.lengths.tolist()):
-            begin = int((every["number"] == first[row]).nonzero())
-            for key, tensor in batch.items():
-                assert torch.equal(tensor[row, :length], every[key][begin : begin + length]), key
-                assert not tensor[row, length:].any()
-
-
-def test_sequences_start_from_the_stored_state_of_the_agent() -> None:
-    hidden = torch.arange(40.0).view(1, 10, 4)
-    pool = pool_of(episodes([10], hidden=hidden, _hidden=hidden + 4))
-    batch = pool.sample_sequences(10, 3)
-    assert torch.equal(batch["hidden"][:, 0], hidden[0, batch["number"][:, 0]])
-
-
-def test_pieces_of_one_episode_that_were_stored_apart_are_not_joined() -> None:
-    pool = Pool(pool_size=100, seed=0)
-    pool.extend(episodes([3], "cut"))
-    pool.extend(episodes([3], "cut", first=1))
-    assert pool.sample_sequences(6, 6).lengths.max() <= 3
-
-
-def test_an_inner_reset_ends_a_sequence() -> None:
-    frame = torch.tensor([0.0, 1, 2, 10, 11, 20])[None, :, None].expand(1, 6, 3)
-    after = torch.tensor([1.0, 2, 3, 11, 12, 21])[None, :, None].expand(1, 6, 3)
-    pool = pool_of(TemporalDictTensor({"frame": frame, "_frame": after}))
-    ends = {0: 3, 1: 3, 2: 3, 10: 12, 11: 12, 20: 21}
-    batch = pool.sample_sequences(6, 6)
-    for row, length in enumerate(batch.lengths.tolist()):
-        first = int(batch["frame"][row, 0, 0])
-        assert batch["_frame"][row, length - 1, 0] == ends[first]
-    assert torch.equal(pool.transitions()["_frame"], after[0])
+def test_more_steps_than_there_are_take_no_more_memory() -> None:
+    pool = pool_of(episodes([5, 3]))
+    many, few = (pool.sample(8, n_step=n, discount=1.0) for n in (10**15, 5))
+    for batch in (many, few):
+        number, reward = batch["number"], batch["n_step_return"]
+        last = torch.where(number < 100, 4, 102)
+        assert torch.equal(reward, ((number + last) / 2 + 1) * (last - number + 1))
 
 
 @pytest.mark.parametrize("flag", ["_done", "_truncated", "_terminated"])
@@ -328,57 +206,165 @@ def test_a_start_within_a_row_ends_the_sequence_before() -> None:
         assert torch.equal(batch.lengths, left[batch["number"][:, 0]])
 
 
-def test_a_sequence_may_be_longer_than_the_pool() -> None:
-    batch = pool_of(episodes([4]), pool_size=6).sample_sequences(2, 50)
-    assert batch["frame"].shape == (2, 50, 3)
-    assert batch.lengths.max() <= 4
+# Priorities -------------------------------------------------------------------------------------
 
 
-def test_sequences_go_on_from_one_single_transition_to_the_next() -> None:
-    pool = Pool(pool_size=6, seed=0)
-    for number in range(9):
-        pool(*step_of(number))
-    batch = pool.sample_sequences(6, 6)
-    assert torch.equal(batch.lengths, 9 - batch["frame"][:, 0, 0].long())
-    pool(*step_of(20))  # does not follow
-    batch = pool.sample_sequences(6, 6)
-    first = batch["frame"][:, 0, 0].long()
-    assert torch.equal(batch.lengths, torch.where(first == 20, 1, 9 - first))
-    last = batch["_frame"][torch.arange(6), batch.lengths - 1, 0]
-    assert torch.equal(last, torch.where(first == 20, 21.0, 9.0))
+def prioritised(n: int, pool_size: int | None = None, alpha: float = 1.0, **options: Any) -> Pool:
+    """A pool of n transitions whose ``number`` counts from 0."""
+    pool = Pool(pool_size=pool_size or n, priority_exponent=alpha, seed=0, **options)
+    add(pool, 0, n)
+    return pool
 
 
-def test_more_steps_than_there_are_take_no_more_memory() -> None:
-    pool = pool_of(episodes([5, 3]))
-    many, few = (pool.sample(8, n_step=n, discount=1.0) for n in (10**15, 5))
-    for batch in (many, few):
-        number, reward = batch["number"], batch["n_step_return"]
-        last = torch.where(number < 100, 4, 102)
-        assert torch.equal(reward, ((number + last) / 2 + 1) * (last - number + 1))
+def add(pool: Pool, start: int, stop: int) -> None:
+    pool.extend(TemporalDictTensor({"number": torch.arange(start, stop)[None]}))
 
 
-def test_rewards_and_ends_may_have_a_dimension_of_one() -> None:
-    steps = episodes([5, 3])
-    plain = pool_of(steps).sample(8, n_step=3)
-    for key in ("_reward", "_done", "_terminated"):
-        steps.set(key, steps[key][..., None])
-    batch = pool_of(steps).sample(8, n_step=3)
-    assert torch.equal(batch["n_step_return"], plain["n_step_return"])
-    assert torch.equal(batch["n_step_discount"], plain["n_step_discount"])
+def index_of_all(pool: Pool) -> np.ndarray[Any, Any]:
+    """The indexes of the transitions, by their numbers."""
+    known: dict[int, int] = {}
+    while len(known) < len(pool):
+        batch = pool.sample(len(pool))
+        known.update(zip(batch["number"].tolist(), batch["index"].tolist(), strict=True))
+    return np.array([known[number] for number in sorted(known)])
 
 
-def test_n_step_returns_of_several_rewards_per_step_are_refused() -> None:
-    pool = pool_of(episodes([4], _reward=torch.zeros(1, 4, 2)))
-    with pytest.raises(SpecError, match="'_reward' is float32"):
-        pool.sample(2, n_step=2)
+def set_all(pool: Pool, priorities: Any) -> None:
+    pool.update_priorities(index_of_all(pool), priorities)
 
 
-def test_without_terminated_an_end_that_is_truncated_is_no_termination() -> None:
-    flags = torch.tensor([[False, False, True]])
-    trajectories = TemporalDictTensor(
-        {"_reward": torch.ones(1, 3), "_done": flags, "_truncated": flags}
-    )
-    pool = Pool(pool_size=3, seed=0)
-    pool.extend(trajectories)
-    discounts = pool.sample(3, n_step=1, discount=0.5)["n_step_discount"]
-    assert discounts.tolist() == [0.5] * 3
+def counts(pool: Pool, n_batches: int, batch_size: int, size: int) -> Any:
+    """How often each number was drawn."""
+    drawn = [pool.sample(batch_size)["number"] for _ in range(n_batches)]
+    return np.bincount(torch.cat(drawn).numpy(), minlength=size)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+@pytest.mark.parametrize("processes", [1, 3])
+def test_transitions_are_drawn_in_proportion_to_their_priority_to_the_power_alpha(
+    alpha: float, processes: int
+) -> None:
+    pool = Pool(processes=processes, pool_size=30, priority_exponent=alpha, seed=1)
+    for start in range(0, 12, 2):
+        add(pool, start, start + 2)
+    priorities = np.arange(1.0, 13.0)
+    set_all(pool, priorities)
+    n = 24_000
+    expected = priorities**alpha / (priorities**alpha).sum() * n
+    observed = counts(pool, n // 12, 12, 12)
+    chi_square = ((observed - expected) ** 2 / expected).sum()
+    assert chi_square < 31.3  # 11 degrees of freedom: the probability of more is 0.001
+
+
+def test_draws_are_spread_over_equal_shares_of_the_priorities() -> None:
+    pool = prioritised(8)
+    for _ in range(20):
+        assert sorted(pool.sample(8)["number"].tolist()) == list(range(8))
+
+
+def test_transitions_without_priority_are_never_drawn() -> None:
+    pool = prioritised(50)
+    priorities = np.zeros(50)
+    priorities[[7, 31]] = 1e-12, 1e-12
+    set_all(pool, priorities)
+    assert set(counts(pool, 100, 50, 50).nonzero()[0].tolist()) == {7, 31}
+
+
+def test_a_pool_without_any_priority_says_so() -> None:
+    pool = prioritised(4)
+    set_all(pool, np.zeros(4))
+    with pytest.raises(UsageError, match="all priorities are zero"):
+        pool.sample(2)
+    add(pool, 0, 1)
+    assert pool.sample(4)["number"].tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("beta", [-0.1, float("nan"), float("inf"), "much", None])
+def test_a_beta_that_makes_no_sense_is_refused(beta: Any) -> None:
+    with pytest.raises(SpecError, match="beta"):
+        prioritised(4).sample(2, beta=beta)
+
+
+def test_indexes_that_never_were_change_nothing() -> None:
+    pool = prioritised(4, pool_size=8)
+    pool.update_priorities([-1, 4, 10**15], [9.0, 9.0, 9.0])
+    assert pool.sample(4)["weight"].tolist() == [1.0] * 4
+
+
+def test_of_an_index_that_is_given_twice_the_last_priority_counts() -> None:
+    pool = prioritised(2)
+    first, second = index_of_all(pool)
+    pool.update_priorities([first, second, first], [5.0, 0.0, 1.0])
+    pool.update_priorities([second, second], [0.0, 3.0])
+    batch = pool.sample(2, beta=1.0)
+    while set(batch["number"].tolist()) != {0, 1}:
+        batch = pool.sample(2, beta=1.0)
+    assert batch["weight"].tolist() == pytest.approx([1.0, 1 / 3])
+
+
+def test_tensors_arrays_and_lists_of_priorities_are_taken() -> None:
+    pool = prioritised(4)
+    index = index_of_all(pool)
+    losses = torch.tensor([1.0, 0.0, 0.0, 0.0], requires_grad=True)
+    pool.update_priorities(torch.from_numpy(index), losses)
+    assert pool.sample(4)["number"].tolist() == [0] * 4
+    pool.update_priorities(index.tolist(), [0, 1, 0, 0])
+    assert pool.sample(4)["number"].tolist() == [1] * 4
+    pool.update_priorities(torch.from_numpy(index), losses.flip(0).bfloat16())
+    assert pool.sample(4)["number"].tolist() == [3] * 4
+    pool.update_priorities([], [])
+
+
+@pytest.mark.parametrize(
+    ("index", "priorities", "name"),
+    [
+        ([0, 1], [1.0], "priorities have"),
+        ([0], [-1.0], "priorities"),
+        ([0], [float("nan")], "priorities"),
+        ([0], [float("inf")], "priorities"),
+        ([0], [1e200], "priorities as large as 1e.200"),
+        ([0.0], [1.0], "index"),
+        ([[0]], [[1.0]], "index"),
+    ],
+)
+def test_priorities_that_make_no_sense_are_refused_and_change_nothing(
+    index: Any, priorities: Any, name: str
+) -> None:
+    pool = prioritised(3, alpha=2.0)
+    set_all(pool, [1.0, 2.0, 3.0])
+    before = pool._store.tree.leaves.copy()  # type: ignore[union-attr]
+    with pytest.raises(SpecError, match=name):
+        pool.update_priorities(index, priorities)
+    np.testing.assert_array_equal(pool._store.tree.leaves, before)  # type: ignore[union-attr]
+
+
+def test_priorities_of_a_pool_that_samples_uniformly_are_refused() -> None:
+    pool = Pool(pool_size=4)
+    add(pool, 0, 4)
+    with pytest.raises(UsageError, match="priority_exponent"):
+        pool.update_priorities([0], [1.0])
+
+
+@pytest.mark.parametrize("capacity", [1, 63, 64, 65, 5000, 2**14 + 1, 2_000_000])
+def test_the_tree_finds_any_row(capacity: int) -> None:
+    tree = PriorityTree(capacity)
+    generator = np.random.default_rng(0)
+    rows = np.unique(generator.integers(capacity, size=20))
+    tree.set(rows, np.full(len(rows), 0.5))
+    assert tree.total == pytest.approx(0.5 * len(rows))
+    assert tree.draw(len(rows), generator).tolist() == rows.tolist()
+    tree.set(slice(0, capacity), 0.0)
+    tree.set(np.array([capacity - 1]), np.array([1e-9]))
+    assert tree.total == pytest.approx(1e-9)
+    assert tree.draw(3, generator).tolist() == [capacity - 1] * 3
+
+
+def test_sums_of_the_tree_do_not_drift() -> None:
+    tree = PriorityTree(100_000)
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        rows = generator.integers(100_000, size=64)
+        tree.set(rows, generator.random(64) * 10.0 ** generator.integers(-8, 8))
+    assert tree.total == pytest.approx(tree.leaves.sum(), rel=1e-12)
+    tree.set(slice(0, 100_000), 0.0)
+    assert tree.total == 0.0

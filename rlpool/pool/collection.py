@@ -1,3 +1,0 @@
-class EpisodeRunner:
-    def __init__(self, *a, **k):
-        raise NotImplementedError

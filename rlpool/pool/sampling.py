@@ -1,0 +1,365 @@
+"""What can be drawn from the transitions that are stored."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from numbers import Real
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+import torch
+
+from rlpool.batch.batcher_base import check_count
+from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.named_tensors import listed_keys
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.errors import NotEnoughDataError, SpecError, UsageError
+from rlpool.memory.storage import Array
+from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY
+from rlpool.pool.priorities import PriorityTree
+from rlpool.pool.store import Store
+from rlpool.slots.blocks import successor_key
+from rlpool.specs import TensorSpec
+
+INDEX_KEY, WEIGHT_KEY = "index", "weight"
+RETURN_KEY, DISCOUNT_KEY = "n_step_return", "n_step_discount"
+RESULT_KEYS = (INDEX_KEY, WEIGHT_KEY, RETURN_KEY, DISCOUNT_KEY)
+_LONGEST = 2**31  # steps: more than any pool's episode has, small enough for int64 row numbers
+_MOST = float(np.finfo(np.float64).max)
+_TRUNCATED = "_truncated"
+
+_T = TypeVar("_T")
+
+
+class Sampler:
+    """Draws transitions and sequences from a store; changes nothing but its random generator.
+
+    Transitions are drawn and read by their rows in the store. Where there is only one sub-pool,
+    rows past the end stand for those at the beginning, which costs nothing.
+
+    Args:
+        store: The store, ``None`` as long as nothing was added.
+        n_sub_pools: Its sub-pools.
+        seed: Seed of the generator, ``None`` for fresh entropy.
+    """
+
+    def __init__(
+        self, store: Store | None, n_sub_pools: int, seed: int | Sequence[int] | None
+    ) -> None:
+        self._store = store
+        self._n_sub_pools = n_sub_pools
+        self._generator = np.random.Generator(np.random.PCG64(seed))
+        self._pid = os.getpid()
+
+    def __copy__(self) -> NoReturn:
+        raise UsageError(
+            f"a {type(self).__name__} is not copied: it would read the same memory, or need as "
+            "much again",
+            fix="transitions() copies what it holds; Pool(...).load_state_dict("
+            "pool.state_dict()) makes another pool of it",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__copy__()
+
+    # What there is ---------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Transitions that are held."""
+        return 0 if self._store is None else len(self._store)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Transitions that each sub-pool holds."""
+        if self._store is None:
+            return [0] * self._n_sub_pools
+        return [len(sub_pool) for sub_pool in self._store.sub_pools]
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Key to shape and dtype of a transition; empty before the first one was added."""
+        return {} if self._store is None else self._store.schema.specs
+
+    def transitions(self, keys: Sequence[str] | None = None) -> DictTensor:
+        """All transitions, sub-pool by sub-pool, the oldest of each first.
+
+        Args:
+            keys: Which keys, by default all.
+
+        Returns:
+            ``[len(pool), ...]``, copies.
+
+        Raises:
+            SpecError: For a key that is not stored.
+        """
+        if self._store is None:
+            return DictTensor()
+        known, store = self.specs, self._store
+        wanted = list(known) if keys is None else listed_keys(keys)
+        unknown = [key for key in wanted if key not in known]
+        if unknown:
+            raise SpecError(f"the pool has no {unknown}, it has {list(known)}")
+        columns = [key for key in wanted if key in store.columns]
+        paired = [key for key in store.schema.paired if successor_key(key) in wanted]
+
+        def look() -> dict[str, Array]:
+            pieces = [piece for sub_pool in store.sub_pools for piece in sub_pool.held()]
+            ranges = [np.arange(piece.start, piece.stop) for piece in pieces]
+            rows = np.concatenate([np.zeros(0, np.int64), *ranges])
+            after = store.take_after(rows, self._ahead(rows, 1), paired)
+            return {**store.take(rows, columns), **after}
+
+        arrays = self._unchanged(look)
+        return DictTensor({key: torch.from_numpy(arrays[key]) for key in wanted})
+
+    # Drawing ---------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        batch_size: int,
+        *,
+        n_step: int | None = None,
+        discount: float = 0.99,
+        beta: float = 0.4,
+    ) -> DictTensor:
+        """Draw transitions with replacement, uniformly or in proportion to their priorities.
+
+        Args:
+            batch_size: How many, at most as many as there are.
+            n_step: Look so many steps ahead, or fewer where an episode, or what is stored of it,
+                ends before. Keys with a leading ``_`` then have their value after the last of these
+                steps, except ``_reward``. The result also has ``n_step_return``, the discounted sum
+                of the rewards of these steps, and ``n_step_discount``, the factor for the value of
+                what comes after, both float32 ``[batch_size]``. The factor is
+                ``discount ** steps``, or 0 after a termination (``_terminated``, or where that is
+                not stored ``_done`` without ``_truncated``). After a truncation, which is no
+                termination, the value of the last observation counts.
+            discount: Discount per step, for ``n_step``.
+            beta: Exponent of the importance weights, for a pool with priorities: 1 corrects
+                the bias of sampling by priority in full.
+
+        Returns:
+            Every key of a transition ``[batch_size, ...]``, copies. With priorities also ``index``,
+            int64, for ``update_priorities``, and ``weight``, float32, at most 1.
+
+        Raises:
+            NotEnoughDataError: If there are fewer transitions.
+            SpecError: If ``n_step`` is given and no ``_reward`` is stored.
+
+        Reference:
+            Sutton, 1988, for n-step returns; Pardo et al., "Time Limits in Reinforcement Learning",
+            ICML 2018, for truncation; Schaul et al., 2016, section 3.4 for the weights.
+        """
+        check_count("batch_size", batch_size, 1)
+        if n_step is not None:
+            check_count("n_step", n_step, 1)
+            n_step = int(n_step)
+
+        def look() -> dict[str, Array]:
+            store = self._ready(batch_size)
+            rows = last = self._draw(store, batch_size)
+            batch = store.take(rows)
+            if n_step is not None:
+                last = self._look_ahead(store, batch, rows, n_step, discount)
+                ahead = [key for key in batch if key.startswith("_") and key != REWARD_KEY]
+                batch |= store.take(last, [key for key in ahead if key in store.columns])
+            if store.schema.paired:
+                batch |= store.take_after(last, self._ahead(last, 1))
+            if store.tree is not None:
+                batch[INDEX_KEY], batch[WEIGHT_KEY] = self._weights(store, store.tree, rows, beta)
+            return batch
+
+        batch = self._unchanged(look)
+        return DictTensor._wrap({key: torch.from_numpy(array) for key, array in batch.items()})
+
+    def sample_sequences(
+        self, batch_size: int, length: int, *, beta: float = 0.4
+    ) -> TemporalDictTensor:
+        """Draw sequences of steps that followed each other in one episode, for recurrent learners.
+
+        A sequence starts at a transition that is drawn as by ``sample``, and ends after ``length``
+        steps, or earlier where its episode, or what is stored of it, ends.
+
+        Args:
+            batch_size: How many, at most as many as there are transitions.
+            length: Steps of the longest.
+            beta: Exponent of the importance weights, for a pool with priorities.
+
+        Returns:
+            Every key ``[batch_size, length, ...]``, copies, zero-padded past ``lengths``; see
+            ``mask()``. The agent's state that a sequence starts from is the first step of the
+            state's keys. With priorities ``info`` has ``index`` and ``weight`` of the first steps.
+
+        Raises:
+            NotEnoughDataError: If there are fewer transitions.
+
+        Reference:
+            Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning",
+            ICLR 2019, for replaying from stored states.
+        """
+        check_count("batch_size", batch_size, 1)
+        check_count("length", length, 1)
+        if length > _LONGEST:
+            raise SpecError(f"length should be at most {_LONGEST}, got {length}")
+        length = int(length)
+
+        def look() -> tuple[dict[str, Array], Array, dict[str, Array]]:
+            store = self._ready(batch_size)
+            first = self._draw(store, batch_size)
+            n_steps = min(length, max(self.lengths))  # there are no more
+            rows = self._ahead(first[:, None], np.arange(n_steps))
+            lengths = _steps_that_follow(store, rows)
+            every = rows[np.arange(n_steps) < lengths[:, None]]
+            arrays = store.take(every) | store.take_after(every, self._ahead(every, 1))
+            info = {}
+            if store.tree is not None:
+                info[INDEX_KEY], info[WEIGHT_KEY] = self._weights(store, store.tree, first, beta)
+            return arrays, lengths, info
+
+        arrays, lengths, info = self._unchanged(look)
+        is_step = np.arange(length) < lengths[:, None]
+        return TemporalDictTensor(
+            {key: _padded(array, is_step) for key, array in arrays.items()},
+            torch.from_numpy(lengths),
+            {key: torch.from_numpy(array) for key, array in info.items()},
+        )
+
+    def batches(
+        self, batch_size: int, n_batches: int | None = None, **options: Any
+    ) -> Iterator[DictTensor]:
+        """Batches one after the other, each drawn when it is asked for.
+
+        Args:
+            batch_size: Transitions per batch.
+            n_batches: How many batches, ``None`` for no end.
+            **options: As for ``sample``.
+        """
+        if n_batches is not None:
+            check_count("n_batches", n_batches, 0)
+        n_given = 0
+        while n_batches is None or n_given < n_batches:
+            yield self.sample(batch_size, **options)
+            n_given += 1
+
+    # Rows ------------------------------------------------------------------------------------
+
+    def _unchanged(self, look: Callable[[], _T]) -> _T:
+        """What a function returns that looks at transitions, none of which changes meanwhile."""
+        if self._store is None or self._store.is_writer:
+            return look()
+        if self._pid != os.getpid():  # forked: not the draws of its siblings and its parent
+            self._pid = os.getpid()
+            self._generator = np.random.Generator(np.random.PCG64())
+        return self._store.read(look)
+
+    def _ready(self, batch_size: int) -> Store:
+        if self._store is None or len(self) < batch_size:
+            raise NotEnoughDataError(
+                f"{batch_size} transitions were asked for, but there are {len(self)}",
+                fix="add more before sampling, or ask for a smaller batch",
+            )
+        return self._store
+
+    def _draw(self, store: Store, n: int) -> Array:
+        """Rows of transitions, int64 ``[n]``."""
+        if store.tree is not None:
+            if store.tree.total <= 0:
+                raise UsageError(
+                    "all priorities are zero, so that nothing can be drawn",
+                    fix="add a small constant to the priorities",
+                )
+            return store.tree.draw(n, self._generator)
+        lengths = self.lengths
+        # Half the time of generator.integers. What is not quite uniform about it is one part in
+        # 2**53 / len(store), and the product is always below the total.
+        places = self._generator.random(n)
+        places *= sum(lengths)
+        rows = places.astype(np.int64)
+        if len(lengths) == 1:
+            sub_pool = store.sub_pools[0]
+            if lengths[0] < sub_pool.capacity:  # otherwise any row will do
+                rows += sub_pool.oldest % sub_pool.capacity
+            return rows
+        ends = np.cumsum(lengths)
+        index = np.searchsorted(ends, rows, side="right")
+        numbers = rows - (ends - lengths)[index] + store.numbers[index, 0]
+        return store.rows_of(index, numbers)
+
+    def _ahead(self, rows: Array, n_steps: int | Array) -> Array:
+        """Rows so many places after others, of the same sub-pool."""
+        if self._store is None or self._n_sub_pools == 1:
+            return rows + n_steps
+        index = self._store.sub_pools_of(rows)
+        return self._store.rows_of(index, rows - self._store.offsets[index] + n_steps)
+
+    def _look_ahead(
+        self, store: Store, batch: dict[str, Array], rows: Array, n_step: int, discount: float
+    ) -> Array:
+        """Add the returns of some steps; gives the rows of the last of these steps."""
+        end = TERMINATED_KEY if TERMINATED_KEY in store.columns else DONE_KEY
+        for key in (REWARD_KEY, end):
+            if key not in store.columns or np.prod(store.schema.columns[key].shape) != 1:
+                raise SpecError(
+                    f"n_step needs one number per step under {key!r}, "
+                    f"{key!r} is {store.schema.columns.get(key, 'missing')}",
+                    fix="store it",
+                )
+        check_number("discount", discount, 1)
+        n_step = min(n_step, max(self.lengths))  # there are no more
+        every = self._ahead(rows[:, None], np.arange(n_step))
+        n_steps = _steps_that_follow(store, every)
+        factors = np.float64(discount) ** np.arange(n_step)
+        rewards = store.take(every.reshape(-1), [REWARD_KEY])[REWARD_KEY].reshape(every.shape)
+        is_step = np.arange(n_step) < n_steps[:, None]
+        returns = np.where(is_step, rewards * factors, 0).sum(axis=1)
+        last: Array = every[np.arange(len(rows)), n_steps - 1]
+        flags = {k: a.astype(bool).reshape(-1) for k, a in store.take(last, [end]).items()}
+        is_end = flags[end]
+        if end == DONE_KEY and _TRUNCATED in store.columns:
+            is_end &= ~store.take(last, [_TRUNCATED])[_TRUNCATED].astype(bool).reshape(-1)
+        discounts = np.where(is_end, 0, np.float64(discount) ** n_steps)
+        batch[RETURN_KEY] = returns.astype(np.float32)
+        batch[DISCOUNT_KEY] = discounts.astype(np.float32)
+        return last
+
+    def _weights(
+        self, store: Store, tree: PriorityTree, rows: Array, beta: float
+    ) -> tuple[Array, Array]:
+        """Index and importance weight of rows, relative to the largest weight among them."""
+        check_number("beta", beta, np.inf)
+        index = store.sub_pools_of(rows)
+        # The number of a row: the one that lies there, at most a capacity before the next one.
+        newest = store.numbers[index, 1] - 1
+        age = (newest - (rows - store.offsets[index])) % store.capacities[index]
+        priorities = tree.leaves.take(rows)
+        weights = (priorities.min() / priorities) ** beta
+        return (newest - age) * self._n_sub_pools + index, weights.astype(np.float32)
+
+
+def _steps_that_follow(store: Store, rows: Array) -> Array:
+    """How many of the rows ``[n, most]`` are steps of one episode, int64 ``[n]``, at least 1.
+
+    Args:
+        store: The store.
+        rows: Rows that follow each other. Those past the newest transition mean nothing.
+    """
+    # The newest transition is a last one, so this never leaves what is stored.
+    is_last = store.is_last.take(rows, mode="wrap")
+    is_last[:, -1] = True
+    lengths: Array = is_last.argmax(axis=1) + 1
+    return lengths
+
+
+def _padded(values: Array, is_step: Array) -> torch.Tensor:
+    """Values of steps at their places ``[B, T, ...]``, zeros elsewhere."""
+    padded = np.zeros((*is_step.shape, *values.shape[1:]), values.dtype)
+    padded[is_step] = values
+    return torch.from_numpy(padded)
+
+
+def check_number(name: str, value: Any, most: float) -> None:
+    """Refuse what is not a finite number from 0 to ``most``."""
+    if not isinstance(value, Real) or not 0 <= float(value) <= min(most, _MOST):
+        limits = "of at least 0" if most == np.inf else f"from 0 to {most:g}"
+        raise SpecError(f"{name} should be a finite number {limits}, got {value!r}")

@@ -1,0 +1,36 @@
+"""``PoolReader``: what a pool is in another process."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from rlpool.errors import UsageError
+from rlpool.memory.storage import Memory
+from rlpool.pool.sampling import Sampler
+from rlpool.pool.store import Schema, Store
+from rlpool.seeding import root_from
+
+
+class PoolReader(Sampler):
+    """Draws from a pool that another process fills: what a ``Pool`` becomes when it is sent.
+
+    It sees every transition as soon as it was added, and never a part of one. It samples uniformly,
+    whatever the priorities of the pool. Its memory is the pool's, and stays when the pool's process
+    ends.
+
+    Not for use by several threads at once.
+    """
+
+    def __init__(self, schema: Schema, pool_size: int, n_sub_pools: int, memory: Memory) -> None:
+        store = Store(schema, pool_size, n_sub_pools, memory, is_reader=True)
+        super().__init__(store, n_sub_pools, None)
+
+    def seed(self, seed: int) -> None:
+        """Start drawing anew from a seed; before, every reader draws differently."""
+        self._generator = np.random.Generator(np.random.PCG64(root_from(seed)))
+        self._pid = os.getpid()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise UsageError("a reader cannot be sent on", fix="send the pool itself to every reader")

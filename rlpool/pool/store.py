@@ -1,0 +1,553 @@
+"""Where a pool keeps its transitions: sub-pools, and a column of rows per key.
+
+A sub-pool is a window over the stream of all transitions that were ever added to it. They are
+numbered as they come, number ``i`` lies in row ``i % capacity`` of the sub-pool, and only the
+oldest are ever dropped: what a sub-pool holds is two numbers, ``oldest`` and ``next``. Nothing
+moves when something is added or dropped.
+
+A key ``x`` with a ``_x`` beside it, such as ``frame`` and ``_frame``, is one column. The value
+after a step is the next row's value, unless the row is the last of its piece of an episode. The
+values after those lie in ``finals``, which grows with the number of such rows.
+
+Memory is asked for at once and for the full size, and costs nothing before it is written to. A
+writer first gives up what it will write over, then writes, then says that it is there: whenever it
+is interrupted or dies, ``oldest`` and ``next`` enclose whole transitions.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from rlpool.errors import SpecError, UsageError
+from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.memory.storage import Array, Memory, carve, carved_bytes
+from rlpool.memory.versions import Version
+from rlpool.pool.priorities import PriorityTree
+from rlpool.slots.blocks import successor_key
+from rlpool.specs import TensorSpec
+
+if TYPE_CHECKING:
+    from rlpool.pool.ingest import Incoming
+
+_PAIRED_BYTES = 9
+"""Values of at least this size are not stored twice. Below, the link to a row's final value costs
+as much as the value, and reading it more."""
+
+_RESERVED_ROWS = 64  # of a disk, ahead of need
+_REWARDS = ("reward", "_reward")
+_T = TypeVar("_T")
+_BOOL, _INT32 = (TensorSpec((), np.dtype(kind)) for kind in (np.bool_, np.int32))
+
+
+@dataclass(frozen=True)
+class WindowRules:
+    """When a sub-pool drops transitions, after each one that is added; see ``Pool``."""
+
+    window_size: int | None = None
+    clearing_freq: int | None = None
+    window_size_: int | None = None
+
+    def length_after(self, capacity: int, length: int, n_before: int, n_added: int) -> int:
+        """Transitions that a sub-pool holds after some were added one by one.
+
+        Computed from one clearing to the next, not one by one.
+
+        Args:
+            capacity: The most that it holds.
+            length: Transitions held.
+            n_before: Transitions ever added before.
+            n_added: Transitions added.
+        """
+        kept = min(self.window_size or capacity, capacity)
+        freq = self.clearing_freq
+        while n_added:
+            n = min(n_added, freq - n_before % freq) if freq else n_added
+            is_clearing = freq is not None and (n_before + n) % freq == 0
+            length += n - is_clearing
+            if length > capacity:
+                # From the first overflow on the length runs in circles: kept, ..., capacity, kept.
+                length = kept + (length - capacity - 1) % (capacity + 1 - kept)
+            if is_clearing:  # before its last transition is compared with the capacity
+                length = max(0, length + 1 - (self.window_size_ or 0))
+            n_before, n_added = n_before + n, n_added - n
+        return length
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What is stored of a transition.
+
+    Attributes:
+        columns: Key to what is stored per row.
+        paired: Those of them whose value after the step, ``_key``, follows from the next row.
+    """
+
+    columns: Mapping[str, TensorSpec]
+    paired: tuple[str, ...]
+
+    @classmethod
+    def of(cls, specs: Mapping[str, TensorSpec]) -> Schema:
+        """The schema of transitions with these keys; rewards are stored in float32."""
+        specs = {
+            key: TensorSpec(spec.shape, np.dtype(np.float32)) if key in _REWARDS else spec
+            for key, spec in specs.items()
+        }
+        derived: set[str] = set()
+        for key in sorted(specs, key=len):  # of x, _x and __x the first two are a pair
+            is_pair = specs.get(successor_key(key)) == specs[key] and key not in derived
+            if is_pair and specs[key].n_bytes >= _PAIRED_BYTES:
+                derived.add(successor_key(key))
+        paired = tuple(key for key in specs if successor_key(key) in derived)
+        return cls({key: spec for key, spec in specs.items() if key not in derived}, paired)
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Every key of a transition."""
+        return {**self.columns, **{successor_key(key): self.columns[key] for key in self.paired}}
+
+    def check(self, specs: Mapping[str, TensorSpec], what: str) -> None:
+        """Refuse transitions that lack a key, or have another shape or kind of number.
+
+        Raises:
+            SpecError: Naming the key and both sides.
+        """
+        for key, spec in self.specs.items():
+            given = specs.get(key)
+            if given is None or given.shape != spec.shape or not _fits(given.dtype, spec.dtype):
+                raise SpecError(
+                    f"{key!r} of {what} is {given or 'missing'}, the pool holds {spec}",
+                    fix="use another pool for other transitions",
+                )
+
+
+class SubPool:
+    """The window of one sub-pool.
+
+    Args:
+        offset: Row of the store where it begins.
+        capacity: Rows that it has.
+        numbers: ``oldest`` and ``next``, in memory that readers see.
+    """
+
+    def __init__(self, offset: int, capacity: int, numbers: memoryview) -> None:
+        self.offset = offset
+        self.capacity = capacity
+        self.numbers = numbers
+
+    @property
+    def oldest(self) -> int:
+        """Number of the oldest transition that is held."""
+        return int(self.numbers[0])
+
+    @property
+    def next(self) -> int:
+        """Number that the next transition will get."""
+        return int(self.numbers[1])
+
+    def __len__(self) -> int:
+        oldest, after = self.numbers
+        return max(0, after - oldest)
+
+    def held(self) -> list[slice]:
+        """Rows of all transitions that are held."""
+        return self.pieces(self.oldest, self.next)
+
+    def pieces(self, start: int, stop: int) -> list[slice]:
+        """Rows of transitions ``start`` to ``stop``: at most two slices of the store."""
+        if start >= stop:
+            return []
+        first, end = self.offset + start % self.capacity, self.offset + self.capacity
+        last = first + stop - start
+        if last <= end:
+            return [slice(first, last)]
+        return [slice(first, end), slice(self.offset, last - self.capacity)]
+
+
+class Store:
+    """Sub-pools of transitions in memory that others may read.
+
+    Args:
+        schema: What is stored.
+        pool_size: Rows of all sub-pools.
+        n_sub_pools: Number of sub-pools; the first ones have a row more if need be.
+        memory: Of ``Store.n_bytes_for`` bytes.
+        rules: When sub-pools drop transitions.
+        with_priorities: Whether rows have priorities.
+        is_reader: Whether the store is another process's.
+
+    Attributes:
+        columns: Key to array ``[pool_size, ...]``.
+        finals: Paired key to the values after last rows ``[pool_size, ...]``, of which the first
+            ``n_finals`` are or were in use.
+        is_last: bool ``[pool_size]``: whether the next row does not continue the episode. The
+            newest row of a sub-pool always is.
+        final_row: int32 ``[pool_size]``: where in ``finals`` a last row's values are.
+        numbers: int64 ``[n_sub_pools, 2]``: ``oldest`` and ``next`` of the sub-pools.
+        capacities: Rows of the sub-pools, int64 ``[n_sub_pools]``.
+        offsets: Row at which each begins, likewise.
+        tree: The priorities, or ``None``.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        pool_size: int,
+        n_sub_pools: int,
+        memory: Memory,
+        rules: WindowRules | None = None,
+        *,
+        with_priorities: bool = False,
+        is_reader: bool = False,
+    ) -> None:
+        self.schema, self.pool_size, self.memory = schema, pool_size, memory
+        self._rules = rules or WindowRules()
+        control, rows = _layout(schema, n_sub_pools)
+        n_control = sum(carved_bytes(control, 1).values())
+        table = carve(memory.root(), control, 1)["numbers"][0]
+        arrays = carve(memory.root()[n_control:], rows, pool_size)
+        self.numbers: Array = table[:-1]
+        self.columns = {key: arrays[f"columns/{key}"] for key in schema.columns}
+        self.finals = {key: arrays[f"finals/{key}"] for key in schema.paired}
+        self.is_last, self.final_row = arrays["is_last"], arrays["final_row"]
+        self.capacities = np.array(capacities(pool_size, n_sub_pools))
+        self.offsets = np.cumsum(self.capacities) - self.capacities
+        places = zip(self.offsets.tolist(), self.capacities.tolist(), self.numbers, strict=True)
+        self.sub_pools = [SubPool(start, size, numbers.data) for start, size, numbers in places]
+        self.tree = PriorityTree(pool_size) if with_priorities else None
+        self.n_finals = 0
+        # Rows of finals that were given back, a stack of the first _n_free.
+        self._free = np.empty(pool_size if schema.paired and not is_reader else 0, np.int32)
+        self._n_free = 0
+        self._is_whole = True  # not in the middle of a change, nor interrupted there
+        self._reserved = dict.fromkeys(rows, 0)
+        fd = None if memory.kind == "local" else memory.fd
+        self._version = Version(table[-1].data, fd)
+        self._writer_pid = None if is_reader else os.getpid()
+        memory.reserve(0, n_control)
+
+    @staticmethod
+    def n_bytes_for(schema: Schema, pool_size: int, n_sub_pools: int) -> int:
+        """Bytes of the memory of a store."""
+        control, rows = _layout(schema, n_sub_pools)
+        return sum(
+            sum(carved_bytes(specs, n).values()) for specs, n in ((control, 1), (rows, pool_size))
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use: rows that were written so far, bookkeeping and priorities included."""
+        n_rows = sum(min(sub_pool.next, sub_pool.capacity) for sub_pool in self.sub_pools)
+        specs, paired = self.schema.columns, self.schema.paired
+        row_bytes = 1 + (4 if paired else 0) + sum(spec.n_bytes for spec in specs.values())
+        final_bytes = sum(specs[key].n_bytes for key in paired)
+        tree = 0 if self.tree is None else self.tree.nbytes
+        return n_rows * row_bytes + self.n_finals * final_bytes + tree
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sub_pools))
+
+    # Writing ---------------------------------------------------------------------------------
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process may write: the one that made it, if others see the memory too."""
+        return self.memory.kind == "local" or os.getpid() == self._writer_pid
+
+    def refuse_others(self) -> None:
+        """Raise ``UsageError`` in a process that was forked from the writer's."""
+        if not self.is_writer:
+            raise UsageError(
+                "a pool is filled by the process that made it, and this is another one",
+                fix="send trajectories to that process, or make a pool of your own here",
+            )
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change rows and numbers within this; readers see all of it, or nothing.
+
+        Raises:
+            UsageError: In a process that was forked from the writer's.
+        """
+        self.refuse_others()
+        with self._version.changing():
+            if not self._is_whole:
+                self.recover()
+            self._is_whole = False
+            yield
+            self._is_whole = True
+
+    def read(self, look: Callable[[], _T]) -> _T:
+        """What a function returns that looks at rows and numbers, none of which changes meanwhile.
+
+        Args:
+            look: Called once or more.
+        """
+        return self._version.read(look)
+
+    def add(
+        self, index: int, incoming: Incoming, priority: float = 1.0, *, joined: bool = False
+    ) -> None:
+        """Add transitions to a sub-pool, and drop those that its rules say.
+
+        Args:
+            index: Number of the sub-pool.
+            incoming: The transitions, whose last one ends its piece of an episode.
+            priority: Priority of each.
+            joined: Whether the first one continues the episode of the newest one held.
+
+        Raises:
+            SpecError: If a disk is full; nothing was changed.
+        """
+        sub_pool, n = self.sub_pools[index], len(incoming.is_last)
+        with self.changing():
+            start = sub_pool.next
+            n_held = self._rules.length_after(sub_pool.capacity, len(sub_pool), start, n)
+            after = start + n
+            if n_held < n:  # the others would be gone again
+                incoming = incoming.part(slice(n - n_held, n))
+            oldest, first = after - n_held, after - len(incoming.is_last)
+            lasts = np.flatnonzero(incoming.is_last)
+            pieces = sub_pool.pieces(first, after)
+            self.reserve(pieces, self.n_finals + lasts.size)
+            self.drop(sub_pool, min(start, oldest))
+            self._write(pieces, incoming, lasts)
+            newest = sub_pool.pieces(start - 1, start) if joined and len(sub_pool) else []
+            # First the oldest: a reader sees nothing rather than too much.
+            sub_pool.numbers[0] = oldest
+            sub_pool.numbers[1] = after
+            for piece in newest:  # only now, as the newest row must always be a last one
+                self._give_back(piece)
+                self.is_last[piece] = False
+            if self.tree is not None:
+                for piece in pieces:
+                    self.tree.set(piece, priority)
+
+    def _write(self, pieces: Sequence[slice], incoming: Incoming, lasts: Array) -> None:
+        start = 0
+        for piece in pieces:
+            part = slice(start, start + piece.stop - piece.start)
+            some = incoming if len(pieces) == 1 else incoming.part(part)
+            for key, source in some.columns.items():
+                source.write(self.columns[key][piece])
+            self.is_last[piece] = some.is_last
+            start = part.stop
+        if self.schema.paired and lasts.size:
+            finals = self._take_finals(lasts.size)
+            for key, source in incoming.finals.items():
+                self.finals[key][finals] = source.part(lasts).values()
+            rows = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
+            self.final_row[rows[lasts]] = finals
+
+    def drop(self, sub_pool: SubPool, stop: int) -> None:
+        """Drop the transitions before number ``stop``."""
+        pieces = sub_pool.pieces(sub_pool.oldest, stop)
+        for piece in pieces:
+            if self.tree is not None:
+                self.tree.set(piece, 0.0)
+        if pieces:
+            sub_pool.numbers[0] = stop
+        for piece in pieces:
+            self._give_back(piece)
+
+    def clear(self) -> None:
+        """Drop all transitions."""
+        with self.changing():
+            for sub_pool in self.sub_pools:
+                self.drop(sub_pool, sub_pool.next)
+            self.n_finals = self._n_free = 0
+
+    def recover(self) -> None:
+        """Make the bookkeeping of finals and priorities fit the rows that are held."""
+        for sub_pool in self.sub_pools:
+            sub_pool.numbers[0] = min(sub_pool.numbers)
+        if self.tree is not None:
+            self.tree.set(slice(0, self.pool_size), self.tree.leaves.copy())
+        if self.schema.paired:
+            is_free = np.ones(self.n_finals, bool)
+            for sub_pool in self.sub_pools:
+                for piece in sub_pool.held():
+                    is_free[self.final_row[piece][self.is_last[piece]]] = False
+            free = np.flatnonzero(is_free)
+            self._free[: free.size] = free
+            self._n_free = free.size
+
+    def _take_finals(self, n: int) -> Array:
+        """Rows of ``finals`` that nobody uses, int32 ``[n]``."""
+        n_again = min(n, self._n_free)
+        self._n_free -= n_again
+        again = self._free[self._n_free : self._n_free + n_again]
+        start, self.n_finals = self.n_finals, self.n_finals + n - n_again
+        return np.concatenate([again, np.arange(start, self.n_finals, dtype=np.int32)])
+
+    def _give_back(self, rows: slice) -> None:
+        if self.schema.paired:
+            finals = self.final_row[rows][self.is_last[rows]]
+            self._free[self._n_free : self._n_free + finals.size] = finals
+            self._n_free += finals.size
+
+    def reserve(self, rows: Sequence[slice], n_finals: int) -> None:
+        """Make sure that a disk has room for rows and finals before they are written.
+
+        Raises:
+            SpecError: If it has none.
+        """
+        if self.memory.kind != "memmap":
+            return
+        control, layout = _layout(self.schema, len(self.sub_pools))
+        start = sum(carved_bytes(control, 1).values())
+        n_rows = max((piece.stop for piece in rows), default=0)
+        for name, n_bytes in carved_bytes(layout, self.pool_size).items():
+            n = min(n_finals, self.pool_size) if name.startswith("finals/") else n_rows
+            n_before, size = self._reserved[name], layout[name].n_bytes
+            if n > n_before:
+                n = min(self.pool_size, n + n // 8 + _RESERVED_ROWS)
+                self.memory.reserve(start + n_before * size, start + n * size)
+                self._reserved[name] = n
+            start += n_bytes
+
+    def routes(self, sizes: Sequence[int], draws: Sequence[float]) -> list[int]:
+        """Sub-pools for additions, each drawn as if those before had been made.
+
+        The probability of a sub-pool is proportional to 1 / (its length + 1).
+
+        Args:
+            sizes: How many transitions are added at a time.
+            draws: A float from 0 to below 1 for each addition; an int names the sub-pool.
+        """
+        lengths, added = [len(sub) for sub in self.sub_pools], [sub.next for sub in self.sub_pools]
+        chosen = []
+        for size, draw in zip(sizes, draws, strict=True):
+            index = int(draw)
+            if not isinstance(draw, int):
+                ends = list(accumulate(1.0 / (length + 1.0) for length in lengths))
+                index = min(bisect_right(ends, draw * ends[-1]), len(ends) - 1)
+            capacity = self.sub_pools[index].capacity
+            lengths[index] = self._rules.length_after(capacity, lengths[index], added[index], size)
+            added[index] += size
+            chosen.append(index)
+        return chosen
+
+    # Keeping ---------------------------------------------------------------------------------
+
+    def arrays(self, spans: Sequence[Sequence[int]], n_finals: int) -> dict[str, Array]:
+        """Where the values of transitions lie, views by name.
+
+        Args:
+            spans: ``oldest`` and ``next`` of each sub-pool.
+            n_finals: Rows of ``finals`` that are in use.
+        """
+        whole = {f"columns/{key}": array for key, array in self.columns.items()}
+        whole["is_last"] = self.is_last
+        if self.schema.paired:
+            whole["final_row"] = self.final_row
+        if self.tree is not None:
+            whole["priorities"] = self.tree.leaves
+        arrays = {f"finals/{key}": array[:n_finals] for key, array in self.finals.items()}
+        for index, (oldest, after) in enumerate(spans):
+            for number, piece in enumerate(self.sub_pools[index].pieces(oldest, after)):
+                arrays |= {f"{name}/{index}.{number}": a[piece] for name, a in whole.items()}
+        return arrays
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        """What is stored: a header of plain values, and arrays by name, which are views."""
+        columns = {k: [s.dtype.str, list(s.shape)] for k, s in self.schema.columns.items()}
+        header = {
+            "rings": self.numbers.tolist(),
+            "n_finals": self.n_finals,
+            "schema": {"columns": columns, "paired": list(self.schema.paired)},
+        }
+        return header, self.arrays(header["rings"], self.n_finals)
+
+    def take_over(
+        self, spans: Sequence[Sequence[int]], n_finals: int, arrays: Mapping[str, Array]
+    ) -> None:
+        """Hold other transitions instead.
+
+        Args:
+            spans: As for ``arrays``.
+            n_finals: As for ``arrays``.
+            arrays: What ``arrays`` shall hold then; those that already lie there may be left out.
+        """
+        with InterruptsHeld(), self.changing():
+            for sub_pool in self.sub_pools:
+                self.drop(sub_pool, sub_pool.next)
+            for name, target in self.arrays(spans, n_finals).items():
+                if name in arrays:
+                    target[...] = arrays[name]
+            self.n_finals = n_finals
+            self.numbers[...] = spans
+            self.recover()
+
+    # Reading ---------------------------------------------------------------------------------
+
+    def sub_pools_of(self, rows: Array) -> Array:
+        """The sub-pool of each row."""
+        return np.searchsorted(self.offsets, rows, side="right") - 1
+
+    def rows_of(self, sub_pools: Array, numbers: Array) -> Array:
+        """Rows of transitions, by sub-pool and number."""
+        rows: Array = self.offsets[sub_pools] + numbers % self.capacities[sub_pools]
+        return rows
+
+    # Rows past the end stand for those at the beginning: mode="wrap" costs nothing.
+
+    def take(self, rows: Array, keys: Sequence[str] | None = None) -> dict[str, Array]:
+        """Rows of columns, by default of all, copies ``[len(rows), ...]``."""
+        wanted = self.columns if keys is None else keys
+        return {key: self.columns[key].take(rows, 0, None, "wrap") for key in wanted}
+
+    def take_after(
+        self, rows: Array, next_rows: Array, keys: Sequence[str] | None = None
+    ) -> dict[str, Array]:
+        """Values after some rows' steps, copies.
+
+        Args:
+            rows: int64 rows.
+            next_rows: The row after each of them.
+            keys: Paired keys, without ``_``; by default all.
+
+        Returns:
+            ``_key`` to values ``[len(rows), ...]``.
+        """
+        taken: dict[str, Array] = {}
+        wanted = self.schema.paired if keys is None else keys
+        if not wanted:
+            return taken
+        ends = self.is_last.take(rows, 0, None, "wrap").nonzero()[0]
+        final_rows = self.final_row.take(rows.take(ends), 0, None, "wrap")
+        for key in wanted:
+            values = self.columns[key].take(next_rows, 0, None, "wrap")
+            values[ends] = self.finals[key].take(final_rows, 0)
+            taken[successor_key(key)] = values
+        return taken
+
+
+def capacities(pool_size: int, n_sub_pools: int) -> list[int]:
+    """Capacities of sub-pools that add up to the pool's size, the first ones one larger."""
+    share, rest = divmod(pool_size, n_sub_pools)
+    return [share + (number < rest) for number in range(n_sub_pools)]
+
+
+def _layout(
+    schema: Schema, n_sub_pools: int
+) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
+    """What lies in a store's memory: once, and per row. The last pair of numbers is the version."""
+    control = {"numbers": TensorSpec((n_sub_pools + 1, 2), np.dtype(np.int64))}
+    rows = {"is_last": _BOOL, "final_row": _INT32}
+    rows |= {f"columns/{key}": spec for key, spec in schema.columns.items()}
+    rows |= {f"finals/{key}": schema.columns[key] for key in schema.paired}
+    return control, rows
+
+
+def _fits(given: np.dtype[Any], held: np.dtype[Any]) -> bool:
+    """Whether there are values that both hold; those that only one holds are refused later."""
+    both_ints = given.kind in "iu" and held.kind in "iu"
+    return both_ints or np.can_cast(given, held, "same_kind")
