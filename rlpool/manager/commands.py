@@ -128,15 +128,12 @@ class Predecessor:
         tapes: Per lane how it got to where it was, before a step that was not finished.
         unfinished: Number of that step, 0 if there is none.
         actions: Its actions ``[1, ...]`` per lane that takes part.
-        remote_seeds: Per lane the seed that a remote gave last, ``None`` if it gave none, and how
-            many resets of remotes have used such seeds since.
         closed: Lanes that were closed.
     """
 
     tapes: Mapping[int, Tape]
     unfinished: int
     actions: Mapping[int, Actions]
-    remote_seeds: Mapping[int, tuple[int | None, int]]
     closed: Sequence[int]
 
 

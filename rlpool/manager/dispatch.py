@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.context import SpawnProcess
@@ -37,6 +39,7 @@ from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.crash_files import CrashDir, CrashFiles
 from rlpool.record.failures import attempted
 from rlpool.record.tape import Actions, LaneTapes, Tape, action_row
+from rlpool.seeding import LaneSeeds, root_from
 from rlpool.specs import DEFAULT_OBSERVATION_KEY, Structure, TensorSpec, leaves_of
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.lifecycle import Workers
@@ -125,7 +128,11 @@ class EnvWorkers:
         self._memories: dict[type, tuple[MapMessage, Memory]] = {}
         self._resets: dict[int, Reset] = {}  # the last of each worker
         self._announced: dict[int, Announce] = {}
-        self._given_seeds: dict[int, tuple[int | None, int]] = {}  # see Predecessor.remote_seeds
+        # Backwards: forwards are the seeds of lanes that are reset together.
+        stream = LaneSeeds(root, 0)
+        self._seeds: list[Iterator[int]] = [
+            map(partial(stream.seed, lane), itertools.count(-1, -1)) for lane in range(self.n_lanes)
+        ]
         self._setups = [
             Setup(
                 _pickled({f"env_fns[{lane}]": env_fns[lane] for lane in lanes}),
@@ -245,15 +252,32 @@ class EnvWorkers:
         worker = self.worker_of[lane]
         message = Call(lane - self.lanes_of[worker].start, command, data)
         self.has_called = True
+        if command == "seed":  # of the resets that follow, which this process gives
+            self._seeds[lane] = _seeds_from(data)
+            self.waiting[lane], self.replies[lane] = message, pickle.dumps(("done", None))
+            return
+        if command == "reset" and data[0] is None:
+            message = replace(message, data=(next(self._seeds[lane]), data[1]))
         self.send(worker, message)
         if command != "close":
             self.waiting[lane] = message
+            self._record(lane, message)
             return
         self.closed_lanes.add(lane)
         if self.closed_lanes.issuperset(self.lanes_of[worker]):
             self.processes.dismiss(worker)
         if len(self.closed_lanes) == self.n_lanes:
             self.close()
+
+    def _record(self, lane: int, call: Call) -> None:
+        """Put a remote's request on the tape of its lane."""
+        if self.tapes is not None and call.command == "reset":
+            self.tapes.record_reset(lane, *call.data)
+        elif self.tapes is not None and call.command == "step":
+            report = self.reports[0]
+            with suppress(Exception):  # of an action that does not fit, the worker will say so
+                row = action_row(report.action, report.native_action or {}, call.data)
+                self.tapes.record_action(lane, row)
 
     def ask(self, lane: int, command: str, data: Any) -> tuple[str, Any]:
         """Send a request to one environment, as its remote would, and wait for the reply."""
@@ -391,12 +415,14 @@ class EnvWorkers:
         tapes: dict[int, Tape] = {}
         actions: dict[int, Actions] = {}
         for number, lane in enumerate(own):
-            call = self.waiting.get(lane) if self.is_unanswered(lane) else None
-            is_reset = call is not None and call.command == "reset"
-            if lane in self.closed_lanes or is_reset or (reset and number in reset.lanes):
+            asked = self.waiting[lane].command if self.is_unanswered(lane) else ""
+            will_be_reset = asked == "reset" or (reset is not None and number in reset.lanes)
+            if lane in self.closed_lanes or will_be_reset:
                 continue
             is_asked = bool(step) and (not buffers.partial[worker] or bool(buffers.asked[lane]))
             tape = None if self.tapes is None else self.tapes.tape(lane)
+            if tape is not None and asked == "step":
+                tape, _ = tape.without_last()
             if is_asked:
                 tape = tape or Tape(lost="it had not been reset")
                 tape, actions[number] = tape.without_last()
@@ -406,7 +432,6 @@ class EnvWorkers:
             tapes,
             step,
             actions,
-            {lane - own.start: s for lane, s in self._given_seeds.items() if lane in own},
             [lane - own.start for lane in own if lane in self.closed_lanes],
         )
 
@@ -448,11 +473,7 @@ class EnvWorkers:
         if isinstance(message, LaneFailed):
             lane = self.lanes_of[worker][message.lane]
             where = self.where_lane(lane, is_reset=message.call == "reset")
-            capsule = None
-            if not message.is_lost and self.tapes is not None:
-                tape = self.tapes.tape(lane)
-                capsule = self._capsule(tape, message.call, where)
-            error = self._complete(message.error, where, capsule)
+            error = self._complete(message.error, message.call, where, is_lost=message.is_lost)
             if self._policy.restarts_on_env_errors and not message.is_lost:
                 self.processes.expect_end(worker, error)
             else:
@@ -460,74 +481,49 @@ class EnvWorkers:
         elif isinstance(message, Reply):
             self._take_reply(worker, message)
 
-    def of_reset(self, error: EnvError, where: Where) -> EnvError:
+    def failed_reset(self, error: EnvError, where: Where) -> EnvError:
         """What a worker says of a reset that failed, with all that is known about it."""
-        return self._complete(error, where, self._capsule_of_call(Call(0, "reset", None), where))
+        if self.tapes is not None:
+            self.tapes.record_reset(where.lane or 0, where.seed or 0, where.env_info)
+        return self._complete(error, "reset", where)
 
     def _take_reply(self, worker: int, message: Reply) -> None:
         lane = self.lanes_of[worker][message.lane]
-        call = self.waiting[lane]
+        command = self.waiting[lane].command
         self.capsules.pop(lane, None)
         if message.error is not None:
-            where = self.where_lane(lane, is_reset=call.command == "reset")
-            error = self._complete(message.error, where, self._capsule_of_call(call, where))
+            where = self.where_lane(lane, is_reset=command == "reset")
+            error = self._complete(message.error, command, where)
             if self._policy.restarts_on_env_errors:
                 self.processes.expect_end(worker, error)  # its successor will be asked again
                 return
             hint = "" if error.fix == message.error.fix else error.fix
             self.capsules[lane] = error.capsule, hint
+            if self.tapes is not None:
+                self.tapes.lose(lane, _UNREPEATABLE)
         self.replies[lane] = message.reply
-        is_tried = message.is_done or message.error is not None
-        if call.command == "seed" and message.is_done:
-            self._given_seeds[lane] = call.data, 0
-        elif call.command == "reset" and is_tried and call.data[0] is None:
-            given, n_used = self._given_seeds.get(lane, (None, 0))
-            self._given_seeds[lane] = given, n_used + 1
-        if self.tapes is None or call.command not in ("reset", "step") or not is_tried:
-            return
-        if message.error is not None:
-            self.tapes.lose(lane, _UNREPEATABLE)
-        elif call.command == "step":
-            self.tapes.record_action(lane, self._action_row(call.data))
-        else:
-            self.tapes.record_reset(lane, int(self.buffers.seed[lane]), call.data[1])
 
-    def _action_row(self, action: Any) -> Actions:
-        """An action as an environment takes it."""
-        report = self.reports[0]
-        return action_row(report.action, report.native_action or {}, action)
-
-    def _complete(self, error: EnvError, where: Where, capsule: CrashCapsule | None) -> EnvError:
-        """An error of a worker, with all that is known about where it happened."""
-        text = error.traceback_text
-        told = None if capsule is None else capsule.told(error.what, text)
+    def _complete(
+        self, error: EnvError, call: str, where: Where, *, is_lost: bool = False
+    ) -> EnvError:
+        """An error of a worker, with all that is known about the lane where it happened."""
+        tape = None if self.tapes is None or is_lost else self.tapes.tape(where.lane or 0)
+        capsule = None
+        if tape is not None and not tape.why_lost:
+            tape, failing = tape.without_last() if call == "step" else (tape, {})
+            where = where._replace(step=tape.n_steps)
+            capsule = self._capsule(tape, call, where, failing)
         complete = type(error)(
-            error.what, where=where, fix=error.fix, traceback_text=text, capsule=told
+            error.what,
+            where=where,
+            fix=error.fix,
+            traceback_text=error.traceback_text,
+            capsule=capsule and capsule.told(error.what, error.traceback_text),
         )
         return self._crash_files.with_file(complete)
 
-    def _capsule(self, tape: Tape | None, call: str, where: Where) -> CrashCapsule | None:
-        """The capsule of a lane's command, which is on its tape."""
-        if tape is None or tape.why_lost:
-            return None
-        failing: Actions = {}
-        if call == "step":
-            tape, failing = tape.without_last()
-        return self._capsule_of(tape, call, where, failing)
-
-    def _capsule_of_call(self, call: Call, where: Where) -> CrashCapsule | None:
-        """The capsule of a remote's request, which is not on its lane's tape."""
-        if self.tapes is None or call.command not in ("reset", "step"):
-            return None
-        if call.command == "reset":
-            return self._capsule_of(Tape(where.seed or 0, where.env_info), "reset", where, {})
-        tape = self.tapes.tape(where.lane or 0)
-        if tape is None or tape.why_lost:
-            return None
-        return self._capsule_of(tape, "step", where, self._action_row(call.data))
-
     @attempted
-    def _capsule_of(self, tape: Tape, call: str, where: Where, failing: Actions) -> CrashCapsule:
+    def _capsule(self, tape: Tape, call: str, where: Where, failing: Actions) -> CrashCapsule:
         return CrashCapsule.of_tape(
             tape, call, where, failing, n_lanes=self.n_lanes, env_type="ParallelEnvManager"
         )
@@ -576,3 +572,10 @@ class EnvWorkers:
 def _pickled(env_fns: Mapping[str, Callable[[], Any]]) -> bytes:
     fix = "create it inside the function, which runs in the worker"
     return pickled(env_fns, list(env_fns.values()), fix=fix)
+
+
+def _seeds_from(seed: int) -> Iterator[int]:
+    """A seed, then others that follow from it."""
+    stream = LaneSeeds(root_from(seed), 0)
+    others = (stream.seed(0, number) for number in itertools.count())
+    return itertools.chain([seed], (other for other in others if other != seed))

@@ -236,7 +236,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             self._map_observations(value)
             return
         where = Where(workers.worker_of[lane], lane, step=0, seed=seed, env_info=options or None)
-        raise lane_failure(workers.of_reset(value, where), lane, "reset", where)
+        raise lane_failure(workers.failed_reset(value, where), lane, "reset", where)
 
     # The lane contract ---------------------------------------------------------------------
 

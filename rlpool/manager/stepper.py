@@ -183,10 +183,11 @@ class Stepper:
             return False
         failed = [worker for worker in workers if outcome[worker] == FAILED]
         if failed:
+            failures = [self._failure(worker) for worker in failed]  # which read the lanes' tapes
             with InterruptsHeld():
                 for worker in failed:
                     self._note_failure(worker)
-            failure = self._failure(failed[0])
+            failure = failures[0]
             self.open = None
             raise failure
         return True
@@ -303,8 +304,11 @@ class Stepper:
         for worker, lanes in list(self._in_flight.items()):
             if self._finished[worker] != self._issued[worker]:
                 continue
+            has_failed = self._buffers.outcome[worker] == FAILED
+            if has_failed:
+                self._workers.failure(worker)  # which reads the lanes' tapes
             with InterruptsHeld():
-                if self._buffers.outcome[worker] == FAILED:
+                if has_failed:
                     self._failed[worker] = lanes
                     self._note_failure(worker)
                 else:

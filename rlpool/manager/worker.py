@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import select
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -34,7 +33,6 @@ from rlpool.memory.storage import Array, Memory
 from rlpool.record.failures import described, env_error, text_of
 from rlpool.record.repeat import batch_of, repeat
 from rlpool.record.tape import Tape, action_row
-from rlpool.seeding import LaneSeeds, root_from
 from rlpool.specs import DEFAULT_OBSERVATION_KEY, leaves_of
 from rlpool.workers.child import Control, Place, run, settle_in
 from rlpool.workers.payload import unpack
@@ -103,7 +101,6 @@ class EnvServer:
         if not isinstance(setup, Setup):
             return False
         self._setup = setup
-        self._remote_seeds = _RemoteSeeds(self._place.root, setup.first_lane)
         try:
             self._env = env = made_environments(setup, self._place, self._control)
             self._open_lanes = set(range(env.n_lanes))
@@ -224,8 +221,6 @@ class EnvServer:
         """Take the predecessor's place, and do what it had not finished."""
         for lane in predecessor.closed:
             self._close_lane(lane)
-        for lane, (seed, n_used) in predecessor.remote_seeds.items():
-            self._remote_seeds.go_on(lane, seed, n_used)
         number, actions = predecessor.unfinished, predecessor.actions
         is_torn = bool(number) and self._buffers.writing[self._me] == number
         for lane, tape in predecessor.tapes.items():
@@ -423,13 +418,10 @@ class EnvServer:
             return "attr", env.attribute(lane, call.data)
         if call.command == "describe":
             return self._description(lane, *call.data)
-        if call.command == "seed":
-            self._remote_seeds.give(lane, call.data)
-            return "done", None
         env.keeps_results = True
         try:
             if call.command == "reset":
-                return "obs", self._remote_reset(lane, call.data)
+                return "obs", self._remote_reset(lane, *call.data)
             self._take_action(lane, call.data)
             return "transition", _transition(env, lane, self._actions)
         finally:
@@ -455,9 +447,7 @@ class EnvServer:
             return "failed", env_error(error, Where(worker=self._me))
         return "structure", env.columns.structure if env.columns is not None else None
 
-    def _remote_reset(self, lane: int, data: tuple[int | None, Options]) -> Any:
-        given, options = data
-        seed = self._remote_seeds.next(lane) if given is None else given
+    def _remote_reset(self, lane: int, seed: int, options: Options) -> Any:
         self._note_begin(lane, seed)
         self._env.reset_lanes([lane], [seed], [options])
         for array in self._actions.values():
@@ -473,41 +463,6 @@ def _transition(env: GymEnv, lane: int, actions: Mapping[str, Array]) -> Any:
     if env.current["truncated"][lane] and not env.current["terminated"][lane]:
         info = {**info, "TimeLimit.truncated": True}
     return observation, reward, done, info
-
-
-class _RemoteSeeds:
-    """Seeds of the resets of remotes that bring none.
-
-    Args:
-        root: Root of all seeds.
-        first_lane: Number of the worker's first lane.
-    """
-
-    def __init__(self, root: int, first_lane: int) -> None:
-        self._stream = LaneSeeds(root, 0)
-        self._first_lane = first_lane
-        self._seeds: dict[int, Iterator[int]] = {}
-
-    def next(self, lane: int) -> int:
-        """The next seed of a lane."""
-        if lane not in self._seeds:
-            number = self._first_lane + lane
-            # Backwards: forwards are the seeds of lanes that are reset together.
-            self._seeds[lane] = (self._stream.seed(number, -k) for k in itertools.count(1))
-        return next(self._seeds[lane])
-
-    def give(self, lane: int, seed: int) -> None:
-        """Go on with this seed, then with others that follow from it."""
-        stream = LaneSeeds(root_from(seed), 0)
-        others = (stream.seed(0, k) for k in itertools.count())
-        self._seeds[lane] = itertools.chain([seed], (other for other in others if other != seed))
-
-    def go_on(self, lane: int, seed: int | None, n_used: int) -> None:
-        """Go on where another process was: what it was given last, and how many it used since."""
-        if seed is not None:
-            self.give(lane, seed)
-        for _ in range(n_used):
-            self.next(lane)
 
 
 class _ComingEpisodes:
