@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils import _pytree
 
 from rlpool.agents.agent import Agent
-from rlpool.arguments import takes_keyword
+from rlpool.arguments import takes_keyword, whole_number
 from rlpool.envs.gym_env import GymEnv, all_tasks
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import AgentError, EnvError, SpecError, UsageError, WorkerError
@@ -20,7 +20,7 @@ from rlpool.loop.rollout import Rollout
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.meta.agents import ActingAgent, RandomAgent
 from rlpool.meta.rollouts import RolloutColumns, RolloutPlan, RowsEnv
-from rlpool.meta.trials import TASK_OPTION, check_count
+from rlpool.meta.trials import TASK_OPTION
 from rlpool.record.failures import LOCAL_HINT
 from rlpool.seeding import Words, episode_seeds, noise_keys, probe_seed, root_from, task_draws
 from rlpool.slots.blocks import Layout
@@ -96,8 +96,8 @@ def collect_rollouts_parallel(
         EnvError, AgentError, WorkerError: If the environment, the agent or a worker fails. The
             rollouts that were complete by then are stored and counted.
     """
-    n_rollouts = check_count("num_rollouts", num_rollouts, 0)
-    n_rows = check_count("batch_rows", getattr(learner, "batch_rows", BATCH_ROWS), 1)
+    n_rollouts = whole_number("num_rollouts", num_rollouts, 0)
+    n_rows = whole_number("batch_rows", getattr(learner, "batch_rows", BATCH_ROWS), 1)
     arch = AGENT_ARCHS(learner.agent_arch)
     store = _store_into(learner.policy_storage, arch)
     lanes = _lanes(learner, parallel_env)

@@ -8,10 +8,10 @@ from typing import Any
 
 import gymnasium
 
-from rlpool.arguments import names_arguments
+from rlpool.arguments import names_arguments, whole_number
 from rlpool.machine.worker_limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager
-from rlpool.meta.trials import VariBadWrapper, check_count
+from rlpool.meta.trials import VariBadWrapper
 from rlpool.record.crash_files import CrashDir
 from rlpool.seeding import root_from, seed_from, worker_seed
 from rlpool.workers.failure_policy import DEFAULT_MAX_RESTARTS, DEFAULT_TIMEOUT_S
@@ -41,7 +41,7 @@ def make_env(
     env = gymnasium.make(env_id, **kwargs) if isinstance(env_id, str) else env_id(**kwargs)
     trials = VariBadWrapper(env, episodes_per_task, oracle)
     if seed is not None:
-        seed = seed_from(check_count("seed", seed, 0))
+        seed = seed_from(whole_number("seed", seed, 0))
         trials.env.reset(seed=seed)  # without a task: nobody asked for one yet
         trials.action_space.seed(seed)
     return trials
@@ -97,8 +97,8 @@ def make_parallel_env(
         SpecError: For a number that is none, or more processes than the system allows.
         WorkerStartupError: If an environment cannot be made.
     """
-    check_count("episodes_per_task", episodes_per_task, 1)
-    check_count("envs_per_worker", envs_per_worker, 1)
+    whole_number("episodes_per_task", episodes_per_task, 1)
+    whole_number("envs_per_worker", envs_per_worker, 1)
     n_workers = worker_count(num_workers)
     root = root_from(seed)
     make = partial(make_env, env_id, episodes_per_task, oracle=oracle, **kwargs)

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlpool.envs.columns import Columns
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.loop.plan import Episode
 from rlpool.memory.storage import Array, Memory
 from rlpool.seeding import NoiseStarts, Words
 from rlpool.slots.blocks import Layout
-from rlpool.specs import DEFAULT_OBSERVATION_KEY, Leaf, TensorSpec
+from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec
 
 
 class RolloutColumns(NamedTuple):
@@ -55,22 +54,12 @@ class RowsEnv(VecEnv):
         self._lanes = lanes
         self._lane_of = np.zeros(n_rows, np.int64)
         self._row_of: dict[int, int] = {}
-        self.min_ready = lanes.min_ready
+        self.min_ready, self._action_leaves = lanes.min_ready, lanes.action_leaves
 
     def assign(self, row: int, lane: int) -> None:
         """Let a row show another lane, which is reset next."""
         self._lane_of[row] = lane
         self._row_of[lane] = row
-
-    @property
-    def columns(self) -> Columns | None:
-        """The observations' columns, ``None`` before the first reset."""
-        return self._columns
-
-    @property
-    def action_leaves(self) -> dict[str, Leaf] | None:
-        """Keys of the actions, ``None`` if the environments declare no action space."""
-        return self._lanes.action_leaves
 
     def declare_actions(self, specs: Mapping[str, TensorSpec]) -> None:
         """See ``VecEnv.declare_actions``."""

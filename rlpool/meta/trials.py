@@ -10,6 +10,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.utils import RecordConstructorArgs
 
+from rlpool.arguments import whole_number
 from rlpool.envs.gym_env import all_tasks
 from rlpool.envs.legacy import modernised
 from rlpool.errors import SpecError, UsageError
@@ -65,15 +66,13 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
     def __init__(self, env: Any, episodes_per_task: int, oracle: bool = False) -> None:
         RecordConstructorArgs.__init__(self, episodes_per_task=episodes_per_task, oracle=oracle)
         gymnasium.Wrapper.__init__(self, modernised(env, with_tasks=False))
-        self.episodes_per_task = check_count("episodes_per_task", episodes_per_task, 1)
+        self.episodes_per_task = whole_number("episodes_per_task", episodes_per_task, 1)
         self.oracle = bool(oracle)
-        self.max_episode_steps = _time_limit(self.env)
+        self.max_episode_steps = self._time_limit()
         self.horizon_bamdp = self.episodes_per_task * self.max_episode_steps
-        self.episode_count = 0
-        self.step_count_bamdp = 0
-        self.done_mdp = True
+        self.episode_count = self.step_count_bamdp = 0
         self._elapsed = 0  # steps of the running episode
-        self._is_running = False
+        self.done_mdp, self._is_running = True, False
         self._options: dict[str, Any] | None = None
         self._bounds: tuple[Any, Any, Any] | None = None
         if isinstance(self.env.action_space, spaces.Box):
@@ -159,23 +158,21 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         """
         if not self._is_running:
             raise UsageError("step() without a running trial", fix="call reset() first")
-        result = self.env.step(self._scaled(action))
-        observation, reward, terminated, truncated, info = result
+        observation, reward, ends, cut, info = self.env.step(self._scaled(action))
         self.step_count_bamdp += 1
         self._elapsed += 1
-        truncated = bool(truncated) or self._elapsed >= self.max_episode_steps
-        self.done_mdp = bool(terminated) or truncated
+        terminated, truncated = bool(ends), bool(cut) or self._elapsed >= self.max_episode_steps
+        self.done_mdp = terminated or truncated
+        self.episode_count += self.done_mdp
+        self._is_running = self.episode_count < self.episodes_per_task
         extended = self._extended(observation, flag=self.done_mdp)
         info = {**info, "done_mdp": self.done_mdp}
-        if not self.done_mdp:
-            return extended, reward, False, False, info
-        self.episode_count += 1
-        self._elapsed = 0
-        if self.episode_count == self.episodes_per_task:
-            self._is_running = False
-            return extended, reward, bool(terminated), truncated, info
-        start, _ = self.env.reset(options=self._options)
-        info["start_state"] = self._extended(start, flag=False)
+        if not self._is_running:
+            return extended, reward, terminated, truncated, info
+        if self.done_mdp:
+            self._elapsed = 0
+            start, _ = self.env.reset(options=self._options)
+            info["start_state"] = self._extended(start, flag=False)
         return extended, reward, False, False, info
 
     def _extended_space(self) -> spaces.Box:
@@ -195,15 +192,9 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         """What the agent sees; ``observation`` itself if nothing is appended to it."""
         if not self._is_extended:
             return observation
-        space: Any = self.observation_space
-        extended: Any = np.empty(space.shape, space.dtype)
-        extended[-1] = flag  # overwritten below where there is none
-        n_observed = len(observation)
-        extended[:n_observed] = observation
-        if self.oracle:
-            task = self._task_vector()
-            extended[n_observed : n_observed + len(task)] = task
-        return extended
+        flags = [flag] if self.episodes_per_task > 1 else []
+        dtype: Any = self.observation_space.dtype
+        return np.concatenate([observation, self._task_vector(), flags], dtype=dtype)
 
     def _task_vector(self) -> Any:
         """What an oracle sees of the task; nothing without one."""
@@ -250,33 +241,20 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         return np.minimum(np.maximum(scaled, low), high).astype(dtype)
 
     def _inner(self, name: str) -> Any:
-        return attribute_of(self.env, name)
+        """An attribute of the environment or of what it wraps, ``None`` if there is none."""
+        try:
+            return self.env.get_wrapper_attr(name)
+        except AttributeError:
+            return None
 
-
-def check_count(name: str, value: Any, least: int) -> int:
-    """Return ``value`` if it is an int of at least ``least``, otherwise raise ``SpecError``."""
-    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_int or value < least:
-        raise SpecError(f"{name} should be an int of at least {least}, got {value!r}")
-    return int(value)
-
-
-def attribute_of(env: Any, name: str) -> Any:
-    """An attribute of an environment or of what it wraps, ``None`` if there is none."""
-    try:
-        return env.get_wrapper_attr(name)
-    except AttributeError:
-        return None
-
-
-def _time_limit(env: Any) -> int:
-    """Steps after which an episode is truncated: the smallest limit that can be found."""
-    found = [attribute_of(env, name) for name in ("_max_episode_steps", "max_episode_steps")]
-    found.append(getattr(getattr(env, "spec", None), "max_episode_steps", None))
-    limits = [int(limit) for limit in found if limit is not None and 1 <= limit < np.inf]
-    if not limits:
-        raise SpecError(
-            f"{env} has no time limit, so a trial has no horizon",
-            fix="gymnasium.make(..., max_episode_steps=...) or gymnasium.wrappers.TimeLimit",
-        )
-    return min(limits)
+    def _time_limit(self) -> int:
+        """Steps after which an episode is truncated: the smallest limit that can be found."""
+        found = [self._inner(name) for name in ("_max_episode_steps", "max_episode_steps")]
+        found.append(getattr(getattr(self.env, "spec", None), "max_episode_steps", None))
+        limits = [int(limit) for limit in found if limit is not None and 1 <= limit < np.inf]
+        if not limits:
+            raise SpecError(
+                f"{self.env} has no time limit, so a trial has no horizon",
+                fix="gymnasium.make(..., max_episode_steps=...) or gymnasium.wrappers.TimeLimit",
+            )
+        return min(limits)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from rlpool.arguments import whole_number
 from rlpool.data.infos import Info
-from rlpool.errors import AgentSpecError, SpecError
+from rlpool.errors import AgentSpecError
 from rlpool.seeding import seeded_generators
 from rlpool.testing import report
 from rlpool.testing.check_env import misfits
@@ -17,7 +18,6 @@ from rlpool.testing.episodes import bits
 from rlpool.testing.report import CannotCheck, Failed, Finding, error, user_code, warning
 from rlpool.testing.rollouts import (
     AgentSubject,
-    Inputs,
     call,
     copied,
     difference,
@@ -43,18 +43,15 @@ def returns(subject: AgentSubject) -> Findings:
 
 def same_for_any_number_of_rows(subject: AgentSubject) -> Findings:
     """Keys, shapes and dtypes do not depend on the number of rows."""
+    fix = "squeeze() without a dimension drops the rows of a batch of one"
     first_n, *others = subject.batch_sizes
-    first = subject.rollout(first_n).traces[0][0].result
+    first = subject.rollout(first_n).trace[0].result
     for n in others:
-        result = subject.rollout(n).traces[0][0].result
+        result = subject.rollout(n).trace[0].result
         for name, part, other in zip(result._fields, first, result, strict=True):
             if specs_of(part) != specs_of(other):
-                yield error(
-                    f"the {name} of {n} rows is {told(specs_of(other))}, "
-                    f"of {first_n} rows {told(specs_of(part))}",
-                    "return the same keys, shapes (but for the rows) and dtypes for any batch; "
-                    "squeeze() without a dimension drops the rows of a batch of one",
-                )
+                what = f"of {n} rows is {told(other)}, of {first_n} rows {told(part)}"
+                yield error(f"the {name} {what}", f"return the same for any batch: {fix}")
                 return
 
 
@@ -67,14 +64,10 @@ def action_fits(subject: AgentSubject) -> Findings:
     if rollout.misfit:
         yield error(rollout.misfit, "return actions of the action space's shape and kind")
         return
-    for number, action in enumerate(rollout.actions):
+    for action in rollout.actions:
         for _, what, is_bound in misfits(space, action, "the action"):
-            severity, fix = (
-                (warning, "clip it, or sample with rlpool.sample_tanh_normal")
-                if is_bound
-                else (error, "return actions that are in the action space")
-            )
-            yield severity(f"row {number % subject.n_rows}: {what}", fix)
+            fix = "clip it, or sample with rlpool.sample_tanh_normal"
+            yield warning(what, fix) if is_bound else error(what, "choose from the action space")
             return
 
 
@@ -89,10 +82,8 @@ def initial_state_agrees(subject: AgentSubject) -> Findings:
     except Failed:
         return  # it need not take None: it is never called with it
     if what := difference(call(agent, (state, *seen)), started):
-        yield error(
-            f"called with None and called with initial_state: {what}",
-            "let the call use self.initial_state(agent_info, n) where state is None",
-        )
+        fix = "let the call use self.initial_state(agent_info, n) where state is None"
+        yield error(f"called with None and called with initial_state: {what}", fix)
 
 
 def rows_are_independent(subject: AgentSubject) -> Findings:
@@ -101,59 +92,33 @@ def rows_are_independent(subject: AgentSubject) -> Findings:
     if n < 2:
         raise CannotCheck("batch_sizes has no batch of several rows")
     agent = subject.agent()
-    one, *others = subject.rollout(n).traces
-    for step in (0, -1):
-        inputs = one[step].inputs
+    for step, (inputs, _) in enumerate(subject.trace):
         first = call(agent, inputs)
         for row in range(n):
-            companies = [_with_row_of(other[step].inputs, inputs, row) for other in others]
-            companies.append(_all_like(inputs, row))
-            whats = (difference(first, call(agent, company), row) for company in companies)
-            if what := next(filter(None, whats), ""):
-                yield error(
-                    f"row {row} of {n} at step {step % subject.n_steps}, with other values in the "
-                    f"other rows: {what}",
-                    "compute each row from itself: no statistics over the batch (call eval() where "
-                    "there is batch normalisation), no indexing by position",
-                )
+            alike = copied(inputs)
+            for tensor in tensors_of(alike).values():
+                tensor[:] = tensor[row].clone()
+            if what := difference(first, call(agent, alike), row):
+                fix = "use no statistics over the batch (call eval()), and no indices of rows"
+                yield error(f"row {row} at step {step} beside other rows: {what}", fix)
                 return
-
-
-def _with_row_of(company: Inputs, inputs: Inputs, row: int) -> Inputs:
-    """Other inputs of the same kind, with one row from these."""
-    mixed = copied(company)
-    rows = tensors_of(inputs)
-    for key, tensor in tensors_of(mixed).items():
-        tensor[row] = rows[key][row]
-    return mixed
-
-
-def _all_like(inputs: Inputs, row: int) -> Inputs:
-    """The same inputs with copies of one row in all rows."""
-    alike = copied(inputs)
-    for tensor in tensors_of(alike).values():
-        tensor[:] = tensor[row].clone()
-    return alike
 
 
 def deterministic(subject: AgentSubject) -> Findings:
     """The same arguments give the same bits, whatever was called in between."""
-    agent = subject.agent()
-    one, other, *_ = subject.rollout(subject.n_rows).traces
-    for step in (0, -1):
+    agent, trace = subject.agent(), subject.trace
+    for step, other in ((0, -1), (-1, 0)):
         with seeded_generators(1):
-            first = call(agent, one[step].inputs)
-        call(agent, other[step].inputs)
+            first = call(agent, trace[step].inputs)
+        call(agent, trace[other].inputs)
         with seeded_generators(2):
-            again = [call(agent, one[step].inputs) for _ in range(2)]
+            again = [call(agent, trace[step].inputs) for _ in range(2)]
         if what := difference(first, again[0]) or difference(first, again[1]):
-            yield error(
-                f"step {step % subject.n_steps} twice with the same arguments, another call in "
-                f"between: {what}",
-                "declare n_noise and draw from observation['noise'] (see "
-                "rlpool.sample_categorical), keep nothing but parameters outside the state, and "
-                "call eval() where there is dropout",
+            fix = (
+                "draw from observation['noise'] (see rlpool.sample_categorical), call eval(), "
+                "and keep everything but parameters in the state"
             )
+            yield error(f"the same call twice, with another one in between: {what}", fix)
             return
 
 
@@ -168,10 +133,8 @@ def inputs_unchanged(subject: AgentSubject) -> Findings:
         for (number, key), tensor in tensors_of(inputs).items():
             if number and bits(tensor) != bits(after[number, key]):
                 name = ("state", "observation", "agent_info", "history")[number]
-                yield error(
-                    f"the call at step {step} changed {key!r} of {name}",
-                    "write into copies: x = x + 1, not x += 1 or x.add_(1)",
-                )
+                fix = "write into copies: x = x + 1, not x += 1 or x.add_(1)"
+                yield error(f"the call at step {step} changed {key!r} of {name}", fix)
                 return
 
 
@@ -179,10 +142,8 @@ def returns_its_state(subject: AgentSubject) -> Findings:
     """The first value is the state that the call started from."""
     for step, ((state, *_), result) in enumerate(subject.trace):
         if state is not None and bits(dict(state.items())) != bits(result.state):
-            yield warning(
-                f"the state returned at step {step} is not the one that the call got",
-                "return (state, output, new_state) and make new_state anew: nothing in place",
-            )
+            fix = "return (state, output, new_state) and make new_state anew: nothing in place"
+            yield warning(f"the state returned at step {step} is not the one passed in", fix)
             return
 
 
@@ -208,17 +169,13 @@ def update_takes_state_dict(subject: AgentSubject) -> Findings:
     pytree.tree_map_only(torch.Tensor, torch.zero_, info)
     for (inputs, _), result in zip(subject.trace, updated, strict=True):
         if what := difference(result, call(agent, inputs)):
-            yield error(
-                f"the agent uses the tensors that update got, whose memory is dropped: {what}",
-                "copy them, as load_state_dict does",
-            )
+            what = f"the agent uses the tensors that update got, whose memory is dropped: {what}"
+            yield error(what, "copy them, as load_state_dict does")
             return
         what = difference(result, call(learner, inputs))
         if what and subject.update_info is None:
-            yield error(
-                f"after update(state_dict()) the agent differs from the one it came from: {what}",
-                "let state_dict() hold, and update() take over, everything that calls depend on",
-            )
+            fix = "let state_dict() hold, and update() take over, all that calls depend on"
+            yield error(f"after update(state_dict()) the agent acts otherwise: {what}", fix)
             return
 
 
@@ -228,11 +185,8 @@ def same_in_every_worker(subject: AgentSubject) -> Findings:
     agent, other = subject.agent(0), subject.agent(1)
     for inputs, _ in subject.trace:
         if what := difference(call(agent, inputs), call(other, inputs)):
-            yield warning(
-                f"agents made in two workers differ: {what}",
-                "call batcher.update(agent.state_dict()) before the first execute(), or seed the "
-                "initialisation in create_agent",
-            )
+            fix = "call batcher.update(agent.state_dict()) first, or seed it in create_agent"
+            yield warning(f"agents made in two workers differ: {what}", fix)
             return
 
 
@@ -334,10 +288,8 @@ def check_agent(
         SpecError: For arguments that make no sense, or an environment that gives no observations.
     """
     report.refuse_no_mapping(agent_args=agent_args, env_args=env_args, options=options)
-    if n_steps < 2:
-        raise SpecError(f"n_steps is {n_steps}", fix="n_steps should be at least 2")
-    if not batch_sizes or min(batch_sizes) < 1:
-        raise SpecError(f"batch_sizes is {list(batch_sizes)}", fix="give numbers of at least 1")
+    whole_number("n_steps", n_steps, 2)
+    whole_number("the smallest of batch_sizes", min(batch_sizes, default=0), 1)
     observations = observations_of(env, env_args, options, action_space, seed)
     subject = AgentSubject(
         agent, agent_args, observations, agent_info, update_info, seed, batch_sizes, n_steps

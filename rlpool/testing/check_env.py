@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -14,15 +13,15 @@ from gymnasium import spaces as gym_spaces
 from gymnasium.utils import env_checker, passive_env_checker
 from torch.utils import _pytree as pytree
 
+from rlpool.arguments import whole_number
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.legacy import LegacyEnv, reset_arguments
 from rlpool.errors import EnvSpecError, SpecError
-from rlpool.record.failures import described, reset_advice
+from rlpool.record.failures import reset_advice
 from rlpool.seeding import seeded_generators
 from rlpool.testing import report
 from rlpool.testing.episodes import (
     EnvSubject,
-    Episode,
     Step,
     bits,
     difference,
@@ -30,7 +29,15 @@ from rlpool.testing.episodes import (
     run_lanes,
     shortly,
 )
-from rlpool.testing.report import CannotCheck, Failed, Finding, error, user_code, warning
+from rlpool.testing.report import (
+    CannotCheck,
+    Failed,
+    Finding,
+    error,
+    user_code,
+    warning,
+    what_and_fix,
+)
 
 Findings = Iterator[Finding]
 
@@ -44,6 +51,7 @@ _USUAL = (
     "return_info",
     "default seed argument",
 )
+_RESET = "def reset(self, *, seed=None, options=None): super().reset(seed=seed)"
 _RNG_FIX = "draw from self.np_random, which super().reset(seed=seed) seeds, and from nothing else"
 
 
@@ -62,15 +70,17 @@ def spaces(subject: EnvSubject) -> Findings:
             yield warning(f"there is no {name}", fix)
             continue
         try:
-            for complaint in _complaints_of(check, space):
-                yield warning(complaint, f"correct self.{name}")
-        except Exception as reason:
-            yield error(f"{name}: {described(reason)}", f"correct self.{name}")
+            with user_code(name, f"correct self.{name}"):
+                complaints = _complaints_of(check, space)
+        except Failed as failure:
+            yield failure.finding
+        else:
+            yield from (warning(text, f"correct self.{name}") for text in complaints)
     try:
         if instance.vec is None:
             GymEnv([instance.made])
     except SpecError as refusal:
-        yield report.refused(refusal, "wrap the environment")
+        yield error(*what_and_fix(refusal, "wrap the environment"))
 
 
 def reset_takes_arguments(subject: EnvSubject) -> Findings:
@@ -82,16 +92,10 @@ def reset_takes_arguments(subject: EnvSubject) -> Findings:
         inner = inner.inner
     arguments = reset_arguments(inner)
     if "seed" not in arguments and not callable(getattr(inner, "seed", None)):
-        yield error(
-            "reset() takes no seed, so that no episode can be repeated",
-            "def reset(self, *, seed=None, options=None): super().reset(seed=seed) ...",
-        )
+        yield error("reset() takes no seed, so that no episode can be repeated", f"{_RESET} ...")
     has_task = callable(getattr(inner, "reset_task", None))
     if not has_task and not arguments & {"options", "env_info", "task"}:
-        yield warning(
-            "reset() takes no options, so that env_info cannot reach the environment",
-            "def reset(self, *, seed=None, options=None): ...",
-        )
+        yield warning("reset() takes no options, which env_info becomes", f"{_RESET} ...")
 
 
 def runs(subject: EnvSubject) -> Findings:
@@ -122,10 +126,8 @@ def observations_fit(subject: EnvSubject) -> Findings:
         for path, what, _ in misfits(space, step.observation, "observation"):
             if path not in told:
                 told.add(path)
-                yield error(
-                    f"{where}: {what}",
-                    "return what observation_space declares, or declare what is returned",
-                )
+                fix = "return what observation_space declares, or declare what is returned"
+                yield error(f"{where}: {what}", fix)
 
 
 def misfits(space: Any, value: Any, path: str) -> Iterator[tuple[str, str, bool]]:
@@ -147,38 +149,35 @@ def misfits(space: Any, value: Any, path: str) -> Iterator[tuple[str, str, bool]
             return
         for key, inner in parts.items():
             yield from misfits(inner, value[key], f"{path}[{key!r}]")
-    elif not is_in(space, value):
+    elif not _is_in(space, value):
         told, is_bound = shortly(value), False
         if isinstance(value, np.ndarray) and value.size and value.dtype.kind in "fiub":
             low, high = (find.reduce(value, axis=None) for find in (np.fmin, np.fmax))
             told = f"{value.dtype}{list(value.shape)} from {low} to {high}"
             if isinstance(space, gym_spaces.Box) and value.shape == space.shape:
-                is_bound = is_in(space, np.clip(value, space.low, space.high))
+                is_bound = _is_in(space, np.clip(value, space.low, space.high))
         yield path, f"{path} is {told}, which is not in {space}", is_bound
 
 
-def is_in(space: Any, value: Any) -> bool:
+def _is_in(space: Any, value: Any) -> bool:
     """Whether a value is in a space that has no parts; NaN is in every ``Box`` of floats."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             if isinstance(space, gym_spaces.Box) and isinstance(value, np.ndarray | np.generic):
-                is_float = value.dtype.kind == "f"
-                if is_float != (space.dtype.kind == "f"):
+                if (value.dtype.kind == "f") != (space.dtype.kind == "f"):
                     return False
-                if is_float:
-                    value = np.where(np.isnan(value), space.low.astype(value.dtype), value)
+                value = np.where(np.isnan(value), space.low.astype(value.dtype), value)
             return bool(space.contains(value))
-        except Exception:
-            return False
+    except Exception:
+        return False
 
 
 def rewards_are_numbers(subject: EnvSubject) -> Findings:
     """Every reward is one number."""
     for where, reward in _first(subject, "reward", lambda reward: not _is_number(reward)):
-        yield error(
-            f"{where}: the reward is {shortly(reward)}", "return one number, such as float(reward)"
-        )
+        fix = "return one number, such as float(reward)"
+        yield error(f"{where}: the reward is {shortly(reward)}", fix)
 
 
 def flags_are_bools(subject: EnvSubject) -> Findings:
@@ -193,11 +192,8 @@ def values_are_finite(subject: EnvSubject) -> Findings:
     """No NaN in observations and rewards, no infinite reward."""
     for name in ("observation", "reward"):
         for where, _ in _first(subject, name, lambda value: _has(np.isnan, value)):
-            yield error(
-                f"{where}: the {name} is NaN, or contains NaN",
-                "one NaN spoils the parameters of a network: find the division or the "
-                "logarithm that it comes from",
-            )
+            fix = "find the division or logarithm that it comes from: one NaN spoils a network"
+            yield error(f"{where}: the {name} is NaN, or contains NaN", fix)
     for where, _ in _first(subject, "reward", lambda reward: _has(np.isinf, reward)):
         yield warning(f"{where}: the reward is infinite", "bound the reward")
 
@@ -205,22 +201,15 @@ def values_are_finite(subject: EnvSubject) -> Findings:
 def repeats(subject: EnvSubject) -> Findings:
     """The same seed and actions give the same bits, whatever ran in between."""
     with subject.opened() as instance:
-
-        def run(seed: int) -> Episode:
-            with seeded_generators(seed):
-                return subject.run(instance, 0).unless_failed()
-
-        first = run(1)
-        subject.run(instance, 1)
-        subject.run(instance, 1, n_steps=max(1, subject.n_steps // 3))
-        what = difference(first, run(2))
-        is_global = bool(what) and not difference(run(3), run(3))
+        with seeded_generators(1):
+            first = subject.run(instance, 0).unless_failed()
+            subject.run(instance, 1)
+            subject.run(instance, 1, n_steps=max(1, subject.n_steps // 3))
+        with seeded_generators(2):
+            what = difference(first, subject.run(instance, 0).unless_failed())
     if what:
-        yield error(
-            f"reset(seed={first.seed}) and the same actions twice, with other episodes in "
-            f"between: {what}" + ", as it depends on global random generators" * is_global,
-            _RNG_FIX if is_global else f"let reset() restore everything; {_RNG_FIX}",
-        )
+        what = f"reset(seed={first.seed}) and the same actions twice, others in between: {what}"
+        yield error(what, f"let reset() restore everything; {_RNG_FIX}")
 
 
 def fresh_instance_repeats(subject: EnvSubject) -> Findings:
@@ -230,29 +219,23 @@ def fresh_instance_repeats(subject: EnvSubject) -> Findings:
     with subject.opened(1) as instance, seeded_generators(1):
         what = difference(first, subject.run(instance, 0))
     if what:
-        yield error(
-            f"reset(seed={first.seed}) and the same actions in two instances: {what}",
-            "let an episode depend on reset(seed, options) and the actions alone, not on what the "
-            "constructor drew or on the seed of create_env",
-        )
+        what = f"reset(seed={first.seed}) and the same actions in two instances: {what}"
+        yield error(what, "let episodes depend on reset(seed, options) and the actions alone")
 
 
 def no_global_generators(subject: EnvSubject) -> Findings:
     """Nothing is drawn from generators that the whole process shares."""
     if subject.episodes and subject.used_generators:
-        names = ", ".join(subject.used_generators)
-        yield warning(f"episodes use the global generators of {names}", _RNG_FIX)
+        names = subject.used_generators
+        yield warning(f"episodes use the global random generators of {names}", _RNG_FIX)
 
 
 def own_buffers(subject: EnvSubject) -> Findings:
     """An observation that was handed out stays as it was."""
     for where, step in _steps(subject):
         if bits(step.observation) != bits(step.handed_out):
-            yield warning(
-                f"{where}: the observation was changed later",
-                "return a copy: rlpool copies observations at once, but other code that keeps "
-                "them sees them change",
-            )
+            fix = "return a copy: rlpool copies observations at once, others may keep them"
+            yield warning(f"{where}: the observation was changed later", fix)
             return
 
 
@@ -260,19 +243,14 @@ def lanes_agree(subject: EnvSubject) -> Findings:
     """An episode is the same in every lane of a ``GymEnv``, and beside any others."""
     _refuse_no_copy(subject)
     arguments = (subject.options, subject.actions(0), subject.n_steps)
-    with ExitStack() as stack:
-        first, second = (stack.enter_context(subject.opened(number)) for number in range(2))
+    with subject.opened(0) as first, subject.opened(1) as second, seeded_generators(1):
         vec = first.vec or GymEnv([first.made, second.made])
-        stack.enter_context(seeded_generators(1))
         seeds = {lane: subject.seeds[lane % len(subject.seeds)] for lane in range(vec.n_lanes)}
         for lane, episode in run_lanes(vec, seeds, *arguments).items():
             alone = run_lanes(vec, {0: seeds[lane]}, *arguments)[0]
             if what := difference(alone, episode.unless_failed()):
-                yield error(
-                    f"an episode alone in lane 0, and in lane {lane} beside others: {what}",
-                    "let lanes share nothing that changes (class attributes, module globals, "
-                    "buffers), and make all environments of one create_env alike",
-                )
+                what = f"an episode alone in lane 0, and in lane {lane} beside others: {what}"
+                yield error(what, "let environments be alike and share nothing that changes")
                 return
 
 
@@ -297,16 +275,16 @@ def gymnasium_checker(subject: EnvSubject) -> Findings:
     env = _single_env(subject)
     if not isinstance(env, gymnasium.Env) or isinstance(env, LegacyEnv):
         raise CannotCheck("it only knows Gymnasium environments")
-    known = inspect.signature(env_checker.check_env).parameters
-    skip = {name: True for name in ("skip_render_check", "skip_close_check") if name in known}
+    fix = "see gymnasium.utils.env_checker; rlpool works without it"
+    check = partial(env_checker.check_env, skip_render_check=True, skip_close_check=True)
     with subject.opened() as instance, seeded_generators(1):
         try:
             with user_code("gymnasium.utils.env_checker"):
-                complaints = _complaints_of(env_checker.check_env, instance.env, **skip)
+                complaints = _complaints_of(check, instance.env)
         except Failed as failure:
             complaints = [str(failure)]
     for complaint in dict.fromkeys(complaints):
-        yield warning(complaint, "see gymnasium.utils.env_checker; rlpool works without it")
+        yield warning(complaint, fix)
 
 
 ENV_CHECKS: tuple[report.Check, ...] = (
@@ -395,9 +373,8 @@ def check_env(
         True
     """
     report.refuse_no_mapping(env_args=env_args, options=options)
-    for name, number in (("n_episodes", n_episodes), ("n_steps", n_steps)):
-        if number < 1:
-            raise SpecError(f"{name} is {number}", fix=f"{name} should be at least 1")
+    whole_number("n_episodes", n_episodes, 1)
+    whole_number("n_steps", n_steps, 1)
     if actions is not None and not len(actions):
         raise SpecError("actions is empty", fix="give at least one action, or None")
     subject = EnvSubject(env, env_args, options, actions, seed, n_episodes, n_steps)
@@ -451,11 +428,11 @@ def _has(test: Callable[[Any], Any], value: Any) -> bool:
     return any(array.dtype.kind == "f" and bool(test(array).any()) for array in arrays)
 
 
-def _complaints_of(check: Callable[..., Any], *arguments: Any, **named: Any) -> list[str]:
+def _complaints_of(check: Callable[[Any], Any], checked: Any) -> list[str]:
     """What one of Gymnasium's checks warns about."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        check(*arguments, **named)
+        check(checked)
     texts = [str(each.message).replace("\x1b[33m", "").replace("\x1b[0m", "") for each in caught]
     texts = [text.removeprefix("WARN: ").strip() for text in texts]
     return [text for text in texts if not any(usual in text for usual in _USUAL)]

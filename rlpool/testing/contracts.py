@@ -15,17 +15,6 @@ from rlpool.testing.report import Check, Subject, run_checks
 from rlpool.testing.rollouts import AgentSubject, observations_of
 
 
-def _tested_by(checks: Sequence[Check]) -> Callable[[Any], Any]:
-    """Give a class a method ``test_<name>`` for each check."""
-
-    def add_tests(contract: Any) -> Any:
-        for check in checks:
-            setattr(contract, f"test_{check.__name__}", _test_of(check))
-        return contract
-
-    return add_tests
-
-
 def _test_of(check: Check) -> Callable[[Any], None]:
     def test(self: Any) -> None:
         __tracebackhide__ = True  # pytest shows the message, not how it came about
@@ -42,7 +31,6 @@ def _test_of(check: Check) -> Callable[[Any], None]:
     return test
 
 
-@_tested_by(ENV_CHECKS)
 class EnvContract:
     """Inherit it, implement ``make_env``, and pytest or unittest runs the whole contract.
 
@@ -81,7 +69,6 @@ class EnvContract:
         return subject
 
 
-@_tested_by(AGENT_CHECKS)
 class AgentContract:
     """Inherit it, implement ``make_agent`` and ``make_env``, and the whole contract is run.
 
@@ -130,3 +117,8 @@ class AgentContract:
         subject = AgentSubject(self.make_agent, None, shown, *settings)
         subject.sent_to_workers = type(self).make_agent
         return subject
+
+
+for _contract, _checks in ((EnvContract, ENV_CHECKS), (AgentContract, AGENT_CHECKS)):
+    for _check in _checks:
+        setattr(_contract, f"test_{_check.__name__}", _test_of(_check))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from rlpool.envs.legacy import modernised
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.seeding import episode_seeds, generator_states, seeded_generators
 from rlpool.specs import (
-    Structure,
     flattener,
     leaves_of,
     row_specs,
@@ -33,8 +31,7 @@ from rlpool.testing.report import CannotCheck, Failed, Subject, user_code
 N_ACTIONS = 64
 """How many actions are sampled; longer episodes repeat them."""
 
-Results = dict[int, tuple[Any, ...]]
-"""Lane to what its reset or its step returned, the observation first."""
+_OF_STEPS = ("observation", "reward", "terminated", "truncated", "info")
 
 
 class Step(NamedTuple):
@@ -67,6 +64,10 @@ class Episode:
         self.steps: list[Step] = []
         self.failure: Failed | None = None
 
+    def add(self, observation: Any, *others: Any, **named: Any) -> None:
+        """Note what a call returned."""
+        self.steps.append(Step(copy.deepcopy(observation), observation, *others, **named))
+
     def unless_failed(self) -> Episode:
         """The episode itself; raises ``Failed`` if something went wrong."""
         if self.failure is not None:
@@ -94,19 +95,6 @@ class Instance:
         if isinstance(made, GymEnv):
             self.env = made._envs[0]
         self.action_space = getattr(made, "action_space", None)
-
-    def run(self, seed: int, options: Options, actions: Sequence[Any], n_steps: int) -> Episode:
-        """Run an episode to its end or to ``n_steps`` steps, whatever happens.
-
-        Args:
-            seed: Seed of the reset.
-            options: Options of the reset.
-            actions: Taken in turn, each as a copy.
-            n_steps: How far to run.
-        """
-        if self.env is None:
-            return run_lanes(self.made, {0: seed}, options, actions, n_steps)[0]
-        return _collected({0: seed}, _results(self.env, seed, options, actions, n_steps))[0]
 
 
 class EnvSubject(Subject):
@@ -140,11 +128,10 @@ class EnvSubject(Subject):
     ) -> None:
         self.gym_id = env if isinstance(env, str) else ""
         source = functools.partial(gymnasium.make, env) if self.gym_id else env
-        super().__init__(source, env_args, seed, is_environment(source))
-        self.takes_seed = not self.is_instance and takes_seed(source)
+        super().__init__(source, env_args, seed, is_environment(source), _takes_seed(source))
         self.options, self.given_actions, self.n_steps = options, actions, n_steps
         self.seeds = episode_seeds(self.root, 0, max(n_episodes, 2))
-        self.used_generators: list[str] = []
+        self.used_generators = ""
 
     @property
     def name(self) -> str:
@@ -192,13 +179,14 @@ class EnvSubject(Subject):
         with self.opened() as instance, seeded_generators(1):
             before = bits(generator_states())
             episodes = [self.run(instance, number) for number in range(len(self.seeds))]
-            after = bits(generator_states())
+            states = zip(before, bits(generator_states()), strict=True)
         names = ("random", "numpy.random", "torch")
-        self.used_generators = [n for n, a, b in zip(names, before, after, strict=True) if a != b]
+        changed = (a != b for a, b in states)
+        self.used_generators = ", ".join(n for n, c in zip(names, changed, strict=True) if c)
         return episodes
 
     def run(self, instance: Instance, number: int, n_steps: int | None = None) -> Episode:
-        """Run an episode of an instance.
+        """Run an episode to its end or to ``n_steps`` steps, whatever happens.
 
         Args:
             instance: The instance.
@@ -206,7 +194,13 @@ class EnvSubject(Subject):
             n_steps: How far, ``n_steps`` of the subject by default.
         """
         limit = self.n_steps if n_steps is None else n_steps
-        return instance.run(self.seeds[number], self.options, self.actions(number), limit)
+        arguments = (self.options, self.actions(number), limit)
+        if instance.env is None:
+            return run_lanes(instance.made, {0: self.seeds[number]}, *arguments)[0]
+        episode = Episode(self.seeds[number])
+        with _noting_failures([episode]):
+            _run(instance.env, episode, *arguments)
+        return episode
 
     def actions(self, number: int) -> Sequence[Any]:
         """The actions of an episode.
@@ -224,53 +218,20 @@ class EnvSubject(Subject):
             return [space.sample() for _ in range(min(N_ACTIONS, self.n_steps))]
 
 
-def _results(
-    env: Any, seed: int, options: Options, actions: Sequence[Any], n_steps: int
-) -> Iterator[Results]:
-    """Run one environment, as lane 0."""
-    result = env.reset(seed=seed, options=copy.deepcopy(options))
+def _run(
+    env: Any, episode: Episode, options: Options, actions: Sequence[Any], n_steps: int
+) -> None:
+    """Run one environment."""
+    result = env.reset(seed=episode.seed, options=copy.deepcopy(options))
     if not isinstance(result, tuple) or len(result) != 2:
         raise Failed(f"reset() returned {shortly(result)}, not (observation, info)")
-    yield {0: (result[0], None, None, None, result[1])}
+    episode.add(result[0], info=result[1])
     for t in range(n_steps):
         result = env.step(copy.deepcopy(actions[t % len(actions)]))
         if not isinstance(result, tuple) or len(result) != 5:
-            names = "(observation, reward, terminated, truncated, info)"
-            raise Failed(f"step() returned {shortly(result)}, not {names}")
-        yield {0: result}
+            raise Failed(f"step() returned {shortly(result)}, not ({', '.join(_OF_STEPS)})")
+        episode.add(*result)
         if any(np.any(flag) for flag in result[2:4] if flag is not None):
-            return
-
-
-def _results_of_lanes(
-    vec: VecEnv, seeds: Mapping[int, int], options: Options, actions: Sequence[Any], n_steps: int
-) -> Iterator[Results]:
-    """Run some lanes of a ``VecEnv`` at the same time."""
-    space = getattr(vec, "action_space", None)
-    arrays = action_arrays(space, actions)
-    live = list(seeds)
-
-    def results(stepped: bool) -> Results:
-        current, keys = vec.current, vec.columns.arrays if vec.columns is not None else ()
-        names = ("reward", "terminated", "truncated")
-        return {
-            lane: (
-                {key: np.array(current[key][lane]) for key in keys},
-                *(current[name][lane].copy() if stepped else None for name in names),
-                {},
-            )
-            for lane in live
-        }
-
-    vec.reset_lanes(live, list(seeds.values()), [copy.deepcopy(options) for _ in live])
-    vec.declare_actions(row_specs(arrays))
-    yield results(stepped=False)
-    for t in range(n_steps):
-        numbers = np.full(vec.n_lanes, t % len(actions))
-        ended = vec.step_lanes(live, {key: array[numbers] for key, array in arrays.items()})
-        yield results(stepped=True)
-        live = [lane for lane in live if lane not in ended]
-        if not live:
             return
 
 
@@ -289,25 +250,45 @@ def run_lanes(
     Returns:
         Lane to episode. An exception is the failure of all of them.
     """
-    return _collected(seeds, _results_of_lanes(vec, seeds, options, actions, n_steps))
-
-
-def _collected(seeds: Mapping[int, int], results: Iterator[Results]) -> dict[int, Episode]:
     episodes = {lane: Episode(seed) for lane, seed in seeds.items()}
-    for t in itertools.count():
-        try:
-            with warnings.catch_warnings(), user_code(place(t)):
-                warnings.simplefilter("ignore")
-                by_lane = next(results, {})
-        except Failed as failure:
-            by_lane = {}
-            for episode in episodes.values():
-                episode.failure = failure
-        if not by_lane:
-            return episodes
-        for lane, result in by_lane.items():
-            episodes[lane].steps.append(Step(copy.deepcopy(result[0]), *result))
-    raise AssertionError("unreachable")
+    live = list(seeds)
+
+    def note(*names: str) -> None:
+        keys = vec.columns.arrays if vec.columns is not None else ()
+        for lane in live:
+            observation = {key: np.array(vec.current[key][lane]) for key in keys}
+            results = {name: vec.current[name][lane].copy() for name in names}
+            episodes[lane].add(observation, **results, info={})
+
+    with _noting_failures(episodes.values()):
+        arrays = action_arrays(getattr(vec, "action_space", None), actions)
+        vec.reset_lanes(live, list(seeds.values()), [copy.deepcopy(options) for _ in live])
+        vec.declare_actions(row_specs(arrays))
+        note()
+        for t in range(n_steps):
+            rows = np.full(vec.n_lanes, t % len(actions))
+            ended = vec.step_lanes(live, {key: array[rows] for key, array in arrays.items()})
+            note("reward", "terminated", "truncated")
+            live = [lane for lane in live if lane not in ended]
+            if not live:
+                break
+    return episodes
+
+
+@contextmanager
+def _noting_failures(episodes: Collection[Episode]) -> Iterator[None]:
+    """What goes wrong, in the call after the last one noted, is the failure of all episodes."""
+
+    def where() -> str:
+        return place(max(len(episode.steps) for episode in episodes))
+
+    try:
+        with warnings.catch_warnings(), user_code(where):
+            warnings.simplefilter("ignore")
+            yield
+    except Failed as failure:
+        for episode in episodes:
+            episode.failure = failure
 
 
 def action_arrays(space: Any, actions: Sequence[Any]) -> dict[str, Any]:
@@ -321,13 +302,8 @@ def action_arrays(space: Any, actions: Sequence[Any]) -> dict[str, Any]:
         structure = structure_of_value(actions[0], keep_float64=False, name="action")
     else:
         structure = structure_of_space(space, keep_float64=False, name="action_space")
-    return stacked({"action": structure}, "", [{"action": action} for action in actions])
-
-
-def stacked(structure: Structure, default_key: str, values: Sequence[Any]) -> dict[str, Any]:
-    """B nested values as arrays ``[B, ...]`` by key."""
-    leaves = leaves_of(structure, default_key)
-    columns = zip(*map(flattener(structure, "value"), values), strict=True)
+    columns = zip(*map(flattener(structure, "action"), actions), strict=True)
+    leaves = leaves_of({"action": structure}, "")
     return {
         key: np.stack([np.asarray(value, leaf.spec.dtype) for value in column])
         for (key, leaf), column in zip(leaves.items(), columns, strict=True)
@@ -337,7 +313,7 @@ def stacked(structure: Structure, default_key: str, values: Sequence[Any]) -> di
 def difference(first: Episode, second: Episode) -> str:
     """Where two episodes differ, in a few words; empty if they are bitwise the same."""
     for t, (one, other) in enumerate(zip(first.steps, second.steps, strict=False)):
-        for name in ("observation", "reward", "terminated", "truncated"):
+        for name in _OF_STEPS[:4]:
             a, b = getattr(one, name), getattr(other, name)
             if bits(a) != bits(b):
                 return f"the {name} of {place(t)} is {shortly(a)} and {shortly(b)}"
@@ -375,12 +351,12 @@ def shortly(value: Any) -> str:
 
 
 def is_environment(value: Any) -> bool:
-    """Whether a value is an environment rather than something that makes one."""
+    """Whether a value is an environment, or several, rather than something that makes one."""
     has_methods = callable(getattr(value, "reset", None)) and callable(getattr(value, "step", None))
     return has_methods and not inspect.isclass(value)
 
 
-def takes_seed(function: Any) -> bool:
+def _takes_seed(function: Any) -> bool:
     """Whether a function is to be called with ``seed=``, as batchers call ``create_env``.
 
     Classes of environments are not: their ``seed`` is their own. Nor are functions that merely
@@ -388,6 +364,4 @@ def takes_seed(function: Any) -> bool:
     """
     inner = getattr(function, "func", function)
     is_env = inspect.isclass(inner) and not issubclass(inner, VecEnv)
-    if is_env or inner is gymnasium.make:
-        return False
-    return takes_keyword(function, "seed", otherwise=False)
+    return not is_env and takes_keyword(function, "seed", otherwise=False)

@@ -16,20 +16,11 @@ import torch
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.errors import SpecError
 
-RAISING = ("raise", "unpicklable", "unprintable", "sys_exit")
-LETHAL = ("exit", "sigkill", "segfault")
-HANGING = ("hang", "hang_gil", "stop")
-WRONG = (
-    "nan",
-    "nan_observation",
-    "nan_reward",
-    "buffer_reuse",
-    "wrong_dtype",
-    "wrong_shape",
-    "wrong_reward",
-    "wrong_flag",
-)
-KINDS = ("none", *RAISING, *LETHAL, *HANGING, "leak", *WRONG)
+_RAISING = ("raise", "unpicklable", "unprintable", "sys_exit")
+_ENDING = ("exit", "sigkill", "segfault", "hang", "hang_gil", "stop")
+_NAN = ("nan", "nan_observation", "nan_reward")
+WRONG = (*_NAN, "buffer_reuse", "wrong_dtype", "wrong_shape", "wrong_reward", "wrong_flag")
+KINDS = ("none", *_RAISING, *_ENDING, "leak", *WRONG)
 """All kinds of faults; a kind's number in ``env_info`` is its place here."""
 
 EXIT_CODE = 17
@@ -107,16 +98,15 @@ def faults(
     """
     if step < AT_RESET:
         raise SpecError(f"step is {step}", fix="steps count from 0, -1 is reset")
-    fault = [0] * n_rows
-    for number in () if row is None else [row] if isinstance(row, int) else row:
-        if not -n_rows <= number < n_rows:
-            raise SpecError(f"row {number} of {n_rows}", fix=f"rows are 0 to {n_rows - 1}")
-        fault[number] = code(kind)
-    info: dict[str, Any] = {"fault": fault, "id": range(n_rows)}
-    info.update({key: [value] * n_rows for key, value in {"fault_step": step, **columns}.items()})
-    return DictTensor(
-        {key: torch.tensor(list(v), dtype=torch.int64, device="cpu") for key, v in info.items()}
-    )
+    with torch.device("cpu"):
+        fault = torch.zeros(n_rows, dtype=torch.int64)
+        for number in () if row is None else [row] if isinstance(row, int) else row:
+            if not -n_rows <= number < n_rows:
+                raise SpecError(f"row {number} of {n_rows}", fix=f"rows are 0 to {n_rows - 1}")
+            fault[number] = code(kind)
+        same = {"fault_step": step, **columns}
+        full = {key: torch.full((n_rows,), value) for key, value in same.items()}
+        return DictTensor({"fault": fault, "id": torch.arange(n_rows), **full})
 
 
 def strike(kind: str) -> None:
@@ -137,12 +127,9 @@ def strike(kind: str) -> None:
         SpecError: If there is no such kind.
     """
     code(kind)
-    if kind == "raise":
-        raise KeyError("struck")
-    if kind == "unpicklable":
-        raise UnpicklableError("struck")
-    if kind == "unprintable":
-        raise UnprintableError
+    raised = {"raise": KeyError, "unpicklable": UnpicklableError, "unprintable": UnprintableError}
+    if kind in raised:
+        raise raised[kind]("struck")
     if kind == "sys_exit":
         sys.exit("struck")
     if kind == "exit":

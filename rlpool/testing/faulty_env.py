@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
 
+from rlpool.arguments import whole_number
 from rlpool.errors import SpecError
-from rlpool.testing.faults import AT_RESET, KINDS, WRONG, code, kind_of, strike
+from rlpool.testing.faults import AT_RESET, WRONG, code, kind_of, strike
 
 ID_WEIGHT = 1000
 """How much an episode's id adds to each of its rewards, which then tell episodes apart."""
@@ -43,7 +42,7 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         is_closed: Whether ``close`` was called.
 
     Raises:
-        SpecError: If ``length`` or ``n_actions`` is less than 1.
+        SpecError: If ``length`` or ``n_actions`` is no int of at least 1.
 
     Example:
         >>> env = CountingEnv(length=2)
@@ -61,12 +60,11 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         self, length: int = 10, id: int = 0, truncate: bool = False, n_actions: int = 2
     ) -> None:
         self.observation_space = gymnasium.spaces.Box(0.0, np.inf, (1,), np.float32)
-        self.action_space = gymnasium.spaces.Discrete(_at_least_1("n_actions", n_actions))
-        self._default = {"length": _at_least_1("length", length), "id": id, "truncate": truncate}
-        self._episode = self._default
-        self._is_running = False
+        self.action_space = gymnasium.spaces.Discrete(whole_number("n_actions", n_actions, 1))
+        whole_number("length", length, 1)
+        self._default = self._episode = {"length": length, "id": id, "truncate": truncate}
+        self._is_running = self.is_closed = False
         self.t = 0
-        self.is_closed = False
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -80,10 +78,10 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         super().reset(seed=seed)
         given = options or {}
         self._episode = {key: given.get(key, value) for key, value in self._default.items()}
-        _at_least_1("length", self._episode["length"])
+        whole_number("length", self._episode["length"], 1)
         self.t = 0
         self._is_running = True
-        return self._observation(), self._info()
+        return self._observation(), {"id": int(self._episode["id"])}
 
     def step(self, action: Any) -> Result:
         """Count one step.
@@ -94,17 +92,11 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         if not self._is_running:
             raise gymnasium.error.ResetNeeded("step() without a running episode: call reset()")
         self.t += 1
-        is_over = self.t >= int(self._episode["length"])
+        number, truncate = int(self._episode["id"]), bool(self._episode["truncate"])
+        is_over = self.t >= self._episode["length"]
         self._is_running = not is_over
-        truncate = bool(self._episode["truncate"])
-        reward = float(ID_WEIGHT * int(self._episode["id"]) + self.t)
-        return (
-            self._observation(),
-            reward,
-            is_over and not truncate,
-            is_over and truncate,
-            self._info(),
-        )
+        flags = is_over and not truncate, is_over and truncate
+        return self._observation(), float(ID_WEIGHT * number + self.t), *flags, {"id": number}
 
     def close(self) -> None:
         """Note that it was closed."""
@@ -113,18 +105,15 @@ class CountingEnv(gymnasium.Env[Any, Any]):
     def _observation(self) -> Any:
         return np.array([self.t], np.float32)
 
-    def _info(self) -> dict[str, Any]:
-        return {"id": int(self._episode["id"])}
-
 
 PLACES = ("init", "reset", "step", "close")
 
-_OF_STEPS_ONLY = ("nan_reward", "wrong_reward", "wrong_flag")
+_IMPOSSIBLE = {"step": (), "reset": ("nan_reward", "wrong_reward", "wrong_flag")}
+"""Place to the kinds that cannot be there; at others, no kind that is a wrong result."""
 
 
-@dataclass(frozen=True)
-class _Fault:
-    """What goes wrong in an episode; a step of ``None`` is every step."""
+class _Fault(NamedTuple):
+    """What goes wrong; ``None`` stands for every step, or every episode."""
 
     kind: str
     at: str
@@ -173,9 +162,9 @@ class FaultyEnv(CountingEnv):
         fault: One of ``rlpool.testing.KINDS``.
         at: Where: ``"init"``, ``"reset"``, ``"step"`` or ``"close"``. Kinds that are wrong results
             need ``"reset"`` or ``"step"``.
-        at_step: Which step of an episode, 0-based; ``None`` forevery step.
+        at_step: Which step of an episode, 0-based; ``None`` for every step.
         in_episode: Only after so many episodes of this instance that had at least one step;
-            ``None`` forevery episode. A batcher's workers reset their environments once before
+            ``None`` for every episode. A batcher's workers reset their environments once before
             the first episode, to learn the keys; that episode has no step.
         once: A file. Only the environment that creates it fails, once in all processes; whatever
             replaces it afterwards works.
@@ -207,12 +196,9 @@ class FaultyEnv(CountingEnv):
         n_actions: int = 2,
     ) -> None:
         super().__init__(length, id, truncate, n_actions)
-        if once is not None and not Path(once).parent.is_dir():
-            raise SpecError(f"once={os.fspath(once)!r} is in no directory", fix="make it first")
         self._fault = self._standing = _Fault(fault, at, at_step, in_episode)
         _refuse_misplaced(self._standing)
-        self._once = None if once is None else os.fspath(once)
-        self._leak_bytes = leak_bytes
+        self._once, self._leak_bytes = once, leak_bytes
         self._leaked: list[bytes] = []
         self._buffer: Any = None
         self.n_episodes = 0
@@ -275,10 +261,10 @@ class FaultyEnv(CountingEnv):
             return np.zeros(2, np.float32)
         if kind == "buffer_reuse" and self._buffer is None:
             self._buffer = np.empty_like(observation)
-        if self._buffer is not None:
-            self._buffer[...] = observation
-            return self._buffer
-        return observation
+        if self._buffer is None:
+            return observation
+        self._buffer[...] = observation
+        return self._buffer
 
 
 def _refuse_misplaced(fault: _Fault) -> None:
@@ -286,35 +272,19 @@ def _refuse_misplaced(fault: _Fault) -> None:
     if fault.at not in PLACES:
         raise SpecError(f"at is {fault.at!r}", fix=f"choose one of {', '.join(PLACES)}")
     for name, number in (("at_step", fault.step), ("in_episode", fault.episode)):
-        if number is not None and number < 0:
-            raise SpecError(f"{name} is {number}", fix=f"{name} counts from 0")
-    if fault.episode is not None and fault.at in ("init", "close"):
-        raise SpecError(f"in_episode with at={fault.at!r}", fix="leave one of them out")
-    impossible = {"step": (), "reset": _OF_STEPS_ONLY}.get(fault.at, WRONG)
-    if fault.kind in impossible:
-        possible = ", ".join(kind for kind in KINDS if kind not in impossible)
+        if number is not None:
+            whole_number(name, number, 0)
+    if fault.kind in _IMPOSSIBLE.get(fault.at, WRONG):
         raise SpecError(
             f"the fault {fault.kind!r} cannot be at {fault.at!r}, which has no such result",
-            fix=f"use at='step', or one of {possible}",
+            fix="use at='step'",
         )
 
 
-def _creates(path: str) -> bool:
+def _creates(path: str | os.PathLike[str]) -> bool:
     """Whether this call creates the file; of all processes only one does."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
     except FileExistsError:
         return False
     return True
-
-
-def _at_least_1(name: str, value: Any) -> int:
-    try:
-        number = int(value)
-    except (TypeError, ValueError):
-        number = 0
-    if number != value or number < 1:
-        raise SpecError(
-            f"{name} is {value!r}", fix=f"{name} should be a whole number of at least 1"
-        )
-    return number

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 
@@ -92,11 +92,8 @@ class Report:
     def __str__(self) -> str:
         counts = ((len(self.errors), "error"), (len(self.warnings), "warning"))
         told = ", ".join(f"{n} {word}" + "s" * (n != 1) for n, word in counts)
-        lines = [f"{self.subject}: {told}", *map(str, self.findings)]
-        for why in dict.fromkeys(self.not_checked.values()):
-            names = [name for name, reason in self.not_checked.items() if reason == why]
-            lines.append(f"not checked: {', '.join(names)}: {why}")
-        return "\n".join(lines)
+        unchecked = (f"not checked: {name}: {why}" for name, why in self.not_checked.items())
+        return "\n".join([f"{self.subject}: {told}", *map(str, self.findings), *unchecked])
 
 
 class CannotCheck(Exception):
@@ -119,14 +116,15 @@ class Failed(CannotCheck):
 
 
 @contextmanager
-def user_code(who: str, fix: str = _FIX) -> Iterator[None]:
-    """Turn whatever is raised, except ``KeyboardInterrupt``, into ``Failed``."""
+def user_code(who: str | Callable[[], str], fix: str = _FIX) -> Iterator[None]:
+    """Turn whatever ``who`` raises, except ``KeyboardInterrupt``, into ``Failed``."""
     try:
         yield
     except (KeyboardInterrupt, CannotCheck):
         raise
     except BaseException as reason:
         cause = (reason.__cause__ if isinstance(reason, LaneError) else None) or reason
+        who = who() if callable(who) else who
         raise Failed(f"{who} raised {described(cause)}", fix) from cause
 
 
@@ -140,10 +138,10 @@ def warning(what: str, fix: str) -> Finding:
     return Finding("", WARNING, what, fix)
 
 
-def refused(refusal: SpecError, fix: str = _FIX) -> Finding:
-    """What rlpool refuses, as a finding; ``fix`` is for errors without one."""
-    what, _, own_fix = str(refusal).partition("\n  fix:   ")
-    return error(what, own_fix or fix)
+def what_and_fix(message: object, fix: str = _FIX) -> tuple[str, str]:
+    """The parts of an error's message; ``fix`` is for those without one."""
+    what, _, own_fix = str(message).partition("\n  fix:   ")
+    return what, own_fix or fix
 
 
 class Subject:
@@ -154,26 +152,26 @@ class Subject:
         arguments: Arguments of the function.
         seed: Root of all seeds.
         is_instance: Whether ``source`` is an instance, which is copied before it is used.
+        takes_seed: Whether the function is called with ``seed=``.
 
     Attributes:
         kind: ``"env"`` or ``"agent"``.
-        takes_seed: Whether the function is called with ``seed=``.
         sent_to_workers: What has to be pickled.
         findings: What the checks found so far.
     """
 
-    kind = ""
-    takes_seed = False
+    kind: ClassVar[str]
 
-    def __init__(self, source: Any, arguments: Any, seed: int, is_instance: bool) -> None:
+    def __init__(
+        self, source: Any, arguments: Any, seed: int, is_instance: bool, takes_seed: bool = False
+    ) -> None:
         if is_instance and arguments:
             raise SpecError(
                 f"{self.kind}_args was given with an instance, which takes none",
                 fix="pass the function or the class instead of the instance",
             )
-        self.source = source
-        self.arguments = dict(arguments or {})
-        self.is_instance = is_instance
+        self.source, self.arguments = source, dict(arguments or {})
+        self.is_instance, self.takes_seed = is_instance, takes_seed
         self.sent_to_workers: Any = (source, self.arguments)
         self.findings: list[Finding] = []
         self.root = root_from(seed)
@@ -270,22 +268,19 @@ def run_checks(subject: Subject, checks: Sequence[Check], skip: Collection[str] 
         raise SpecError(f"skip names {unknown}, but no check has that name", fix=f"use {names}")
     found = subject.findings
     passed: list[str] = []
-    not_checked: dict[str, str] = {}
+    not_checked = dict.fromkeys(skip, "left out by skip")
     failures: list[Finding] = []
     for name, check in zip(names, checks, strict=True):
+        if name in skip:
+            continue
         n_before = len(found)
         try:
-            if name in skip:
-                raise CannotCheck("left out by skip")
-            with subject.conditions():
+            with subject.conditions(), user_code("the check"):
                 found.extend(replace(finding, check=name) for finding in check(subject))
         except CannotCheck as reason:
             not_checked[name] = str(reason)
             if isinstance(reason, Failed):
                 failures.append(replace(reason.finding, check=name))
-        except Exception as reason:  # from the user's code, where nobody expected it
-            not_checked[name] = described(reason)
-            failures.append(Finding(name, ERROR, described(reason), _FIX))
         else:
             if len(found) == n_before:
                 passed.append(name)

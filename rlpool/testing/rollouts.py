@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,17 +25,13 @@ from rlpool.envs.vec_env import FLAGS
 from rlpool.errors import RlpoolError, SpecError, WorkerError
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
 from rlpool.seeding import seeded_generators, worker_seed
-from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec, row_specs, structure_of_space
-from rlpool.testing.episodes import EnvSubject, action_arrays, bits, run_lanes, stacked
-from rlpool.testing.report import CannotCheck, Failed, Subject, refused, user_code
+from rlpool.specs import TensorSpec, row_specs
+from rlpool.testing.episodes import EnvSubject, action_arrays, bits, run_lanes
+from rlpool.testing.report import CannotCheck, Failed, Subject, user_code, what_and_fix
 
 N_ROWS = 16
 """How many different observations there are of each kind."""
 
-N_VARIANTS = 4
-"""How many rollouts with different observations there are of each batch size."""
-
-_SUBCLASS = "subclass rlpool.Agent"
 _STEPS = 5  # of an episode; what the last one shows, which may be the end, is left out
 _CALL_FIX = (
     "let it take any number of rows, state None where rows start, and the keys of the "
@@ -44,25 +39,55 @@ _CALL_FIX = (
 )
 
 Rows = dict[str, torch.Tensor]
-Arrays = dict[str, Any]
 Inputs = tuple[Any, Any, Any, Any]
 """State, observation, agent_info and history of a call."""
 
 
 class Observations(NamedTuple):
-    """What an environment shows: key to array ``[R, ...]``.
+    """What an environment shows.
 
     Attributes:
         starting: After a reset.
-        later: After a step; may have a ``reward``.
+        later: After a step; may be dicts with a ``reward``.
         action_space: The action space, ``None`` if unknown.
-        stand_in: A space of the actions' shape and dtype, where nothing else is known of them.
+        space: The observation space, ``None`` where observations are dicts of arrays.
     """
 
-    starting: Arrays
-    later: Arrays
-    action_space: Any
-    stand_in: Any = None
+    starting: list[Any]
+    later: list[Any]
+    action_space: Any = None
+    space: Any = None
+
+
+class Shown(gymnasium.Env[Any, Any]):
+    """Shows collected observations at random; the option ``length`` is that of the episode.
+
+    Args:
+        observations: What to show.
+        actions: Where the actions that it gets are kept.
+    """
+
+    def __init__(self, observations: Observations, actions: list[Any]) -> None:
+        self.observations, self.actions = observations, actions
+        self.action_space, self.observation_space = observations.action_space, observations.space
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Show a starting observation."""
+        super().reset(seed=seed)
+        self.n_left = (options or {}).get("length", 1)
+        return self._any_of(self.observations.starting), {}
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Show a later observation."""
+        self.n_left -= 1
+        self.actions.append(action)
+        observation, reward = self._any_of(self.observations.later), self.np_random.uniform(-1, 1)
+        if self.observations.space is None:
+            reward = observation.pop("reward", reward)
+        return observation, reward, self.n_left <= 0, False, {}
+
+    def _any_of(self, observations: list[Any]) -> Any:
+        return copy.deepcopy(observations[self.np_random.integers(len(observations))])
 
 
 class Result(NamedTuple):
@@ -78,37 +103,6 @@ class Call(NamedTuple):
 
     inputs: Inputs
     result: Result
-
-
-class Shown(gymnasium.Env[Any, Any]):
-    """Shows collected observations at random; the option ``length`` is that of the episode.
-
-    Args:
-        observations: What to show.
-        actions: Where the actions that it gets are kept.
-    """
-
-    def __init__(self, observations: Observations, actions: list[Any]) -> None:
-        self.observations, self.actions = observations, actions
-        self.action_space = observations.action_space or observations.stand_in
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Show a starting observation."""
-        super().reset(seed=seed)
-        self.n_left = (options or {}).get("length", 1)
-        return self._row(self.observations.starting), {}
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Show a later observation."""
-        self.n_left -= 1
-        self.actions.append(action)
-        row = self._row(self.observations.later)
-        reward = row.pop("reward", self.np_random.uniform(-1.0, 1.0))
-        return row, reward, self.n_left <= 0, False, {}
-
-    def _row(self, arrays: Arrays) -> Arrays:
-        number = self.np_random.integers(len(next(iter(arrays.values()))))
-        return {key: np.array(array[number]) for key, array in arrays.items()}
 
 
 class Recorder(Agent):
@@ -131,12 +125,10 @@ class Recorder(Agent):
         self.require_history = inner.require_history  # type: ignore[method-assign]
         self.calls: list[Call] = []
         self.misfit = ""
-        self._fitting: Arrays = {}
+        self._fitting: Rows = {}
         if action_space is not None:
-            space = copy.deepcopy(action_space)
-            space.seed(0)
-            samples = [space.sample() for _ in range(N_ROWS)]
-            self._fitting = action_arrays(action_space, samples)
+            arrays = action_arrays(action_space, _samples(copy.deepcopy(action_space), 0))
+            self._fitting = {key: torch.from_numpy(array) for key, array in arrays.items()}
 
     def __call__(self, *inputs: Any) -> Any:
         """Call the agent."""
@@ -144,21 +136,20 @@ class Recorder(Agent):
         returned = self.inner(*inputs)
         try:
             result = read(returned)
-            actions = {key: t for key, t in result.output.items() if re.match("action(/|$)", key)}
-            given, wanted = specs_of(actions), row_specs(self._fitting)
+            actions = {k: t for k, t in result.output.items() if k.split("/")[0] == "action"}
+            is_fitting = not self._fitting or _kinds(actions) == _kinds(self._fitting)
         except (TypeError, ValueError, AttributeError):
             return returned  # which the rollout refuses with a reason
         self.calls.append(Call(copies, result))
         n = inputs[1].n_elems()
-        is_readable = actions and all(t.shape[:1] == (n,) for t in actions.values())
-        if is_readable and not wanted and "action" not in actions:  # parts of an unknown space
-            return result.state, {**result.output, "action": torch.zeros(n)}, result.new_state
-        if not is_readable or not wanted or _kinds(given) == _kinds(wanted):
+        has_rows = actions and all(len(t) == n for t in actions.values() if t.ndim)
+        if is_fitting or not has_rows:
             return returned
-        self.misfit = f"the agent's actions are {told(given)}, the action space has {told(wanted)}"
+        wanted = told(self._fitting)
+        self.misfit = f"the agent's actions are {told(actions)}, the action space has {wanted}"
         others = {key: t for key, t in result.output.items() if key not in actions}
-        rows = np.arange(n) % N_ROWS
-        fitting = {key: torch.from_numpy(array[rows]) for key, array in self._fitting.items()}
+        rows = torch.arange(n, device="cpu") % N_ROWS
+        fitting = {key: tensor[rows] for key, tensor in self._fitting.items()}
         return result.state, {**others, **fitting}, result.new_state
 
 
@@ -166,12 +157,12 @@ class Rollout(NamedTuple):
     """What happened in the rollouts of one batch size.
 
     Attributes:
-        traces: For each variant the calls from step to step, all rows starting together.
+        trace: The calls from step to step, all rows starting together.
         actions: What the environments were given, if it fitted the action space's kind.
         misfit: How actions did not fit, empty if they did.
     """
 
-    traces: list[list[Call]]
+    trace: list[Call]
     actions: list[Any]
     misfit: str
 
@@ -214,10 +205,10 @@ class AgentSubject(Subject):
         """Make an agent as worker ``number`` would; raises ``Failed`` if there is none."""
         made = self.make(number)
         if not isinstance(made, Agent):
-            raise Failed(f"{self.name} returned {type(made).__name__}, not an Agent", _SUBCLASS)
+            what = f"{self.name} returned {type(made).__name__}, not an Agent"
+            raise Failed(what, "subclass rlpool.Agent")
         if problem := call_problem(made):
-            finding = refused(SpecError(problem))
-            raise Failed(finding.what, finding.fix)
+            raise Failed(*what_and_fix(problem))
         with contextlib.suppress(Exception):  # a check of its own complains
             made.seed(worker_seed(self.root, number))
         return made
@@ -241,7 +232,7 @@ class AgentSubject(Subject):
     @property
     def trace(self) -> list[Call]:
         """The calls of the largest batch, from step to step."""
-        return self.rollout(self.n_rows).traces[0]
+        return self.rollout(self.n_rows).trace
 
     def _rollout(self, n: int) -> Rollout:
         """Run episodes in ``n`` lanes, at first together, then starting at different times.
@@ -252,49 +243,45 @@ class AgentSubject(Subject):
         from rlpool.batch.batcher import EpisodeBatcher  # which stands above this package
 
         shown = self.observations
-        recorder = Recorder(self.agent(), shown.action_space or shown.stand_in)
+        recorder = Recorder(self.agent(), shown.action_space)
         actions: list[Any] = []
-        traces = []
         lengths = [2, *[self.n_steps] * n]
+
+        def create_env(seed: int) -> GymEnv:
+            # Observations of an environment have the dtypes that it is stored with already.
+            envs = [Shown(shown, actions) for _ in range(n)]
+            return GymEnv(envs, seed, keep_float64=shown.space is None)
+
         try:
             with EpisodeBatcher(
                 self.n_steps,
                 len(lengths),
                 create_agent=lambda: recorder,
-                create_env=lambda seed: GymEnv(
-                    [Shown(shown, actions) for _ in range(n)], seed, keep_float64=True
-                ),
+                create_env=create_env,
                 n_threads=0,
                 seeds=self.root,
             ) as batcher:
-                for variant in range(N_VARIANTS if n == self.n_rows else 1):
-                    recorder.calls.clear()
-                    batcher.execute(n, self._info(n, variant), {"length": self.n_steps})
+                recorder.calls.clear()  # of the call by which the batcher learns the keys
+                for together in (lengths[1:], lengths):
+                    info = None
+                    if not self.agent_info.empty():
+                        rows = torch.arange(len(together), device="cpu")
+                        info = self.agent_info.index(rows % self.agent_info.n_elems())
+                    batcher.execute(len(together), info, {"length": together})
                     batcher.get()
-                    traces.append(recorder.calls[: self.n_steps])
-                    if not variant:
-                        del actions[n * self.n_steps :]
-                batcher.execute(len(lengths), self._info(len(lengths), 0), {"length": lengths})
-                batcher.get()
         except RlpoolError as refusal:
             raise _failure_of(refusal, n) from refusal
-        return Rollout(traces, actions, recorder.misfit)
-
-    def _info(self, n: int, variant: int) -> Info:
-        """The rows' ``agent_info``."""
-        if self.agent_info.empty():
-            return None
-        rows = (torch.arange(n, device="cpu") + 3 * variant) % self.agent_info.n_elems()
-        return self.agent_info.index(rows)
+        return Rollout(recorder.calls[: self.n_steps], actions, recorder.misfit)
 
 
 def _failure_of(refusal: RlpoolError, n: int) -> Failed:
     """Why the library refused a rollout of ``n`` lanes."""
-    what, _, fix = str(refusal).partition("\n  fix:   ")
+    what, fix = what_and_fix(refusal, _CALL_FIX)
     if isinstance(refusal, WorkerError):
         what, fix = refusal.what.removeprefix("the agent: "), refusal.fix
-    is_specific = fix and fix not in (DEBUG_HINT, LOCAL_HINT)
-    return Failed(f"{what} (in a batch of {n})", fix if is_specific else _CALL_FIX)
+    if fix in ("", DEBUG_HINT, LOCAL_HINT):
+        fix = _CALL_FIX
+    return Failed(f"{what} (in a batch of {n})", fix)
 
 
 def call(agent: Agent, inputs: Inputs) -> Result:
@@ -313,23 +300,17 @@ def copied(inputs: Sequence[Any]) -> Inputs:
 
 def read(returned: Any) -> Result:
     """What a call returned, copied: the agent may return the same buffers from its next call."""
-    state, output, new_state = returned
-    return Result(
-        *(
-            {key: tensor.detach().cpu().clone() for key, tensor in (part or {}).items()}
-            for part in (state, output, new_state)
-        )
+    state, output, new_state = (
+        {key: tensor.detach().cpu().clone() for key, tensor in (part or {}).items()}
+        for part in returned
     )
+    return Result(state, output, new_state)
 
 
 def tensors_of(inputs: Inputs) -> dict[tuple[int, str], torch.Tensor]:
     """The tensors of the arguments of a call, by number of the argument and key."""
-    return {
-        (number, key): tensor
-        for number, part in enumerate(inputs)
-        if part is not None
-        for key, tensor in part.items()
-    }
+    given = ((number, part) for number, part in enumerate(inputs) if part is not None)
+    return {(number, key): tensor for number, part in given for key, tensor in part.items()}
 
 
 def specs_of(rows: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
@@ -337,16 +318,16 @@ def specs_of(rows: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     return row_specs({key: tensor.numpy() for key, tensor in rows.items()})
 
 
-def told(specs: Mapping[str, TensorSpec]) -> str:
-    """Shapes and dtypes in words."""
-    return "{" + ", ".join(f"{key}: {spec}" for key, spec in sorted(specs.items())) + "}"
+def told(rows: Rows) -> str:
+    """Shapes and dtypes of a row in words."""
+    return "{" + ", ".join(f"{key}: {spec}" for key, spec in sorted(specs_of(rows).items())) + "}"
 
 
 def difference(first: Result, second: Result, row: int | None = None) -> str:
     """What differs between two results, or one row of them; empty if nothing does."""
     for name, part, other in zip(Result._fields, first, second, strict=True):
         if specs_of(part) != specs_of(other):
-            return f"{name}: {told(specs_of(part))} and {told(specs_of(other))}"
+            return f"{name}: {told(part)} and {told(other)}"
         for key, tensor in part.items():
             one, two = (tensor, other[key]) if row is None else (tensor[row], other[key][row])
             if bits(one) != bits(two):
@@ -379,11 +360,9 @@ def observations_of(
     if is_of_spaces and all(isinstance(value, spaces.Space) for value in source.values()):
         source = spaces.Dict(dict(source))
     if isinstance(source, spaces.Space):
-        source.seed(seed)
-        structure = structure_of_space(source, keep_float64=False, name="observation_space")
-        samples = [source.sample() for _ in range(N_ROWS)]
-        rows = stacked(structure, DEFAULT_OBSERVATION_KEY, samples)
-        return Observations(rows, rows, action_space)
+        GymEnv([Shown(Observations([], [], None, source), [])])  # refuses what has no tensors
+        samples = _samples(source, seed)
+        return Observations(samples, samples, action_space, source)
     if isinstance(source, DictTensor | Mapping):
         return _of_examples(source, action_space)
     return _collected(EnvSubject(source, env_args, options, None, seed))
@@ -397,23 +376,24 @@ def _of_examples(examples: Any, action_space: Any) -> Observations:
             f"observations are described by a dict of {kinds}",
             fix="give a dict of tensors [R, ...] (examples) or of spaces",
         )
-    rows = {key: tensor.detach().cpu().numpy() for key, tensor in examples.items()}
-    own = {key for key in rows if key in (*FLAGS, "noise") or key.startswith("last_action")}
-    shown = {key: array for key, array in rows.items() if key not in own}
-    starting = {key: array for key, array in shown.items() if key != "reward"}
-    if not starting or not all(len(array) for array in shown.values()):
+    arrays = {key: tensor.detach().cpu().numpy() for key, tensor in examples.items()}
+    last = arrays.get("last_action")
+    if last is not None and action_space is None:
+        action_space = spaces.Box(-np.inf, np.inf, last.shape[1:], last.dtype.type)
+    own = {key for key in arrays if key in (*FLAGS, "noise") or key.startswith("last_action")}
+    arrays = {key: array for key, array in arrays.items() if key not in own}
+    n_rows = min(map(len, arrays.values()), default=0)
+    later = [{key: array[row] for key, array in arrays.items()} for row in range(n_rows)]
+    starting = [{key: row[key] for key in row if key != "reward"} for row in later]
+    if not any(starting):
         raise SpecError("the examples have no rows", fix="give a few observations")
-    last = rows.get("last_action")
-    stand_in = (
-        None if last is None else spaces.Box(-np.inf, np.inf, last.shape[1:], last.dtype.type)
-    )
-    return Observations(starting, shown, action_space, stand_in)
+    return Observations(starting, later, action_space)
 
 
 def _collected(subject: EnvSubject) -> Observations:
     """Step lane 0 with sampled actions."""
-    starting: list[Arrays] = []
-    later: list[Arrays] = []
+    starting: list[Any] = []
+    later: list[Any] = []
     try:
         with subject.opened() as instance, seeded_generators(0):
             env = instance.vec or GymEnv([instance.made])
@@ -431,13 +411,15 @@ def _collected(subject: EnvSubject) -> Observations:
             "DictTensor of example observations, instead of the environment",
         ) from failure.__cause__
     # Where every episode ends with its first step, only starting rows are ever shown.
-    return Observations(_stacked(starting), _stacked(later or starting), instance.action_space)
+    return Observations(starting, later or starting, instance.action_space)
 
 
-def _stacked(rows: list[Arrays]) -> Arrays:
-    return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+def _samples(space: Any, seed: int) -> list[Any]:
+    space.seed(seed)
+    return [space.sample() for _ in range(N_ROWS)]
 
 
-def _kinds(specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+def _kinds(actions: Rows) -> dict[str, Any]:
     """What of actions has to be that of the action space."""
+    specs = specs_of(actions)
     return {key: (spec.shape, spec.dtype.kind == "f") for key, spec in specs.items()}

@@ -16,7 +16,6 @@ from rlpool import (
     ParallelEnvManager,
     UsageError,
     WorkerDiedError,
-    WorkerStartupError,
     make_env,
     make_parallel_env,
 )
@@ -42,30 +41,24 @@ def two() -> Iterator[ParallelEnvManager]:
         yield env
 
 
-def test_the_manager_knows_trials_and_tasks(two: ParallelEnvManager) -> None:
+def test_the_manager_knows_trials_and_hands_tasks_on(two: ParallelEnvManager) -> None:
     assert (two.num_envs, two.n_tasks, two.horizon_bamdp) == (2, 7, 12)
     assert two.observation_space == make_env(RAGGED, 2, **ARGUMENTS).observation_space
 
-    def attribute(lane: int, name: str) -> Any:
-        two.remotes[lane].send(("get_attr", {"attr": name}))
-        kind, value = two.remotes[lane].recv()
-        assert kind == "attr"
-        return value
+    def asked(name: str, arguments: dict[str, Any]) -> list[Any]:
+        for remote in two.remotes:
+            remote.send((name, arguments))
+        return [remote.recv()[1] for remote in two.remotes]
 
-    assert (attribute(1, "noise"), attribute(1, "horizon_bamdp")) == (1.0, 12)
-    first, second = (attribute(lane, "action_space").sample().tolist() for lane in (0, 1))
-    assert first != second  # each was made with a seed of its own
-
-
-def test_a_task_reaches_its_environment_by_remote(two: ParallelEnvManager) -> None:
-    for lane, task in enumerate((3, 3)):
-        two.remotes[lane].send(("reset", {"task": task}))
-    first, second = (remote.recv()[1].tolist() for remote in two.remotes)
+    assert asked("get_attr", {"attr": "noise"}) == [1.0, 1.0]
+    # Each was made, and is reset, with a seed of its own.
+    first, second = asked("get_attr", {"attr": "action_space"})
+    assert first.sample().tolist() != second.sample().tolist()
+    first, second = asked("reset", {"task": 3})
     assert first[1] == second[1] == 3
-    assert first != second  # each is reset with a seed of its own
-    two.remotes[0].send(("step", {"action": [0.0, 0.0]}))
-    kind, (observation, _, done, info) = two.remotes[0].recv()
-    assert (kind, observation[1], bool(done)) == ("transition", 3, False)
+    assert first.tolist() != second.tolist()
+    observation, _, done, info = asked("step", {"action": [0.0, 0.0]})[0]
+    assert (observation[1], bool(done)) == (3, False)
     assert "done_mdp" in info
 
 
@@ -109,8 +102,3 @@ def test_failures_and_deaths_say_where_and_leave_what_is_complete() -> None:
             learner.collect_rollouts_parallel(10, parallel_env=env)
     with pytest.raises(UsageError, match="closed"):
         learner.collect_rollouts_parallel(1, parallel_env=env)
-
-
-def test_what_cannot_be_imported_in_a_worker_is_said_at_the_start() -> None:
-    with pytest.raises(WorkerStartupError, match="No module named 'nowhere'"):
-        make_parallel_env("nowhere:Ragged-v0", 2, 1)

@@ -72,23 +72,14 @@ def test_each_kind_does_to_its_process_what_it_says(tmp_path: Path) -> None:
     wait_until(lambda: script.returncode is not None)
 
 
-def create_env(seed: int, **env_args: object) -> GymEnv:
-    return GymEnv([FaultyEnv(**env_args), FaultyEnv(**env_args)], seed)  # type: ignore[arg-type]
+def test_a_fault_that_occurs_once_costs_nothing(tmp_path: Path) -> None:
+    marker = tmp_path / "occurred"
 
+    def create_env(seed: int) -> GymEnv:
+        return GymEnv([FaultyEnv(once=marker), FaultyEnv(once=marker)], seed)
 
-@pytest.mark.parametrize("kind", ["exit", "segfault"])
-def test_a_fault_that_strikes_once_costs_nothing(kind: str, tmp_path: Path) -> None:
-    marker = tmp_path / "struck"
-    with EpisodeBatcher(
-        4,
-        8,
-        ConstantAgent,
-        create_env=create_env,
-        env_args={"once": str(marker)},
-        n_threads=2,
-        seeds=0,
-    ) as batcher:
-        batcher.execute(6, env_info=faults(6, row=[1, 4], kind=kind, step=2, length=4))
+    with EpisodeBatcher(4, 8, ConstantAgent, create_env=create_env, n_threads=2) as batcher:
+        batcher.execute(6, env_info=faults(6, row=[1, 4], kind="segfault", step=2, length=4))
         result = batcher.get()
     assert marker.exists()
     assert result.lengths.tolist() == [4] * 6

@@ -315,12 +315,6 @@ def create_counting(seed: int, n_envs: int = 2, restarts: bool = False, **argume
     return kind([CountingEnv(**arguments) for _ in range(n_envs)], seed)
 
 
-def create_echo(seed: int, n_envs: int = 2, restarts: bool = False, **arguments: Any) -> GymEnv:
-    """``EchoEnv`` lanes."""
-    kind = GymEnvInf if restarts else GymEnv
-    return kind([EchoEnv(**arguments) for _ in range(n_envs)], seed)
-
-
 # What must come out --------------------------------------------------------------------------
 
 
@@ -334,38 +328,30 @@ def counting_trajectories(
         ids: Id of each episode.
         ends: How each ends, ``"terminated"`` by default.
     """
-    shape = (len(lengths), max(lengths))
-    as_bool, as_int = torch.bool, torch.int64
-    expected = {
-        "frame": torch.zeros(*shape, 2),
-        "reward": torch.zeros(shape),
-        "last_action": torch.zeros(shape, dtype=as_int),
-        "action": torch.zeros(shape, dtype=as_int),
-        "steps": torch.zeros(shape, dtype=as_int),
-        "_frame": torch.zeros(*shape, 2),
-        "_reward": torch.zeros(shape),
-        "_last_action": torch.zeros(shape, dtype=as_int),
-        "_steps": torch.zeros(shape, dtype=as_int),
-    }
-    for flag in ("terminated", "truncated", "done", "initial_state"):
-        expected[flag] = torch.zeros(shape, dtype=as_bool)
-        expected[f"_{flag}"] = torch.zeros(shape, dtype=as_bool)
-    for row, (length, number) in enumerate(zip(lengths, ids, strict=True)):
-        for t in range(length):
-            expected["frame"][row, t] = torch.tensor([t, number])
-            expected["_frame"][row, t] = torch.tensor([t + 1, number])
-            expected["reward"][row, t] = 100 * number + t if t else 0
-            expected["_reward"][row, t] = 100 * number + t + 1
-            expected["action"][row, t] = expected["_last_action"][row, t] = t + 1
-            expected["last_action"][row, t] = t
-            expected["steps"][row, t] = FIRST_STATE + t
-            expected["_steps"][row, t] = FIRST_STATE + t + 1
-        expected["initial_state"][row, 0] = True
-        end = ends[row] if ends is not None else "terminated"
-        expected["_done"][row, length - 1] = True
-        expected["_terminated"][row, length - 1] = end in ("terminated", "both")
-        expected["_truncated"][row, length - 1] = end in ("truncated", "both")
-    return expected
+    t = torch.arange(max(lengths)).expand(len(lengths), -1)
+    length, number = (torch.tensor(list(values))[:, None] for values in (lengths, ids))
+    is_step, is_last = t < length, t == length - 1
+    of_episode = ends or ["terminated"] * len(lengths)
+
+    def ended(*kinds: str) -> Tensor:
+        return is_last & torch.tensor([end in (*kinds, "both") for end in of_episode])[:, None]
+
+    def shown(t: Tensor) -> dict[str, Tensor]:
+        values = {
+            "frame": torch.stack([t, number.expand_as(t)], -1).float(),
+            "reward": (100.0 * number + t) * (t > 0),
+            "last_action": t,
+            "steps": FIRST_STATE + t,
+        }
+        return {k: v * is_step[(..., *[None] * (v.ndim - 2))] for k, v in values.items()}
+
+    never = torch.zeros_like(is_step)
+    flags = {"terminated": never, "truncated": never, "done": never}
+    after = {"terminated": ended("terminated"), "truncated": ended("truncated"), "done": is_last}
+    before = {**shown(t), **flags, "initial_state": (t == 0) & is_step}
+    after = {**shown(t + 1), **after, "initial_state": never}
+    action = {"action": (t + 1) * is_step}
+    return {**before, **action, **{f"_{key}": tensor for key, tensor in after.items()}}
 
 
 def assert_same_tensors(got: Any, expected: Mapping[str, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,6 @@ from rlpool import (
     Agent,
     AgentError,
     AgentSpecError,
-    Batcher,
     DictTensor,
     EpisodeBatcher,
     SpecError,
@@ -90,13 +90,17 @@ def masked(trajectories: TemporalDictTensor, key: str) -> list[list[Any]]:
 # Rows and starts
 
 
-def test_calls_have_one_row_per_lane_and_start_without_a_state() -> None:
+@pytest.mark.parametrize("info", [None, DictTensor({})])
+def test_calls_have_one_row_per_lane_and_only_what_was_asked_for(info: Any) -> None:
     agent = Recorder(StepCounter())
-    collect(agent, n_envs=3)
+    assert "noise" not in collect(agent, agent_info=info)
+    assert len(agent.seeds) == 1
     started = set()
     for call in agent.calls:
         tensors = [*call.observation.values(), *(call.state or {}).values()]
         assert {tensor.shape[0] for tensor in tensors} == {3}
+        assert (call.agent_info, call.history) == (None, None)
+        assert "noise" not in call.observation
         if call.state is None:
             assert call.observation["initial_state"].all()
             for key in ("reward", "last_action"):
@@ -106,31 +110,17 @@ def test_calls_have_one_row_per_lane_and_start_without_a_state() -> None:
     assert started >= set(range(1, len(LENGTHS) + 1))
 
 
-@pytest.mark.parametrize("info", [None, DictTensor({})])
-def test_an_agent_gets_nothing_that_it_did_not_ask_for(info: DictTensor | None) -> None:
-    agent = Recorder(ConstantAgent())
-    trajectories = collect(agent, agent_info=info)
-    assert agent.calls
-    for call in agent.calls:
-        assert not call.state
-        assert "noise" not in call.observation
-        assert (call.agent_info, call.history) == (None, None)
-    assert "noise" not in trajectories
-
-
-def test_an_agent_that_makes_its_initial_states_is_called_once_per_step() -> None:
-    # Two lanes, six steps: (1, 2), (1, 3), (3, 4), (3, 4), (3, 4), (4); and one to learn the keys.
-    # Otherwise each of two starts beside a running lane takes a call of its own.
-    for kind, n_calls in ((InitialStateCounter, 7), (StepCounter, 7 + 2)):
-        called: list[Any] = []
-
-        class Counted(kind):  # type: ignore[misc, valid-type]
-            def __call__(self, *arguments: Any, called: list[Any] = called) -> Any:
-                called.append(arguments)
-                return super().__call__(*arguments)
-
-        collect(Counted, n_envs=2, lengths=[1, 2, 3, 4])
-        assert len(called) == n_calls
+# Two lanes, six steps: (1, 2), (1, 3), (3, 4), (3, 4), (3, 4), (4); and one to learn the keys.
+# Otherwise each of two starts beside a running lane takes a call of its own.
+@pytest.mark.parametrize(("kind", "n_calls"), [(InitialStateCounter, 7), (StepCounter, 7 + 2)])
+def test_an_agent_that_makes_its_initial_states_is_called_once_per_step(
+    kind: Any, n_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[Any] = []
+    act = kind.__call__
+    monkeypatch.setattr(kind, "__call__", lambda *a: called.append(a) or act(*a))
+    collect(kind, n_envs=2, lengths=[1, 2, 3, 4])
+    assert len(called) == n_calls
 
 
 def test_an_initial_state_gets_the_agent_info_of_its_rows() -> None:
@@ -163,53 +153,22 @@ def test_the_agent_runs_without_gradients_and_may_return_dicts() -> None:
     assert masked(trajectories, "_s") == [[1, 2, 3]]
 
 
-def test_the_agent_is_seeded_and_closed_once() -> None:
-    agent = Recorder(ConstantAgent())
-    batcher = make(agent, seeds=3)
-    assert len(agent.seeds) == 1
-    assert 0 <= agent.seeds[0] < 2**31
-    batcher.close()
-    batcher.close()
-    assert agent.n_closed == 1
-    other = Recorder(ConstantAgent())
-    make(other, seeds=4).close()
-    assert other.seeds != agent.seeds
-
-
 # agent_info
 
 
-def test_rows_of_agent_info_follow_their_episodes() -> None:
-    info = DictTensor({"id": torch.arange(100, 110)})
-    trajectories = collect(InfoEcho, agent_info=info)
-    expected = [[100 + i] * n for i, n in enumerate(LENGTHS)]
-    assert masked(trajectories, "info_id") == expected
-    assert masked(trajectories, "first_id") == expected
-    assert trajectories.info["agent_info/id"].tolist() == list(range(100, 110))
-
-
-def test_agent_info_is_that_of_its_request() -> None:
+def test_rows_of_agent_info_follow_their_episodes_and_belong_to_their_request() -> None:
     with make(InfoEcho) as batcher:
-        for offset in (100, None, 200, 300):
-            info = None if offset is None else DictTensor({"id": torch.arange(offset, offset + 5)})
-            batcher.execute(5, agent_info=info)
-            seen = masked(batcher.get(), "info_id")
-            expected = [-1] * 5 if offset is None else list(range(offset, offset + 5))
-            assert seen == [[number] * 3 for number in expected]
-
-
-def test_agent_info_may_change_its_shape_between_requests() -> None:
-    def agent(state: Any, observation: DictTensor, agent_info: Any, history: Any) -> Any:
-        total = zeros(observation).float()
-        if agent_info is not None:
-            total = sum(t.float().flatten(1).sum(1) for t in agent_info.values())
-        return DictTensor(), DictTensor({"action": zeros(observation), "sum": total}), DictTensor()
-
-    infos = [{"a": torch.ones(2, 3)}, {"a": torch.ones(2, 4)}, {"b": torch.ones(2, 5).long()}]
-    with make(FunctionAgent(agent), n_envs=1) as batcher:
-        for info, expected in zip(infos, (3, 4, 5), strict=True):
-            batcher.execute(2, agent_info=DictTensor(info))
-            assert batcher.get()["sum"][:, 0].tolist() == [expected] * 2
+        for offset, shape in ((100, ()), (None, ()), (200, (3,)), (300, (4,))):
+            ids = [-1] * 10 if offset is None else list(range(offset, offset + 10))
+            other = {"other": torch.ones(10, *shape)}
+            info = None if offset is None else DictTensor({"id": torch.tensor(ids), **other})
+            batcher.execute(10, info, info_of())
+            trajectories = batcher.get()
+            expected = [[number] * n for number, n in zip(ids, LENGTHS, strict=True)]
+            assert masked(trajectories, "info_id") == expected
+            assert masked(trajectories, "first_id") == expected
+            if info is not None:
+                assert trajectories.info["agent_info/id"].tolist() == ids
 
 
 # history
@@ -228,83 +187,33 @@ def test_history_holds_all_previous_steps_across_slots(n_timesteps: int) -> None
 def test_history_is_empty_at_the_first_step_and_zero_past_its_lengths() -> None:
     agent = Recorder(HistoryAgent())
     collect(agent)
-    n_padded = 0
     for call in agent.calls:
-        assert isinstance(call.history, TemporalDictTensor)
         assert call.history.n_elems() == 3
         assert not call.history.lengths[call.observation["initial_state"]].any()
-        for tensor in call.history.values():
-            padding = call.history.mask() == 0
-            assert not tensor[padding].any()
-            n_padded += int(padding.sum())
-    assert n_padded
+        padding = call.history.mask() == 0
+        assert not any(tensor[padding].any() for tensor in call.history.values())
 
 
 @pytest.mark.parametrize("kind", [StepCounter, InitialStateCounter])
 def test_every_key_of_the_history_is_that_of_the_trajectory(kind: Any) -> None:
-    class Both(Recorder):
-        def require_history(self) -> bool:
-            return True
-
-        def initial_state(self, agent_info: Any, n: int) -> Any:
-            return self.inner.initial_state(agent_info, n)
-
-    class NoneStyle(Both):
-        initial_state = Agent.initial_state
-
-    agent = (Both if kind is InitialStateCounter else NoneStyle)(kind())
+    agent = Recorder(kind())
+    agent.require_history = lambda: True  # type: ignore[method-assign]
+    agent.initial_state = agent.inner.initial_state  # type: ignore[method-assign]
+    agent.makes_initial_states = agent.inner.makes_initial_states  # type: ignore[method-assign]
     collect(agent, n_timesteps=2)
     whole = counting_trajectories(LENGTHS, range(1, len(LENGTHS) + 1))
     longest = dict.fromkeys(range(1, len(LENGTHS) + 1), 0)
     for call in agent.calls:
-        assert call.history is not None
         for row, length in enumerate(call.history.lengths.tolist()):
-            if not length:
-                continue
-            assert set(call.history.keys()) == set(whole)
-            number = int(call.history["frame"][row, 0, 1])
-            if length == LENGTHS[number - 1]:
-                continue  # an idle lane's row, whose results are dropped
+            number = int(call.history["frame"][row, 0, 1]) if length else 0
+            if not length or length == LENGTHS[number - 1]:
+                continue  # a lane that starts, or an idle one, whose results are dropped
             longest[number] = max(longest[number], length)
+            assert set(call.history.keys()) == set(whole)
             for key in whole:
                 expected = whole[key][number - 1, :length].tolist()
                 assert call.history[key][row, :length].tolist() == expected, key
     assert list(longest.values()) == [length - 1 for length in LENGTHS]
-
-
-def test_history_has_the_agents_own_outputs_and_states_and_is_not_spoilt_in_place() -> None:
-    class Looking(HistoryAgent):
-        def __call__(
-            self, state: Any, observation: Any, agent_info: Any = None, h: Any = None
-        ) -> Any:
-            count = zeros(observation) if state is None else state["count"]
-            value = observation["frame"][:, 0] + 1
-            sums = {f"{key}s": h[key].sum(1) for key in ("value", "count", "reward")}
-            output = {"action": zeros(observation), "value": value, **sums}
-            shuffled(observation)
-            return {"count": count}, output, {"count": count + 1}
-
-    trajectories = collect(Looking, [5, 2])
-    assert masked(trajectories, "values") == [[0, 1, 3, 6, 10], [0, 1]]
-    assert masked(trajectories, "counts") == [[0, 0, 1, 3, 6], [0, 0]]
-    assert masked(trajectories, "rewards") == [[0, 0, 101, 203, 306], [0, 0]]
-
-
-def test_history_restarts_with_a_lane_that_restarts_on_its_own() -> None:
-    with Batcher(
-        7,
-        create_agent=HistoryAgent,
-        create_env=create_counting,
-        env_args={"n_envs": 2, "length": 3, "restarts": True},
-        n_threads=0,
-        seeds=0,
-    ) as batcher:
-        batcher.reset()
-        seen = []
-        for _ in range(2):
-            batcher.execute()
-            seen.append(batcher.get()["seen"])
-    assert torch.cat(seen, 1).tolist() == [[t % 3 for t in range(14)]] * 2
 
 
 # Noise
@@ -313,16 +222,11 @@ def test_history_restarts_with_a_lane_that_restarts_on_its_own() -> None:
 def test_noise_is_uniform_and_stored_with_the_trajectory() -> None:
     trajectories = collect(NoisyAgent, [50] * 40)
     noise = trajectories["noise"]
-    assert noise.dtype == torch.float32
-    assert noise.shape == (40, 50, 2)
+    assert (noise.dtype, noise.shape) == (torch.float32, (40, 50, 2))
     assert noise.tolist() == trajectories["seen"].tolist()
-    assert noise.min() >= 0
-    assert noise.max() < 1
+    assert 0 <= noise.min() <= noise.max() < 1
     assert torch.unique(noise.reshape(-1, 2), dim=0).shape == (2000, 2)
     assert abs(float(noise.mean()) - 0.5) < 0.03
-
-
-# A recurrent policy, worked out row by row
 
 
 # Memory that the agent and the library share
@@ -335,35 +239,6 @@ def shuffled(observation: DictTensor) -> None:
             tensor.logical_not_()
         else:
             tensor.add_(50)
-
-
-@pytest.mark.parametrize("restarts", [False, True])
-def test_observations_that_the_agent_changes_in_place_do_not_spoil_windows(restarts: bool) -> None:
-    def run(change: Callable[[DictTensor], None]) -> list[TemporalDictTensor]:
-        def agent(state: Any, observation: DictTensor, agent_info: Any, history: Any) -> Any:
-            action = observation["frame"][:, 0].long() + 1
-            change(observation)
-            return DictTensor(), DictTensor({"action": action}), DictTensor()
-
-        with Batcher(
-            4,
-            create_agent=lambda: FunctionAgent(agent),
-            create_env=create_counting,
-            env_args={"n_envs": 2, "restarts": restarts},
-            n_threads=0,
-            seeds=0,
-        ) as batcher:
-            batcher.reset(env_info=info_of([3, 10]))
-            windows = []
-            for _ in range(3):
-                batcher.execute()
-                windows.append(batcher.get())
-            return windows
-
-    for expected, got in zip(run(lambda _: None), run(shuffled), strict=True):
-        assert got.lengths.tolist() == expected.lengths.tolist()
-        for key in expected:
-            assert got[key].tolist() == expected[key].tolist(), key
 
 
 def test_observations_and_states_that_the_agent_changes_in_place_do_not_spoil_episodes() -> None:
@@ -475,9 +350,9 @@ def test_outputs_keep_their_values_dtypes_and_shapes_whatever_their_strides() ->
 
 
 class Misbehaving(Agent):
-    """Breaks the contract in call number ``at``, 0-based: ``break_`` changes its three results."""
+    """``break_`` changes the three results of call number ``at``, 0-based, or of every call."""
 
-    def __init__(self, break_: Callable[[list[Any]], Any], at: int) -> None:
+    def __init__(self, break_: Callable[[list[Any]], Any], at: int | None = None) -> None:
         self.break_, self.at = break_, at
         self.n_calls = 0
 
@@ -487,7 +362,7 @@ class Misbehaving(Agent):
         output = {"action": zeros(observation), "value": observation["reward"].clone()}
         result = [dict(state.items()), output, {"s": state["s"] + 1}]
         self.n_calls += 1
-        if self.n_calls - 1 == self.at:
+        if self.at in (None, self.n_calls - 1):
             return self.break_(result)
         return tuple(DictTensor(part) for part in result)
 
@@ -539,14 +414,8 @@ LATER_WRONG = {
 
 @pytest.mark.parametrize("name", ALWAYS_WRONG)
 def test_a_first_call_that_breaks_the_contract_is_refused(name: str) -> None:
-    class Always(Misbehaving):
-        def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-            self.at = self.n_calls
-            return super().__call__(*arguments, **keywords)
-
-    with pytest.raises(SpecError) as caught:
-        collect(Always(ALWAYS_WRONG[name], 0), [2, 2, 2])
-    assert isinstance(caught.value, AgentSpecError)
+    with pytest.raises(AgentSpecError):
+        collect(Misbehaving(ALWAYS_WRONG[name]), [2, 2, 2])
 
 
 @pytest.mark.parametrize("name", LATER_WRONG)
@@ -558,19 +427,13 @@ def test_a_later_call_that_breaks_the_contract_is_refused(name: str) -> None:
             batcher.get()
         assert (caught.value.where.worker, caught.value.where.step) == (0, 2)
         assert caught.value.where.episode in (0, 1, 2)
-        assert "fix:" in str(caught.value)
+        what, where, fix = str(caught.value).splitlines()
+        if name == "output of another shape":
+            assert re.search(r"'value'.*float32\[1\].*float32\[\]", what)
+        assert where.startswith("  where: worker 0, lane ")
+        assert fix.startswith("  fix:   ")
         batcher.execute(3)
         assert batcher.get().lengths.tolist() == [3, 3, 3]
-
-
-def test_a_message_about_the_agent_names_what_where_and_fix() -> None:
-    with make(Misbehaving(LATER_WRONG["output of another shape"], at=3)) as batcher:
-        batcher.execute(3, env_info=info_of([5, 5, 5]))
-        with pytest.raises(AgentSpecError, match=r"'value'.*float32\[1\].*float32\[\]") as caught:
-            batcher.get()
-    _, where, fix = str(caught.value).splitlines()
-    assert where.startswith("  where: worker 0, lane ")
-    assert fix.startswith("  fix:   ")
 
 
 @pytest.mark.parametrize(
@@ -642,19 +505,14 @@ class Versioned(Agent):
         return DictTensor(), DictTensor(output), DictTensor()
 
 
-def value_of(batcher: EpisodeBatcher) -> int:
-    batcher.execute(2)
-    (value,) = set(batcher.get()["value"].flatten().tolist())
-    return int(value)
-
-
 def test_of_several_updates_the_last_one_counts_as_it_was_when_it_was_sent() -> None:
     tensor = torch.tensor(3)
     with make(Versioned) as batcher:
         batcher.update({"value": 1})
         batcher.update({"value": tensor})
         tensor.fill_(9)
-        assert value_of(batcher) == 3
+        batcher.execute(2)
+        assert (batcher.get()["value"] == 3).all()
 
 
 @pytest.mark.parametrize(
@@ -670,16 +528,6 @@ def test_an_update_that_fails_surfaces_in_get(agent: Any, info: Any, message: st
         batcher.execute(2)
         with pytest.raises(AgentError, match=message):
             batcher.get()
-        if agent is Versioned:
-            batcher.update({"value": 7})
-            assert value_of(batcher) == 7
-
-
-def test_an_update_that_cannot_be_pickled_is_refused_at_once() -> None:
-    with make(Versioned) as batcher:
-        with pytest.raises(SpecError, match="generator"):
-            batcher.update({"value": (i for i in range(3))})
-        assert value_of(batcher) == 0
 
 
 # The base class

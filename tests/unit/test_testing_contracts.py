@@ -12,32 +12,26 @@ from typing import Any
 import pytest
 import torch
 
-import rlpool.testing
-from rlpool import Agent, DictTensor, GymEnv, SpecError
+from rlpool import DictTensor, GymEnv, SpecError
 from rlpool.testing import AgentContract, CountingEnv, EnvContract, FaultyEnv
 from rlpool.testing.check_agent import AGENT_CHECKS
 from rlpool.testing.check_env import ENV_CHECKS
 
-from support.agents import ConstantAgent, GruAgent, HistoryAgent, InitialStateCounter
+from support.agents import ConstantAgent, GruAgent
 from support.envs import CountingEnv as PairEnv
 
 # What pytest runs, as users would write it
 
 
-class TestManyLanes(EnvContract):
+class TestWithUnittest(EnvContract, unittest.TestCase):
     n_steps = 20
     options = {"length": 4}  # noqa: RUF012  (as users would write it)
 
-    def make_env(self, seed: int) -> Any:
-        return GymEnv([CountingEnv(), CountingEnv()], seed)
-
-
-class TestWithUnittest(EnvContract, unittest.TestCase):
     def setUp(self) -> None:
-        self.length = 3
+        self.n_envs = 2
 
-    def make_env(self) -> Any:
-        return CountingEnv(self.length)
+    def make_env(self, seed: int) -> Any:
+        return GymEnv([CountingEnv() for _ in range(self.n_envs)], seed)
 
 
 class TestOptOut(EnvContract):
@@ -49,14 +43,6 @@ class TestOptOut(EnvContract):
         return FaultyEnv("nan", at_step=3)
 
 
-class TestInitialStateCounter(AgentContract):
-    def make_agent(self) -> Any:
-        return InitialStateCounter()
-
-    def make_env(self) -> Any:
-        return PairEnv()
-
-
 class TestGruAgent(AgentContract, unittest.TestCase):
     batch_sizes = (1, 3)
 
@@ -65,11 +51,6 @@ class TestGruAgent(AgentContract, unittest.TestCase):
 
     def make_env(self) -> Any:
         return GymEnv([PairEnv(), PairEnv()])
-
-
-class TestHistoryAgent(TestInitialStateCounter):
-    def make_agent(self) -> Any:
-        return HistoryAgent()
 
 
 # What fails
@@ -107,22 +88,27 @@ def test_there_is_a_test_for_every_check(contract: Any, checks: Any) -> None:
     assert all(getattr(contract, name).__doc__ for name in tests)
 
 
-def test_what_is_wrong_fails_the_test_of_its_check() -> None:
+def test_what_is_wrong_fails_the_test_of_its_check_and_doubts_are_warnings() -> None:
     failed = outcome(env_contract(lambda self: FaultyEnv("wrong_flag", at_step=2)))["failed"]
     assert "step 2: terminated is array" in failed["flags_are_bools"]
     assert "fix:   return bool(terminated)" in failed["flags_are_bools"]
     result = outcome(agent_contract(lambda self: ConstantAgent(2)))
     assert result["failed"].keys() == {"action_fits"}
     assert result["skipped"].keys() == {"update_takes_state_dict"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = outcome(env_contract(lambda self: FaultyEnv("buffer_reuse", at="reset")))
+    assert not result["failed"]
+    assert any("own_buffers" in str(each.message) for each in caught)
 
 
 def test_an_environment_that_raises_never_passes_by_being_skipped() -> None:
     failed = outcome(env_contract(lambda self: FaultyEnv("raise", at_step=2)))["failed"]
     assert failed.keys() >= {"runs", "repeats", "fresh_instance_repeats", "lanes_agree"}
-
-
-def test_without_the_methods_it_says_which_to_define() -> None:
     assert "define make_env(self)" in outcome(EnvContract)["failed"]["creation"]
+    raising = {"make_env": lambda self: FaultyEnv("raise", at="reset")}
+    with pytest.raises(SpecError, match="observations"):
+        agent_contract(lambda self: ConstantAgent(), **raising)().test_returns()
 
 
 def test_what_is_made_must_be_new_and_reach_a_worker() -> None:
@@ -133,29 +119,14 @@ def test_what_is_made_must_be_new_and_reach_a_worker() -> None:
 
 
 def test_attributes_reach_the_checks() -> None:
-    class NeedsInfo(Agent):
-        def __call__(
-            self, state: Any, observation: Any, agent_info: Any = None, history: Any = None
-        ) -> Any:
+    class NeedsInfo(ConstantAgent):
+        def __call__(self, state, observation, agent_info=None, history=None):
             return None, DictTensor({"action": agent_info["id"].long()}), None
 
+    failed = outcome(agent_contract(lambda self: NeedsInfo()))["failed"]
+    assert "pass agent_info" in failed["returns"]
     info = {"agent_info": DictTensor({"id": torch.tensor([0, 1])})}
-    assert "returns" in outcome(agent_contract(lambda self: NeedsInfo()))["failed"]
     assert not outcome(agent_contract(lambda self: NeedsInfo(), **info))["failed"]
-
-
-def test_warnings_are_given_as_warnings() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = outcome(env_contract(lambda self: FaultyEnv("buffer_reuse", at="reset")))
-    assert not result["failed"]
-    assert any("own_buffers" in str(each.message) for each in caught)
-
-
-def test_an_environment_without_observations_is_an_error_that_says_so() -> None:
-    raising = {"make_env": lambda self: FaultyEnv("raise", at="reset")}
-    with pytest.raises(SpecError, match="observations"):
-        agent_contract(lambda self: ConstantAgent(), **raising)().test_returns()
 
 
 # The package
@@ -179,9 +150,3 @@ assert check_env(CountingEnv)
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_all_is_sorted_and_documented() -> None:
-    kit = rlpool.testing
-    assert kit.__all__ == sorted(kit.__all__, key=lambda name: (not name.isupper(), name))
-    assert all(getattr(kit, name).__doc__ for name in kit.__all__)
