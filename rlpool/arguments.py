@@ -59,6 +59,16 @@ def whole_number(name: str, value: Any, least: int, *, fix: str = "") -> int:
     return number
 
 
+def check_timeout(timeout: Any) -> None:
+    """Refuse what is neither ``None`` nor a positive number of seconds."""
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (is_number and timeout > 0):
+        raise SpecError(
+            f"timeout should be a positive number of seconds, got {timeout!r}",
+            fix="pass timeout=None for no limit",
+        )
+
+
 def names_arguments(function: Callable[ParametersT, ResultT]) -> Callable[ParametersT, ResultT]:
     """Let a function refuse keywords that it does not have by naming those that it has.
 

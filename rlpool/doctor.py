@@ -11,12 +11,10 @@ import json
 import mmap
 import os
 import platform
-import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,17 +26,16 @@ import numpy as np
 import torch
 
 from rlpool.agents.agent import Agent
+from rlpool.arguments import whole_number
 from rlpool.batch.batcher import EpisodeBatcher
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.gym_env import GymEnv
 from rlpool.errors import RlpoolError, SpecError
-from rlpool.machine.cgroups import ROOT
-from rlpool.machine.limits import human, own_bounds, size_warning
+from rlpool.machine.limits import ROOT, human, n_cores, own_bounds, size_warning
 from rlpool.machine.main_guard import refuse_during_import
 from rlpool.machine.worker_limits import (
     WORKER_BYTES,
     WORKER_DESCRIPTORS,
-    n_cores,
     worker_count,
     worker_quotas,
 )
@@ -47,9 +44,6 @@ from rlpool.testing.faulty_env import CountingEnv
 from rlpool.workers.process_start import memory_of, why_impossible, why_spawned
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
-
-_PROGRAM_DESCRIPTORS = 64
-"""What a training program opens besides: libraries, log files, data loaders."""
 
 _STEP_BYTES = 24
 """What a step takes beside its observation: reward, action, last action and flags."""
@@ -109,8 +103,7 @@ def examine(
     workers = worker_count("auto") if workers is None else workers
     numbers = {"workers": workers, "slots": slots, "timesteps": timesteps}
     for name, number in {**numbers, "observation_bytes": observation_bytes}.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise SpecError(f"{name} should be an int of at least 1, got {number!r}")
+        whole_number(name, number, 1)
     start_method = _start_method(start_worker)
     checks = [
         _versions(),
@@ -121,7 +114,6 @@ def examine(
         *_address_space(root),
         _block(slots, timesteps, observation_bytes, root),
         _shared_memory(),
-        _dev_shm(),
     ]
     return [*checks, _worker()] if start_worker else checks
 
@@ -189,10 +181,9 @@ def _versions() -> Check:
 
 
 def _platform() -> Check:
-    what = platform.platform()
-    if platform.system() == "Linux":
-        return Check("platform", OK, what)
-    return Check("platform", WARN, what, "rlpool is tested on Linux only")
+    is_tested = platform.system() == "Linux"
+    fix = "" if is_tested else "rlpool is tested on Linux only"
+    return Check("platform", OK if is_tested else WARN, platform.platform(), fix)
 
 
 def _cores(workers: int) -> Check:
@@ -219,17 +210,16 @@ def _start_method(may_start: bool) -> Check:
 
 def _quotas(workers: int, start_method: str, root: Path) -> Iterator[Check]:
     """How many workers fit, by each of the limits."""
-    memory = memory_of(start_method)
-    quotas = worker_quotas(workers, WORKER_DESCRIPTORS, memory, root, _PROGRAM_DESCRIPTORS)
+    quotas = worker_quotas(workers, WORKER_DESCRIPTORS, memory_of(start_method), root)
     for noun in ("memory", "file descriptors", "processes and threads"):
         own = [quota for quota in quotas if quota.noun == noun]
-        if not own:
-            yield Check(noun, OK, "no limit")
         for quota in own:
             if quota.room < workers:
                 yield Check(noun, FAIL, quota.complaint(workers), quota.remedy)
             else:
                 yield Check(noun, OK, f"{quota.bound}: room for {quota.room} workers")
+        if not own:
+            yield Check(noun, OK, "no limit")
     room = min(quota.room for quota in quotas)
     what = f"{room} would fit, {workers} are asked for"
     yield Check("workers", OK if room >= workers else FAIL, what)
@@ -271,35 +261,21 @@ def _shared_memory() -> Check:
     return Check("shared memory", OK if has_memfd else WARN, f"{kind} works")
 
 
-def _dev_shm() -> Check:
-    what = "not there"
-    with suppress(OSError):
-        usage = shutil.disk_usage("/dev/shm")
-        what = f"{human(usage.free)} of {human(usage.total)} are free"
-    return Check("/dev/shm", OK, f"{what}; rlpool does not use it")
-
-
 def _worker() -> Check:
     """Whether a worker process starts, runs an episode, and how long that takes."""
-    name = "worker process"
     try:
         took_s = _seconds_of_an_episode()
     except (RlpoolError, OSError, RuntimeError) as error:
-        return Check(name, FAIL, *_parts(error))
+        return Check("worker process", FAIL, *_parts(error))
     what = f"started, ran an episode and answered after {took_s:.1f} s"
-    if took_s > _SLOW_START_S:
-        fix = "most of it is the import of torch: put Python's packages on a local disk"
-        return Check(name, WARN, what, fix)
-    return Check(name, OK, what)
+    if took_s <= _SLOW_START_S:
+        return Check("worker process", OK, what)
+    fix = "most of it is the import of torch: put Python's packages on a local disk"
+    return Check("worker process", WARN, what, fix)
 
 
 def _seconds_of_an_episode() -> float:
-    """Start a worker, let it run an episode, and return the seconds until it is here.
-
-    Raises:
-        RlpoolError: If a limit keeps the worker from starting, or it ends or hangs.
-        RuntimeError: If it answers with another episode.
-    """
+    """Start a worker, let it run an episode, and return the seconds until it is here."""
     start_s = time.monotonic()
     with EpisodeBatcher(3, 1, _Still, {}, _create_env, {}, 1, 0, timeout=_TIMEOUT_S) as batcher:
         batcher.execute(1)

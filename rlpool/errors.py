@@ -24,6 +24,7 @@ pickling, so that a user's own process pools can carry them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 
@@ -133,12 +134,12 @@ class WorkerError(RlpoolError, RuntimeError):
             what: One line that says what happened.
             fix: One line that says what to do about it.
         """
-        same = _rebuild(type(self), {**self._constructor_arguments(), "what": what, "fix": fix})
+        same = type(self)(**{**self._constructor_arguments(), "what": what, "fix": fix})
         same.__cause__ = self.__cause__
         return same
 
-    def __reduce__(self) -> tuple[Callable[..., WorkerError], tuple[Any, ...]]:
-        return _rebuild, (type(self), self._constructor_arguments())
+    def __reduce__(self) -> tuple[Callable[[], WorkerError], tuple[()]]:
+        return partial(type(self), **self._constructor_arguments()), ()
 
     def _constructor_arguments(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._arguments}
@@ -201,7 +202,3 @@ def compose(what: str, *, where: str = "", fix: str = "") -> str:
     """Join the parts of a message: what, where, fix, one line each, empty parts left out."""
     parts = (what, where and f"  where: {where}", fix and f"  fix:   {fix}")
     return "\n".join(part for part in parts if part)
-
-
-def _rebuild(kind: type[WorkerError], arguments: dict[str, Any]) -> WorkerError:
-    return kind(**arguments)

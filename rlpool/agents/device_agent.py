@@ -14,7 +14,7 @@ from rlpool.errors import SpecError
 _ALIGNMENT = 64  # bytes: what torch gives its own tensors
 
 _Name = tuple[int, str]  # which of the batches, and its key
-_Signature = tuple[_Name, torch.Size, torch.dtype]
+_Signature = list[tuple[_Name, torch.Size, torch.dtype]]
 
 
 class DeviceAgent(Agent):
@@ -118,10 +118,9 @@ class _Transfer:
 
     def __init__(self, source: torch.device, target: torch.device) -> None:
         self._source, self._target = source, target
-        self._signature: list[_Signature] = []
-        self._here = self._there = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._outgoing: dict[_Name, torch.Tensor] = {}
-        self._arrived: dict[_Name, torch.Tensor] = {}
+        self._signature: _Signature = []
+        self._here, self._outgoing = self._carved(source)
+        self._there, self._arrived = self._carved(target)
 
     def __reduce__(self) -> tuple[type[_Transfer], tuple[torch.device, torch.device]]:
         # Without its buffers: their views would not be views in a copy.
@@ -129,37 +128,31 @@ class _Transfer:
 
     def moved(self, *batches: DictTensor | None) -> tuple[Any, ...]:
         """The same values on the target, ``None`` as it is; the next call overwrites them."""
-        given = [(number, batch) for number, batch in enumerate(batches) if batch is not None]
-        tensors = {(number, key): t for number, batch in given for key, t in batch.items()}
+        given = [(n, batch) for n, batch in enumerate(batches) if batch is not None]
+        tensors = {(n, key): tensor for n, batch in given for key, tensor in batch.items()}
         signature = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         if signature != self._signature:
-            self._allocate(signature)
+            self._signature = signature
+            self._here, self._outgoing = self._carved(self._source)
+            self._there, self._arrived = self._carved(self._target)
         for name, tensor in tensors.items():
             self._outgoing[name].copy_(tensor)
         self._there.copy_(self._here, non_blocking=True)
         if self._source.type == "cuda":
             torch.cuda.current_stream(self._source).synchronize()
-        arrived: dict[int, dict[str, torch.Tensor]] = {number: {} for number, _ in given}
-        for (number, key), tensor in self._arrived.items():
-            arrived[number][key] = tensor
-        moved = {number: DictTensor._wrap(batch) for number, batch in arrived.items()}
-        return tuple(moved.get(number) for number in range(len(batches)))
+        moved: list[DictTensor | None] = [None] * len(batches)
+        for n, batch in given:
+            moved[n] = DictTensor._wrap({key: self._arrived[n, key] for key in batch})
+        return tuple(moved)
 
-    def _allocate(self, signature: list[_Signature]) -> None:
-        starts, size = [], 0
-        for _, shape, dtype in signature:
-            starts.append(size)
-            size += -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        is_cuda = "cuda" in (self._source.type, self._target.type)
-
-        def carved(device: torch.device) -> tuple[torch.Tensor, dict[_Name, torch.Tensor]]:
-            is_locked = is_cuda and device.type == "cpu"
-            buffer = torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=is_locked)
-            return buffer, {
-                name: buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-                for start, (name, shape, dtype) in zip(starts, signature, strict=True)
-            }
-
-        self._here, self._outgoing = carved(self._source)
-        self._there, self._arrived = carved(self._target)
-        self._signature = signature
+    def _carved(self, device: torch.device) -> tuple[torch.Tensor, dict[_Name, torch.Tensor]]:
+        """A buffer on a device, and the tensors in it."""
+        ends = [0]
+        for _, shape, dtype in self._signature:
+            ends.append(ends[-1] + -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT)
+        is_locked = device.type == "cpu" and "cuda" in (self._source.type, self._target.type)
+        buffer = torch.zeros(ends[-1], dtype=torch.uint8, device=device, pin_memory=is_locked)
+        return buffer, {
+            name: buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            for start, (name, shape, dtype) in zip(ends, self._signature, strict=False)
+        }

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rlpool.arguments import names_arguments
-from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds, check_count
+from rlpool.arguments import names_arguments, whole_number
+from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
 from rlpool.batch.commands import Infos
 from rlpool.batch.dispatch import Dispatcher
 from rlpool.batch.requests import EpisodeRequest, Policy, WindowRequest, as_infos
@@ -150,7 +150,7 @@ class EpisodeBatcher(BatcherBase):
             WorkerDiedError: If a worker died meanwhile.
         """
         self._open()
-        check_count("n_episodes", n_episodes, 1)
+        whole_number("n_episodes", n_episodes, 1)
         n_episodes = int(n_episodes)
         self._submit(n_episodes, as_infos(agent_info, env_info, n_episodes))
 

@@ -13,6 +13,7 @@ from weakref import WeakMethod
 from torch import nn
 
 from rlpool.agents.agent import Agent
+from rlpool.arguments import check_timeout, whole_number
 from rlpool.batch.commands import Setup
 from rlpool.batch.dispatch import Dispatcher
 from rlpool.envs.vec_env import VecEnv
@@ -59,10 +60,10 @@ class BatcherBase(ProcessOwner, DumpsStacks):
     ) -> None:
         self._dispatcher: Dispatcher | None = None
         refuse_during_import()
-        check_count("n_timesteps", n_timesteps, 1)
-        check_count("n_threads", n_threads, 0)
+        whole_number("n_timesteps", n_timesteps, 1)
+        whole_number("n_threads", n_threads, 0)
         if n_slots is not None:
-            check_count("n_slots", n_slots, 1)
+            whole_number("n_slots", n_slots, 1)
         check_timeout(timeout)
         for name, function in (("create_agent", create_agent), ("create_env", create_env)):
             _refuse_no_factory(name, function)
@@ -191,22 +192,6 @@ def _refuse_no_factory(name: str, function: Any) -> None:
             "MyAgent, agent_args={...}" if name == "create_agent" else "lambda seed: GymEnv(...)"
         )
     raise SpecError(f"{name} is {what}", fix=fix)
-
-
-def check_count(name: str, value: Any, least: int) -> None:
-    """Refuse what is not an int of at least ``least``."""
-    if isinstance(value, bool) or not _is_number(value) or operator.index(value) < least:
-        raise SpecError(f"{name} should be an int of at least {least}, got {value!r}")
-
-
-def check_timeout(timeout: Any) -> None:
-    """Refuse what is neither ``None`` nor a positive number of seconds."""
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if timeout is not None and not (is_number and timeout > 0):
-        raise SpecError(
-            f"timeout should be a positive number of seconds, got {timeout!r}",
-            fix="pass timeout=None for no limit",
-        )
 
 
 def _checked_seeds(seeds: Any, n_threads: int) -> Seeds:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from rlpool.arguments import whole_number
 from rlpool.data.array_index import Region, Values
 from rlpool.errors import SpecError, UsageError
 from rlpool.memory.storage import Memory, allocate
@@ -153,8 +153,8 @@ def layout_of(
     batch, features = _sizes("batch_shape", batch_shape), _sizes("feature_shape", feature_shape)
     if not batch or batch[0] < 1:
         raise SpecError(f"batch_shape {batch} has to begin with one row or more")
-    window, n_padding = batch[0], _size("padding", padding)
-    n_full = window if full_size is None else _size("full_size", full_size)
+    window, n_padding = batch[0], whole_number("padding", padding, 0)
+    n_full = window if full_size is None else whole_number("full_size", full_size, 0)
     if n_padding > window:
         raise SpecError(
             f"padding={n_padding} is more than the {window} rows of batch_shape {batch}"
@@ -168,17 +168,7 @@ def layout_of(
 def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
     if isinstance(sizes, str) or not isinstance(sizes, Sequence):
         sizes = (sizes,)
-    return tuple(_size(f"{name}[{number}]", size) for number, size in enumerate(sizes))
-
-
-def _size(name: str, size: Any) -> int:
-    try:
-        number = -1 if isinstance(size, bool) else operator.index(size)
-    except (TypeError, RuntimeError):
-        number = -1
-    if number < 0:
-        raise SpecError(f"{name} has to be an int of 0 or more, not {size!r}")
-    return number
+    return tuple(whole_number(f"{name}[{number}]", size, 0) for number, size in enumerate(sizes))
 
 
 def _dtype(dtype: Any) -> np.dtype[Any]:

@@ -54,7 +54,7 @@ STATE_KEY = "state"
 ACTION_KEY = "action"
 
 _LANE = (0,)
-_PROCESS, _ACTIONS, _ATTEMPTS = range(3)  # streams of an episode's seed
+_PROCESS, _ACTIONS = range(2)  # streams of an episode's seed
 _NEITHER = "reset() belongs to neither protocol"
 _BOTH_PROTOCOLS = (
     "return (state, action) from reset() and (action, next_state, reward, done) from step(action), "
@@ -73,7 +73,7 @@ class OneEnv(VecEnv):
 
     Args:
         env: The environment. It belongs to this object from now on.
-        first_seed: Seed of the first episode, whatever seed the first reset brings.
+        first_seed: Seed of the first reset, whatever seed that brings.
         dtypes: Key to dtype, for values that are stored in another one than their own.
         owns_process: Seed the process's global generators (``random``, NumPy's, torch's) with
             every episode, for environments and policies that draw from them.
@@ -101,7 +101,6 @@ class OneEnv(VecEnv):
         self._first_seed = first_seed
         self._dtypes = dict(dtypes or {})
         self._owns_process = owns_process
-        self._n_openings = 0
         self._seed: int | None = None  # of the last reset
         self._method = "reset"  # what of the environment is running
         self._failure: LaneError | None = None  # of the first reset: raised at the second as well
@@ -172,7 +171,7 @@ class OneEnv(VecEnv):
         """Begin an episode; returns what ``reset`` returned."""
         self._seed = seed
         if self._owns_process:
-            seed_process(seed)
+            seed_generators(stream_seed(seed, _PROCESS))  # those that all of it shares
         if callable(getattr(self.action_space, "seed", None)):
             self.action_space.seed(stream_seed(seed, _ACTIONS))
         return call_reset(self._env, self._arguments, seed)
@@ -183,11 +182,8 @@ class OneEnv(VecEnv):
             self._env = modernised(self._env)
         self.action_space = getattr(self._env, "action_space", None)
         self._arguments = reset_arguments(self._env)
-        # Another seed if a first episode has failed to begin.
-        attempt, self._n_openings = self._n_openings, self._n_openings + 1
         if self._first_seed is not None:
-            first = self._first_seed
-            seed = stream_seed(first, _ATTEMPTS + attempt) if attempt else first
+            seed, self._first_seed = self._first_seed, None
         result = self._begun(seed)
         if _is_gymnasium(self._env, result):
             self._open_gymnasium(result)
@@ -271,11 +267,6 @@ class OneEnv(VecEnv):
         except BaseException as error:
             self._fail("step", error)
         return (reward,), (terminated,), (truncated,)
-
-
-def seed_process(seed: int) -> None:
-    """Seed the generators that everything in this process shares, for one episode."""
-    seed_generators(stream_seed(seed, _PROCESS))
 
 
 def _is_gymnasium(env: Any, result: Any) -> bool:

@@ -1,18 +1,26 @@
-"""How much memory there is, and what does not fit into it."""
+"""How much memory and how many cores there are, and what does not fit into the memory.
+
+The limits of control groups are those of version 2.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from rlpool.errors import SpecError
-from rlpool.machine.cgroups import ROOT, memory_limits, read_text
+from rlpool.machine.interrupts import InterruptsHeld
 
 _LOG = logging.getLogger("rlpool")
+
+ROOT = Path("/")
+"""Where ``/proc`` and ``/sys`` are; another directory stands for another machine."""
+
+_ACTIVITIES = ("active", "inactive")
 
 _LARGEST_KEYS = 8
 """A message names the largest keys; an observation may have hundreds."""
@@ -58,10 +66,32 @@ def shared_bounds(root: Path = ROOT) -> list[Bound]:
     total = _kilobytes(root / "proc/meminfo", "MemTotal", total)
     available = _kilobytes(root / "proc/meminfo", "MemAvailable", total)
     bounds = [Bound("this machine has", total, min(available, total), total)]
-    for file, limit, used in memory_limits(root):
+    for group in _control_groups(root):
+        file = group / "memory.max"
+        if not (limit := _read(file).strip()).isdecimal():  # "max", or no such file
+            continue
+        used = int(_read(group / "memory.current") or 0)
+        # The kernel's own estimate, MemAvailable, counts half of the active page cache as free.
+        active, inactive = (_field(group / "memory.stat", f"{k}_file") for k in _ACTIVITIES)
+        free = int(limit) - max(0, used - int(inactive or 0) - int(active or 0) // 2)
         name = f"the control group of this process allows ({file})"
-        bounds.append(Bound(name, limit, max(0, limit - used), limit))
+        bounds.append(Bound(name, int(limit), max(0, free), int(limit)))
     return bounds
+
+
+def n_cores(root: Path = ROOT) -> int:
+    """Cores that this process may use, by its affinity and the quotas of its control groups.
+
+    Args:
+        root: Where ``/proc`` and ``/sys`` are.
+    """
+    has_affinity = hasattr(os, "sched_getaffinity")
+    n = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    for group in _control_groups(root):
+        quota, _, period = _read(group / "cpu.max").strip().partition(" ")
+        if quota.isdecimal():  # else "max", or no such file
+            n = min(n, -(-int(quota) // int(period)))
+    return max(1, n)
 
 
 def own_bounds(*, private: bool, root: Path = ROOT) -> list[Bound]:
@@ -153,7 +183,7 @@ def process_activity(pid: int | None) -> int:
     Returns:
         At least 1; 0 where the system does not provide it.
     """
-    fields = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     # Minor and major faults, user and system time.
     return 1 + sum(int(fields[n]) for n in (7, 9, 11, 12)) if fields else 0
 
@@ -168,18 +198,48 @@ def resident_bytes(pid: int | str | None = "self") -> int:
     return _kilobytes(file, "RssAnon", 0) + _kilobytes(file, "RssFile", 0)
 
 
-def status_field(file: Path, name: str, otherwise: str) -> str:
-    """The first word of a line of a ``status`` or ``meminfo`` file of the kernel."""
-    for line in read_text(file).splitlines():
-        if line.startswith(f"{name}:"):
-            return line.split()[1]
-    return otherwise
+def n_tasks(root: Path = ROOT) -> int:
+    """Threads of all processes of this process's user, as far as they can be seen."""
+    files = [directory / "status" for directory in (root / "proc").glob("[0-9]*")]
+    own = [file for file in files if _field(file, "Uid") == str(os.getuid())]
+    return sum(int(_field(file, "Threads") or 1) for file in own)
 
 
 def _kilobytes(file: Path, name: str, otherwise: int) -> int:
     """A size that a file of the kernel gives in kilobytes, in bytes."""
-    kilobytes = status_field(file, name, "")
+    kilobytes = _field(file, name)
     return int(kilobytes) * 1024 if kilobytes else otherwise
+
+
+def _field(file: Path, name: str) -> str:
+    """The first word after a name in a file of the kernel; ``""`` where there is none."""
+    for words in map(str.split, _read(file).splitlines()):
+        if len(words) > 1 and words[0].rstrip(":") == name:
+            return words[1]
+    return ""
+
+
+def _read(file: Path) -> str:
+    """A file of the kernel; ``""`` where there is none."""
+    with InterruptsHeld():  # a handler's errors, such as TimeoutError, would look like the file's
+        try:
+            return file.read_text()
+        except (OSError, UnicodeDecodeError):
+            return ""
+
+
+def _control_groups(root: Path) -> Iterator[Path]:
+    """Directories of this process's control group and of those above it.
+
+    A container sees its own group as the topmost directory, possibly under the host's path, which
+    then does not exist here.
+    """
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        hierarchy, _, path = line.partition("::")
+        if hierarchy == "0":
+            own = PurePosixPath("" if ".." in path else path.lstrip("/"))
+            for directory in (own, *own.parents):
+                yield root / "sys/fs/cgroup" / directory
 
 
 def _by_key(bytes_of_key: Mapping[str, int]) -> str:

@@ -60,11 +60,14 @@ def why_not(
         kind: The class of the pickler.
     """
     for name, part in parts.items():
-        if _failure(part, kind) is not None:
-            path, culprit = _culprit(part, kind) or ("", part)
-            cause = _one_line(_failure(culprit, kind) or error)
-            place = f"{name}{path}" if path else "it"
-            return f"{what or name} cannot be pickled: {place} is {_described(culprit)} ({cause})"
+        if (cause := _failure(part, kind)) is not None:
+            place, passed = name, [part]
+            while len(passed) <= _DEPTH and (found := _failing_content(passed, kind)) is not None:
+                place, cause = place + found[0], found[2]
+                passed.append(found[1])
+            place = place if len(passed) > 1 else "it"
+            is_what = f"{place} is {_described(passed[-1])} ({_one_line(cause)})"
+            return f"{what or name} cannot be pickled: {is_what}"
     return f"{what or ', '.join(parts)} cannot be pickled: {_one_line(error)}"
 
 
@@ -78,19 +81,14 @@ def _failure(value: Any, kind: type[Any]) -> Exception | None:
     return None
 
 
-def _culprit(value: Any, kind: type[Any], outer: Sequence[Any] = ()) -> tuple[str, Any] | None:
-    """The path to an innermost object that cannot be pickled, and it; ``None`` in a circle."""
-    failing = []
+def _failing_content(passed: Sequence[Any], kind: type[Any]) -> tuple[str, Any, Exception] | None:
+    """What the last of some objects holds that cannot be pickled: the step there, it, and why."""
     with suppress(Exception):  # of what containers and attributes of the user's do when read
-        failing = [item for item in _contents(value) if _failure(item[1], kind) is not None]
-    if len(outer) == _DEPTH:
-        failing = []
-    for step, inner in failing:
-        if all(inner is not known for known in (*outer, value)):
-            found = _culprit(inner, kind, (*outer, value))
-            if found is not None:
-                return step + found[0], found[1]
-    return None if failing else ("", value)
+        for step, inner in _contents(passed[-1]):
+            error = _failure(inner, kind)
+            if error is not None and all(inner is not known for known in passed):
+                return step, inner, error
+    return None
 
 
 def _contents(value: Any) -> Iterable[tuple[str, Any]]:

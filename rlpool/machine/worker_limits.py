@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
-from typing import Any
 
+from rlpool.arguments import whole_number
 from rlpool.errors import SpecError
-from rlpool.machine.cgroups import ROOT, cpu_limits
-from rlpool.machine.limits import Bound, human, resident_bytes, shared_bounds, status_field
+from rlpool.machine.limits import (
+    ROOT,
+    Bound,
+    human,
+    n_cores,
+    n_tasks,
+    resident_bytes,
+    shared_bounds,
+)
 
 _LOG = logging.getLogger("rlpool")
 
@@ -39,9 +44,6 @@ _WORKER_TASKS = 2
 
 _SPARE_TASKS = 2
 """The resource tracker of multiprocessing, and the template."""
-
-_CAPABILITIES = (21, 24)
-"""CAP_SYS_ADMIN, CAP_SYS_RESOURCE: with either, a user may start any number of processes."""
 
 
 @dataclass(frozen=True)
@@ -87,21 +89,7 @@ def worker_count(num_workers: int | str) -> int:
     """
     if num_workers == "auto":
         return max(1, n_cores() - 2)
-    number: Any = num_workers
-    if type(number) is bool or not isinstance(number, Integral) or int(number) < 1:
-        raise SpecError(f"num_workers should be 'auto' or an int from 1, got {number!r}")
-    return int(number)
-
-
-def n_cores(root: Path = ROOT) -> int:
-    """Cores that this process may use, by its affinity and the quotas of its control groups.
-
-    Args:
-        root: Where ``/proc`` and ``/sys`` are.
-    """
-    has_affinity = hasattr(os, "sched_getaffinity")
-    n_own = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return max(1, min([n_own, *map(math.ceil, cpu_limits(root))]))
+    return whole_number("num_workers", num_workers, 1, fix="or pass 'auto'")
 
 
 def check_workers(
@@ -135,11 +123,7 @@ def check_workers(
 
 
 def worker_quotas(
-    n_workers: int,
-    descriptors_each: int,
-    memory: tuple[int, int],
-    root: Path = ROOT,
-    more_descriptors: int = 0,
+    n_workers: int, descriptors_each: int, memory: tuple[int, int], root: Path = ROOT
 ) -> list[Quota]:
     """What limits the number of workers.
 
@@ -148,29 +132,29 @@ def worker_quotas(
         descriptors_each: Descriptors that each of them costs this process.
         memory: As for ``check_workers``.
         root: Where ``/proc`` and ``/sys`` are.
-        more_descriptors: What else is going to be opened.
     """
-    spare = _SPARE_DESCRIPTORS + more_descriptors
-    quotas = [*_descriptors(n_workers, descriptors_each, spare), *_processes(n_workers, root)]
+    needs = {
+        "n": ("file descriptors", descriptors_each, _SPARE_DESCRIPTORS),
+        "u": ("processes and threads", _WORKER_TASKS, _SPARE_TASKS),
+    }
+    quotas = []
+    for option, (noun, each, spare) in needs.items():
+        if (bound := _bound(option, root)) is not None:
+            wanted = bound.total - bound.free + n_workers * each + spare
+            remedy = f"raise the limit before starting Python: ulimit -{option} {wanted}"
+            quotas.append(Quota(noun, bound, each, spare, remedy))
     return quotas + [Quota("memory", b, *memory, "free memory") for b in shared_bounds(root)]
 
 
-def _descriptors(n_workers: int, each: int, spare: int) -> Iterator[Quota]:
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != resource.RLIM_INFINITY:
-        in_use = n_open_descriptors()
-        remedy = _how_to_raise("n", in_use + n_workers * each + spare, most)
-        bound = Bound("this process may open (RLIMIT_NOFILE)", limit, limit - in_use, limit, str)
-        yield Quota("file descriptors", bound, each, spare, remedy)
-
-
-def _processes(n_workers: int, root: Path) -> Iterator[Quota]:
-    limit, most = resource.getrlimit(resource.RLIMIT_NPROC)
-    if limit != resource.RLIM_INFINITY and not _is_exempt(root):
-        in_use = _n_tasks(root)
-        remedy = _how_to_raise("u", in_use + n_workers * _WORKER_TASKS + _SPARE_TASKS, most)
-        bound = Bound("this user may have (RLIMIT_NPROC)", limit, limit - in_use, limit, str)
-        yield Quota("processes and threads", bound, _WORKER_TASKS, _SPARE_TASKS, remedy)
+def _bound(option: str, root: Path) -> Bound | None:
+    """What an option of ``ulimit`` limits, ``None`` if it does not limit this process."""
+    of_user = option == "u"
+    limit = resource.getrlimit(resource.RLIMIT_NPROC if of_user else resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY or (of_user and os.getuid() == 0):
+        return None
+    name = "user may have (RLIMIT_NPROC)" if of_user else "process may open (RLIMIT_NOFILE)"
+    free = limit - (n_tasks(root) if of_user else n_open_descriptors())
+    return Bound(f"this {name}", limit, free, limit, str)
 
 
 def n_open_descriptors() -> int:
@@ -179,32 +163,6 @@ def n_open_descriptors() -> int:
         return len(os.listdir("/dev/fd")) - 1  # one is the listing's own
     except OSError:
         return 64
-
-
-def _is_exempt(root: Path) -> bool:
-    """Whether the number of processes of this process's user is not limited."""
-    mask = int(status_field(root / "proc/self/status", "CapEff", "0"), 16)
-    return os.getuid() == 0 or any(mask >> bit & 1 for bit in _CAPABILITIES)
-
-
-def _n_tasks(root: Path) -> int:
-    """Threads of all processes of this process's user, as far as they can be seen."""
-    files = [directory / "status" for directory in (root / "proc").glob("[0-9]*")]
-    own = [file for file in files if status_field(file, "Uid", "") == str(os.getuid())]
-    return sum(int(status_field(file, "Threads", "1")) for file in own)
-
-
-def _how_to_raise(option: str, number: int, most: int) -> str:
-    """How to raise a limit of ``ulimit`` to a number.
-
-    Args:
-        option: The option of ``ulimit``.
-        number: The number.
-        most: The hard limit, negative if there is none.
-    """
-    if 0 <= most < number:
-        return f"let the administrator raise the hard limit, which is {most}"
-    return f"raise the limit before starting Python: ulimit -{option} {number}"
 
 
 def refuse_small_limit(max_rss_bytes: int | None, pids: Iterable[int | None]) -> None:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlpool.arguments import names_arguments
-from rlpool.batch.batcher_base import check_count, check_timeout
+from rlpool.arguments import check_timeout, names_arguments, whole_number
 from rlpool.envs.columns import Columns
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Options, VecEnv
@@ -139,11 +138,11 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         refuse_during_import()
         failure_policy = FailurePolicy(**policy)
         env_fns = _checked_functions(env_fns)
-        check_count("envs_per_worker", envs_per_worker, 1)
+        whole_number("envs_per_worker", envs_per_worker, 1)
         check_timeout(timeout)
         for name, number in (("min_ready", min_ready), ("max_episode_steps", max_episode_steps)):
             if number is not None:
-                check_count(name, number, 1)
+                whole_number(name, number, 1)
         super().__init__(len(env_fns), seed)
         self.auto_reset = auto_reset
         self.min_ready = min_ready
@@ -431,7 +430,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         """
         stepper = self._stepper
         self._begin()
-        check_count("min_ready", min_ready, 0)
+        whole_number("min_ready", min_ready, 0)
         self._half_step = None
         lanes = list(lanes)
         is_begun = stepper.open is not None and self._is_repeated(

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlpool.arguments import names_arguments
-from rlpool.batch.batcher_base import check_count
+from rlpool.arguments import names_arguments, whole_number
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.named_tensors import listed_keys
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
@@ -125,14 +124,14 @@ class Pool(Sampler):
     ) -> None:
         if processes is None:
             processes = max(1, len(env)) if isinstance(env, Sequence) else 1
-        check_count("processes", processes, 1)
-        check_count("pool_size", pool_size, processes)
+        whole_number("processes", processes, 1)
+        whole_number("pool_size", pool_size, processes)
         if not isinstance(random, bool | np.bool_):
             raise SpecError(f"random is {random!r}", fix="pass True or False")
         self._rules = WindowRules(window_size, clearing_freq, window_size_)
         for name, value in {**vars(self._rules), "seed": seed}.items():
             if value is not None:
-                check_count(name, value, name != "seed")
+                whole_number(name, value, name != "seed")
         if (clearing_freq is None) != (window_size_ is None):
             raise SpecError(
                 f"clearing_freq is {clearing_freq!r} and window_size_ is {window_size_!r}",
@@ -335,7 +334,7 @@ class Pool(Sampler):
     def _checked_index(self, index: Any) -> int | None:
         if index is None:
             return None
-        check_count("index", index, 0)
+        whole_number("index", index, 0)
         if index >= self._n_sub_pools:
             raise SpecError(
                 f"index should be the number of a sub-pool, got {index!r}",

@@ -21,8 +21,8 @@ import torch
 from gymnasium.utils import seeding
 
 from rlpool.agents.agent import Agent, AgentStep
+from rlpool.arguments import check_timeout
 from rlpool.batch.batcher import Batcher
-from rlpool.batch.batcher_base import check_timeout
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.columns import converted

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import torch
 
-from rlpool.batch.batcher_base import check_count
+from rlpool.arguments import whole_number
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.named_tensors import listed_keys
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
@@ -151,9 +151,9 @@ class Sampler:
             Sutton, 1988, for n-step returns; Pardo et al., "Time Limits in Reinforcement Learning",
             ICML 2018, for truncation; Schaul et al., 2016, section 3.4 for the weights.
         """
-        check_count("batch_size", batch_size, 1)
+        whole_number("batch_size", batch_size, 1)
         if n_step is not None:
-            check_count("n_step", n_step, 1)
+            whole_number("n_step", n_step, 1)
             n_step = int(n_step)
 
         def look() -> dict[str, Array]:
@@ -198,8 +198,8 @@ class Sampler:
             Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning",
             ICLR 2019, for replaying from stored states.
         """
-        check_count("batch_size", batch_size, 1)
-        check_count("length", length, 1)
+        whole_number("batch_size", batch_size, 1)
+        whole_number("length", length, 1)
         if length > _LONGEST:
             raise SpecError(f"length should be at most {_LONGEST}, got {length}")
         length = int(length)
@@ -236,7 +236,7 @@ class Sampler:
             **options: As for ``sample``.
         """
         if n_batches is not None:
-            check_count("n_batches", n_batches, 0)
+            whole_number("n_batches", n_batches, 0)
         n_given = 0
         while n_batches is None or n_given < n_batches:
             yield self.sample(batch_size, **options)

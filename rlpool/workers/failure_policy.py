@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, TypeVar
 
+from rlpool.arguments import whole_number
 from rlpool.errors import EnvError, SpecError, WorkerDiedError, WorkerError, WorkerTimeoutError
 
 START_METHODS = ("auto", "spawn")
@@ -83,7 +83,8 @@ class FailurePolicy:
             ("max_episodes_per_worker", 1),
             ("max_rss_bytes", _LEAST_RSS_BYTES),
         ):
-            _check_limit(name, getattr(self, name), least)
+            if (value := getattr(self, name)) is not None:
+                whole_number(name, value, least, fix=f"pass {name}=None for no limit")
         if not isinstance(self.start_method, str) or self.start_method not in START_METHODS:
             raise SpecError(
                 f"start_method should be 'auto' or 'spawn', got {self.start_method!r}",
@@ -261,18 +262,4 @@ class Restarts:
             fix=fix + advice,
             traceback_text=failure.traceback_text,
             history=tuple(self._history),
-        )
-
-
-def _check_limit(name: str, value: Any, least: int) -> None:
-    if value is None:
-        return
-    try:
-        number = least - 1 if isinstance(value, bool) else operator.index(value)
-    except (TypeError, RuntimeError):
-        number = least - 1
-    if number < least:
-        raise SpecError(
-            f"{name} should be an int of at least {least} or None, got {value!r}",
-            fix=f"pass {name}=None for no limit",
         )

@@ -48,7 +48,12 @@ def runs() -> Iterator[MakeRuns]:
         each.batcher.close()
 
 
-def check_wrong_then_right(run: Runs) -> None:
+@pytest.mark.parametrize("kind", ["worker", "manager"])
+def test_wrong_infos_then_right_ones(runs: MakeRuns, kind: str) -> None:
+    if kind == "worker":
+        run = runs(partial(create_needy, observes="undeclared dict"), NeedyAgent, 1)
+    else:
+        run = runs(partial(create_manager, observes="undeclared"), NeedyAgent, kind=Batcher)
     with pytest.raises(EnvError, match="TypeError") as caught:
         run(agent_info=agent_info())
     assert "pass env_info={" in caught.value.fix
@@ -61,24 +66,15 @@ def check_wrong_then_right(run: Runs) -> None:
         run.assert_right(env_info=env_info(), agent_info=agent_info())
 
 
-def test_wrong_infos_then_right_ones_in_a_worker(runs: MakeRuns) -> None:
-    create = partial(create_needy, observes="undeclared dict")
-    check_wrong_then_right(runs(create, NeedyAgent, 1))
-
-
-def test_wrong_infos_then_right_ones_in_a_manager(runs: MakeRuns) -> None:
-    create = partial(create_manager, observes="undeclared")
-    check_wrong_then_right(runs(create, NeedyAgent, kind=Batcher))
-
-
-def test_lanes_of_several_workers_agree_on_what_the_first_request_shows(runs: MakeRuns) -> None:
-    create = partial(create_partly_needy, observes="undeclared")
-    run = runs(create, NeedyAgent, 2)
-    run.assert_right(env_info=env_info(), agent_info=agent_info())
-
-
-def test_a_manager_shows_what_its_environments_show_with_the_infos(runs: MakeRuns) -> None:
-    run = runs(partial(create_manager, kind=GrowingEnv), NeedyAgent)
+@pytest.mark.parametrize(
+    ("create", "n_threads"),
+    [
+        (partial(create_partly_needy, observes="undeclared"), 2),  # workers agree on what is seen
+        (partial(create_manager, kind=GrowingEnv), 0),  # shows what there is with infos
+    ],
+)
+def test_what_the_first_request_shows_counts(runs: MakeRuns, create: Any, n_threads: int) -> None:
+    run = runs(create, NeedyAgent, n_threads)
     run.assert_right(env_info=env_info(), agent_info=agent_info())
 
 
@@ -97,22 +93,18 @@ class DyingEnv(NeedyEnv):
         return super().reset(seed=seed, options=options)
 
 
-def test_a_worker_that_dies_before_or_while_it_looks_at_the_infos_is_replaced(
-    runs: MakeRuns, tmp_path: Any
+@pytest.mark.parametrize("create", [create_needy, create_manager])
+def test_a_worker_that_dies_while_it_looks_at_the_infos_is_replaced(
+    runs: MakeRuns, tmp_path: Any, create: Any
 ) -> None:
     path = str(tmp_path / "died")
-    run = runs(partial(create_needy, kind=DyingEnv, path=path), n_threads=1)
-    with pytest.raises(EnvError):
-        run()
-    (pid,) = worker_pids()
-    os.kill(pid, signal.SIGKILL)
+    run = runs(partial(create, kind=DyingEnv, path=path), n_threads=int(create is create_needy))
+    if create is create_needy:
+        with pytest.raises(EnvError):
+            run()
+        (pid,) = worker_pids()
+        os.kill(pid, signal.SIGKILL)  # before it sees any
     run.assert_right(env_info=env_info())
-    assert os.path.exists(path)
-
-
-def test_so_is_one_of_a_manager(runs: MakeRuns, tmp_path: Any) -> None:
-    path = str(tmp_path / "died")
-    runs(partial(create_manager, kind=DyingEnv, path=path)).assert_right(env_info=env_info())
     assert os.path.exists(path)
 
 
@@ -162,19 +154,8 @@ class DefaultEnv(CountingEnv):
 
 
 def test_in_processes_too_an_environments_own_default_applies(runs: MakeRuns) -> None:
-    def create(seed: int) -> ParallelEnvManager:
-        return ParallelEnvManager([DefaultEnv] * 2, seed=seed, auto_reset=True)
-
     run = runs(partial(create_needy, kind=DefaultEnv), n_threads=1)
     assert run()["frame"][:, 0].tolist() == [[0, 8], [0, 8]]
-    with create(0) as manager:
-        assert manager.reset()[0]["frame"].tolist() == [[0, 8]] * 2
-        for _ in range(3):
-            _, (after, _) = manager.step(action(0, 0))
-        assert after["frame"].tolist() == [[0, 8]] * 2
-        assert after["initial_state"].tolist() == [True] * 2
-        manager.remotes[0].send(("reset", None))
-        assert manager.remotes[0].recv()[1].tolist() == [0, 8]
-    over = runs(create)  # whose later episodes are begun ahead
-    over.batcher.execute(6)
+    over = runs(lambda seed: ParallelEnvManager([DefaultEnv] * 2, seed=seed))
+    over.batcher.execute(6)  # whose later episodes are begun ahead
     assert over.batcher.get()["frame"][:, 0].tolist() == [[0, 8]] * 6

@@ -14,7 +14,6 @@ import pytest
 from process.watching import Script, n_descriptors, worker_pids
 
 from rlpool import (
-    Batcher,
     EpisodeBatcher,
     ParallelEnvManager,
     Pool,
@@ -41,7 +40,6 @@ def episode_batcher(n_workers: int, **arguments: Any) -> Any:
 
 OWNERS: list[tuple[Callable[[int], Any], str]] = [
     (episode_batcher, "lower n_threads (2"),
-    (lambda n: Batcher(4, 8, StepCounter, {}, create_counting, {}, n), "lower n_threads (2"),
     (lambda n: ParallelEnvManager([CountingEnv] * n), "use fewer workers"),
     (lambda n: Pool([ActingEnv() for _ in range(n)], n, 1000).store(), "put fewer"),
 ]

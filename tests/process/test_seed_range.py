@@ -36,6 +36,8 @@ from support.old_seeding import (
     create_old,
 )
 
+pytestmark = pytest.mark.promise("I2")
+
 
 def create_manager(seed: int, restarts: bool = False) -> ParallelEnvManager:
     return ParallelEnvManager([OldSeedingEnv] * 3, seed=seed, auto_reset=restarts)

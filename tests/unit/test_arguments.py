@@ -21,10 +21,6 @@ def takes_none(n: int = 1) -> Any:
     return "none", n
 
 
-def takes_all(n: int = 1, **others: Any) -> Any:
-    return others.get("seed", "none"), n
-
-
 def handing_on(function: Any) -> Any:
     @functools.wraps(function)
     def outer(*arguments: Any, **named: Any) -> Any:
@@ -33,25 +29,15 @@ def handing_on(function: Any) -> Any:
     return outer
 
 
-def without_arguments(function: Any) -> Any:
-    @functools.wraps(function)
-    def outer() -> Any:
-        return function()
-
-    return outer
-
-
 class Maker:
     @handing_on
     def __init__(self, n: int = 1) -> None:
-        self.made = "none", n
+        self.n = n
 
     def __iter__(self) -> Any:
-        return iter(self.made)
+        return iter(("none", self.n))
 
-    @handing_on
-    def __call__(self, n: int = 1) -> Any:
-        return "none", n
+    __call__ = staticmethod(handing_on(takes_none))
 
     def method(self, seed: Any) -> Any:
         return seed, 1
@@ -62,7 +48,7 @@ class Maker:
     [
         (takes, True),
         (takes_none, False),
-        (takes_all, True),
+        (lambda n=1, **others: (others["seed"], n), True),
         (lambda *, seed: (seed, 1), True),
         (functools.partial(takes, seed=8), True),
         (functools.partial(takes, 8), False),
@@ -72,8 +58,7 @@ class Maker:
         (Maker().method, True),
         (handing_on(takes), True),
         (handing_on(handing_on(takes_none)), False),
-        (handing_on(takes_all), True),
-        (without_arguments(takes), False),
+        (functools.wraps(takes)(lambda: takes()), False),
     ],
 )
 def test_a_factory_gets_a_seed_if_it_takes_one(create: Any, is_seeded: bool) -> None:

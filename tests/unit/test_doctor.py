@@ -21,7 +21,7 @@ from support.machines import container, machine
 
 MEMINFO = "MemTotal:  8388608 kB\nMemAvailable:  4194304 kB"
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-FEW_DESCRIPTORS = {resource.RLIMIT_NOFILE: (64, 4096)}
+FEW_DESCRIPTORS = {resource.RLIMIT_NOFILE: (32, 4096)}
 
 
 @pytest.fixture(autouse=True)
@@ -39,13 +39,6 @@ def limit_to(monkeypatch: pytest.MonkeyPatch, limits: dict[int, tuple[int, int]]
     monkeypatch.setattr(resource, "getrlimit", lambda number: limits.get(number, UNLIMITED))
 
 
-def raising(error: Exception) -> Callable[..., Any]:
-    def fail(*_: Any) -> None:
-        raise error
-
-    return fail
-
-
 def named(name: str, *arguments: Any, **options: Any) -> Check:
     """The last check of that name."""
     return [check for check in examine(*arguments, **options) if check.name == name][-1]
@@ -61,7 +54,7 @@ def test_a_machine_with_room(root: Path) -> None:
     assert {(check.status, check.fix) for check in checks} == {("ok", "")}
     what = {check.name: check.what for check in checks}
     names = "versions,platform,cores,start method,memory,file descriptors,processes and threads"
-    others = "workers,slots,shared memory,/dev/shm,worker process"
+    others = "workers,slots,shared memory,worker process"
     assert list(what) == [*names.split(","), *others.split(",")]
     for package in ("Python 3.", "rlpool 0.", "torch 2.", "numpy ", "gymnasium ", "cloudpickle "):
         assert package in what["versions"]
@@ -75,8 +68,8 @@ def test_limits_of_the_process(monkeypatch: pytest.MonkeyPatch, root: Path) -> N
     limit_to(monkeypatch, FEW_DESCRIPTORS)
     assert failed(examine(1, root=root)) == ["file descriptors", "workers"]
     check = named("file descriptors", 1, root=root)
-    assert "1 worker needs at least 99 file descriptors" in check.what
-    assert "of the 64 that this process may open (RLIMIT_NOFILE)" in check.what
+    assert "1 worker needs at least 35 file descriptors" in check.what
+    assert "of the 32 that this process may open (RLIMIT_NOFILE)" in check.what
     assert "ulimit -n " in check.fix
     limit_to(monkeypatch, {resource.RLIMIT_NOFILE: (4096, 4096)})
     assert not failed(examine(1, root=root))
@@ -102,6 +95,13 @@ def test_large_blocks(root: Path, slots: int, status: str) -> None:
         assert check.fix.startswith("lower n_slots or n_timesteps")
 
 
+def raising(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail
+
+
 @pytest.mark.parametrize(
     ("error", "what", "fix"),
     [
@@ -110,11 +110,14 @@ def test_large_blocks(root: Path, slots: int, status: str) -> None:
         (RuntimeError(), "RuntimeError", ""),
     ],
 )
-def test_a_worker_that_does_not_start(
+def test_workers_that_do_not_start_and_memory_that_cannot_be_shared(
     monkeypatch: pytest.MonkeyPatch, root: Path, error: Exception, what: str, fix: str
 ) -> None:
     monkeypatch.setattr(doctor, "_seconds_of_an_episode", raising(error))
     assert examine(1, root=root)[-1] == Check("worker process", "FAIL", what, fix)
+    monkeypatch.setattr(Memory, "shared", raising(PermissionError(1, "Operation not permitted")))
+    check = named("shared memory", 1, root=root)
+    assert (check.status, "Operation not permitted" in check.what) == ("FAIL", True)
 
 
 def test_what_is_worth_a_warning(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
@@ -123,21 +126,13 @@ def test_what_is_worth_a_warning(monkeypatch: pytest.MonkeyPatch, root: Path) ->
     monkeypatch.delattr(os, "memfd_create")
     checks = {check.name: check for check in examine(1, root=root)}
     assert checks["worker process"].status == checks["shared memory"].status == "warn"
-    assert "there is no memfd" in checks["shared memory"].what
-
-
-def test_memory_that_cannot_be_shared(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
-    monkeypatch.setattr(Memory, "shared", raising(PermissionError(1, "Operation not permitted")))
-    check = named("shared memory", 1, root=root)
-    assert check.status == "FAIL"
-    assert "Operation not permitted" in check.what
 
 
 def test_no_worker_is_started_on_request(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
     for name in ("_seconds_of_an_episode", "why_spawned"):
         monkeypatch.setattr(doctor, name, lambda: pytest.fail("started"))
     checks = examine(1, start_worker=False, root=root)
-    assert checks[-1].name == "/dev/shm"
+    assert checks[-1].name == "shared memory"
     assert "forked from a template if that, once started, proves that it is safe" in checks[3].what
 
 
@@ -152,13 +147,6 @@ def test_how_workers_are_started(monkeypatch: pytest.MonkeyPatch, root: Path) ->
     check = named("start method", 1, root=root)
     assert check.status == "warn"
     assert check.what == "workers are spawned, not forked from a template: it has 2 threads"
-
-
-@pytest.mark.parametrize("name", ["workers", "slots", "timesteps", "observation_bytes"])
-@pytest.mark.parametrize("number", [0, True, "2"])
-def test_invalid_numbers_are_refused(name: str, number: Any) -> None:
-    with pytest.raises(SpecError, match=name):
-        examine(**{name: number})
 
 
 def test_the_report_as_text(
@@ -186,15 +174,15 @@ def test_the_report_as_json(capsys: pytest.CaptureFixture[str], root: Path) -> N
     assert failed(checks) == ["memory", "workers"]
 
 
-@pytest.mark.parametrize(
-    "arguments", ["", "nurse", "doctor --workers 0", "doctor --slots many", "doctor now"]
-)
+@pytest.mark.parametrize("arguments", ["", "nurse", "doctor --workers 0", "doctor now"])
 def test_invalid_arguments_get_the_usage(
     capsys: pytest.CaptureFixture[str], arguments: str
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments.split())
-    assert caught.value.code == 2
     out, err = capsys.readouterr()
-    assert out == ""
+    assert (caught.value.code, out) == (2, "")
     assert err.startswith("usage: python -m rlpool")
+    for number in (0, True, "2"):
+        with pytest.raises(SpecError, match="observation_bytes"):
+            examine(observation_bytes=number)  # type: ignore[arg-type]

@@ -23,13 +23,14 @@ from rlpool import (
     Batcher,
     EnvError,
     EpisodeBatcher,
-    MonoThreadEpisodeBatcher,
     WorkerError,
     WorkerStartupError,
 )
 from rlpool.seeding import OwnGenerators
 
 from support.drawing import DrawingAgent, create_drawing, create_drawing_manager, drawn
+
+pytestmark = pytest.mark.promise("I6")
 
 
 def states() -> list[Any]:
@@ -48,21 +49,13 @@ def untouched() -> Iterator[None]:
 
 
 def episodes(n_threads: int = 0, **arguments: Any) -> EpisodeBatcher:
-    given: dict[str, Any] = {
-        "create_agent": DrawingAgent,
-        "create_env": create_drawing,
-        **arguments,
-    }
-    return EpisodeBatcher(2, 8, n_threads=n_threads, seeds=7, **given)
+    given: dict[str, Any] = {"create_agent": DrawingAgent, "create_env": create_drawing}
+    return EpisodeBatcher(2, 8, n_threads=n_threads, seeds=7, **given | arguments)
 
 
 def windows(n_threads: int = 0) -> Batcher:
     restarts = {"restarts": True}
     return Batcher(4, None, DrawingAgent, {}, create_drawing, restarts, n_threads, seeds=7)
-
-
-def alone() -> MonoThreadEpisodeBatcher:
-    return MonoThreadEpisodeBatcher(DrawingAgent, {}, create_drawing, {}, seeds=7)
 
 
 def with_manager() -> EpisodeBatcher:
@@ -88,7 +81,7 @@ def run(batcher: Any) -> Iterator[dict[str, bytes]]:
             batcher.update(None)
 
 
-@pytest.mark.parametrize("make", [episodes, windows, alone, with_manager])
+@pytest.mark.parametrize("make", [episodes, windows, with_manager])
 def test_the_callers_generators_are_as_they_were_after_every_call(make: Any) -> None:
     with untouched():
         batcher = make()
@@ -98,14 +91,12 @@ def test_the_callers_generators_are_as_they_were_after_every_call(make: Any) -> 
         lambda: batcher.update(None),
         lambda: request(batcher, 3),
         lambda: batcher.get(),
+        batcher.close,
     ]
-    try:
-        for call in 2 * calls:
+    with batcher:
+        for call in calls:
             with untouched():
                 call()
-    finally:
-        with untouched():
-            batcher.close()
 
 
 @pytest.mark.parametrize("make", [episodes, windows])
@@ -181,55 +172,43 @@ def is_watched(frame: FrameType) -> bool:
     return is_ours or code.co_filename in FILES
 
 
-class PressesCtrlC:
-    """Sends this process SIGINT before some watched line is run, counted from 0."""
+class Trace:
+    """Notes where each watched line is run, or presses Ctrl-C before one, counted from 1."""
 
-    def __init__(self, n_lines: int) -> None:
-        self.n_left = n_lines
+    def __init__(self, presses_at: int = 0) -> None:
+        self.presses_at, self.n_lines = presses_at, 0
+        self.places: list[tuple[Any, ...]] = []  # the lines of the functions that were running
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not is_watched(frame):
             return None
         if event == "line":
-            self.n_left -= 1
-            if self.n_left == -1:
+            self.n_lines += 1
+            if not self.presses_at:
+                self.places.append(tuple((f.f_code, number) for f, number in walk_stack(frame)))
+            elif self.n_lines == self.presses_at:
                 signal.raise_signal(signal.SIGINT)
         return self
 
-
-class NotesPlaces:
-    """Notes where each watched line was run: the lines of the functions that were running."""
-
-    def __init__(self) -> None:
-        self.places: list[tuple[Any, ...]] = []
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not is_watched(frame):
-            return None
-        if event == "line":
-            self.places.append(tuple((f.f_code, number) for f, number in walk_stack(frame)))
-        return self
-
-
-def traced(trace: Any, action: Callable[[], Any]) -> None:
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
+    def follow(self, action: Callable[[], Any]) -> None:
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            action()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
 
 
 def n_interrupted(action: Callable[[], Any]) -> int:
     """Interrupt an action at every place, the first time that it gets there."""
-    traced(notes := NotesPlaces(), action)
-    first = {place: n_lines for n_lines, place in reversed(list(enumerate(notes.places)))}
+    (notes := Trace()).follow(action)
+    first = {place: number for number, place in reversed(list(enumerate(notes.places, 1)))}
     n = 0
-    for n_lines in sorted(first.values()):
-        traced(press := PressesCtrlC(n_lines), action)
-        n += press.n_left < 0
+    for number in sorted(first.values()):
+        (press := Trace(number)).follow(action)
+        n += press.n_lines >= number
     return n
 
 
@@ -239,14 +218,20 @@ def use_batcher() -> None:
         batcher.get()
 
 
-def test_an_interruption_anywhere_gives_the_callers_generators_back() -> None:
-    generators = OwnGenerators()
+GENERATORS = OwnGenerators()
 
-    def use() -> None:
-        with generators.in_use():
-            drawn()
 
+def use_generators() -> None:
+    with GENERATORS.in_use():
+        drawn()
+
+
+@pytest.mark.parametrize(
+    ("use", "n_places"),
+    [(use_generators, 30), pytest.param(use_batcher, 60, marks=pytest.mark.slow)],
+)
+def test_an_interruption_anywhere_gives_the_callers_generators_back(
+    use: Callable[[], None], n_places: int
+) -> None:
     with untouched():
-        assert n_interrupted(use) > 30
-    with untouched():
-        assert n_interrupted(use_batcher) > 60
+        assert n_interrupted(use) > n_places

@@ -13,7 +13,6 @@ from rlpool import (
     Batcher,
     EpisodeBatcher,
     MonoThreadEpisodeBatcher,
-    ParallelEnvManager,
     SpecError,
     worker_count,
 )
@@ -23,15 +22,16 @@ from rlpool.machine.limits import (
     check_size,
     human,
     memory_bounds,
+    n_cores,
     own_bounds,
     shared_bounds,
 )
-from rlpool.machine.worker_limits import WORKER_BYTES, Quota, check_workers, n_cores, worker_quotas
+from rlpool.machine.worker_limits import WORKER_BYTES, Quota, check_workers, worker_quotas
 from rlpool.memory.storage import Memory
 from rlpool.workers import process_start
 
 from support.agents import StepCounter
-from support.envs import CountingEnv, create_counting
+from support.envs import create_counting
 from support.machines import container, machine
 
 MEMINFO = "MemTotal:  1000 kB\nMemFree:  100 kB\nMemAvailable:  400 kB"
@@ -106,10 +106,9 @@ def test_memory_that_is_not_free_is_warned_of_or_refused(
     check_size({"a": 400, "b": 100}, ADVICE)
     assert not caplog.records
     check_size({"a": 801, "b": 99}, ADVICE, "the block")
-    (record,) = caplog.records
-    assert record.getMessage() == (
+    assert caplog.text.endswith(
         "the block may take up to 900 B (a 801 B, b 99 B), but only 500 B of the 1.95 KiB that "
-        "the group has are free: lower n_slots to 500 if memory runs out"
+        "the group has are free: lower n_slots to 500 if memory runs out\n"
     )
     with pytest.raises(SpecError) as caught:
         check_size({"a": 1, "b": 900}, ADVICE, "the block")
@@ -117,16 +116,8 @@ def test_memory_that_is_not_free_is_warned_of_or_refused(
         "the block would need 901 B (b 900 B, a 1 B), but only 600 B of the 900 B that this "
         "machine has are free\n  fix:   lower n_slots to 500"
     )
-    bound_to(monkeypatch, Bound("RLIMIT_AS allows", 1000, 400, 400))
-    with pytest.raises(SpecError, match="RLIMIT_AS"):
-        check_size({"a": 500}, ADVICE)
-
-
-def test_messages_name_the_largest_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    bound_to(monkeypatch, Bound("this machine has", 9, 9, 9))
-    sizes = {f"key_{n}": n for n in range(1, 21)}
-    with pytest.raises(SpecError, match=r"\(key_20 20 B, .*, key_13 13 B, \.\.\.\)"):
-        check_size(sizes, ADVICE)
+    with pytest.raises(SpecError, match=r"\(key_99 9.86 KiB, .*, key_92 .* KiB, \.\.\.\)"):
+        check_size({f"key_{n}": n * 102 for n in range(100)}, ADVICE)
 
 
 def test_sizes_are_readable() -> None:
@@ -141,8 +132,8 @@ def test_sizes_are_readable() -> None:
 @pytest.mark.parametrize(
     ("kind", "arguments", "advice"),
     [
-        (EpisodeBatcher, {"n_timesteps": 500, "n_slots": 64}, "lower n_slots or n_timesteps, by"),
-        (Batcher, {"n_timesteps": 5000}, "lower n_timesteps, by"),
+        (EpisodeBatcher, {"n_slots": 64, "n_threads": 0}, "lower n_slots or n_timesteps, by"),
+        (Batcher, {"n_threads": 0}, "lower n_timesteps, by"),
         (MonoThreadEpisodeBatcher, {}, "use fewer environments, by"),
     ],
 )
@@ -153,14 +144,9 @@ def test_batchers_refuse_before_they_allocate(
     monkeypatch.setattr(MonoThreadEpisodeBatcher, "_N_TIMESTEPS", 10_000)
     monkeypatch.setattr(Memory, "local", lambda *_: pytest.fail("allocated"))
     if arguments:
-        arguments = {**arguments, "n_threads": 0}
-    with pytest.raises(SpecError) as caught:
+        arguments = {**arguments, "n_timesteps": 5000}
+    with pytest.raises(SpecError, match=rf"frame(.|\n)*of the 100 KiB(.|\n)*{advice}"):
         kind(create_agent=StepCounter, create_env=create_counting, seeds=0, **arguments)
-    what, fix = str(caught.value).splitlines()
-    assert "frame" in what
-    assert "rlpool's bookkeeping" in what
-    assert "only 100 KiB of the 100 KiB that this machine has are free" in what
-    assert advice in fix
 
 
 # Workers --------------------------------------------------------------------------------------
@@ -171,12 +157,9 @@ def test_worker_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, expected in {1: 1, 2: 1, 3: 1, 4: 2, 64: 62}.items():
         monkeypatch.setattr(worker_limits, "n_cores", lambda n=cores: n)
         assert worker_count("auto") == expected
-
-
-@pytest.mark.parametrize("number", [0, -1, True, "many", 1.5, None])
-def test_invalid_worker_counts_are_refused(number: Any) -> None:
-    with pytest.raises(SpecError, match="num_workers should be"):
-        worker_count(number)
+    for wrong in (0, True, "many", 1.5, None):
+        with pytest.raises(SpecError, match="num_workers should be"):
+            worker_count(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -197,13 +180,9 @@ def test_more_workers_than_twice_the_cores_are_worth_one_warning(
     monkeypatch.setattr(worker_limits, "n_cores", lambda: 1)
     check_workers(2, 3, "use fewer")
     assert not caplog.records
-    EpisodeBatcher(4, 8, StepCounter, {}, create_counting, {}, n_threads=3).close()
-    ParallelEnvManager([CountingEnv] * 3).close()
-    texts = [record.getMessage() for record in caplog.records]
-    assert len(texts) == 2
-    for text in texts:
-        assert text.startswith("worker processes: 3, cores that this process may use: 1;")
-        assert text.endswith('(worker_count("auto") is 1)')
+    check_workers(3, 3, "use fewer")
+    (text,) = caplog.messages
+    assert text.startswith("worker processes: 3, cores that this process may use: 1;")
 
 
 def test_more_workers_than_descriptors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,9 +196,6 @@ def test_more_workers_than_descriptors_are_refused(monkeypatch: pytest.MonkeyPat
         "may open (RLIMIT_NOFILE) are free\n  fix:   use fewer (10 would fit), or raise the limit "
         "before starting Python: ulimit -n 124"
     )
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
-    with pytest.raises(SpecError, match=r"fix:   use fewer, or let .* hard limit, which is 64"):
-        check_workers(1, 4, "use fewer")
     limit_to(monkeypatch)
     check_workers(1, 10**9, "use fewer")
 
@@ -261,8 +237,6 @@ def test_threads_of_this_user_count_against_its_limit(
     status = "Name: x\nUid:\t{}\t0\t0\t0\nThreads:\t{}"
     files = {"5": status.format(7, 3), "6": status.format(7, 4), "9": status.format(8, 1000)}
     root = machine(tmp_path, {f"proc/{pid}/status": text for pid, text in files.items()})
-    own = root / "proc/self/status"
-    machine(root, {"proc/self/status": "CapEff:\t0000000000000000"})
     monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 100))
     monkeypatch.setattr(os, "getuid", lambda: 7)
     (quota,) = quotas_of_tasks(root)
@@ -272,8 +246,5 @@ def test_threads_of_this_user_count_against_its_limit(
         "may have (RLIMIT_NPROC) are free"
     )
     assert quota.remedy == "raise the limit before starting Python: ulimit -u 17"
-    own.write_text("CapEff:\t0000000001000000\n")
-    assert quotas_of_tasks(root) == []
-    own.write_text("CapEff:\t0\n")
     monkeypatch.setattr(os, "getuid", lambda: 0)
     assert quotas_of_tasks(root) == []

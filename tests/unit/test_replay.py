@@ -122,22 +122,10 @@ def collect_episodes(create_agent, n_episodes=8, agent_info=None):
 
 
 def collect_windows(create_agent, n_windows, n_timesteps=30, agent_info=None, kind=GymEnvInf):
-    windows = []
-    with Batcher(
-        n_timesteps,
-        None,
-        create_agent,
-        {},
-        partial(create_env, kind=kind),
-        {},
-        n_threads=0,
-        seeds=0,
-    ) as batcher:
+    create = partial(create_env, kind=kind)
+    with Batcher(n_timesteps, None, create_agent, {}, create, {}, n_threads=0, seeds=0) as batcher:
         batcher.reset(agent_info)
-        for _ in range(n_windows):
-            batcher.execute()
-            windows.append(batcher.get())
-    return windows
+        return [batcher.execute() or batcher.get() for _ in range(n_windows)]
 
 
 def assert_replayed(replayed, collected):
@@ -177,17 +165,11 @@ def test_replay_of_windows_restarts_where_episodes_begin(create_agent, state):
 @each_source
 @pytest.mark.parametrize("create_agent", RECURRENT)
 def test_replay_of_windows_goes_on_from_the_stored_state(create_agent, state):
-    windows = collect_windows(create_agent, 3, n_timesteps=6, kind=GymEnv)
-    assert not any(window["initial_state"].any() for window in windows[1:])
-    for window in windows:
+    first, second, third = collect_windows(create_agent, 3, n_timesteps=6, kind=GymEnv)
+    assert not any(window["initial_state"].any() for window in (second, third))
+    mixed = TemporalDictTensor.cat([second, first])  # only some rows start an episode
+    for window in (first, second, third, mixed):
         assert_replayed(replay_agent(create_agent(), window, state=state), window)
-
-
-@pytest.mark.parametrize("create_agent", RECURRENT)
-def test_replay_of_rows_of_which_only_some_start_an_episode(create_agent):
-    first, second = collect_windows(create_agent, 2, n_timesteps=6, kind=GymEnv)
-    mixed = TemporalDictTensor.cat([second, first])
-    assert_replayed(replay_agent(create_agent(), mixed), mixed)
 
 
 @each_source
@@ -263,20 +245,15 @@ class CuriousAgent(LearnedStartAgent):
         return super().__call__(state, observation, agent_info, history)
 
 
-def test_agent_gets_the_keys_and_the_whole_batch_as_in_collection():
+def test_the_agent_gets_keys_and_batch_as_in_collection_or_all_transitions_at_once():
     collected = collect_episodes(CuriousAgent)
-    agent = CuriousAgent()
     collected.set("advantage", torch.zeros(8, collected.n_timesteps()))  # a key of the user's
-    replay_agent(agent, collected)
     keys = STANDARD_KEYS | {"last_action", "noise"}
-    assert agent.seen == [({"hidden"}, keys, 8)] * collected.n_timesteps()
-
-
-def test_stored_states_take_one_call_on_all_transitions():
-    collected = collect_episodes(CuriousAgent)
-    agent = CuriousAgent()
-    replay_agent(agent, collected, state="stored")
-    assert [n_rows for _, _, n_rows in agent.seen] == [int(collected.lengths.sum())]
+    steps, at_once = CuriousAgent(), CuriousAgent()
+    replay_agent(steps, collected)
+    assert steps.seen == [({"hidden"}, keys, 8)] * collected.n_timesteps()
+    replay_agent(at_once, collected, state="stored")
+    assert at_once.seen == [({"hidden"}, keys, int(collected.lengths.sum()))]
 
 
 def test_what_cannot_be_replayed_is_refused():

@@ -25,6 +25,8 @@ from rlpool.seeding import (
     worker_seed,
 )
 
+pytestmark = pytest.mark.promise("I2")
+
 
 def start(stream: NoiseStream, lane: int, key: int, step: int = 0) -> None:
     """Let a lane draw the numbers of the episode with this key."""
