@@ -435,7 +435,6 @@ class Workers:
 
     def _bury(self, life: Life, process: SpawnProcess) -> None:
         """Clear away what is left of a worker that ended, and judge its end."""
-        self._logs.expect_last_words()
         pipe, life.pipe = life.pipe, None
         self._poller = None  # it watches descriptors that are closed now
         if pipe is not None:

@@ -5,7 +5,7 @@ as a whole and after all others, and writing never waits for a reader. What was 
 even if its writer is killed in the next instruction. The caller reads behind the workers and frees
 the pages that it has read, so that the file takes no more memory than what is unread.
 
-The first pages hold shared numbers, four of the file and one per worker, and a short text from the
+The first pages hold shared numbers, three of the file and one per worker, and a text from the
 caller to the workers.
 """
 
@@ -25,16 +25,13 @@ from rlpool.workers.process_start import Inherited
 MAX_UNREAD_BYTES = 16 * 2**20
 """Further records are dropped, and counted, while so much is unread: tens of thousands of them."""
 
-_READ_BYTES = 2**20
-"""Read at once: some thousand records, which take milliseconds to handle."""
-
 _FREE_BYTES = 2**18
 """Pages are freed when so many bytes were read."""
 
-MAX_TEXT_BYTES = 64 * 2**10
+_TEXT_BYTES = 2**20
 """Longest text from the caller. Pages of it that nobody writes to cost nothing."""
 
-_READ_TO, _HAS_NEWS, _EDITION, _TEXT_BYTES = range(4)
+_READ_TO, _EDITION, _LENGTH = range(3)
 """Shared numbers of the file. A worker has one: how many records it has dropped."""
 
 
@@ -44,47 +41,44 @@ class LogFile:
     Args:
         n_workers: Number of workers.
         fd: Descriptor of the file in a worker, by default a new file.
+
+    Attributes:
+        tail: The beginning of a line whose end has not been read.
     """
 
     def __init__(self, n_workers: int, fd: int | None = None) -> None:
-        is_new = fd is None
-        self._fd: int | None = anonymous_file("rlpool-logs") if fd is None else fd
-        n_bytes = 8 * (4 + n_workers)
-        self._freed = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES + MAX_TEXT_BYTES
-        if is_new:
+        self._fd = anonymous_file("rlpool-logs") if fd is None else fd
+        n_bytes = 8 * (3 + n_workers)
+        self._freed = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES + _TEXT_BYTES
+        if fd is None:
             os.ftruncate(self._fd, self._freed)
             flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_APPEND)
         root = Memory.attach(os.dup(self._fd), self._freed).root()
         numbers = root[:n_bytes].view(np.int64).data  # read faster than an array
-        self._shared, self._dropped = numbers[:4], numbers[4:]
-        self._text = root[-MAX_TEXT_BYTES:].data
-        self._tail = b""
-        if is_new:
+        self._shared, self._dropped = numbers[:3], numbers[3:]
+        self._text = root[-_TEXT_BYTES:].data
+        self.tail = b""
+        if fd is None:
             self._shared[_READ_TO] = self._freed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (len(self._dropped), Inherited(self._open_fd()))
+        return _received, (len(self._dropped), Inherited(self._fd))
 
     @property
     def closed(self) -> bool:
         """Whether ``close`` was called."""
-        return self._fd is None
+        return self._fd < 0
 
     def close(self) -> None:
         """Close the descriptor. May be repeated."""
-        fd, self._fd = self._fd, None
-        if fd is not None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
             os.close(fd)
 
     def __del__(self) -> None:
         if hasattr(self, "_fd"):
             self.close()
-
-    def _open_fd(self) -> int:
-        if self._fd is None:
-            raise OSError("the file of the logs is closed")
-        return self._fd
 
     # In a worker ------------------------------------------------------------------------------
 
@@ -93,14 +87,12 @@ class LogFile:
         # It begins on a line of its own: the one before may have been cut off by a kill.
         text = b"\n%b\n" % line
         try:
-            n_unread = self.size() - self._shared[_READ_TO]
-            if n_unread + len(text) > MAX_UNREAD_BYTES or os.write(self._open_fd(), text) < len(
-                text
-            ):
+            n_unread = self._size() - self._shared[_READ_TO]
+            is_room = n_unread + len(text) <= MAX_UNREAD_BYTES
+            if not is_room or os.write(self._fd, text) < len(text):
                 self.drop(worker)
         except OSError:
             self.drop(worker)
-        self.expect_news()  # after the line is there, or counted
 
     def drop(self, worker: int) -> None:
         """Count a line that is not written."""
@@ -108,61 +100,40 @@ class LogFile:
 
     @property
     def edition(self) -> int:
-        """A number that changes whenever the caller's text does; odd while it is written."""
+        """How often the caller's text was changed."""
         return self._shared[_EDITION]
 
-    def published(self) -> tuple[int, bytes] | None:
-        """The caller's text and its edition; ``None`` while it is written."""
-        edition = self.edition
-        text = bytes(self._text[: self._shared[_TEXT_BYTES]])
-        return None if edition % 2 or edition != self.edition else (edition, text)
+    def published(self) -> bytes:
+        """The caller's text; may be half of another one before the edition changes."""
+        return bytes(self._text[: self._shared[_LENGTH]])
 
     # In the caller ----------------------------------------------------------------------------
 
     def publish(self, text: bytes) -> None:
-        """Give the workers another text, of at most ``MAX_TEXT_BYTES``."""
-        edition = self.edition | 1
-        self._shared[_EDITION] = edition
-        self._text[: len(text)] = text
-        self._shared[_TEXT_BYTES] = len(text)
-        self._shared[_EDITION] = edition + 1
+        """Give the workers another text; nothing happens if it is too long."""
+        if len(text) <= _TEXT_BYTES:
+            self._text[: len(text)] = text
+            self._shared[_LENGTH] = len(text)
+            self._shared[_EDITION] += 1
 
     def has_news(self) -> bool:
-        """Whether something may have been written since the last ``read``."""
-        return self._shared[_HAS_NEWS] != 0
+        """Whether something was written or dropped since the last ``read``."""
+        return self._size() > self._shared[_READ_TO]
 
-    def expect_news(self) -> None:
-        """Have ``has_news`` say so: a worker that was killed could not."""
-        self._shared[_HAS_NEWS] = 1
-
-    def size(self) -> int:
-        """Where the next line will be."""
-        return os.fstat(self._open_fd()).st_size
-
-    def has_read(self, stop: int) -> bool:
-        """Whether everything before a place was read."""
-        return self._shared[_READ_TO] >= stop
+    def _size(self) -> int:
+        return os.fstat(self._fd).st_size
 
     def read(self) -> list[bytes]:
-        """The next lines that were not read yet, about a megabyte of them.
+        """The lines that were not read yet.
 
         A line that is still being written, or was cut off by a kill, comes with what follows.
         """
         start = self._shared[_READ_TO]
-        self._shared[_HAS_NEWS] = 0  # before looking: what comes after is pointed out again
-        size = self.size()
-        data = os.pread(self._open_fd(), min(_READ_BYTES, size - start), start)
-        *lines, self._tail = (self._tail + data).split(b"\n")
-        stop = self._shared[_READ_TO] = start + len(data)
-        if stop < size:
-            self.expect_news()
-        self._free(stop)
+        data = os.pread(self._fd, self._size() - start, start)
+        *lines, self.tail = (self.tail + data).split(b"\n")
+        self._shared[_READ_TO] = start + len(data)
+        self._free(start + len(data))
         return [line for line in lines if line]
-
-    def drop_rest(self) -> bool:
-        """Drop the beginning of a line whose end will never come; returns whether there was one."""
-        rest, self._tail = self._tail, b""
-        return bool(rest)
 
     def dropped(self) -> list[int]:
         """For each worker how many lines it has dropped."""
@@ -172,7 +143,7 @@ class LogFile:
         """Free the pages before a place in the file."""
         length = (stop - self._freed) // PAGE_BYTES * PAGE_BYTES
         if length >= _FREE_BYTES and hasattr(mmap, "MADV_REMOVE"):
-            with suppress(OSError), mmap.mmap(self._open_fd(), length, offset=self._freed) as pages:
+            with suppress(OSError), mmap.mmap(self._fd, length, offset=self._freed) as pages:
                 pages.madvise(mmap.MADV_REMOVE)
             self._freed += length
 

@@ -1,10 +1,13 @@
 """What workers log reaches the caller's ``logging``.
 
-In a worker every record that its logger lets through is written to a file that all workers share,
-whatever handlers there are; handlers that print to the worker's own stdout or stderr are skipped,
-as the caller has handlers of its own. In the caller the records go to the loggers of the same
-names, whose levels, filters, and handlers decide. Nothing runs in the background there: records are
-handed over whenever the caller is inside rlpool.
+In a worker every record that its logger lets through becomes a line of the log file, whatever
+handlers there are; handlers that print to the worker's own stdout or stderr are skipped, as the
+caller has handlers of its own. In the caller the records go to the loggers of the same names, whose
+levels, filters, and handlers decide. Nothing runs in the background there: records are handed over
+whenever the caller is inside rlpool.
+
+The message is formatted where it was logged, and an exception becomes its traceback. What was added
+with ``extra={...}`` arrives as numbers, text, lists, and dicts; anything else becomes text.
 """
 
 from __future__ import annotations
@@ -16,60 +19,45 @@ import sys
 import threading
 from collections import deque
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.workers.log_file import MAX_TEXT_BYTES, LogFile
-from rlpool.workers.log_records import decode, encode, notice
+from rlpool.workers.log_file import LogFile
+
+_LOG = logging.getLogger("rlpool")
 
 _PATIENCE_S = 1.0
 """How long to wait for a thread that hands records over to a slow handler."""
+
+_CUT_OFF = "cut off by the end of a worker"
 
 _unused_levels = count(-20260101, -1)
 """Levels that nobody logs at. ``logging`` remembers that it was asked about one until any level is
 changed: it forgets all answers then."""
 
+Levels = dict[str, int]
+"""Levels of the loggers that have one, and ``""``: what ``logging.disable`` was called with."""
 
-class Levels(NamedTuple):
-    """The caller's levels, by which workers tell what is worth sending.
 
-    Attributes:
-        root: Level of the root logger.
-        disabled: What ``logging.disable`` was called with.
-        named: Levels of the loggers that have one.
-    """
+def current_levels() -> Levels:
+    """The levels of this process, by which workers tell what is worth sending."""
+    manager = logging.root.manager
+    named = {
+        name: logger.level
+        for name, logger in list(manager.loggerDict.items())
+        if isinstance(logger, logging.Logger) and logger.level
+    }
+    return {**named, "root": logging.root.level, "": manager.disable}
 
-    root: int
-    disabled: int
-    named: dict[str, int]
 
-    @classmethod
-    def now(cls) -> Levels:
-        """The levels of this process."""
-        manager = logging.root.manager
-        named = {
-            name: logger.level
-            for name, logger in list(manager.loggerDict.items())
-            if isinstance(logger, logging.Logger) and logger.level
-        }
-        return cls(logging.root.level, manager.disable, named)
-
-    def encoded(self) -> bytes:
-        """For workers. With too many levels they send what the least one lets through."""
-        text = json.dumps(self).encode()
-        if len(text) > MAX_TEXT_BYTES:
-            text = json.dumps((min(self.root, *self.named.values()), self.disabled, {})).encode()
-        return text
-
-    def apply(self, before: Levels | None) -> None:
-        """Set them in this process, where others may have been set before."""
-        # Only what differs: each change makes logging forget what it knows of all loggers.
-        if logging.root.manager.disable != self.disabled:
-            logging.disable(self.disabled)
-        gone = dict.fromkeys(before.named, logging.NOTSET) if before else {}
-        for name, level in {"root": self.root, **gone, **self.named}.items():
-            if (logger := logging.getLogger(name)).level != level:
-                logger.setLevel(level)
+def set_levels(before: Levels, now: Levels) -> None:
+    """Set levels in this process, and take back those set before."""
+    # Only what differs: each change makes logging forget what it knows of all loggers.
+    for name, level in {**dict.fromkeys(before, logging.NOTSET), **now}.items():
+        if not name:
+            logging.disable(level)
+        elif (logger := logging.getLogger(name)).level != level:
+            logger.setLevel(level)
 
 
 class WorkerLogs:
@@ -83,8 +71,8 @@ class WorkerLogs:
     def __init__(self, file: LogFile, worker: int) -> None:
         self._file = file
         self._worker = worker
-        self._edition = -1
-        self._levels: Levels | None = None
+        self._edition = 0
+        self._levels: Levels = {}
 
     def connect(self) -> None:
         """Let this process log into the file.
@@ -113,10 +101,14 @@ class WorkerLogs:
         logging.captureWarnings(True)
 
     def _follow_levels(self) -> None:
-        if self._file.edition != self._edition and (published := self._file.published()):
-            self._edition, text = published
-            before, self._levels = self._levels, Levels(*json.loads(text))
-            self._levels.apply(before)
+        edition = self._file.edition
+        if edition != self._edition:
+            try:
+                levels: Levels = json.loads(self._file.published())
+            except ValueError:
+                return  # the caller is writing it just now
+            before, self._levels, self._edition = self._levels, levels, edition
+            set_levels(before, levels)
 
     def _send(self, record: logging.LogRecord) -> None:
         try:
@@ -139,6 +131,49 @@ def _call_own_handlers(logger: logging.Logger | None, record: logging.LogRecord)
         logger = logger.parent if logger.propagate else None
 
 
+def encode(record: logging.LogRecord, worker: int) -> bytes:
+    """One line for a record of a worker, without its end.
+
+    A message or an attribute that cannot be formatted says so in its place.
+    """
+    text = record.exc_text
+    if not text and record.exc_info and record.exc_info[0]:
+        text = logging.Formatter().formatException(record.exc_info)
+    changed = {"msg": _message_of(record), "args": None, "exc_info": None, "exc_text": text}
+    fields = {**vars(record), **changed, "worker": worker}
+    try:
+        return json.dumps(fields, default=_text_of).encode("ascii")
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, circles
+        for name, value in fields.items():
+            if not isinstance(value, str | int | float | None):
+                fields[name] = _text_of(value)
+        return json.dumps({str(name): value for name, value in fields.items()}).encode("ascii")
+
+
+def decode(line: bytes) -> logging.LogRecord | None:
+    """The record of a line; ``None`` if the line was torn."""
+    try:
+        record = logging.makeLogRecord(json.loads(line))
+    except (ValueError, TypeError):
+        return None
+    return record if hasattr(record, "worker") else None
+
+
+def _message_of(record: logging.LogRecord) -> str:
+    try:
+        return str(record.getMessage())
+    except Exception as error:
+        why = f"{type(error).__name__}: {_text_of(error)}"
+        return f"{_text_of(record.msg)} [the message could not be put together: {why}]"
+
+
+def _text_of(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception:
+        return f"<{type(value).__name__} that cannot be printed>"
+
+
 class Logs:
     """The caller's end: hands the workers' records to the caller's loggers.
 
@@ -150,23 +185,17 @@ class Logs:
 
     def __init__(self, n_workers: int) -> None:
         self._file = LogFile(n_workers)
-        self._records: deque[logging.LogRecord] = deque()  # read and not handed over yet
+        self._lines: deque[bytes] = deque()  # read and not handed over yet
         self._n_told = [0] * n_workers
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
-        self._deliverer = 0  # the thread that has the lock
         self._is_finishing = False
-        self._levels: Levels | None = None
         self._unused_level = next(_unused_levels)
         self._publish_levels()
 
     def of_worker(self, worker: int) -> WorkerLogs:
         """What a worker is given when it starts."""
         return WorkerLogs(self._file, worker)
-
-    def expect_last_words(self) -> None:
-        """A worker died: look for records that it had no time to point out."""
-        self._file.expect_news()
 
     def deliver(self) -> None:
         """Hand over what was written since the last time, and let workers know today's levels.
@@ -178,24 +207,13 @@ class Logs:
         if not self._is_mine():
             return
         self._publish_levels()
-        has_news = self._records or self._file.has_news()
+        has_news = self._lines or self._file.has_news()
         # A handler may call rlpool again, from this thread or another.
-        if not has_news or not self._lock.acquire(blocking=False):
-            return
-        self._deliverer = threading.get_ident()
-        try:
-            # What is written from here on is left to the next call: workers may write faster.
-            stop = self._file.size()
-            self._hand_over()
-            while not self._file.closed and self._file.has_news():
-                with InterruptsHeld():
-                    self._fetch()
+        if has_news and self._lock.acquire(blocking=False):
+            try:
                 self._hand_over()
-                if self._file.has_read(stop):
-                    break
-        finally:
-            self._deliverer = 0
-            self._lock.release()
+            finally:
+                self._lock.release()
 
     def finish(self) -> None:
         """Hand over all that is left, now that all workers have ended, and close the file.
@@ -206,66 +224,50 @@ class Logs:
         if not self._is_mine() or self._is_finishing:
             return
         self._is_finishing = True
-        first_error = None
-        # Another thread may be handing records over. If this one is, a handler has called close().
-        is_mine = self._deliverer == threading.get_ident()
-        is_locked = not is_mine and self._lock.acquire(timeout=_PATIENCE_S)
+        errors = []
+        # Another thread may be handing records over, or this one, if a handler calls close().
+        is_locked = self._lock.acquire(timeout=_PATIENCE_S)
         try:
-            self.expect_last_words()
-            while self._file.has_news() or self._records:
-                self._fetch(is_last=True)
+            is_all = False
+            while not is_all:
                 try:
                     self._hand_over()
+                    is_all = not self._file.has_news()
                 except Exception as error:
-                    first_error = first_error or error
+                    errors.append(error)
+            self._tell_lost(bool(self._file.tail), _CUT_OFF)
         finally:
             self._file.close()
             if is_locked:
                 self._lock.release()
-        if first_error is not None:
-            raise first_error
+        if errors:
+            raise errors[0]
 
     def _is_mine(self) -> bool:
         return not self._file.closed and os.getpid() == self._owner_pid
 
     def _publish_levels(self) -> None:
-        """Let the workers know this process's levels, if they have changed."""
-        if self._unused_level in getattr(logging.root, "_cache", ()):
-            return
-        with InterruptsHeld():
-            logging.root.isEnabledFor(self._unused_level)
-            levels = Levels.now()
-            if levels != self._levels:
-                self._levels = levels
-                self._file.publish(levels.encoded())
-
-    def _fetch(self, *, is_last: bool = False) -> None:
-        """Read some records, and once all are read report those that were lost."""
-        if not self._file.has_news():
-            return
-        records = [decode(line) for line in self._file.read()]
-        self._records += [record for record in records if record is not None]
-        n_torn = records.count(None)
-        is_all = not self._file.has_news()
-        if is_all and is_last:
-            n_torn += self._file.drop_rest()
-        if n_torn:
-            self._records.append(notice(f"{_n(n_torn)} cut off by the end of a worker", None))
-        if not is_all:
-            return
-        for worker, n_dropped in enumerate(self._file.dropped()):
-            n_new, self._n_told[worker] = n_dropped - self._n_told[worker], n_dropped
-            if n_new:
-                why = f"worker {worker} logged more than is kept while nobody calls rlpool"
-                self._records.append(notice(f"{_n(n_new)} dropped: {why}", worker))
+        """Let the workers know this process's levels, if they may have changed."""
+        if self._unused_level not in getattr(logging.root, "_cache", ()):
+            with InterruptsHeld():
+                logging.root.isEnabledFor(self._unused_level)
+                self._file.publish(json.dumps(current_levels()).encode())
 
     def _hand_over(self) -> None:
-        while self._records:
-            record = self._records.popleft()
-            logger = logging.getLogger(record.name)
-            if logger.isEnabledFor(record.levelno):
+        with InterruptsHeld():
+            self._lines += self._file.read()
+        while self._lines:
+            record = decode(self._lines.popleft())
+            if record is None:
+                self._tell_lost(1, _CUT_OFF)
+            elif (logger := logging.getLogger(record.name)).isEnabledFor(record.levelno):
                 logger.handle(record)
+        for worker, n_dropped in enumerate(self._file.dropped()):
+            n_new, self._n_told[worker] = n_dropped - self._n_told[worker], n_dropped
+            why = f"dropped: worker {worker} logged more than is kept while nobody calls rlpool"
+            self._tell_lost(n_new, why, worker)
 
-
-def _n(number: int) -> str:
-    return f"{number} log record{'' if number == 1 else 's'}"
+    def _tell_lost(self, number: int, why: str, worker: int | None = None) -> None:
+        if number:
+            records = "1 log record" if number == 1 else f"{number} log records"
+            _LOG.warning("%s %s", records, why, extra={"worker": worker})

@@ -8,20 +8,24 @@ difference.
 from __future__ import annotations
 
 import atexit
+import io
 import logging
-import math
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing import popen_spawn_posix, util
+from multiprocessing import (
+    context,
+    popen_forkserver,
+    popen_spawn_posix,
+    reduction,
+    resource_tracker,
+    spawn,
+    util,
+)
 from multiprocessing.context import SpawnProcess
-from multiprocessing.reduction import DupFd
-from multiprocessing.resource_tracker import getfd as tracker_fd
-from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from rlpool.errors import SpecError
@@ -29,22 +33,12 @@ from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.worker_limits import FORKED_WORKER_BYTES, WORKER_BYTES
 from rlpool.workers.parent_death import kill_when_closed
 from rlpool.workers.process_state import identity
-from rlpool.workers.template import PassedFd
-from rlpool.workers.template_handle import (
-    IMPORT_S,
-    Template,
-    TemplateLostError,
-    TemplateSilentError,
-    UnsafeError,
-)
+from rlpool.workers.template_handle import Template, TemplateLostError, UnsafeError
 
 _LOG = logging.getLogger("rlpool")
 
 _MAX_TRIES = 3
-"""How often a template is started that is killed meanwhile."""
-
-_PATIENCE = 10
-"""How many times as long as it took to lose a template the next try waits."""
+"""How often a template is started, or asked for a worker, that is lost meanwhile."""
 
 
 def preload(*modules: str) -> None:
@@ -93,7 +87,7 @@ class Inherited:
         self._fd = fd
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _as_is, (DupFd(self._fd),)
+        return _as_is, (reduction.DupFd(self._fd),)
 
 
 def _as_is(value: Any) -> Any:
@@ -108,17 +102,17 @@ def process_class(start_method: str) -> type[SpawnProcess]:
     """
     with InterruptsHeld():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        tracker_fd()  # which unblocks signals when it starts its process
+        resource_tracker.getfd()  # which unblocks signals when it starts its process
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if start_method == "spawn":
         return SpawnedProcess
     _templates.ready()
-    return WorkerProcess
+    return ForkedProcess
 
 
 def bury() -> None:
-    """Reap a template that has died, unless a thread is starting one."""
-    _templates.end_unless_busy(only_dead=True)
+    """Reap a template that has died."""
+    _templates.is_up()
 
 
 def why_spawned() -> str:
@@ -132,7 +126,11 @@ def why_impossible() -> str:
         return f"that needs Linux, this is {sys.platform}"
     if getattr(sys, "frozen", False):
         return "this program is frozen, its interpreter cannot be started for that"
-    return ""
+    try:
+        is_complete = all(map(os.get_inheritable, range(3)))
+    except OSError:
+        is_complete = False
+    return "" if is_complete else "a standard stream of this process is closed"
 
 
 def memory_of(start_method: str) -> tuple[int, int]:
@@ -156,55 +154,72 @@ class SpawnedProcess(SpawnProcess):
         return _Popen(process_obj)
 
 
-class WorkerProcess(SpawnedProcess):
+class ForkedProcess(SpawnedProcess):
     """The same, forked from the template where that is possible."""
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802
-        began_s = time.monotonic()
         with _templates.lock:
-            for n_left in reversed(range(_MAX_TRIES)):
+            for _ in range(_MAX_TRIES):
                 template = _templates.ready()
                 if template is None:
                     break
-                try:
+                with suppress(TemplateLostError):
                     return _ForkingPopen(process_obj, template)
-                except (TemplateLostError, UnsafeError) as error:
-                    if not n_left or isinstance(error, UnsafeError):
-                        _templates.refuse(error, began_s)
         return _Popen(process_obj)
 
 
 class _Popen(popen_spawn_posix.Popen):
-    """Starts a process as multiprocessing does."""
+    """Starts a process as multiprocessing does, which ends with this one from the start."""
 
-    def _start(self, path: Any, command: Any, fds: list[int]) -> int:
-        pid: int = util.spawnv_passfds(path, command, fds)
+    _fds: list[int]
+
+    def _start(self, *fds: Any) -> int:
+        """Start what runs in it; returns its process number.
+
+        Args:
+            fds: The resource tracker's descriptor, the pipe from which the process reads what it is
+                given, and the pipe that is open while it lives.
+        """
+        executable: Any = spawn.get_executable()
+        command: Any = spawn.get_command_line(tracker_fd=fds[0], pipe_handle=fds[1])
+        kept = [*fds, *self._fds]
+        pid: int = util.spawnv_passfds(executable, command, kept)
         return pid
 
     def _launch(self, process_obj: Any) -> None:
-        def start(path: Any, command: Any, fds: list[int]) -> int:
-            pid = self._start(path, command, fds)
-            # The last is one end of the pipe by which this process sees that the other one lives.
-            kill_when_closed(fds[-1], pid)
-            return pid
-
-        # The standard library's own method, except for the call that starts a program.
-        names = {**vars(popen_spawn_posix), "util": SimpleNamespace(**vars(util))}
-        names["util"].spawnv_passfds = start
-        launch: Any = super()._launch  # type: ignore[misc]
-        with suppress(BrokenPipeError):  # it has ended already, as the pipe tells
-            FunctionType(launch.__code__, names)(self, process_obj)
+        given = io.BytesIO()
+        context.set_spawning_popen(self)
+        try:
+            reduction.dump(spawn.get_preparation_data(process_obj._name), given)
+            reduction.dump(process_obj, given)
+        finally:
+            context.set_spawning_popen(None)
+        ends: list[int] = []
+        try:
+            ends += os.pipe()
+            ends += os.pipe()
+            child_reads, here_writes, self.sentinel, child_holds = ends
+            self.pid = self._start(resource_tracker.getfd(), child_reads, child_holds)
+            kill_when_closed(child_holds, self.pid)
+        except BaseException:
+            util.close_fds(*ends)  # type: ignore[attr-defined]
+            raise
+        util.close_fds(child_reads, child_holds)  # type: ignore[attr-defined]
+        kept = here_writes, self.sentinel
+        self.finalizer = util.Finalize(self, util.close_fds, kept)  # type: ignore[attr-defined]
+        # It may have ended already, as the pipe tells.
+        with suppress(BrokenPipeError), open(here_writes, "wb", closefd=False) as pipe:
+            pipe.write(given.getbuffer())
 
 
 class _ForkingPopen(_Popen):
     """The same, except that the interpreter is forked."""
 
     method = "template"
-    DupFd = PassedFd  # type: ignore[assignment]
+    DupFd = popen_forkserver._DupFd  # type: ignore[assignment]
 
     def __init__(self, process_obj: Any, template: Template) -> None:
-        self._fds: list[int]
         self._template = template
         super().__init__(process_obj)
 
@@ -213,8 +228,8 @@ class _ForkingPopen(_Popen):
         self._fds.append(fd)
         return len(self._fds) - 1
 
-    def _start(self, path: Any, command: Any, fds: list[int]) -> int:
-        return self._template.fork(fds)
+    def _start(self, *fds: int) -> int:
+        return self._template.fork([*fds, *self._fds])
 
 
 class _Templates:
@@ -232,13 +247,11 @@ class _Templates:
         self._left_out: set[str] = set()
         self._template = Template()
         self._identity: Any = None  # what it has in common with its workers, once it is ready
-        self._refused: Any = ()  # for which identity there is none
-        self._refused_until = 0.0
+        self._refused: Any = None  # for which identity there is none
 
     def is_up(self) -> bool:
-        """Whether there is one, though it may have to make way for another."""
-        with self.lock:
-            return self._template.is_alive()
+        """Whether there is one, though it may have to make way for another; reaps a dead one."""
+        return self._template.is_alive()
 
     def add_modules(self, modules: Sequence[str]) -> None:
         """Let the next template import these as well."""
@@ -248,91 +261,57 @@ class _Templates:
     def ready(self) -> Template | None:
         """A template that fits this process; ``None`` if there cannot be one."""
         with self.lock:
-            wanted, began_s = self._wanted(), time.monotonic()
-            if wanted == self._refused and began_s < self._refused_until:
+            wanted = why_impossible() or (identity(), self._modules)
+            if wanted == self._refused:
                 return None
             try:
                 if isinstance(wanted, str):
                     raise UnsafeError(wanted)
                 if wanted != self._identity or not self._template.is_alive():
+                    self._identity = None
                     self._start()
                     self._identity = wanted
-            except (TemplateLostError, UnsafeError) as error:
-                self.refuse(error, began_s)
+            except UnsafeError as error:
+                self._template.end()
+                self._refused, why = wanted, str(error)
+                if why != self.reason:  # logged once
+                    _LOG.warning("workers are spawned, not forked from a template: %s", why)
+                self.reason = why
                 return None
             self.reason = ""
             return self._template
-
-    def _wanted(self) -> Any:
-        """What a template must have in common with this process, or why there can be none."""
-        with InterruptsHeld():  # whose errors could be taken for those of /proc
-            return why_impossible() or (identity(), self._modules)
-
-    def refuse(self, error: Exception, began_s: float) -> None:
-        """Do without a template: for some time if it was lost, for good if none is safe.
-
-        Args:
-            error: Which of both.
-            began_s: When it was tried, on the monotonic clock.
-        """
-        with self.lock:
-            self._template.end()
-            self._refused, self._refused_until = self._wanted(), math.inf
-            if isinstance(error, TemplateLostError):
-                now_s = time.monotonic()
-                self._refused_until = now_s + _PATIENCE * (now_s - began_s)
-            if str(error) != self.reason:  # logged once
-                _LOG.warning("workers are spawned, not forked from a template: %s", str(error))
-            self.reason = str(error)
 
     def _start(self) -> None:
         """Start another template, again without each module that it cannot have.
 
         Raises:
-            UnsafeError: If there can be none.
-            TemplateLostError: If it was killed again and again.
+            UnsafeError: If there can be none, or it was lost again and again.
         """
-        n_killed = 0
+        n_left = _MAX_TRIES
         while True:
-            modules = [module for module in self._modules if module not in self._left_out]
-            self._template.end()  # the one before, or that of a signal handler that came in between
+            self._template.end()
             self._template = template = Template()
+            module = ""
             try:
-                template.start(modules)
-                module, why, was_killed = _follow_imports(template)
-                if not why:
-                    return
-            except BaseException:
-                template.end()
-                raise
-            n_killed += was_killed
-            if was_killed and n_killed < _MAX_TRIES:
-                continue
-            if not module:
-                raise (TemplateLostError if was_killed else UnsafeError)(why)
-            n_killed = 0
-            self._left_out.add(module)
-            _LOG.warning("preload: %s is left out, workers import it: %s", module, why)
+                template.start([name for name in self._modules if name not in self._left_out])
+                for module in template.imports():  # noqa: B007 (read below)
+                    pass
+                return
+            except UnsafeError as error:
+                if module:
+                    self._left_out.add(module)
+                    _LOG.warning("preload: %s is left out, workers import it: %s", module, error)
+                    continue
+                n_left -= 1
+                if not n_left or not isinstance(error, TemplateLostError):
+                    raise
 
     def shutdown(self) -> None:
         """End the template, and forget what was found out about others."""
         with self.lock:
             self._template.end()
             self._left_out.clear()
-            self._refused = ()
-
-    def end_unless_busy(self, *, only_dead: bool = False) -> None:
-        """End the template, unless another thread is using it.
-
-        Args:
-            only_dead: Leave it alone while it lives.
-        """
-        if self.lock.acquire(blocking=False):
-            try:
-                if not (only_dead and self._template.is_alive()):
-                    self._template.end()
-            finally:
-                self.lock.release()
+            self._refused = None
 
     def after_fork(self) -> None:
         """Start afresh in a process that was forked from this one: the template is not its own."""
@@ -341,31 +320,7 @@ class _Templates:
         template.forget()
 
 
-def _follow_imports(template: Template) -> tuple[str, str, bool]:
-    """Wait until a template is ready.
-
-    Returns:
-        If it will not be: which of the user's modules it was importing (``""`` for none), what went
-        wrong, and whether somebody killed it. Else nothing is wrong.
-    """
-    module = ""
-    try:
-        while True:
-            kind, *words = template.told()
-            if kind == "ready":
-                return "", "", False
-            if kind == "refused":
-                return module, words[0], False
-            module = words[0]
-    except TemplateLostError as error:
-        doing = "importing it" if module else "importing what every worker needs"
-        if isinstance(error, TemplateSilentError):
-            return module, f"{doing} takes longer than {IMPORT_S:g} s", False
-        code = template.end()
-        return module, f"{doing} ended the process (exit code {code})", code < 0
-
-
 _templates = _Templates()
-atexit.register(_templates.end_unless_busy)
+atexit.register(_templates.shutdown)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_templates.after_fork)

@@ -15,12 +15,10 @@ import atexit
 import ctypes
 import errno
 import gc
-import importlib.util
+import importlib
 import multiprocessing
 import os
 import pickle
-import re
-import resource
 import select
 import signal
 import socket
@@ -28,10 +26,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from multiprocessing import spawn
+from multiprocessing import forkserver, spawn
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,7 +37,7 @@ import numpy as np
 import torch
 
 from rlpool.workers.clone_parent import ParentForks
-from rlpool.workers.process_state import ProcessState, hard_limits, kernel_status
+from rlpool.workers.process_state import ProcessState
 from rlpool.workers.process_title import set_title
 
 _BOOT = """\
@@ -57,20 +55,10 @@ BOOT = f"exec({_BOOT!r}, {{}})"
 the start: a collection would leave holes in memory that workers fill, each with a copy of the page.
 OpenBLAS starts its threads when NumPy is imported."""
 
-_NEEDED = (
-    "cloudpickle",
-    "gymnasium.envs.classic_control",
-    "multiprocessing.popen_spawn_posix",
-    "multiprocessing.resource_tracker",
-    "rlpool",
-    "runpy",
-)
+_NEEDED = ("cloudpickle", "gymnasium.envs.classic_control", "rlpool", "runpy")
 """Modules that (nearly) every worker needs and that this one does not import."""
 
 MAX_MESSAGE_BYTES = 2**16
-
-SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-"""Errors of a system that can fork, but not now."""
 
 _MAX_FDS = 250
 """The kernel lets one message carry 253."""
@@ -94,28 +82,7 @@ _BLAS_NAMES = tuple(
 )
 
 
-class PassedFd:
-    """A descriptor in the pickle that a forked worker gets.
-
-    Args:
-        index: Its place among those that came with the request.
-    """
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-
-    def detach(self) -> int:
-        """Its number in this process."""
-        return _passed[self._index]
-
-
-_passed: list[int] = []
-"""In a forked worker: descriptors that came with the request for it."""
-
-
-def serve(
-    parent_pid: int, fd: int, life_fd: int, modules: Sequence[str], main_file: str
-) -> Callable[[], None]:
+def serve(parent_pid: int, fd: int, modules: Sequence[str]) -> Callable[[], None]:
     """Fork workers until the caller is gone; returns in workers only, with what they run next.
 
     Args:
@@ -123,35 +90,28 @@ def serve(
         fd: A socket to the caller, which is sent pickled tuples: ``("importing", module)``,
             ``("refused", why)`` if this template cannot serve, and, from a first fork,
             ``("ready", its parent, its process number)``.
-        life_fd: A pipe by which the kernel kills this process when the caller ends.
         modules: Names of modules of the user's choice, to be imported too.
-        main_file: The file of the caller's main module, which is never imported.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_title("rlpool-template")
-    # However few the caller may open: a worker gets the caller's limits later.
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     caller = socket.socket(fileno=fd)
+    caller.set_inheritable(False)
     worker = None
     try:
-        forks = _prepare(caller, modules, main_file)
+        forks = _prepare(caller, modules)
     except Exception as error:
         with suppress(OSError):  # the caller is gone
             _tell(caller, "refused", str(error) or type(error).__name__)
     else:
         worker = _serve_requests(caller, forks, parent_pid)
-    if worker is None:
-        os._exit(0)
-    os.close(life_fd)
-    return worker
+    return worker or os._exit(0)
 
 
 def _tell(caller: socket.socket, *words: Any) -> None:
     caller.send(pickle.dumps(words))
 
 
-def _prepare(caller: socket.socket, modules: Sequence[str], main_file: str) -> ParentForks:
+def _prepare(caller: socket.socket, modules: Sequence[str]) -> ParentForks:
     """Import everything and prove that forking works; returns what forks workers.
 
     Raises:
@@ -161,58 +121,49 @@ def _prepare(caller: socket.socket, modules: Sequence[str], main_file: str) -> P
     for name in _NEEDED:
         importlib.import_module(name)
     _refuse_if_unsafe()
-    path_before = list(sys.path)
-    _import_all(caller, modules, main_file)
+    _import_all(caller, modules)
     # What they clean up belongs to all workers; and finalizing torch's tables takes 50 ms.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
-    _drop_stdio(range(3))
+    _drop_stdio(0, 1, 2)
     importlib.invalidate_caches()  # once for all workers
     gc.freeze()
-    if sys.path != path_before:
-        _keep_search_path(list(map(str, sys.path)))
     try:
         if forks.fork() == 0:
             _tell(caller, "ready", os.getppid(), os.getpid())
             os._exit(0)
     except OSError as error:
-        if error.errno not in SHORTAGES:
-            raise OSError(f"the system does not fork for it: {error.strerror}") from error
-        _tell(caller, "ready", os.getppid(), 0)  # workers will prove it
+        raise OSError(f"the system does not fork for it: {error.strerror}") from error
     return forks
 
 
-def _import_all(caller: socket.socket, modules: Sequence[str], main_file: str) -> None:
+def _import_all(caller: socket.socket, modules: Sequence[str]) -> None:
     """Import modules of the user's choice.
 
     Raises:
         OSError: If one fails or makes forking unsafe. It may have done half of its work, so that
             another template must do without it.
     """
-    _drop_stdio(range(1))  # spawned workers have no input either
-    directory = os.getcwd()
-    before = hard_limits(), os.getpriority(os.PRIO_PROCESS, 0)
+    _drop_stdio(0)  # spawned workers have no input either
+    directory, path = os.getcwd(), list(sys.path)
     # An import that starts processes is refused, as in a worker.
     this_process: Any = multiprocessing.current_process()
     this_process._inheriting = True
     for name in modules:
         _tell(caller, "importing", name)
         try:
-            spec = importlib.util.find_spec(name)
-            if spec and spec.origin and os.path.realpath(spec.origin) == main_file:
-                raise ImportError("it is the main module, which each worker imports by itself")
             importlib.import_module(name)
         except BaseException as error:
             raise OSError(" ".join(f"{type(error).__name__}: {error}".split())[:300]) from error
         _refuse_if_unsafe()
-        if (hard_limits(), os.getpriority(os.PRIO_PROCESS, 0)) != before:
-            raise OSError("it changes hard limits or the nice value, for all workers")
-        # It may have changed what this process depends on.
-        os.chdir(directory)
-        gc.disable()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
     _tell(caller, "importing", "")
     del this_process._inheriting
+    # They may have changed what this process depends on.
+    os.chdir(directory)
+    gc.disable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.path != path:
+        _keep_search_path(list(map(str, sys.path)))
 
 
 def _keep_search_path(path: list[str]) -> None:
@@ -228,17 +179,11 @@ def _keep_search_path(path: list[str]) -> None:
 def _refuse_if_unsafe() -> None:
     """Raise ``OSError`` if this process should not be forked."""
     deadline_s = time.monotonic() + _THREAD_END_S
-    while (n_threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < deadline_s:
+    while (n_threads := len(os.listdir("/proc/self/task"))) > 1:
+        if time.monotonic() > deadline_s:
+            raise OSError(f"it has {n_threads} threads")
         time.sleep(0.001)
-    if n_threads != 1:
-        raise OSError(f"it has {n_threads} threads")
-    if "Umask" not in kernel_status():
-        raise OSError("that needs Linux 4.7 with /proc")
-    has_context: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of the listing
-            has_context |= os.readlink(f"/proc/self/fd/{fd}").startswith("/dev/nvidia")
-    if has_context:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise OSError("it has a CUDA context")
     _set_blas_threads(1)  # which shows that it is possible
 
@@ -262,22 +207,18 @@ def _set_blas_threads(number: int) -> None:
 def _wanted_blas_threads() -> int:
     """How many threads OpenBLAS starts in a process with these variables and cores."""
     n_cores = len(os.sched_getaffinity(0))
-    for name in _BLAS_VARIABLES:
-        # As C reads numbers: "2,1", which says something to OpenMP, is 2.
-        digits = re.match(r"\s*\+?(\d+)", os.environ.get(name, ""))
-        if digits and (number := int(digits[1])) > 0:
-            return min(number, n_cores)
-    return n_cores
+    numbers = [os.environ.get(name, "").strip() for name in _BLAS_VARIABLES]
+    wanted = [int(number) for number in numbers if number.isdecimal() and int(number)]
+    return min([*wanted[:1], n_cores])
 
 
-def _drop_stdio(fds: Iterable[int]) -> None:
+def _drop_stdio(*fds: int) -> None:
     """Keep nothing open that the caller reads or writes; workers are sent the real ones."""
     _flush()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in fds:
         os.dup2(nowhere, fd)
-    if nowhere > 2:
-        os.close(nowhere)
+    os.close(nowhere)
     _flush()  # what nobody took: every worker would print it
 
 
@@ -299,12 +240,10 @@ def _serve_requests(
         words, fds, _, _ = socket.recv_fds(caller, MAX_MESSAGE_BYTES, _MAX_FDS)
         if not words:
             return None
-        standard, n_fds, most_processes, state = pickle.loads(words)
+        n_fds, state = pickle.loads(words)
         try:
-            if len(fds) < len(standard) + n_fds:
+            if len(fds) < 3 + n_fds:
                 raise OSError(errno.EMFILE, "")
-            hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-            resource.setrlimit(resource.RLIMIT_NPROC, (most_processes, hard))
             is_worker = forks.fork() == 0
         except OSError as error:
             is_worker = False
@@ -313,25 +252,26 @@ def _serve_requests(
             set_title("rlpool-worker")
             _tell(caller, os.getpid())
             caller.close()
-            return _begin_worker(standard, fds, state)
+            return _begin_worker(fds, state)
         for fd in fds:
             os.close(fd)
     return None
 
 
-def _begin_worker(
-    standard: Sequence[int], fds: list[int], state: ProcessState
-) -> Callable[[], None]:
+def _begin_worker(fds: Sequence[int], state: ProcessState) -> Callable[[], None]:
     """Make this fork like a process that was just spawned; returns what that would run.
 
     Args:
-        standard: The standard streams there are, whose descriptors come first in ``fds``.
-        fds: Those, then the resource tracker's, those that are named in what the worker is given,
-            the pipe from which it reads that, and the pipe that is open while it lives.
+        fds: The standard streams, the resource tracker's, the pipe from which the worker reads what
+            it is given, the pipe that is open while it lives, and those that are named in what it
+            is given.
         state: What it takes over from the caller.
     """
-    _take_over_stdio(standard, fds)
-    tracker_fd, *_, pipe, _ = _passed[:] = fds[len(standard) :]
+    for fd, passed in enumerate(fds[:3]):
+        os.dup2(passed, fd)
+        os.close(passed)
+    tracker_fd, pipe, _, *named = fds[3:]
+    forkserver._forkserver._inherited_fds = named  # type: ignore[attr-defined]
     state.take_over()
     gc.enable()
     np.random.seed()  # noqa: NPY002 (the one that everybody shares)
@@ -365,16 +305,3 @@ def _run_as_spawned(pipe: int, tracker_fd: int) -> NoReturn:
         _flush()
         ctypes.CDLL(None).fflush(None)  # for libraries in C
         os._exit(code & 0xFF)
-
-
-def _take_over_stdio(standard: Sequence[int], fds: Sequence[int]) -> None:
-    """Put the caller's standard descriptors in their places."""
-    for fd, name in enumerate(("stdin", "stdout", "stderr")):
-        if fd in standard:
-            passed = fds[standard.index(fd)]
-            os.dup2(passed, fd)
-            os.close(passed)
-        else:
-            os.close(fd)
-            setattr(sys, name, None)
-            setattr(sys, f"__{name}__", None)

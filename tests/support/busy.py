@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -70,25 +69,12 @@ def with_openmp() -> list[Any]:
         torch.set_num_threads(before)
 
 
-def with_backends() -> list[str]:
-    image = torch.from_numpy(_matrix(64)).float().expand(4, 3, -1, -1)
-    kernel = torch.from_numpy(_matrix(12)).float().reshape(4, 3, 12, 1)
-    with torch.backends.mkldnn.flags(enabled=False):
-        plain = torch.conv2d(image, kernel)
-    return [_digest(torch.conv2d(image, kernel).numpy()), _digest(plain.numpy())]
-
-
 def with_a_process_of_torch() -> list[Any]:
     shared = torch.zeros(5).share_memory_()
     process = torch.multiprocessing.get_context("fork").Process(target=shared.add_, args=(2,))
     process.start()
     process.join()
     return [process.exitcode, shared.tolist()]
-
-
-def with_a_program() -> list[Any]:
-    done = subprocess.run(["sh", "-c", "ulimit -n; exit 3"], capture_output=True)
-    return [done.returncode, done.stdout.decode()]
 
 
 def with_a_fork() -> int:
@@ -101,8 +87,6 @@ USES: tuple[Callable[[], Any], ...] = (
     numpy_on_all_cores,
     in_a_pool_of_threads,
     with_openmp,
-    with_backends,
     with_a_process_of_torch,
-    with_a_program,
     with_a_fork,
 )

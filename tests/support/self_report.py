@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import locale
 import multiprocessing
 import os
 import random
@@ -12,7 +11,6 @@ import resource
 import signal
 import sys
 import threading
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_STATUS = ("Uid", "Gid", "Groups", "SigIgn", "SigBlk", "Cap", "NoNewPrivs", "Seccomp", "Mems")
+_STATUS = ("Uid", "Gid", "Groups", "SigBlk", "Cap", "NoNewPrivs", "Seccomp")
 _RECURSIVE = 1
 
 
@@ -30,28 +28,21 @@ def report() -> dict[str, Any]:
     os.umask(umask)
     status = dict(line.split(":", 1) for line in _read("status").splitlines())
     process, main = multiprocessing.current_process(), sys.modules["__main__"]
-    getenv = _c_library("getenv", ctypes.c_char_p)
     return {
         "status": {k: v for k, v in status.items() if k.startswith(_STATUS)},
         "environment": [str(variable) for variable in os.environb.items()],
-        "variables of the C library": [str(getenv(k)) for k in (b"REPORTED", b"PUT", b"HOME")],
-        "variable that often changes": [os.environ.get("COLUMNS"), str(getenv(b"COLUMNS"))],
         "directory": os.getcwd(),
         "umask": umask,
         "search path": sys.path,
         "arguments": sys.argv,
         "flags": [list(sys.flags), sys._xoptions, sys.warnoptions, sys.dont_write_bytecode],
         "handlers": {n: str(signal.getsignal(n)).split(" at ")[0] for n in signal.valid_signals()},
-        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "streams": [_stream(name) for name in ("stdin", "stdout", "stderr")],
         "limits": [resource.getrlimit(number) for number in range(16)],
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
         "cores": sorted(os.sched_getaffinity(0)),
-        "scheduling": os.sched_getscheduler(0),
-        "kernel": [_read(name) for name in ("cgroup", "oom_score_adj", "coredump_filter")],
-        "session": [os.getsid(0), os.getppid(), os.getpgrp() - os.getpid() and os.getpgrp()],
+        "session": [os.getsid(0), os.getppid()],
         "garbage": [gc.isenabled(), gc.get_threshold()],
-        "text": [locale.setlocale(locale.LC_ALL), sys.getfilesystemencoding(), time.tzname],
         "process": [process.name, process.daemon, process._parent_pid, process.authkey.hex()],
         "main": [main.__name__, getattr(main, "__file__", "")],
         "names of main": sorted(vars(main).keys() - {"spawn_main"}),
@@ -85,12 +76,6 @@ def _read(name: str) -> str:
     return Path("/proc/self", name).read_text()
 
 
-def _c_library(name: str, result: Any = ctypes.c_int) -> Any:
-    function = getattr(ctypes.CDLL(None), name)
-    function.restype = result
-    return function
-
-
 def _stream(name: str) -> Any:
     stream = getattr(sys, name)
     if stream is None or stream.closed:
@@ -112,14 +97,12 @@ def _descriptors() -> list[Any]:
 
 def _of_main_thread() -> list[Any]:
     """Whether Python and the C library know who they are, and locks that need that work."""
-    main, own = threading.main_thread(), threading.get_ident()
+    main, own, library = threading.main_thread(), threading.get_ident(), ctypes.CDLL(None)
     # A recursive mutex, which its owner may take twice.
     mutex, attribute = ctypes.create_string_buffer(64), ctypes.create_string_buffer(16)
-    _c_library("pthread_mutexattr_init")(attribute)
-    _c_library("pthread_mutexattr_settype")(attribute, _RECURSIVE)
-    _c_library("pthread_mutex_init")(mutex, attribute)
-    lock, unlock = _c_library("pthread_mutex_trylock"), _c_library("pthread_mutex_unlock")
-    return [
-        [main is threading.current_thread(), main.ident == own, main.native_id == os.getpid()],
-        [lock(mutex), lock(mutex), unlock(mutex), unlock(mutex), signal.pthread_kill(own, 0)],
-    ]
+    library.pthread_mutexattr_init(attribute)
+    library.pthread_mutexattr_settype(attribute, _RECURSIVE)
+    library.pthread_mutex_init(mutex, attribute)
+    taken = library.pthread_mutex_trylock(mutex), library.pthread_mutex_trylock(mutex)
+    is_main = main is threading.current_thread() and main.native_id == os.getpid()
+    return [is_main, main.ident == own, taken, signal.pthread_kill(own, 0)]

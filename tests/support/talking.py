@@ -18,40 +18,18 @@ import torch
 
 from rlpool import Agent, DictTensor, GymEnv
 
-N_FLOOD = 30_000
-FLOOD = "record %d " + 800 * "."
-"""How many records a flood has, and what each says."""
-
-HUGE = "x" * 1_000_000
-
-
-class Unprintable:
-    """Fails when it is turned into text."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-    __repr__ = __str__
-
 
 def various(directory: Path) -> None:
     """Log whatever people log."""
     log = logging.getLogger("talk.env")
-    level = log.getEffectiveLevel()  # before anything is logged
     log.debug("too fine for the caller")
-    log.info("level %d of %s", level, "talk")
+    log.info("level %d of %s", log.getEffectiveLevel(), "talk")
     log.warning("Grüße 你好 \ud800 🚀\nand a second line")
-    log.error("100 % as it is")
-    log.info(HUGE)
     log.info("with extra", extra={"episode": 4, "values": np.arange(3), "odd": {(1, 2): 3}})
-    log.info("two %s", "arguments", Unprintable())
-    log.info(Unprintable())
-    log.log(35, "between the levels")
     try:
         raise KeyError("the goal")
     except KeyError:
         log.exception("it failed")
-    log.info("from here", stack_info=True)
     logging.getLogger("talk.silenced").warning("the caller wants no warnings of this one")
     logging.getLogger("elsewhere").info("the caller's root wants warnings only")
     warnings.warn("a warning", stacklevel=1)
@@ -72,14 +50,6 @@ def _configure(directory: Path) -> None:
     logging.getLogger("talk.forced").warning("after basicConfig")
 
 
-def flood(directory: Path) -> None:
-    """Log more than is kept while nobody reads."""
-    log = logging.getLogger("talk.flood")
-    for number in range(N_FLOOD):
-        log.info(FLOOD, number)
-    (directory / "flooded").touch()
-
-
 def last_words(directory: Path) -> None:
     """Log and be killed, once."""
     if not (directory / "killed").exists():
@@ -97,7 +67,7 @@ def converse(directory: Path) -> None:
 
 
 DEEDS: dict[str, Callable[[Path], None]] = {
-    deed.__name__: deed for deed in (various, flood, last_words, converse)
+    deed.__name__: deed for deed in (various, last_words, converse)
 }
 
 
@@ -127,13 +97,7 @@ class TalkingEnv(gymnasium.Env):
 
 
 class QuietAgent(Agent):
-    def __call__(
-        self,
-        state: DictTensor | None,
-        observation: DictTensor,
-        agent_info: DictTensor | None = None,
-        history: Any = None,
-    ) -> tuple[DictTensor, DictTensor, DictTensor]:
+    def __call__(self, state: Any, observation: DictTensor, *_: Any) -> Any:
         action = torch.zeros(observation.n_elems(), dtype=torch.int64)
         return DictTensor({}), DictTensor({"action": action}), DictTensor({})
 
@@ -145,9 +109,8 @@ def create_env(seed: int, deed: str, directory: str) -> GymEnv:
 class TalkingPlayer:
     """An environment for a pool that logs in every reset."""
 
-    def __init__(self) -> None:
-        self.observation_space = TalkingEnv.observation_space
-        self.action_space = TalkingEnv.action_space
+    observation_space = TalkingEnv.observation_space
+    action_space = TalkingEnv.action_space
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         logging.getLogger("talk.player").warning("reset")

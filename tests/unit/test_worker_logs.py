@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from rlpool.workers import logs as logs_module
 from rlpool.workers.log_file import MAX_UNREAD_BYTES, LogFile
-from rlpool.workers.log_records import decode, encode
-from rlpool.workers.logs import Levels, Logs
+from rlpool.workers.logs import Logs, decode, encode, set_levels
+
+pytestmark = pytest.mark.promise("I9")
 
 TALK = logging.getLogger("talk")
 
@@ -65,49 +67,59 @@ def post(logs: Logs, message: Any, worker: int = 1, level: int = logging.INFO) -
 
 def write(logs: Logs, text: bytes) -> None:
     """As a worker that is killed before it can point to what it wrote."""
-    os.write(file_of(logs)._open_fd(), text)
+    os.write(file_of(logs)._fd, text)
 
 
-def test_a_record_survives_the_way_there() -> None:
-    sent = record("%s of %d", "one", 2)
-    arrived = decode(encode(sent, 3))
+def test_a_line_that_is_no_record_is_told_apart() -> None:
+    arrived = decode(encode(record("%s of %d", "one", 2), 3))
     assert arrived is not None
-    assert arrived.worker == 3
-    lost = {"args", "msg", "relativeCreated", "worker", "exc_text"}
-    assert arrived.getMessage() == "one of 2"
-    assert {k: v for k, v in vars(arrived).items() if k not in lost} == {
-        k: v for k, v in vars(sent).items() if k not in lost
-    }
-    assert arrived.relativeCreated == pytest.approx(sent.relativeCreated, abs=1)
-    for line in (b"", b"{", b"[]", b"{}", b'{"name": "x"}', b"\xff", b"null", b'"text"'):
+    assert (arrived.getMessage(), arrived.worker, arrived.funcName) == ("one of 2", 3, "record")
+    for line in (b"", b"{", b"[]", b"{}", b'{"name": "x"}', b"\xff", b"null", b'"text"', b"3"):
         assert decode(line) is None
 
 
+class Unprintable:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+def test_what_cannot_be_printed_says_so_in_its_place() -> None:
+    failed = decode(encode(record("two %s", "arguments", Unprintable()), 0))
+    assert "two %s [the message could not be put together: Type" in failed.getMessage()
+    unprintable = decode(encode(record(Unprintable()), 0))
+    assert "Unprintable that cannot be printed" in unprintable.getMessage()
+    circle: list[Any] = []
+    circle.append(circle)
+    odd = record("100 % as it is")
+    odd.circle, odd.value = circle, Unprintable()
+    arrived = decode(encode(odd, 0))
+    assert arrived.getMessage() == "100 % as it is"
+    assert (arrived.circle, arrived.value[:12]) == ("[[...]]", "<Unprintable")
+
+
 def test_a_line_that_was_cut_off_is_counted_and_spoils_no_other(kept: Kept, logs: Logs) -> None:
+    cut_off = "1 log record cut off by the end of a worker"
     post(logs, "before")
+    post(logs, "too fine for the caller", level=logging.DEBUG)
     write(logs, b"\n" + encode(record("torn"), 1)[:40])  # then it was killed
     post(logs, "after")
     logs.deliver()
-    assert kept.messages == ["before", "after", "1 log record cut off by the end of a worker"]
+    assert kept.messages == ["before", cut_off, "after"]
     line = b"\n" + encode(record("in pieces"), 1) + b"\n"
     for start in range(0, len(line), 7):
         assert len(kept.messages) == 3
         write(logs, line[start : start + 7])
-        logs.expect_last_words()
         logs.deliver()
-    write(logs, b"\n" + encode(record("last words"), 1) + b"\n")
-    logs.deliver()
-    assert kept.messages[3:] == ["in pieces"]  # a death makes the caller look for more
-    logs.expect_last_words()
-    logs.deliver()
     write(logs, b"\n" + encode(record("torn, too"), 1)[:-1])
     logs.finish()
-    assert kept.messages[4:] == ["last words", "1 log record cut off by the end of a worker"]
+    assert kept.messages[3:] == ["in pieces", cut_off]
 
 
 def test_dropped_records_are_counted_and_memory_is_given_back(kept: Kept, logs: Logs) -> None:
     def n_bytes() -> int:
-        return 512 * os.fstat(file_of(logs)._open_fd()).st_blocks
+        return 512 * os.fstat(file_of(logs)._fd).st_blocks
 
     least, half, n_sent = n_bytes(), "x" * 500_000, 0
     while not sum(file_of(logs).dropped()):
@@ -130,30 +142,18 @@ def test_dropped_records_are_counted_and_memory_is_given_back(kept: Kept, logs: 
     assert kept.messages[n_sent + 1 :] == [half] * 40
 
 
-def test_the_levels_of_the_caller_decide(kept: Kept, logs: Logs) -> None:
-    post(logs, "fine", level=logging.DEBUG)
-    post(logs, "coarse")
-    logs.deliver()
-    assert kept.messages == ["coarse"]
-    TALK.disabled = True
-    try:
-        post(logs, "nobody listens", level=logging.ERROR)
-        logs.deliver()
-    finally:
-        TALK.disabled = False
-    assert kept.messages == ["coarse"]
-
-
-def test_a_handler_may_deliver_and_close(kept: Kept, logs: Logs) -> None:
+@pytest.mark.parametrize("react", [Logs.deliver, Logs.finish])
+def test_a_handler_may_deliver_and_close(
+    react: Callable[[Logs], None], kept: Kept, logs: Logs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs_module, "_PATIENCE_S", 0.01)
     texts = [f"record {number}" for number in range(2000)]  # more than calls can be nested
-    for react in (Logs.deliver, Logs.finish):
-        kept.react = lambda record, react=react: react(logs)
-        kept.records.clear()
-        for text in texts:
-            post(logs, text)
-        logs.deliver()
-        assert kept.messages == texts
-    assert file_of(logs).closed
+    kept.react = lambda _: react(logs)
+    for text in texts:
+        post(logs, text)
+    logs.deliver()
+    assert kept.messages == texts
+    assert file_of(logs).closed == (react is Logs.finish)
 
 
 def test_finish_hands_over_everything_before_it_raises(kept: Kept, logs: Logs) -> None:
@@ -201,12 +201,6 @@ def test_threads_that_log_at_once_mix_nothing_up(kept: Kept, logs: Logs) -> None
     assert sorted(kept.messages) == [text[0]] * 200 + [text[1]] * 200
 
 
-def published(logs: Logs) -> Levels:
-    found = file_of(logs).published()
-    assert found is not None
-    return Levels(*json.loads(found[1]))
-
-
 def test_levels_travel_whenever_they_change_and_are_taken_back(logs: Logs) -> None:
     edition = file_of(logs).edition
     logs.deliver()
@@ -216,17 +210,13 @@ def test_levels_travel_whenever_they_change_and_are_taken_back(logs: Logs) -> No
     try:
         for _ in range(2):
             logs.deliver()
-            assert file_of(logs).edition == edition + 2
-        before = published(logs)
-        assert before.named["talk.deep.down"] == logging.DEBUG
+            assert file_of(logs).edition == edition + 1
+        before = json.loads(file_of(logs).published())
+        assert before["talk.deep.down"] == logging.DEBUG
     finally:
         deep.setLevel(logging.NOTSET)
     logs.deliver()
-    now = published(logs)
-    before.apply(None)  # as a worker does
+    set_levels({}, before)  # as a worker does
     assert deep.level == logging.DEBUG
-    now.apply(before)
+    set_levels(before, json.loads(file_of(logs).published()))
     assert deep.level == logging.NOTSET
-    named = {f"logger.{number:05}": logging.ERROR for number in range(5000)}
-    many = Levels(logging.WARNING, 0, {**named, "one": logging.DEBUG})
-    assert Levels(*json.loads(many.encoded())) == (logging.DEBUG, 0, {})
