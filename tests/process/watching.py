@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+
+from rlpool import TemporalDictTensor
 
 from support.staying import stays
 
@@ -39,16 +42,6 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = START_S) -> floa
 def worker_pids(pid: int | None = None) -> set[int]:
     """Processes that a process has, but for those that live as long as it."""
     return {child.pid for child in psutil.Process(pid).children(recursive=True) if not stays(child)}
-
-
-def pids_of_session(session: int) -> set[int]:
-    """Processes of a session that run, those without a parent of it included."""
-    pids = set()
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(ProcessLookupError):
-            if os.getsid(int(name)) == session and is_running(int(name)):
-                pids.add(int(name))
-    return pids
 
 
 def is_running(pid: int) -> bool:
@@ -92,6 +85,18 @@ def n_descriptors() -> int:
     return len(os.listdir("/proc/self/fd")) - 1  # one is the listing's own
 
 
+def assert_equal(one: TemporalDictTensor | None, other: TemporalDictTensor | None) -> None:
+    """Check that two results are the same, bit by bit, as is what was noted about their rows."""
+    assert one is not None
+    assert other is not None
+    assert list(one.keys()) == list(other.keys())
+    assert one.lengths.tolist() == other.lengths.tolist()
+    for mine, theirs in ((one, other), (one.info, other.info)):
+        for key, values in theirs.items():
+            assert (mine[key].dtype, mine[key].shape) == (values.dtype, values.shape), key
+            assert torch.equal(mine[key], values), key
+
+
 @dataclass
 class Struck:
     """The file in which a fault leaves its note.
@@ -121,9 +126,6 @@ class Struck:
     @property
     def _note(self) -> dict[str, Any]:
         return json.loads(Path(self.path).read_text())
-
-    def clear(self) -> None:
-        Path(self.path).unlink(missing_ok=True)
 
 
 class Script:
@@ -198,9 +200,6 @@ class Script:
     def finish(self, timeout_s: float = START_S) -> float:
         """Wait for the end of the script; returns how long that took."""
         return wait_until(lambda: self.returncode is not None, timeout_s)
-
-    def state(self) -> str:
-        return psutil.Process(self.pid).status()
 
     def left_after(self, timeout_s: float) -> list[psutil.Process]:
         """Processes of its family that still run some time later."""

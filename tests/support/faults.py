@@ -16,8 +16,10 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +31,20 @@ from rlpool import Agent, DictTensor, GymEnv, GymEnvInf
 from rlpool.testing import strike as strike_now
 from rlpool.testing.faults import EXIT_CODE as EXIT_CODE  # what "os_exit" exits with
 
+RAISES = ("raise", "unpicklable", "unprintable", "sys_exit")
+DEATHS = {
+    "os_exit": (EXIT_CODE, None),
+    "sigkill": (-signal.SIGKILL, "SIGKILL"),
+    "segfault": (-signal.SIGSEGV, "SIGSEGV"),
+}
+"""Ways to die, with the exit code and the name of the signal."""
+
+HANGS = ("hang", "hold_the_lock")
+WRONG = ("wrong_shape", "wrong_dtype")
+WRONG_STEPS = ("wrong_reward", "wrong_flag", "huge_reward", "nan_flag")
 KINDS = (
-    "none",
-    "raise",
-    "unpicklable",
-    "unprintable",
-    "sys_exit",
-    "os_exit",
-    "sigkill",
-    "segfault",
-    "hang",
-    "hold_the_lock",
-    "fork_and_sigkill",
-    "wrong_shape",
-    "wrong_dtype",
-    "wrong_reward",
-    "wrong_flag",
-    "raise_and_die",
-    "huge_reward",
-    "nan_flag",
+    *("none", "raise_and_die", "fork_and_sigkill"),
+    *(*RAISES, *DEATHS, *HANGS, *WRONG, *WRONG_STEPS),
 )
 
 ENDINGS = ("hang", "hold_the_lock", "linger", "raise", "os_exit", "sigkill", "segfault")
@@ -87,22 +84,17 @@ def strike(
         time.sleep(_SOON_S)  # until nobody looks any more who does not wait for it
         threading.Timer(_SOON_S, os._exit, args=(EXIT_CODE,)).start()
         kind = "raise"
-    if kind == "fork_and_sigkill":
-        _leave_a_child_behind(f"{struck_at}.child")
+    if kind == "fork_and_sigkill" and (child := os.fork()) != 0 and struck_at is not None:
+        Path(f"{struck_at}.child").write_text(str(child))
+    elif kind == "fork_and_sigkill" and child == 0:
+        # It inherits all descriptors, as environments' helpers do.
+        time.sleep(_FOREVER_S)
+        os._exit(0)
     strike_now(_PUBLIC.get(kind, kind))
     return kind
 
 
-def _leave_a_child_behind(note: str) -> None:
-    """Fork a process that inherits all descriptors, as environments' helpers do."""
-    pid = os.fork()
-    if pid == 0:
-        time.sleep(_FOREVER_S)
-        os._exit(0)
-    Path(note).write_text(str(pid))
-
-
-class FaultyEnv(gymnasium.Env):
+class FaultyEnv(gymnasium.Env[Any, Any]):
     """Counts its steps and fails where ``env_info`` says so.
 
     Args:
@@ -124,10 +116,8 @@ class FaultyEnv(gymnasium.Env):
         once: bool = False,
     ) -> None:
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
-        self._struck_at = struck_at
-        self._close_fault = close_fault
+        self._struck_at, self._close_fault, self._once = struck_at, close_fault, once
         self._ran_in = ran_in
-        self._once = once
         self._options: dict[str, Any] = {}
         self._seed: int | None = None
         self._step = 0
@@ -149,16 +139,11 @@ class FaultyEnv(gymnasium.Env):
         kind = self._strike(self._step)
         self._step += 1
         self._wait()
-        reward: Any = float(self._step)
-        terminated: Any = self._step >= self._options.get("length", 3)
-        if kind == "wrong_reward":
-            reward = np.zeros(2)
-        if kind == "wrong_flag":
-            terminated = np.array([True, False])
-        if kind == "huge_reward":
-            reward = 1e39  # more than float32 holds
-        if kind == "nan_flag":
-            terminated = float("nan")
+        # A float32 holds less than 1e39.
+        rewards: dict[str, Any] = {"wrong_reward": np.zeros(2), "huge_reward": 1e39}
+        flags: dict[str, Any] = {"wrong_flag": np.array([True, False]), "nan_flag": float("nan")}
+        reward = rewards.get(kind, float(self._step))
+        terminated = flags.get(kind, self._step >= self._options.get("length", 3))
         return self._observation(kind), reward, terminated, False, {}
 
     def close(self) -> None:
@@ -174,11 +159,8 @@ class FaultyEnv(gymnasium.Env):
         time.sleep(self._options.get("sleep_ms", 0) / 1000)
 
     def _observation(self, kind: str) -> Any:
-        if kind == "wrong_shape":
-            return np.zeros(5, np.float32)
-        if kind == "wrong_dtype":
-            return np.zeros(2, np.complex64)
-        return np.array([self._options.get("id", 0), self._step], np.float32)
+        wrong = {"wrong_shape": np.zeros(5, np.float32), "wrong_dtype": np.zeros(2, np.complex64)}
+        return wrong.get(kind, np.array([self._options.get("id", 0), self._step], np.float32))
 
 
 class FaultyAgent(Agent):
@@ -190,28 +172,24 @@ class FaultyAgent(Agent):
     def __init__(
         self, struck_at: str | None = None, close_fault: str = "none", once: bool = False
     ) -> None:
-        self._struck_at = struck_at
-        self._close_fault = close_fault
-        self._once = once
+        self._struck_at, self._close_fault, self._once = struck_at, close_fault, once
         self._version = 0
         self._wrong = "none"
 
     def __call__(
-        self,
-        state: DictTensor | None,
-        observation: DictTensor,
-        agent_info: DictTensor | None = None,
-        history: Any = None,
+        self, state: Any, observation: DictTensor, agent_info: Any = None, history: Any = None
     ) -> tuple[DictTensor, DictTensor, DictTensor]:
         n = observation.n_elems()
-        kind = self._kind(observation["frame"][:, 1], agent_info)
+        kind = "none"
+        if agent_info is not None:
+            step = observation["frame"][:, 1]
+            hit = (agent_info["fault"] > 0) & (agent_info["fault_step"] == step)
+            kind = KINDS[int(agent_info["fault"][hit][0])] if bool(hit.any()) else "none"
         kind = strike(kind, self._struck_at, once=self._once)
-        kind = self._wrong if kind == "none" else kind
-        action = torch.ones(n, dtype=torch.int64)
-        if kind == "wrong_shape":
-            action = torch.ones(n, 2, dtype=torch.int64)
-        if kind == "wrong_dtype":
-            action = torch.ones(n, dtype=torch.complex64)
+        action = {
+            "wrong_shape": torch.ones(n, 2, dtype=torch.int64),
+            "wrong_dtype": torch.ones(n, dtype=torch.complex64),
+        }.get(self._wrong if kind == "none" else kind, torch.ones(n, dtype=torch.int64))
         version = torch.full((n,), self._version)
         return DictTensor({}), DictTensor({"action": action, "version": version}), DictTensor({})
 
@@ -219,25 +197,17 @@ class FaultyAgent(Agent):
         if isinstance(info, str):
             # Parameters that do not fit, say: what is wrong is what the agent then returns.
             self._wrong = strike(info, self._struck_at, once=self._once)
-            return
-        self._version, self._wrong = int(info), "none"
+        else:
+            self._version, self._wrong = int(info), "none"
 
     def close(self) -> None:
         strike(self._close_fault, self._struck_at, once=self._once)
-
-    @staticmethod
-    def _kind(step: torch.Tensor, agent_info: DictTensor | None) -> str:
-        if agent_info is None:
-            return "none"
-        hit = (agent_info["fault"] > 0) & (agent_info["fault_step"] == step)
-        return KINDS[int(agent_info["fault"][hit][0])] if bool(hit.any()) else "none"
 
 
 def create_env(
     seed: int,
     n_lanes: int = 1,
     fault: str = "none",
-    first: str | None = None,
     struck_at: str | None = None,
     once: bool = False,
     restarts: bool = False,
@@ -249,22 +219,18 @@ def create_env(
         seed: Ignored.
         n_lanes: Number of environments.
         fault: How this call fails.
-        first: A file; only the process that can create it fails, any other hangs.
         struck_at: As for ``FaultyEnv``.
         once: As for ``FaultyEnv``.
         restarts: Whether episodes follow each other on their own.
         env_args: For ``FaultyEnv``.
     """
-    if fault != "none" and first is not None and not _is_first(first):
-        strike("hang")
     fault = strike(fault, struck_at, once=once)
     if fault == "wrong_shape":
         return [FaultyEnv()]
-    kind: Any = GymEnvInf if restarts else GymEnv
     envs = [FaultyEnv(struck_at, once=once, **env_args) for _ in range(n_lanes)]
     if fault == "wrong_dtype":
         envs[0].observation_space.dtype = np.dtype(object)
-    return kind(envs, seed)
+    return (GymEnvInf if restarts else GymEnv)(envs, seed)
 
 
 def create_agent(
@@ -280,30 +246,25 @@ def create_agent(
     return agent
 
 
-def _is_first(path: str) -> bool:
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True
-
-
-def faults_at(n_rows: int, row: int, kind: str, step: int, **columns: int) -> DictTensor:
-    """An info of ``n_rows`` rows, one of which fails at a step.
+def faults(n_rows: int, hits: Mapping[int, tuple[str, int]], **columns: Any) -> DictTensor:
+    """An info of rows, some of which fail.
 
     Args:
         n_rows: Rows.
-        row: The row that fails.
-        kind: How.
-        step: Where; -1 for ``reset``.
-        columns: Further columns, the same in all rows.
+        hits: How and at which step a row fails, -1 for ``reset``: ``row -> (kind, step)``.
+        columns: Further columns; a number is the same in all rows.
     """
-    fault = torch.zeros(n_rows, dtype=torch.int64)
-    fault[row] = code(kind)
+    hit = [hits.get(row, ("none", 0)) for row in range(n_rows)]
+    fault, fault_step = [code(kind) for kind, _ in hit], [step for _, step in hit]
+    columns |= {"fault": torch.tensor(fault), "fault_step": torch.tensor(fault_step)}
     return DictTensor(
         {
-            "fault": fault,
-            "fault_step": torch.full((n_rows,), step),
-            **{key: torch.full((n_rows,), value) for key, value in columns.items()},
+            key: torch.full((n_rows,), value) if isinstance(value, int) else value
+            for key, value in columns.items()
         }
     )
+
+
+def faults_at(n_rows: int, row: int, kind: str, step: int, **columns: int) -> DictTensor:
+    """An info of rows, one of which fails at a step."""
+    return faults(n_rows, {row: (kind, step)}, **columns)

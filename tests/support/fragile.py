@@ -1,5 +1,6 @@
 """Environments that fail so many times and then no more, leak, or are not reproducible.
 
+And an agent with memory, noise and a policy, whose actions show whether any of them was lost.
 All at module level, so that worker processes can unpickle them by name.
 """
 
@@ -12,9 +13,18 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium import spaces
 
-from rlpool import GymEnv, ParallelEnvManager
+from rlpool import (
+    Agent,
+    DictTensor,
+    GymEnv,
+    GymEnvInf,
+    ParallelEnvManager,
+    TemporalDictTensor,
+    sample_categorical,
+)
 
 from support.faults import KINDS, code, strike
 
@@ -29,7 +39,7 @@ class FragileEnv(gymnasium.Env[Any, Any]):
 
     Args:
         marks: Directory for a file per fault that struck; without one there are no faults.
-        times: How often one fault strikes.
+        times: How often a fault strikes.
         noted_in: Directory in which each process leaves a line per reset.
         close_fault: How ``close`` fails, a kind of ``support.faults.strike``.
     """
@@ -108,6 +118,57 @@ class LeakingEnv(FragileEnv):
     def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         self.kept = [*getattr(self, "kept", []), np.ones(2**21)]
         return super().reset(**arguments)
+
+
+class RecurrentAgent(Agent):
+    """Draws its actions from its noise and from all it has seen, with sizes no vector unit likes.
+
+    Its policy is a number, or the mean of a tensor; ``gain`` in ``agent_info`` sharpens it.
+    """
+
+    n_noise = 1
+    N_HIDDEN, N_ACTIONS = 33, 5
+
+    def __init__(self, wants_history: bool = False) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self._wants_history = wants_history
+        self._bias = 0.0
+        self._cell = torch.nn.GRUCell(3, self.N_HIDDEN)
+        self._head = torch.nn.Linear(self.N_HIDDEN, self.N_ACTIONS)
+        for parameter in (*self._cell.parameters(), *self._head.parameters()):
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+
+    def require_history(self) -> bool:
+        return self._wants_history
+
+    def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor:
+        return DictTensor({"hidden": torch.zeros(n, self.N_HIDDEN)})
+
+    def __call__(
+        self,
+        state: DictTensor,
+        observation: DictTensor,
+        agent_info: DictTensor | None = None,
+        history: TemporalDictTensor | None = None,
+    ) -> tuple[DictTensor, DictTensor, DictTensor]:
+        hidden = self._cell(observation["frame"], state["hidden"])
+        logits = self._head(hidden) + self._bias * hidden[:, : self.N_ACTIONS]
+        if agent_info is not None and not agent_info.empty():
+            logits = logits * agent_info["gain"].unsqueeze(1)
+        action, log_probability = sample_categorical(logits, observation["noise"])
+        output = {"action": action, "log_probability": log_probability}
+        output["bias"] = torch.full(action.shape, self._bias)
+        return state, DictTensor(output), DictTensor({"hidden": hidden})
+
+    def update(self, info: Any) -> None:
+        self._bias = float(torch.as_tensor(info).mean())
+
+
+def create_fragile(
+    seed: int, n_lanes: int = 2, restarts: bool = False, kind: Any = FragileEnv, **arguments: Any
+) -> GymEnv:
+    """Lanes of ``FragileEnv``, or of another kind."""
+    return (GymEnvInf if restarts else GymEnv)([kind(**arguments) for _ in range(n_lanes)], seed)
 
 
 def failing(kind: str, step: int, **options: int) -> dict[str, int]:

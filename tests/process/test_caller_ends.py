@@ -1,0 +1,329 @@
+"""However the caller ends, and whatever its workers do meanwhile, nothing of them is left.
+
+A script opens batchers and managers in many threads, and lets the worker of each come to a place:
+asleep in ``step``, in a call in C that keeps Python's lock, still importing, idle, and so on. Then
+the script ends by itself or by a signal, after which nobody is left to tell the workers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from process.watching import Script, Struck, is_running, wait_until, who_holds, worker_pids
+
+from support.faults import HANGS
+from support.variants import variants
+
+pytestmark = [
+    pytest.mark.usefixtures("no_shared_memory_left"),
+    pytest.mark.timeout(120),
+    pytest.mark.promise("I5"),
+    pytest.mark.promise("I6"),
+]
+
+RunScript = Callable[..., Script]
+
+GONE_S = 3.0
+"""So long after the caller was struck no worker and none of its memory is left."""
+
+CLOSE_S = 7.0
+"""A caller that ends by itself closes what it has opened in less than this, hangs included."""
+
+CALLER = """
+import os, signal, sys, threading, time
+from functools import partial
+from pathlib import Path
+import numpy as np
+from support.faults import FaultyEnv, code, create_agent, create_env, faults_at, strike
+
+if __name__ == "__mp_main__" and os.path.exists(f"{__file__}.import"):
+    # Imports take seconds where they are heavy or the machine is busy.
+    strike("hang", open(f"{__file__}.import").read())
+
+from rlpool import Batcher, EpisodeBatcher, ParallelEnvManager
+
+def main(at, end, start_method, *places):
+    def go(number):
+        owner, phase, kind = places[number].split(":")
+        owners = {"episodes": episodes, "windows": windows, "manager": manager}
+        owners[owner](f"{at}.{number}", phase, kind, start_method)
+
+    is_left = end in ("return", "raise", "sys_exit", "os_exit")
+    for number in range(len(places) - (not is_left)):
+        threading.Thread(target=go, args=(number,), daemon=True).start()
+    if not is_left:
+        go(len(places) - 1)
+    while not os.path.exists(f"{at}.go"):
+        time.sleep(0.005)
+    if end == "return":
+        threading.Thread(target=later).start()
+    if end == "raise":
+        raise ZeroDivisionError
+    if end == "sys_exit":
+        sys.exit(3)
+    if end == "os_exit":
+        os._exit(3)
+
+def later():
+    # The interpreter waits for this thread, and the thread's workers must not mind.
+    threading.main_thread().join()
+    with EpisodeBatcher(4, 8, create_agent, {}, create_env, {}, 2, 1) as batcher:
+        batcher.execute(5)
+        print(batcher.get().lengths.tolist(), flush=True)
+
+def rest(at):
+    Path(at).touch()
+    while True:
+        time.sleep(1)
+
+def arguments(at, phase, kind):
+    if phase == "import":
+        Path(f"{__file__}.import").write_text(at)
+    agent_args, env_args = {"struck_at": at}, {"struck_at": at, "n_lanes": 2}
+    part = agent_args if phase.endswith("agent") else env_args
+    if phase.startswith("c"):
+        part["fault" if phase.startswith("create") else "close_fault"] = kind
+    return create_agent, agent_args, create_env, env_args, 1, 1
+
+def infos(phase, kind, n_rows, **columns):
+    # The last row is struck: by its environment or by its agent.
+    struck, plain = (
+        faults_at(n_rows, n_rows - 1, k, {"reset": -1}.get(phase, 2), **columns)
+        for k in (kind, "none")
+    )
+    is_env = phase in ("reset", "step", "with")
+    return {"env_info": struck if is_env else plain, "agent_info": plain if is_env else struck}
+
+def episodes(at, phase, kind, start_method):
+    batcher = EpisodeBatcher(4, 6, *arguments(at, phase, kind), start_method=start_method)
+    if phase == "update":
+        batcher.update(kind)
+    # More episodes than slots, longer than slots: some are being drained.
+    hit = kind if phase in ("reset", "step", "agent", "with") else "none"
+    length = 2_000_000 if phase == "busy" else 9
+    batcher.execute(9, **infos(phase, hit, 9, length=length))
+    if phase == "queued":
+        batcher.execute(9)
+        rest(at)
+    if phase == "busy":
+        Path(at).touch()
+    if phase == "with":
+        with batcher:
+            batcher.get()
+    batcher.get()
+    if phase == "idle":
+        rest(at)
+    batcher.close()
+
+def windows(at, phase, kind, start_method):
+    batcher = Batcher(4, None, *arguments(at, phase, kind), start_method=start_method)
+    hit = kind if phase in ("step", "agent") else "none"
+    batcher.reset(**infos(phase, hit, 2, length=9))
+    batcher.execute()
+    batcher.execute()
+    batcher.get()
+    if phase == "idle":
+        rest(at)
+    batcher.close()
+
+def manager(at, phase, kind, start_method):
+    make_env = partial(FaultyEnv, at, kind if phase == "close_env" else "none")
+    if phase == "create_env":
+        make_env = partial(strike, kind, at)
+    if phase == "import":
+        Path(f"{__file__}.import").write_text(at)
+    manager = ParallelEnvManager([make_env] * 3, envs_per_worker=2, start_method=start_method)
+    options = {"fault": code(kind), "length": 10**6}
+    options["fault_step"] = {"reset": -1, "step": 2}.get(phase, -2)
+    manager.reset_lanes([0, 1, 2], [1, 2, 3], [None, None, options])
+    if phase == "idle":
+        rest(at)
+    if phase == "busy":
+        Path(at).touch()
+    for _ in range(10**9 if phase == "busy" else 4):
+        manager.step_lanes([2], {"action": np.zeros(3, np.int64)})
+    manager.close()
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+# Asleep, and in a call in C during which no thread can run.
+PLACES = [
+    *[f"{owner}:import:hang" for owner in ("episodes", "manager")],
+    *[f"episodes:{phase}:none" for phase in ("busy", "queued", "idle")],
+    *[
+        f"episodes:{phase}:{kind}"
+        for kind in HANGS
+        for phase in (
+            *("create_env", "create_agent", "reset", "step", "agent", "update"),
+            *("close_env", "close_agent"),
+        )
+    ],
+    *("windows:step:hang", "windows:agent:hold_the_lock", "windows:idle:none"),
+    "windows:close_env:hold_the_lock",
+    *[f"manager:{phase}:hold_the_lock" for phase in ("create_env", "reset", "step", "close_env")],
+    *("manager:busy:none", "manager:idle:none", "manager:close_env:hang"),
+]
+
+MANY = (
+    *("episodes:create_env:hang", "episodes:update:hold_the_lock", "episodes:agent:hang"),
+    *("episodes:queued:none", "episodes:busy:none", "episodes:close_agent:hold_the_lock"),
+    *("windows:agent:hold_the_lock", "windows:idle:none", "manager:create_env:hold_the_lock"),
+    *("manager:step:hold_the_lock", "manager:busy:none"),
+)
+FEW = ("episodes:busy:none", "windows:idle:none", "manager:idle:none")
+IN_STEP, IN_WITH = "episodes:step:hang", "episodes:with:hang"
+
+ENDS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGINT SIGINT", "return", "raise", "sys_exit", "os_exit")
+
+CASES = variants(
+    [
+        ("SIGKILL", "auto", (*MANY, IN_STEP)),
+        ("SIGINT", "auto", (*FEW, IN_STEP)),
+        ("SIGINT SIGINT", "auto", (*FEW, IN_WITH)),
+        ("return", "auto", (*FEW, IN_STEP)),
+        ("SIGKILL", "auto", ("episodes:import:hang",)),
+        ("SIGKILL", "spawn", ("manager:step:hold_the_lock", IN_STEP)),
+    ],
+    [
+        *[(end, "auto", (*FEW, IN_STEP)) for end in ENDS],
+        *[(end, "auto", (place,)) for place in PLACES for end in ENDS[:4]],
+        *[("SIGKILL", "spawn", (place,)) for place in PLACES],
+    ],
+)
+
+
+@pytest.mark.promise("I4")
+@pytest.mark.parametrize(
+    ("end", "start_method", "places"),
+    CASES,
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)}-{value[-1]}",
+)
+def test_nothing_is_left_of_a_caller_that_ends(
+    run_script: RunScript, tmp_path: Path, end: str, start_method: str, places: tuple[str, ...]
+) -> None:
+    at = [tmp_path / f"at.{number}" for number in range(len(places))]
+    script = run_script(CALLER, str(tmp_path / "at"), end, start_method, *places)
+    wait_until(lambda: all(path.exists() for path in at) or script.returncode is not None)
+    assert script.returncode is None, script.stderr
+    script.note_family()
+    assert script.memory
+    (tmp_path / "at.go").touch()
+    numbers = [getattr(signal, name) for name in end.split() if name.startswith("SIG")]
+    for number in numbers:
+        script.signal(number, group=number == signal.SIGINT)
+    script.finish(GONE_S if end.startswith(("SIGKILL", "SIGTERM", "SIGINT ")) else CLOSE_S)
+    left = script.left_after(GONE_S)
+    assert not left, [" ".join(process.cmdline()) for process in left]
+    assert not who_holds(script.memory)
+    expected = {"return": 0, "raise": 1, "sys_exit": 3, "os_exit": 3}
+    assert script.returncode == (-numbers[0] if numbers else expected[end]), script.stderr
+    assert script.stdout == ("[3, 3, 3, 3, 3]\n" if end == "return" else "")
+    if end != "SIGINT SIGINT":  # the script's own traceback is all that is printed
+        assert script.stderr.count("Traceback") == (end in ("SIGINT", "raise")), script.stderr
+        for word in ("rlpool-worker", "Exception ignored", "resource_tracker", "Process "):
+            assert word not in script.stderr, script.stderr
+
+
+# Forks ----------------------------------------------------------------------------------------
+
+FORKS = """
+import multiprocessing, os, signal, sys
+import torch
+from rlpool import Batcher, DictTensor, EpisodeBatcher, ParallelEnvManager, UsageError
+from support.faults import FaultyEnv, create_agent, create_env, strike
+from support.parallel import create_manager
+
+def open_batcher(n_threads=1):
+    return EpisodeBatcher(4, 8, create_agent, {}, create_env, {}, n_threads, 1)
+
+def rows(first):
+    return DictTensor({"id": torch.arange(first, first + 3)})
+
+def check(result, first):
+    assert result["frame"][:, :, 0].tolist() == [[first + i] * 3 for i in range(3)]
+
+def square(number):
+    return number * number
+
+def main(struck):
+    windows = Batcher(4, None, create_agent, {}, create_env, {}, n_threads=1, seeds=1)
+    windows.reset()
+    windows.execute()
+    managed = EpisodeBatcher(
+        4, 8, create_agent, {}, create_manager, {"make_env": FaultyEnv, "n_lanes": 2}, 0, 1
+    )
+    managed.execute(3, env_info=rows(6))
+    manager = ParallelEnvManager([FaultyEnv] * 2, seed=1)
+    manager.reset()
+    remotes, workers = manager.remotes, manager.workers
+    remotes[0].send(("get_attr", {"attr": "action_space"}))
+    with open_batcher(2) as batcher:
+        batcher.execute(3, env_info=rows(5))
+        pid = os.fork()
+        if pid == 0:
+            for call in (
+                batcher.get, lambda: batcher.get(False), lambda: batcher.execute(3),
+                batcher.reexecute, lambda: batcher.update({}), lambda: batcher.progress,
+                lambda: batcher.dump_stacks(None), windows.get, windows.execute, windows.reset,
+                lambda: windows.n_lanes, lambda: windows.all_stopped, manager.reset,
+                lambda: manager.reset_lanes([1], [1], [None]), lambda: manager.step_lanes([1], {}),
+                manager.step_some, lambda: manager.announce_episodes([1], {}),
+                lambda: manager.dump_stacks(None), remotes[0].recv, remotes[0].poll,
+                lambda: remotes[1].send(("reset", None)), workers[0].is_alive, workers[0].join,
+                lambda: workers[0].exitcode,
+            ):
+                try:
+                    call()
+                except UsageError as error:
+                    assert "forked" in str(error) and "fix:" in str(error), error
+                else:
+                    raise AssertionError(f"{call} was not refused")
+            assert str(workers[0].pid) in repr(workers[0])
+            windows.close()
+            windows.close()
+            manager.close()
+            managed.close()
+            del managed
+            # Its own batcher is its own; that of its parent it may also forget.
+            with open_batcher() as own:
+                own.execute(3, env_info=rows(9))
+                check(own.get(), 9)
+            # multiprocessing tries to join the children of its parent, and says so.
+            sys.stderr = open(os.devnull, "w")
+            sys.exit(4)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            assert pool.map(square, range(5)) == [0, 1, 4, 9, 16]
+        check(batcher.get(), 5)
+        check(managed.get(), 6)
+        assert windows.get()["frame"].shape[:2] == (1, 3)
+        assert remotes[0].recv()[0] == "attr"
+        manager.reset()
+        if os.fork() == 0:
+            strike("hang", struck)
+        print("done", flush=True)
+        signal.pause()
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+def test_a_forked_child_may_not_use_the_batchers_of_its_parent_nor_keep_their_workers(
+    run_script: RunScript, struck: Struck
+) -> None:
+    script = run_script(FORKS, struck.path)
+    script.wait_for_line("done")
+    wait_until(lambda: struck.is_there)
+    assert script.stderr == ""
+    workers = worker_pids(script.pid) - {struck.pid}
+    assert len(workers) >= 5
+    script.signal(signal.SIGKILL)
+    wait_until(lambda: not any(map(is_running, workers)), GONE_S)
+    os.kill(struck.pid, signal.SIGKILL)

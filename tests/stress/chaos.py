@@ -1,0 +1,294 @@
+"""What is left of the data when workers are killed, stopped, fed up and starved, all the time.
+
+    python tests/stress/chaos.py --minutes 10 [--seed 0] [--workers 4]
+
+Batchers are opened, collect and are closed, in turns: an ``EpisodeBatcher``, whose requests are
+often larger than its slots and whose longest episodes take several of them, with a new policy for
+every request, and a ``Batcher``. Their agent has a recurrent state and noise. Meanwhile
+
+- a thread sends SIGKILL, SIGSEGV and SIGSTOP to workers picked by chance, at random times, and
+  SIGKILL to the template from which they are forked;
+- environments, at random times, raise, call ``sys.exit`` and ``os._exit``, run out of a limit of
+  memory, take memory and are killed as by the kernel, and hoard it until the batcher recycles
+  their worker.
+
+Everything is collected once more, undisturbed, and compared bit by bit. In the end no process,
+descriptor, thread or shared memory may be left.
+
+Prints a JSON line; the exit code is 1 if anything was lost, wrong or left. ``restarts`` counts
+environments that were made again, and not the workers that died before they came to that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from stress.rough import HOG_BYTES, create_rough, held, infos, noted, parameters, workers
+
+import rlpool
+from rlpool import Batcher, EpisodeBatcher, RlpoolError, TemporalDictTensor
+
+from support.fragile import RecurrentAgent
+
+SETTLE_S = 3.0
+"""What ends with the last batcher may take so long to be gone."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much chaos, and for how long.
+
+    Attributes:
+        seconds: No life begins after so long, unless too little has happened.
+        seed: Of the episodes, and of who is struck from outside.
+        n_workers: Workers of the ``EpisodeBatcher``; the ``Batcher`` has half as many.
+        strike_s: Mean seconds between two strikes of an environment.
+        signal_s: Mean seconds between two signals to any worker.
+        template_s: Mean seconds between two ends of the template.
+        signals_per_result: No more of them between two results, so that there is progress however
+            slow the machine.
+        at_starting: Share of the signals that may hit a worker that is still starting. One that
+            fails again and again before it is ready is given up, so it must not be large.
+        rounds: Requests in the life of a batcher.
+        sizes: Episodes per request to choose from.
+        timeout_s: After which a stopped worker counts as hanging.
+        least_episodes: Go on until there were so many.
+        least_faults: Go on until there were so many.
+    """
+
+    seconds: float = 600.0
+    seed: int = 0
+    n_workers: int = 4
+    strike_s: float = 6.0
+    signal_s: float = 0.15
+    template_s: float = 8.0
+    signals_per_result: int = 20
+    at_starting: float = 0.1
+    rounds: int = 10
+    sizes: tuple[int, ...] = (1, 12, 100, 400)
+    timeout_s: float = 2.0
+    least_episodes: int = 0
+    least_faults: int = 0
+
+
+class Chaos:
+    """Batchers, one after another, each beside its undisturbed twin, and who shoots at them.
+
+    Args:
+        plan: How they are disturbed.
+        notes: Directory for notes.
+        worker_bytes: Resident memory of a worker.
+    """
+
+    def __init__(self, plan: Plan, notes: str, worker_bytes: int) -> None:
+        self.counts: Counter[str] = Counter(episodes=0, windows=0, lost=0, wrong=0, lives=0)
+        self.signals: Counter[str] = Counter()
+        self.errors: list[str] = []
+        self.n_workers = 0
+        self._plan, self._notes = plan, notes
+        self._rng = random.Random(plan.seed)
+        self._start_s = time.monotonic()
+        self._options = {
+            "timeout": plan.timeout_s,
+            "on_worker_failure": "restart",
+            "on_env_error": "restart",
+            "max_restarts": None,
+            "max_episodes_per_worker": 400,
+            "max_rss_bytes": worker_bytes + 3 * HOG_BYTES // 4,
+        }
+        self._n_since_result = 0
+        self._spared: set[psutil.Process] | None = set()  # None: nobody is shot at
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Go on until there was enough."""
+        kinds = itertools.cycle((self._episodes, self._windows))
+        thread = threading.Thread(target=self._shoot_again_and_again, daemon=True)
+        thread.start()
+        while not self.errors and not self._is_enough():
+            self.counts["lives"] += 1
+            try:
+                next(kinds)(self._plan.seed + self.counts["lives"])
+            except RlpoolError as error:
+                self.errors.append(f"{type(error).__name__}: {error}")
+        self._over.set()
+        thread.join()
+
+    def _is_enough(self) -> bool:
+        faults = noted(self._notes) + self.signals
+        return (
+            time.monotonic() - self._start_s > self._plan.seconds
+            and self.counts["episodes"] >= self._plan.least_episodes
+            and faults.total() - faults["created"] >= self._plan.least_faults
+        )
+
+    def _open(self, kind: type[Any], seed: int, n_workers: int, disturbed: bool) -> Any:
+        env_args: dict[str, Any] = {"n_lanes": 2, "restarts": kind is Batcher}
+        if disturbed:
+            self.n_workers += n_workers
+            # Steps that take a while give more time to be hit in the middle of an episode.
+            env_args |= {"notes": self._notes, "mean_s": self._plan.strike_s, "sleep_s": 5e-4}
+        arguments = (16, 12, RecurrentAgent, {}, create_rough, env_args, n_workers, seed)
+        return kind(*arguments, **(self._options if disturbed else {}))
+
+    def _episodes(self, seed: int) -> None:
+        with (
+            self._open(EpisodeBatcher, seed, 0, False) as twin,
+            self._open(EpisodeBatcher, seed, self._plan.n_workers, True) as batcher,
+        ):
+            for number in range(0, self._plan.rounds, 2):
+                sizes = self._rng.choices(self._plan.sizes, k=2)
+                for offset, n_episodes in enumerate(sizes):  # two requests in flight
+                    for one in (batcher, twin):
+                        one.update(parameters(number + offset))
+                        one.execute(n_episodes, **infos(n_episodes, number))
+                for n_episodes in sizes:
+                    self._compare(batcher, twin, n_episodes, "episodes")
+                if self._is_enough():
+                    return
+
+    def _windows(self, seed: int) -> None:
+        n_workers = max(1, self._plan.n_workers // 2)
+        # A twin in this process would have another number of lanes in its only worker, and
+        # arithmetic depends on that in the last bit.
+        self._spared = None
+        with self._open(Batcher, seed, n_workers, False) as twin:
+            self._spared = set(workers())
+            with self._open(Batcher, seed, n_workers, True) as batcher:
+                for number in range(self._plan.rounds):
+                    for one in (batcher, twin):
+                        if number % 20 == 0:
+                            one.reset(**infos(twin.n_lanes, number))
+                        one.update(parameters(number))
+                        one.execute()
+                    self._compare(batcher, twin, twin.n_lanes, "windows")
+                    if self._is_enough():
+                        return
+
+    def _compare(self, batcher: Any, twin: Any, n_rows: int, what: str) -> None:
+        expected = twin.get()
+        self.counts["lost"] += n_rows
+        got = batcher.get()
+        self.counts["lost"] -= got.n_elems()
+        self._n_since_result = 0
+        self.counts["wrong"] += n_wrong_rows(got, expected)
+        self.counts[what] += n_rows if what == "episodes" else 1
+
+    # Signals from outside -----------------------------------------------------------------------
+
+    def _shoot_again_and_again(self) -> None:
+        plan, rng = self._plan, random.Random(self._plan.seed)
+        rate = 1 / plan.signal_s + 1 / plan.template_s
+        while not self._over.wait(rng.expovariate(rate)):
+            if self._spared is not None and self._n_since_result < plan.signals_per_result:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if rng.random() < 1 / plan.template_s / rate:
+                        self._kill_template()
+                    else:
+                        self._shoot(rng)
+
+    def _kill_template(self) -> None:
+        for child in set(psutil.Process().children()) - set(workers()):
+            if not any("resource_tracker" in part for part in child.cmdline()):
+                child.kill()
+                self.signals["SIGKILL of the template"] += 1
+
+    def _shoot(self, rng: random.Random) -> None:
+        alive = [worker for worker in workers() if worker not in (self._spared or ())]
+        names = ["SIGKILL", "SIGKILL", "SIGSEGV"]
+        if rng.random() >= self._plan.at_starting:  # only those that have left a note by now
+            alive = [each for each in alive if (Path(self._notes) / str(each.pid)).exists()]
+            names += ["SIGSTOP", "SIGSTOP+SIGCONT"]
+        if not alive:
+            return
+        worker, name = rng.choice(alive), rng.choice(names)
+        worker.send_signal(getattr(signal, name.partition("+")[0]))
+        self.signals[name] += 1
+        self._n_since_result += 1
+        if name.endswith("SIGCONT"):
+            self._over.wait(0.1)
+            worker.resume()
+
+
+def n_wrong_rows(got: TemporalDictTensor, expected: TemporalDictTensor) -> int:
+    """How many rows differ in any bit of any key, or in what was noted about them."""
+    n_rows = expected.n_elems()
+    if got.n_elems() != n_rows or set(got.keys()) != set(expected.keys()):
+        return n_rows
+    wrong = got.lengths != expected.lengths
+    if wrong.any():
+        return int(wrong.sum())
+    pairs = [(got[key], values) for key, values in expected.items()]
+    pairs += [(got.info[key], values) for key, values in expected.info.items()]
+    for mine, theirs in pairs:
+        if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+            return n_rows
+        wrong |= (mine != theirs).reshape(n_rows, -1).any(1)
+    return int(wrong.sum())
+
+
+def run(plan: Plan) -> dict[str, Any]:
+    """Go through chaos; returns the report. ``is_sound`` says whether all is well."""
+    # Opens once what stays open for the life of the interpreter.
+    with EpisodeBatcher(4, 4, RecurrentAgent, {}, create_rough, {}, 1, 0) as batcher:
+        batcher.execute(1)
+        batcher.get()
+        worker_bytes = max(worker.memory_info().rss for worker in workers())
+    before, start_s = held(), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="rlpool-chaos-") as notes:
+        chaos = Chaos(plan, notes, worker_bytes)
+        chaos.run()
+        faults = noted(notes) + chaos.signals
+    passed_s = time.monotonic() - start_s
+    deadline_s = time.monotonic() + SETTLE_S
+    while (left := held() - before) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    restarts = faults.pop("created", 0) - chaos.n_workers
+    counts = chaos.counts
+    return {
+        "is_sound": not (counts["lost"] or counts["wrong"] or chaos.errors or left),
+        "minutes": round(passed_s / 60, 2),
+        **counts,
+        "faults": faults.total(),
+        "faults_by_kind": dict(sorted(faults.items())),
+        "restarts": restarts,
+        "left": dict(left),
+        "errors": chaos.errors,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=4)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    report = run(Plan(seconds=60 * args.minutes, seed=args.seed, n_workers=args.workers))
+    versions = {"rlpool": rlpool.__version__, "torch": torch.__version__}
+    print(json.dumps({**report, "seed": args.seed, "versions": versions}), flush=True)
+    sys.exit(0 if report["is_sound"] else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""Variants of a test: those that run by default and those that ``-m slow`` adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def variants(default: Iterable[Any], everything: Iterable[Any] = ()) -> list[Any]:
+    """Representatives, unmarked, and what else there is, marked as slow."""
+    chosen = list(default)
+    rest = [each for each in everything if each not in chosen]
+    return chosen + [
+        pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=pytest.mark.slow)
+        for each in rest
+    ]
