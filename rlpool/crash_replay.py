@@ -117,8 +117,7 @@ def replay_crash(
         _LOG.warning("the replay went another way: %s", reached.divergence)
     if failure is None:
         return _replay(capsule, env, lane, reached.divergence)
-    is_spec = isinstance(failure, SpecError)
-    told = str(failure).partition("\n")[0] if is_spec else described(failure)
+    told = str(failure).partition("\n")[0] if isinstance(failure, SpecError) else described(failure)
     if reached.n_steps != len(capsule.rewards) or told not in capsule.error:
         _LOG.warning("the replay failed in another way than the episode did: %s", capsule.error)
     if debug and debug != "before":
@@ -186,13 +185,16 @@ def _environment(
     seed = capsule.worker_seed if capsule.worker_seed is not None else capsule.seed
     made = called_with_seed(create_env, seed, env_args)
     lane = capsule.where.lane or 0
-    if isinstance(made, ParallelEnvManager):
-        # A debugger sees the frames of this process only.
-        with made:
-            _refuse_lane(lane, made.n_lanes)
-            return made.in_this_process(lane), 0
     if isinstance(made, VecEnv):
-        _refuse_lane(lane, made.n_lanes)
+        if lane >= made.n_lanes:
+            made.close()
+            raise SpecError(
+                f"lane {lane} failed, and create_env made {made.n_lanes} environments",
+                fix="pass the create_env and env_args of the batcher, or make the one environment",
+            )
+        if isinstance(made, ParallelEnvManager):  # a debugger sees the frames of this process only
+            with made:
+                return made.in_this_process(lane), 0
         return made, lane
     if not callable(getattr(made, "reset", None)) or not callable(getattr(made, "step", None)):
         raise SpecError(
@@ -205,53 +207,43 @@ def _environment(
     return GymEnv([made], keep_float64=is_wide), 0
 
 
-def _refuse_lane(lane: int, n_lanes: int) -> None:
-    if lane >= n_lanes:
+def _declare_actions(env: VecEnv, actions: Mapping[str, Array]) -> None:
+    leaves = env.action_leaves
+    if leaves is None:
+        env.declare_actions({k: TensorSpec(a.shape[1:], a.dtype) for k, a in actions.items()})
+        return
+    env.declare_actions({key: leaf.spec for key, leaf in leaves.items()})
+    if actions.keys() - leaves.keys():
         raise SpecError(
-            f"lane {lane} failed, and create_env made {n_lanes} environments",
-            fix="pass the create_env and env_args of the batcher, or a function that makes "
-            "the one environment",
+            f"the episode had the actions {sorted(actions)}, this environment takes "
+            f"{sorted(leaves)}",
+            fix="make the environment that failed",
         )
 
 
-def _declare_actions(env: VecEnv, actions: Mapping[str, Array]) -> None:
-    leaves = env.action_leaves
-    if leaves is not None:
-        env.declare_actions({key: leaf.spec for key, leaf in leaves.items()})
-        if actions.keys() - leaves.keys():
-            raise SpecError(
-                f"the episode had the actions {sorted(actions)}, this environment takes "
-                f"{sorted(leaves)}",
-                fix="make the environment that failed",
-            )
-    elif actions:
-        env.declare_actions({k: TensorSpec(a.shape[1:], a.dtype) for k, a in actions.items()})
-
-
 def _replay(capsule: CrashCapsule, env: VecEnv, lane: int, divergence: Divergence | None) -> Replay:
+    arrays = dict(capsule.batch)
+    if not any(name.startswith("observation/") for name in arrays):
+        arrays |= {f"observation/{key}": row[None] for key, row in capsule.observation.items()}
     groups: dict[str, dict[str, torch.Tensor]] = {"observation": {}, "agent_info": {}, "state": {}}
-    shown = {f"observation/{key}": array[None] for key, array in capsule.observation.items()}
-    has_all = any(name.startswith("observation/") for name in capsule.batch)
-    for name, array in {**({} if has_all else shown), **capsule.batch}.items():
+    for name, array in arrays.items():
         group, _, key = name.partition("/")
         groups[group][key] = torch.from_numpy(np.array(array))
-    tensors = {group: DictTensor(named) if named else None for group, named in groups.items()}
     return Replay(
         env=env,
         lane=lane,
         step=len(capsule.rewards),
-        observation=tensors["observation"] or DictTensor({}),
-        agent_info=tensors["agent_info"],
-        state=tensors["state"],
+        observation=DictTensor(groups["observation"]),
+        agent_info=DictTensor(groups["agent_info"]) if groups["agent_info"] else None,
+        state=DictTensor(groups["state"]) if groups["state"] else None,
         diverged_at=None if divergence is None else divergence.step,
     )
 
 
 def _no_failure(capsule: CrashCapsule, reached: Reached) -> WorkerError:
     call = "reset" if capsule.call == "reset" else f"step {len(capsule.rewards)}"
-    what = f"the episode did not fail again: {call} went through"
-    if reached.has_ended:
-        what = f"the episode did not fail again: it ended before {call}"
+    outcome = f"it ended before {call}" if reached.has_ended else f"{call} went through"
+    what = f"the episode did not fail again: {outcome}"
     if reached.divergence is not None:
         what += f", and it went another way {reached.divergence}"
     return WorkerError(

@@ -11,16 +11,18 @@ import torch
 from rlpool.agents.agent import Agent
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.envs.vec_env import LaneError
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array, batch_array
 from rlpool.record.tape import is_action
 from rlpool.specs import TensorSpec, row_specs
 
-Expectation = list[tuple[str, tuple[int, ...], np.dtype[Any]]]
-"""Key, shape of the batch and dtype of what the agent has to return."""
-
 Observed = tuple[Mapping[str, torch.Tensor], DictTensor | None, TemporalDictTensor | None]
 """Observation, ``agent_info`` and history."""
+
+
+class AgentFailure(LaneError):
+    """The agent failed; ``__cause__`` is its exception, ``call`` "agent" or "initial_state"."""
 
 
 class AgentDriver:
@@ -44,7 +46,6 @@ class AgentDriver:
         self.agent = agent
         self.n_lanes = n_lanes
         self.state: dict[str, Array] = {}
-        self._state_tensors: dict[str, torch.Tensor] = {}
         self._makes_initial_states = agent.makes_initial_states()
         self.forget()
 
@@ -52,11 +53,10 @@ class AgentDriver:
         """Forget what the first call taught about keys, shapes and dtypes."""
         self.output_specs: dict[str, TensorSpec] | None = None
         self.starting: list[int] = []
-        self._new_state: dict[str, Array] = {}
         self.state.clear()
-        self._state_tensors.clear()
-        self._expected_state: Expectation = []
-        self._expected_output: Expectation = []
+        self._new_state: dict[str, Array] = {}
+        # "output" or "state": key to shape of the batch and dtype of what the agent has to return.
+        self._expected: dict[str, dict[str, tuple[tuple[int, ...], np.dtype[Any]]]] = {}
 
     def start(self, lanes: Sequence[int], agent_info: DictTensor | None) -> None:
         """Let the next call treat these lanes as starting an episode.
@@ -64,20 +64,26 @@ class AgentDriver:
         Args:
             lanes: Lane numbers.
             agent_info: The whole batch's ``agent_info``, with these lanes' new rows in it.
+
+        Raises:
+            AgentFailure: If the agent's ``initial_state`` fails.
         """
         if self._makes_initial_states:
             rows = _rows_repeating(sorted(lanes), self.n_lanes)
             info = None if agent_info is None else agent_info.index(rows)
-            state = self.agent.initial_state(info, self.n_lanes)
-            if not self.state:
-                self._learn_state(state)
-            self._put_state(self._read(state, self._expected_state, "initial_state"), list(lanes))
+            try:
+                state = self._read("state", self.agent.initial_state(info, self.n_lanes))
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                raise AgentFailure(lanes[0], "initial_state") from error
+            self._put_state(state, list(lanes))
         elif self.state or self.output_specs is None:
             self.starting = sorted({*self.starting, *lanes})
 
     def act(
         self,
-        observation: dict[str, torch.Tensor],
+        observation: Mapping[str, torch.Tensor],
         agent_info: DictTensor | None,
         history: TemporalDictTensor | None,
     ) -> dict[str, Array]:
@@ -87,15 +93,19 @@ class AgentDriver:
             The outputs, ``[n_lanes, ...]``. After it, ``state`` holds what the step started from.
 
         Raises:
-            SpecError: If a key, shape or dtype of a result is wrong.
+            AgentFailure: If the agent raises, or a key, shape or dtype of a result is wrong.
         """
         seen = observation, agent_info, history
-        if self.starting:
-            outputs, self._new_state = self._act_with_starts(seen)
-        else:
+        try:
+            if self.starting:
+                return self._act_with_starts(seen)
             # A copy: the agent may change it, or return parts of it as its new state.
-            state = {key: tensor.clone() for key, tensor in self._state_tensors.items()}
-            _, outputs, self._new_state = self._call(DictTensor._wrap(state), seen)
+            state = DictTensor._wrap({k: torch.from_numpy(a.copy()) for k, a in self.state.items()})
+            _, outputs, self._new_state = self._call(state, seen)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise AgentFailure(0, "agent") from error
         return outputs
 
     def commit(self, lanes: Sequence[int] | None = None) -> None:
@@ -104,33 +114,33 @@ class AgentDriver:
         Args:
             lanes: Those that take this step, all by default.
         """
-        if lanes is None:
-            for key, array in self._new_state.items():
-                np.copyto(self.state[key], array)
-        else:
-            self._put_state(self._new_state, lanes)
+        self._put_state(self._new_state, slice(None) if lanes is None else lanes)
 
-    def _act_with_starts(self, seen: Observed) -> tuple[dict[str, Array], dict[str, Array]]:
+    def _act_with_starts(self, seen: Observed) -> dict[str, Array]:
         starting, self.starting = self.starting, []
         others = [lane for lane in range(self.n_lanes) if lane not in set(starting)]
         rows = _rows_repeating(starting, self.n_lanes)
-        before, outputs, new = self._call(None, _at(rows, seen) if others else seen)
-        first = self._read(before, self._expected_state, "state")
+        first, outputs, new = self._call(None, _at(rows, seen) if others else seen)
         if others:
             # Copies: the agent may return the same buffers from its next call.
-            first, outputs, new = map(_copied, (first, outputs, new))
+            first, outputs, new = (
+                {key: np.array(array) for key, array in part.items()}
+                for part in (first, outputs, new)
+            )
             rows = _rows_repeating(others, self.n_lanes)
-            kept = DictTensor._wrap({key: t[rows] for key, t in self._state_tensors.items()})
-            _, others_outputs, others_new = self._call(kept, _at(rows, seen))
-            outputs = _merged(others_outputs, outputs, starting)
-            new = _merged(others_new, new, starting)
+            kept = {key: torch.from_numpy(array)[rows] for key, array in self.state.items()}
+            _, *theirs = self._call(DictTensor._wrap(kept), _at(rows, seen))
+            for whole, part in zip((outputs, new), theirs, strict=True):
+                for key, array in part.items():
+                    whole[key][others] = array[others]
         self._put_state(first, starting)
-        return outputs, new
+        self._new_state = new
+        return outputs
 
     def _call(
         self, state: DictTensor | None, seen: Observed
-    ) -> tuple[Any, dict[str, Array], dict[str, Array]]:
-        """Call the agent; returns the state before as it is, outputs and new state as arrays."""
+    ) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
+        """Call the agent; returns the state before if it was not given, outputs and new state."""
         observation, agent_info, history = seen
         result: Any = self.agent(state, DictTensor._wrap(dict(observation)), agent_info, history)
         if not isinstance(result, tuple | list) or len(result) != 3:
@@ -140,46 +150,28 @@ class AgentDriver:
                 fix='with output = DictTensor({"action": actions}): '
                 "return (state, output, new_state)",
             )
-        before, output, after = result
-        if self.output_specs is None:
-            self._learn_outputs(output)
-            if state is None:
-                self._learn_state(before)
-        new_state = self._read(after, self._expected_state, "state")
-        return before, self._read(output, self._expected_output, "output"), new_state
+        output = self._read("output", result[1])
+        before = self._read("state", result[0]) if state is None else {}
+        return before, output, self._read("state", result[2])
 
-    def _put_state(self, arrays: Mapping[str, Array], lanes: Sequence[int]) -> None:
+    def _put_state(self, arrays: Mapping[str, Array], lanes: Any) -> None:
         for key, array in arrays.items():
             self.state[key][lanes] = array[lanes]
 
-    def _learn_outputs(self, output: Any) -> None:
-        """Take keys, shapes and dtypes of the outputs from the first call."""
-        arrays = _as_arrays(output, "output", self.n_lanes)
-        if not any(map(is_action, arrays)):
-            raise SpecError(
-                f"the agent's output has the keys {sorted(arrays)}, but no 'action'",
-                fix="put the actions under 'action' ('action/...' for nested spaces)",
-            )
-        self.output_specs = row_specs(arrays)
-        self._expected_output = [(key, a.shape, a.dtype) for key, a in arrays.items()]
-
-    def _learn_state(self, state: Any) -> None:
-        """Take keys, shapes and dtypes of the state from the first one."""
-        arrays = _as_arrays(state, "state", self.n_lanes)
-        self._expected_state = [(key, a.shape, a.dtype) for key, a in arrays.items()]
-        for key, spec in row_specs(arrays).items():
-            self.state[key] = batch_array(spec, self.n_lanes)
-            self._state_tensors[key] = torch.from_numpy(self.state[key])
-
-    def _read(self, value: Any, expected: Expectation, name: str) -> dict[str, Array]:
-        """What the agent returned as arrays that share its memory, exactly as expected.
+    def _read(self, name: str, value: Any) -> dict[str, Array]:
+        """What the agent returned as arrays that share its memory, the same as at first.
 
         Twice per step, therefore as short as it can be as long as nothing is wrong.
         """
-        arrays = {}
-        if type(value) is DictTensor and len(value.keys()) == len(expected):
+        expected = self._expected.get(name)
+        if (
+            expected is not None
+            and type(value) is DictTensor
+            and len(value.keys()) == len(expected)
+        ):
+            arrays = {}
             try:
-                for key, shape, dtype in expected:
+                for key, (shape, dtype) in expected.items():
                     array = arrays[key] = value[key].numpy()
                     if array.dtype is not dtype or array.shape != shape:
                         break
@@ -188,9 +180,33 @@ class AgentDriver:
             except (KeyError, RuntimeError, TypeError):
                 pass  # read below, or refused with a reason
         arrays = _as_arrays(value, name, self.n_lanes)
-        specs = {key: TensorSpec(shape[1:], dtype) for key, shape, dtype in expected}
-        _refuse_changes(arrays, specs, name)
+        if expected is None:
+            self._learn(name, arrays)
+            return arrays
+        first = {key: TensorSpec(shape[1:], dtype) for key, (shape, dtype) in expected.items()}
+        now = row_specs(arrays)
+        for key in sorted(now.keys() | first.keys()):
+            if now.get(key) != first.get(key):
+                raise SpecError(
+                    f"{key!r} in the agent's {name} is {now.get(key, 'missing')} per row, "
+                    f"at first it was {first.get(key, 'missing')}",
+                    fix="return the same keys, shapes and dtypes in every call",
+                )
         return arrays
+
+    def _learn(self, name: str, arrays: Mapping[str, Array]) -> None:
+        """Take keys, shapes and dtypes from the first result."""
+        specs = row_specs(arrays)
+        if name == "state":
+            self.state.update({k: batch_array(spec, self.n_lanes) for k, spec in specs.items()})
+        elif not any(map(is_action, arrays)):
+            raise SpecError(
+                f"the agent's output has the keys {sorted(arrays)}, but no 'action'",
+                fix="put the actions under 'action' ('action/...' for nested spaces)",
+            )
+        else:
+            self.output_specs = specs
+        self._expected[name] = {key: (array.shape, array.dtype) for key, array in arrays.items()}
 
 
 def _as_arrays(value: Any, name: str, n_lanes: int) -> dict[str, Array]:
@@ -229,20 +245,6 @@ def _as_array(tensor: Any, name: str, n_lanes: int) -> Array:
     return array
 
 
-def _refuse_changes(
-    arrays: Mapping[str, Array], expected: Mapping[str, TensorSpec], name: str
-) -> None:
-    """Refuse other keys, shapes or dtypes than those of the first call."""
-    got = row_specs(arrays)
-    for key in sorted(got.keys() | expected.keys()):
-        if got.get(key) != expected.get(key):
-            now, first = got.get(key, "missing"), expected.get(key, "missing")
-            raise SpecError(
-                f"{key!r} in the agent's {name} is {now} per row, at first it was {first}",
-                fix="return the same keys, shapes and dtypes in every call",
-            )
-
-
 def _rows_repeating(lanes: Sequence[int], n_lanes: int) -> torch.Tensor:
     """Row numbers that keep ``lanes`` in their places and fill the others with the first."""
     rows = np.full(n_lanes, lanes[0])
@@ -257,17 +259,3 @@ def _at(rows: torch.Tensor, seen: Observed) -> Observed:
         None if agent_info is None else agent_info.index(rows),
         None if history is None else history.index(rows),
     )
-
-
-def _copied(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    return {key: np.array(array) for key, array in arrays.items()}
-
-
-def _merged(
-    arrays: Mapping[str, Array], over: Mapping[str, Array], lanes: Sequence[int]
-) -> dict[str, Array]:
-    """``arrays`` with some lanes' rows taken from ``over``."""
-    merged = _copied(arrays)
-    for key, array in over.items():
-        merged[key][lanes] = array[lanes]
-    return merged

@@ -1,4 +1,4 @@
-"""What a rollout knows about an episode that fails, for its crash capsule.
+"""Turns failures in a rollout into errors that carry a crash capsule.
 
 The actions of a lane's current slot are in the block anyway. What has left it, the earlier chunks
 of a long episode, is on the lane's tape. So a step costs nothing.
@@ -10,18 +10,20 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rlpool.envs.vec_env import FLAGS, VecEnv
-from rlpool.errors import Where
+from rlpool.envs.vec_env import LaneError, VecEnv
+from rlpool.errors import Where, WorkerError
+from rlpool.loop.agent_driver import AgentFailure
+from rlpool.loop.plan import Lane
 from rlpool.memory.storage import Array
 from rlpool.record.crash_capsule import CrashCapsule
-from rlpool.record.failures import attempted
-from rlpool.record.tape import MOST_BYTES, REWARD, Tape, is_action
+from rlpool.record.failures import agent_error, attempted, env_error
+from rlpool.record.tape import MOST_BYTES, REWARD, Tape, slot_steps
 
 Named = Mapping[str, Array]
 
 
 class CrashScene:
-    """Makes the capsules of one rollout.
+    """What is known about the episodes of one rollout when one fails.
 
     Args:
         env: The environments.
@@ -43,92 +45,72 @@ class CrashScene:
             numbers: Number of each lane's row, ``slot * T + step``, rewritten in place.
         """
         self._rows, self._shown, self._state, self._numbers = rows, shown, state, numbers
-        self._actions = {key: array for key, array in rows.items() if is_action(key)}
 
-    def leave_slot(self, tape: Tape, lane: int, slot: int, start: int) -> None:
-        """Record a full slot that a lane is about to leave, its own from row ``start`` on."""
-        rewards = self._rows[REWARD]
-        chunk = {key: array[slot, start:].copy() for key, array in self._actions.items()}
-        # Each row has the reward of the step before.
-        chunk[REWARD] = np.empty(rewards.shape[1] - start, rewards.dtype)
-        chunk[REWARD][:-1] = rewards[slot, start + 1 :]
-        chunk[REWARD][-1] = self._env.current[REWARD][lane]
-        tape.add(chunk, self._most_bytes)
+    def leave_slot(self, running: Lane, lane: int) -> None:
+        """Record a full slot that a lane is about to leave."""
+        n_timesteps, last_reward = self._rows[REWARD].shape[1], self._env.current[REWARD][lane]
+        chunk = slot_steps(self._rows, running.slot, running.start, n_timesteps, last_reward)
+        running.tape_so_far.add(chunk, self._most_bytes)
 
-    @attempted
-    def first(self, call: str, where: Where, agent_info: Named, *, has_begun: bool) -> CrashCapsule:
-        """The capsule of a failure in the reset, or the call, that tells what a step consists of.
+    def of_probe(self, failure: LaneError, where: Where, agent_info: Named) -> WorkerError:
+        """The error for the reset, or the call, that tells what a step consists of.
 
         Args:
-            call: What failed.
+            failure: What failed.
             where: Where it did.
             agent_info: ``[n_lanes, ...]``, empty if there is none.
-            has_begun: Whether the environments were reset.
         """
-        tape, lane = Tape(where.seed or 0, where.env_info), where.lane or 0
-        if not has_begun:
-            return self._capsule(tape, call, where, _row(agent_info, lane))
-        tape.observation = _row(self._env.current, lane)
-        batch = _batch(observation=self._env.current, agent_info=agent_info)
-        return self._capsule(tape, call, where, _row(agent_info, lane), batch=batch)
+        return _error(failure, where, self._of_probe(failure.call, where, agent_info))
 
-    @attempted
     def running(
         self,
-        call: str,
+        failure: LaneError,
         where: Where,
-        tape: Tape,
-        at: tuple[int, int, int],
-        agent_info: Named,
-        shown_info: Named,
-    ) -> CrashCapsule:
-        """The capsule of a failure in an episode that was running, or about to begin.
+        running: Lane,
+        row: int,
+        infos: tuple[Named, Named],
+    ) -> WorkerError:
+        """The error for an episode that was running, or about to begin.
 
         Args:
-            call: What failed.
+            failure: What failed.
             where: Where it did.
-            tape: What the episode did in slots that it has left; becomes that of all of it.
-            at: Its slot, the first row there that is its own, and the row of the failure.
-            agent_info: ``[n, ...]`` by episode.
-            shown_info: ``[n_lanes, ...]``: the ``agent_info`` that the agent is shown.
+            running: What the lane runs; its tape becomes that of all of the episode.
+            row: The row of its slot in which it failed.
+            infos: ``agent_info`` by episode, ``[n, ...]``, and by lane, as the agent is shown it.
         """
-        slot, start, stop = at
-        failing, batch = None, {}
-        done = {key: array[slot, start:stop] for key, array in self._actions.items()}
-        tape.add({**done, REWARD: self._rows[REWARD][slot, start + 1 : stop + 1]})
-        if call == "initial_state":
-            tape.observation = _row(self._env.current, where.lane or 0)
-            batch = _batch(agent_info=shown_info)
-        elif call != "reset":
-            shown = {key: self._rows[key][slot] for key in self._shown if key in self._rows}
-            # While an episode runs, no other flag is True.
-            flags = {key: np.array(False) for key in FLAGS}
-            flags["initial_state"] = np.array(tape.n_steps == 0)
-            tape.observation = {**_row(shown, stop), **flags}
-        if call == "step":
-            failing = {k: np.array(a[slot, stop : stop + 1]) for k, a in self._actions.items()}
-        elif call == "agent":
-            observation, state = map(self._before_the_call, (self._shown, self._state))
-            batch = _batch(observation=observation, agent_info=shown_info, state=state)
-        info = _row(agent_info, where.episode or 0)
-        return self._capsule(tape, call, where, info, failing, batch)
+        return _error(failure, where, self._running(failure.call, where, running, row, infos))
 
     @attempted
-    def repeating(self, call: str, where: Where, tape: Tape, agent_info: Named) -> CrashCapsule:
-        """The capsule of a failure in an episode that is repeated, at ``where.step``.
+    def _of_probe(self, call: str, where: Where, agent_info: Named) -> CrashCapsule:
+        tape, lane = Tape(where.seed or 0, where.env_info), where.lane or 0
+        info, batch = _row(agent_info, lane), {}
+        if call != "reset":
+            tape.observation = _row(self._env.current, lane)
+            batch = _batch(observation=self._env.current, agent_info=agent_info)
+        return self._capsule(tape, call, where, info, batch=batch)
 
-        Args:
-            call: What failed.
-            where: Where it did.
-            tape: What is repeated.
-            agent_info: ``[n, ...]`` by episode.
-        """
-        n_steps, failing = where.step or 0, None
+    @attempted
+    def _running(
+        self, call: str, where: Where, running: Lane, row: int, infos: tuple[Named, Named]
+    ) -> CrashCapsule:
+        agent_info, shown_info = infos
+        lane, current, tape = where.lane or 0, self._env.current, running.tape_so_far
+        slot, failing, batch = running.slot, None, {}
+        tape.add(slot_steps(self._rows, slot, running.start, row, current[REWARD][lane]))
+        if call == "initial_state":
+            tape.observation = _row(current, lane)
+            batch = _batch(agent_info=shown_info)
+        elif call != "reset":
+            tape.observation = _row(self._before_the_call(self._shown), lane)
         if call == "step":
-            tape, failing = tape.head(n_steps + 1).without_last()
-        else:
-            tape = tape.head(n_steps)
-        return self._capsule(tape, call, where, _row(agent_info, where.episode or 0), failing)
+            steps = slot_steps(self._rows, slot, row, row + 1, 0)
+            failing = {key: array for key, array in steps.items() if key != REWARD}
+        elif call == "agent":
+            shown, state = map(self._before_the_call, (self._shown, self._state))
+            batch = _batch(observation=shown, agent_info=shown_info, state=state)
+        info = _row(agent_info, where.episode or 0)
+        return self._capsule(tape, call, where, info, failing, batch)
 
     def _capsule(
         self,
@@ -156,11 +138,18 @@ class CrashScene:
 
     def _before_the_call(self, arrays: Named) -> Named:
         """What the agent was called with, before it could change it: the block lacks only flags."""
-        found = dict(arrays)
-        for key in arrays.keys() & self._rows.keys():
-            slots, steps = np.divmod(self._numbers, self._rows[key].shape[1])
-            found[key] = self._rows[key][slots, steps]
-        return found
+        slots, steps = np.divmod(self._numbers, self._rows[REWARD].shape[1])
+        return {
+            key: self._rows[key][slots, steps] if key in self._rows else array
+            for key, array in arrays.items()
+        }
+
+
+def _error(failure: LaneError, where: Where, capsule: CrashCapsule | None) -> WorkerError:
+    if not isinstance(failure, AgentFailure):
+        return env_error(failure, where, capsule)
+    who = "the agent" if failure.call == "agent" else "agent.initial_state"
+    return agent_error(failure.__cause__ or failure, where, who, capsule)
 
 
 def _row(arrays: Named, number: int) -> dict[str, Array]:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from rlpool.envs.vec_env import Options
 from rlpool.memory.storage import Array
+from rlpool.record.tape import Tape
 from rlpool.seeding import NoiseStart
 from rlpool.slots.blocks import Arrays, Layout
 
@@ -30,6 +31,39 @@ class Episode:
     noise: NoiseStart | None
     slot: int
     n_restarts: int = 0
+
+
+@dataclass(slots=True)
+class Lane:
+    """A lane that runs an episode.
+
+    Attributes:
+        episode: Its episode.
+        slot: The slot it writes to.
+        chunk: Number of the chunk within the episode.
+        steps_before: Steps of the episode before row 0 of the slot; negative if the episode
+            started later in the slot.
+        parked: Its rows of the batch while it has no slot; ``None`` while it steps.
+        tape: What the episode did in slots that it has left, ``None`` if it was in none.
+    """
+
+    episode: Episode
+    slot: int
+    chunk: int = 0
+    steps_before: int = 0
+    parked: list[tuple[Array, Array]] | None = None
+    tape: Tape | None = None
+
+    @property
+    def start(self) -> int:
+        """The first row of the slot that belongs to the episode."""
+        return max(0, -self.steps_before)
+
+    @property
+    def tape_so_far(self) -> Tape:
+        """The tape, a new one if the episode has not left a slot."""
+        self.tape = self.tape or Tape(self.episode.seed, self.episode.options)
+        return self.tape
 
 
 class Plan(Protocol):

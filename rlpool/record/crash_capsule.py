@@ -38,7 +38,7 @@ CALLS = ("reset", "step", "agent", "initial_state")
 _FORMAT, _VERSION = "rlpool crash capsule", 1
 _GROUPS = ("actions", "observation", "agent_info", "batch")
 _TEXTS = ("call", "env_type", "error", "traceback")
-_NUMBERS = ("seed", "worker_seed", "n_lanes", "first_step")
+_PLAIN = (*_TEXTS, "seed", "worker_seed", "n_lanes", "first_step", "versions")
 _TUPLE, _ARRAY = "__tuple__", "__array__"  # marks of what JSON has no word for
 
 
@@ -202,10 +202,9 @@ class CrashCapsule:
         header = {
             "format": _FORMAT,
             "version": _VERSION,
-            **{name: getattr(self, name) for name in (*_TEXTS, *_NUMBERS)},
+            **{name: getattr(self, name) for name in _PLAIN},
             "where": {k: v for k, v in self.where._asdict().items() if k != "env_info"},
             "options": _encoded(self.options, "options"),
-            "versions": dict(self.versions),
         }
         return np.frombuffer(json.dumps(header, indent=1).encode(), np.uint8)
 
@@ -214,35 +213,23 @@ class CrashCapsule:
         header = json.loads(arrays["header"].tobytes(), object_hook=_decoded)
         if (header["format"], header["version"]) != (_FORMAT, _VERSION):
             raise ValueError(f"version {header['version']}, this rlpool reads {_VERSION}")
-        options = header["options"]
+        plain, options = {name: header[name] for name in _PLAIN}, header["options"]
+        integers = (*(n for n in header["where"].values()), plain["seed"], plain["worker_seed"])
+        if (
+            plain["call"] not in CALLS
+            or not all(isinstance(number, int | None) for number in integers)
+            or not isinstance(options, dict | None)
+            or not all(isinstance(plain[name], str) for name in _TEXTS)
+            or not isinstance(plain["n_lanes"], int)
+        ):
+            raise ValueError("its header is damaged")
         groups: dict[str, Any] = {group: {} for group in _GROUPS}
         for name, array in arrays.items():
             group, _, key = name.partition("/")
             if group in groups and key:
                 groups[group][key] = array
-        capsule = cls(
-            **{name: header[name] for name in (*_TEXTS, *_NUMBERS)},
-            where=Where(**header["where"], env_info=options),
-            options=options,
-            rewards=arrays["rewards"],
-            versions=dict(header["versions"]),
-            **groups,
-        )
-        capsule._check()
-        return capsule
-
-    def _check(self) -> None:
-        """Refuse what no failure leads to."""
-        numbers = [self.seed, self.worker_seed, *self.where[:-1]]
-        if (
-            self.call not in CALLS
-            or not all(isinstance(getattr(self, name), str) for name in _TEXTS)
-            or not all(isinstance(n, int) and n >= 0 for n in (self.n_lanes, self.first_step))
-            or not all(isinstance(number, int | None) for number in numbers)
-            or not isinstance(self.options, Mapping | None)
-            or len({len(array) for array in self.actions.values()}) > 1
-        ):
-            raise ValueError("its header is damaged")
+        where = Where(**header["where"], env_info=options)
+        return cls(where=where, options=options, rewards=arrays["rewards"], **plain, **groups)
 
 
 def _encoded(value: Any, path: str) -> Any:

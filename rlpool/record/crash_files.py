@@ -36,7 +36,8 @@ class CrashFiles:
             return
         if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
             raise SpecError(f"crash_dir should be a path or None, got {directory!r}")
-        path = Path(os.path.abspath(directory))  # the caller may go elsewhere before a failure
+        # The caller may go elsewhere before a failure.
+        self._directory = path = Path(os.path.abspath(directory))
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -44,7 +45,6 @@ class CrashFiles:
                 f"crash_dir {str(path)!r} is not a directory and cannot be created: {error}",
                 fix="pass a directory that this process may write to",
             ) from error
-        self._directory = path
 
     def with_file(self, error: _Error) -> _Error:
         """Write the capsule of an error, if it has one, and let its message name the file.
@@ -55,7 +55,7 @@ class CrashFiles:
         if self._directory is None or not isinstance(error, WorkerError) or not error.capsule:
             return error
         try:
-            path = self._written(error.capsule, self._directory)
+            path = _written(error.capsule, self._directory)
         except Exception as failure:  # the error itself is worth more than its file
             why = described(failure)
             _LOG.warning("no crash file in %s for '%s': %s", self._directory, error.what, why)
@@ -65,18 +65,18 @@ class CrashFiles:
             fix = f"{error.fix}; {fix}"
         return error.reworded(what=error.what, fix=fix)  # type: ignore[return-value]
 
-    @staticmethod
-    def _written(capsule: CrashCapsule, directory: Path) -> Path:
-        directory.mkdir(parents=True, exist_ok=True)
-        where = capsule.where
-        episode = where.episode if where.episode is not None else f"lane{where.lane}"
-        for number in itertools.count():
-            path = directory / f"crash-{where.worker or 0}-{episode}-{number}.npz"
-            with suppress(FileExistsError):  # several processes may write to one directory
-                path.touch(exist_ok=False)
-                break
-        try:
-            return capsule.save(path)
-        except BaseException:
-            path.unlink()
-            raise
+
+def _written(capsule: CrashCapsule, directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    where = capsule.where
+    episode = where.episode if where.episode is not None else f"lane{where.lane}"
+    for number in itertools.count():
+        path = directory / f"crash-{where.worker or 0}-{episode}-{number}.npz"
+        with suppress(FileExistsError):  # several processes may write to one directory
+            path.touch(exist_ok=False)
+            break
+    try:
+        return capsule.save(path)
+    except BaseException:
+        path.unlink()
+        raise

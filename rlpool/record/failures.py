@@ -7,6 +7,7 @@ import re
 import struct
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import wraps
 from typing import Any, ParamSpec
 
@@ -25,7 +26,6 @@ _OPTIONS = re.compile(
     r"\b(options|env_info|task)\b|'NoneType' object is not (subscriptable|iterable|a mapping)"
 )
 _OPTION = re.compile(r"""\b(?:options|env_info)(?:\[|\.get\()["'](\w+)["']|\b(task)\b""")
-_AGENT_INFO = re.compile(r"\bagent_info\b")
 _SEED = re.compile(r"\bseed", re.IGNORECASE)
 _REFUSES_SEED = (ValueError, TypeError, OverflowError, AssertionError, struct.error)
 _NOT_HANDED_ON = re.compile(r"unexpected keyword argument '(seed|options)'")
@@ -39,20 +39,21 @@ def env_error(error: LaneError, where: Where, capsule: CrashCapsule | None = Non
         where: Where it happened.
         capsule: What else is known about the episode.
     """
-    cause = error.__cause__ or error
+    told = None
     if isinstance(error, EnvError):  # put together in the process where it happened
-        kind = EnvSpecError if isinstance(error, SpecError) else EnvError
         where = where._replace(worker=error.where.worker)
-        what, fix, text = error.what, error.fix, error.traceback_text
-        told = error.capsule
+        what, fix, text, told = error.what, error.fix, error.traceback_text, error.capsule
+        is_spec = isinstance(error, SpecError)
     else:
-        kind = EnvSpecError if isinstance(cause, SpecError) else EnvError
+        cause = error.__cause__ or error
         what, fix = _what_and_fix(f"env.{error.call}", cause)
         if error.call == "reset" and fix == DEBUG_HINT:
             fix = reset_advice(cause, where.env_info) or fix
-        text, told = text_of(cause), None
+        text, is_spec = text_of(cause), isinstance(cause, SpecError)
     if capsule is not None:
-        told = capsule.told(what, text)
+        place = capsule.where._replace(worker=where.worker)
+        told = replace(capsule.told(what, text), where=place)
+    kind = EnvSpecError if is_spec else EnvError
     return kind(what, where=where, fix=fix, traceback_text=text, capsule=told)
 
 
@@ -70,11 +71,11 @@ def agent_error(
         who: What of the agent was called, for the message.
         capsule: What else is known about the episode.
     """
-    kind = AgentSpecError if isinstance(error, SpecError) else AgentError
     what, fix = _what_and_fix(who, error)
-    fix = agent_advice(error, has_agent_info=capsule is None or bool(capsule.agent_info)) or fix
+    fix = _agent_advice(error, has_agent_info=capsule is None or bool(capsule.agent_info)) or fix
     text = text_of(error)
     told = None if capsule is None else capsule.told(what, text)
+    kind = AgentSpecError if isinstance(error, SpecError) else AgentError
     return kind(what, where=where, fix=fix, traceback_text=text, capsule=told)
 
 
@@ -114,17 +115,13 @@ def reset_advice(error: BaseException, options: Mapping[str, Any] | None) -> str
     return ""
 
 
-def agent_advice(error: BaseException, has_agent_info: bool = True) -> str:
-    """What to do about an agent that looks for what it did not ask for; ``""`` otherwise.
-
-    Args:
-        error: What it raised.
-        has_agent_info: Whether the request has an ``agent_info``.
-    """
-    missing = str(error.args[0]) if isinstance(error, KeyError) and error.args else ""
-    if missing == "noise" or missing.startswith("no key 'noise'"):
+def _agent_advice(error: BaseException, has_agent_info: bool) -> str:
+    """What to do about an agent that looks for what it did not ask for; ``""`` otherwise."""
+    told = _told(error)
+    is_noise = "no key 'noise'" in told or told.startswith("KeyError: 'noise'")
+    if isinstance(error, KeyError) and is_noise:
         return "set n_noise of the agent's class to how many random numbers it needs per step"
-    if not has_agent_info and _AGENT_INFO.search(_told(error)):
+    if not has_agent_info and "agent_info" in told:
         return "if the agent needs it, pass agent_info={...}, one row per episode"
     return ""
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableSequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlpool.envs.vec_env import VecEnv
+from rlpool.envs.vec_env import LaneError, VecEnv
+from rlpool.errors import EnvError, Where
 from rlpool.memory.storage import Array
+from rlpool.record.failures import env_error
 from rlpool.record.tape import REWARD, Actions, Tape
 
 
@@ -76,6 +78,38 @@ def repeat(env: VecEnv, lane: int, tape: Tape) -> Iterator[Reached]:
             if found is None and step == n_steps:
                 found = _other_observation(env, lane, tape)
             yield Reached(step, has_ended, found)
+
+
+def take_over(
+    env: VecEnv, lane: int, tape: Tape, where: Where, progress: MutableSequence[int] | memoryview
+) -> None:
+    """Bring a lane to where an episode was in a worker that died.
+
+    Args:
+        env: The environments.
+        lane: The lane.
+        tape: The episode.
+        where: Worker, lane and episode, for errors.
+        progress: One element that counts the steps.
+
+    Raises:
+        EnvError: If the environment raises, or does not lead to where it led before.
+    """
+    n_steps = 0
+    try:
+        for n_steps, has_ended, divergence in repeat(env, lane, tape):
+            progress[0] += 1
+            if has_ended:
+                divergence = divergence or Divergence(n_steps - 1, "done", "the episode ended")
+            if divergence is not None:
+                raise EnvError(
+                    f"the environment did not repeat an episode: {divergence.what}",
+                    where=where._replace(step=divergence.step),
+                    fix="after a worker's death, the same seed and actions have to lead to the "
+                    "same observations",
+                )
+    except LaneError as error:
+        raise env_error(error, where._replace(step=n_steps)) from error.__cause__
 
 
 def batch_of(action: Mapping[str, Array], lane: int, env: VecEnv) -> Actions:

@@ -10,6 +10,8 @@ import numpy as np
 from rlpool.memory.storage import Array
 from rlpool.slots.blocks import Arrays, Layout, flat, successor_key
 
+_OF_SLOTS = ("length", "starts", "dirty")
+
 Pair = tuple[Array, Array]
 """A target in the block and its source, flattened so that one index selects a row."""
 
@@ -52,9 +54,9 @@ class SlotWriter:
             as_rows = None if buffer is None else flat(buffer, 1)
             self._outputs.append((key, targets[key], buffer, as_rows))
         self._finals = [(array, sources[key]) for key, array in arrays.finals.items()]
-        self._length = _numbers(arrays, "length")
-        self._starts = _numbers(arrays, "starts")
-        self._dirty = _numbers(arrays, "dirty")
+        # As memoryviews: single numbers are read and written faster that way.
+        numbers: tuple[Any, ...] = tuple(arrays.control[k].data for k in _OF_SLOTS)
+        self._length, self._starts, self._dirty = numbers
         self._n_timesteps = layout.n_timesteps
 
     def write_before(self, rows: Array) -> None:
@@ -96,8 +98,3 @@ class SlotWriter:
     def abandon(self, slot: int, length: int) -> None:
         """Remember how far a slot was written to that will not be finished."""
         self._dirty[slot] = max(self._dirty[slot], min(length + 1, self._n_timesteps))
-
-
-def _numbers(arrays: Arrays, name: str) -> Any:
-    """A control array as a memoryview: single numbers are read and written faster that way."""
-    return arrays.control[name].data

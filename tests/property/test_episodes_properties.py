@@ -32,6 +32,14 @@ def ends_of(number: int, n_episodes: int) -> list[str]:
     return [CountingEnv.ENDS[number // 3**k % 3] for k in range(n_episodes)]
 
 
+def make(n_timesteps: int, n_slots: int, agent: Any, create_env: Any, seeds: int = 0) -> Any:
+    return EpisodeBatcher(n_timesteps, n_slots, agent, {}, create_env, {}, n_threads=0, seeds=seeds)
+
+
+def counting(n_envs: int) -> Any:
+    return lambda seed: create_counting(seed, n_envs=n_envs)
+
+
 def info_of(lengths: list[int], first: int, ends: list[str]) -> DictTensor:
     return DictTensor(
         {
@@ -42,7 +50,8 @@ def info_of(lengths: list[int], first: int, ends: list[str]) -> DictTensor:
     )
 
 
-@settings(max_examples=150, phases=PHASES)
+@pytest.mark.promise("I1")
+@settings(max_examples=80, phases=PHASES)
 @given(
     requests=st.lists(st.tuples(lengths_of_episodes, how_they_end), min_size=1, max_size=4),
     n_envs=st.integers(1, 6),
@@ -66,15 +75,7 @@ def test_row_i_is_episode_i_exactly_once(
     kept: list[Any] = []
     waiting = list(enumerate(requests))
     pending: list[Any] = []
-    with EpisodeBatcher(
-        n_timesteps,
-        n_slots,
-        create_agent=agent,
-        create_env=create_counting,
-        env_args={"n_envs": n_envs},
-        n_threads=0,
-        seeds=0,
-    ) as batcher:
+    with make(n_timesteps, n_slots, agent, counting(n_envs)) as batcher:
         while waiting or pending:
             while waiting and len(pending) < n_ahead:
                 number, (lengths, how) = waiting.pop(0)
@@ -97,7 +98,8 @@ def test_row_i_is_episode_i_exactly_once(
         assert_same_tensors(got, expected)
 
 
-@settings(max_examples=80, phases=PHASES)
+@pytest.mark.promise("I3")
+@settings(max_examples=60, phases=PHASES)
 @given(
     requests=st.lists(
         st.tuples(
@@ -121,14 +123,7 @@ def test_a_request_that_fails_disturbs_no_other(
     agent: Any,
 ) -> None:
     envs = [FailingEnv(OSError("lost"), call) for _ in range(n_envs)]
-    with EpisodeBatcher(
-        n_timesteps,
-        n_slots,
-        create_agent=agent,
-        create_env=lambda seed: GymEnv(envs, seed),
-        n_threads=0,
-        seeds=0,
-    ) as batcher:
+    with make(n_timesteps, n_slots, agent, lambda seed: GymEnv(envs, seed)) as batcher:
         for lengths, failure in requests:
             row, step = failure if failure is not None else (99, 0)
             fails = row < len(lengths) and (call == "reset" or step < lengths[row])
@@ -146,7 +141,8 @@ def test_a_request_that_fails_disturbs_no_other(
                 assert_same_tensors(batcher.get(), counting_trajectories(lengths, ids))
 
 
-@settings(max_examples=80, phases=PHASES)
+@pytest.mark.promise("I2")
+@settings(max_examples=40, phases=PHASES)
 @given(
     lengths=lengths_of_episodes,
     shapes=st.tuples(*[st.tuples(st.integers(1, 6), st.integers(1, 12), st.integers(1, 16))] * 2),
@@ -157,15 +153,7 @@ def test_noise_and_seeds_do_not_depend_on_lanes_and_slots(
 ) -> None:
     results = []
     for n_envs, n_slots, n_timesteps in shapes:
-        with EpisodeBatcher(
-            n_timesteps,
-            n_slots,
-            create_agent=NoisyAgent,
-            create_env=create_counting,
-            env_args={"n_envs": n_envs},
-            n_threads=0,
-            seeds=root,
-        ) as batcher:
+        with make(n_timesteps, n_slots, NoisyAgent, counting(n_envs), root) as batcher:
             ends = ends_of(0, len(lengths))
             batcher.execute(len(lengths), env_info=info_of(lengths, 0, ends))
             batcher.reexecute()
@@ -176,7 +164,7 @@ def test_noise_and_seeds_do_not_depend_on_lanes_and_slots(
     assert len(set(noise)) == 2 * len(lengths)
 
 
-@settings(max_examples=100, phases=PHASES)
+@settings(max_examples=60, phases=PHASES)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5),
     n_timesteps=st.integers(1, 14),

@@ -62,7 +62,14 @@ class UnluckyEnv(gymnasium.Env[Any, Any]):
         return observation
 
 
-def create_unlucky(seed: int, n_envs: int = 2, restarts: bool = False, **arguments: Any) -> GymEnv:
+def create_unlucky(
+    seed: int,
+    n_envs: int = 2,
+    restarts: bool = False,
+    keep_float64: bool = False,
+    **arguments: Any,
+) -> GymEnv:
     """``UnluckyEnv`` lanes."""
     kind = GymEnvInf if restarts else GymEnv
-    return kind([UnluckyEnv(**arguments) for _ in range(n_envs)], seed)
+    envs = [UnluckyEnv(**arguments) for _ in range(n_envs)]
+    return kind(envs, seed, keep_float64=keep_float64)

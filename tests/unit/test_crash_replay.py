@@ -8,7 +8,6 @@ import random
 import sys
 import traceback
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,24 +106,21 @@ def test_a_failure_that_depends_on_everything_comes_again(
     assert str(caught_other.value) not in error.what
 
 
-def next_window(batcher: Batcher) -> Any:
-    batcher.execute()
-    return batcher.get()
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("reset_chance", [0.0, 0.05])
 def test_failures_in_windows_of_lanes_that_restart_come_again(
-    seed: int, caplog: pytest.LogCaptureFixture
+    reset_chance: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     env_args = {"restarts": True, "n_envs": 3, "chance": 0.02, "end": 0.1}
-    env_args["reset_chance"] = 0.05 * (seed % 2)
+    env_args["reset_chance"] = reset_chance
     create_agent = lambda: random_agent("action")  # noqa: E731
     with Batcher(
-        4, None, create_agent, {}, create_unlucky, env_args, n_threads=0, seeds=seed
+        4, None, create_agent, {}, create_unlucky, env_args, n_threads=0, seeds=3
     ) as batcher:
         batcher.reset()
-        with pytest.raises(EnvError) as caught:
-            list(iter(partial(next_window, batcher), None))
+        with pytest.raises(EnvError) as caught:  # noqa: PT012
+            while True:
+                batcher.execute()
+                batcher.get()
     with pytest.raises(UnluckyError) as again:
         replay_crash(caught.value, create_unlucky, env_args)
     assert caught.value.what.endswith(f": {again.value}")
@@ -134,13 +130,16 @@ def test_failures_in_windows_of_lanes_that_restart_come_again(
 @pytest.mark.parametrize(
     ("space", "keys"), [(NESTED, ["action/a/0", "action/a/1:2"]), (WIDE, ["action:2,2"])]
 )
-def test_actions_of_every_structure_come_again(space: Any, keys: list[str]) -> None:
+def test_actions_of_every_structure_come_again(
+    space: Any, keys: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     env_args = {"action_space": space, "dtype": np.float64}
-    error = crash(create_unlucky, random_agent(*keys), env_args)
+    error = crash(create_unlucky, random_agent(*keys), {**env_args, "keep_float64": True})
     for create_env in (create_unlucky, lambda **given: UnluckyEnv(**env_args)):
         with pytest.raises(UnluckyError) as caught:
-            replay_crash(error, create_env, env_args)
+            replay_crash(error, create_env, {**env_args, "keep_float64": True})
         assert error.what.endswith(f": {caught.value}")
+    assert not caplog.records  # float64 observations are compared as such
 
 
 def test_failures_of_a_learners_rollouts_come_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -208,16 +207,6 @@ def test_every_kind_of_failure_comes_again(
     assert not caplog.records
 
 
-def test_observations_that_are_stored_as_float64_are_compared_as_such(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    make = lambda: UnluckyEnv(dtype=np.float64)  # noqa: E731
-    error = crash(lambda seed: GymEnv([make()], seed, keep_float64=True))
-    with pytest.raises(UnluckyError):
-        replay_crash(error, make)
-    assert not caplog.records
-
-
 # The agent ----------------------------------------------------------------------------------------
 
 
@@ -262,17 +251,6 @@ def test_a_failing_agent_leaves_the_environment_at_its_step(is_saved: bool, tmp_
     alone = replay_crash(given, CountingEnv)  # a single environment will do
     assert (alone.lane, alone.env.current["frame"].tolist()) == (0, [[7, error.where.episode]])
     assert alone.observation["frame"].tolist() == [[7, 2], [7, 3]]
-
-
-def test_an_agent_that_fails_at_once_leaves_the_first_observation() -> None:
-    def fails(*_: Any) -> Any:
-        raise KeyError("policy")
-
-    replay = replay_crash(crash(create_counting, FunctionAgent(fails)), create_counting)
-    assert (replay.step, replay.diverged_at, replay.state) == (0, None, None)
-    assert replay.observation["frame"].tolist() == [[0, 0], [0, 1]]
-    assert replay.agent_info["x"].tolist() == [0, 10]
-    assert replay.env.current["frame"][0].tolist() == [0, 0]
 
 
 # Another way --------------------------------------------------------------------------------------

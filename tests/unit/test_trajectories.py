@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import random
 from collections.abc import Sequence
@@ -22,7 +23,6 @@ from rlpool.specs import TensorSpec
 from support.agents import ConstantAgent, NoisyAgent, StepCounter
 from support.envs import (
     CountingEnv,
-    EchoEnv,
     assert_same_tensors,
     counting_trajectories,
     create_counting,
@@ -49,13 +49,15 @@ def collect(
     n_slots: int = 100,
     n_envs: int = 2,
     agent: Any = StepCounter,
+    max_episode_steps: int | None = None,
 ) -> TemporalDictTensor:
     with EpisodeBatcher(
         n_timesteps,
         n_slots,
         create_agent=agent,
-        create_env=create_counting,
-        env_args={"n_envs": n_envs},
+        create_env=lambda seed: GymEnv(
+            [CountingEnv() for _ in range(n_envs)], seed, max_episode_steps=max_episode_steps
+        ),
         n_threads=0,
         seeds=0,
     ) as batcher:
@@ -126,62 +128,33 @@ def test_slots_lanes_and_lengths_of_slots_make_no_difference(
     assert got.info["env_info/id"].tolist() == IDS
 
 
-def let_slots_come_late(monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
-    """In this process emptied slots come back at once; now they come late, as from another."""
-    receive = Collector._receive_credit
+@pytest.mark.promise("I8")
+@pytest.mark.parametrize("seed", range(2))
+def test_lanes_that_wait_for_a_slot_while_others_step_lose_nothing(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process emptied slots come back at once; here they come late, as from another."""
+    chance, receive = random.Random(seed), Collector._receive_credit
 
     def receive_late(self: Collector, request: int, blocking: bool) -> list[int] | None:
         is_late = not blocking and chance.random() < 0.6
         return None if is_late else receive(self, request, blocking)
 
     monkeypatch.setattr(Collector, "_receive_credit", receive_late)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_lanes_that_wait_for_a_slot_while_others_step_lose_nothing(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chance = random.Random(seed)
-    let_slots_come_late(monkeypatch, chance)
     lengths = [chance.randint(1, 12) for _ in range(14)] + [70]
-    for n_slots in (2, 7, 20):
-        for n_timesteps in (1, 5):
-            got = collect(lengths, range(15), n_slots=n_slots, n_timesteps=n_timesteps, n_envs=4)
-            assert_same_tensors(got, counting_trajectories(lengths, range(15)))
-    noise = [
-        collect(lengths, range(15), agent=NoisyAgent, n_envs=4, **shape)["noise"].tolist()
+    for n_slots, n_timesteps in itertools.product((2, 7, 20), (1, 5)):
+        got = collect(lengths, range(15), n_envs=4, n_slots=n_slots, n_timesteps=n_timesteps)
+        assert_same_tensors(got, counting_trajectories(lengths, range(15)))
+    # The numbers of an episode, and the steps of its time limit, go on where they were.
+    limited = [min(length, 8) for length in lengths]
+    results = [
+        collect(lengths, range(15), agent=NoisyAgent, n_envs=4, max_episode_steps=8, **shape)
         for shape in ({}, {"n_slots": 3, "n_timesteps": 2})
     ]
-    assert noise[0] == noise[1]
-
-
-def test_lanes_that_wait_for_a_slot_keep_their_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = [5, 9, 2, 12, 7, 3, 8, 70, 4, 8]
-    let_slots_come_late(monkeypatch, random.Random(0))
-    for n_slots in (2, 3, 7):
-        with EpisodeBatcher(
-            2,
-            n_slots,
-            create_agent=StepCounter,
-            create_env=lambda seed: GymEnv(
-                [CountingEnv() for _ in range(4)], seed, max_episode_steps=8
-            ),
-            n_threads=0,
-            seeds=0,
-        ) as batcher:
-            batcher.execute(10, env_info=infos(lengths, range(10)))
-            got = batcher.get()
-            assert got.lengths.tolist() == [min(length, 8) for length in lengths]
-            assert got["_truncated"].any(1).tolist() == [length >= 8 for length in lengths]
-
-
-def test_a_hundred_episodes_go_through_one_slot() -> None:
-    lengths = [number % 7 + 1 for number in range(100)]
-    got = collect(lengths, range(100), n_slots=1, n_timesteps=3, n_envs=4)
-    assert_same_tensors(got, counting_trajectories(lengths, range(100)))
-
-
-# info
+    assert results[0]["noise"].tolist() == results[1]["noise"].tolist()
+    for got in results:
+        assert got.lengths.tolist() == limited
+        assert got["_truncated"].any(1).tolist() == [length >= 8 for length in lengths]
 
 
 def test_info_has_a_row_for_every_episode() -> None:
@@ -191,36 +164,17 @@ def test_info_has_a_row_for_every_episode() -> None:
     ) as batcher:
         batcher.execute(6, agent_info, infos(LENGTHS, IDS))
         info = batcher.get().info
-    assert set(info.keys()) == {
+    own = {"episode", "seed", "policy_version"}
+    assert set(info.keys()) == own | {
         "agent_info/id",
         "agent_info/goal",
         "env_info/length",
         "env_info/id",
-        "episode",
-        "seed",
-        "policy_version",
     }
     assert torch.equal(info["agent_info/goal"], agent_info["goal"])
     assert info["env_info/length"].tolist() == LENGTHS
-    for key in ("episode", "seed", "policy_version"):
-        assert info[key].dtype == torch.int64
+    assert {info[key].dtype for key in own} == {torch.int64}
     assert info["policy_version"].tolist() == [0] * 6
-    assert len(set(info["seed"].tolist())) == 6
-
-
-def test_the_seed_in_info_is_the_one_the_episode_was_reset_with() -> None:
-    with EpisodeBatcher(
-        2,
-        3,
-        create_agent=ConstantAgent,
-        create_env=lambda seed: GymEnv([EchoEnv(), EchoEnv()], seed),
-        n_threads=0,
-        seeds=0,
-    ) as batcher:
-        batcher.execute(9)
-        got = batcher.get()
-    assert got["seed"].tolist() == got.info["seed"].unsqueeze(1).expand(-1, 3).tolist()
-    assert got["has_options"].sum() == 0
 
 
 # What is derived
@@ -297,59 +251,32 @@ def chunk(values: Sequence[Sequence[float]], n_timesteps: int, ends: Sequence[bo
     return Slice({"frame": frame, "action": -frame}, finals, lengths, starts)
 
 
-def test_chunks_are_glued_in_the_order_of_their_numbers_whenever_they_come() -> None:
-    glue = Glue(small_layout(), 3)
-    glue.add(np.array([2, 0]), 1, chunk([[3, 4], [3, 4, 5]], 3, [True, False]))
-    glue.add(np.array([0]), 2, chunk([[6]], 3, [True]))
-    glue.add(np.array([1, 0]), 0, chunk([[0, 1], [0, 1, 2]], 3, [True, False]))
-    glue.add(np.array([2]), 0, chunk([[0, 1, 2]], 3, [False]))
-    whole = glue.join()
-    assert whole.lengths.tolist() == [7, 2, 5]
-    assert whole.starts.tolist() == [1, 1, 1]
-    got = trajectories_of(small_layout(), whole)
-    assert got["frame"].tolist() == [
-        [0, 1, 2, 3, 4, 5, 6],
-        [0, 1, 0, 0, 0, 0, 0],
-        [0, 1, 2, 3, 4, 0, 0],
-    ]
-    assert got["_frame"].tolist() == [
-        [1, 2, 3, 4, 5, 6, 7],
-        [1, 2, 0, 0, 0, 0, 0],
-        [1, 2, 3, 4, 5, 0, 0],
-    ]
-    assert got["_done"].nonzero().tolist() == [[0, 6], [1, 1], [2, 4]]
-    assert got["initial_state"].nonzero().tolist() == [[0, 0], [1, 0], [2, 0]]
-
-
 def test_chunks_of_episodes_that_are_run_again_are_dropped() -> None:
     glue = Glue(small_layout(), 3)
     glue.add(np.array([2, 0]), 0, chunk([[0, 5, 6], [0, 1]], 3, [False, True]))
     glue.add(np.array([2]), 1, chunk([[7, 8]], 3, [False]))
     glue.drop(np.array([2, 1]))
     glue.add(np.array([1, 2]), 0, chunk([[0], [0, 1, 2]], 3, [True, True]))
-    assert trajectories_of(small_layout(), glue.join())["frame"].tolist() == [
-        [0, 1, 0],
-        [0, 0, 0],
-        [0, 1, 2],
-    ]
+    frame = trajectories_of(small_layout(), glue.join())["frame"]
+    assert frame.tolist() == [[0, 1, 0], [0, 0, 0], [0, 1, 2]]
 
 
-def test_rows_without_steps_are_zero() -> None:
-    got = trajectories_of(small_layout(), chunk([[], [0, 1], []], 3, [True, True, True]))
-    assert got.lengths.tolist() == [0, 2, 0]
-    for key in got:
-        assert not got[key][[0, 2]].any(), key
-    assert got["_done"].nonzero().tolist() == [[1, 1]]
-
-
-def test_a_request_without_any_step_has_no_time() -> None:
-    got = trajectories_of(small_layout(), chunk([[], []], 3, [False, False]))
-    assert got["frame"].shape == got["_frame"].shape == got["_done"].shape == (2, 0)
-    assert got["initial_state"].shape == (2, 0)
-
-
-def test_rows_that_do_not_start_an_episode_have_no_initial_state() -> None:
-    got = trajectories_of(small_layout(), chunk([[4, 5], [0, 1]], 3, [False, True]))
-    assert got["initial_state"].tolist() == [[False, False], [True, False]]
-    assert got["_done"].tolist() == [[False, False], [False, True]]
-    assert got["_frame"].tolist() == [[5, 6], [1, 2]]
+@pytest.mark.parametrize(
+    ("values", "initial", "done", "after"),
+    [
+        ([[], [0, 1], []], [[1, 0]], [[1, 1]], [[0, 0], [1, 2], [0, 0]]),
+        ([[], []], [], [], [[], []]),
+        ([[4, 5], [0, 1]], [[1, 0]], [[0, 1], [1, 1]], [[5, 6], [1, 2]]),
+    ],
+    ids=["rows without steps", "no step at all", "a row that goes on with an episode"],
+)
+def test_what_is_derived_of_rows_that_are_not_whole_episodes(
+    values: Any, initial: Any, done: Any, after: Any
+) -> None:
+    got = trajectories_of(small_layout(), chunk(values, 3, [True] * len(values)))
+    assert got.lengths.tolist() == [len(row) for row in values]
+    assert got["initial_state"].nonzero().tolist() == initial
+    assert got["_done"].nonzero().tolist() == done
+    assert got["_frame"].tolist() == after
+    for row, numbers in enumerate(values):
+        assert not any(got[key][row].any() for key in got) or numbers
