@@ -61,16 +61,18 @@ class Allocation:
     Attributes:
         layout: How the memory is divided.
         storage: Kind of the memory.
+        memory: Where the values are; ``None`` after ``close``.
     """
 
     def __init__(self, memory: Memory, layout: Layout, directory: str | Path | None = None) -> None:
-        self._memory: Memory | None = memory
+        self.memory: Memory | None = memory
         self.layout = layout
         self.storage = memory.kind
         self._directory = directory
         root = memory.root()
         self._values = root[: layout.n_bytes].view(layout.dtype).reshape(layout.sizes)
-        self._words = root[-_N_WORDS * _WORD_BYTES :].view(np.int64)
+        self._words: Any = root[-_N_WORDS * _WORD_BYTES :].view(np.int64).data
+        self._shown = 0, layout.rows(0, layout.window)
 
     @classmethod
     def new(cls, storage: str, layout: Layout, directory: str | Path | None) -> Allocation:
@@ -81,38 +83,37 @@ class Allocation:
         memory.reserve(0, n_bytes)
         return cls(memory, layout, directory)
 
-    @property
-    def memory(self) -> Memory:
+    def open_memory(self) -> Memory:
         """Where the values are; UsageError after ``close``."""
-        if self._memory is None:
+        if self.memory is None:
             raise UsageError("this array was closed", fix="use it, or copy it, before close()")
-        return self._memory
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._memory is None
+        return self.memory
 
     @property
     def values(self) -> Values:
         """All values, padding included; UsageError after ``close``."""
-        _ = self.memory
+        self.open_memory()
         return self._values
 
     @property
     def visible(self) -> Region:
         """The rows that the window shows now."""
-        return self.layout.rows(int(self._words[0]), self.layout.window)
+        start, region = self._shown
+        if self._words[0] != start:
+            start = self._words[0]
+            region = self.layout.rows(start, self.layout.window)
+            self._shown = start, region
+        return region
 
     @property
     def _version(self) -> Version:
-        return Version(self._words[1:].data, self.memory.shared_fd)
+        return Version(self._words[1:], self.open_memory().shared_fd)
 
     def rotate(self) -> None:
         """Move the window on, as ``Array.rotate`` says; UsageError after ``close``."""
         values, padding, full_size = self.values, self.layout.padding, self.layout.full_size
         with self._version.changing():
-            start = int(self._words[0]) + self.layout.window
+            start = self._words[0] + self.layout.window
             if start == full_size:
                 start = 0
                 values[: 2 * padding] = values[full_size:]
@@ -130,20 +131,21 @@ class Allocation:
 
     def close(self) -> None:
         """Give the memory up; repeatable."""
-        if self._memory is not None:
-            self._memory.recall()
-        self._memory = None
-        self._values = self._values[:0].copy()
-        self._words = self._words.copy()  # there still is a shape to be shown
+        if self.memory is not None:
+            self.memory.recall()
+            self.memory = None
+            self._values = self._values[:0].copy()
+            self._words = self._words.tolist()  # there still is a shape to be shown
 
     def copied(self) -> Allocation:
         """Another allocation of the same kind, with the same values and window."""
         copy = Allocation.new(self.storage, self.layout, self._directory)
-        self.unrotated(lambda: np.copyto(copy.memory.root(), self.memory.root()))
+        target, source = copy.open_memory().root(), self.open_memory().root()
+        self.unrotated(lambda: np.copyto(target, source))
         return copy
 
     def __reduce__(self) -> tuple[Callable[..., Allocation], tuple[Any, ...]]:
-        return Allocation, (self.memory, self.layout)
+        return Allocation, (self.open_memory(), self.layout)
 
 
 def layout_of(
@@ -151,18 +153,16 @@ def layout_of(
 ) -> Layout:
     """Check the arguments of an ``Array``; SpecError if one is wrong."""
     batch, features = _sizes("batch_shape", batch_shape), _sizes("feature_shape", feature_shape)
-    if not batch or batch[0] < 1:
+    if not batch or not batch[0]:
         raise SpecError(f"batch_shape {batch} has to begin with one row or more")
     window, n_padding = batch[0], whole_number("padding", padding, 0)
     n_full = window if full_size is None else whole_number("full_size", full_size, 0)
     if n_padding > window:
-        raise SpecError(
-            f"padding={n_padding} is more than the {window} rows of batch_shape {batch}"
-        )
+        raise SpecError(f"padding={n_padding} is more than the rows of batch_shape {batch}")
     if n_full < window or n_full % window:
         raise SpecError(f"full_size={n_full} is no multiple of the rows of batch_shape {batch}")
     sizes = (n_full + 2 * n_padding, *batch[1:], *features)
-    return Layout(sizes, _dtype(dtype).str, len(batch), n_padding, window)
+    return Layout(sizes, _dtype(dtype), len(batch), n_padding, window)
 
 
 def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
@@ -171,7 +171,7 @@ def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
     return tuple(whole_number(f"{name}[{number}]", size, 0) for number, size in enumerate(sizes))
 
 
-def _dtype(dtype: Any) -> np.dtype[Any]:
+def _dtype(dtype: Any) -> str:
     try:
         if isinstance(dtype, torch.dtype):
             dtype = torch.empty(0, dtype=dtype).numpy().dtype
@@ -183,4 +183,4 @@ def _dtype(dtype: Any) -> np.dtype[Any]:
             f"dtype={dtype!r} is not among the number types and bool of NumPy",
             fix="use one such as numpy.float32, torch.int64 or bool",
         )
-    return found
+    return str(found.str)

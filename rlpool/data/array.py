@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree
 
 from rlpool.data.allocation import Allocation, layout_of
-from rlpool.data.array_index import Region, Values, as_numpy
+from rlpool.data.array_index import Region, Selection, Values, as_numpy
 from rlpool.errors import SpecError, UsageError
 
 MAX_INDEX_BYTES = 256
@@ -64,11 +64,11 @@ class Array:
         Array(4, storage=local, dtype=int64, padding=1)
     """
 
-    __slots__ = ("__weakref__", "_allocation", "_bound", "_sent_numbers")
+    __slots__ = ("__weakref__", "_allocation", "_bound")
 
     _allocation: Allocation
-    _bound: Region | None  # what a view shows; None for the whole array, which follows the window
-    _sent_numbers: Array | None
+    # What a view shows; None for the whole array, which follows the window.
+    _bound: Region | Selection | None
 
     def __init__(
         self,
@@ -82,18 +82,10 @@ class Array:
     ) -> None:
         layout = layout_of(batch_shape, dtype, feature_shape, padding, full_size)
         self._allocation = Allocation.new(storage, layout, directory)
-        self._bound = self._sent_numbers = None
-
-    @classmethod
-    def _of(cls, allocation: Allocation, bound: Region | None) -> Array:
-        array = cls.__new__(cls)
-        array._allocation = allocation
-        array._bound = bound
-        array._sent_numbers = None
-        return array
+        self._bound = None
 
     @property
-    def _region(self) -> Region:
+    def _region(self) -> Region | Selection:
         return self._allocation.visible if self._bound is None else self._bound
 
     # What it is ---------------------------------------------------------------------------------
@@ -131,7 +123,9 @@ class Array:
     @property
     def n_batch_dims(self) -> int:
         """How many dimensions of the batch are left."""
-        return self._region.n_dims_from(self._allocation.layout.n_batch_dims)
+        n_dims = self._allocation.layout.n_batch_dims
+        from_batch = [at for at, origin in enumerate(self._region.origins) if origin < n_dims]
+        return from_batch[-1] + 1 if from_batch else 0
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -163,10 +157,10 @@ class Array:
     def __getitem__(self, key: Any) -> Array:
         return self._view(self._region.index(key))
 
-    def _view(self, region: Region) -> Array:
+    def _view(self, region: Region | Selection) -> Array:
         """A view of these values; UsageError after ``close``."""
-        _ = self._allocation.memory
-        return Array._of(self._allocation, region)
+        self._allocation.open_memory()
+        return _of(self._allocation, region)
 
     def __iter__(self) -> Iterator[Array]:
         view = self[...]  # bound now: the window may move meanwhile
@@ -249,7 +243,8 @@ class Array:
         try:
             if getattr(written, "dtype", self.dtype).kind == "c" != self.dtype.kind:
                 raise TypeError("they are complex")  # NumPy would drop a part of them
-            region.write(values, written)
+            target, place = region.place(values)
+            target[place] = written
         except (ValueError, TypeError, OverflowError) as error:
             shape = getattr(written, "shape", None)
             what = type(value).__name__ if shape is None else f"values of shape {tuple(shape)}"
@@ -268,19 +263,20 @@ class Array:
         Raises:
             UsageError: After ``close``.
         """
-        if self._is_gathered:
-            copied: Values = self._looked_at(lambda values: values)
-            return copied
-        return self._region.read(self._allocation.values)
+        if isinstance(self._bound, Selection):
+            selected: Values = self._looked_at(lambda values: values)
+            return selected
+        return self._elements()
+
+    def _elements(self) -> Values:
+        """A view, or a copy if index arrays selected them."""
+        target, key = self._region.place(self._allocation.values)
+        elements: Values = target[key]
+        return elements
 
     def _looked_at(self, look: Callable[[Values], Any]) -> Any:
         """What somebody finds in the values, none of them moved by a rotation meanwhile."""
-        allocation = self._allocation
-        return allocation.unrotated(lambda: look(self._region.read(allocation.values)))
-
-    @property
-    def _is_gathered(self) -> bool:
-        return self._bound is not None and self._bound.numbers is not None
+        return self._allocation.unrotated(lambda: look(self._elements()))
 
     def to_tensor(self) -> torch.Tensor:
         """The values as a tensor on the CPU.
@@ -304,7 +300,7 @@ class Array:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Values:
         is_other = dtype is not None and np.dtype(dtype) != self.dtype
-        if copy is False and (is_other or self._is_gathered):
+        if copy is False and (is_other or isinstance(self._bound, Selection)):
             raise ValueError(
                 "these values cannot be had without a copy: index arrays selected them, or another "
                 "dtype is wanted"
@@ -353,7 +349,7 @@ class Array:
 
     def __repr__(self) -> str:
         suffix = f", storage={self.storage}, dtype={self.dtype}, padding={self.padding})"
-        if self._allocation.is_closed:
+        if self._allocation.memory is None:
             return f"Array(closed, shape={self.shape}{suffix}"
         values = np.array(self)
         return "Array(" + np.array2string(values, separator=",", prefix="Array(") + suffix
@@ -370,26 +366,37 @@ class Array:
         self._allocation.close()
 
     def __reduce__(self) -> tuple[Callable[..., Array], tuple[Any, ...]]:
-        region = self._bound
-        if region is None or region.numbers is None or region.numbers.nbytes <= MAX_INDEX_BYTES:
-            return Array._of, (self._allocation, region)
-        if self._sent_numbers is None:  # kept until they were received
-            self._sent_numbers = Array(region.numbers.shape, np.int64, storage="shared")
-            self._sent_numbers[...] = region.numbers
-        return _received, (self._allocation, replace(region, numbers=None), self._sent_numbers)
+        bound = self._bound
+        if isinstance(bound, Selection) and bound.numbers.nbytes > MAX_INDEX_BYTES:
+            if bound.sent is None:  # kept until it was received
+                bound.sent = Array(bound.numbers.shape, np.int64, storage="shared")
+                bound.sent[...] = bound.numbers
+            rest = replace(bound, numbers=bound.numbers[:0], sent=None)
+            return _received, (self._allocation, rest, bound.sent)
+        return _of, (self._allocation, bound)
 
     def __copy__(self) -> Array:
-        return Array._of(self._allocation, self._region)
+        return _of(self._allocation, self._region)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Array:
         number = id(self._allocation)
         if number not in memo:
             memo[number] = self._allocation.copied()
-        return Array._of(memo[number], self._bound)
+        return _of(memo[number], self._bound)
 
 
-def _received(allocation: Allocation, region: Region, numbers: Array) -> Array:
-    return Array._of(allocation, replace(region, numbers=np.array(numbers)))
+_new = object.__new__
+
+
+def _of(allocation: Allocation, bound: Region | Selection | None) -> Array:
+    array = _new(Array)
+    array._allocation = allocation
+    array._bound = bound
+    return array
+
+
+def _received(allocation: Allocation, bound: Selection, numbers: Array) -> Array:
+    return _of(allocation, replace(bound, numbers=np.array(numbers)))
 
 
 def _plain(value: Any) -> Any:

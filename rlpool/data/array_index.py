@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, TypeAlias
 
@@ -29,223 +28,249 @@ EVERYTHING = slice(None)
 
 @dataclass(slots=True)
 class Region:
-    """Elements of an allocation, in the order in which a view shows them.
+    """What ints and slices select.
 
     Attributes:
         sizes: Shape of the allocation.
-        dims: For each of its dimensions an int, if it was indexed with one, or a range, or
-            ``None``, if index arrays or masks selected from it.
-        numbers: What these selected, as flat element numbers over the dimensions that are ``None``.
-        at: How many dimensions of the view come before those of ``numbers``.
+        dims: For each of its dimensions the one place that was selected, or a range of places.
     """
 
     sizes: tuple[int, ...]
-    dims: tuple[int | range | None, ...]
-    numbers: Values | None = None
-    at: int = 0
+    dims: tuple[int | range, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the view."""
-        lengths = [len(dim) for dim in self.dims if type(dim) is range]
-        if self.numbers is None:
-            return tuple(lengths)
-        return (*lengths[: self.at], *self.numbers.shape, *lengths[self.at :])
+        return tuple([len(dim) for dim in self.dims if type(dim) is range])
 
-    def origins(self) -> list[int | None]:
-        """For each dimension of the view that of the allocation; ``None`` for those of numbers."""
-        ranges: list[int | None] = [n for n, dim in enumerate(self.dims) if type(dim) is range]
-        n_numbers = 0 if self.numbers is None else self.numbers.ndim
-        return [*ranges[: self.at], *[None] * n_numbers, *ranges[self.at :]]
+    @property
+    def origins(self) -> list[int]:
+        """For each dimension of the view that of the allocation."""
+        return [number for number, dim in enumerate(self.dims) if type(dim) is range]
 
-    def n_dims_from(self, n_dims: int) -> int:
-        """How many leading dimensions of the view come from the first ``n_dims`` that there are."""
-        # Numbers count where the first dimension counts that they select from.
-        selected = self.dims.index(None) if None in self.dims else 0
-        origins = [selected if number is None else number for number in self.origins()]
-        return max((at + 1 for at, number in enumerate(origins) if number < n_dims), default=0)
-
-    # Indexing -----------------------------------------------------------------------------------
-
-    def index(self, key: Any) -> Region:
-        """The region of an indexed view.
+    def index(self, key: Any) -> Region | Selection:
+        """What an indexed view shows.
 
         Raises:
             IndexError: If the key is no index, or an int or an index array leaves the allocation.
         """
-        element = self._at_ints(key)
-        if element is not None:
+        dims, sizes = self.dims, self.sizes
+        if type(key) is int and type(dims[0]) is range:  # what is done at every step, and fast
+            row = dims[0].start + dims[0].step * key
+            if 0 <= row < sizes[0]:
+                return Region(sizes, (row, *dims[1:]))
+        elif type(key) is tuple and (element := self._at_ints(key)):
             return element
         parts = read_key(key, self.shape)
-        at, merged = self._merged(parts)
-        dims = list(self.dims)
-        of_numbers: list[Part] = []  # index of the dimensions that become numbers
-        sources: list[tuple[int, Values]] = []  # what is added up, and along which of these
-        for axis, (number, part) in enumerate(zip(self.origins(), parts, strict=True)):
-            if number is None:
-                if axis == self.at:
-                    sources.append((len(of_numbers), self.numbers))  # type: ignore[arg-type]
-                of_numbers.append(self._within_numbers(axis - self.at, part))
-                continue
-            places = self._within_range(number, part)
-            if isinstance(places, int) or (isinstance(places, range) and axis not in merged):
-                dims[number] = places
-                if axis in merged:
-                    of_numbers.append(0)
-                continue
-            dims[number] = None
-            if isinstance(places, range):
-                places, chosen = np.arange(places.start, places.stop, places.step), EVERYTHING
+        if any(isinstance(part, np.ndarray) for part in parts):
+            return self._numbered(parts).select(parts)
+        selected: list[Any] = list(dims)
+        for number, part in zip(self.origins, parts, strict=True):
+            dim: Any = dims[number]
+            if not number:
+                selected[0] = _in_time(dim, sizes[0], part)
+            elif isinstance(part, int) and not -len(dim) <= part < len(dim):
+                raise IndexError(
+                    f"index {part} is out of bounds for a dimension of size {len(dim)}"
+                )
             else:
-                chosen = np.arange(places.size).reshape(places.shape)
-            sources.append((len(of_numbers), places.ravel() * _strides(self.sizes)[number]))
-            of_numbers.append(chosen)
-        numbers = _added_up(sources, of_numbers)
-        if numbers is None or numbers.ndim:
-            return Region(self.sizes, tuple(dims), numbers, at)
-        for number, dim in enumerate(dims):  # of a single element nothing is left to be selected
-            if dim is None:
-                dims[number] = int(numbers) // _strides(self.sizes)[number] % self.sizes[number]
-        return Region(self.sizes, tuple(dims))
+                selected[number] = dim[part]
+        return Region(sizes, tuple(selected))
 
-    def _at_ints(self, key: Any) -> Region | None:
-        """Indexed with ints alone, as is done at every step; ``None`` for anything else."""
-        dims = list(self.dims)
+    def _at_ints(self, key: tuple[Any, ...]) -> Region | None:
+        """Indexed with ints that exist, as is done at every step; ``None`` for anything else."""
+        dims: list[Any] = list(self.dims)
         number = -1
-        for entry in key if type(key) is tuple else (key,):
+        for entry in key:
             number += 1
             while number < len(dims) and type(dims[number]) is int:
                 number += 1
-            if self.numbers is not None or number == len(dims) or type(entry) is not int:
+            if number == len(dims) or type(entry) is not int:
                 return None
-            dim: range = dims[number]  # type: ignore[assignment]
+            dim = dims[number]
             place = dim.start + dim.step * (entry if entry >= 0 or not number else entry + len(dim))
             if not 0 <= place < self.sizes[number] or (number and place not in dim):
                 return None
             dims[number] = place
         return Region(self.sizes, tuple(dims))
 
-    def _merged(self, parts: list[Part]) -> tuple[int, range | list[int]]:
-        """Where numbers stand after an index, and which dimensions of the view become numbers."""
-        n_numbers = 0 if self.numbers is None else self.numbers.ndim
-        if not any(isinstance(part, np.ndarray) for part in parts):
-            before = sum(isinstance(part, slice) for part in parts[: self.at])
-            return before, range(self.at, self.at + n_numbers)
-        selecting = [axis for axis, part in enumerate(parts) if not isinstance(part, slice)]
-        # As in NumPy, what arrays select comes first unless all of them stand together.
-        is_together = selecting[-1] - selecting[0] + 1 == len(selecting)
-        start = selecting[0] if is_together else 0
-        if self.numbers is None:
-            return start, [axis for axis in selecting if isinstance(parts[axis], np.ndarray)]
-        start = min(start, self.at)
-        return start, range(start, max(selecting[-1] + 1, self.at + n_numbers))
-
-    def _within_range(self, number: int, part: Part) -> int | range | Values:
-        """Places that a part means in a dimension of the allocation."""
-        dim: range = self.dims[number]  # type: ignore[assignment]
-        if number == 0:
-            return _in_time(dim, self.sizes[0], part)
-        if isinstance(part, np.ndarray):
-            places: Values = np.arange(dim.start, dim.stop, dim.step)[part]
-            return places
-        if isinstance(part, int) and not -len(dim) <= part < len(dim):
-            raise IndexError(f"index {part} is out of bounds for a dimension of size {len(dim)}")
-        return dim[part]
-
-    def _within_numbers(self, axis: int, part: Part) -> Part:
-        """A part of a dimension of the numbers, for NumPy."""
-        if axis or self.dims[0] is not None:
-            return part
-        length = self.shape[self.at]
-        places = _in_time(range(length), length, part)
-        return _as_slice(places) if isinstance(places, range) else places
+    def _numbered(self, parts: list[Part]) -> Selection:
+        """The same elements, with numbers for those dimensions that index arrays may change."""
+        last = [n for n, dim in enumerate(self.dims) if dim != range(self.sizes[n])]
+        last += [n for n, part in zip(self.origins, parts, strict=True) if not _is_all(part)]
+        depth = max(last) + 1
+        numbers, time = np.zeros((), np.int64), self.dims[0]
+        for number, dim in enumerate(self.dims[:depth]):
+            stride = math.prod(self.sizes[number + 1 : depth])
+            if type(dim) is int:
+                numbers = numbers + dim * stride
+            elif number:
+                numbers = numbers[..., None] + np.array(dim, np.int64) * stride
+            else:
+                numbers = numbers[None]
+        axes = [number for number in self.origins if number < depth]
+        return Selection(self.sizes, depth, numbers, axes, time if type(time) is range else None)
 
     def shifted(self, n_steps: int) -> Region:
-        """The same rows some time steps later.
+        """The same rows some time steps later; IndexError if the allocation has no such rows."""
+        time = _moved(self.dims[0], n_steps, self.sizes[0])
+        return Region(self.sizes, (time, *self.dims[1:]))
 
-        Raises:
-            IndexError: If the allocation has no such rows.
-        """
-        time, numbers = self.dims[0], self.numbers
-        ends: list[int] = []
-        if isinstance(time, int):
-            time += n_steps
-            ends = [time]
-        elif isinstance(time, range):
-            time = range(time.start + n_steps, time.stop + n_steps, time.step)
-            ends = [time[0], time[-1]] if time else []
-        elif numbers is not None and numbers.size:
-            numbers = numbers + n_steps * _strides(self.sizes)[0]
-            ends = [int(end) // _strides(self.sizes)[0] for end in (numbers.min(), numbers.max())]
-        if ends and not 0 <= min(ends) <= max(ends) < self.sizes[0]:
-            raise IndexError(
-                compose(
-                    f"there is no row one time step {'later' if n_steps > 0 else 'earlier'} for "
-                    "all rows of this array",
-                    fix="give the array padding, or ask for the neighbours of fewer rows",
-                )
-            )
-        return replace(self, dims=(time, *self.dims[1:]), numbers=numbers)
-
-    # Elements -----------------------------------------------------------------------------------
-
-    def read(self, allocation: Values) -> Values:
-        """The elements: a view, or a copy if there are numbers."""
-        target, key = self._in(allocation)
-        elements: Values = target[key]
-        return elements
-
-    def write(self, allocation: Values, values: Any) -> None:
-        """Put values into the elements; raises what NumPy raises if they do not fit."""
-        target, key = self._in(allocation)
-        target[key] = values
-
-    def _in(self, allocation: Values) -> tuple[Values, Any]:
+    def place(self, allocation: Values) -> tuple[Values, Any]:
         """A view of the allocation, and the index that gives the elements of it."""
-        if self.numbers is None:
-            key = [_as_slice(dim) if type(dim) is range else dim for dim in self.dims]
-            return allocation, (*key, ...)  # with an ellipsis, a single element is a view as well
-        # Dimensions at the end that are shown in full stay as they are.
-        partial = [n for n, dim in enumerate(self.dims) if dim != range(self.sizes[n])]
-        n_leading = partial[-1] + 1
-        origins = self.origins()
-        origins = [number for number in origins if number is None or number < n_leading]
-        sources = [(self.at, self.numbers)]
-        for number, dim in enumerate(self.dims[:n_leading]):
-            if type(dim) is range:
-                places = np.arange(dim.start, dim.stop, dim.step) * _strides(self.sizes)[number]
-                sources.append((origins.index(number), places))
-        numbers: Any = _added_up(sources, [EVERYTHING] * len(origins))
-        for number, dim in enumerate(self.dims):
-            if type(dim) is int:
-                numbers = numbers + dim * _strides(self.sizes)[number]
-        flat = allocation.reshape(math.prod(self.sizes[:n_leading]), *self.sizes[n_leading:])
-        return flat, numbers // _strides(self.sizes)[n_leading - 1]
+        key = [_as_slice(dim) if type(dim) is range else dim for dim in self.dims]
+        return allocation, (*key, ...)  # with an ellipsis, a single element is a view as well
 
 
-@lru_cache(maxsize=256)
-def _strides(sizes: tuple[int, ...]) -> list[int]:
-    """Of each dimension of an allocation; sizes of 0 count as 1, so that none is 0."""
-    return [math.prod(size or 1 for size in sizes[number:]) for number in range(1, len(sizes) + 1)]
+@dataclass(slots=True)
+class Selection:
+    """What index arrays and masks select: numbered blocks, each of whole trailing dimensions.
+
+    Attributes:
+        sizes: Shape of the allocation.
+        depth: How many of its dimensions are numbered, counting in C order; a block has the others.
+        numbers: The blocks, in the shape in which the view shows them.
+        axes: For each dimension of ``numbers`` the (first) one of the allocation that it is from.
+        time: If no index array selected rows, a range of rows: ``numbers`` are those of row 0, and
+            have size 1 in the dimension of the time.
+        sent: Where a pickle finds many numbers.
+    """
+
+    sizes: tuple[int, ...]
+    depth: int
+    numbers: Values
+    axes: list[int]
+    time: range | None = None
+    sent: Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the view."""
+        shape = list(self.numbers.shape)
+        if self.time is not None:
+            shape[self.axes.index(0)] = len(self.time)
+        return (*shape, *self.sizes[self.depth :])
+
+    @property
+    def origins(self) -> list[int]:
+        """For each dimension of the view the first one of the allocation that it is from."""
+        return [*self.axes, *range(self.depth, len(self.sizes))]
+
+    @property
+    def _row_stride(self) -> int:
+        return math.prod(self.sizes[1 : self.depth])
+
+    def _all_numbers(self) -> Values:
+        if self.time is None:
+            return self.numbers
+        rows = np.array(self.time, np.int64) * self._row_stride
+        return self.numbers + _along(self.axes.index(0), rows, self.numbers.ndim)
+
+    def index(self, key: Any) -> Region | Selection:
+        """As for a region."""
+        return self.select(read_key(key, self.shape))
+
+    def select(self, parts: list[Part]) -> Region | Selection:
+        """What a view shows that was indexed with one part for each dimension."""
+        n_dims = self.numbers.ndim
+        if not all(map(_is_all, parts[n_dims:])):
+            return self._deepest().select(parts)
+        parts, time = parts[:n_dims], self.time
+        sources = [self.numbers]
+        if 0 in self.axes:
+            axis = self.axes.index(0)
+            if time is None:
+                length = self.numbers.shape[axis]
+                found = _in_time(range(length), length, parts[axis])
+                parts[axis] = _as_slice(found) if isinstance(found, range) else found
+            else:
+                found = _in_time(time, self.sizes[0], parts[axis])
+                time, parts[axis] = None, EVERYTHING
+                if isinstance(found, range):
+                    time = found
+                else:
+                    rows = np.array(found)
+                    sources.append(_along(axis, rows.ravel() * self._row_stride, n_dims))
+                    parts[axis] = np.arange(rows.size).reshape(rows.shape) if rows.ndim else 0
+        numbers = sum(source[tuple(parts)] for source in np.broadcast_arrays(*sources))
+        return self._of(np.asarray(numbers), self._axes_after(parts, np.ndim(numbers)), time)
+
+    def _of(self, numbers: Values, axes: list[int], time: range | None) -> Region | Selection:
+        if numbers.ndim:
+            return Selection(self.sizes, self.depth, numbers, axes, time)
+        places = np.unravel_index(int(numbers), self.sizes[: self.depth])  # nothing more to select
+        return Region(self.sizes, (*map(int, places), *map(range, self.sizes[self.depth :])))
+
+    def _axes_after(self, parts: list[Part], n_dims: int) -> list[int]:
+        """Where the dimensions of the numbers are from after an index."""
+        selecting = [axis for axis, part in enumerate(parts) if not isinstance(part, slice)]
+        arrays = [axis for axis in selecting if isinstance(parts[axis], np.ndarray)]
+        axes = [axis for number, axis in enumerate(self.axes) if number not in selecting]
+        if arrays:
+            # As in NumPy, what arrays select comes first unless all of them stand together.
+            is_together = selecting[-1] - selecting[0] + 1 == len(selecting)
+            at = selecting[0] if is_together else 0
+            axes[at:at] = [min(self.axes[axis] for axis in arrays)] * (n_dims - len(axes))
+        return axes
+
+    def _deepest(self) -> Selection:
+        """The same elements, each of them numbered."""
+        block = self.sizes[self.depth :]
+        within = np.arange(math.prod(block)).reshape(block)
+        numbers = self.numbers.reshape(*self.numbers.shape, *[1] * len(block)) * within.size
+        return Selection(self.sizes, len(self.sizes), numbers + within, self.origins, self.time)
+
+    def shifted(self, n_steps: int) -> Selection:
+        """As for a region."""
+        time, numbers = self.time, self.numbers
+        if time is not None:
+            time = _moved(time, n_steps, self.sizes[0])
+        elif numbers.size:
+            numbers = numbers + n_steps * self._row_stride
+            ends = [int(end) // self._row_stride for end in (numbers.min(), numbers.max())]
+            _check_rows(ends, n_steps, self.sizes[0])
+        return Selection(self.sizes, self.depth, numbers, self.axes, time)
+
+    def place(self, allocation: Values) -> tuple[Values, Any]:
+        """As for a region."""
+        sizes = self.sizes
+        flat = allocation.reshape(math.prod(sizes[: self.depth]), *sizes[self.depth :])
+        return flat, self._all_numbers()
 
 
-def _added_up(sources: list[tuple[int, Values]], key: list[Part]) -> Values | None:
-    """The indexed sum of arrays that lie along some of as many dimensions as the key has parts."""
-    sizes = [1] * len(key)
-    for axis, numbers in sources:
-        sizes[axis : axis + numbers.ndim] = numbers.shape
-    total = None
-    for axis, numbers in sources:
-        wide = numbers.reshape(*numbers.shape, *[1] * (len(key) - axis - numbers.ndim))
-        selected = np.asarray(np.broadcast_to(wide, sizes)[tuple(key)])
-        total = selected if total is None else total + selected
-    return total
+def _along(axis: int, numbers: Values, n_dims: int) -> Values:
+    """Numbers that lie along one of some dimensions."""
+    return numbers.reshape(-1, *[1] * (n_dims - axis - 1))
+
+
+def _is_all(part: Part) -> bool:
+    return isinstance(part, slice) and part == EVERYTHING
 
 
 def _as_slice(dim: range) -> slice:
     if not dim:
         return slice(0, 0)
     return slice(dim.start, dim.stop if dim.stop >= 0 else None, dim.step)
+
+
+def _moved(time: Any, n_steps: int, n_rows: int) -> Any:
+    """A row, or a range of rows, some steps later."""
+    if isinstance(time, int):
+        _check_rows([time + n_steps], n_steps, n_rows)
+        return time + n_steps
+    later = range(time.start + n_steps, time.stop + n_steps, time.step)
+    _check_rows([*later[:1], *later[-1:]], n_steps, n_rows)
+    return later
+
+
+def _check_rows(ends: list[int], n_steps: int, n_rows: int) -> None:
+    if ends and not 0 <= min(ends) <= max(ends) < n_rows:
+        raise IndexError(
+            compose(
+                f"some rows have no row one time step {'later' if n_steps > 0 else 'earlier'}",
+                fix="give the array padding, or ask for the neighbours of fewer rows",
+            )
+        )
 
 
 def _in_time(dim: range, n_rows: int, part: Part) -> int | range | Values:
@@ -256,24 +281,22 @@ def _in_time(dim: range, n_rows: int, part: Part) -> int | range | Values:
         n_rows: Rows that there are.
         part: Counts from the start of the view.
     """
-    if dim.step > 0:
-        reach = range(-(dim.start // dim.step), (n_rows - 1 - dim.start) // dim.step + 1)
-    else:
-        reach = range(-((n_rows - 1 - dim.start) // -dim.step), dim.start // -dim.step + 1)
+    lowest, highest = sorted((-dim.start / dim.step, (n_rows - 1 - dim.start) / dim.step))
+    low, high = math.ceil(lowest), math.floor(highest) + 1
     if not isinstance(part, slice):
-        outside = np.ravel(part)[np.ravel((part < reach.start) | (part >= reach.stop))]
-        if outside.size:
-            there = f"rows {reach.start} to {reach.stop - 1} exist" if reach else "no row exists"
+        rows = [part] if isinstance(part, int) else [part.min(), part.max()] if part.size else []
+        outside = [row for row in rows if not low <= row < high]
+        if outside:
+            there = f"rows {low} to {high - 1} exist" if low < high else "no row exists"
             raise IndexError(
                 compose(
-                    f"row {outside[0]} is outside of the array: counted from its first row, "
-                    f"{there}",
+                    f"row {outside[0]} is outside of the array: counted from its start, {there}",
                     fix=f"{len(dim)} rows are visible; padding or a larger full_size give more",
                 )
             )
         return dim.start + dim.step * part
     step = 1 if part.step is None else part.step
-    low, high, first, last = reach.start, reach.stop, 0, len(dim)
+    first, last = 0, len(dim)
     if step < 0:
         low, high, first, last = low - 1, high - 1, last - 1, -1
     start, stop = (

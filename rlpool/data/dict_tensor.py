@@ -13,19 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from rlpool.data import tensordict as conversion
-from rlpool.data.named_tensors import (
-    NamedTensors,
-    Rows,
-    check_alike,
-    check_named,
-    compact,
-    instance,
-    kind,
-    listed,
-    row_pair,
-    table,
-)
+from rlpool.data import named_tensors as named
+from rlpool.data.named_tensors import NamedTensors, Rows, instance, kind
 from rlpool.errors import SpecError
 
 
@@ -57,7 +46,7 @@ class DictTensor(NamedTensors):
             self._tensors = {} if tensors is None else dict(tensors)
         except (TypeError, ValueError, RuntimeError):
             raise SpecError(f"tensors are {kind(tensors)}", fix="pass a dict of tensors") from None
-        check_named(self._tensors.items(), 1)
+        named.check(self._tensors.items(), 1)
 
     @staticmethod
     def _wrap(tensors: dict[str, Tensor]) -> DictTensor:
@@ -129,7 +118,7 @@ class DictTensor(NamedTensors):
         Raises:
             SpecError: If the parts differ, or a tensor is 0-d.
         """
-        return cat_named(listed(parts, DictTensor, "cat"), "part")
+        return cat_named(named.listed(parts, DictTensor, "cat"), "part")
 
     def set(self, key: str, tensor: Tensor) -> None:
         """Add or replace a tensor, in place; the tensor is not copied.
@@ -142,7 +131,7 @@ class DictTensor(NamedTensors):
             SpecError: If it is no tensor, or its first dimension or device differs.
         """
         with_rows = next((item for item in self._tensors.items() if item[1].ndim), None)
-        check_named([(key, tensor)], 1, with_rows or next(iter(self._tensors.items()), None))
+        named.check([(key, tensor)], 1, with_rows or next(iter(self._tensors.items()), None))
         self._tensors[key] = tensor
 
     def prepend_key(self, prefix: str) -> DictTensor:
@@ -180,10 +169,10 @@ class DictTensor(NamedTensors):
             SpecError: If the batches or the numbers of rows do not fit.
             In both cases nothing is written. Without keys nothing is done.
         """
-        check_alike(self, instance(source, DictTensor, "source"), 1, "source", subset=True)
+        named.check_alike(self, instance(source, DictTensor, "source"), 1, "source", subset=True)
         if self._tensors:
             sizes = source.n_elems(), self._n_rows()
-            rows = row_pair(source_indexes, destination_indexes, sizes, self.device())
+            rows = named.row_pair(source_indexes, destination_indexes, sizes, self.device())
             copy_rows_(self._tensors, source._tensors, *rows)
 
     def to_tensordict(self) -> Any:
@@ -192,18 +181,22 @@ class DictTensor(NamedTensors):
         Its batch size is ``[B]``, or ``[]`` if a tensor is 0-d or first dimensions differ.
         """
         sizes = {tensor.shape[:1] for tensor in self._tensors.values()} or {torch.Size([0])}
-        return conversion.made(self._tensors, sizes.pop() if len(sizes) == 1 else [])
+        return named.to_tensordict(self._tensors, sizes.pop() if len(sizes) == 1 else [])
 
     @staticmethod
     def from_tensordict(tensordict: Any) -> DictTensor:
         """The tensors of a ``TensorDict``, not copied; nested keys are joined with ``/``."""
-        return DictTensor(conversion.leaves(tensordict))
+        return DictTensor(named.from_tensordict(tensordict))
 
     def __reduce__(self) -> tuple[Callable[..., DictTensor], tuple[Any, ...]]:
-        return _rebuild, ({key: compact(tensor) for key, tensor in self._tensors.items()},)
+        return _rebuild, ({key: named.compact(tensor) for key, tensor in self._tensors.items()},)
 
     def __repr__(self) -> str:
-        return table("DictTensor", self._tensors.items()) if self._tensors else "DictTensor(empty)"
+        return (
+            named.table("DictTensor", self._tensors.items())
+            if self._tensors
+            else "DictTensor(empty)"
+        )
 
 
 _new = object.__new__
@@ -254,7 +247,7 @@ def masked_dicttensor(dicttensor0: DictTensor, dicttensor1: DictTensor, mask: Te
     """``masked_tensor`` for every key; ``SpecError`` unless both have the same keys."""
     first = instance(dicttensor0, DictTensor, "the first")
     second = instance(dicttensor1, DictTensor, "the second")
-    check_alike(first, second, 0, "the second")
+    named.check_alike(first, second, 0, "the second")
     n_elems, device = first._n_rows(), first.device()
     if first.empty():
         device = instance(mask, Tensor, "the mask").device
@@ -284,13 +277,7 @@ def cat_named(batches: list[DictTensor], name: str) -> DictTensor:
         return DictTensor()
     first = batches[0]
     first._n_rows()
-    try:
-        columns = {key: [part._tensors[key] for part in batches] for key in first}
-        n_kinds = [len({(t.dtype, t.device, t.ndim) for t in col}) for col in columns.values()]
-        if max(n_kinds, default=1) > 1 or len({len(part._tensors) for part in batches}) > 1:
-            raise KeyError
-        return DictTensor._wrap({key: torch.cat(column) for key, column in columns.items()})
-    except (KeyError, RuntimeError):
-        for number, part in enumerate(batches):  # names the difference; takes several times as long
-            check_alike(first, part, 1, f"{name} {number}")
-        raise
+    for number, part in enumerate(batches):
+        named.check_alike(first, part, 1, f"{name} {number}")
+    tensors = {key: torch.cat([part._tensors[key] for part in batches]) for key in first}
+    return DictTensor._wrap(tensors)

@@ -10,22 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from rlpool.data import tensordict as conversion
+from rlpool.data import named_tensors as named
 from rlpool.data.dict_tensor import DictTensor, cat_named, copy_rows_
-from rlpool.data.named_tensors import (
-    INDEX_DTYPES,
-    NamedTensors,
-    check_alike,
-    check_named,
-    checked_row,
-    compact,
-    instance,
-    int_of,
-    kind,
-    listed,
-    row_pair,
-    table,
-)
+from rlpool.data.named_tensors import NamedTensors, instance, kind
 from rlpool.errors import SpecError
 
 
@@ -69,7 +56,7 @@ class TemporalDictTensor(NamedTensors):
         info: Mapping[str, Tensor] | DictTensor | None = None,
     ) -> None:
         self._tensors = DictTensor(tensors)._tensors
-        check_named(self._tensors.items(), 2)
+        named.check(self._tensors.items(), 2)
         first = next(iter(self._tensors.values()), None)
         if lengths is None:
             n_elems, n_timesteps = (0, 0) if first is None else first.shape[:2]
@@ -192,7 +179,7 @@ class TemporalDictTensor(NamedTensors):
     def slice(self, start: int, stop: int | None = None) -> TemporalDictTensor:
         """Views of rows ``start <= i < stop``, or of row ``start`` with B = 1."""
         if stop is None:
-            row = checked_row(int_of("start", start), self.n_elems())
+            row = named.checked_row(named.int_of("start", start), self.n_elems())
             start, stop = row, row + 1
         return self.index(slice(start, stop))
 
@@ -214,7 +201,7 @@ class TemporalDictTensor(NamedTensors):
             >>> batch.temporal_slice(1, 3).lengths
             tensor([2, 0])
         """
-        start, stop = int_of("start", start), int_of("stop", stop)
+        start, stop = named.int_of("start", start), named.int_of("stop", stop)
         if not 0 <= start <= stop <= self.n_timesteps():
             raise SpecError(
                 f"steps {start} to {stop} are not within 0 to {self.n_timesteps()}",
@@ -246,7 +233,7 @@ class TemporalDictTensor(NamedTensors):
             tensor([2., 5.])
         """
         n_elems = self.n_elems()
-        is_int = isinstance(steps, Tensor) and steps.dtype in INDEX_DTYPES
+        is_int = isinstance(steps, Tensor) and steps.dtype in named.INDEX_DTYPES
         if not is_int or steps.shape != (n_elems,):
             raise SpecError(f"steps are {kind(steps)}", fix=f"use an int64 [{n_elems}]")
         for bound in steps.aminmax() if n_elems else ():
@@ -300,7 +287,7 @@ class TemporalDictTensor(NamedTensors):
         Raises:
             SpecError: If the parts differ.
         """
-        batches = listed(parts, TemporalDictTensor, "cat")
+        batches = named.listed(parts, TemporalDictTensor, "cat")
         if not batches:
             return TemporalDictTensor({})
         for part in batches:
@@ -323,7 +310,7 @@ class TemporalDictTensor(NamedTensors):
         Raises:
             SpecError: If it is smaller.
         """
-        n_elems = int_of("n_elems", n_elems)
+        n_elems = named.int_of("n_elems", n_elems)
         if n_elems < self.n_elems():
             what = f"cannot expand {self.n_elems()} rows to {n_elems}"
             raise SpecError(what, fix=f"slice(0, {n_elems}) takes rows away")
@@ -341,7 +328,7 @@ class TemporalDictTensor(NamedTensors):
             SpecError: If it is no tensor, or its first two dimensions or its device differ.
         """
         n_elems, first = self.n_elems(), next(iter(self._tensors.items()), None)
-        check_named([(key, tensor)], 2, first)
+        named.check([(key, tensor)], 2, first)
         if first is None:
             lengths = self._lengths if n_elems else None
             self._lengths = TemporalDictTensor({key: tensor}, lengths, self._info)._lengths
@@ -383,9 +370,9 @@ class TemporalDictTensor(NamedTensors):
             In both cases nothing is written.
         """
         sizes = instance(source, TemporalDictTensor, "source").n_elems(), self.n_elems()
-        check_alike(self, source, 2, "source", subset=True)
-        check_alike(self._info, source._info, 1, "the info of source", subset=True)
-        read, write = row_pair(source_indexes, destination_indexes, sizes, self.device())
+        named.check_alike(self, source, 2, "source", subset=True)
+        named.check_alike(self._info, source._info, 1, "the info of source", subset=True)
+        read, write = named.row_pair(source_indexes, destination_indexes, sizes, self.device())
         lengths, n_timesteps = source._lengths[read], self.n_timesteps()
         if _longest(lengths) > n_timesteps:
             what = f"a trajectory of {_longest(lengths)} steps does not fit into {n_timesteps}"
@@ -404,21 +391,21 @@ class TemporalDictTensor(NamedTensors):
         ``lengths`` and ``info`` (a ``TensorDict`` ``[B]``).
         """
         size = [self.n_elems()]
-        steps = conversion.made(self._tensors, [*size, self.n_timesteps()])
-        info = conversion.made(self._info._tensors, size)
-        return conversion.made({"steps": steps, "lengths": self._lengths, "info": info}, size)
+        steps = named.to_tensordict(self._tensors, [*size, self.n_timesteps()])
+        info = named.to_tensordict(self._info._tensors, size)
+        return named.to_tensordict({"steps": steps, "lengths": self._lengths, "info": info}, size)
 
     @staticmethod
     def from_tensordict(tensordict: Any) -> TemporalDictTensor:
         """The tensors of a ``TensorDict`` as ``to_tensordict`` makes it, not copied."""
-        entries = {key.partition("/")[0] for key in conversion.leaves(tensordict)}
+        entries = {key.partition("/")[0] for key in named.from_tensordict(tensordict)}
         if not {"steps", "lengths"} <= entries:
             raise SpecError(
                 f"the TensorDict has the entries {sorted(entries)}",
                 fix="it needs steps [B, T], lengths [B] and optionally info [B]",
             )
-        info = conversion.leaves(tensordict["info"]) if "info" in entries else None
-        steps = conversion.leaves(tensordict["steps"])
+        info = named.from_tensordict(tensordict["info"]) if "info" in entries else None
+        steps = named.from_tensordict(tensordict["steps"])
         return TemporalDictTensor(steps, tensordict["lengths"], info)
 
     def _in_time(self, start: int, stop: int) -> dict[str, Tensor]:
@@ -426,7 +413,7 @@ class TemporalDictTensor(NamedTensors):
         return {key: t.narrow(dim, start, stop - start) for key, t in self.items()}
 
     def _checked_step(self, step: Any) -> int:
-        number = int_of("step", step)
+        number = named.int_of("step", step)
         if not 0 <= number < self.n_timesteps():
             raise SpecError(
                 f"step {number} is not within 0 to {self.n_timesteps() - 1}",
@@ -435,11 +422,11 @@ class TemporalDictTensor(NamedTensors):
         return number
 
     def __reduce__(self) -> tuple[Callable[..., TemporalDictTensor], tuple[Any, ...]]:
-        return _from_parts, (self._steps, compact(self._lengths), self._info)
+        return _from_parts, (self._steps, named.compact(self._lengths), self._info)
 
     def __repr__(self) -> str:
         info = self._info.prepend_key("info/").items()
-        return table("TemporalDictTensor", [*self.items(), ("lengths", self._lengths), *info])
+        return named.table("TemporalDictTensor", [*self.items(), ("lengths", self._lengths), *info])
 
 
 def _from_parts(steps: DictTensor, lengths: Tensor, info: DictTensor) -> TemporalDictTensor:

@@ -55,34 +55,26 @@ def allocate(storage: str, n_bytes: int, *, directory: str | Path | None = None)
         choices = ", ".join(f'"{kind}"' for kind in KINDS)
         raise SpecError(f"there is no storage {storage!r}", fix=f"choose from {choices}")
     if storage == "memmap":
-        return _on_disk(n_bytes, directory)
+        where = tempfile.gettempdir() if directory is None else directory
+        try:
+            # Sparse, and without a name: nothing of it is left behind.
+            with tempfile.TemporaryFile(dir=where) as file:
+                return Memory.over(os.dup(file.fileno()), n_bytes, "memmap")
+        except TypeError:
+            raise SpecError(f"directory is {where!r}", fix="pass the path of a directory") from None
+        except OSError as error:
+            raise _refused(error, f"a file of {human(n_bytes)} in {str(where)!r}") from error
     if directory is not None:
         raise SpecError(
-            f"storage={storage!r} has no file, but a directory was given: {str(directory)!r}",
+            f"storage={storage!r} has no file, but directory={str(directory)!r} was given",
             fix='leave directory out, or use storage="memmap"',
         )
     if n_bytes > machine_bytes():
         raise SpecError(
-            f"storage={storage!r} would need {human(n_bytes)}, but there are "
-            f"{human(machine_bytes())} in all",
+            f"{storage} memory of {human(n_bytes)}: there are {human(machine_bytes())} in all",
             fix='make it smaller, or use storage="memmap"',
         )
     return Memory.local(n_bytes) if storage == "local" else Memory.shared(n_bytes)
-
-
-def _on_disk(n_bytes: int, directory: str | Path | None) -> Memory:
-    """A sparse file without a name: nothing of it is left behind.
-
-    Writing to bytes that were not reserved ends the process if the disk is full.
-    """
-    try:
-        where = Path(tempfile.gettempdir() if directory is None else directory)
-    except TypeError:
-        raise SpecError(f"directory is {directory!r}", fix="pass the path of a directory") from None
-    try:
-        return Memory.over(_unlinked_file(where), n_bytes, "memmap")
-    except OSError as error:
-        raise _refused(error, f"a file of {human(n_bytes)} in {str(where)!r}") from error
 
 
 class Memory:
@@ -185,8 +177,6 @@ class Memory:
             SpecError: If the disk, or what may be used of it, is full. Nothing was written.
             UsageError: After ``close``.
         """
-        if not 0 <= start <= stop <= self.n_bytes:
-            raise SpecError(f"bytes {start} to {stop} are not within {self.n_bytes}")
         if self.kind != "memmap" or start == stop:
             return
         self.root()  # raises after close
@@ -199,20 +189,17 @@ class Memory:
         if self.kind == "local":
             raise UsageError(
                 'what has storage="local" belongs to one process and cannot be sent',
-                fix='use storage="shared", or send a copy, for example of what to_ndarray() gives',
+                fix='use storage="shared", or send a copy: to_ndarray()',
             )
         if self._mapped is None or self._descriptor.fd < 0:
-            raise UsageError(
-                "this memory was closed and cannot be sent any more",
-                fix="send it before it is closed",
-            )
+            raise UsageError("this memory was closed", fix="send it before it is closed")
         return _received, (self._descriptor.ticket(), self.n_bytes, self.kind)
 
 
 def _received(ticket: Ticket, n_bytes: int, kind: str) -> Memory:
     known = _mapped_here.get(ticket.name)
     if known is not None and known._descriptor.fd >= 0:
-        ticket.discard(known._descriptor)
+        known._descriptor.confirm(ticket)
         return known
     descriptor = ticket.redeem()
     return Memory(_map(descriptor.fd, n_bytes), descriptor, kind)
@@ -232,24 +219,15 @@ def _refused(error: OSError, what: str) -> SpecError:
 
 
 def anonymous_file(name: str) -> int:
-    """Descriptor of a new file without a name, in memory where there is such a thing."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(name, os.MFD_CLOEXEC)
-    # No memfd on this platform: an unlinked file is as anonymous, though backed by the disk.
-    return _unlinked_file(None)
-
-
-def _unlinked_file(directory: Path | None) -> int:
-    with tempfile.TemporaryFile(dir=directory) as file:  # O_TMPFILE where there is such a thing
-        return os.dup(file.fileno())
+    """Descriptor of a new file in memory, without a name."""
+    return os.memfd_create(name, os.MFD_CLOEXEC)
 
 
 def _map(fd: int, n_bytes: int, *, private: bool = False) -> torch.Tensor:
     # torch closes its own descriptor after mapping, mmap.mmap() would keep one open per block.
-    directory = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
-    path, size = f"{directory}/{fd}", max(1, n_bytes)  # nothing cannot be mapped
+    path, size = f"/proc/self/fd/{fd}", max(1, n_bytes)  # nothing cannot be mapped
     mapped = torch.from_file(path, shared=not private, size=size, dtype=torch.uint8, device="cpu")
-    return mapped if size == n_bytes else mapped[:n_bytes]
+    return mapped[:n_bytes]
 
 
 def carved_bytes(specs: Mapping[str, TensorSpec], n_rows: int) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 A pickle names the sender and its descriptor, and whoever unpickles it opens the file by way of
 ``/proc``: no thread, no server and no further descriptor per pickle in the sender, and one pickle
-can be opened any number of times. Without ``/proc``, ``multiprocessing`` hands the descriptor over.
+can be opened any number of times.
 
 A page after the contents of the file holds a random name, by which a receiver knows that it opened
 the right file, and one byte per pickle, which the receiver sets. A descriptor that is dropped while
@@ -17,8 +17,7 @@ import os
 import stat
 from collections import deque
 from itertools import count
-from multiprocessing import reduction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlpool.errors import UsageError
 
@@ -57,20 +56,18 @@ class Descriptor:
     def ticket(self) -> Ticket:
         """What one pickle carries; the descriptor has to be open."""
         let_go_of_received()
-        number, passed = -1, None
-        if _has_proc():
-            # Different numbers in processes that send the same file.
-            number = (next(_numbers) + os.getpid() * 61) % N_TICKETS
-            os.pwrite(self.fd, b"\0", self._page + NAME_BYTES + number)
-            self._sent.add(number)
-        else:
-            passed = reduction.DupFd(self.fd)
-        return Ticket(os.getpid(), self.fd, self._page, self.name, number, passed)
+        # Different numbers in processes that send the same file.
+        number = (next(_numbers) + os.getpid() * 61) % N_TICKETS
+        self._mark(number, b"\0")
+        self._sent.add(number)
+        return Ticket(os.getpid(), self.fd, self._page, self.name, number)
 
-    def confirm(self, number: int) -> None:
-        """Note in the file that a ticket with this number arrived."""
-        if number >= 0:
-            os.pwrite(self.fd, b"\1", self._page + NAME_BYTES + number)
+    def confirm(self, ticket: Ticket) -> None:
+        """Note in the file that a ticket arrived."""
+        self._mark(ticket.number, b"\1")
+
+    def _mark(self, number: int, mark: bytes) -> None:
+        os.pwrite(self.fd, mark, self._page + NAME_BYTES + number)
 
     def is_awaited(self) -> bool:
         """Whether a ticket is still on its way."""
@@ -103,8 +100,7 @@ class Ticket(NamedTuple):
         fd: Its descriptor.
         page: Where the page with the name starts.
         name: Name of the file.
-        number: Which byte says that the ticket arrived, -1 for none.
-        passed: How ``multiprocessing`` hands the descriptor over where there is no ``/proc``.
+        number: Which byte says that the ticket arrived.
     """
 
     pid: int
@@ -112,7 +108,6 @@ class Ticket(NamedTuple):
     page: int
     name: bytes
     number: int
-    passed: Any
 
     def redeem(self) -> Descriptor:
         """Open the file in this process.
@@ -120,34 +115,23 @@ class Ticket(NamedTuple):
         Raises:
             UsageError: If the sender does not have it any more.
         """
+        path = f"/proc/{self.pid}/fd/{self.fd}"
         try:
-            fd = self._open() if self.passed is None else self.passed.detach()
-        except (OSError, EOFError) as error:
+            # Opening anything else, a pipe for one, could block or have effects.
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise FileNotFoundError(f"{path} is another file")
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            if os.pread(fd, NAME_BYTES, self.page) != self.name:
+                os.close(fd)
+                raise FileNotFoundError(f"{path} has another meaning now")
+        except OSError as error:
             raise UsageError(
                 f"the memory that process {self.pid} sent is gone ({error})",
-                fix="keep the array and its process alive until it was received, and close it only "
-                "afterwards",
+                fix="keep the array and its process alive until it was received",
             ) from error
         descriptor = Descriptor(fd, self.page, self.name)
-        descriptor.confirm(self.number)
+        descriptor.confirm(self)
         return descriptor
-
-    def discard(self, known: Descriptor) -> None:
-        """Note that the file arrived where it was open already."""
-        known.confirm(self.number)
-        if self.passed is not None:
-            os.close(self.passed.detach())
-
-    def _open(self) -> int:
-        path = f"/proc/{self.pid}/fd/{self.fd}"
-        # Opening anything else, a pipe for one, could block or have effects.
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise FileNotFoundError(f"{path} is another file")
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        if os.pread(fd, NAME_BYTES, self.page) != self.name:
-            os.close(fd)
-            raise FileNotFoundError(f"{path} has another meaning now")
-        return fd
 
 
 def let_go_of_received() -> None:
@@ -163,10 +147,6 @@ def let_go_of_received() -> None:
                 _kept.append(kept)
             else:
                 kept.close()
-
-
-def _has_proc() -> bool:
-    return os.path.exists(f"/proc/{os.getpid()}/fd")
 
 
 _numbers = count()

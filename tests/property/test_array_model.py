@@ -10,7 +10,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -40,46 +40,33 @@ class Model:
 
     n_rows: int
     row_size: int
-    ids: np.ndarray  # type: ignore[type-arg]
+    ids: Any
     axis: int | None = 0
     rows: dict[int, int] | None = None
-    rest: np.ndarray = field(default_factory=lambda: np.empty(0))  # type: ignore[type-arg]
+    rest: Any = None
 
-    @staticmethod
-    def of_rows(
-        n_rows: int,
-        row_size: int,
-        rest: np.ndarray,  # type: ignore[type-arg]
-        axis: int,
-        rows: dict[int, int],
-        length: int,
-    ) -> Model:
-        ids = Model.stacked(rest, row_size, [rows[i] for i in range(length)], axis)
-        return Model(n_rows, row_size, ids, axis, rows, rest)
+    def showing(self, rest: Any, axis: int, rows: dict[int, int], length: int) -> Model:
+        """A view that can reach some rows, of which so many are visible."""
+        ids = self.stacked(rest, [rows[i] for i in range(length)], axis)
+        return replace(self, ids=ids, axis=axis, rows=rows, rest=rest)
 
-    @staticmethod
-    def stacked(rest: Any, row_size: int, rows: list[int], axis: int) -> Any:
+    def stacked(self, rest: Any, rows: list[int], axis: int) -> Any:
         if not rows:
             return np.empty((*rest.shape[:axis], 0, *rest.shape[axis:]), int)
-        return np.stack([rest + row * row_size for row in rows], axis)
+        return np.stack([rest + row * self.row_size for row in rows], axis)
 
-    @property
-    def time_of_ids(self) -> Any:
-        return self.ids // self.row_size
+    def gathered(self, ids: Any, axis: int | None) -> Model:
+        return replace(self, ids=ids, axis=axis, rows=None)
 
     def shifted(self, n_steps: int) -> Model:
-        later = self.time_of_ids + n_steps
+        later = self.ids // self.row_size + n_steps
         if ((later < 0) | (later >= self.n_rows)).any():
             raise IndexError
-        ids = self.ids + n_steps * self.row_size
         if self.rows is None:
-            return Model(self.n_rows, self.row_size, ids, self.axis)
-        step = self.step()
-        start = self.start() + n_steps
-        rows = reachable(start, step, self.n_rows)
+            return self.gathered(self.ids + n_steps * self.row_size, self.axis)
+        rows = reachable(self.start() + n_steps, self.step(), self.n_rows)
         assert self.axis is not None
-        length = ids.shape[self.axis]
-        return Model.of_rows(self.n_rows, self.row_size, self.rest, self.axis, rows, length)
+        return self.showing(self.rest, self.axis, rows, self.ids.shape[self.axis])
 
     def start(self) -> int:
         assert self.rows
@@ -96,50 +83,29 @@ class Model:
     def index(self, parts: list[Any]) -> Model:
         """Index with one part per dimension of ``ids``, an int, a slice or an index array."""
         if self.axis is None:
-            return Model(self.n_rows, self.row_size, self.ids[tuple(parts)], None)
-        part = parts[self.axis]
+            return self.gathered(self.ids[tuple(parts)], None)
+        part, key, length = parts[self.axis], [*parts], self.ids.shape[self.axis]
+        reach = range(length) if self.rows is None else self.rows
+        low, high = min(reach, default=0), max(reach, default=-1) + 1
+        if not isinstance(part, slice):
+            if not all(int(place) in reach for place in np.ravel(part)):
+                raise IndexError
+            ids = self.ids
+            if self.rows is not None:
+                ids = self.stacked(self.rest, [self.rows[i] for i in sorted(reach)], self.axis)
+            key[self.axis] = part - low
+            return self.gathered(ids[tuple(key)], self.axis_after(key))
+        key[self.axis] = slice(None)
+        axis = self.axis_after(key)
+        seen = counted(part, low, high, length)
         if self.rows is None:
-            length = self.ids.shape[self.axis]
-            parts = [*parts]
-            if isinstance(part, slice):
-                seen = counted(part, 0, length, length)
-                parts[self.axis] = slice(None)
-                return Model(
-                    self.n_rows,
-                    self.row_size,
-                    np.take(self.ids, seen, self.axis)[tuple(parts)],
-                    self.axis_after(parts),
-                )
-            if np.any((np.asarray(part) < 0) | (np.asarray(part) >= length)):
-                raise IndexError
-            axis = self.axis_after(parts)
-            return Model(self.n_rows, self.row_size, self.ids[tuple(parts)], axis)
-        low = min(self.rows, default=0)
-        key = [*parts]
-        if isinstance(part, slice):
-            key[self.axis] = slice(None)
-            axis = self.axis_after(key)
-            one = np.expand_dims(self.rest, self.axis)[tuple(key)]
-            assert axis is not None
-            rest = np.take(one, 0, axis)
-            length = self.ids.shape[self.axis]
-            seen = counted(part, low, max(self.rows, default=-1) + 1, length)
-            step = 1 if part.step is None else part.step
-            begin = first_of(part, low, max(self.rows, default=-1) + 1, length)
-            rows = {
-                i: self.rows[begin + step * i]
-                for i in range(-FAR, FAR)
-                if begin + step * i in self.rows
-            }
-            return Model.of_rows(self.n_rows, self.row_size, rest, axis, rows, len(seen))
-        for place in np.ravel(part):
-            if int(place) not in self.rows:
-                raise IndexError
-        key[self.axis] = part - low
-        reach = self.stacked(
-            self.rest, self.row_size, [self.rows[i] for i in sorted(self.rows)], self.axis
-        )
-        return Model(self.n_rows, self.row_size, reach[tuple(key)], self.axis_after(key))
+            return self.gathered(np.take(self.ids, seen, self.axis)[tuple(key)], axis)
+        assert axis is not None
+        rest = np.take(np.expand_dims(self.rest, self.axis)[tuple(key)], 0, axis)
+        step, begin = part.step or 1, first_of(part, low, high, length)
+        places = {i: begin + step * i for i in range(-FAR, FAR)}
+        rows = {i: self.rows[place] for i, place in places.items() if place in self.rows}
+        return self.showing(rest, axis, rows, len(seen))
 
     def axis_after(self, parts: list[Any]) -> int | None:
         """Where NumPy puts the time: tried with a length that no other dimension has."""
@@ -251,7 +217,7 @@ def window_of(array: Array, start: int) -> Model:
     row_size = int(np.prod(sizes))
     rest = np.arange(row_size).reshape(sizes)
     rows = reachable(start, 1, n_rows)
-    return Model.of_rows(n_rows, row_size, rest, 0, rows, array.shape[0])
+    return Model(n_rows, row_size, None).showing(rest, 0, rows, array.shape[0])
 
 
 def check(array: Array, model: Model, values: Any) -> None:

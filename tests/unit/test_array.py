@@ -40,34 +40,20 @@ def values(array: Array) -> Any:
 
 
 @each_storage
-@pytest.mark.parametrize("padding", [0, 1, 5])
-@pytest.mark.parametrize("full_size", [None, 5, 15])
+@pytest.mark.parametrize(("padding", "full_size"), [(0, None), (1, 5), (5, 15)])
 def test_a_new_array_is_zero_and_has_the_attributes_that_were_asked_for(
     storage: str, padding: int, full_size: int | None
 ) -> None:
-    array = Array(
-        (5, 4),
-        np.float32,
-        feature_shape=(3,),
-        storage=storage,
-        padding=padding,
-        full_size=full_size,
-    )
-    assert array.shape == (5, 4, 3)
-    assert array.batch_shape == (5, 4)
-    assert array.feature_shape == (3,)
-    assert array.n_batch_dims == 2
-    assert array.ndim == 3
-    assert len(array) == 5
-    assert array.dtype == np.float32
-    assert isinstance(array.dtype, np.dtype)
-    assert array.storage == storage
-    assert array.padding == padding
-    assert array.full_size == (full_size or 5)
+    options: Any = {"storage": storage, "padding": padding, "full_size": full_size}
+    array = Array((5, 4), np.float32, feature_shape=(3,), **options)
+    assert (array.shape, array.batch_shape, array.feature_shape) == ((5, 4, 3), (5, 4), (3,))
+    assert (array.ndim, array.n_batch_dims, len(array)) == (3, 2, 5)
+    assert (array.dtype, type(array.dtype)) == (np.float32, type(np.dtype(np.float32)))
+    assert (array.storage, array.padding, array.full_size) == (storage, padding, full_size or 5)
     assert (array.first, array.last) == (0, 4)
-    assert not array.full.to_ndarray().any()
-    assert not array[-padding : array.full_size + padding].to_ndarray().any()
-    array.close()
+    everything = array[-padding : array.full_size + padding]
+    assert len(everything) == array.full_size + 2 * padding
+    assert not everything.to_ndarray().any()
 
 
 REFUSED: dict[str, list[Any]] = {
@@ -145,22 +131,15 @@ def test_every_number_type_and_bool_is_stored_and_read_back(storage: str, dtype:
 # Indices of the time ----------------------------------------------------------------------------
 
 
-def test_indices_count_from_the_start_of_a_view() -> None:
+def test_rows_that_do_not_exist_are_refused_with_those_that_do() -> None:
     array = counted(6, padding=1)
-    for index, row in [(-1, -1), (array.last + 1, 6), (array.first - 1, -1), (array.last, 5)]:
-        assert int(array[index]) == row
-    for view, index, row in [
-        *((array[1:4], -1, 0), (array[1:4], 3, 4), (array[2:5][1:], -2, 1)),
-        *((array[2::2], -1, 0), (array[3::-1], -2, 5), (array[1:4][0:2], -2, -1)),
-    ]:
-        assert int(view[index]) == row
     rows = np.array([4, 2, 1])
     view = array[rows]  # knows no row before it
     rows[:] = 0
     assert values(view[-5:2]) == [4, 2]
-    assert values(view[::-1]) == [1, 2, 4]
     for shown, text, indices in [
         (array, "rows -1 to 6 exist", [-2, 7, 100, [0, -2], [7, 0], np.array([[-3]]), np.int64(7)]),
+        (array[3::-2], "rows -1 to 2 exist", [-2, 3]),
         (view, "rows 0 to 2 exist", [-1, 3, [0, -1]]),
     ]:
         for index in indices:
@@ -177,8 +156,6 @@ def test_everything_means_what_is_visible_and_never_the_padding() -> None:
         assert values(array[1:3][everything]) == [1, 2]
     assert [int(row) for row in reversed(array)] == [3, 2, 1, 0]
     assert (3 in array, -1 in array, len(array)) == (True, False, 4)
-    array[...] = 9
-    assert values(array[-100:100]) == [-2, -1, 9, 9, 9, 9, 4, 5, 6, 7, 8, 9]
 
 
 def test_single_elements_are_arrays() -> None:
@@ -214,13 +191,9 @@ def test_index_arrays_lists_masks_and_numpy_ints_give_arrays_that_write_here() -
         torch.tensor([3, 0]),
         range(2),
         (slice(None), [2, 0]),
-        ([0, 3], [1, 2]),
-        (np.int64(2), np.int32(1)),
-        np.array([True, False, True, True]),
         [False, True, False, False],
         torch.tensor([True, False, False, False]),
         plain % 2 == 0,
-        (slice(None), np.array([True, False, True])),
         [],
         np.uint8(3),
         torch.tensor(2),
@@ -247,25 +220,19 @@ def test_index_arrays_lists_masks_and_numpy_ints_give_arrays_that_write_here() -
     ("index", "text"),
     [
         (None, "new dimensions"),
-        (np.newaxis, "new dimensions"),
-        ((0, None), "new dimensions"),
         (1.0, "no index"),
         ("a", "no index"),
         (True, "no index"),
-        (np.True_, "no index"),
         ([0.5], "no index"),
         ([[1], [1, 2]], "no index"),
         (torch.tensor([1.0], dtype=torch.bfloat16), "no index"),
         (slice(0.5, 2), "no index"),
-        (slice("a", None), "no index"),
         ((0, 0, 0), "too many indices"),
         ((..., 0, ...), "only one ellipsis"),
         ([True, False], "mask of shape"),
         (np.ones((4, 3, 1), bool), "too many indices"),
         (np.ones((3, 4), bool), "mask of shape"),
         (([0, 1], [0, 1, 2]), "shape mismatch"),
-        (object(), "no index"),
-        ({0}, "no index"),
     ],
     ids=str,
 )
@@ -419,12 +386,9 @@ def test_functions_of_numpy_and_torch_take_arrays() -> None:
 
 def test_printing_shows_values_storage_dtype_and_padding() -> None:
     array = counted(3, padding=1, storage="shared")
-    text = repr(array)
-    assert text == "Array([0,1,2], storage=shared, dtype=int64, padding=1)"
-    assert str(array) == text
+    assert str(array) == "Array([0,1,2], storage=shared, dtype=int64, padding=1)"
     array.close()
-    assert "closed" in repr(array)
-    assert "shared" in repr(array)
+    assert repr(array) == "Array(closed, shape=(3,), storage=shared, dtype=int64, padding=1)"
 
 
 # Windows ----------------------------------------------------------------------------------------
@@ -451,13 +415,15 @@ def test_only_a_whole_array_moves_its_window(method: str) -> None:
 
 
 @pytest.mark.parametrize("storage", ["shared", "memmap"])
-def test_whole_arrays_on_the_same_memory_move_together_and_copies_do_not(storage: str) -> None:
+def test_whole_arrays_on_the_same_memory_move_together_views_and_copies_do_not(
+    storage: str,
+) -> None:
     array = counted(2, padding=1, full_size=4, storage=storage)
-    view, copied = array[...], copy.deepcopy(array)
+    view, rows, copied = array[...], iter(array), copy.deepcopy(array)
     again, sent_view = pickle.loads(pickle.dumps((array, view)))
     again.rotate()
     assert values(array) == values(again) == [2, 3]
-    assert values(view) == values(sent_view) == values(copied) == [0, 1]
+    assert values(view) == values(sent_view) == values(copied) == [*map(int, rows)] == [0, 1]
     copied.rotate()
     copied[0] = 7
     assert values(copy.deepcopy(copied)) == [7, 3]  # with its window
@@ -467,28 +433,8 @@ def test_whole_arrays_on_the_same_memory_move_together_and_copies_do_not(storage
     assert values(array) == [4, 1]  # what was behind the last window
 
 
-@pytest.mark.parametrize(("window", "full_size", "padding"), [(2, 6, 1), (2, 4, 2), (3, 3, 0)])
-def test_views_stay_where_they_were_made(window: int, full_size: int, padding: int) -> None:
-    array = counted(window, full_size=full_size, padding=padding)
-    view, rows = array[...], iter(array)
-    first = int(next(rows))
-    array.rotate()
-    assert values(view) == [first, *map(int, rows)] == list(range(window))
-    assert values(view.full) == values(array[1].full) == list(range(full_size))
-    for _ in range(full_size // window - 1):
-        array.rotate()
-    behind = list(range(full_size - padding, full_size + padding))
-    assert values(array[-padding:padding]) == behind
-
-
-def test_neighbours_are_one_step_later_and_earlier_for_stepped_and_selected_rows_too() -> None:
+def test_neighbours_that_do_not_exist_are_refused() -> None:
     array = counted(6, padding=1)
-    for view in (
-        *(array, array[2], array[1:4], array[::2], array[::-1], array[4:0:-2], array[2:2]),
-        *(array[[3, 0, 5]], array[np.arange(6) % 2 == 1], array[1:4].next.previous, array.full),
-    ):
-        assert values(view.next) == (view.to_ndarray() + 1).tolist()
-        assert values(view.previous) == (view.to_ndarray() - 1).tolist()
     array[2].next[...] = 30
     assert int(array[3]) == 30
     for view in (array[6], array.next, array[::-1].next, array[[2, 6]], array[[6]]):
@@ -563,19 +509,18 @@ def test_a_local_array_cannot_be_pickled_and_says_what_can() -> None:
             pickle.dumps(array)
 
 
-@pytest.mark.parametrize("storage", ["shared", "memmap"])
+@pytest.mark.promise("I7")
 @pytest.mark.parametrize(
     "view",
     [
-        *(lambda array: array, lambda array: array[-1], lambda array: array[1, 2, 0]),
-        *(lambda array: array[::-2, ::-1], lambda array: array[:, 1], lambda array: array[2:2]),
+        *(lambda array: array, lambda array: array[1, 2, 0], lambda array: array[::-2, ::-1]),
         *(lambda array: array[[1, 3], [0, 2]], lambda array: array[np.arange(1000) % 5]),
-        *(lambda array: array[np.arange(15).reshape(5, 3) % 2 == 0], lambda array: array.next),
-        *(lambda array: array[1:4][0][1:][::-1], lambda array: array[2].full),
+        lambda array: array[:, np.arange(1000) % 3],
+        *(lambda array: array.next, lambda array: array[1:4][0][1:][::-1]),
     ],
 )
-def test_a_pickle_of_any_view_is_smaller_than_a_kilobyte(view: Any, storage: str) -> None:
-    array = Array((5, 3), np.int64, (2,), padding=1, full_size=10, storage=storage)
+def test_a_pickle_of_any_view_is_smaller_than_a_kilobyte(view: Any) -> None:
+    array = Array((5, 3), np.int64, (2,), padding=1, full_size=10, storage="shared")
     array.full[...] = np.arange(60).reshape(10, 3, 2)
     part = view(array)
     sent = pickle.dumps(part)

@@ -11,10 +11,8 @@ import torch
 from rlpool import (
     Batcher,
     DictTensor,
-    EpisodeBatcher,
     GymEnv,
     MonoThreadEpisodeBatcher,
-    ParallelEnvManager,
     SpecError,
 )
 from rlpool.testing import CountingEnv, check_agent
@@ -89,38 +87,27 @@ def test_every_kind_of_info_is_the_same(kind: str) -> None:
             assert torch.equal(got, tensor), key
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype"),
-    [
-        (3, torch.int64),
-        (2.5, torch.float32),
-        (True, torch.bool),
-        (torch.tensor(3, dtype=torch.int32), torch.int32),
-        (np.float64(2.5), torch.float64),
-        (np.array(7, np.uint8), torch.uint8),
-    ],
-    ids=repr,
-)
-def test_a_number_holds_for_all_episodes(value: Any, dtype: torch.dtype) -> None:
-    with EpisodeBatcher(3, N, ConstantAgent, {}, create_env, {}, n_threads=0, seeds=1) as batcher:
-        batcher.execute(N, agent_info={"x": value}, env_info={"length": 2})
+def test_a_number_holds_for_all_episodes_and_keeps_its_dtype() -> None:
+    values = {
+        torch.int64: 3,
+        torch.float32: 2.5,
+        torch.bool: True,
+        torch.int32: torch.tensor(3, dtype=torch.int32),
+        torch.float64: np.float64(2.5),
+        torch.uint8: np.array(7, np.uint8),
+    }
+    with MonoThreadEpisodeBatcher(ConstantAgent, {}, create_env, {}, seeds=1) as batcher:
+        batcher.execute(N, {str(k): value for k, value in values.items()}, {"length": 2})
         result = batcher.get()
         assert result is not None
-    assert result.info["agent_info/x"].dtype == dtype
-    assert result.info["agent_info/x"].tolist() == [float(value)] * N
-    assert result.info["env_info/length"].tolist() == [2] * N
+    for dtype, value in values.items():
+        info = result.info[f"agent_info/{dtype}"]
+        assert info.dtype == dtype
+        assert info.tolist() == [float(value)] * N
     assert result.lengths.tolist() == [2] * N
 
 
-def test_workers_and_windows_take_dicts_too() -> None:
-    with EpisodeBatcher(3, N, InfoEcho, {}, create_env, {}, n_threads=2, seeds=1) as batcher:
-        batcher.execute(N, {"id": range(N)}, {"id": np.arange(N), "length": 1})
-        batcher.reexecute()
-        for _ in range(2):
-            result = batcher.get()
-            assert result is not None
-            assert result["_reward"][:, 0].tolist() == [1, 1001, 2001, 3001]
-            assert result["info_id"][:, 0].tolist() == [0, 1, 2, 3]
+def test_windows_environments_and_checks_take_dicts_too() -> None:
     with Batcher(3, None, InfoEcho, {}, create_env, {}, n_threads=0, seeds=1) as windows:
         windows.reset({"id": 5}, {"id": [1, 2]})
         windows.execute()
@@ -130,30 +117,22 @@ def test_workers_and_windows_take_dicts_too() -> None:
         assert window["info_id"].unique().tolist() == [5]
         with pytest.raises(SpecError, match="'id' in env_info has 3 rows, 2 were expected"):
             windows.reset(env_info={"id": [1, 2, 3]})
-
-
-def test_environments_and_checks_take_dicts_too() -> None:
     envs = [OptionsEnv(), OptionsEnv()]
     GymEnv(envs).reset({"goal": [[1.0, 2.0], [3.0, 4.0]], "is_easy": True})
     assert [env.seen for env in envs] == [
         [{"goal": [1.0, 2.0], "is_easy": True}],
         [{"goal": [3.0, 4.0], "is_easy": True}],
     ]
-    with ParallelEnvManager([CountingEnv] * 2) as manager:
-        manager.reset({"length": [1, 2]})
-        (_, _), (_, running) = manager.step(DictTensor({"action": torch.zeros(2).long()}))
-        assert running.tolist() == [1]
     assert check_agent(InfoEcho, CountingEnv, agent_info={"id": 1}, strict=False).ok
 
 
 @pytest.mark.parametrize(("info", "message"), REFUSED, ids=range(len(REFUSED)))
 def test_what_is_no_info_is_refused_by_name(info: Any, message: str) -> None:
-    with EpisodeBatcher(3, N, InfoEcho, {}, create_env, {}, n_threads=0, seeds=1) as batcher:
-        with pytest.raises(SpecError, match=message) as caught:
-            batcher.execute(N, env_info=info)
-        assert len(str(caught.value)) < 500  # quotes the beginning only
-        with pytest.raises(SpecError, match=message.replace("env_info", "agent_info")):
-            batcher.execute(N, agent_info=info)
+    with MonoThreadEpisodeBatcher(InfoEcho, {}, create_env, {}, seeds=1) as batcher:
+        for name in ("env_info", "agent_info"):
+            with pytest.raises(SpecError, match=message.replace("env_info", name)) as caught:
+                batcher.execute(N, **{name: info})
+            assert len(str(caught.value)) < 500  # quotes the beginning only
         batcher.execute(1, env_info={"length": 1})  # nothing was requested
         result = batcher.get()
         assert result is not None
@@ -163,7 +142,7 @@ def test_what_is_no_info_is_refused_by_name(info: Any, message: str) -> None:
 @pytest.mark.parametrize("convert", [torch.as_tensor, np.asarray, list])
 def test_later_changes_do_not_reach_a_request(convert: Any) -> None:
     info = {"id": convert([1, 2]), "length": convert([1, 1])}
-    with EpisodeBatcher(3, N, InfoEcho, {}, create_env, {}, n_threads=0, seeds=1) as batcher:
+    with MonoThreadEpisodeBatcher(InfoEcho, {}, create_env, {}, seeds=1) as batcher:
         batcher.execute(2, info, info)
         for values in info.values():
             values[0] = 9
@@ -180,8 +159,8 @@ def test_later_changes_do_not_reach_a_request(convert: Any) -> None:
 def test_options_are_python_values_and_an_empty_info_is_none_at_all() -> None:
     env = OptionsEnv(length=1)
     task = torch.tensor([4], dtype=torch.int16)
-    with EpisodeBatcher(
-        3, N, InfoEcho, {}, lambda seed: GymEnv([env], seed), {}, n_threads=0, seeds=1
+    with MonoThreadEpisodeBatcher(
+        InfoEcho, {}, lambda seed: GymEnv([env], seed), {}, seeds=1
     ) as batcher:
         for info in ({}, DictTensor(), None):
             batcher.execute(1, info, info)

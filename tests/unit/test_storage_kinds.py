@@ -135,16 +135,6 @@ def test_reserved_bytes_have_room_on_the_disk_and_keep_their_values() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reservation_outside_of_the_memory_is_refused(kind: str) -> None:
-    memory = allocate(kind, 100)
-    memory.reserve(0, 100)
-    memory.reserve(100, 100)
-    for start, stop in [(-1, 5), (0, 101), (5, 4)]:
-        with pytest.raises(SpecError, match="not within 100"):
-            memory.reserve(start, stop)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_closed_memory_raises_and_its_arrays_stay(kind: str) -> None:
     memory = allocate(kind, 100)
     array, tensor = memory.root(), torch.from_numpy(memory.root())
@@ -282,18 +272,3 @@ def test_a_descriptor_with_another_meaning_is_not_taken_for_the_memory(
         pickle.loads(sent)
     if opened != "nothing":
         os.close(other)
-
-
-def test_without_proc_the_descriptor_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descriptors, "_has_proc", lambda: False)
-    memory = allocate("shared", 100)
-    before = descriptors_open()
-    sent = [pickle.dumps(memory) for _ in range(3)]
-    assert pickle.loads(sent[2]) is memory
-    _in_a_child(_forget_and_write, memory, sent[0], 5)
-    _in_a_child(_forget_and_write, memory, sent[1], 5)
-    assert memory.root()[5] == 2
-    from multiprocessing import resource_sharer
-
-    resource_sharer.stop(timeout=10)
-    assert descriptors_open() == before
