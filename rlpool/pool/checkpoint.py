@@ -5,8 +5,8 @@ JSON header, the header, then the bytes of every array. It holds no code, and th
 library reads it. Rows are written as they lie in memory, so that saving needs no memory of its own.
 
 The last array of a file holds checksums, of the header and of every other array. (Files of format
-1, which version 0.1 wrote, have none.) A pool is changed when everything was read and found right.
-What it holds stays until then: loading into a pool that is not empty needs room for both.
+1, which version 0.1 wrote, have none.) Everything is read into a store of its own, which replaces
+the pool's once it was found right: loading into a pool that is in use needs room for both.
 
 Reference:
     https://huggingface.co/docs/safetensors, "Format".
@@ -19,7 +19,7 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from rlpool.errors import SpecError
-from rlpool.memory.storage import Array, Memory, carve, carved_bytes
+from rlpool.memory.storage import Array
 from rlpool.pool.ingest import converted
 from rlpool.pool.store import Schema, Store
 from rlpool.specs import TensorSpec
@@ -42,7 +42,6 @@ _KINDS = ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1"]
 _DTYPES = {"BOOL": np.dtype(bool)}
 _DTYPES |= {f"{kind[0].upper()}{8 * int(kind[1])}": np.dtype(kind) for kind in _KINDS}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_STRINGS = {dtype.str: dtype for dtype in _NAMES}
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 """What comes of a text that nobody wrote."""
 
@@ -62,10 +61,6 @@ class Saved(NamedTuple):
     specs: Mapping[str, TensorSpec]
     read: Callable[[str, Array], None]
 
-    def damaged(self, why: str) -> SpecError:
-        """The error for a state that cannot be that of a pool."""
-        return _damaged(self.name, why)
-
     def header(self, expected: Mapping[str, Any]) -> dict[str, Any]:
         """The parsed text.
 
@@ -84,7 +79,7 @@ class Saved(NamedTuple):
                 fix="use what save() or state_dict() of a pool gave",
             ) from error
         if version not in (FORMAT, FORMAT - 1):
-            raise self.damaged(f"its format {version!r} is unknown to this version of rlpool")
+            raise damaged(self.name, f"its format {version!r} is unknown to this rlpool")
         for name, value in expected.items():
             if found[name] != value:
                 raise SpecError(
@@ -93,73 +88,44 @@ class Saved(NamedTuple):
                 )
         return header
 
+    def fill(self, store: Store, spans: Sequence[Sequence[int]], n_finals: int) -> None:
+        """Let an empty store hold what was saved.
+
+        Args:
+            store: The store, which is of no use afterwards if this raises.
+            spans: ``oldest`` and ``next`` of each sub-pool.
+            n_finals: Rows of ``finals`` that are in use.
+
+        Raises:
+            SpecError: If something is missing or damaged, or a disk is full.
+        """
+        targets = store.arrays(spans, n_finals)
+        for name in targets.keys() | self.specs.keys():
+            shapes = [a[name].shape if name in a else None for a in (targets, self.specs)]
+            if shapes[0] != shapes[1]:
+                raise damaged(self.name, f"{name!r} has shape {shapes[1]} instead of {shapes[0]}")
+        store.reserve_spans(spans, n_finals)
+        for name, target in targets.items():
+            dtype = self.specs[name].dtype
+            if dtype == target.dtype:
+                self.read(name, target)
+            else:  # rewards were once kept as they came
+                wide = np.empty(target.shape, dtype)
+                self.read(name, wide)
+                target[...] = converted(name, wide, target.dtype)
+        store.take_over(spans, n_finals)
+
 
 def schema_of(header: Mapping[str, Any]) -> Schema | None:
     """The schema that a header tells of, ``None`` if there never was a transition."""
     if header["schema"] is None:
         return None
     columns = {
-        key: TensorSpec(tuple(shape), _STRINGS[text])
+        key: TensorSpec(tuple(shape), np.dtype(text))
         for key, (text, shape) in header["schema"]["columns"].items()
     }
-    return Schema(columns, tuple(header["schema"]["paired"]))
-
-
-def fill(
-    store: Store, header: Mapping[str, Any], saved: Saved, make_room: Callable[[int], Memory]
-) -> None:
-    """Let a store hold what was saved.
-
-    Args:
-        store: The store.
-        header: The header of what was saved.
-        saved: What was saved.
-        make_room: Makes so many bytes for what has to wait.
-
-    Raises:
-        SpecError: If the store has another schema, or if something is missing or damaged. It holds
-            what it held before then.
-    """
-    store.refuse_others()
-    schema, spans, n_finals = schema_of(header), header["rings"], header["n_finals"]
-    if schema is None:
-        store.take_over(spans, 0, {})
-        return
-    if Schema.of(schema.specs) != store.schema:
-        raise SpecError(
-            f"the saved pool holds {schema}; this one holds {store.schema}",
-            fix="load it into a pool that holds the same, or nothing yet",
-        )
-    targets = store.arrays(spans, n_finals)
-    for name in targets.keys() | saved.specs.keys():
-        expected = None
-        if name in targets:
-            key = name.removeprefix("columns/").rpartition("/")[0]
-            is_column = name.startswith("columns/")  # rewards were once kept as they came
-            dtype = schema.columns[key].dtype if is_column else targets[name].dtype
-            expected = TensorSpec(targets[name].shape, dtype)
-        if saved.specs.get(name) != expected:
-            raise saved.damaged(f"{name!r} is {saved.specs.get(name)} instead of {expected}")
-    pools = zip(store.sub_pools, spans, strict=True)
-    store.reserve([piece for sub_pool, span in pools for piece in sub_pool.pieces(*span)], n_finals)
-    # Where nothing is held, nothing can be lost; but what has a priority may be drawn.
-    staged = {
-        name: TensorSpec(array.shape, array.dtype)
-        for name, array in targets.items()
-        if len(store) or name.startswith("priorities/")
-    }
-    n_bytes = sum(carved_bytes(staged, 1).values())
-    memory = make_room(n_bytes)
-    memory.reserve(0, n_bytes)
-    arrays = {name: array[0] for name, array in carve(memory.root(), staged, 1).items()}
-    for name, array in {**targets, **arrays}.items():
-        if saved.specs[name].dtype == array.dtype:
-            saved.read(name, array)
-        else:
-            wide = np.empty(array.shape, saved.specs[name].dtype)
-            saved.read(name, wide)
-            array[...] = converted(name, wide, array.dtype)
-    store.take_over(spans, n_finals, arrays)
+    paired = tuple(header["schema"]["paired"])
+    return Schema.of(Schema(columns, paired).specs)
 
 
 # state_dict ---------------------------------------------------------------------------------------
@@ -182,7 +148,7 @@ def from_tensors(state: Any) -> Saved:
     try:
         arrays = {name: tensor.numpy(force=True) for name, tensor in tensors.items()}
     except (TypeError, RuntimeError) as error:
-        raise _damaged("the state", f"it has tensors that NumPy lacks ({error})") from error
+        raise damaged("the state", f"it has tensors that NumPy lacks ({error})") from error
     specs = {name: TensorSpec(array.shape, array.dtype) for name, array in arrays.items()}
 
     def read(name: str, target: Array) -> None:
@@ -279,7 +245,7 @@ def _saved(file: BinaryIO, name: str) -> Saved:
         if end != size:
             raise ValueError(f"{end} bytes were written, {size} are there")
     except (*UNREADABLE, MemoryError) as error:
-        raise _damaged(name, f"it is no pool's file, or not the whole of one ({error})") from error
+        raise damaged(name, f"it is no pool's file, or not the whole of one ({error})") from error
     checksums: dict[str, int] = {}
 
     def read(key: str, target: Array) -> None:
@@ -287,19 +253,19 @@ def _saved(file: BinaryIO, name: str) -> Saved:
         checksum = 0
         for chunk in _chunks(target):
             if file.readinto(chunk) != len(chunk):  # type: ignore[attr-defined]
-                raise _damaged(name, "it ended while it was read")
+                raise damaged(name, "it ended while it was read")
             checksum = zlib.crc32(chunk, checksum)
         if checksums.get(key, checksum) != checksum:
-            raise _damaged(name, f"the values of {key!r} are not what was written")
+            raise damaged(name, f"the values of {key!r} are not what was written")
 
     if _CHECKSUMS_KEY in specs:
         expected = np.zeros(len(specs), np.int64)
         if specs.pop(_CHECKSUMS_KEY) != TensorSpec(expected.shape, expected.dtype):
-            raise _damaged(name, "its checksums are not there")
+            raise damaged(name, "its checksums are not there")
         read(_CHECKSUMS_KEY, expected)
         checksums.update(zip(specs, expected[1:].tolist(), strict=True))
         if expected[0] != zlib.crc32(encoded, zlib.crc32(prefix)):
-            raise _damaged(name, "its header is not what was written")
+            raise damaged(name, "its header is not what was written")
     return Saved(name, text, specs, read)
 
 
@@ -319,7 +285,8 @@ def _path(path: Any) -> Path:
     return named
 
 
-def _damaged(name: str, why: str) -> SpecError:
+def damaged(name: str, why: str) -> SpecError:
+    """The error for a state that cannot be that of a pool."""
     return SpecError(
         f"{name} is damaged: {why}", fix="load another copy of it; this pool is as it was"
     )

@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,47 +24,32 @@ from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec, join_key
 ACTION_KEY = "action"
 REWARD_KEY, DONE_KEY, TERMINATED_KEY = "_reward", "_done", "_terminated"
 
+_MOST_POWER = 1e290  # of a priority: a great many of them can be added up
+_MOST_FLOAT32 = float(np.finfo(np.float32).max)
 _COMPARED_BYTES = 2**25  # at a time
 _WORDS = tuple(map(np.dtype, (np.uint64, np.uint32, np.uint16, np.uint8)))
-_ENDS = (DONE_KEY, TERMINATED_KEY, "_truncated")
 _START = "initial_state"
+_FLAGS = (DONE_KEY, TERMINATED_KEY, "_truncated", _START)
 
 
-@dataclass(slots=True)
-class Source:
-    """Values of a key, one per transition.
-
-    Attributes:
-        array: ``[any, ...]``.
-        rows: int64 ``[n]``, which of its rows are meant; ``None`` for all of them.
-    """
+class Source(NamedTuple):
+    """Values of a key, one per transition: some rows of an array."""
 
     array: Array
-    rows: Array | None = None
+    rows: Array
 
     def part(self, places: slice | Array) -> Source:
         """Some of the values, no copy."""
-        if self.rows is not None:
-            return Source(self.array, self.rows[places])
-        if isinstance(places, slice):
-            return Source(self.array[places])
-        return Source(self.array, places)
+        return Source(self.array, self.rows[places])
 
-    def write(self, target: Array) -> None:
-        """Copy the values into an array ``[n, ...]``."""
-        if self.rows is None:
-            target[...] = self.array
-        else:
-            # Clipped because that is faster than "raise", which makes a copy of the target.
-            self.array.take(self.rows, axis=0, out=target, mode="clip")
-
-    def values(self) -> Array:
-        """The values ``[n, ...]``, perhaps no copy."""
-        return self.array if self.rows is None else self.array.take(self.rows, axis=0, mode="clip")
+    def values(self, out: Array | None = None) -> Array:
+        """The values ``[n, ...]``, copied to an array or a new one."""
+        # Clipped because that is faster than "raise", which makes a copy of the target.
+        values: Array = self.array.take(self.rows, 0, out, "clip")
+        return values
 
 
-@dataclass(slots=True)
-class Incoming:
+class Incoming(NamedTuple):
     """Transitions to be added, in order.
 
     Attributes:
@@ -89,15 +73,18 @@ class Incoming:
         """
         tensors = trajectories._steps._tensors
         lengths = trajectories.lengths.cpu().numpy()
-        ends = np.cumsum(lengths)
-        steps = _Steps(lengths, ends)
-        is_last = np.zeros(steps.n, bool)
-        is_last[ends[lengths > 0] - 1] = True
-        for key in (*_ENDS, _START):
+        steps = _Steps(lengths)
+        is_last = np.zeros(lengths.sum(), bool)
+        is_last[lengths.cumsum()[lengths > 0] - 1] = True
+        for key in _FLAGS:
             if key in tensors and _derivation(tensors, key) is None:
-                flags = steps.flags(key, tensors[key])
+                flags = _flags(key, steps.of(tensors[key].numpy(force=True)).values())
                 is_last[:-1] |= flags[1:] if key == _START else flags[:-1]
-        columns = {key: steps.source(key, tensors[key], s) for key, s in schema.columns.items()}
+
+        def source(key: str, spec: TensorSpec) -> Source:
+            return steps.of(converted(key, tensors[key].numpy(force=True), spec.dtype))
+
+        columns = {key: source(key, spec) for key, spec in schema.columns.items()}
         finals = {}
         for key in schema.paired:
             name, spec = successor_key(key), schema.columns[key]
@@ -106,7 +93,7 @@ class Incoming:
                 array = converted(name, derivation.finals(), spec.dtype)
                 finals[key] = Source(array, np.repeat(np.arange(len(lengths)), lengths))
             else:
-                finals[key] = steps.source(name, tensors[name], spec)
+                finals[key] = source(name, spec)
                 _mark_jumps(is_last, columns[key], finals[key])
         return cls(columns, is_last, finals)
 
@@ -117,9 +104,10 @@ class Incoming:
         Raises:
             SpecError: If a value does not fit into the dtype that is stored.
         """
+        first = np.zeros(1, np.int64)
 
         def source(key: str, spec: TensorSpec) -> Source:
-            return Source(converted(key, values[key], spec.dtype)[None])
+            return Source(converted(key, values[key], spec.dtype)[None], first)
 
         columns = {key: source(key, spec) for key, spec in schema.columns.items()}
         finals = {key: source(successor_key(key), schema.columns[key]) for key in schema.paired}
@@ -127,44 +115,26 @@ class Incoming:
 
     def part(self, places: slice | Array) -> Incoming:
         """Some of the transitions, no copy: a range, or pieces that each end with a last one."""
-        return Incoming(
-            {key: source.part(places) for key, source in self.columns.items()},
-            self.is_last[places],
-            {key: source.part(places) for key, source in self.finals.items()},
+        columns, finals = (
+            {key: source.part(places) for key, source in sources.items()}
+            for sources in (self.columns, self.finals)
         )
+        return Incoming(columns, self.is_last[places], finals)
 
 
 class _Steps:
-    """Finds the steps of trajectories in tensors ``[B, T, ...]``, copying none that lie in rows."""
+    """Finds the steps of trajectories in arrays ``[B, T, ...]``, copying none that lie in rows."""
 
-    def __init__(self, lengths: Array, ends: Array) -> None:
-        self.n = int(ends[-1]) if ends.size else 0
+    def __init__(self, lengths: Array) -> None:
         self._lengths = lengths
-        self._starts = ends - lengths
-        self._known: dict[int, Array] = {}
+        self._places: dict[int, Array] = {}  # by stride
 
-    def source(self, key: str, tensor: torch.Tensor, spec: TensorSpec) -> Source:
-        """The steps of one tensor, converted if they have another dtype."""
-        return self._source(converted(key, tensor.numpy(force=True), spec.dtype))
-
-    def flags(self, key: str, tensor: torch.Tensor) -> Array:
-        """The steps of one tensor, as flags ``[n]``."""
-        array = tensor.numpy(force=True)
-        if math.prod(array.shape[2:]) != 1:
-            raise SpecError(
-                f"{key!r} has shape {list(array.shape[2:])} per step",
-                fix="give one flag per step, or another name",
-            )
-        flags = self._source(array).values().reshape(-1)
-        if flags.dtype.kind != "b" and not np.isin(flags, (0, 1)).all():
-            raise SpecError(f"{key!r} has values that are neither true nor false", fix="pass bools")
-        return flags.astype(bool, copy=False)
-
-    def _source(self, array: Array) -> Source:
+    def of(self, array: Array) -> Source:
+        """The steps of an array."""
         n_rows, n_times, *shape = array.shape
         row_bytes = math.prod(shape) * array.itemsize
         stride = n_times
-        if not array.flags.c_contiguous and array.size and _has_rows(array, row_bytes):
+        if not array.flags.c_contiguous and array.size and _is_grid(array, row_bytes):
             stride = array.strides[0] // row_bytes
             flat_shape = ((n_rows - 1) * stride + n_times, *shape)
             array = np.lib.stride_tricks.as_strided(
@@ -172,26 +142,34 @@ class _Steps:
             )
         else:
             array = array.reshape(n_rows * n_times, *shape)
-            if self.n == len(array):
-                return Source(array)
-        if stride not in self._known:
-            shifts = np.arange(len(self._lengths)) * stride - self._starts
-            self._known[stride] = np.repeat(shifts, self._lengths) + np.arange(self.n)
-        return Source(array, self._known[stride])
+        if stride not in self._places:
+            starts = np.cumsum(self._lengths) - self._lengths
+            shifts = np.arange(len(self._lengths)) * stride - starts
+            n_steps = self._lengths.sum()
+            self._places[stride] = np.repeat(shifts, self._lengths) + np.arange(n_steps)
+        return Source(array, self._places[stride])
 
 
-def _has_rows(array: Array, row_bytes: int) -> bool:
+def _is_grid(array: Array, row_bytes: int) -> bool:
     """Whether every step lies in one piece, and all steps in a regular grid of such pieces."""
-    return (
-        array[0, 0].flags.c_contiguous
-        and array.strides[1] == row_bytes
-        and array.strides[0] >= row_bytes
-        and array.strides[0] % row_bytes == 0
-    )
+    row_stride, step_stride = array.strides[:2]
+    is_regular = step_stride == row_bytes <= row_stride and row_stride % row_bytes == 0
+    return is_regular and array[0, 0].flags.c_contiguous
 
 
 def _derivation(tensors: Mapping[str, torch.Tensor], key: str) -> Any:
     return tensors.derivation(key) if isinstance(tensors, DerivedTensors) else None
+
+
+def _flags(key: str, values: Array) -> Array:
+    """The flags of steps, bool ``[n]``."""
+    are_flags = values.dtype.kind == "b" or np.isin(values, (0, 1)).all()
+    if math.prod(values.shape[1:]) != 1 or not are_flags:
+        raise SpecError(
+            f"{key!r} has values that are neither true nor false, or several per step",
+            fix="pass a bool per step",
+        )
+    return values.reshape(-1).astype(bool, copy=False)
 
 
 def _mark_jumps(is_last: Array, values: Source, after: Source) -> None:
@@ -218,8 +196,6 @@ def converted(key: str, array: Array, dtype: np.dtype[Any]) -> Array:
         return array
     with np.errstate(over="ignore"):
         new = array.astype(dtype)
-    if np.can_cast(array.dtype, dtype, "safe"):
-        return new
     is_lost = np.isfinite(array) & ~np.isfinite(new) if dtype.kind == "f" else new != array
     if is_lost.any():
         fix = "let the first transitions have a dtype for all values"
@@ -307,8 +283,8 @@ def transition_of(
             f"s has shapes {shapes}, next_s has {after_shapes}",
             fix="both are single states of one shape",
         )
-    values = {**before, **_named("a", a, ACTION_KEY, ACTION_KEY)}
     refuse_taken(before, "s")
+    values = {**before, **_named("a", a, ACTION_KEY, ACTION_KEY)}
     for key, state in before.items():
         # One dtype for both: that of s, unless it holds no fractions and next_s may.
         dtype = state.dtype
@@ -353,20 +329,53 @@ def _single(name: str, value: Any) -> Array:
     return array.reshape(())
 
 
+def _array_of(value: Any) -> Array:
+    """A value as an array, of objects if it cannot be one of numbers."""
+    try:
+        return value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):
+        return np.asarray(None)
+
+
 def _as_array(name: str, value: Any) -> Array:
     """A value as an array; Python's floats become float32 if that holds them."""
-    try:
-        array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
-    except (TypeError, ValueError, RuntimeError):
-        array = np.asarray(None)
+    array = _array_of(value)
     if not _is_storable(array.dtype):
         raise SpecError(
             f"{name} should be a number or an array of numbers, got {type(value).__name__} "
             f"of {array.dtype}",
             fix="pass arrays of one shape",
         )
-    if type(value) is float:  # a NumPy scalar says what it wants
-        with np.errstate(over="ignore"):
-            narrow = array.astype(np.float32)
-        return narrow if math.isfinite(narrow) or not math.isfinite(value) else array
+    if type(value) is float and not _MOST_FLOAT32 < abs(value) < math.inf:
+        return array.astype(np.float32)  # a NumPy scalar says what it wants
     return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+# Priorities --------------------------------------------------------------------------------------
+
+
+def checked_priorities(index: Any, priorities: Any, alpha: float) -> tuple[Array, Array]:
+    """Indexes int64 ``[n]``, and priorities float64 ``[n]`` to the power alpha.
+
+    Raises:
+        SpecError: For other shapes, and for values that are not finite or negative.
+    """
+    given = _array_of(index)
+    if isinstance(priorities, torch.Tensor):
+        priorities = priorities.detach().double()  # NumPy lacks bfloat16
+    values = _array_of(priorities)
+    if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
+        shape = f"{given.dtype}{list(given.shape)}"
+        raise SpecError(f"index should be int64 [n] as sample() gave it, got {shape}")
+    is_right = values.dtype.kind in "biuf" and values.shape == given.shape
+    if is_right:
+        with np.errstate(over="ignore", invalid="ignore"):
+            powers = values.astype(np.float64) ** alpha
+        is_right = (np.isfinite(values) & (values >= 0) & (powers <= _MOST_POWER)).all()
+    if not is_right:
+        raise SpecError(
+            f"priorities should be finite numbers [{given.size}], none of them negative or huge, "
+            f"got {values}",
+            fix="pass absolute errors, and look for NaN or divergence in the loss",
+        )
+    return given.astype(np.int64), powers

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import operator
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from rlpool.arguments import names_arguments, whole_number
 from rlpool.data.dict_tensor import DictTensor
@@ -27,21 +24,21 @@ from rlpool.pool.ingest import (
     DONE_KEY,
     REWARD_KEY,
     Incoming,
+    checked_priorities,
     chosen,
     specs_of,
     transition_of,
 )
 from rlpool.pool.runner import EpisodeRunner
-from rlpool.pool.sampling import RESULT_KEYS, Sampler, check_number
-from rlpool.pool.shared import PoolReader
-from rlpool.pool.store import Schema, Store, WindowRules
+from rlpool.pool.sampling import RESULT_KEYS, PoolReader, Sampler, check_number
+from rlpool.pool.store import Schema, Store
+from rlpool.pool.window import WindowRules
 from rlpool.seeding import root_from
 from rlpool.slots.blocks import successor_key
 from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
 
 _SAMPLING, _ROUTING = 1, 2  # what a generator's seed is for
-_MOST_POWER = 1e290  # of a priority: a great many of them can be added up
 _NEXT_KEY = successor_key(DEFAULT_OBSERVATION_KEY)
 _FIVE_KEYS = (DEFAULT_OBSERVATION_KEY, ACTION_KEY, _NEXT_KEY, REWARD_KEY, DONE_KEY)
 
@@ -129,17 +126,12 @@ class Pool(Sampler):
         if not isinstance(random, bool | np.bool_):
             raise SpecError(f"random is {random!r}", fix="pass True or False")
         self._rules = WindowRules(window_size, clearing_freq, window_size_)
-        for name, value in {**vars(self._rules), "seed": seed}.items():
-            if value is not None:
-                whole_number(name, value, name != "seed")
-        if (clearing_freq is None) != (window_size_ is None):
-            raise SpecError(
-                f"clearing_freq is {clearing_freq!r} and window_size_ is {window_size_!r}",
-                fix="give both, or neither",
-            )
         if priority_exponent is not None:
             check_number("priority_exponent", priority_exponent, np.inf)
-        seed = None if seed is None else int(seed)
+            priority_exponent = float(priority_exponent)
+        if seed is not None:
+            whole_number("seed", seed, 0)
+            seed = int(seed)
         if keys is not None:
             keys = list(dict.fromkeys(listed_keys(keys)))
             if not keys:
@@ -148,20 +140,20 @@ class Pool(Sampler):
         FailurePolicy(start_method=start_method)
         root = root_from(seed)
         super().__init__(None, int(processes), [_SAMPLING, root])
+        # What a saved pool has to have been made with, by the names that files have.
         self._arguments: dict[str, Any] = {
             "pool_size": operator.index(pool_size or 0),
             "processes": int(processes),
-            **{name: value and int(value) for name, value in vars(self._rules).items()},
-            "window_size_": int(window_size_ or 0),  # as files have it
+            **self._rules.arguments(),
             "random": bool(random),
-            "priority_exponent": None if priority_exponent is None else float(priority_exponent),
+            "priority_exponent": priority_exponent,
             "keys": keys,
         }
         self._storage, self._directory = storage, directory
         self._router = np.random.Generator(np.random.PCG64([_ROUTING, root]))
         # Sub-pool to its ``next`` when its newest transition was one that may be continued.
         self._open: dict[int, int] = {}
-        self._fed = [False] * int(processes)  # processes whose first transition was stored
+        self._has_stored = False  # the first transitions of all processes
         self._max_priority = 1.0
         self._runner = None
         if env is not None:
@@ -193,17 +185,15 @@ class Pool(Sampler):
         index = self._checked_index(index)
         if not trajectories.n_elems() or not int(trajectories.lengths.sum()):
             return
-        with self._store_of(
-            specs_of(trajectories, self._known_keys()), "the trajectories"
-        ) as store:
-            incoming = Incoming.of_trajectories(trajectories, store.schema)
-            if index is not None or self._n_sub_pools == 1:
-                store.add(index or 0, incoming, self._max_priority)
-                return
+        store = self._store_for(specs_of(trajectories, self._known_keys()), "the trajectories")
+        incoming = Incoming.of_trajectories(trajectories, store.schema)
+        if index is None and self._n_sub_pools > 1:
             sizes = trajectories.lengths.cpu().numpy()
             sizes = sizes[sizes > 0]
-            routes = store.routes(sizes.tolist(), self._router.random(len(sizes)).tolist())
-            self._distribute(store, incoming, np.repeat(routes, sizes))
+            self._distribute(store, incoming, sizes, self._router.random(len(sizes)).tolist())
+        else:
+            store.add(index or 0, incoming, self._max_priority)
+        self._store = store
 
     def pool(
         self,
@@ -236,23 +226,23 @@ class Pool(Sampler):
         """
         index = self._checked_index(index)
         values = transition_of(s, a, next_s, r, done, done if terminated is None else terminated)
-        # In a sub-pool that was drawn, the one before is of the same episode by chance at best.
-        is_random = self._arguments["random"] and self._n_sub_pools > 1
-        may_be_continued = (index is not None or not is_random) and not values[DONE_KEY]
         keys = chosen(values, self._known_keys(), "the transition")
         specs = {key: TensorSpec(values[key].shape, values[key].dtype) for key in keys}
-        with self._store_of(specs, "the transition") as store:
-            incoming = Incoming.of_one(values, store.schema)
-            if index is None:
-                index = self.lengths.index(min(self.lengths))
-                if is_random:
-                    (index,) = store.routes([1], [self._router.random()])
-            sub_pool = store.sub_pools[index]
-            is_open = len(sub_pool) and self._open.get(index) == sub_pool.next
-            joined = bool(is_open) and _follows(store, index, values)
-            store.add(index, incoming, self._max_priority, joined=joined)
-            if may_be_continued:
-                self._open[index] = sub_pool.next
+        store = self._store_for(specs, "the transition")
+        incoming = Incoming.of_one(values, store.schema)
+        # In a sub-pool that was drawn, the one before is of the same episode by chance at best.
+        is_drawn = index is None and self._arguments["random"] and self._n_sub_pools > 1
+        if is_drawn:
+            (index,) = store.routes([1], [self._router.random()])
+        elif index is None:
+            index = store.lengths.index(min(store.lengths))
+        sub_pool = store.sub_pools[index]
+        is_open = self._open.get(index) == sub_pool.next
+        joined = is_open and _follows(store, index, values)
+        store.add(index, incoming, self._max_priority, joined=joined)
+        if not is_drawn and not values[DONE_KEY]:
+            self._open[index] = sub_pool.next
+        self._store = store
 
     __call__ = pool
 
@@ -279,19 +269,17 @@ class Pool(Sampler):
             return
         lengths = np.array([steps.n_elems() for steps in episodes])
         processes = np.repeat(np.arange(len(lengths)), lengths)
-        times = np.arange(len(processes)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        times = np.concatenate([np.arange(length) for length in lengths])
         order = np.lexsort((processes, times))  # in which they came to be
-        draws = [
-            self._router.random() if time or self._fed[process] else process
-            for process, time in zip(processes[order].tolist(), times[order].tolist(), strict=True)
-        ]
         every = _one_row(DictTensor.cat(episodes))
-        with self._store_of(specs_of(every, self._known_keys()), "the episodes") as store:
-            incoming = Incoming.of_trajectories(every, store.schema)
-            incoming.is_last[:] = True  # whatever follows it in its sub-pool does not continue it
-            routes = np.array(store.routes([1] * len(draws), draws))
-            self._distribute(store, incoming.part(order), routes)
-            self._fed = [True] * self._n_sub_pools
+        store = self._store_for(specs_of(every, self._known_keys()), "the episodes")
+        incoming = Incoming.of_trajectories(every, store.schema)
+        incoming.is_last[:] = True  # whatever follows it in its sub-pool does not continue it
+        draws: list[int | float] = self._router.random(len(order)).tolist()
+        if not self._has_stored:  # the first of each process goes into its own sub-pool
+            draws[: len(lengths)] = range(len(lengths))
+        self._distribute(store, incoming.part(order), np.ones(len(order), int), draws)
+        self._store, self._has_stored = store, True
 
     def clear(self) -> None:
         """Drop all transitions; their keys stay fixed."""
@@ -317,7 +305,7 @@ class Pool(Sampler):
                 "the pool samples uniformly and has no priorities",
                 fix="make it with priority_exponent=0.6, for instance",
             )
-        given, powers = _checked_priorities(index, priorities, alpha)
+        given, powers = checked_priorities(index, priorities, alpha)
         store = self._store
         if store is None or store.tree is None or not given.size:
             return
@@ -346,25 +334,17 @@ class Pool(Sampler):
         keys: list[str] | None = self._arguments["keys"]
         return keys if self._store is None else list(self.specs)
 
-    @contextmanager
-    def _store_of(self, specs: Mapping[str, TensorSpec], what: str) -> Iterator[Store]:
-        """The store for transitions; the first ones decide what it holds, unless refused."""
-        store = self._store
-        if store is not None:
-            store.schema.check(specs, what)
-            yield store
-            return
+    def _store_for(self, specs: Mapping[str, TensorSpec], what: str) -> Store:
+        """The store for transitions, a new one for the first ones: they decide what it holds."""
+        if self._store is not None:
+            self._store.schema.check(specs, what)
+            return self._store
         taken = [key for key in RESULT_KEYS if key in specs]
         if taken:
             raise SpecError(f"{what} have the keys {taken}, which samples use", fix="rename them")
-        store = self._new_store(Schema.of(specs))
-        try:
-            yield store
-        finally:
-            if store.numbers.any():
-                self._store = store
+        return self._new_store(Schema.of(specs), self._storage)
 
-    def _new_store(self, schema: Schema) -> Store:
+    def _new_store(self, schema: Schema, storage: str) -> Store:
         pool_size = self._arguments["pool_size"]
         sizes = carved_bytes(schema.columns, pool_size)
 
@@ -373,15 +353,19 @@ class Pool(Sampler):
             number = f" ({fits} would fit)" if fits else ""
             return f'lower pool_size{number}, or use storage="memmap"'
 
-        if self._storage != "memmap":
+        if storage != "memmap":
             what = f"a pool of {pool_size} transitions"
-            check_size(sizes, advice, what, private=self._storage == "local")
+            check_size(sizes, advice, what, private=storage == "local")
         n, has_priorities = self._n_sub_pools, self._arguments["priority_exponent"] is not None
         n_bytes = Store.n_bytes_for(schema, pool_size, n)
-        memory = allocate(self._storage, n_bytes, directory=self._directory)
+        memory = allocate(storage, n_bytes, directory=self._directory)
         return Store(schema, pool_size, n, memory, self._rules, with_priorities=has_priorities)
 
-    def _distribute(self, store: Store, incoming: Incoming, routes: Array) -> None:
+    def _distribute(
+        self, store: Store, incoming: Incoming, sizes: Array, draws: Sequence[int | float]
+    ) -> None:
+        """Add pieces of so many transitions to the sub-pools that ``routes`` finds."""
+        routes = np.repeat(store.routes(sizes.tolist(), draws), sizes)
         for index in np.unique(routes).tolist():
             part = incoming.part(np.flatnonzero(routes == index))
             store.add(index, part, self._max_priority)
@@ -399,17 +383,16 @@ class Pool(Sampler):
             UsageError: If the transitions have no ``frame``, ``action``, ``_frame``, ``_reward``
                 or ``_done``.
         """
-        if not len(self):
-            s, a, next_s, r = (np.zeros(0, np.float32) for _ in range(4))
-            return s, a, next_s, r, np.zeros(0, bool)
         missing = [key for key in _FIVE_KEYS if key not in self.specs]
-        if missing:
+        if missing and len(self):
             raise UsageError(
                 f"the pool has no {missing}, it has {list(self.specs)}",
                 fix="use transitions(), which gives every key",
             )
-        every = self.transitions(_FIVE_KEYS)
-        s, a, next_s, r, done = (every[key].numpy() for key in _FIVE_KEYS)
+        s, a, next_s, r, done = (np.zeros(0, kind) for kind in ["f4"] * 4 + ["?"])
+        if len(self):
+            every = self.transitions(_FIVE_KEYS)
+            s, a, next_s, r, done = (every[key].numpy() for key in _FIVE_KEYS)
         return s, a, next_s, r, done
 
     @property
@@ -477,17 +460,18 @@ class Pool(Sampler):
 
     def _state(self) -> tuple[str, dict[str, Array]]:
         """A JSON text and arrays by name, which are views."""
-        arrays: dict[str, Array] = {}
-        header: dict[str, Any] = {"n_finals": 0, "schema": None}
-        header["rings"] = [[0, 0]] * self._n_sub_pools
-        if self._store is not None:
-            header, arrays = self._store.state()
+        store = self._store
+        spans = store.numbers.tolist() if store is not None else [[0, 0]] * self._n_sub_pools
+        n_finals = store.n_finals if store is not None else 0
+        arrays = store.arrays(spans, n_finals) if store is not None else {}
         state = {
             "format": checkpoint.FORMAT,
             **self._arguments,
-            **header,
-            "fed": self._fed,
-            "open_rows": {str(i): 0 for i, n in self._open.items() if n == header["rings"][i][1]},
+            "rings": spans,
+            "n_finals": n_finals,
+            "schema": None if store is None else store.schema.plain(),
+            "fed": [self._has_stored] * self._n_sub_pools,
+            "open_rows": {str(i): 0 for i, n in self._open.items() if n == spans[i][1]},
             "max_priority": self._max_priority,
             "sampling": self._generator.bit_generator.state,
             "routing": self._router.bit_generator.state,
@@ -496,38 +480,56 @@ class Pool(Sampler):
         return json.dumps(state), arrays
 
     def _restore(self, saved: checkpoint.Saved) -> None:
+        if self._store is not None:
+            self._store.refuse_others()
         expected = dict(self._arguments)
         if expected["keys"] is None:
             del expected["keys"]  # it takes what comes
         header = saved.header(expected)
-        kind = "memmap" if self._storage == "memmap" else "local"
-        make_room = partial(allocate, kind, directory=self._directory)
         try:
-            schema = checkpoint.schema_of(header)
-            is_open = {int(i): header["rings"][int(i)][1] for i in header["open_rows"]}
-            fed, max_priority = list(header["fed"]), float(header["max_priority"])
-            runner = header["runner"] and {k: int(header["runner"][k]) for k in ("root", "n_runs")}
+            spans, n_finals, runner = (header[key] for key in ("rings", "n_finals", "runner"))
+            is_open = {int(i): spans[int(i)][1] for i in header["open_rows"]}
+            has_stored, max_priority = any(header["fed"]), float(header["max_priority"])
+            runner = runner and {key: int(runner[key]) for key in ("root", "n_runs")}
             generators = np.random.PCG64(), np.random.PCG64()
             for bits, name in zip(generators, ("sampling", "routing"), strict=True):
                 bits.state = header[name]
-            if schema is not None:
-                with self._store_of(schema.specs, "the saved pool") as store:
-                    checkpoint.fill(store, header, saved, make_room)
-            elif self._store is not None:
-                checkpoint.fill(self._store, header, saved, make_room)
+            fresh = self._loaded(saved, checkpoint.schema_of(header), spans, n_finals)
         except MemoryError as error:
             raise SpecError(
                 f"there is not enough memory to load {saved.name}",
-                fix="clear() the pool first: what it holds is kept until everything was read",
+                fix="load it into a new pool: what this one holds is kept until all was read",
             ) from error
         except checkpoint.UNREADABLE as error:
             if isinstance(error, RlpoolError):
                 raise
-            raise saved.damaged("its header makes no sense") from error
-        self._open, self._fed, self._max_priority = is_open, fed, max_priority
+            raise checkpoint.damaged(saved.name, "its header makes no sense") from error
+        store = self._store
+        if store is None or (fresh is not None and self._storage == "local"):
+            self._store = fresh
+        else:  # others may look at its memory
+            store.reserve_spans(spans, n_finals)
+            store.take_over(spans, n_finals, fresh)
+        self._open, self._has_stored, self._max_priority = is_open, has_stored, max_priority
         self._generator, self._router = map(np.random.Generator, generators)
         if self._runner is not None and runner:
             self._runner.load_state_dict(runner)
+
+    def _loaded(
+        self, saved: checkpoint.Saved, schema: Schema | None, spans: Any, n_finals: int
+    ) -> Store | None:
+        """A store of its own for what was saved, ``None`` if there never was a transition."""
+        if schema is None:
+            return None
+        if self._store is not None and self._store.schema != schema:
+            raise SpecError(
+                f"the saved pool holds {schema}; this one has {self._store.schema}",
+                fix="load it into a pool that holds the same, or nothing yet",
+            )
+        is_staged = self._store is not None and self._storage == "shared"
+        store = self._new_store(schema, "local" if is_staged else self._storage)
+        saved.fill(store, spans, n_finals)
+        return store
 
     def __reduce__(self) -> tuple[Any, ...]:
         store = self._store
@@ -570,8 +572,8 @@ class Pool(Sampler):
         self.close()
 
     def __repr__(self) -> str:
-        keys = ", ".join(f"{key} {spec}" for key, spec in self.specs.items())
-        return f"Pool({len(self)} of {self.pool_size} transitions; {keys or 'nothing yet'})"
+        holds = "nothing yet" if self._store is None else self._store.schema
+        return f"Pool({len(self)} of {self.pool_size} transitions; {holds})"
 
 
 def _one_row(steps: DictTensor) -> TemporalDictTensor:
@@ -581,51 +583,14 @@ def _one_row(steps: DictTensor) -> TemporalDictTensor:
 
 def _follows(store: Store, index: int, values: Mapping[str, Array]) -> bool:
     """Whether a transition starts where the newest one of a sub-pool ended."""
-    sub_pool = store.sub_pools[index]
-    specs = store.schema.specs
-    pairs = [key for key in values if key in specs and f"_{key}" in specs]
+    sub_pool, specs = store.sub_pools[index], store.schema.specs
+    pairs = [key for key in values if key in specs and successor_key(key) in specs]
     if not len(sub_pool) or not pairs:
         return False
     newest = store.rows_of(np.array([index]), np.array([sub_pool.next - 1]))
-    after = store.take_after(newest, newest, [key for key in pairs if key in store.finals])
-    after |= store.take(newest, [f"_{key}" for key in pairs if key not in store.finals])
+    names = [successor_key(key) for key in pairs]
+    after = store.take(newest, names) | store.take_after(newest, newest, names)
     return all(
-        after[f"_{key}"].tobytes() == values[key].astype(after[f"_{key}"].dtype).tobytes()
-        for key in pairs
+        after[name].tobytes() == values[key].astype(after[name].dtype).tobytes()
+        for key, name in zip(pairs, names, strict=True)
     )
-
-
-def _checked_priorities(index: Any, priorities: Any, alpha: float) -> tuple[Array, Array]:
-    """Indexes int64 ``[n]``, and priorities float64 ``[n]`` to the power alpha."""
-    given, values = _vector(index), _vector(priorities)
-    if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
-        raise SpecError(
-            f"index should be int64 [n] as sample() gave it, got {given.dtype}{list(given.shape)}"
-        )
-    is_number = values.dtype.kind in "biuf"
-    if values.ndim != 1 or not is_number or not (np.isfinite(values) & (values >= 0)).all():
-        raise SpecError(
-            "priorities should be finite numbers [n], none of them negative",
-            fix="pass absolute errors, and look for NaN in the loss",
-        )
-    if given.shape != values.shape:
-        raise SpecError(
-            f"index has shape {list(given.shape)}, priorities have {list(values.shape)}"
-        )
-    with np.errstate(over="ignore"):
-        powers: Array = values.astype(np.float64) ** alpha
-    if not (powers <= _MOST_POWER).all():
-        raise SpecError(
-            f"priorities as large as {values.max()} cannot be added up",
-            fix="clip them, or look for a loss that diverges",
-        )
-    return given.astype(np.int64), powers
-
-
-def _vector(value: Any) -> Array:
-    try:
-        if isinstance(value, torch.Tensor):
-            value = (value.double() if value.is_floating_point() else value).numpy(force=True)
-        return np.asarray(value)
-    except (TypeError, ValueError, RuntimeError):
-        return np.asarray(None)

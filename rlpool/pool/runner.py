@@ -6,9 +6,7 @@ gives each worker its environment, and an agent that asks the pool's policy.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import pickle
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -25,25 +23,16 @@ from rlpool.arguments import check_timeout
 from rlpool.batch.batcher import Batcher
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.envs.columns import converted
+from rlpool.envs.columns import Columns
 from rlpool.envs.one_env import ACTION_KEY, STATE_KEY, OneEnv
 from rlpool.envs.vec_env import Options
-from rlpool.errors import (
-    AgentError,
-    SpecError,
-    UsageError,
-    WorkerDiedError,
-    WorkerError,
-    WorkerTimeoutError,
-)
+from rlpool.errors import AgentError, SpecError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from rlpool.machine.pickling import pickled
 from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY, refuse_taken
 from rlpool.seeding import LaneSeeds, root_from, worker_seed
 from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
     TensorSpec,
-    flattener,
-    leaves_of,
     structure_of_space,
     structure_of_value,
     with_dtypes,
@@ -54,9 +43,7 @@ _HOW_TO_PICKLE = (
     "make it in the first reset() or call, which runs in the process, or leave it out in "
     "__getstate__"
 )
-# Steps of a window: a round trip costs as much as many of them, and memory is taken as they come.
-# The second number is for states of which there is no room for as many.
-_WINDOW_STEPS = (512, 16)
+_WINDOW_STEPS = 128  # a round trip costs as much as many steps
 
 Policy = Callable[[Any], Any]
 """State to action, both as the environment hands them out and takes them."""
@@ -79,15 +66,13 @@ class EpisodeRunner:
         processes: How many there have to be.
         seed: A non-negative int; ``None`` draws one and logs it.
         policy: Called in the workers with a state for an action, for Gymnasium environments;
-            ``None`` samples their action spaces. It may be replaced or change between runs.
+            ``None`` samples their action spaces. It may change between runs.
         timeout: Seconds without a step after which a process counts as hanging, ``None`` for
             never.
         start_method: How processes are started, as for ``Batcher``.
 
     Attributes:
-        envs: The list that was given.
-        policy: The policy for the next run.
-        n_runs: Runs so far, failed ones included.
+        closed: Whether ``close`` was called.
 
     Raises:
         SpecError: For environments that are none, or another number of them.
@@ -103,29 +88,20 @@ class EpisodeRunner:
         timeout: float | None,
         start_method: str,
     ) -> None:
-        _check_environments(envs, processes)
         if policy is not None and not callable(policy):
             raise SpecError(f"policy is {policy!r}", fix="pass a function from state to action")
         check_timeout(timeout)
-        self.envs = envs
-        self.policy = policy
-        self.n_runs = 0
         self.closed = False
-        self._n_processes = len(envs)
+        self._envs, self._n_processes, self._policy = envs, processes, policy
         self._timeout, self._start_method = timeout, start_method
-        self._root = root_from(seed)
+        self._root, self._n_runs = root_from(seed), 0
         if seed is None:
             _LOG.info("drew the root seed %d", self._root)
         self._batcher: Batcher | None = None
-        self._owner_pid = os.getpid()
-        self._sent: list[bytes] = []  # digests of what the workers have
-        self._sent_policy = b""
-        self._unstable: list[bool] = []  # environments whose pickles differ from time to time
-        self._has_worked = False  # workers know their environments, and may get another policy
+        self._has_worked = False  # the workers have completed a run
+        self._sent: tuple[list[bytes], bytes] = ([], b"")
         self._dtypes: dict[str, np.dtype[Any]] = {}
-        self._window_steps = _WINDOW_STEPS[0]
-        _pickled_environments(envs)  # refused now rather than by the first run
-        _pickled_policy(policy)
+        self._pickled()  # refused now rather than by the first run
 
     def run(self) -> list[DictTensor]:
         """Run one episode in every environment and wait for all of them.
@@ -135,32 +111,30 @@ class EpisodeRunner:
             the state's parts, ``action``, ``_reward``, ``_done``, ``_terminated``.
 
         Raises:
-            EnvError: If an environment fails. The others' episodes of this run are dropped, and
-                the next run starts new episodes everywhere.
-            AgentError: If the policy fails; likewise.
+            EnvError, AgentError: If an environment or the policy fails. The others' episodes of
+                this run are dropped, and the next run starts new episodes everywhere.
             SpecError: If environments disagree about the shapes of states or actions.
             WorkerStartupError: If an environment or the policy cannot be pickled or loaded.
             WorkerDiedError, WorkerTimeoutError: If a process dies or hangs. The next run starts
                 new ones, with the environments as they are here.
-            UsageError: If the runner is closed, or the script lacks its ``__main__`` guard.
         """
-        if self.closed:
-            raise UsageError("the runner is closed", fix="make a new one")
-        number, self.n_runs = self.n_runs, self.n_runs + 1
+        number, self._n_runs = self._n_runs, self._n_runs + 1
         try:
             return self._run(number)
-        except WorkerError as error:
-            if isinstance(error, WorkerDiedError | WorkerTimeoutError):
+        except BaseException as error:
+            if not self._has_worked or isinstance(error, WorkerDiedError | WorkerTimeoutError):
                 self._stop()
-            reworded = _in_words_of_the_pool(error)
-            raise reworded from reworded.__cause__
-        except SpecError as error:
-            what = str(error).replace("lower n_threads", "put fewer environments into the pool")
-            raise SpecError(what) from error
+            if isinstance(error, WorkerError):
+                reworded = _in_words_of_the_pool(error)
+                raise reworded from reworded.__cause__
+            if isinstance(error, SpecError):
+                what = str(error).replace("lower n_threads", "put fewer environments into the pool")
+                raise SpecError(what) from error
+            raise
 
     def state_dict(self) -> dict[str, int]:
         """What the noise of further runs derives from: ``root`` and ``n_runs``."""
-        return {"root": self._root, "n_runs": self.n_runs}
+        return {"root": self._root, "n_runs": self._n_runs}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on where another runner was; the workers start anew.
@@ -169,7 +143,7 @@ class EpisodeRunner:
             state: What its ``state_dict`` returned. What environments remember is not in it.
         """
         self._stop()
-        self._root, self.n_runs = state["root"], state["n_runs"]
+        self._root, self._n_runs = state["root"], state["n_runs"]
 
     def dump_stacks(self, file: Any) -> str:
         """What the workers are doing; empty before they are started."""
@@ -188,51 +162,59 @@ class EpisodeRunner:
         if batcher is not None:
             batcher.close()
 
+    def _pickled(self) -> tuple[list[bytes], bytes]:
+        """The environments and the policy."""
+        _check_environments(self._envs, self._n_processes)
+        envs = [
+            pickled({f"env[{number}]": env}, env, fix=_HOW_TO_PICKLE, what=f"environment {number}")
+            for number, env in enumerate(self._envs)
+        ]
+        return envs, pickled({"policy": self._policy}, self._policy, fix=_HOW_TO_PICKLE)
+
     def _run(self, number: int) -> list[DictTensor]:
-        if os.getpid() != self._owner_pid:  # a forked copy: the workers are not its own
-            self._batcher, self._owner_pid = None, os.getpid()
-        _check_environments(self.envs, self._n_processes)
-        envs, policy = _pickled_environments(self.envs), _pickled_policy(self.policy)
-        digests, is_new_policy = self._digests(envs), policy != self._sent_policy
-        if digests != self._sent or (is_new_policy and not self._has_worked):
+        envs, policy = self._pickled()
+        if envs != self._sent[0]:
             self._stop()
-        if self._batcher is None:
-            again = _pickled_environments(self.envs)
-            self._unstable = [one != other for one, other in zip(envs, again, strict=True)]
-            if (digests := self._digests(envs)) != self._sent:
-                self._dtypes = {}
-        elif is_new_policy:
+            self._dtypes = {}
+        elif self._batcher is not None and policy != self._sent[1]:
             self._batcher.update(policy)
-        self._sent, self._sent_policy = digests, policy
+        self._sent = envs, policy
         lane_seeds = LaneSeeds(self._root, number)
-        factory = WorkerFactory(envs, policy, [lane_seeds.seed(p, 0) for p in range(len(envs))])
+        seeds = [lane_seeds.seed(process, 0) for process in range(len(envs))]
+        factory = WorkerFactory(envs, policy, seeds, self._root, self._dtypes)
         try:
             return self._episodes(factory)
         except SpecError as error:
-            if isinstance(error, WorkerError):
+            if isinstance(error, WorkerError) or self._dtypes or len(envs) == 1:
                 raise
+            # They disagree, and may share dtypes that hold the values of all.
             self._stop()
-            if "n_timesteps" in str(error) and self._window_steps != _WINDOW_STEPS[1]:
-                self._window_steps = _WINDOW_STEPS[1]
-            elif self._dtypes or len(envs) == 1:
-                raise
-            else:  # they disagree, and may share dtypes that hold the values of all
-                self._dtypes = self._common_dtypes(factory)
-            return self._episodes(factory)
+            self._dtypes = self._common_dtypes(factory)
+            return self._episodes(replace(factory, dtypes=self._dtypes))
+
+    def _make_batcher(self, factory: WorkerFactory) -> Batcher:
+        return Batcher(
+            _WINDOW_STEPS,
+            create_agent=factory.create_agent,
+            create_env=factory.create_env,
+            n_threads=len(factory.envs),
+            seeds=self._root,
+            timeout=self._timeout,
+            on_worker_failure="raise",
+            start_method=self._start_method,
+        )
 
     def _episodes(self, factory: WorkerFactory) -> list[DictTensor]:
         """The steps of one episode of every environment, put together from windows."""
         if self._batcher is None:
             self._batcher = self._make_batcher(factory)
-        batcher = self._batcher
-        batcher.reset(env_info={"seed": factory.seeds})
+        self._batcher.reset(env_info={"seed": factory.seeds})
         parts: list[list[DictTensor]] = [[] for _ in factory.seeds]
         running = list(range(len(parts)))
         while running:
-            batcher.execute()
-            window = _window_of(batcher)
+            window = _next_window(self._batcher)
             names = {key: name for key in window if (name := _name_in_pool(key))}
-            refuse_taken([name for key, name in names.items() if _is_part(key, STATE_KEY)], "state")
+            refuse_taken([names[key] for key in names if key.split("/")[0] == STATE_KEY], "state")
             flat = window.get(list(names)).flatten()
             steps = DictTensor({name: flat[key] for key, name in names.items()})
             lengths = window.lengths.tolist()
@@ -242,40 +224,22 @@ class EpisodeRunner:
         self._has_worked = True
         return [DictTensor.cat(part) for part in parts]
 
-    def _make_batcher(self, factory: WorkerFactory, process: int | None = None) -> Batcher:
-        """Workers for all environments, or for a single one."""
-        root = root_from(self._root)  # who is who shows in the seed that a worker gets
-        workers = [worker_seed(root, worker) for worker in range(self._n_processes)]
-        factory = replace(factory, workers=workers, dtypes=self._dtypes)
-        return Batcher(
-            self._window_steps,
-            create_agent=factory.create_agent,
-            create_env=factory.create_env,
-            env_args={} if process is None else {"process": process},
-            n_threads=self._n_processes if process is None else 1,
-            seeds=self._root,
-            timeout=self._timeout,
-            on_worker_failure="raise",
-            start_method=self._start_method,
-        )
-
     def _common_dtypes(self, factory: WorkerFactory) -> dict[str, np.dtype[Any]]:
-        """Dtypes that hold the values of all environments, each of which makes a step for that.
+        """Dtypes that hold the values of all environments, each of which makes steps for that.
 
         Raises:
             SpecError: If they disagree about more than dtypes, naming environments and shapes.
         """
         found: list[dict[str, TensorSpec]] = []
-        for process, seed in enumerate(factory.seeds):
-            with self._make_batcher(factory, process) as batcher:
+        for env, seed in zip(factory.envs, factory.seeds, strict=True):
+            with self._make_batcher(replace(factory, envs=[env], seeds=[seed])) as batcher:
                 batcher.reset(env_info={"seed": [seed]})
-                batcher.execute()
-                window = _window_of(batcher)
+                window = _next_window(batcher)
             found.append(
                 {
                     key.removeprefix("last_"): TensorSpec(tuple(t.shape[2:]), t.numpy().dtype)
                     for key, t in window.items()
-                    if _is_part(key, STATE_KEY) or _is_part(key, f"last_{ACTION_KEY}")
+                    if key.split("/")[0] in (STATE_KEY, f"last_{ACTION_KEY}")
                 }
             )
         shapes = [{key: spec.shape for key, spec in specs.items()} for specs in found]
@@ -288,16 +252,9 @@ class EpisodeRunner:
                 )
         return {key: np.result_type(*(specs[key].dtype for specs in found)) for key in found[0]}
 
-    def _digests(self, pickles: Sequence[bytes]) -> list[bytes]:
-        """What tells whether environments are those that were sent."""
-        digests = [hashlib.blake2b(words, digest_size=16).digest() for words in pickles]
-        for number, is_unstable in enumerate(self._unstable):
-            if is_unstable:  # then only whether it is the same object
-                digests[number] = id(self.envs[number]).to_bytes(8, "little")
-        return digests
 
-
-def _window_of(batcher: Batcher) -> TemporalDictTensor:
+def _next_window(batcher: Batcher) -> TemporalDictTensor:
+    batcher.execute()
     window = batcher.get()
     if window is None:
         raise LookupError("an episode runs, and there is no window of it")
@@ -316,28 +273,20 @@ def _name_in_pool(key: str) -> str:
     return ""
 
 
-def _is_part(key: str, name: str) -> bool:
-    """Whether a key is ``name`` or below it."""
-    return key.partition("/")[0] == name
-
-
 def _in_words_of_the_pool(error: WorkerError) -> WorkerError:
     """An error of the workers, without the names of functions that the user never wrote."""
     error.where = error.where._replace(env_info=None)
     what, fix, is_policy = error.what, error.fix, isinstance(error, AgentError)
     what = what.replace("create_env", f"loading environment {error.where.worker}", 1)
-    what = what.replace("create_agent", "loading policy", 1)
     if is_policy:
         what = what.replace("the agent", "policy", 1).replace("agent.update", "loading policy", 1)
+    what = what.replace("create_agent", "loading policy", 1)
     if "n_threads=0" in fix:
         who = "the policy" if is_policy else "reset() and step()"
         fix = f"call {who} of environment {error.where.worker} in this process to debug"
     elif "env_info" in fix:
         fix = "let its reset() do without options: a pool passes none"
     return error.reworded(what=what, fix=fix)
-
-
-# Arguments ----------------------------------------------------------------------------------------
 
 
 def _check_environments(envs: Any, processes: int) -> None:
@@ -350,23 +299,12 @@ def _check_environments(envs: Any, processes: int) -> None:
             fix="pass one environment per process",
         )
     for number, env in enumerate(envs):
-        lacking = [name for name in ("reset", "step") if not callable(getattr(env, name, None))]
-        if isinstance(env, type) or lacking:
+        has_methods = all(callable(getattr(env, name, None)) for name in ("reset", "step"))
+        if isinstance(env, type) or not has_methods:
             raise SpecError(
                 f"environment {number} is {env!r}, not an object with reset() and step()",
                 fix="pass what gymnasium.make(...) returns, for instance",
             )
-
-
-def _pickled_environments(envs: Sequence[Any]) -> list[bytes]:
-    return [
-        pickled({f"env[{number}]": env}, env, fix=_HOW_TO_PICKLE, what=f"environment {number}")
-        for number, env in enumerate(envs)
-    ]
-
-
-def _pickled_policy(policy: Any) -> bytes:
-    return pickled({"policy": policy}, policy, fix=_HOW_TO_PICKLE)
 
 
 # In the workers -----------------------------------------------------------------------------------
@@ -380,23 +318,23 @@ class WorkerFactory:
         envs: The environments, pickled.
         policy: The policy or ``None``, pickled.
         seeds: Seeds of their first episodes.
-        workers: The seeds by which workers know which of them they are.
+        root: The root seed, from which follows the seed that each worker gets.
         dtypes: Key to dtype, where it is not the environment's own.
     """
 
     envs: list[bytes]
     policy: bytes
     seeds: list[int]
-    workers: list[int] = field(default_factory=list)
+    root: int
     dtypes: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
 
-    def create_env(self, seed: int, process: int | None = None) -> OneEnv:
-        """The environment of the worker that is created with a seed, or that of a process."""
+    def create_env(self, seed: int) -> OneEnv:
+        """The environment of the worker that is created with a seed."""
         _derive_entropy_from_process()
-        process = self.workers.index(seed) if process is None else process
-        first_seed = self.seeds[process]
+        root = root_from(self.root)
+        process = [worker_seed(root, worker) for worker in range(len(self.envs))].index(seed)
         env = pickle.loads(self.envs[process])
-        self._env = PoolEnv(env, first_seed, dtypes=self.dtypes, owns_process=True)
+        self._env = PoolEnv(env, self.seeds[process], dtypes=self.dtypes, owns_process=True)
         return self._env
 
     def create_agent(self) -> ActionChooser:
@@ -434,7 +372,7 @@ class ActionChooser(Agent):
         self._env = env
         self._policy = policy
         self._dtypes = dict(dtypes or {})
-        self._read: Callable[[Any], dict[str, torch.Tensor]] | None = None
+        self._columns: Columns | None = None
         self._first: dict[str, torch.Tensor] | None = None
 
     def __call__(
@@ -476,36 +414,21 @@ class ActionChooser(Agent):
                 "the environment has no action_space to sample from",
                 fix="give it one, or pass policy=..., a function from state to action",
             )
-        if self._read is None:
-            self._read = self._reader(space, action)
-        return self._read(action)
-
-    def _reader(self, space: Any, action: Any) -> Callable[[Any], dict[str, torch.Tensor]]:
-        """Compile the way from an action to tensors ``[1, ...]`` by key."""
-        if space is None:
-            structure = structure_of_value(action, keep_float64=True, name=ACTION_KEY)
-        else:
-            structure = structure_of_space(space, keep_float64=True, name="action_space")
-        flatten = flattener(structure, ACTION_KEY)
-        own = leaves_of({ACTION_KEY: structure}, "")
-        stored = leaves_of({ACTION_KEY: with_dtypes(structure, self._dtypes, ACTION_KEY)}, "")
-
-        def read(action: Any) -> dict[str, torch.Tensor]:
-            tensors = {}
-            for part, (key, leaf) in zip(flatten(action), own.items(), strict=True):
-                try:
-                    if isinstance(part, torch.Tensor):
-                        part = part.numpy(force=True)
-                    array = converted(part, leaf.spec, key).astype(stored[key].spec.dtype)
-                except (TypeError, ValueError) as error:  # not a number, or no such one
-                    raise SpecError(
-                        f"{key!r} should fit {space or leaf.spec}, got {part!r}",
-                        fix="return actions of the action space's shape and kind",
-                    ) from error
-                tensors[key] = torch.from_numpy(np.array(array)[None])
-            return tensors
-
-        return read
+        if self._columns is None:
+            if space is None:
+                structure = structure_of_value(action, keep_float64=True, name=ACTION_KEY)
+            else:
+                structure = structure_of_space(space, keep_float64=True, name="action_space")
+            structure = with_dtypes(structure, self._dtypes, ACTION_KEY)
+            self._columns = Columns({ACTION_KEY: structure}, "", 1, widens=True)
+        try:
+            self._columns.write((0,), ({ACTION_KEY: action},))
+        except ValueError as error:
+            raise SpecError(
+                f"{ACTION_KEY!r} should fit {space}, got {action!r} ({error})",
+                fix="return actions of the action space's shape and kind",
+            ) from error
+        return {key: torch.from_numpy(array.copy()) for key, array in self._columns.arrays.items()}
 
 
 def _derive_entropy_from_process() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
@@ -15,11 +16,11 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.named_tensors import listed_keys
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import NotEnoughDataError, SpecError, UsageError
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import Array, Memory
 from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY
 from rlpool.pool.priorities import PriorityTree
-from rlpool.pool.store import Store
-from rlpool.slots.blocks import successor_key
+from rlpool.pool.store import Schema, Store
+from rlpool.seeding import root_from
 from rlpool.specs import TensorSpec
 
 INDEX_KEY, WEIGHT_KEY = "index", "weight"
@@ -72,9 +73,7 @@ class Sampler:
     @property
     def lengths(self) -> list[int]:
         """Transitions that each sub-pool holds."""
-        if self._store is None:
-            return [0] * self._n_sub_pools
-        return [len(sub_pool) for sub_pool in self._store.sub_pools]
+        return [0] * self._n_sub_pools if self._store is None else self._store.lengths
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -100,15 +99,12 @@ class Sampler:
         unknown = [key for key in wanted if key not in known]
         if unknown:
             raise SpecError(f"the pool has no {unknown}, it has {list(known)}")
-        columns = [key for key in wanted if key in store.columns]
-        paired = [key for key in store.schema.paired if successor_key(key) in wanted]
 
         def look() -> dict[str, Array]:
             pieces = [piece for sub_pool in store.sub_pools for piece in sub_pool.held()]
             ranges = [np.arange(piece.start, piece.stop) for piece in pieces]
             rows = np.concatenate([np.zeros(0, np.int64), *ranges])
-            after = store.take_after(rows, self._ahead(rows, 1), paired)
-            return {**store.take(rows, columns), **after}
+            return store.take(rows, wanted) | store.take_after(rows, self._ahead(rows, 1), wanted)
 
         arrays = self._unchanged(look)
         return DictTensor({key: torch.from_numpy(arrays[key]) for key in wanted})
@@ -162,8 +158,8 @@ class Sampler:
             batch = store.take(rows)
             if n_step is not None:
                 last = self._look_ahead(store, batch, rows, n_step, discount)
-                ahead = [key for key in batch if key.startswith("_") and key != REWARD_KEY]
-                batch |= store.take(last, [key for key in ahead if key in store.columns])
+                ahead = [key for key in store.columns if key.startswith("_") and key != REWARD_KEY]
+                batch |= store.take(last, ahead)
             if store.schema.paired:
                 batch |= store.take_after(last, self._ahead(last, 1))
             if store.tree is not None:
@@ -237,10 +233,8 @@ class Sampler:
         """
         if n_batches is not None:
             whole_number("n_batches", n_batches, 0)
-        n_given = 0
-        while n_batches is None or n_given < n_batches:
+        for _ in itertools.count() if n_batches is None else range(n_batches):
             yield self.sample(batch_size, **options)
-            n_given += 1
 
     # Rows ------------------------------------------------------------------------------------
 
@@ -251,10 +245,10 @@ class Sampler:
         if self._pid != os.getpid():  # forked: not the draws of its siblings and its parent
             self._pid = os.getpid()
             self._generator = np.random.Generator(np.random.PCG64())
-        return self._store.read(look)
+        return self._store.version.read(look)
 
     def _ready(self, batch_size: int) -> Store:
-        if self._store is None or len(self) < batch_size:
+        if self._store is None or len(self._store) < batch_size:
             raise NotEnoughDataError(
                 f"{batch_size} transitions were asked for, but there are {len(self)}",
                 fix="add more before sampling, or ask for a smaller batch",
@@ -314,10 +308,10 @@ class Sampler:
         is_step = np.arange(n_step) < n_steps[:, None]
         returns = np.where(is_step, rewards * factors, 0).sum(axis=1)
         last: Array = every[np.arange(len(rows)), n_steps - 1]
-        flags = {k: a.astype(bool).reshape(-1) for k, a in store.take(last, [end]).items()}
-        is_end = flags[end]
-        if end == DONE_KEY and _TRUNCATED in store.columns:
-            is_end &= ~store.take(last, [_TRUNCATED])[_TRUNCATED].astype(bool).reshape(-1)
+        flags = store.take(last, [end, _TRUNCATED])
+        is_end = flags[end].astype(bool).reshape(-1)
+        if end == DONE_KEY and _TRUNCATED in flags:
+            is_end &= ~flags[_TRUNCATED].astype(bool).reshape(-1)
         discounts = np.where(is_end, 0, np.float64(discount) ** n_steps)
         batch[RETURN_KEY] = returns.astype(np.float32)
         batch[DISCOUNT_KEY] = discounts.astype(np.float32)
@@ -335,6 +329,29 @@ class Sampler:
         priorities = tree.leaves.take(rows)
         weights = (priorities.min() / priorities) ** beta
         return (newest - age) * self._n_sub_pools + index, weights.astype(np.float32)
+
+
+class PoolReader(Sampler):
+    """Draws from a pool that another process fills: what a ``Pool`` becomes when it is sent.
+
+    It sees every transition as soon as it was added, and never a part of one. It samples uniformly,
+    whatever the priorities of the pool. Its memory is the pool's, and stays when the pool's process
+    ends.
+
+    Not for use by several threads at once.
+    """
+
+    def __init__(self, schema: Schema, pool_size: int, n_sub_pools: int, memory: Memory) -> None:
+        store = Store(schema, pool_size, n_sub_pools, memory, is_reader=True)
+        super().__init__(store, n_sub_pools, None)
+
+    def seed(self, seed: int) -> None:
+        """Start drawing anew from a seed; before, every reader draws differently."""
+        self._generator = np.random.Generator(np.random.PCG64(root_from(seed)))
+        self._pid = os.getpid()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise UsageError("a reader cannot be sent on", fix="send the pool itself to every reader")
 
 
 def _steps_that_follow(store: Store, rows: Array) -> Array:

@@ -1,10 +1,5 @@
 """Where a pool keeps its transitions: sub-pools, and a column of rows per key.
 
-A sub-pool is a window over the stream of all transitions that were ever added to it. They are
-numbered as they come, number ``i`` lies in row ``i % capacity`` of the sub-pool, and only the
-oldest are ever dropped: what a sub-pool holds is two numbers, ``oldest`` and ``next``. Nothing
-moves when something is added or dropped.
-
 A key ``x`` with a ``_x`` beside it, such as ``frame`` and ``_frame``, is one column. The value
 after a step is the next row's value, unless the row is the last of its piece of an episode. The
 values after those lie in ``finals``, which grows with the number of such rows.
@@ -18,11 +13,11 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,6 +26,7 @@ from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Array, Memory, carve, carved_bytes
 from rlpool.memory.versions import Version
 from rlpool.pool.priorities import PriorityTree
+from rlpool.pool.window import SubPool, WindowRules
 from rlpool.slots.blocks import successor_key
 from rlpool.specs import TensorSpec
 
@@ -43,42 +39,7 @@ as much as the value, and reading it more."""
 
 _RESERVED_ROWS = 64  # of a disk, ahead of need
 _REWARDS = ("reward", "_reward")
-_T = TypeVar("_T")
 _BOOL, _INT32 = (TensorSpec((), np.dtype(kind)) for kind in (np.bool_, np.int32))
-
-
-@dataclass(frozen=True)
-class WindowRules:
-    """When a sub-pool drops transitions, after each one that is added; see ``Pool``."""
-
-    window_size: int | None = None
-    clearing_freq: int | None = None
-    window_size_: int | None = None
-
-    def length_after(self, capacity: int, length: int, n_before: int, n_added: int) -> int:
-        """Transitions that a sub-pool holds after some were added one by one.
-
-        Computed from one clearing to the next, not one by one.
-
-        Args:
-            capacity: The most that it holds.
-            length: Transitions held.
-            n_before: Transitions ever added before.
-            n_added: Transitions added.
-        """
-        kept = min(self.window_size or capacity, capacity)
-        freq = self.clearing_freq
-        while n_added:
-            n = min(n_added, freq - n_before % freq) if freq else n_added
-            is_clearing = freq is not None and (n_before + n) % freq == 0
-            length += n - is_clearing
-            if length > capacity:
-                # From the first overflow on the length runs in circles: kept, ..., capacity, kept.
-                length = kept + (length - capacity - 1) % (capacity + 1 - kept)
-            if is_clearing:  # before its last transition is compared with the capacity
-                length = max(0, length + 1 - (self.window_size_ or 0))
-            n_before, n_added = n_before + n, n_added - n
-        return length
 
 
 @dataclass(frozen=True)
@@ -113,6 +74,14 @@ class Schema:
         """Every key of a transition."""
         return {**self.columns, **{successor_key(key): self.columns[key] for key in self.paired}}
 
+    def plain(self) -> dict[str, Any]:
+        """The schema as plain values."""
+        columns = {key: [s.dtype.str, list(s.shape)] for key, s in self.columns.items()}
+        return {"columns": columns, "paired": list(self.paired)}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{key} {spec}" for key, spec in self.specs.items())
+
     def check(self, specs: Mapping[str, TensorSpec], what: str) -> None:
         """Refuse transitions that lack a key, or have another shape or kind of number.
 
@@ -126,49 +95,6 @@ class Schema:
                     f"{key!r} of {what} is {given or 'missing'}, the pool holds {spec}",
                     fix="use another pool for other transitions",
                 )
-
-
-class SubPool:
-    """The window of one sub-pool.
-
-    Args:
-        offset: Row of the store where it begins.
-        capacity: Rows that it has.
-        numbers: ``oldest`` and ``next``, in memory that readers see.
-    """
-
-    def __init__(self, offset: int, capacity: int, numbers: memoryview) -> None:
-        self.offset = offset
-        self.capacity = capacity
-        self.numbers = numbers
-
-    @property
-    def oldest(self) -> int:
-        """Number of the oldest transition that is held."""
-        return int(self.numbers[0])
-
-    @property
-    def next(self) -> int:
-        """Number that the next transition will get."""
-        return int(self.numbers[1])
-
-    def __len__(self) -> int:
-        oldest, after = self.numbers
-        return max(0, after - oldest)
-
-    def held(self) -> list[slice]:
-        """Rows of all transitions that are held."""
-        return self.pieces(self.oldest, self.next)
-
-    def pieces(self, start: int, stop: int) -> list[slice]:
-        """Rows of transitions ``start`` to ``stop``: at most two slices of the store."""
-        if start >= stop:
-            return []
-        first, end = self.offset + start % self.capacity, self.offset + self.capacity
-        last = first + stop - start
-        if last <= end:
-            return [slice(first, last)]
-        return [slice(first, end), slice(self.offset, last - self.capacity)]
 
 
 class Store:
@@ -194,6 +120,7 @@ class Store:
         capacities: Rows of the sub-pools, int64 ``[n_sub_pools]``.
         offsets: Row at which each begins, likewise.
         tree: The priorities, or ``None``.
+        version: Lets readers look between changes.
     """
 
     def __init__(
@@ -217,7 +144,8 @@ class Store:
         self.columns = {key: arrays[f"columns/{key}"] for key in schema.columns}
         self.finals = {key: arrays[f"finals/{key}"] for key in schema.paired}
         self.is_last, self.final_row = arrays["is_last"], arrays["final_row"]
-        self.capacities = np.array(capacities(pool_size, n_sub_pools))
+        share, rest = divmod(pool_size, n_sub_pools)
+        self.capacities = share + (np.arange(n_sub_pools) < rest)  # the first ones one larger
         self.offsets = np.cumsum(self.capacities) - self.capacities
         places = zip(self.offsets.tolist(), self.capacities.tolist(), self.numbers, strict=True)
         self.sub_pools = [SubPool(start, size, numbers.data) for start, size, numbers in places]
@@ -226,10 +154,10 @@ class Store:
         # Rows of finals that were given back, a stack of the first _n_free.
         self._free = np.empty(pool_size if schema.paired and not is_reader else 0, np.int32)
         self._n_free = 0
-        self._is_whole = True  # not in the middle of a change, nor interrupted there
+        self._is_whole = True  # no change runs, or was interrupted
         self._reserved = dict.fromkeys(rows, 0)
         fd = None if memory.kind == "local" else memory.fd
-        self._version = Version(table[-1].data, fd)
+        self.version = Version(table[-1].data, fd)
         self._writer_pid = None if is_reader else os.getpid()
         memory.reserve(0, n_control)
 
@@ -251,8 +179,13 @@ class Store:
         tree = 0 if self.tree is None else self.tree.nbytes
         return n_rows * row_bytes + self.n_finals * final_bytes + tree
 
+    @property
+    def lengths(self) -> list[int]:
+        """Transitions that each sub-pool holds."""
+        return [len(sub_pool) for sub_pool in self.sub_pools]
+
     def __len__(self) -> int:
-        return sum(map(len, self.sub_pools))
+        return sum(self.lengths)
 
     # Writing ---------------------------------------------------------------------------------
 
@@ -277,20 +210,12 @@ class Store:
             UsageError: In a process that was forked from the writer's.
         """
         self.refuse_others()
-        with self._version.changing():
+        with self.version.changing():
             if not self._is_whole:
                 self.recover()
             self._is_whole = False
             yield
             self._is_whole = True
-
-    def read(self, look: Callable[[], _T]) -> _T:
-        """What a function returns that looks at rows and numbers, none of which changes meanwhile.
-
-        Args:
-            look: Called once or more.
-        """
-        return self._version.read(look)
 
     def add(
         self, index: int, incoming: Incoming, priority: float = 1.0, *, joined: bool = False
@@ -336,7 +261,7 @@ class Store:
             part = slice(start, start + piece.stop - piece.start)
             some = incoming if len(pieces) == 1 else incoming.part(part)
             for key, source in some.columns.items():
-                source.write(self.columns[key][piece])
+                source.values(self.columns[key][piece])
             self.is_last[piece] = some.is_last
             start = part.stop
         if self.schema.paired and lasts.size:
@@ -349,8 +274,8 @@ class Store:
     def drop(self, sub_pool: SubPool, stop: int) -> None:
         """Drop the transitions before number ``stop``."""
         pieces = sub_pool.pieces(sub_pool.oldest, stop)
-        for piece in pieces:
-            if self.tree is not None:
+        if self.tree is not None:  # first of all: what is gone is never drawn
+            for piece in pieces:
                 self.tree.set(piece, 0.0)
         if pieces:
             sub_pool.numbers[0] = stop
@@ -366,8 +291,7 @@ class Store:
 
     def recover(self) -> None:
         """Make the bookkeeping of finals and priorities fit the rows that are held."""
-        for sub_pool in self.sub_pools:
-            sub_pool.numbers[0] = min(sub_pool.numbers)
+        self.numbers[:, 0] = self.numbers.min(axis=1)
         if self.tree is not None:
             self.tree.set(slice(0, self.pool_size), self.tree.leaves.copy())
         if self.schema.paired:
@@ -413,6 +337,11 @@ class Store:
                 self._reserved[name] = n
             start += n_bytes
 
+    def reserve_spans(self, spans: Sequence[Sequence[int]], n_finals: int) -> None:
+        """The same for all rows of sub-pools; see ``arrays``."""
+        pools = zip(self.sub_pools, spans, strict=True)
+        self.reserve([piece for pool, span in pools for piece in pool.pieces(*span)], n_finals)
+
     def routes(self, sizes: Sequence[int], draws: Sequence[float]) -> list[int]:
         """Sub-pools for additions, each drawn as if those before had been made.
 
@@ -422,7 +351,7 @@ class Store:
             sizes: How many transitions are added at a time.
             draws: A float from 0 to below 1 for each addition; an int names the sub-pool.
         """
-        lengths, added = [len(sub) for sub in self.sub_pools], [sub.next for sub in self.sub_pools]
+        lengths, added = self.lengths, [sub_pool.next for sub_pool in self.sub_pools]
         chosen = []
         for size, draw in zip(sizes, draws, strict=True):
             index = int(draw)
@@ -456,32 +385,23 @@ class Store:
                 arrays |= {f"{name}/{index}.{number}": a[piece] for name, a in whole.items()}
         return arrays
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Array]]:
-        """What is stored: a header of plain values, and arrays by name, which are views."""
-        columns = {k: [s.dtype.str, list(s.shape)] for k, s in self.schema.columns.items()}
-        header = {
-            "rings": self.numbers.tolist(),
-            "n_finals": self.n_finals,
-            "schema": {"columns": columns, "paired": list(self.schema.paired)},
-        }
-        return header, self.arrays(header["rings"], self.n_finals)
-
     def take_over(
-        self, spans: Sequence[Sequence[int]], n_finals: int, arrays: Mapping[str, Array]
+        self, spans: Sequence[Sequence[int]], n_finals: int, source: Store | None = None
     ) -> None:
         """Hold other transitions instead.
 
         Args:
             spans: As for ``arrays``.
             n_finals: As for ``arrays``.
-            arrays: What ``arrays`` shall hold then; those that already lie there may be left out.
+            source: The store whose values are copied; ``None`` if they already lie here.
         """
         with InterruptsHeld(), self.changing():
             for sub_pool in self.sub_pools:
                 self.drop(sub_pool, sub_pool.next)
-            for name, target in self.arrays(spans, n_finals).items():
-                if name in arrays:
-                    target[...] = arrays[name]
+            if source is not None:
+                values = source.arrays(spans, n_finals)
+                for name, target in self.arrays(spans, n_finals).items():
+                    target[...] = values[name]
             self.n_finals = n_finals
             self.numbers[...] = spans
             self.recover()
@@ -500,8 +420,8 @@ class Store:
     # Rows past the end stand for those at the beginning: mode="wrap" costs nothing.
 
     def take(self, rows: Array, keys: Sequence[str] | None = None) -> dict[str, Array]:
-        """Rows of columns, by default of all, copies ``[len(rows), ...]``."""
-        wanted = self.columns if keys is None else keys
+        """Rows of those columns that are among some keys, copies ``[len(rows), ...]``."""
+        wanted = self.columns if keys is None else [key for key in keys if key in self.columns]
         return {key: self.columns[key].take(rows, 0, None, "wrap") for key in wanted}
 
     def take_after(
@@ -512,13 +432,13 @@ class Store:
         Args:
             rows: int64 rows.
             next_rows: The row after each of them.
-            keys: Paired keys, without ``_``; by default all.
+            keys: Some of the keys that are returned; by default all of them.
 
         Returns:
-            ``_key`` to values ``[len(rows), ...]``.
+            ``_key`` of the paired keys to values ``[len(rows), ...]``.
         """
         taken: dict[str, Array] = {}
-        wanted = self.schema.paired if keys is None else keys
+        wanted = [k for k in self.schema.paired if keys is None or successor_key(k) in keys]
         if not wanted:
             return taken
         ends = self.is_last.take(rows, 0, None, "wrap").nonzero()[0]
@@ -528,12 +448,6 @@ class Store:
             values[ends] = self.finals[key].take(final_rows, 0)
             taken[successor_key(key)] = values
         return taken
-
-
-def capacities(pool_size: int, n_sub_pools: int) -> list[int]:
-    """Capacities of sub-pools that add up to the pool's size, the first ones one larger."""
-    share, rest = divmod(pool_size, n_sub_pools)
-    return [share + (number < rest) for number in range(n_sub_pools)]
 
 
 def _layout(
@@ -549,5 +463,4 @@ def _layout(
 
 def _fits(given: np.dtype[Any], held: np.dtype[Any]) -> bool:
     """Whether there are values that both hold; those that only one holds are refused later."""
-    both_ints = given.kind in "iu" and held.kind in "iu"
-    return both_ints or np.can_cast(given, held, "same_kind")
+    return given.kind + held.kind in ("iu", "ui") or np.can_cast(given, held, "same_kind")

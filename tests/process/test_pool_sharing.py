@@ -17,9 +17,6 @@ from rlpool import NotEnoughDataError, Pool, UsageError
 
 from support.transitions import add_numbers, is_whole, trajectories_of_numbers
 
-methods = pytest.mark.parametrize("method", ["spawn", "fork"])
-storages = pytest.mark.parametrize("storage", ["shared", "memmap"])
-
 TIMEOUT_S = 60.0
 
 
@@ -75,8 +72,7 @@ def received(pipe: Connection) -> Any:
     return pipe.recv()
 
 
-@methods
-@storages
+@pytest.mark.parametrize(("method", "storage"), [("spawn", "shared"), ("fork", "memmap")])
 def test_a_reader_never_sees_half_a_transition(method: str, storage: str) -> None:
     pool = Pool(pool_size=150, storage=storage, seed=0)
     add_numbers(pool, 0, 150)
@@ -87,15 +83,19 @@ def test_a_reader_never_sees_half_a_transition(method: str, storage: str) -> Non
             add_numbers(pool, number, number + 3)
         pipe.send("end")
         n_read, n_torn = received(pipe)
-    assert n_read > 10
-    assert n_torn == 0
+        assert n_read > 10
+        assert n_torn == 0
+    with child("fork", read_until_told, pool) as (reader, pipe):  # one that dies stops nobody
+        assert received(pipe) == "ready"
+        os.kill(reader.pid, signal.SIGKILL)
+    add_numbers(pool, 0, 200)
+    assert len(pool) == 150
 
 
-@methods
-def test_a_reader_sees_what_is_added_and_cleared_and_cannot_write(method: str) -> None:
+def test_a_reader_sees_what_is_added_and_cleared_and_cannot_write() -> None:
     pool = Pool(pool_size=10, storage="shared")
     add_numbers(pool, 0, 3)
-    with child(method, answer, pool) as (_, pipe):
+    with child("fork", answer, pool) as (_, pipe):
         pipe.send("write")
         assert received(pipe) in {"AttributeError", "TypeError", "UsageError"}
         for expected, change in (
@@ -107,21 +107,6 @@ def test_a_reader_sees_what_is_added_and_cleared_and_cannot_write(method: str) -
             assert received(pipe) == expected
             change()
         pipe.send("end")
-
-
-def test_a_pool_travels_through_a_queue_as_a_few_hundred_bytes() -> None:
-    context = multiprocessing.get_context("spawn")
-    pool = Pool(pool_size=10, storage="shared")
-    add_numbers(pool, 0, 3)
-    assert len(pickle.dumps(pool)) < 1024
-    queue: Any = context.Queue()
-    queue.put(pool)
-    reader = queue.get(timeout=TIMEOUT_S)
-    assert reader.transitions()["action"].tolist() == [0, 1, 2]
-    add_numbers(pool, 3, 4)
-    assert reader.transitions()["action"].tolist() == [0, 1, 2, 3]
-    queue.close()
-    queue.join_thread()
 
 
 def test_a_writer_that_is_killed_leaves_whole_transitions() -> None:
@@ -138,33 +123,15 @@ def test_a_writer_that_is_killed_leaves_whole_transitions() -> None:
         assert is_whole(reader.transitions())
 
 
-def test_a_reader_that_is_killed_does_not_stop_the_writer() -> None:
-    pool = Pool(pool_size=150, storage="shared", seed=0)
-    add_numbers(pool, 0, 150)
-    for _ in range(3):
-        with child("fork", read_until_told, pool) as (reader, pipe):
-            assert received(pipe) == "ready"
-            add_numbers(pool, 0, 200)
-            os.kill(reader.pid, signal.SIGKILL)
-    add_numbers(pool, 0, 10)
-    assert len(pool) == 150
-
-
-def test_local_pools_cannot_be_sent() -> None:
-    pool = Pool(pool_size=10)
-    add_numbers(pool, 0, 3)
-    with pytest.raises(UsageError, match='storage="shared"'):
-        pickle.dumps(pool)
-
-
-def test_a_pool_without_transitions_cannot_be_sent() -> None:
-    with pytest.raises(UsageError, match="before it has a transition"):
-        pickle.dumps(Pool(pool_size=10, storage="shared"))
-
-
-def test_readers_draw_differently_and_may_be_seeded() -> None:
-    pool = Pool(pool_size=1000, storage="shared")
-    add_numbers(pool, 0, 1000)
+def test_what_is_sent_is_a_reader_of_a_few_hundred_bytes_that_draws_for_itself() -> None:
+    for pool, words in (
+        (Pool(pool_size=10), 'storage="shared"'),
+        (Pool(pool_size=1000, storage="shared"), "before it has a transition"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            pickle.dumps(pool)
+        add_numbers(pool, 0, 100)
+    assert len(pickle.dumps(pool)) < 1024
     one, other = (pickle.loads(pickle.dumps(pool)) for _ in range(2))
     assert one.sample(50)["action"].tolist() != other.sample(50)["action"].tolist()
     one.seed(3)

@@ -21,7 +21,6 @@ from process.watching import Script, is_running, worker_pids
 from rlpool import (
     AgentError,
     EnvError,
-    EnvSpecError,
     Pool,
     SpecError,
     UsageError,
@@ -32,14 +31,11 @@ from rlpool import (
 
 from support.acting_envs import (
     ActingEnv,
-    DiaryEnv,
     DuckEnv,
     FailingEnv,
-    MeetingEnv,
     NoisyEnv,
     PidEnv,
     Unloadable,
-    UnstableEnv,
     WrappingEnv,
     actions,
     states,
@@ -100,12 +96,9 @@ def test_the_example_of_the_document(make: Any) -> None:
     pool.store()
     assert len(pool) == 40
     assert set(pool.get_pool()[0][:, 1].tolist()) == {1.0, 2.0}
-
-
-def test_first_transitions_go_into_the_sub_pool_of_their_process(make: Any) -> None:
-    pool = make([ActingEnv(1, number) for number in range(6)], random=True)
+    pool = make([ActingEnv(1, number) for number in range(4)], random=True)
     pool.store()
-    assert pool.get_pool()[0][:, 3].tolist() == [0, 1, 2, 3, 4, 5]
+    assert pool.get_pool()[0][:, 3].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("lengths", [[5], [1, 300, 40]])
@@ -121,33 +114,6 @@ def test_without_random_a_sub_pool_holds_its_process_in_time_order(
     batch = pool.sample_sequences(sum(lengths), 300)  # episodes are known as such
     left = torch.tensor(lengths)[batch["frame"][:, 0, 3].long()] - batch["frame"][:, 0, 0].long()
     assert torch.equal(batch.lengths, left)
-
-
-def test_all_processes_run_at_the_same_time(tmp_path: Path, make: Any) -> None:
-    os.mkfifo(path := str(tmp_path / "meeting"))
-    pool = make([MeetingEnv(path, os.O_RDONLY), MeetingEnv(path, os.O_WRONLY)], timeout=30.0)
-    for _ in range(2):
-        stored(pool)
-        assert pool.lengths == [4, 4]
-
-
-def test_each_environment_keeps_a_process_of_its_own(make: Any) -> None:
-    pool = make([PidEnv(3), PidEnv(4)])
-    assert not worker_pids()  # nothing starts before the first run
-    pids = [[set(episode["action"].tolist()) for episode in stored(pool)] for _ in range(3)]
-    assert pids[0] == pids[1] == pids[2]
-    assert len({os.getpid(), *pids[0][0], *pids[0][1]}) == 3
-
-
-def test_an_environment_is_reset_once_per_episode_and_closed_in_the_end(
-    tmp_path: Path, make: Any
-) -> None:
-    pool = make([DiaryEnv(str(tmp_path / "diary"))])
-    stored(pool)
-    stored(pool)
-    pool.close()
-    words = (tmp_path / "diary").read_text().split()
-    assert words == ["reset", "step", "step", "step"] * 2 + ["close"]
 
 
 def leaning(state: Any) -> int:
@@ -179,7 +145,13 @@ def test_a_policy_that_learns_is_sent_again(make: Any) -> None:
     env = DuckEnv()
     env.action_space = gymnasium.spaces.Box(-100, 100, (), np.float64)
     pool, pids = make([env], policy=policy), None
-    for bias in (3.0, 5.0, 5.0):
+    for bias in (3.0, None, 5.0, 5.0):
+        if bias is None:
+            del model.bias
+            with pytest.raises(AgentError, match=r"^policy raised AttributeError"):
+                pool.store()
+            model.bias = torch.nn.Parameter(torch.zeros(1))
+            continue
         with torch.no_grad():
             model.weight[:] = 0
             model.bias[:] = bias
@@ -234,20 +206,13 @@ def test_the_same_seed_stores_the_same_pool_and_every_process_its_own_noise(make
     columns = np.array([episode[0] for episode in (*first, *other)]).T
     assert columns.shape == (8, 6)
     assert all(len(set(column)) == 6 for column in columns)
-    (pool := make([WrappingEnv() for _ in range(2)], random=True)).store()
-    (same := make([WrappingEnv() for _ in range(2)], random=True)).store()
+    pool, same = (make([NoisyEnv(), NoisyEnv()], random=True, seed=seed) for seed in (1, 2))
+    pool.store()
+    same.load_state_dict(pool.state_dict())
+    for each in (pool, same):  # a resumed pool stores what the saved one does
+        each.store()
     assert pool.lengths == same.lengths
     assert torch.equal(pool.transitions()["frame"], same.transitions()["frame"])
-
-
-def test_a_resumed_pool_stores_what_the_saved_one_would_have(make: Any, tmp_path: Path) -> None:
-    pool, other = (make([NoisyEnv()], seed=seed) for seed in (1, 2))
-    pool.store()
-    pool.save(tmp_path / "pool")
-    other.load(tmp_path / "pool")
-    for each in (pool, other):
-        each.store()
-    assert torch.equal(pool.transitions()["frame"], other.transitions()["frame"])
 
 
 # Environments that change -------------------------------------------------------------------------
@@ -265,12 +230,6 @@ def test_environments_that_the_caller_changed_are_sent_again(make: Any) -> None:
     envs.append(ActingEnv())
     with pytest.raises(SpecError, match="2 environments, processes is 1"):
         pool.store()
-
-
-def test_environments_whose_pickles_vary_are_not_sent_again(make: Any) -> None:
-    pool = make([UnstableEnv(3)])
-    for n_resets in (1, 2):
-        assert_same(stored(pool)[0], ActingEnv.expected(3, n_resets))
 
 
 # Failures -----------------------------------------------------------------------------------------
@@ -291,24 +250,6 @@ def test_a_failing_environment_raises_and_nothing_that_is_stored_is_lost(
     assert "in strike" in str(caught.value.__cause__)
     assert torch.equal(pool.transitions()["frame"], before["frame"])
     assert_same(stored(pool)[1], ActingEnv.expected(5, n_resets=3))
-
-
-def test_a_reset_of_neither_protocol_raises_env_spec_error(make: Any) -> None:
-    env = ActingEnv()
-    env.reset = lambda: np.zeros(4)  # type: ignore[assignment, method-assign, return-value]
-    with pytest.raises(EnvSpecError, match="neither protocol") as caught:
-        make([ActingEnv(), env]).store()
-    assert caught.value.where.worker == 1
-
-
-def test_a_failing_policy_raises_agent_error_and_the_next_one_works(make: Any) -> None:
-    model = {"action": None}
-    pool = make([DuckEnv(), DuckEnv()], policy=lambda state: 3 + (model["action"] or 1 / 0))
-    for _ in range(2):
-        with pytest.raises(AgentError, match=r"^policy raised ZeroDivisionError"):
-            pool.store()
-    model["action"] = 1  # type: ignore[assignment]
-    assert stored(pool)[1]["action"].tolist() == [4, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -351,17 +292,12 @@ def test_an_interrupted_run_can_be_followed_by_another(make: Any) -> None:
         signal.signal(signal.SIGALRM, before)
 
 
-class Lamp:
-    def __init__(self) -> None:
-        self.wire = threading.Lock()
-
-
 def test_what_cannot_be_pickled_or_loaded_is_named(make: Any) -> None:
     env, lock = ActingEnv(3), threading.Lock()
     pool = make([ActingEnv(3), env])
     pool.store()
-    env.lamp = Lamp()  # type: ignore[attr-defined]
-    named = r"environment 1 cannot be pickled: env\[1\].lamp.wire is a _thread.lock"
+    env.lamp = [lock]  # type: ignore[attr-defined]
+    named = r"environment 1 cannot be pickled: env\[1\].lamp\[0\] is a _thread.lock"
     for store in (pool.store, lambda: make([ActingEnv(), env])):
         with pytest.raises(WorkerStartupError, match=named):
             store()
@@ -377,13 +313,17 @@ def test_what_cannot_be_pickled_or_loaded_is_named(make: Any) -> None:
 # Life ---------------------------------------------------------------------------------------------
 
 
-def test_processes_end_with_close_and_with_the_pool(make: Any) -> None:
-    pool = make([ActingEnv(3)])
+def test_processes_end_with_close_and_with_the_pool(make: Any, tmp_path: Path) -> None:
+    env = ActingEnv(3)
+    env.closes = str(tmp_path / "closed")
+    pool = make([env])
+    assert not worker_pids()  # nothing starts before the first run
     pool.store()
     assert "worker 0" in pool.dump_stacks(None)
     pool.close()
     pool.close()
     assert not worker_pids()
+    assert Path(env.closes).exists()
     assert len(pool) == 3
     with pytest.raises(UsageError, match="closed"):
         pool.store()
@@ -429,7 +369,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("mode", ["file", "stdin", "command"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "file",
+        pytest.param("stdin", marks=pytest.mark.slow),
+        pytest.param("command", marks=pytest.mark.slow),
+    ],
+)
 def test_environments_of_a_script_with_lambdas(
     run_script: Callable[..., Script], mode: str
 ) -> None:

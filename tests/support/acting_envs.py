@@ -33,6 +33,7 @@ class ActingEnv:
         self.n_resets = 0
         self.state = np.zeros(4)
         self.calls: list[Any] = []
+        self.closes = ""  # the file that close() makes
 
     def reset(self) -> tuple[Any, Any]:
         self.t = 0
@@ -46,6 +47,10 @@ class ActingEnv:
         self.calls.append(action)
         self.state[:] = self.t, self.n_resets, action, self.number
         return action + 1, self.state, 0.1 * self.t, self.t >= self.length
+
+    def close(self) -> None:
+        if self.closes:
+            Path(self.closes).touch()
 
     @staticmethod
     def expected(length: int = 10, n_resets: int = 1, number: int = 0) -> tuple[Any, ...]:
@@ -232,24 +237,6 @@ class FailingEnv(ActingEnv):
             time.sleep(_FOREVER_S)
 
 
-class MeetingEnv(ActingEnv):
-    """Waits in its second step until another one waits as well.
-
-    Args:
-        path: A named pipe.
-        flags: How to open it: whoever reads waits for a writer, and the other way round.
-    """
-
-    def __init__(self, path: str, flags: int) -> None:
-        super().__init__(length=4)
-        self.path, self.flags = path, flags
-
-    def step(self, action: Any) -> tuple[Any, Any, Any, Any]:
-        if self.t == 1:
-            os.close(os.open(self.path, self.flags))
-        return super().step(action)
-
-
 class PidEnv(ActingEnv):
     """Its action is the number of its process."""
 
@@ -263,37 +250,3 @@ class Unloadable(ActingEnv):
 
     def __setstate__(self, state: Any) -> None:
         raise ImportError("no module named simulator")
-
-
-class UnstableEnv(ActingEnv):
-    """Its pickle is another one every time."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "pickled_at": time.perf_counter_ns()}
-
-
-class DiaryEnv(ActingEnv):
-    """Writes its calls into a file.
-
-    Args:
-        path: The file.
-    """
-
-    def __init__(self, path: str, length: int = 3) -> None:
-        super().__init__(length)
-        self.path = path
-
-    def reset(self) -> tuple[Any, Any]:
-        self.note("reset")
-        return super().reset()
-
-    def step(self, action: Any) -> tuple[Any, Any, Any, Any]:
-        self.note("step")
-        return super().step(action)
-
-    def close(self) -> None:
-        self.note("close")
-
-    def note(self, word: str) -> None:
-        with Path(self.path).open("a") as file:
-            file.write(f"{word}\n")

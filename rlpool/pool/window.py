@@ -1,0 +1,106 @@
+"""Which transitions a sub-pool holds, and when it drops some.
+
+A sub-pool is a window over the stream of all transitions that were ever added to it. They are
+numbered as they come, number ``i`` lies in row ``i % capacity`` of the sub-pool, and only the
+oldest are ever dropped: what a sub-pool holds is two numbers, ``oldest`` and ``next``. Nothing
+moves when something is added or dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlpool.arguments import whole_number
+from rlpool.errors import SpecError
+
+
+@dataclass(frozen=True)
+class WindowRules:
+    """When a sub-pool drops transitions, after each one that is added; see ``Pool``."""
+
+    window_size: int | None = None
+    clearing_freq: int | None = None
+    window_size_: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None:
+                whole_number(name, value, 1)
+        if (self.clearing_freq is None) != (self.window_size_ is None):
+            raise SpecError(
+                f"clearing_freq is {self.clearing_freq}, window_size_ is {self.window_size_}",
+                fix="give both, or neither",
+            )
+
+    def arguments(self) -> dict[str, int | None]:
+        """The numbers by name, as files of pools have them."""
+        whole = {name: value and int(value) for name, value in vars(self).items()}
+        return {**whole, "window_size_": whole["window_size_"] or 0}
+
+    def length_after(self, capacity: int, length: int, n_before: int, n_added: int) -> int:
+        """Transitions that a sub-pool holds after some were added one by one.
+
+        Computed from one clearing to the next, not one by one.
+
+        Args:
+            capacity: The most that it holds.
+            length: Transitions held.
+            n_before: Transitions ever added before.
+            n_added: Transitions added.
+        """
+        kept = min(self.window_size or capacity, capacity)
+        freq = self.clearing_freq
+        while n_added:
+            n = min(n_added, freq - n_before % freq) if freq else n_added
+            is_clearing = freq is not None and (n_before + n) % freq == 0
+            length += n - is_clearing
+            if length > capacity:
+                # From the first overflow on the length runs in circles: kept, ..., capacity, kept.
+                length = kept + (length - capacity - 1) % (capacity + 1 - kept)
+            if is_clearing:  # before its last transition is compared with the capacity
+                length = max(0, length + 1 - (self.window_size_ or 0))
+            n_before, n_added = n_before + n, n_added - n
+        return length
+
+
+class SubPool:
+    """The window of one sub-pool.
+
+    Args:
+        offset: Row of the store where it begins.
+        capacity: Rows that it has.
+        numbers: ``oldest`` and ``next``, in memory that readers see.
+    """
+
+    def __init__(self, offset: int, capacity: int, numbers: memoryview) -> None:
+        self.offset = offset
+        self.capacity = capacity
+        self.numbers = numbers
+
+    @property
+    def oldest(self) -> int:
+        """Number of the oldest transition that is held."""
+        return int(self.numbers[0])
+
+    @property
+    def next(self) -> int:
+        """Number that the next transition will get."""
+        return int(self.numbers[1])
+
+    def __len__(self) -> int:
+        oldest, after = self.numbers
+        return max(0, after - oldest)
+
+    def held(self) -> list[slice]:
+        """Rows of all transitions that are held."""
+        return self.pieces(self.oldest, self.next)
+
+    def pieces(self, start: int, stop: int) -> list[slice]:
+        """Rows of transitions ``start`` to ``stop``: at most two slices of the store."""
+        if start >= stop:
+            return []
+        first, end = self.offset + start % self.capacity, self.offset + self.capacity
+        last = first + stop - start
+        if last <= end:
+            return [slice(first, last)]
+        return [slice(first, end), slice(self.offset, last - self.capacity)]
