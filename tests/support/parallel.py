@@ -33,9 +33,7 @@ class TaskEnv(gymnasium.Env[Any, Any]):
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.lock = None
         self.last_action: Any = None
-        self.given_options: Any = "never reset"
 
     def reset(
         self,
@@ -71,13 +69,6 @@ class SleepyEnv(CountingEnv):
         return super().step(action)
 
 
-class LimitedEnv(CountingEnv):
-    """A ``CountingEnv`` without an end, to be truncated from outside."""
-
-    def __init__(self) -> None:
-        super().__init__(10**6)
-
-
 class WideEnv(CountingEnv):
     """A ``CountingEnv`` with another observation space."""
 
@@ -107,10 +98,6 @@ def make_nested() -> SpaceEnv:
 make_cartpole = partial(gymnasium.make, "CartPole-v1")
 
 
-def make_raising() -> Any:
-    raise KeyError("struck")
-
-
 def create_serial(
     seed: int, make_env: EnvFn, n_lanes: int, restarts: bool = False, **options: Any
 ) -> GymEnv:
@@ -120,26 +107,13 @@ def create_serial(
 
 
 def create_manager(
-    seed: int,
-    make_env: EnvFn,
-    n_lanes: int,
-    envs_per_worker: int = 1,
-    restarts: bool = False,
-    **options: Any,
+    seed: int, make_env: EnvFn, n_lanes: int, restarts: bool = False, **options: Any
 ) -> ParallelEnvManager:
-    """Environments in processes."""
-    return ParallelEnvManager(
-        [make_env] * n_lanes,
-        envs_per_worker=envs_per_worker,
-        seed=seed,
-        auto_reset=restarts,
-        **options,
-    )
+    """Environments in processes, as a ``create_env``."""
+    return ParallelEnvManager([make_env] * n_lanes, seed=seed, auto_reset=restarts, **options)
 
 
-def open_manager(make_env: EnvFn, n_lanes: int = 2, **options: Any) -> ParallelEnvManager:
-    """Environments in processes, with a seed."""
-    return create_manager(1, make_env, n_lanes, **options)
+open_manager = partial(create_manager, 1)
 
 
 def no_actions(manager: ParallelEnvManager) -> dict[str, Any]:

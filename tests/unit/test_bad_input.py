@@ -1,11 +1,10 @@
-"""Whatever is passed to the data structures: taken, or refused with an error of rlpool's own."""
+"""Whatever is passed to the data structures is taken, or refused with an error of rlpool."""
 
 from __future__ import annotations
 
-import itertools
-import operator
 import pickle
-from collections.abc import Callable
+from itertools import islice
+from operator import setitem
 from typing import Any
 
 import numpy as np
@@ -36,9 +35,7 @@ VALUES: list[Any] = [
     *(Array((2,), "int64"), [DictTensor({"a": PAIR}), 3]),
 ]
 ROWS = torch.tensor([0, 1])
-KEY, INDEX, EITHER = (KeyError,), (IndexError,), (KeyError, IndexError)
-
-Use = Callable[[Any], Any]
+SINGLE = ([0.0] * 3, 0, [1.0] * 3, 1.0, False, None)
 
 
 def batch() -> DictTensor:
@@ -61,161 +58,92 @@ def pool(**options: Any) -> Pool:
     return made
 
 
-DICT_TENSOR: dict[str, tuple[Use, tuple[type[Exception], ...]]] = {
-    "DictTensor(v)": (DictTensor, ()),
-    "DictTensor({a: v})": (lambda v: DictTensor({"a": v}), ()),
-    "DictTensor({.., b: v})": (lambda v: DictTensor({"a": PAIR, "b": v}), ()),
-    "batch[v]": (lambda v: batch()[v], EITHER),
-    "get(v)": (lambda v: batch().get(v), KEY),
-    "get([v])": (lambda v: batch().get([v]), KEY),
-    "index(v)": (lambda v: batch().index(v), INDEX),
-    "slice(v)": (lambda v: batch().slice(v), INDEX),
-    "slice(v, 3)": (lambda v: batch().slice(v, 3), INDEX),
-    "slice(0, v)": (lambda v: batch().slice(0, v), INDEX),
-    "cat(v)": (DictTensor.cat, ()),
-    "cat([.., v])": (lambda v: DictTensor.cat([batch(), v]), ()),
-    "to(v)": (lambda v: batch().to(v), ()),
-    "set(c, v)": (lambda v: batch().set("c", v), ()),
-    "set(v, ..)": (lambda v: batch().set(v, torch.zeros(4)), ()),
-    "prepend_key(v)": (lambda v: batch().prepend_key(v), ()),
-    "truncate_key(v)": (lambda v: batch().truncate_key(v), ()),
-    "batch + v": (lambda v: batch() + v, (TypeError,)),
-    "copy_(v)": (lambda v: batch().copy_(v, ROWS, ROWS), INDEX),
-    "copy_(.., v, ..)": (lambda v: batch().copy_(batch(), v, ROWS), INDEX),
-    "copy_(.., .., v)": (lambda v: batch().copy_(batch(), ROWS, v), INDEX),
-    "v in batch": (lambda v: v in batch(), ()),
-    "masked_tensor(v)": (lambda v: masked_tensor(v, PAIR, ROWS), ()),
-    "masked_tensor(.., v)": (lambda v: masked_tensor(PAIR, v, ROWS), ()),
-    "masked_tensor(.., .., v)": (lambda v: masked_tensor(PAIR, PAIR, v), ()),
-    "masked_dicttensor(v)": (lambda v: masked_dicttensor(v, batch(), torch.ones(4)), ()),
-    "masked_dicttensor(.., v)": (lambda v: masked_dicttensor(batch(), v, torch.ones(4)), ()),
-    "masked_dicttensor(.., .., v)": (lambda v: masked_dicttensor(batch(), batch(), v), ()),
-    "from_tensordict(v)": (DictTensor.from_tensordict, ()),
-}
-TEMPORAL: dict[str, tuple[Use, tuple[type[Exception], ...]]] = {
-    "T(v)": (TemporalDictTensor, ()),
-    "T({a: v})": (lambda v: TemporalDictTensor({"a": v}), ()),
-    "T(.., v)": (lambda v: TemporalDictTensor({"a": torch.zeros(2, 3)}, v), ()),
-    "T({}, v)": (lambda v: TemporalDictTensor({}, v), ()),
-    "T(.., .., v)": (lambda v: TemporalDictTensor({"a": torch.zeros(2, 3)}, None, v), ()),
-    "from_packed(v)": (lambda v: TemporalDictTensor.from_packed(v, ROWS), ()),
-    "from_packed({a: v})": (lambda v: TemporalDictTensor.from_packed({"a": v}, ROWS), ()),
-    "from_packed(.., v)": (lambda v: TemporalDictTensor.from_packed({"a": PAIR}, v), ()),
-    "from_packed(.., .., v)": (
-        lambda v: TemporalDictTensor.from_packed({"a": torch.zeros(1)}, ROWS, v),
+def single(place: int, value: Any) -> tuple[Any, ...]:
+    """A transition with a value in place of one of its parts."""
+    return (*SINGLE[:place], value, *SINGLE[place + 1 :])
+
+
+ARRAY_OPTIONS = ("batch_shape", "dtype", "feature_shape", "padding", "full_size", "storage")
+POOL_OPTIONS = (
+    *("env", "processes", "pool_size", "window_size", "clearing_freq", "window_size_"),
+    *("random", "policy", "seed", "keys", "storage", "priority_exponent", "timeout"),
+)
+PARTS = range(len(SINGLE))
+
+# Expressions with a value v, and what they may raise beside errors of rlpool.
+USES: dict[str, tuple[type[Exception], ...]] = {
+    **dict.fromkeys(
+        [
+            *("DictTensor(v)", "DictTensor({'a': v})", "DictTensor({'a': PAIR, 'b': v})"),
+            *("DictTensor.cat(v)", "DictTensor.cat([batch(), v])", "batch().to(v)"),
+            *("batch().set('c', v)", "batch().set(v, torch.zeros(4))", "v in batch()"),
+            *("batch().prepend_key(v)", "batch().truncate_key(v)", "DictTensor.from_tensordict(v)"),
+            *("masked_tensor(v, PAIR, ROWS)", "masked_tensor(PAIR, v, ROWS)"),
+            *("masked_tensor(PAIR, PAIR, v)", "masked_dicttensor(v, batch(), torch.ones(4))"),
+            "masked_dicttensor(batch(), v, torch.ones(4))",
+            *("masked_dicttensor(batch(), batch(), v)", "TemporalDictTensor(v)"),
+            *("TemporalDictTensor({'a': v})", "TemporalDictTensor({'a': torch.zeros(2, 3)}, v)"),
+            *("TemporalDictTensor({}, v)", "TemporalDictTensor({'a': torch.zeros(2, 3)}, None, v)"),
+            "TemporalDictTensor.from_packed(v, ROWS)",
+            "TemporalDictTensor.from_packed({'a': v}, ROWS)",
+            "TemporalDictTensor.from_packed({'a': PAIR}, v)",
+            "TemporalDictTensor.from_packed({'a': torch.zeros(1)}, ROWS, v)",
+            *("TemporalDictTensor.from_tensordict(v)", "TemporalDictTensor.cat(v)"),
+            *("TemporalDictTensor.cat([steps(), v])", "TemporalDictTensor({}).set('c', v)"),
+            *("steps().temporal_slice(v, 3)", "steps().temporal_slice(0, v)"),
+            *("steps().temporal_index(v)", "steps().temporal_multi_index(v)"),
+            *("steps().masked_temporal_index(v)", "steps().expand(v)", "steps().to(v)"),
+            *("steps().set('c', v)", "steps().set(v, torch.zeros(2, 3))"),
+            *(f"Array(**{{'batch_shape': (3,), 'dtype': 'i8', '{n}': v}})" for n in ARRAY_OPTIONS),
+            *("Array((3,), 'i8', storage='memmap', directory=v)", "Array((v,), 'int64')"),
+            *("setitem(array(), 0, v)", "setitem(array(), [0, 1], v)"),
+            *(f"Pool(**{{'pool_size': 10, '{name}': v}})" for name in POOL_OPTIONS),
+            *("Pool(pool_size=10, storage='memmap', directory=v)", "Pool([v], 1, 10)"),
+            *("Pool(pool_size=10, keys=[v])", "pool()(*SINGLE[:4], True, terminated=v)"),
+            *(f"pool().pool(*single({place}, v))" for place in PARTS),
+            *(f"Pool(pool_size=3).pool(*single({place}, v))" for place in PARTS),
+            *("pool().extend(v)", "pool().extend(TemporalDictTensor({'a': torch.ones(1, 2)}), v)"),
+            *("pool().sample(v)", "pool().sample(2, n_step=v)"),
+            "pool().sample(2, n_step=2, discount=v)",
+            *("pool(priority_exponent=0.5).sample(2, beta=v)", "pool().sample_sequences(v, 2)"),
+            *("pool().sample_sequences(2, v)", "next(pool().batches(v))"),
+            *("list(islice(pool().batches(2, v), 2))", "pool().transitions(v)"),
+            *("pool().transitions([v])", "pool().load(v)"),
+            "pool(priority_exponent=1).update_priorities(v, [1.0, 1.0])",
+            "pool(priority_exponent=1).update_priorities([0, 1], v)",
+            *("pool().load_state_dict(v)", "pool().load_state_dict({'metadata': v})"),
+            "pool().load_state_dict({**pool().state_dict(), 'columns/frame/0.0': v})",
+        ],
         (),
     ),
-    "batch[v]": (lambda v: steps()[v], EITHER),
-    "get(v)": (lambda v: steps().get(v), KEY),
-    "get([v])": (lambda v: steps().get([v]), KEY),
-    "index(v)": (lambda v: steps().index(v), INDEX),
-    "slice(v)": (lambda v: steps().slice(v), INDEX),
-    "slice(v, 2)": (lambda v: steps().slice(v, 2), INDEX),
-    "slice(0, v)": (lambda v: steps().slice(0, v), INDEX),
-    "temporal_slice(v, 3)": (lambda v: steps().temporal_slice(v, 3), ()),
-    "temporal_slice(0, v)": (lambda v: steps().temporal_slice(0, v), ()),
-    "temporal_index(v)": (lambda v: steps().temporal_index(v), ()),
-    "temporal_multi_index(v)": (lambda v: steps().temporal_multi_index(v), ()),
-    "masked_temporal_index(v)": (lambda v: steps().masked_temporal_index(v), ()),
-    "cat(v)": (TemporalDictTensor.cat, ()),
-    "cat([.., v])": (lambda v: TemporalDictTensor.cat([steps(), v]), ()),
-    "expand(v)": (lambda v: steps().expand(v), ()),
-    "to(v)": (lambda v: steps().to(v), ()),
-    "set(c, v)": (lambda v: steps().set("c", v), ()),
-    "set(v, ..)": (lambda v: steps().set(v, torch.zeros(2, 3)), ()),
-    "set of an empty one": (lambda v: TemporalDictTensor({}).set("c", v), ()),
-    "batch + v": (lambda v: steps() + v, (TypeError,)),
-    "copy_(v)": (lambda v: steps().copy_(v, ROWS, ROWS), INDEX),
-    "copy_(.., v, ..)": (lambda v: steps().copy_(steps(), v, ROWS), INDEX),
-    "copy_(.., .., v)": (lambda v: steps().copy_(steps(), ROWS, v), INDEX),
-    "from_tensordict(v)": (TemporalDictTensor.from_tensordict, ()),
-}
-ARRAY: dict[str, tuple[Use, tuple[type[Exception], ...]]] = {
-    **{
-        f"Array({name}=v)": (
-            lambda v, n=name: Array(**{"batch_shape": (3,), "dtype": "int64", n: v}),
-            (),
-        )
-        for name in ("batch_shape", "dtype", "feature_shape", "padding", "full_size", "storage")
-    },
-    "Array(directory=v)": (lambda v: Array((3,), "i8", storage="memmap", directory=v), ()),
-    "Array((v,))": (lambda v: Array((v,), "int64"), ()),
-    "array[v]": (lambda v: array()[v], INDEX),
-    "array[0, v]": (lambda v: array()[0, v], INDEX),
-    "array[v] = 0": (lambda v: operator.setitem(array(), v, 0), INDEX),
-    "array[0] = v": (lambda v: operator.setitem(array(), 0, v), ()),
-    "array[[0, 1]] = v": (lambda v: operator.setitem(array(), [0, 1], v), ()),
-}
-SINGLE = ([0.0] * 3, 0, [1.0] * 3, 1.0, False, None)
-POOL: dict[str, tuple[Use, tuple[type[Exception], ...]]] = {
-    **{
-        f"Pool({name}=v)": (lambda v, n=name: Pool(**{"pool_size": 10, n: v}), ())
-        for name in (
-            *("env", "processes", "pool_size", "window_size", "clearing_freq", "window_size_"),
-            *("random", "policy", "seed", "keys", "storage", "priority_exponent", "timeout"),
-        )
-    },
-    "Pool(directory=v)": (lambda v: Pool(pool_size=10, storage="memmap", directory=v), ()),
-    "Pool([v])": (lambda v: Pool([v], 1, 10), ()),
-    "Pool(keys=[v])": (lambda v: Pool(pool_size=10, keys=[v]), ()),
-    **{
-        f"pool(..v..) number {place}": (
-            lambda v, p=place: pool().pool(*SINGLE[:p], v, *SINGLE[p + 1 :]),
-            (),
-        )
-        for place in range(len(SINGLE))
-    },
-    **{
-        f"first pool(..v..) number {place}": (
-            lambda v, p=place: Pool(pool_size=3).pool(*SINGLE[:p], v, *SINGLE[p + 1 :]),
-            (),
-        )
-        for place in range(len(SINGLE))
-    },
-    "pool(terminated=v)": (lambda v: pool()(*SINGLE[:4], True, terminated=v), ()),
-    "extend(v)": (lambda v: pool().extend(v), ()),
-    "extend(.., v)": (lambda v: pool().extend(TemporalDictTensor({"a": torch.zeros(1, 2)}), v), ()),
-    "sample(v)": (lambda v: pool().sample(v), ()),
-    "sample(n_step=v)": (lambda v: pool().sample(2, n_step=v), ()),
-    "sample(discount=v)": (lambda v: pool().sample(2, n_step=2, discount=v), ()),
-    "sample(beta=v)": (lambda v: pool(priority_exponent=0.5).sample(2, beta=v), ()),
-    "sample_sequences(v, 2)": (lambda v: pool().sample_sequences(v, 2), ()),
-    "sample_sequences(2, v)": (lambda v: pool().sample_sequences(2, v), ()),
-    "batches(v)": (lambda v: next(pool().batches(v)), ()),
-    "batches(2, v)": (lambda v: list(itertools.islice(pool().batches(2, v), 2)), ()),
-    "transitions(v)": (lambda v: pool().transitions(v), ()),
-    "transitions([v])": (lambda v: pool().transitions([v]), ()),
-    "update_priorities(v, ..)": (
-        lambda v: pool(priority_exponent=1).update_priorities(v, [1.0, 1.0]),
-        (),
+    **dict.fromkeys(
+        ["batch().get(v)", "batch().get([v])", "steps().get(v)", "steps().get([v])"], (KeyError,)
     ),
-    "update_priorities(.., v)": (
-        lambda v: pool(priority_exponent=1).update_priorities([0, 1], v),
-        (),
+    **dict.fromkeys(["batch()[v]", "steps()[v]"], (KeyError, IndexError)),
+    **dict.fromkeys(["batch() + v", "steps() + v"], (TypeError,)),
+    **dict.fromkeys(
+        [
+            *("batch().index(v)", "batch().slice(v)", "batch().slice(v, 3)", "batch().slice(0, v)"),
+            *("steps().index(v)", "steps().slice(v)", "steps().slice(v, 2)", "steps().slice(0, v)"),
+            *("batch().copy_(v, ROWS, ROWS)", "batch().copy_(batch(), v, ROWS)"),
+            *("batch().copy_(batch(), ROWS, v)", "steps().copy_(v, ROWS, ROWS)"),
+            *("steps().copy_(steps(), v, ROWS)", "steps().copy_(steps(), ROWS, v)"),
+            *("array()[v]", "array()[0, v]", "setitem(array(), v, 0)"),
+        ],
+        (IndexError,),
     ),
-    "load_state_dict(v)": (lambda v: pool().load_state_dict(v), ()),
-    "load_state_dict({metadata: v})": (lambda v: pool().load_state_dict({"metadata": v}), ()),
-    "load_state_dict({.., key: v})": (
-        lambda v: pool().load_state_dict({**pool().state_dict(), "columns/frame/0.0": v}),
-        (),
-    ),
-    "load(v)": (lambda v: pool().load(v), ()),
-}
-USES = {
-    f"{kind}: {name}": use
-    for kind, uses in (("dict", DICT_TENSOR), ("time", TEMPORAL), ("array", ARRAY), ("pool", POOL))
-    for name, use in uses.items()
 }
 
 
 @pytest.mark.parametrize("use", USES)
 def test_what_does_not_fit_is_refused_with_an_error_of_rlpool(use: str) -> None:
-    call, also = USES[use]
+    functions = (islice, masked_dicttensor, masked_tensor, setitem)
+    names = {**globals(), **{function.__name__: function for function in functions}}
     bare = []
     for value in VALUES:
         try:
-            call(value)
-        except (RlpoolError, *also):
+            eval(use, names, {"v": value})
+        except (RlpoolError, *USES[use]):
             continue
         except Exception as error:  # what is looked for
             bare.append((repr(value)[:60], repr(error)[:120]))

@@ -1,7 +1,7 @@
-"""A worker may end between any two lines: what it wrote and did not finish must not show later.
+"""A worker may die between any two lines: what it wrote and did not finish must not show later.
 
-A copy of the block is taken at every line of the code that writes it, as if the worker had ended
-there, and given to the caller's bookkeeping.
+At every line of the code that writes a block a copy of the block is taken, as if the worker had
+died there, and given to the caller's bookkeeping.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from rlpool import Batcher, DictTensor, EnvError, EpisodeBatcher, GymEnv
-from rlpool.batch.claims import ClaimLock
 from rlpool.batch.requests import EpisodeRequest, Request, WindowRequest
 from rlpool.memory.storage import Memory
 from rlpool.slots.blocks import Block
@@ -25,12 +24,14 @@ from rlpool.slots.blocks import Block
 from support.agents import StepCounter
 from support.envs import CountingEnv, FailingEnv, create_counting
 
+pytestmark = [pytest.mark.promise("I3"), pytest.mark.promise("I7")]
+
 N_TIMESTEPS = 3
 WRITERS = ("rollout.py", "writer.py", "plans.py")
 
 
 class Witness:
-    """Looks at the block of every running request at every line, and counts what it has seen."""
+    """Looks at the block of every running request at every line, and counts what it sees."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.requests: list[Request] = []
@@ -64,7 +65,7 @@ class Witness:
         return self._look
 
     def _let_end(self, request: Request) -> None:
-        """Let the worker's life end here, in a copy of everything."""
+        """Let the worker die here, in a copy of everything."""
         block, remains = request.running_block, copy.copy(request)
         remains.block = remains.packed = None
         remains = copy.deepcopy(remains)
@@ -74,7 +75,7 @@ class Witness:
         control = remains.block.arrays.control
         rows, running = control["row"][0], control["running"][0]
         self.n_full += bool(((rows % N_TIMESTEPS == 0) & (running >= 0)).any())
-        remains.give_back(0, ClaimLock(None))
+        remains.give_back(0)
         for key, array in remains.block.arrays.rows.items():
             for slot, dirty in enumerate(control["dirty"][:-1].tolist()):
                 assert not array[slot, dirty:].any(), (key, slot, dirty)
@@ -90,20 +91,20 @@ def lengths(*values: int) -> DictTensor:
     return DictTensor({"length": torch.tensor(values), "id": torch.arange(1, len(values) + 1)})
 
 
-@pytest.mark.parametrize("n_slots", [2, 6], ids=["too few slots", "slots to spare"])
+@pytest.mark.parametrize("n_slots", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_rows_of_episodes_that_a_worker_did_not_finish_are_known(
     witness: Witness, n_slots: int
 ) -> None:
     with EpisodeBatcher(
         N_TIMESTEPS, n_slots, StepCounter, {}, create_counting, {"n_envs": 2}, n_threads=0, seeds=0
     ) as batcher:
-        for some in (lengths(3, 7), lengths(6, 1, 2, 5), lengths(2, 3, 9)):
+        for some in (lengths(3, 7), lengths(6, 1, 2, 5)):
             batcher.execute(some.n_elems(), env_info=some)
             with witness.watching():
                 result = batcher.get()
             assert not result["frame"][result.mask() == 0].any()
-    assert witness.n_seen > 500
-    assert witness.n_full > 50
+    assert witness.n_seen > 300
+    assert witness.n_full > 30
 
 
 def test_rows_of_a_request_that_failed_are_known(witness: Witness) -> None:
@@ -115,13 +116,12 @@ def test_rows_of_a_request_that_failed_are_known(witness: Witness) -> None:
         with witness.watching(), pytest.raises(EnvError, match="ValueError"):
             batcher.get()
         batcher.execute(2, env_info=lengths(1, 3))
-        with witness.watching():
-            result = batcher.get()
+        result = batcher.get()
     assert not result["frame"][result.mask() == 0].any()
-    assert witness.n_seen > 500
+    assert witness.n_seen > 300
 
 
-@pytest.mark.parametrize("restarts", [False, True], ids=["episodes end", "episodes restart"])
+@pytest.mark.parametrize("restarts", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_rows_of_windows_that_a_worker_did_not_finish_are_known(
     witness: Witness, restarts: bool
 ) -> None:
@@ -129,11 +129,10 @@ def test_rows_of_windows_that_a_worker_did_not_finish_are_known(
     with Batcher(
         N_TIMESTEPS, 2, StepCounter, {}, create_counting, env_args, n_threads=0, seeds=0
     ) as batcher:
-        for some in (lengths(7, 3), lengths(2, 8)):
-            batcher.reset(env_info=some)
-            for _ in range(2):
-                batcher.execute()
-                with witness.watching():
-                    batcher.get()
-    assert witness.n_seen > 200
-    assert witness.n_full > 50
+        batcher.reset(env_info=lengths(2, 8))
+        for _ in range(2):
+            batcher.execute()
+            with witness.watching():
+                batcher.get()
+    assert witness.n_seen > 100
+    assert witness.n_full > 20
