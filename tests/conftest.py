@@ -11,10 +11,8 @@ import importlib.util
 import shutil
 import signal
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -53,45 +51,6 @@ settings.register_profile(
     "rlpool", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("rlpool")
-
-
-MANY_VARIANTS = 1
-SHARE = 20  # one variant in so many runs where there are many: the first, the 21st, ...
-# Variants with another start method are counted for themselves, so that one of each runs.
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the cross products of the process tests be run in full: they take minutes."""
-    parser.addoption(
-        "--variants",
-        choices=("some", "rest", "all"),
-        default="some",
-        help="of a process test with many variants run a twentieth (default), the others, or all",
-    )
-
-
-def _start_method(item: pytest.Item) -> Any:
-    callspec = getattr(item, "callspec", None)
-    return callspec and callspec.params.get("start_method")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out variants of process tests that have many, always the same ones."""
-    wanted = config.getoption("--variants")
-    named = {argument for argument in config.args if "::" in argument}
-    if wanted == "all" or named:
-        return
-    tests = [(item.nodeid.partition("[")[0], _start_method(item)) for item in items]
-    n_variants, n_seen = Counter(tests), Counter[Any]()
-    kept, dropped = [], []
-    for item, test in zip(items, tests, strict=True):
-        is_one_of_many = "/process/" in test[0] and n_variants[test] > MANY_VARIANTS
-        is_in_share = not is_one_of_many or n_seen[test] % SHARE == 0
-        n_seen[test] += 1
-        (kept if is_in_share == (wanted == "some") else dropped).append(item)
-    items[:] = kept
-    if dropped:
-        config.hook.pytest_deselected(items=dropped)
 
 
 def pytest_report_header() -> list[str]:

@@ -9,7 +9,6 @@ import os
 import pickle
 import tempfile
 from collections.abc import Iterator
-from multiprocessing import resource_sharer
 from pathlib import Path
 from typing import Any
 
@@ -160,16 +159,3 @@ def test_a_descriptor_with_another_meaning_is_not_taken_for_the_memory(opened: s
         pickle.loads(sent)
     for end in ends:
         os.close(end)
-
-
-def test_without_proc_the_descriptor_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "_has_proc", lambda: False)
-    memory = allocate("shared", 100)
-    before = open_descriptors()
-    sent = [pickle.dumps(memory) for _ in range(3)]
-    assert pickle.loads(sent[2]) is memory
-    for one in sent[:2]:
-        write_in_a_child(memory, one)
-    assert memory.root()[5] == 2
-    resource_sharer.stop(timeout=10)
-    assert open_descriptors() == before
