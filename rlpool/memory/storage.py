@@ -55,13 +55,15 @@ def allocate(storage: str, n_bytes: int, *, directory: str | Path | None = None)
         choices = ", ".join(f'"{kind}"' for kind in KINDS)
         raise SpecError(f"there is no storage {storage!r}", fix=f"choose from {choices}")
     if storage == "memmap":
-        where = tempfile.gettempdir() if directory is None else directory
         try:
+            # A number would be taken for a descriptor.
+            where = Path(tempfile.gettempdir() if directory is None else directory)
             # Sparse, and without a name: nothing of it is left behind.
             with tempfile.TemporaryFile(dir=where) as file:
                 return Memory.over(os.dup(file.fileno()), n_bytes, "memmap")
         except TypeError:
-            raise SpecError(f"directory is {where!r}", fix="pass the path of a directory") from None
+            what = f"directory is {directory!r}"
+            raise SpecError(what, fix="pass the path of a directory") from None
         except OSError as error:
             raise _refused(error, f"a file of {human(n_bytes)} in {str(where)!r}") from error
     if directory is not None:
