@@ -12,7 +12,6 @@ import mmap
 import os
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -249,16 +248,13 @@ def _block(slots: int, timesteps: int, observation_bytes: int, root: Path) -> Ch
 
 def _shared_memory() -> Check:
     """Whether memory can be shared with workers."""
-    has_memfd = hasattr(os, "memfd_create")
-    kind = "memfd" if has_memfd else f"a file in {tempfile.gettempdir()}, as there is no memfd,"
     try:
         memory = Memory.shared(mmap.PAGESIZE)
         memory.root()[:] = 1
         memory.close()
     except (OSError, RuntimeError) as error:
-        fix = "allow memfd_create, or set TMPDIR to a directory that can be written to"
-        return Check("shared memory", FAIL, f"{kind} does not work: {error}", fix)
-    return Check("shared memory", OK if has_memfd else WARN, f"{kind} works")
+        return Check("shared memory", FAIL, f"memfd does not work: {error}", "allow memfd_create")
+    return Check("shared memory", OK, "memfd works")
 
 
 def _worker() -> Check:

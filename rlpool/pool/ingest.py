@@ -361,7 +361,7 @@ def checked_priorities(index: Any, priorities: Any, alpha: float) -> tuple[Array
         SpecError: For other shapes, and for values that are not finite or negative.
     """
     given = _array_of(index)
-    if isinstance(priorities, torch.Tensor):
+    if isinstance(priorities, torch.Tensor) and not priorities.is_complex():
         priorities = priorities.detach().double()  # NumPy lacks bfloat16
     values = _array_of(priorities)
     if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):

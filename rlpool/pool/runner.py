@@ -29,6 +29,7 @@ from rlpool.envs.vec_env import Options
 from rlpool.errors import AgentError, SpecError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from rlpool.machine.pickling import pickled
 from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY, refuse_taken
+from rlpool.record.failures import MISSES_OPTIONS
 from rlpool.seeding import LaneSeeds, root_from, worker_seed
 from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
@@ -281,11 +282,11 @@ def _in_words_of_the_pool(error: WorkerError) -> WorkerError:
     if is_policy:
         what = what.replace("the agent", "policy", 1).replace("agent.update", "loading policy", 1)
     what = what.replace("create_agent", "loading policy", 1)
-    if "n_threads=0" in fix:
+    if "env_info" in fix or ("env.reset" in what and MISSES_OPTIONS.search(what)):
+        fix = "let its reset() do without options: a pool passes none"
+    elif "n_threads=0" in fix:
         who = "the policy" if is_policy else "reset() and step()"
         fix = f"call {who} of environment {error.where.worker} in this process to debug"
-    elif "env_info" in fix:
-        fix = "let its reset() do without options: a pool passes none"
     return error.reworded(what=what, fix=fix)
 
 

@@ -22,7 +22,7 @@ DEBUG_HINT = "run it in this process to debug: EpisodeBatcher(..., n_threads=0)"
 LOCAL_HINT = "it ran in this process: debug it here (the __cause__ of the error has the frames)"
 """The advice where the user's code failed in the caller's process: its exception is the cause."""
 
-_OPTIONS = re.compile(
+MISSES_OPTIONS = re.compile(
     r"\b(options|env_info|task)\b|'NoneType' object is not (subscriptable|iterable|a mapping)"
 )
 _OPTION = re.compile(r"""\b(?:options|env_info)(?:\[|\.get\()["'](\w+)["']|\b(task)\b""")
@@ -105,7 +105,7 @@ def reset_advice(error: BaseException, options: Mapping[str, Any] | None) -> str
         return f"let every reset() that is called on the way take {lacks[1]}, and hand it on"
     key = error.args[0] if isinstance(error, KeyError) and error.args else None
     is_missing = key not in options if options and isinstance(key, str) else not options
-    if is_missing and _OPTIONS.search(told):
+    if is_missing and MISSES_OPTIONS.search(told):
         found = _OPTION.search(told)
         name = found[1] or found[2] if found else key
         each = f'"{name}": ...' if isinstance(name, str) and name.isidentifier() else "..."
