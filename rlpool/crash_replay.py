@@ -13,12 +13,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from rlpool.arguments import called_with_seed
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.one_env import OneEnv
 from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerError
+from rlpool.machine.arguments import called_with_seed
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.memory.storage import Array
 from rlpool.record.crash_capsule import CrashCapsule

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from rlpool.arguments import whole_number
+from rlpool.machine.arguments import whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 
 Words = np.ndarray[Any, np.dtype[Any]]

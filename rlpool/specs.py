@@ -52,6 +52,12 @@ class TensorSpec:
         return f"{self.dtype}{list(self.shape)}"
 
 
+REWARD_SPEC = TensorSpec((), np.dtype(np.float32))
+
+FLAGS = ("terminated", "truncated", "done", "initial_state")
+"""Rows of ``VecEnv.flags``."""
+
+
 @dataclass(frozen=True)
 class Leaf:
     """A leaf of a structure.

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rlpool.arguments import names_arguments, whole_number
 from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
 from rlpool.batch.commands import Infos
 from rlpool.batch.dispatch import Dispatcher
@@ -14,6 +13,7 @@ from rlpool.batch.requests import EpisodeRequest, Policy, WindowRequest, as_info
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError
+from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.record.crash_files import CrashDir
 from rlpool.record.tape import WindowTapes

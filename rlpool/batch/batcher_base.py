@@ -13,11 +13,11 @@ from weakref import WeakMethod
 from torch import nn
 
 from rlpool.agents.agent import Agent
-from rlpool.arguments import check_timeout, whole_number
 from rlpool.batch.commands import Setup
 from rlpool.batch.dispatch import Dispatcher
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError
+from rlpool.machine.arguments import check_timeout, whole_number
 from rlpool.machine.main_guard import refuse_during_import
 from rlpool.machine.pickling import pickled, why_not
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlpool.agents.agent import Agent, call_problem
-from rlpool.arguments import called_with_seed
 from rlpool.batch.claims import ClaimLock
 from rlpool.batch.commands import (
     Credit,
@@ -31,6 +30,7 @@ from rlpool.envs.gym_env import how_to_make_one, is_environment
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import EnvError, RlpoolError, Where, WorkerError, WorkerStartupError
 from rlpool.loop.rollout import Rollout
+from rlpool.machine.arguments import called_with_seed
 from rlpool.memory.storage import Memory
 from rlpool.record.failures import agent_error, described, text_of
 from rlpool.record.tape import Tape

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from rlpool.arguments import whole_number
 from rlpool.data.array_index import Region, Values
 from rlpool.errors import SpecError, UsageError
+from rlpool.machine.arguments import whole_number
 from rlpool.memory.storage import Memory, allocate
 from rlpool.memory.versions import Version
 

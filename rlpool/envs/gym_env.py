@@ -10,11 +10,11 @@ import gymnasium
 import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-from rlpool.arguments import names_arguments, whole_number
 from rlpool.envs.columns import Results
 from rlpool.envs.legacy import modernised
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import SpecError
+from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.memory.storage import Array
 from rlpool.specs import (
     Leaf,

@@ -21,17 +21,21 @@ from rlpool.envs.columns import BadValue, Columns, Results, checked_results
 from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where
 from rlpool.memory.storage import Array, batch_array
 from rlpool.seeding import LaneSeeds, root_from
-from rlpool.specs import DEFAULT_OBSERVATION_KEY, Leaf, Structure, TensorSpec, refuse_collisions
+from rlpool.specs import (
+    DEFAULT_OBSERVATION_KEY,
+    FLAGS,
+    REWARD_SPEC,
+    Leaf,
+    Structure,
+    TensorSpec,
+    refuse_collisions,
+)
 
 Options = Mapping[str, Any] | None
 """One row of ``env_info`` as Python values: the ``options`` of a reset."""
 
 Observed = tuple[DictTensor, torch.Tensor]
 """An observation ``[n, ...]``, and the numbers of the environments that it is of, int64 ``[n]``."""
-
-REWARD_SPEC = TensorSpec((), np.dtype(np.float32))
-FLAGS = ("terminated", "truncated", "done", "initial_state")
-"""Rows of ``VecEnv.flags``."""
 
 _ALL = slice(None)
 

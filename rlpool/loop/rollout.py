@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from rlpool.agents.agent import Agent
-from rlpool.envs.vec_env import FLAGS, LaneError, Options, VecEnv
+from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import Where, WorkerError
 from rlpool.loop.agent_driver import AgentDriver
 from rlpool.loop.agent_inputs import History, InfoRows
@@ -34,6 +34,7 @@ from rlpool.record.tape import Tape
 from rlpool.seeding import NoiseStream
 from rlpool.slots.blocks import NOISE_KEY, StepSpecs
 from rlpool.slots.writer import SlotWriter
+from rlpool.specs import FLAGS
 
 
 class Rollout:

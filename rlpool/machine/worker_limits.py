@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlpool.arguments import whole_number
 from rlpool.errors import SpecError
+from rlpool.machine.arguments import whole_number
 from rlpool.machine.limits import (
     ROOT,
     Bound,

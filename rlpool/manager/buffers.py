@@ -20,9 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlpool.envs.vec_env import FLAGS, REWARD_SPEC
 from rlpool.memory.storage import Array, Memory, carve, carved_bytes
-from rlpool.specs import Leaf, TensorSpec
+from rlpool.specs import FLAGS, REWARD_SPEC, Leaf, TensorSpec
 
 OBSERVATION, AHEAD, ACTION = "observation/", "ahead/", "action/"  # prefixes
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlpool.arguments import check_timeout, names_arguments, whole_number
 from rlpool.envs.columns import Columns
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import EnvError, SpecError, Where
+from rlpool.machine.arguments import check_timeout, names_arguments, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.main_guard import refuse_during_import
 from rlpool.manager.buffers import BufferLayout

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from rlpool.agents.agent import Agent, AgentStep
-from rlpool.arguments import takes_keyword, takes_position
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.envs.vec_env import FLAGS
 from rlpool.errors import SpecError, UsageError
+from rlpool.machine.arguments import takes_keyword, takes_position
 from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
+    FLAGS,
     Leaf,
     flattener,
     leaves_of,

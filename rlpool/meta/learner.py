@@ -11,12 +11,12 @@ from typing import Any
 from torch.utils import _pytree
 
 from rlpool.agents.agent import Agent
-from rlpool.arguments import takes_keyword, whole_number
 from rlpool.envs.gym_env import GymEnv, all_tasks
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import AgentError, EnvError, SpecError, UsageError, WorkerError
 from rlpool.loop.plan import Episode
 from rlpool.loop.rollout import Rollout
+from rlpool.machine.arguments import takes_keyword, whole_number
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.meta.agents import ActingAgent, RandomAgent
 from rlpool.meta.rollouts import RolloutColumns, RolloutPlan, RowsEnv

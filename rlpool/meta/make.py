@@ -8,7 +8,7 @@ from typing import Any
 
 import gymnasium
 
-from rlpool.arguments import names_arguments, whole_number
+from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.machine.worker_limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.meta.trials import VariBadWrapper

@@ -10,10 +10,10 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.utils import RecordConstructorArgs
 
-from rlpool.arguments import whole_number
 from rlpool.envs.gym_env import all_tasks
 from rlpool.envs.legacy import modernised
 from rlpool.errors import SpecError, UsageError
+from rlpool.machine.arguments import whole_number
 
 TASK_OPTION = "task"
 """Key of the task among the options of a reset."""

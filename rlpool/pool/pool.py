@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from rlpool.arguments import names_arguments, whole_number
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.named_tensors import listed_keys
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, SpecError, UsageError
+from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.machine.limits import check_size
 from rlpool.memory.storage import Array, allocate, carved_bytes
 from rlpool.pool import checkpoint

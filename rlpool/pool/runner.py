@@ -19,7 +19,6 @@ import torch
 from gymnasium.utils import seeding
 
 from rlpool.agents.agent import Agent, AgentStep
-from rlpool.arguments import check_timeout
 from rlpool.batch.batcher import Batcher
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
@@ -27,6 +26,7 @@ from rlpool.envs.columns import Columns
 from rlpool.envs.one_env import ACTION_KEY, STATE_KEY, OneEnv
 from rlpool.envs.vec_env import Options
 from rlpool.errors import AgentError, SpecError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from rlpool.machine.arguments import check_timeout
 from rlpool.machine.pickling import pickled
 from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY, refuse_taken
 from rlpool.record.failures import MISSES_OPTIONS

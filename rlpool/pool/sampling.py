@@ -11,11 +11,11 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import torch
 
-from rlpool.arguments import whole_number
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.named_tensors import listed_keys
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import NotEnoughDataError, SpecError, UsageError
+from rlpool.machine.arguments import whole_number
 from rlpool.memory.storage import Array, Memory
 from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY
 from rlpool.pool.priorities import PriorityTree

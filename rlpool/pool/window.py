@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlpool.arguments import whole_number
 from rlpool.errors import SpecError
+from rlpool.machine.arguments import whole_number
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 
 from rlpool.envs.columns import converted
-from rlpool.envs.vec_env import FLAGS, Options
+from rlpool.envs.vec_env import Options
 from rlpool.memory.storage import Array
 from rlpool.slots.blocks import Arrays, Layout, successor_key
-from rlpool.specs import Structure, TensorSpec, flattener
+from rlpool.specs import FLAGS, Structure, TensorSpec, flattener
 
 Actions = dict[str, Array]
 """Action key to array ``[k, ...]``: what was done in ``k`` steps."""

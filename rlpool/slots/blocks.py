@@ -31,10 +31,9 @@ from functools import cached_property
 
 import numpy as np
 
-from rlpool.envs.vec_env import FLAGS
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array, Memory, carve, carved_bytes
-from rlpool.specs import TensorSpec, refuse_collisions
+from rlpool.specs import FLAGS, TensorSpec, refuse_collisions
 
 FINAL = "final/"  # prefix of the values after a slot's last step
 NOISE_KEY = "noise"

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.envs.vec_env import FLAGS
 from rlpool.errors import UsageError
 from rlpool.memory.storage import Array
 from rlpool.slots.blocks import Arrays, Layout, successor_key
+from rlpool.specs import FLAGS
 
 Derivation = Callable[[], Tensor]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from rlpool.arguments import whole_number
 from rlpool.data.infos import Info
 from rlpool.errors import AgentSpecError
+from rlpool.machine.arguments import whole_number
 from rlpool.seeding import seeded_generators
 from rlpool.testing import report
 from rlpool.testing.check_env import misfits

@@ -13,10 +13,10 @@ from gymnasium import spaces as gym_spaces
 from gymnasium.utils import env_checker, passive_env_checker
 from torch.utils import _pytree as pytree
 
-from rlpool.arguments import whole_number
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.legacy import LegacyEnv, reset_arguments
 from rlpool.errors import EnvSpecError, SpecError
+from rlpool.machine.arguments import whole_number
 from rlpool.record.failures import reset_advice
 from rlpool.seeding import seeded_generators
 from rlpool.testing import report

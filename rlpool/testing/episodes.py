@@ -14,10 +14,10 @@ import gymnasium
 import numpy as np
 import torch
 
-from rlpool.arguments import takes_keyword
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.legacy import modernised
 from rlpool.envs.vec_env import Options, VecEnv
+from rlpool.machine.arguments import takes_keyword
 from rlpool.seeding import episode_seeds, generator_states, seeded_generators
 from rlpool.specs import (
     flattener,

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import gymnasium
 import numpy as np
 
-from rlpool.arguments import whole_number
 from rlpool.errors import SpecError
+from rlpool.machine.arguments import whole_number
 from rlpool.testing.faults import AT_RESET, WRONG, code, kind_of, strike
 
 ID_WEIGHT = 1000

@@ -21,11 +21,10 @@ from rlpool.agents.agent import Agent, call_problem
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import Info, info_rows
 from rlpool.envs.gym_env import GymEnv
-from rlpool.envs.vec_env import FLAGS
 from rlpool.errors import RlpoolError, SpecError, WorkerError
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
 from rlpool.seeding import seeded_generators, worker_seed
-from rlpool.specs import TensorSpec, row_specs
+from rlpool.specs import FLAGS, TensorSpec, row_specs
 from rlpool.testing.episodes import EnvSubject, action_arrays, bits, run_lanes
 from rlpool.testing.report import CannotCheck, Failed, Subject, user_code, what_and_fix
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, TypeVar
 
-from rlpool.arguments import whole_number
 from rlpool.errors import EnvError, SpecError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from rlpool.machine.arguments import whole_number
 
 START_METHODS = ("auto", "spawn")
 """How worker processes may be started, see docs/start_methods.md."""

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlpool.arguments import called_with_seed, takes_keyword, takes_position, whole_number
 from rlpool.errors import SpecError
+from rlpool.machine.arguments import called_with_seed, takes_keyword, takes_position, whole_number
 
 
 def takes(seed: Any = None, n: int = 1) -> Any:
