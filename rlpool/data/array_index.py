@@ -365,7 +365,9 @@ def _entry(entry: Any) -> Any:
         return array
     raise IndexError(
         compose(
-            f"{type(entry).__name__} {str(entry)[:60]!r} is no index",
+            "a view cannot get new dimensions (None, np.newaxis)"
+            if entry is None
+            else f"{type(entry).__name__} {str(entry)[:60]!r} is no index",
             fix="index with ints, slices of ints, '...', arrays of ints or masks, or a tuple of "
             "these; to_ndarray() and to_tensor() can get new dimensions",
         )

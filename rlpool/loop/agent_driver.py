@@ -188,8 +188,8 @@ class AgentDriver:
         for key in sorted(now.keys() | first.keys()):
             if now.get(key) != first.get(key):
                 raise SpecError(
-                    f"{key!r} in the agent's {name} is {now.get(key, 'missing')} per row, "
-                    f"at first it was {first.get(key, 'missing')}",
+                    f"{key!r} in the agent's {name} is {now.get(key, 'missing')}, "
+                    f"at first it was {first.get(key, 'missing')} (shapes per row)",
                     fix="return the same keys, shapes and dtypes in every call",
                 )
         return arrays

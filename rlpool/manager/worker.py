@@ -236,7 +236,7 @@ class EnvServer:
         if number and not self._lost.keys().isdisjoint(lanes):
             self._refuse_lost(number, lanes)
         elif number:
-            rows = {lane: {k: row[0] for k, row in actions[lane].items()} for lane in lanes}
+            rows = {lane: {k: row[0, ...] for k, row in actions[lane].items()} for lane in lanes}
             batch = batch_of(rows[lanes[0]], lanes[0], self._env)
             for lane, row in rows.items():
                 for key, value in row.items():
@@ -431,7 +431,7 @@ class EnvServer:
         """Put a remote's action where those of the caller are."""
         env, structure = self._env, self._env.action_structure
         row = action_row(structure, env.native_action_specs() or {}, action)
-        values = {key: array[0] for key, array in row.items()}
+        values = {key: array[0, ...] for key, array in row.items()}  # arrays, of objects too
         if structure is None or not self._actions:
             self._actions = batch_of(values, lane, env)
         for key, value in values.items():

@@ -70,7 +70,7 @@ def repeat(env: VecEnv, lane: int, tape: Tape) -> Iterator[Reached]:
     for chunk in tape.chunks:
         actions = {key: array for key, array in chunk.items() if key != REWARD}
         for row in range(len(next(iter(chunk.values())))):
-            batch = batch_of({key: array[row] for key, array in actions.items()}, lane, env)
+            batch = batch_of({k: array[row, ...] for k, array in actions.items()}, lane, env)
             has_ended = bool(env.step_lanes([lane], batch))
             if found is None and REWARD in chunk:
                 found = _other_reward(env.current[REWARD][lane], chunk[REWARD][row], step)

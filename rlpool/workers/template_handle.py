@@ -6,9 +6,11 @@ import json
 import os
 import pickle
 import select
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing import spawn, util
@@ -17,6 +19,9 @@ from typing import Any
 from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
 from rlpool.workers.process_state import ProcessState, search_path
 from rlpool.workers.template import BOOT, MAX_MESSAGE_BYTES
+
+_LOOK_S = 0.5
+"""A template that is silent for so long may have been stopped, and is told to continue."""
 
 IMPORT_S = 120.0
 """How long a template may take for any one import."""
@@ -115,8 +120,13 @@ class Template:
     def _received(self, timeout_s: float) -> Any:
         poller = select.poll()
         poller.register(self._connection, select.POLLIN)
-        if not poller.poll(timeout_s * 1000):
-            raise TemplateLostError(f"it takes longer than {timeout_s:g} s")
+        deadline_s = time.monotonic() + timeout_s
+        while not poller.poll(_LOOK_S * 1000):
+            if time.monotonic() > deadline_s:
+                raise TemplateLostError(f"it takes longer than {timeout_s:g} s")
+            if self._process is not None:
+                with suppress(OSError):  # whoever stopped it: the caller waits for it
+                    self._process.send_signal(signal.SIGCONT)
         words = b""
         with InterruptsHeld(), suppress(OSError):
             words = self._connection.recv(MAX_MESSAGE_BYTES)

@@ -388,3 +388,23 @@ def test_a_closed_remote_is_refused_and_the_others_go_on(manager_of: OpenManager
     manager.remotes[1].send(("close", None))
     assert manager.closed
     assert not any(worker.is_alive() for worker in manager.workers)
+
+
+class TakesAnything:
+    """An environment without spaces that tells what it was given."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return np.zeros(2, np.float32), 0.0, False, False, {"action": repr(action)}
+
+
+def test_a_remote_hands_any_object_to_an_environment_without_an_action_space() -> None:
+    with ParallelEnvManager([TakesAnything]) as manager:
+        remote = manager.remotes[0]
+        remote.send(("reset", None))
+        remote.recv()
+        for action, given in ((None, "array(None, dtype=object)"), (3, "3"), ("left", "'left'")):
+            remote.send(("step", action))
+            assert remote.recv()[1][3]["action"] == given
