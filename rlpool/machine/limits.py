@@ -128,11 +128,6 @@ def machine_bytes() -> int:
     return min(bound.most for bound in memory_bounds())
 
 
-def free_bytes() -> int:
-    """Memory that can be had without swapping, as the kernel estimates it."""
-    return min(bound.free for bound in memory_bounds())
-
-
 def check_size(
     bytes_of_key: Mapping[str, int],
     advice: Advice,

@@ -26,7 +26,7 @@ from rlpool import (
     TemporalDictTensor,
     UsageError,
 )
-from rlpool.machine.limits import free_bytes
+from rlpool.machine.limits import memory_bounds
 
 MB = 2**20
 
@@ -106,7 +106,8 @@ def test_more_than_the_machine_has_is_refused_with_the_size_it_would_need() -> N
         r'  fix:   lower pool_size \((\d+) would fit\), or use storage="memmap"', fix
     )
     assert fits
-    assert int(fits[1]) * 108 <= free_bytes() * 1.2
+    free = min(bound.free for bound in memory_bounds())
+    assert int(fits[1]) * 108 <= free * 1.2
     assert not pool.specs
 
 
