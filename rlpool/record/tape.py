@@ -50,8 +50,9 @@ MOST_BYTES_TO_RESTORE = 2**30
 _FEW, _CHUNK_BYTES = 32, 2**14
 """So many chunks smaller than this are joined, so that a long episode in short slots has few."""
 
-_BLOCK_ROWS = 64
-"""Steps of a manager that are recorded before they are divided among its lanes."""
+_BLOCK_BYTES = 2**18
+_FEWEST_ROWS, _MOST_ROWS = 16, 1024
+"""Steps of a manager that are recorded before they are divided among its lanes: as many as fit."""
 
 
 def is_action(key: str) -> bool:
@@ -179,25 +180,30 @@ class LaneTapes:
         self._most_bytes = most_bytes // n_lanes
         self._tapes: dict[int, Tape] = {}
         self._blocks: dict[str, tuple[Array, Array]] = {}  # where actions are put, and their block
-        self._stepped = np.zeros((_BLOCK_ROWS, n_lanes), bool)  # rows that are on no tape yet
+        self._stepped = np.zeros((0, n_lanes), bool)  # rows that are on no tape yet
         self._row = 0
 
     def bind(self, actions: Mapping[str, Array]) -> None:
         """Say where the actions of a step are put, ``[n_lanes, ...]`` per key."""
         self._divide()
+        row_bytes = max(1, sum(array.nbytes for array in actions.values()))
+        n_rows = max(_FEWEST_ROWS, min(_MOST_ROWS, _BLOCK_BYTES // row_bytes))
         self._blocks = {
-            key: (array, np.empty((_BLOCK_ROWS, *array.shape), array.dtype))
+            key: (array, np.empty((n_rows, *array.shape), array.dtype))
             for key, array in actions.items()
         }
+        self._stepped = np.zeros((n_rows, self._stepped.shape[1]), bool)
 
     def record_step(self, lanes: Sequence[int]) -> None:
         """Record a step of some lanes, with the actions that are in the buffers now."""
-        if self._row == _BLOCK_ROWS:
+        row, stepped = self._row, self._stepped
+        if row == len(stepped):
             self._divide()
+            row = 0
         for source, block in self._blocks.values():
-            block[self._row] = source
-        self._stepped[self._row, lanes] = True
-        self._row += 1
+            block[row] = source
+        stepped[row, slice(None) if len(lanes) == stepped.shape[1] else lanes] = True
+        self._row = row + 1
 
     def record_action(self, lane: int, action: Actions) -> None:
         """Record a step of one lane whose action is not in the buffers, such as a remote's.

@@ -5,7 +5,7 @@ as a whole and after all others, and writing never waits for a reader. What was 
 even if its writer is killed in the next instruction. The caller reads behind the workers and frees
 the pages that it has read, so that the file takes no more memory than what is unread.
 
-The first pages hold shared numbers, three of the file and one per worker, and a text from the
+The first pages hold shared numbers, three of the file and two per worker, and a text from the
 caller to the workers.
 """
 
@@ -32,7 +32,7 @@ _TEXT_BYTES = 2**20
 """Longest text from the caller. Pages of it that nobody writes to cost nothing."""
 
 _READ_TO, _EDITION, _LENGTH = range(3)
-"""Shared numbers of the file. A worker has one: how many records it has dropped."""
+"""Shared numbers of the file. A worker has two: how many records it has dropped, and written."""
 
 
 class LogFile:
@@ -48,7 +48,7 @@ class LogFile:
 
     def __init__(self, n_workers: int, fd: int | None = None) -> None:
         self._fd = anonymous_file("rlpool-logs") if fd is None else fd
-        n_bytes = 8 * (3 + n_workers)
+        n_bytes = 8 * (3 + 2 * n_workers)
         self._freed = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES + _TEXT_BYTES
         if fd is None:
             os.ftruncate(self._fd, self._freed)
@@ -56,7 +56,9 @@ class LogFile:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_APPEND)
         root = Memory.attach(os.dup(self._fd), self._freed).root()
         numbers = root[:n_bytes].view(np.int64).data  # read faster than an array
-        self._shared, self._dropped = numbers[:3], numbers[3:]
+        self._shared, self._counts = numbers[:3], numbers[3:]
+        self._dropped, self._written = self._counts[:n_workers], self._counts[n_workers:]
+        self._seen = bytes(self._counts)  # at the last ``read``
         self._text = root[-_TEXT_BYTES:].data
         self.tail = b""
         if fd is None:
@@ -91,6 +93,8 @@ class LogFile:
             is_room = n_unread + len(text) <= MAX_UNREAD_BYTES
             if not is_room or os.write(self._fd, text) < len(text):
                 self.drop(worker)
+            else:
+                self._written[worker] += 1
         except OSError:
             self.drop(worker)
 
@@ -117,8 +121,12 @@ class LogFile:
             self._shared[_EDITION] += 1
 
     def has_news(self) -> bool:
-        """Whether something was written or dropped since the last ``read``."""
-        return self._size() > self._shared[_READ_TO]
+        """Whether something was written or dropped since the last ``read``.
+
+        A line whose writer was killed before it counted the line comes with the next one, or at
+        the end. Looking at the size of the file would cost a system call per step.
+        """
+        return bytes(self._counts) != self._seen
 
     def _size(self) -> int:
         return os.fstat(self._fd).st_size
@@ -128,6 +136,7 @@ class LogFile:
 
         A line that is still being written, or was cut off by a kill, comes with what follows.
         """
+        self._seen = bytes(self._counts)  # first: what comes meanwhile is news
         start = self._shared[_READ_TO]
         data = os.pread(self._fd, self._size() - start, start)
         *lines, self.tail = (self.tail + data).split(b"\n")
