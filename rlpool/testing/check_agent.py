@@ -1,8 +1,31 @@
-"""``check_agent``: whether an agent keeps what rlpool builds on."""
+"""``check_agent``: whether an agent does what rlpool relies on.
+
+Each check is a generator function below; they run in the order of ``AGENT_CHECKS``. An asterisk
+marks those that only give warnings:
+
+- ``creation``, ``picklable``: the function makes a new agent in each call, and can be sent to a
+  worker.
+- ``returns``: ``(state, output, new_state)`` with one row per lane, an ``action``, and the same
+  keys, shapes and dtypes in every call, for lanes that start together and at other times.
+- ``same_for_any_number_of_rows``: keys, shapes and dtypes are those of any other batch.
+- ``action_fits``: actions are of the action space's kind, and in it.
+- ``initial_state_agrees``: ``initial_state`` gives the state that a call with ``None`` starts from.
+- ``rows_are_independent``: the same row at the same place has the same results, bit by bit,
+  whatever the other rows are.
+- ``deterministic``: the same arguments, noise included, give the same bits, whatever was called in
+  between and whatever the state of the global random generators.
+- ``inputs_unchanged``: observations, ``agent_info`` and history are left as they are.
+- ``returns_its_state`` *: the first value is the state that the call started from.
+- ``update_takes_state_dict``: after ``update(state_dict())`` of another instance the agent acts
+  like that one, also when the memory of the argument is gone.
+- ``same_in_every_worker`` *: agents made in two workers are the same.
+- ``seeds_and_closes``: ``seed`` and ``close`` do not raise.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,19 +43,19 @@ from rlpool.testing.rollouts import (
     AgentSubject,
     call,
     copied,
+    described,
     difference,
     observations_of,
     specs_of,
     tensors_of,
-    told,
 )
 
 Findings = Iterator[Finding]
 
 
 def returns(subject: AgentSubject) -> Findings:
-    """It returns three values with a row per lane, in every call of the same kind."""
-    subject.agent()  # whose failure is another question
+    """It returns three values with one row per lane, with the same keys in every call."""
+    subject.agent()  # if that fails, another check reports it
     for n in subject.batch_sizes:
         try:
             subject.rollout(n)
@@ -45,12 +68,12 @@ def same_for_any_number_of_rows(subject: AgentSubject) -> Findings:
     """Keys, shapes and dtypes do not depend on the number of rows."""
     fix = "squeeze() without a dimension drops the rows of a batch of one"
     first_n, *others = subject.batch_sizes
-    first = subject.rollout(first_n).trace[0].result
+    _, first = subject.rollout(first_n).trace[0]
     for n in others:
-        result = subject.rollout(n).trace[0].result
+        _, result = subject.rollout(n).trace[0]
         for name, part, other in zip(result._fields, first, result, strict=True):
             if specs_of(part) != specs_of(other):
-                what = f"of {n} rows is {told(other)}, of {first_n} rows {told(part)}"
+                what = f"of {n} rows is {described(other)}, of {first_n} rows {described(part)}"
                 yield error(f"the {name} {what}", f"return the same for any batch: {fix}")
                 return
 
@@ -62,19 +85,20 @@ def action_fits(subject: AgentSubject) -> Findings:
         raise CannotCheck("the action space is not known: pass action_space")
     rollout = subject.rollout(subject.n_rows)
     if rollout.misfit:
-        yield error(rollout.misfit, "return actions of the action space's shape and kind")
+        yield rollout.misfit.finding
         return
     for action in rollout.actions:
-        for _, what, is_bound in misfits(space, action, "the action"):
+        if found := list(misfits(space, action, "action")):
+            is_bound = found[0].severity == report.WARNING
             fix = "clip it, or sample with rlpool.sample_tanh_normal"
-            yield warning(what, fix) if is_bound else error(what, "choose from the action space")
+            yield replace(found[0], fix=fix if is_bound else "choose from the action space")
             return
 
 
 def initial_state_agrees(subject: AgentSubject) -> Findings:
     """``initial_state`` gives the state that a call with ``None`` would start from."""
     agent = subject.agent()
-    state, *seen = subject.trace[0].inputs
+    (state, *seen), _ = subject.trace[0]
     if not agent.makes_initial_states():
         return
     try:
@@ -109,10 +133,10 @@ def deterministic(subject: AgentSubject) -> Findings:
     agent, trace = subject.agent(), subject.trace
     for step, other in ((0, -1), (-1, 0)):
         with seeded_generators(1):
-            first = call(agent, trace[step].inputs)
-        call(agent, trace[other].inputs)
+            first = call(agent, trace[step][0])
+        call(agent, trace[other][0])
         with seeded_generators(2):
-            again = [call(agent, trace[step].inputs) for _ in range(2)]
+            again = [call(agent, trace[step][0]) for _ in range(2)]
         if what := difference(first, again[0]) or difference(first, again[1]):
             fix = (
                 "draw from observation['noise'] (see rlpool.sample_categorical), call eval(), "
@@ -239,27 +263,8 @@ def check_agent(
 
     It runs in this process, as in a worker: under ``torch.inference_mode``, with one thread. An
     instance that is given is copied, unless it cannot be. The process's global random generators
-    are left as they were.
-
-    The checks, by the name that findings carry (those of warnings only with an asterisk):
-
-    - ``creation``, ``picklable``: what makes the agent makes a new one in each call, and can be
-      sent to a worker.
-    - ``returns``: ``(state, output, new_state)`` with one row per lane, an ``action``, and the same
-      keys, shapes and dtypes in every call, for lanes that start together and at other times.
-    - ``same_for_any_number_of_rows``: keys, shapes and dtypes are those of any other batch.
-    - ``action_fits``: actions are of the action space's kind, and in it.
-    - ``initial_state_agrees``: ``initial_state`` gives what a call with ``None`` starts from.
-    - ``rows_are_independent``: the same row at the same place has the same results, bit by bit,
-      whatever the other rows are.
-    - ``deterministic``: the same arguments, noise included, give the same bits, whatever was
-      called in between and whatever the state of the global random generators.
-    - ``inputs_unchanged``: observations, ``agent_info`` and history are left as they are.
-    - ``returns_its_state``: the first value is the state that the call started from.
-    - ``update_takes_state_dict``: after ``update(state_dict())`` of another instance the agent
-      acts like that one, also when the memory of the argument is gone.
-    - ``same_in_every_worker`` *: agents made in two workers are the same.
-    - ``seeds_and_closes``: ``seed`` and ``close`` do not raise.
+    are left as they were. Findings carry the names of their checks, which
+    ``help(rlpool.testing.AgentContract)`` lists.
 
     Args:
         agent: What ``create_agent`` of a batcher is, or an agent.
@@ -287,7 +292,6 @@ def check_agent(
         AgentSpecError: If ``strict`` and there are errors, with all of them.
         SpecError: For arguments that make no sense, or an environment that gives no observations.
     """
-    report.refuse_no_mapping(agent_args=agent_args, env_args=env_args, options=options)
     whole_number("n_steps", n_steps, 2)
     whole_number("the smallest of batch_sizes", min(batch_sizes, default=0), 1)
     observations = observations_of(env, env_args, options, action_space, seed)

@@ -1,4 +1,25 @@
-"""``check_env``: whether an environment keeps what rlpool builds on."""
+"""``check_env``: whether an environment does what rlpool relies on.
+
+Each check is a generator function below; they run in the order of ``ENV_CHECKS``. An asterisk marks
+those that only give warnings:
+
+- ``creation``: the function makes a new environment in each call.
+- ``picklable``: the function can be sent to a worker.
+- ``spaces``: the spaces exist, have a fixed shape, and make sense to Gymnasium.
+- ``reset_takes_arguments``: ``reset`` takes ``seed`` and ``options``.
+- ``runs``: ``reset`` and ``step`` do not raise, and return two and five values.
+- ``observations_fit``: keys, shapes, dtypes and bounds are those of the space.
+- ``rewards_are_numbers``, ``flags_are_bools``, ``values_are_finite``.
+- ``repeats``: the same seed and the same actions give the same bits, whatever ran in between,
+  finished or not, and whatever the state of the global random generators.
+- ``fresh_instance_repeats``: so does another instance, made with another ``seed`` of
+  ``create_env``. Running an episode again after a crash needs that.
+- ``no_global_generators`` *: nothing is drawn from ``random``, ``numpy.random`` or ``torch``.
+- ``own_buffers`` *: an observation that was handed out is not changed later.
+- ``lanes_agree``: an episode has the same bits in every lane and beside any other episodes.
+- ``closes``: ``close`` does not raise.
+- ``gymnasium_checker`` *: what else ``gymnasium.utils.env_checker`` finds.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +34,17 @@ from gymnasium import spaces as gym_spaces
 from gymnasium.utils import env_checker, passive_env_checker
 from torch.utils import _pytree as pytree
 
+from rlpool.envs.columns import checked_results, converted
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.legacy import LegacyEnv, reset_arguments
 from rlpool.errors import EnvSpecError, SpecError
 from rlpool.machine.arguments import whole_number
-from rlpool.record.failures import reset_advice
+from rlpool.record.failures import described, reset_advice
 from rlpool.seeding import seeded_generators
+from rlpool.specs import flattener, leaves_of, structure_of_space
 from rlpool.testing import report
-from rlpool.testing.episodes import (
-    EnvSubject,
-    Step,
-    bits,
-    difference,
-    place,
-    run_lanes,
-    shortly,
-)
-from rlpool.testing.report import (
-    CannotCheck,
-    Failed,
-    Finding,
-    error,
-    user_code,
-    warning,
-    what_and_fix,
-)
+from rlpool.testing.episodes import EnvSubject, Lane, bits, difference, place, shortly
+from rlpool.testing.report import CannotCheck, Failed, Finding, error, user_code, warning
 
 Findings = Iterator[Finding]
 
@@ -51,61 +58,54 @@ _USUAL = (
     "return_info",
     "default seed argument",
 )
-_RESET = "def reset(self, *, seed=None, options=None): super().reset(seed=seed)"
+_RESET = "def reset(self, *, seed=None, options=None): super().reset(seed=seed) ..."
+_RESULTS = (
+    "reset() returns (observation, info), step() returns (observation, reward, terminated, "
+    "truncated, info); neither raises"
+)
 _RNG_FIX = "draw from self.np_random, which super().reset(seed=seed) seeds, and from nothing else"
 
 
 def spaces(subject: EnvSubject) -> Findings:
-    """Both spaces are there and have fixed shapes."""
-    instance = subject.closed
-    if instance.env is None:
-        return  # whoever made the VecEnv has read the spaces
-    for name, check in (
-        ("observation_space", passive_env_checker.check_observation_space),
-        ("action_space", passive_env_checker.check_action_space),
-    ):
-        space = getattr(instance.env, name, None)
+    """Both spaces are declared and have fixed shapes."""
+    made, env = subject.closed
+    if isinstance(env, Lane):
+        return  # the VecEnv has read the spaces
+    for name in ("observation_space", "action_space"):
+        space = getattr(env, name, None)
         if space is None:
             fix = f"declare self.{name}: without it, shapes come from the first values"
             yield warning(f"there is no {name}", fix)
             continue
-        try:
-            with user_code(name, f"correct self.{name}"):
-                complaints = _complaints_of(check, space)
-        except Failed as failure:
-            yield failure.finding
-        else:
-            yield from (warning(text, f"correct self.{name}") for text in complaints)
+        check = getattr(passive_env_checker, f"check_{name}")
+        complaints, failure = _complaints_of(check, space)
+        yield from (warning(text, f"correct self.{name}") for text in complaints)
+        if failure:
+            yield error(f"{name}: {failure}", f"correct self.{name}")
     try:
-        if instance.vec is None:
-            GymEnv([instance.made])
+        _ = made if isinstance(made, GymEnv) else GymEnv([made])
     except SpecError as refusal:
-        yield error(*what_and_fix(refusal, "wrap the environment"))
+        yield error(*report.what_and_fix(refusal, "wrap the environment"))
 
 
 def reset_takes_arguments(subject: EnvSubject) -> Findings:
     """``reset`` takes ``seed`` and ``options``."""
     inner = _single_env(subject)
-    while isinstance(inner, gymnasium.Wrapper):
-        inner = inner.env
-    if isinstance(inner, LegacyEnv):
-        inner = inner.inner
+    while isinstance(inner, gymnasium.Wrapper | LegacyEnv):
+        inner = inner.inner if isinstance(inner, LegacyEnv) else inner.env
     arguments = reset_arguments(inner)
     if "seed" not in arguments and not callable(getattr(inner, "seed", None)):
-        yield error("reset() takes no seed, so that no episode can be repeated", f"{_RESET} ...")
+        yield error("reset() takes no seed, so that no episode can be repeated", _RESET)
     has_task = callable(getattr(inner, "reset_task", None))
     if not has_task and not arguments & {"options", "env_info", "task"}:
-        yield warning("reset() takes no options, which env_info becomes", f"{_RESET} ...")
+        yield warning("reset() takes no options, so that env_info does not reach it", _RESET)
 
 
 def runs(subject: EnvSubject) -> Findings:
     """Episodes run without an exception, and return what Gymnasium says."""
     for episode in subject.episodes:
         if failure := episode.failure:
-            fix = (
-                "reset() returns (observation, info), step() returns (observation, reward, "
-                "terminated, truncated, info); neither raises"
-            )
+            fix = _RESULTS
             if not episode.steps and failure.__cause__ is not None:
                 fix = reset_advice(failure.__cause__, subject.options) or fix
                 if "env_info" in fix:
@@ -113,7 +113,7 @@ def runs(subject: EnvSubject) -> Findings:
             yield error(f"{failure} (episode seed {episode.seed})", fix)
             return
     for where, _ in _first(subject, "info", lambda info: not isinstance(info, dict)):
-        yield warning(f"{where}: info is no dict", "return a dict as info, {} for nothing")
+        yield warning(f"{where}: info is not a dict", "return a dict as info, {} for nothing")
 
 
 def observations_fit(subject: EnvSubject) -> Findings:
@@ -121,69 +121,60 @@ def observations_fit(subject: EnvSubject) -> Findings:
     space = getattr(_single_env(subject), "observation_space", None)
     if space is None:
         raise CannotCheck("there is no observation_space")
-    told: set[str] = set()
+    reported: set[str] = set()  # the first word of a finding is the key
     for where, step in _steps(subject):
-        for path, what, _ in misfits(space, step.observation, "observation"):
-            if path not in told:
-                told.add(path)
-                fix = "return what observation_space declares, or declare what is returned"
-                yield error(f"{where}: {what}", fix)
+        for found in misfits(space, step.observation, "observation"):
+            if (key := found.what.split()[0]) not in reported:
+                reported.add(key)
+                yield error(f"{where}: {found.what}", found.fix)
 
 
-def misfits(space: Any, value: Any, path: str) -> Iterator[tuple[str, str, bool]]:
-    """Where a value is not in a space; NaN is accepted.
-
-    Yields:
-        The path of a part that is not, what is wrong, and whether it is only outside the bounds.
-    """
-    parts: Mapping[Any, Any] = {}
-    if isinstance(space, gym_spaces.Dict):
-        parts = space.spaces
-    if isinstance(space, gym_spaces.Tuple):
-        parts = dict(enumerate(space.spaces))
-        value = dict(enumerate(value)) if isinstance(value, tuple | list) else value
-    if parts:
-        if not isinstance(value, Mapping) or set(value) != set(parts):
-            got = sorted(value, key=str) if isinstance(value, Mapping) else shortly(value)
-            yield path, f"{path} should have the keys {sorted(parts)}, got {got}", False
-            return
-        for key, inner in parts.items():
-            yield from misfits(inner, value[key], f"{path}[{key!r}]")
-    elif not _is_in(space, value):
-        told, is_bound = shortly(value), False
-        if isinstance(value, np.ndarray) and value.size and value.dtype.kind in "fiub":
-            low, high = (find.reduce(value, axis=None) for find in (np.fmin, np.fmax))
-            told = f"{value.dtype}{list(value.shape)} from {low} to {high}"
-            if isinstance(space, gym_spaces.Box) and value.shape == space.shape:
-                is_bound = _is_in(space, np.clip(value, space.low, space.high))
-        yield path, f"{path} is {told}, which is not in {space}", is_bound
-
-
-def _is_in(space: Any, value: Any) -> bool:
-    """Whether a value is in a space that has no parts; NaN is in every ``Box`` of floats."""
+def misfits(space: Any, value: Any, name: str) -> Findings:
+    """Which parts of a value are not in a space; outside the bounds of a ``Box`` is a warning."""
+    fix = f"return what {name}_space declares, or declare what is returned"
+    structure = structure_of_space(space, keep_float64=True, name=name)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if isinstance(space, gym_spaces.Box) and isinstance(value, np.ndarray | np.generic):
-                if (value.dtype.kind == "f") != (space.dtype.kind == "f"):
-                    return False
-                value = np.where(np.isnan(value), space.low.astype(value.dtype), value)
-            return bool(space.contains(value))
-    except Exception:
-        return False
+        parts = flattener(structure, name)(value)
+    except SpecError as refusal:
+        yield error(str(refusal), fix)
+        return
+    leaves = leaves_of({name: structure}, "")
+    for (key, leaf), inner, part in zip(leaves.items(), _leaf_spaces(space), parts, strict=True):
+        try:
+            array = converted(part, leaf.spec, key)
+        except SpecError as refusal:
+            yield error(str(refusal), fix)
+            continue
+        stored = part if isinstance(part, np.ndarray | np.generic) else array
+        if not _has(np.isnan, array) and not inner.contains(stored):
+            bounds = f" from {array.min()} to {array.max()}" if array.size else ""
+            what = f"{key!r} is {leaf.spec}{bounds}, which is not in {inner}"
+            yield warning(what, fix) if isinstance(inner, gym_spaces.Box) else error(what, fix)
+
+
+def _leaf_spaces(space: Any) -> list[Any]:
+    """The spaces within a space, in the order of ``flattener``."""
+    if not isinstance(space, gym_spaces.Dict | gym_spaces.Tuple):
+        return [space]
+    inner = space.spaces.values() if isinstance(space, gym_spaces.Dict) else space.spaces
+    return [leaf for part in inner for leaf in _leaf_spaces(part)]
 
 
 def rewards_are_numbers(subject: EnvSubject) -> Findings:
-    """Every reward is one number."""
-    for where, reward in _first(subject, "reward", lambda reward: not _is_number(reward)):
-        fix = "return one number, such as float(reward)"
-        yield error(f"{where}: the reward is {shortly(reward)}", fix)
+    """Every reward is one number that float32 holds."""
+    for where, step in _steps(subject, with_resets=False):
+        try:
+            checked_results([0], ([step.reward], [False], [False]))
+        except SpecError as refusal:
+            what, fix = report.what_and_fix(refusal, "return one number, such as float(reward)")
+            yield error(f"{where}: {what}", fix)
+            return
 
 
 def flags_are_bools(subject: EnvSubject) -> Findings:
     """``terminated`` and ``truncated`` are True or False."""
     for name in ("terminated", "truncated"):
-        for where, flag in _first(subject, name, lambda f: not isinstance(f, bool | np.bool_)):
+        for where, flag in _first(subject, name, lambda it: not isinstance(it, bool | np.bool_)):
             what = f"{where}: {name} is {shortly(flag)}, of type {type(flag).__name__}"
             yield error(what, f"return bool({name})")
 
@@ -191,10 +182,10 @@ def flags_are_bools(subject: EnvSubject) -> Findings:
 def values_are_finite(subject: EnvSubject) -> Findings:
     """No NaN in observations and rewards, no infinite reward."""
     for name in ("observation", "reward"):
-        for where, _ in _first(subject, name, lambda value: _has(np.isnan, value)):
+        for where, _ in _first(subject, name, partial(_has, np.isnan)):
             fix = "find the division or logarithm that it comes from: one NaN spoils a network"
             yield error(f"{where}: the {name} is NaN, or contains NaN", fix)
-    for where, _ in _first(subject, "reward", lambda reward: _has(np.isinf, reward)):
+    for where, _ in _first(subject, "reward", partial(_has, np.isinf)):
         yield warning(f"{where}: the reward is infinite", "bound the reward")
 
 
@@ -242,14 +233,14 @@ def own_buffers(subject: EnvSubject) -> Findings:
 def lanes_agree(subject: EnvSubject) -> Findings:
     """An episode is the same in every lane of a ``GymEnv``, and beside any others."""
     _refuse_no_copy(subject)
-    arguments = (subject.options, subject.actions(0), subject.n_steps)
     with subject.opened(0) as first, subject.opened(1) as second, seeded_generators(1):
         vec = first.vec or GymEnv([first.made, second.made])
-        seeds = {lane: subject.seeds[lane % len(subject.seeds)] for lane in range(vec.n_lanes)}
-        for lane, episode in run_lanes(vec, seeds, *arguments).items():
-            alone = run_lanes(vec, {0: seeds[lane]}, *arguments)[0]
+        lanes = [Lane(vec, number) for number in range(vec.n_lanes)]
+        seeds = [subject.seeds[number % len(subject.seeds)] for number in range(vec.n_lanes)]
+        for number, episode in enumerate(subject.run_together(lanes, seeds)):
+            alone = subject.run_together(lanes[:1], [episode.seed])[0]
             if what := difference(alone, episode.unless_failed()):
-                what = f"an episode alone in lane 0, and in lane {lane} beside others: {what}"
+                what = f"an episode alone in lane 0, and in lane {number} beside others: {what}"
                 yield error(what, "let environments be alike and share nothing that changes")
                 return
 
@@ -269,22 +260,17 @@ def closes(subject: EnvSubject) -> Findings:
 
 
 def gymnasium_checker(subject: EnvSubject) -> Findings:
-    """What Gymnasium's own checker says beyond the rest."""
+    """Gymnasium's own checker finds nothing else."""
     if subject.findings:
         raise CannotCheck("it would repeat the findings above")
     env = _single_env(subject)
     if not isinstance(env, gymnasium.Env) or isinstance(env, LegacyEnv):
         raise CannotCheck("it only knows Gymnasium environments")
-    fix = "see gymnasium.utils.env_checker; rlpool works without it"
     check = partial(env_checker.check_env, skip_render_check=True, skip_close_check=True)
     with subject.opened() as instance, seeded_generators(1):
-        try:
-            with user_code("gymnasium.utils.env_checker"):
-                complaints = _complaints_of(check, instance.env)
-        except Failed as failure:
-            complaints = [str(failure)]
-    for complaint in dict.fromkeys(complaints):
-        yield warning(complaint, fix)
+        complaints, failure = _complaints_of(check, instance.env)
+    for text in dict.fromkeys([*complaints, failure] if failure else complaints):
+        yield warning(text, "see gymnasium.utils.env_checker; rlpool works without it")
 
 
 ENV_CHECKS: tuple[report.Check, ...] = (
@@ -323,27 +309,9 @@ def check_env(
     """Check an environment for what rlpool needs, and report all problems at once.
 
     It runs in this process, on instances of its own: an instance that is given is copied, unless
-    it cannot be. It waits as long as the environment takes; against an environment that hangs, set
-    a time limit for the test. The process's global random generators are left as they were.
-
-    The checks, by the name that findings carry (those with an asterisk only give warnings):
-
-    - ``creation``: the function makes a new environment in each call.
-    - ``picklable``: the function can be sent to a worker.
-    - ``spaces``: spaces are there, have a fixed shape, and make sense to Gymnasium.
-    - ``reset_takes_arguments``: ``reset`` takes ``seed``, and ``options``.
-    - ``runs``: ``reset`` and ``step`` do not raise, and return two and five values.
-    - ``observations_fit``: keys, shapes, dtypes and bounds are those of the space.
-    - ``rewards_are_numbers``, ``flags_are_bools``, ``values_are_finite``.
-    - ``repeats``: the same seed and the same actions give the same bits, with other episodes,
-      finished or not, in between, and whatever the state of the global random generators.
-    - ``fresh_instance_repeats``: another instance, made with another ``seed`` of ``create_env``,
-      gives them too. Running an episode again after a crash needs that.
-    - ``no_global_generators`` *: nothing is drawn from ``random``, ``numpy.random`` or ``torch``.
-    - ``own_buffers`` *: an observation that was handed out is not changed later.
-    - ``lanes_agree``: an episode has the same bits in every lane and beside any other episodes.
-    - ``closes``: ``close`` does not raise.
-    - ``gymnasium_checker`` *: what ``gymnasium.utils.env_checker`` finds beyond that.
+    it cannot be. The process's global random generators are left as they were. Nothing interrupts
+    an environment that hangs: set a time limit for the test. Findings carry the names of their
+    checks, which ``help(rlpool.testing.EnvContract)`` lists.
 
     Args:
         env: What ``create_env`` of a batcher is, a function that makes a single environment, an
@@ -372,7 +340,6 @@ def check_env(
         >>> check_env(CountingEnv).ok
         True
     """
-    report.refuse_no_mapping(env_args=env_args, options=options)
     whole_number("n_episodes", n_episodes, 1)
     whole_number("n_steps", n_steps, 1)
     if actions is not None and not len(actions):
@@ -386,8 +353,8 @@ def check_env(
 
 def _single_env(subject: EnvSubject) -> Any:
     env = subject.closed.env
-    if env is None:
-        raise CannotCheck("a VecEnv that is no GymEnv resets and converts observations itself")
+    if isinstance(env, Lane):
+        raise CannotCheck("only a GymEnv has single environments to look at")
     return env
 
 
@@ -396,30 +363,20 @@ def _refuse_no_copy(subject: EnvSubject) -> None:
         raise CannotCheck(f"the instance cannot be copied ({why}): pass what makes it")
 
 
-def _steps(subject: EnvSubject) -> Iterator[tuple[str, Step]]:
+def _steps(subject: EnvSubject, *, with_resets: bool = True) -> Iterator[tuple[str, Any]]:
     """What every call in every episode returned, and where."""
     for number, episode in enumerate(subject.episodes):
         for t, step in enumerate(episode.steps):
-            yield f"episode {number}, {place(t)}", step
+            if t or with_resets:
+                yield f"episode {number}, {place(t)}", step
 
 
-def _first(
-    subject: EnvSubject, name: str, is_wrong: Callable[[Any], bool]
-) -> list[tuple[str, Any]]:
-    """The first value of that name that is wrong, if there is one; resets have no rewards."""
-    for where, step in _steps(subject):
-        has_value = name in ("observation", "info") or not where.endswith("reset")
-        if has_value and is_wrong(value := getattr(step, name)):
+def _first(subject: EnvSubject, name: str, is_wrong: Callable[[Any], bool]) -> list[Any]:
+    """Where the first wrong value of that name is, and the value, if there is one."""
+    for where, step in _steps(subject, with_resets=name in ("observation", "info")):
+        if is_wrong(value := getattr(step, name)):
             return [(where, value)]
     return []
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        array = np.array(value)
-    except ValueError:
-        return False
-    return not array.ndim and array.dtype.kind in "fiub"
 
 
 def _has(test: Callable[[Any], Any], value: Any) -> bool:
@@ -428,11 +385,15 @@ def _has(test: Callable[[Any], Any], value: Any) -> bool:
     return any(array.dtype.kind == "f" and bool(test(array).any()) for array in arrays)
 
 
-def _complaints_of(check: Callable[[Any], Any], checked: Any) -> list[str]:
-    """What one of Gymnasium's checks warns about."""
+def _complaints_of(check: Callable[[Any], Any], checked: Any) -> tuple[list[str], str]:
+    """What one of Gymnasium's checks warns about, and what it raises, if it does."""
+    failure = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        check(checked)
+        try:
+            check(checked)
+        except Exception as reason:
+            failure = described(reason)
     texts = [str(each.message).replace("\x1b[33m", "").replace("\x1b[0m", "") for each in caught]
     texts = [text.removeprefix("WARN: ").strip() for text in texts]
-    return [text for text in texts if not any(usual in text for usual in _USUAL)]
+    return [text for text in texts if not any(usual in text for usual in _USUAL)], failure

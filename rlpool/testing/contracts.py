@@ -63,8 +63,8 @@ class EnvContract:
         raise NotImplementedError("define make_env(self) in the test class")
 
     def _subject(self) -> Subject:
-        settings = (self.options, self.actions, self.seed, self.n_episodes, self.n_steps)
-        subject = EnvSubject(self.make_env, None, *settings)
+        settings = {name: getattr(self, name) for name in EnvContract.__annotations__}
+        subject = EnvSubject(self.make_env, **settings)
         subject.sent_to_workers = type(self).make_env
         return subject
 

@@ -11,9 +11,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+import numpy as np
 
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.infos import info_rows
 from rlpool.errors import SpecError
 
 _RAISING = ("raise", "unpicklable", "unprintable", "sys_exit")
@@ -63,9 +64,8 @@ def kind_of(number: Any) -> str:
         SpecError: If there is none.
     """
     if not 0 <= int(number) < len(KINDS):
-        raise SpecError(
-            f"no fault has the number {number}", fix="use rlpool.testing.code(kind) for numbers"
-        )
+        fix = "use rlpool.testing.code(kind) for numbers"
+        raise SpecError(f"no fault has the number {number}", fix=fix)
     return KINDS[int(number)]
 
 
@@ -98,15 +98,15 @@ def faults(
     """
     if step < AT_RESET:
         raise SpecError(f"step is {step}", fix="steps count from 0, -1 is reset")
-    with torch.device("cpu"):
-        fault = torch.zeros(n_rows, dtype=torch.int64)
-        for number in () if row is None else [row] if isinstance(row, int) else row:
-            if not -n_rows <= number < n_rows:
-                raise SpecError(f"row {number} of {n_rows}", fix=f"rows are 0 to {n_rows - 1}")
-            fault[number] = code(kind)
-        same = {"fault_step": step, **columns}
-        full = {key: torch.full((n_rows,), value) for key, value in same.items()}
-        return DictTensor({"fault": fault, "id": torch.arange(n_rows), **full})
+    fault = np.zeros(n_rows, np.int64)
+    try:
+        fault[np.array([] if row is None else row, np.int64)] = code(kind)
+    except IndexError:
+        fix = f"rows are 0 to {n_rows - 1}"
+        raise SpecError(f"row {row} of {n_rows}", fix=fix) from None
+    same = {"fault_step": step, **columns}
+    info = {"fault": fault, "id": np.arange(n_rows)}
+    return info_rows("env_info", {**info, **same}, n_rows)
 
 
 def strike(kind: str) -> None:
@@ -138,8 +138,8 @@ def strike(kind: str) -> None:
         ctypes.string_at(0)
     if kind in ("sigkill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if kind == "sigkill" else signal.SIGSTOP)
-    # SIGKILL arrives and SIGSTOP ends at any time: until then this process does not go on.
+    # SIGKILL may arrive late, and SIGSTOP may end: this process still does not continue.
     while kind in ("hang", "stop", "sigkill"):
         time.sleep(3600.0)
     while kind == "hang_gil":
-        sum(range(10**13))  # one call in C: no other thread of this process runs before it is over
+        sum(range(10**13))  # one call in C: no other thread of this process runs until it returns

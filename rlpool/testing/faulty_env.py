@@ -1,9 +1,10 @@
-"""Environments that count their steps, and that fail where and how they are told."""
+"""An environment that counts its steps, and one that fails at a chosen place."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -11,7 +12,7 @@ import numpy as np
 
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
-from rlpool.testing.faults import AT_RESET, WRONG, code, kind_of, strike
+from rlpool.testing.faults import AT_RESET, KINDS, WRONG, code, kind_of, strike
 
 ID_WEIGHT = 1000
 """How much an episode's id adds to each of its rewards, which then tell episodes apart."""
@@ -21,7 +22,7 @@ Result = tuple[Any, Any, Any, Any, dict[str, Any]]
 
 
 class CountingEnv(gymnasium.Env[Any, Any]):
-    """Counts its steps: a batcher's result over it can be compared with tensors made by hand.
+    """Counts its steps, so that a batcher's results can be compared with tensors made by hand.
 
     With ``t`` for the number of steps since the reset, the observation is ``[t]``, float32 ``[1]``:
     ``[0.]`` after the reset, ``[length]`` after the last step. The reward of a step is
@@ -99,17 +100,22 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         return self._observation(), float(ID_WEIGHT * number + self.t), *flags, {"id": number}
 
     def close(self) -> None:
-        """Note that it was closed."""
+        """Set ``is_closed``."""
         self.is_closed = True
 
     def _observation(self) -> Any:
         return np.array([self.t], np.float32)
 
 
-PLACES = ("init", "reset", "step", "close")
-
-_IMPOSSIBLE = {"step": (), "reset": ("nan_reward", "wrong_reward", "wrong_flag")}
-"""Place to the kinds that cannot be there; at others, no kind that is a wrong result."""
+_REWARDS = {"nan": np.nan, "nan_reward": np.nan, "wrong_reward": np.zeros(2)}
+_TERMINATED = {"wrong_flag": np.array([True, False])}
+_IMPOSSIBLE = {
+    "init": WRONG,
+    "reset": ("nan_reward", "wrong_reward", "wrong_flag"),
+    "step": (),
+    "close": WRONG,
+}
+"""Place to the kinds that cannot be there, as it has no such result."""
 
 
 class _Fault(NamedTuple):
@@ -163,9 +169,9 @@ class FaultyEnv(CountingEnv):
         at: Where: ``"init"``, ``"reset"``, ``"step"`` or ``"close"``. Kinds that are wrong results
             need ``"reset"`` or ``"step"``.
         at_step: Which step of an episode, 0-based; ``None`` for every step.
-        in_episode: Only after so many episodes of this instance that had at least one step;
-            ``None`` for every episode. A batcher's workers reset their environments once before
-            the first episode, to learn the keys; that episode has no step.
+        in_episode: Which episode of this instance, 0-based, counting only those with at least one
+            step; ``None`` for every episode. (A batcher's workers reset their environments once
+            before the first episode, to learn the keys; that episode has no step.)
         once: A file. Only the environment that creates it fails, once in all processes; whatever
             replaces it afterwards works.
         leak_bytes: How much ``leak`` keeps each time it strikes.
@@ -200,7 +206,7 @@ class FaultyEnv(CountingEnv):
         _refuse_misplaced(self._standing)
         self._once, self._leak_bytes = once, leak_bytes
         self._leaked: list[bytes] = []
-        self._buffer: Any = None
+        self._buffer: Any = None  # the observation of buffer_reuse
         self.n_episodes = 0
         self._trigger("init")
 
@@ -222,12 +228,7 @@ class FaultyEnv(CountingEnv):
         """Count one step, or fail."""
         kind = self._trigger("step")
         observation, reward, terminated, truncated, info = super().step(action)
-        if kind in ("nan", "nan_reward"):
-            reward = float("nan")
-        if kind == "wrong_reward":
-            reward = np.zeros(2)
-        if kind == "wrong_flag":
-            terminated = np.array([True, False])
+        reward, terminated = _REWARDS.get(kind, reward), _TERMINATED.get(kind, terminated)
         return self._spoiled(observation, kind), reward, terminated, truncated, info
 
     def close(self) -> None:
@@ -269,22 +270,19 @@ class FaultyEnv(CountingEnv):
 
 def _refuse_misplaced(fault: _Fault) -> None:
     code(fault.kind)
-    if fault.at not in PLACES:
-        raise SpecError(f"at is {fault.at!r}", fix=f"choose one of {', '.join(PLACES)}")
     for name, number in (("at_step", fault.step), ("in_episode", fault.episode)):
         if number is not None:
             whole_number(name, number, 0)
-    if fault.kind in _IMPOSSIBLE.get(fault.at, WRONG):
-        raise SpecError(
-            f"the fault {fault.kind!r} cannot be at {fault.at!r}, which has no such result",
-            fix="use at='step'",
-        )
+    if fault.kind in _IMPOSSIBLE.get(fault.at, KINDS):
+        places = [place for place, kinds in _IMPOSSIBLE.items() if fault.kind not in kinds]
+        what = f"the fault {fault.kind!r} cannot be at {fault.at!r}"
+        raise SpecError(what, fix=f"choose one of {', '.join(places)}")
 
 
 def _creates(path: str | os.PathLike[str]) -> bool:
     """Whether this call creates the file; of all processes only one does."""
     try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        Path(path).touch(exist_ok=False)
     except FileExistsError:
         return False
     return True

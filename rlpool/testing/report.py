@@ -1,7 +1,7 @@
-"""Checks, their subjects, and the report of what they found.
+"""Checks, what they check, and the report of what they found.
 
-A check is a generator function that takes a ``Subject`` and yields findings. Reports and ``skip``
-use its name. Whatever the user's code raises on the way becomes a ``Failed``.
+A check is a generator function that takes a ``Subject`` and yields findings. Its name is its name
+in reports and in ``skip``. Exceptions of the user's code become ``Failed``.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ class Report:
     def __str__(self) -> str:
         counts = ((len(self.errors), "error"), (len(self.warnings), "warning"))
         told = ", ".join(f"{n} {word}" + "s" * (n != 1) for n, word in counts)
-        unchecked = (f"not checked: {name}: {why}" for name, why in self.not_checked.items())
+        names: dict[str, list[str]] = {}
+        for name, why in self.not_checked.items():
+            names.setdefault(why, []).append(name)
+        unchecked = (f"not checked: {', '.join(checks)}: {why}" for why, checks in names.items())
         return "\n".join([f"{self.subject}: {told}", *map(str, self.findings), *unchecked])
 
 
@@ -156,6 +159,7 @@ class Subject:
 
     Attributes:
         kind: ``"env"`` or ``"agent"``.
+        name: What reports call it.
         sent_to_workers: What has to be pickled.
         findings: What the checks found so far.
     """
@@ -165,6 +169,8 @@ class Subject:
     def __init__(
         self, source: Any, arguments: Any, seed: int, is_instance: bool, takes_seed: bool = False
     ) -> None:
+        if arguments is not None and not isinstance(arguments, Mapping):
+            raise SpecError(f"{self.kind}_args should be a dict, got {type(arguments).__name__}")
         if is_instance and arguments:
             raise SpecError(
                 f"{self.kind}_args was given with an instance, which takes none",
@@ -172,18 +178,10 @@ class Subject:
             )
         self.source, self.arguments = source, dict(arguments or {})
         self.is_instance, self.takes_seed = is_instance, takes_seed
+        self.name = _name_of(source, is_instance)
         self.sent_to_workers: Any = (source, self.arguments)
         self.findings: list[Finding] = []
         self.root = root_from(seed)
-
-    @property
-    def name(self) -> str:
-        """What reports call it."""
-        if self.is_instance:
-            return type(getattr(self.source, "unwrapped", self.source)).__name__
-        function = getattr(self.source, "func", self.source)
-        name: str = getattr(function, "__qualname__", type(function).__name__)
-        return name if inspect.isclass(function) else f"{name}()"
 
     @functools.cached_property
     def why_no_copy(self) -> str:
@@ -207,29 +205,35 @@ class Subject:
 
     @functools.cached_property
     def two(self) -> tuple[Any, Any]:
-        """Two that were made; raises ``Failed`` if they cannot be."""
+        """Two new instances; raises ``Failed`` if they cannot be made."""
         raise NotImplementedError
 
     def conditions(self) -> AbstractContextManager[Any]:
-        """A section in which checks may run: with global generators of its own."""
+        """A section for a check: with global generators of its own."""
         return seeded_generators(0)
+
+
+def _name_of(source: Any, is_instance: bool) -> str:
+    if is_instance:
+        return type(getattr(source, "unwrapped", source)).__name__
+    function = getattr(source, "func", source)
+    name: str = getattr(function, "__qualname__", type(function).__name__)
+    return name if inspect.isclass(function) else f"{name}()"
 
 
 Check = Callable[[Any], Iterator[Finding]]
 
 
 def creation(subject: Subject) -> Iterator[Finding]:
-    """It can be made, again and again."""
+    """It can be created repeatedly, and is a new object each time."""
     try:
         first, second = subject.two
     except Failed as failure:
         yield failure.finding
         return
     if first is second and not subject.is_instance:
-        yield error(
-            f"{subject.name} returned the same object twice",
-            "make a new one in every call: every worker and every lane needs its own",
-        )
+        fix = "make a new one in every call: every worker and every lane needs its own"
+        yield error(f"{subject.name} returned the same object twice", fix)
 
 
 def refuse_instance(subject: Subject) -> None:
@@ -239,15 +243,13 @@ def refuse_instance(subject: Subject) -> None:
 
 
 def picklable(subject: Subject) -> Iterator[Finding]:
-    """What makes it can be sent to a worker."""
+    """The function that makes it can be sent to a worker."""
     refuse_instance(subject)
     try:
         cloudpickle.loads(cloudpickle.dumps(subject.sent_to_workers))
     except Exception as reason:
-        yield error(
-            f"{subject.name} or its arguments cannot be pickled: {described(reason)}",
-            "create what it needs inside the function, instead of capturing it",
-        )
+        what = f"{subject.name} or its arguments cannot be pickled: {described(reason)}"
+        yield error(what, "create what it needs inside the function, instead of capturing it")
 
 
 def run_checks(subject: Subject, checks: Sequence[Check], skip: Collection[str] = ()) -> Report:
@@ -261,29 +263,25 @@ def run_checks(subject: Subject, checks: Sequence[Check], skip: Collection[str] 
     Raises:
         SpecError: If ``skip`` has a name that no check has.
     """
-    names = [check.__name__ for check in checks]
-    if isinstance(skip, str):
-        raise SpecError(f"skip is the string {skip!r}", fix=f"write skip=[{skip!r}]")
-    if unknown := sorted(set(skip) - set(names)):
-        raise SpecError(f"skip names {unknown}, but no check has that name", fix=f"use {names}")
+    named = {check.__name__: check for check in checks}
+    if unknown := sorted(set(skip) - set(named)):
+        fix = f"skip is a list of names: {list(named)}"
+        raise SpecError(f"skip names {unknown}, but no check has that name", fix=fix)
     found = subject.findings
     passed: list[str] = []
     not_checked = dict.fromkeys(skip, "left out by skip")
     failures: list[Finding] = []
-    for name, check in zip(names, checks, strict=True):
-        if name in skip:
-            continue
+    for name in [name for name in named if name not in skip]:
         n_before = len(found)
         try:
             with subject.conditions(), user_code("the check"):
-                found.extend(replace(finding, check=name) for finding in check(subject))
+                found.extend(replace(finding, check=name) for finding in named[name](subject))
         except CannotCheck as reason:
             not_checked[name] = str(reason)
             if isinstance(reason, Failed):
                 failures.append(replace(reason.finding, check=name))
         else:
-            if len(found) == n_before:
-                passed.append(name)
+            passed += [name] if len(found) == n_before else []
     if not any(finding.severity == ERROR for finding in found):
         found.extend(failures[:1])
     found.sort(key=lambda finding: finding.severity != ERROR)
@@ -291,10 +289,3 @@ def run_checks(subject: Subject, checks: Sequence[Check], skip: Collection[str] 
     for each in report.warnings:
         _LOG.warning("%s: %s", report.subject, each)
     return report
-
-
-def refuse_no_mapping(**arguments: object) -> None:
-    """Refuse arguments that are neither a dict nor ``None``."""
-    for name, value in arguments.items():
-        if value is not None and not isinstance(value, Mapping):
-            raise SpecError(f"{name} is a {type(value).__name__}", fix=f"{name} should be a dict")

@@ -1,7 +1,7 @@
 """Rollouts of the agent that is checked, and records of its calls: inputs and results.
 
-The environment of these rollouts shows observations that were collected beforehand, in random
-order, so that rows differ even if the real environment is in the same state in every lane.
+Their environment shows observations that were collected earlier, in random order, so that rows
+differ even if the real environment is in the same state in every lane.
 """
 
 from __future__ import annotations
@@ -20,18 +20,22 @@ from gymnasium import spaces
 from rlpool.agents.agent import Agent, call_problem
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import Info, info_rows
+from rlpool.envs.columns import Columns
 from rlpool.envs.gym_env import GymEnv
 from rlpool.errors import RlpoolError, SpecError, WorkerError
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
 from rlpool.seeding import seeded_generators, worker_seed
-from rlpool.specs import FLAGS, TensorSpec, row_specs
-from rlpool.testing.episodes import EnvSubject, action_arrays, bits, run_lanes
+from rlpool.specs import (
+    DEFAULT_OBSERVATION_KEY,
+    FLAGS,
+    TensorSpec,
+    row_specs,
+    structure_of_space,
+)
+from rlpool.testing.episodes import EnvSubject, Lane, bits
 from rlpool.testing.report import CannotCheck, Failed, Subject, user_code, what_and_fix
 
-N_ROWS = 16
-"""How many different observations there are of each kind."""
-
-_STEPS = 5  # of an episode; what the last one shows, which may be the end, is left out
+_N_EPISODES, _N_STEPS = 16, 5  # that are collected; what the last step shows is left out
 _CALL_FIX = (
     "let it take any number of rows, state None where rows start, and the keys of the "
     "environment; agent_info is None unless given"
@@ -43,19 +47,17 @@ Inputs = tuple[Any, Any, Any, Any]
 
 
 class Observations(NamedTuple):
-    """What an environment shows.
+    """What an environment shows, as dicts of arrays.
 
     Attributes:
         starting: After a reset.
-        later: After a step; may be dicts with a ``reward``.
+        later: After a step; may hold a ``reward``.
         action_space: The action space, ``None`` if unknown.
-        space: The observation space, ``None`` where observations are dicts of arrays.
     """
 
     starting: list[Any]
     later: list[Any]
     action_space: Any = None
-    space: Any = None
 
 
 class Shown(gymnasium.Env[Any, Any]):
@@ -63,12 +65,12 @@ class Shown(gymnasium.Env[Any, Any]):
 
     Args:
         observations: What to show.
-        actions: Where the actions that it gets are kept.
+        action_space: Its action space.
+        actions: The list to which it adds the actions that it gets.
     """
 
-    def __init__(self, observations: Observations, actions: list[Any]) -> None:
-        self.observations, self.actions = observations, actions
-        self.action_space, self.observation_space = observations.action_space, observations.space
+    def __init__(self, observations: Observations, action_space: Any, actions: list[Any]) -> None:
+        self.observations, self.action_space, self.actions = observations, action_space, actions
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         """Show a starting observation."""
@@ -81,9 +83,7 @@ class Shown(gymnasium.Env[Any, Any]):
         self.n_left -= 1
         self.actions.append(action)
         observation, reward = self._any_of(self.observations.later), self.np_random.uniform(-1, 1)
-        if self.observations.space is None:
-            reward = observation.pop("reward", reward)
-        return observation, reward, self.n_left <= 0, False, {}
+        return observation, observation.pop("reward", reward), self.n_left <= 0, False, {}
 
     def _any_of(self, observations: list[Any]) -> Any:
         return copy.deepcopy(observations[self.np_random.integers(len(observations))])
@@ -97,59 +97,27 @@ class Result(NamedTuple):
     new_state: Rows
 
 
-class Call(NamedTuple):
-    """A call and its result; the inputs are copies."""
-
-    inputs: Inputs
-    result: Result
+Call = tuple[Inputs, Result]
+"""A call's inputs, copied, and its result."""
 
 
 class Recorder(Agent):
-    """Passes calls on and records them; actions that do not fit are replaced by ones that do.
+    """Passes calls on to an agent and records them in ``calls``."""
 
-    Args:
-        inner: The agent.
-        action_space: What actions have to fit, ``None`` for any.
-
-    Attributes:
-        calls: All calls so far.
-        misfit: How actions did not fit, empty if they did.
-    """
-
-    def __init__(self, inner: Agent, action_space: Any) -> None:
+    def __init__(self, inner: Agent) -> None:
         self.inner = inner
-        self.n_noise = inner.n_noise
-        self.initial_state = inner.initial_state  # type: ignore[method-assign]
-        self.makes_initial_states = inner.makes_initial_states  # type: ignore[method-assign]
-        self.require_history = inner.require_history  # type: ignore[method-assign]
         self.calls: list[Call] = []
-        self.misfit = ""
-        self._fitting: Rows = {}
-        if action_space is not None:
-            arrays = action_arrays(action_space, _samples(copy.deepcopy(action_space), 0))
-            self._fitting = {key: torch.from_numpy(array) for key, array in arrays.items()}
+        for name in ("n_noise", "initial_state", "makes_initial_states", "require_history"):
+            setattr(self, name, getattr(inner, name))
 
     def __call__(self, *inputs: Any) -> Any:
         """Call the agent."""
         copies = copied(inputs)
         returned = self.inner(*inputs)
-        try:
-            result = read(returned)
-            actions = {k: t for k, t in result.output.items() if k.split("/")[0] == "action"}
-            is_fitting = not self._fitting or _kinds(actions) == _kinds(self._fitting)
-        except (TypeError, ValueError, AttributeError):
-            return returned  # which the rollout refuses with a reason
-        self.calls.append(Call(copies, result))
-        n = inputs[1].n_elems()
-        has_rows = actions and all(len(t) == n for t in actions.values() if t.ndim)
-        if is_fitting or not has_rows:
-            return returned
-        wanted = told(self._fitting)
-        self.misfit = f"the agent's actions are {told(actions)}, the action space has {wanted}"
-        others = {key: t for key, t in result.output.items() if key not in actions}
-        rows = torch.arange(n, device="cpu") % N_ROWS
-        fitting = {key: tensor[rows] for key, tensor in self._fitting.items()}
-        return result.state, {**others, **fitting}, result.new_state
+        # What cannot be read is refused by the rollout, with a reason.
+        with contextlib.suppress(TypeError, ValueError, AttributeError):
+            self.calls.append((copies, read(returned)))
+        return returned
 
 
 class Rollout(NamedTuple):
@@ -157,13 +125,14 @@ class Rollout(NamedTuple):
 
     Attributes:
         trace: The calls from step to step, all rows starting together.
-        actions: What the environments were given, if it fitted the action space's kind.
-        misfit: How actions did not fit, empty if they did.
+        actions: What the environments were given.
+        misfit: The failure of the rollouts in which the environments declared their action space,
+            if they succeed without one.
     """
 
     trace: list[Call]
     actions: list[Any]
-    misfit: str
+    misfit: Failed | None
 
 
 class AgentSubject(Subject):
@@ -214,7 +183,7 @@ class AgentSubject(Subject):
 
     @functools.cached_property
     def two(self) -> tuple[Any, Any]:
-        """Two that were made."""
+        """Two new agents."""
         return self.agent(0), self.agent(1)
 
     @contextlib.contextmanager
@@ -234,22 +203,32 @@ class AgentSubject(Subject):
         return self.rollout(self.n_rows).trace
 
     def _rollout(self, n: int) -> Rollout:
-        """Run episodes in ``n`` lanes, at first together, then starting at different times.
+        """Run episodes in ``n`` lanes.
+
+        Actions that do not fit the action space hide no other mistakes: without the space they are
+        whatever the agent returns.
 
         Raises:
             Failed: If the agent fails, or returns what does not fit.
         """
+        try:
+            return self._rollout_over(n, self.observations.action_space)
+        except Failed as failure:
+            with contextlib.suppress(Failed):
+                return self._rollout_over(n, None)._replace(misfit=failure)
+            raise
+
+    def _rollout_over(self, n: int, action_space: Any) -> Rollout:
+        """Run episodes that start together, then episodes that start at different times."""
         from rlpool.batch.batcher import EpisodeBatcher  # which stands above this package
 
-        shown = self.observations
-        recorder = Recorder(self.agent(), shown.action_space)
+        recorder = Recorder(self.agent())
         actions: list[Any] = []
         lengths = [2, *[self.n_steps] * n]
 
         def create_env(seed: int) -> GymEnv:
-            # Observations of an environment have the dtypes that it is stored with already.
-            envs = [Shown(shown, actions) for _ in range(n)]
-            return GymEnv(envs, seed, keep_float64=shown.space is None)
+            envs = [Shown(self.observations, action_space, actions) for _ in range(n)]
+            return GymEnv(envs, seed, keep_float64=True)  # observations are as they are stored
 
         try:
             with EpisodeBatcher(
@@ -270,7 +249,7 @@ class AgentSubject(Subject):
                     batcher.get()
         except RlpoolError as refusal:
             raise _failure_of(refusal, n) from refusal
-        return Rollout(recorder.calls[: self.n_steps], actions, recorder.misfit)
+        return Rollout(recorder.calls[: self.n_steps], actions, None)
 
 
 def _failure_of(refusal: RlpoolError, n: int) -> Failed:
@@ -317,7 +296,7 @@ def specs_of(rows: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     return row_specs({key: tensor.numpy() for key, tensor in rows.items()})
 
 
-def told(rows: Rows) -> str:
+def described(rows: Rows) -> str:
     """Shapes and dtypes of a row in words."""
     return "{" + ", ".join(f"{key}: {spec}" for key, spec in sorted(specs_of(rows).items())) + "}"
 
@@ -326,7 +305,7 @@ def difference(first: Result, second: Result, row: int | None = None) -> str:
     """What differs between two results, or one row of them; empty if nothing does."""
     for name, part, other in zip(Result._fields, first, second, strict=True):
         if specs_of(part) != specs_of(other):
-            return f"{name}: {told(part)} and {told(other)}"
+            return f"{name}: {described(part)} and {described(other)}"
         for key, tensor in part.items():
             one, two = (tensor, other[key]) if row is None else (tensor[row], other[key][row])
             if bits(one) != bits(two):
@@ -353,36 +332,43 @@ def observations_of(
         seed: Root of all seeds.
 
     Raises:
-        SpecError: If there are none to be had.
+        SpecError: If no observations can be had.
     """
     is_of_spaces = isinstance(source, Mapping) and bool(source)
     if is_of_spaces and all(isinstance(value, spaces.Space) for value in source.values()):
         source = spaces.Dict(dict(source))
     if isinstance(source, spaces.Space):
-        GymEnv([Shown(Observations([], [], None, source), [])])  # refuses what has no tensors
-        samples = _samples(source, seed)
-        return Observations(samples, samples, action_space, source)
+        return _of_examples(_samples(source, seed), action_space)
     if isinstance(source, DictTensor | Mapping):
-        return _of_examples(source, action_space)
+        if not all(isinstance(value, torch.Tensor) for value in source.values()):
+            kinds = sorted({type(value).__name__ for value in source.values()})
+            raise SpecError(
+                f"observations are described by a dict of {kinds}",
+                fix="give a dict of tensors [R, ...] (examples) or of spaces",
+            )
+        arrays = {key: tensor.detach().cpu().numpy() for key, tensor in source.items()}
+        return _of_examples(arrays, action_space)
     return _collected(EnvSubject(source, env_args, options, None, seed))
 
 
-def _of_examples(examples: Any, action_space: Any) -> Observations:
+def _samples(space: spaces.Space[Any], seed: int) -> dict[str, Any]:
+    """Samples of an observation space, as environments' observations are stored."""
+    space = copy.deepcopy(space)
+    space.seed(seed)
+    structure = structure_of_space(space, keep_float64=False, name="the observation space")
+    columns = Columns(structure, DEFAULT_OBSERVATION_KEY, _N_EPISODES)
+    columns.write(range(_N_EPISODES), [space.sample() for _ in range(_N_EPISODES)])
+    return columns.arrays
+
+
+def _of_examples(arrays: Mapping[str, Any], action_space: Any) -> Observations:
     """Examples without the keys that every rollout has."""
-    if not all(isinstance(value, torch.Tensor) for value in examples.values()):
-        kinds = sorted({type(value).__name__ for value in examples.values()})
-        raise SpecError(
-            f"observations are described by a dict of {kinds}",
-            fix="give a dict of tensors [R, ...] (examples) or of spaces",
-        )
-    arrays = {key: tensor.detach().cpu().numpy() for key, tensor in examples.items()}
     last = arrays.get("last_action")
     if last is not None and action_space is None:
         action_space = spaces.Box(-np.inf, np.inf, last.shape[1:], last.dtype.type)
     own = {key for key in arrays if key in (*FLAGS, "noise") or key.startswith("last_action")}
-    arrays = {key: array for key, array in arrays.items() if key not in own}
-    n_rows = min(map(len, arrays.values()), default=0)
-    later = [{key: array[row] for key, array in arrays.items()} for row in range(n_rows)]
+    n_rows = min((len(array) for key, array in arrays.items() if key not in own), default=0)
+    later = [{key: arrays[key][row] for key in arrays.keys() - own} for row in range(n_rows)]
     starting = [{key: row[key] for key in row if key != "reward"} for row in later]
     if not any(starting):
         raise SpecError("the examples have no rows", fix="give a few observations")
@@ -390,16 +376,15 @@ def _of_examples(examples: Any, action_space: Any) -> Observations:
 
 
 def _collected(subject: EnvSubject) -> Observations:
-    """Step lane 0 with sampled actions."""
+    """Step lane 0 with the subject's actions."""
     starting: list[Any] = []
     later: list[Any] = []
     try:
         with subject.opened() as instance, seeded_generators(0):
-            env = instance.vec or GymEnv([instance.made])
-            for number in range(N_ROWS):
-                actions = subject.actions(number % len(subject.seeds))
-                seeds = {0: subject.seeds[0] ^ number}
-                episode = run_lanes(env, seeds, subject.options, actions, _STEPS)[0]
+            lane = Lane(instance.vec or GymEnv([instance.made]))
+            for number in range(_N_EPISODES):
+                seeds, actions = [subject.seeds[0] ^ number], number % len(subject.seeds)
+                episode = subject.run_together([lane], seeds, actions, _N_STEPS)[0]
                 first, *others = episode.unless_failed().steps
                 starting.append(first.observation)
                 later += [{**step.observation, "reward": step.reward} for step in others[:-1]]
@@ -410,15 +395,4 @@ def _collected(subject: EnvSubject) -> Observations:
             "DictTensor of example observations, instead of the environment",
         ) from failure.__cause__
     # Where every episode ends with its first step, only starting rows are ever shown.
-    return Observations(starting, later or starting, instance.action_space)
-
-
-def _samples(space: Any, seed: int) -> list[Any]:
-    space.seed(seed)
-    return [space.sample() for _ in range(N_ROWS)]
-
-
-def _kinds(actions: Rows) -> dict[str, Any]:
-    """What of actions has to be that of the action space."""
-    specs = specs_of(actions)
-    return {key: (spec.shape, spec.dtype.kind == "f") for key, spec in specs.items()}
+    return Observations(starting, later or starting, getattr(instance.made, "action_space", None))

@@ -1,4 +1,4 @@
-"""What a ``FaultyEnv`` does to its process, and that a batcher gets over it."""
+"""What a ``FaultyEnv`` does to its process."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from process.watching import Script, wait_until
 
-from rlpool import EpisodeBatcher, GymEnv
-from rlpool.testing import FaultyEnv, faults
 from rlpool.testing.faults import EXIT_CODE
-
-from support.agents import ConstantAgent
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -70,18 +65,3 @@ def test_each_kind_does_to_its_process_what_it_says(tmp_path: Path) -> None:
         for process in processes.values():
             process.kill()
     wait_until(lambda: script.returncode is not None)
-
-
-def test_a_fault_that_occurs_once_costs_nothing(tmp_path: Path) -> None:
-    marker = tmp_path / "occurred"
-
-    def create_env(seed: int) -> GymEnv:
-        return GymEnv([FaultyEnv(once=marker), FaultyEnv(once=marker)], seed)
-
-    with EpisodeBatcher(4, 8, ConstantAgent, create_env=create_env, n_threads=2) as batcher:
-        batcher.execute(6, env_info=faults(6, row=[1, 4], kind="segfault", step=2, length=4))
-        result = batcher.get()
-    assert marker.exists()
-    assert result.lengths.tolist() == [4] * 6
-    expected = 1000.0 * torch.arange(6)[:, None] + torch.arange(1.0, 5.0)
-    assert torch.equal(result["_reward"], expected)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,18 +12,18 @@ import gymnasium
 import numpy as np
 import torch
 
-_FOREVER_S = 1000.0
+from rlpool.testing import strike
 
 
 class ActingEnv:
-    """The state is ``[t, n_resets, action given, number]``, one and the same array all the time.
+    """The state is ``[t, n_resets, action given, number]``, always the same array.
 
     ``reset`` returns the action ``10 * n_resets``; a step returns the action that it was given
     plus 1, the reward ``0.1 * t``, and is done after ``length`` steps.
 
     Args:
         length: Steps of an episode.
-        number: What tells environments apart.
+        number: Identifies the environment.
     """
 
     def __init__(self, length: int = 10, number: int = 0) -> None:
@@ -93,15 +91,15 @@ def _returned(value: Any) -> Any:
 
 def states(*values: Any) -> ScriptedEnv:
     """An environment that goes through these states, with the action 0."""
-    steps = [(0, value, 0.0, False) for value in values[1:]]
-    steps[-1] = (*steps[-1][:3], True)
+    is_last = [False] * (len(values) - 2) + [True]
+    steps = [(0, value, 0.0, end) for value, end in zip(values[1:], is_last, strict=True)]
     return ScriptedEnv((values[0], 0), steps)
 
 
 def actions(*values: Any) -> ScriptedEnv:
     """An environment that takes these actions, the first of them in ``reset``."""
-    steps = [(value, 0.0, 0.0, False) for value in values[1:]]
-    steps[-1] = (*steps[-1][:3], True)
+    is_last = [False] * (len(values) - 2) + [True]
+    steps = [(value, 0.0, 0.0, end) for value, end in zip(values[1:], is_last, strict=True)]
     return ScriptedEnv((0.0, values[0]), steps)
 
 
@@ -124,7 +122,7 @@ class NoisyEnv:
 
 
 class WrappingEnv(NoisyEnv):
-    """Draws from generators of Gymnasium's, which nobody has seeded, as well."""
+    """Also draws from Gymnasium's own generators, which are unseeded."""
 
     def __init__(self, length: int = 5) -> None:
         super().__init__(length)
@@ -205,8 +203,7 @@ class FailingEnv(ActingEnv):
     """Fails in one of its episodes.
 
     Args:
-        kind: ``"raise"``, ``"sigkill"``, ``"hang"``, or ``"go_on"``, which means that the episode
-            has no end.
+        kind: One of ``rlpool.testing.KINDS``, or ``"go_on"``: the episode has no end.
         step: The step that fails, 0 for ``reset``.
         episode: The episode, counted from 1.
     """
@@ -227,14 +224,8 @@ class FailingEnv(ActingEnv):
         return *result[:3], result[3] and not is_endless
 
     def strike(self) -> None:
-        if (self.n_resets, self.t) != self.fault:
-            return
-        if self.kind == "raise":
-            raise KeyError("struck")
-        if self.kind == "sigkill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.kind == "hang":
-            time.sleep(_FOREVER_S)
+        if (self.n_resets, self.t) == self.fault and self.kind != "go_on":
+            strike(self.kind)
 
 
 class PidEnv(ActingEnv):

@@ -14,7 +14,7 @@ from rlpool import Agent, DictTensor, GymEnv, GymEnvInf, ParallelEnvManager
 
 
 def drawn() -> list[float]:
-    """A number of every generator, and of the normal ones that keep a second one for later."""
+    """One number from every generator; normal ones are drawn in pairs, and the second is kept."""
     return [
         random.random(),
         random.gauss(0.0, 1.0),
@@ -43,7 +43,7 @@ class DrawingEnv(gymnasium.Env[Any, Any]):
 
     def _observation(self, method: str) -> Any:
         values = self.base + np.array(drawn())
-        # Not in the reset of the probe, which batchers put off.
+        # The failure of the first reset, the probe's, is deferred by batchers.
         if method == self.fails_in and (method != "reset" or self.n_resets > 1):
             raise self.error("goal")
         return values
@@ -71,9 +71,7 @@ class DrawingAgent(Agent):
         self.linear = torch.nn.Linear(6, 3)
         self.fails_later = fails
 
-    def __call__(
-        self, state: Any, observation: DictTensor, agent_info: Any = None, history: Any = None
-    ) -> tuple[DictTensor, DictTensor, DictTensor]:
+    def __call__(self, state, observation, agent_info=None, history=None):
         n = observation.n_elems()
         if self.fails:
             drawn()

@@ -45,9 +45,7 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         self.t = 0
         self.is_closed = False
 
-    def reset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         given = {**self.default, **(options or {})}
         self.length, self.number = int(given["length"]), int(given["id"])
@@ -97,9 +95,7 @@ class EchoEnv(CountingEnv):
         self.n_resets = 0
         self.resets: list[tuple[int | None, Any]] = []
 
-    def reset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         self.n_resets += 1
         self.resets.append((seed, None if options is None else dict(options)))
         self.seed_given = -1 if seed is None else seed
@@ -125,18 +121,13 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
         length: Steps of an episode.
     """
 
-    def __init__(
-        self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], length: int = 3
-    ) -> None:
-        self.observation_space = observation_space
-        self.action_space = action_space
+    def __init__(self, observation_space: Any, action_space: Any, length: int = 3) -> None:
+        self.observation_space, self.action_space = observation_space, action_space
         self.length = length
         self.observations: list[Any] = []
         self.actions: list[Any] = []
 
-    def reset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.observation_space.seed(None if seed is None else seed % 2**32)
         self.t = 0
@@ -191,14 +182,13 @@ class AncestorCountingEnv:
 
     def reset(self) -> Any:
         self.t = 0
-        return np.array([self.t, self.number], np.float32)
+        return CountingEnv.observation(self)
 
     def step(self, action: Any) -> tuple[Any, float, bool, dict[str, Any]]:
         self.t += 1
-        observation = np.array([self.t, self.number], np.float32)
         done = self.t >= self.length
         info = {"TimeLimit.truncated": True} if done and self.is_limited else {}
-        return observation, 100.0 * self.number + self.t, done, info
+        return CountingEnv.observation(self), 100.0 * self.number + self.t, done, info
 
     def close(self) -> None:
         self.is_closed = True
@@ -260,13 +250,7 @@ class InfoEnv(CountingEnv):
         super().__init__(length)
         self.infos: list[Any] = []
 
-    def reset(  # type: ignore[override]
-        self,
-        *,
-        seed: int | None = None,
-        options: Mapping[str, Any] | None = None,
-        env_info: Any = None,
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None, env_info: Any = None) -> Any:
         self.infos.append(env_info)
         return super().reset(seed=seed, options=env_info)
 
@@ -282,26 +266,19 @@ class FailingEnv(CountingEnv):
     """
 
     def __init__(
-        self,
-        error: BaseException,
-        call: str = "step",
-        fails_at: int = 1,
-        step: int = 0,
-        length: int = 3,
+        self, error: Any, call: str = "step", fails_at: int = 1, step: int = 0, length: int = 3
     ) -> None:
         super().__init__(length)
         self.error, self.call, self.fails_at, self.fails_in = error, call, fails_at, step
 
-    def reset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        result = super().reset(seed=seed, options=options)
-        if self.call == "reset" and self.number == self.fails_at:
+    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
+        result = super().reset(**arguments)
+        if (self.call, self.fails_at) == ("reset", self.number):
             raise self.error
         return result
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if self.call == "step" and self.number == self.fails_at and self.t == self.fails_in:
+        if (self.call, self.fails_at, self.fails_in) == ("step", self.number, self.t):
             raise self.error
         return super().step(action)
 

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from rlpool import Agent, DictTensor, GymEnv, GymEnvInf
+from rlpool.data.infos import info_rows
 from rlpool.testing import strike as strike_now
 from rlpool.testing.faults import EXIT_CODE as EXIT_CODE  # what "os_exit" exits with
 
@@ -41,11 +42,11 @@ DEATHS = {
 
 HANGS = ("hang", "hold_the_lock")
 WRONG = ("wrong_shape", "wrong_dtype")
-WRONG_STEPS = ("wrong_reward", "wrong_flag", "huge_reward", "nan_flag")
-KINDS = (
-    *("none", "raise_and_die", "fork_and_sigkill"),
-    *(*RAISES, *DEATHS, *HANGS, *WRONG, *WRONG_STEPS),
-)
+WRONG_REWARDS = {"wrong_reward": np.zeros(2), "huge_reward": 1e39}  # float32 holds less than 1e39
+WRONG_FLAGS = {"wrong_flag": np.array([True, False]), "nan_flag": float("nan")}
+WRONG_STEPS = (*WRONG_REWARDS, *WRONG_FLAGS)
+FAILURES = ("none", "raise_and_die", "fork_and_sigkill", *RAISES, *DEATHS, *HANGS)
+KINDS = (*FAILURES, *WRONG, *WRONG_STEPS)
 
 ENDINGS = ("hang", "hold_the_lock", "linger", "raise", "os_exit", "sigkill", "segfault")
 """What may go wrong in ``close``, ``"linger"`` beside the others."""
@@ -124,9 +125,7 @@ class FaultyEnv(gymnasium.Env[Any, Any]):
         if created_in is not None:
             (Path(created_in) / str(os.getpid())).touch()
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         self._options = dict(options or {})
         self._seed, self._step = seed, 0
         if self._ran_in is not None and "id" in self._options:
@@ -139,11 +138,8 @@ class FaultyEnv(gymnasium.Env[Any, Any]):
         kind = self._strike(self._step)
         self._step += 1
         self._wait()
-        # A float32 holds less than 1e39.
-        rewards: dict[str, Any] = {"wrong_reward": np.zeros(2), "huge_reward": 1e39}
-        flags: dict[str, Any] = {"wrong_flag": np.array([True, False]), "nan_flag": float("nan")}
-        reward = rewards.get(kind, float(self._step))
-        terminated = flags.get(kind, self._step >= self._options.get("length", 3))
+        reward = WRONG_REWARDS.get(kind, float(self._step))
+        terminated = WRONG_FLAGS.get(kind, self._step >= self._options.get("length", 3))
         return self._observation(kind), reward, terminated, False, {}
 
     def close(self) -> None:
@@ -176,9 +172,7 @@ class FaultyAgent(Agent):
         self._version = 0
         self._wrong = "none"
 
-    def __call__(
-        self, state: Any, observation: DictTensor, agent_info: Any = None, history: Any = None
-    ) -> tuple[DictTensor, DictTensor, DictTensor]:
+    def __call__(self, state, observation, agent_info=None, history=None):
         n = observation.n_elems()
         kind = "none"
         if agent_info is not None:
@@ -255,14 +249,8 @@ def faults(n_rows: int, hits: Mapping[int, tuple[str, int]], **columns: Any) -> 
         columns: Further columns; a number is the same in all rows.
     """
     hit = [hits.get(row, ("none", 0)) for row in range(n_rows)]
-    fault, fault_step = [code(kind) for kind, _ in hit], [step for _, step in hit]
-    columns |= {"fault": torch.tensor(fault), "fault_step": torch.tensor(fault_step)}
-    return DictTensor(
-        {
-            key: torch.full((n_rows,), value) if isinstance(value, int) else value
-            for key, value in columns.items()
-        }
-    )
+    columns |= {"fault": [code(kind) for kind, _ in hit], "fault_step": [step for _, step in hit]}
+    return info_rows("info", columns, n_rows)
 
 
 def faults_at(n_rows: int, row: int, kind: str, step: int, **columns: int) -> DictTensor:

@@ -1,4 +1,4 @@
-"""Environments that fail so many times and then no more, leak, or are not reproducible.
+"""Environments that fail a given number of times, leak, or are not reproducible.
 
 And an agent with memory, noise and a policy, whose actions show whether any of them was lost.
 All at module level, so that worker processes can unpickle them by name.
@@ -16,15 +16,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from rlpool import (
-    Agent,
-    DictTensor,
-    GymEnv,
-    GymEnvInf,
-    ParallelEnvManager,
-    TemporalDictTensor,
-    sample_categorical,
-)
+from rlpool import Agent, DictTensor, GymEnv, GymEnvInf, ParallelEnvManager, sample_categorical
 
 from support.faults import KINDS, code, strike
 
@@ -54,15 +46,11 @@ class FragileEnv(gymnasium.Env[Any, Any]):
         noted_in: str | None = None,
         close_fault: str = "none",
     ) -> None:
-        self._close_fault = close_fault
-        self._marks = marks
-        self._times = times
-        self._noted_in = noted_in
+        self._marks, self._times = marks, times
+        self._noted_in, self._close_fault = noted_in, close_fault
         self.n_resets = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.seed, self.options = seed, dict(options or {})
         self.t, self.total = 0, 0
@@ -106,7 +94,7 @@ class UndeclaredEnv(FragileEnv):
 
 
 class ChancyEnv(FragileEnv):
-    """What it observes follows from nothing."""
+    """Its observations are not reproducible."""
 
     def _observation(self) -> Any:
         return np.frombuffer(os.urandom(24), np.uint64).astype(np.float64)
@@ -144,13 +132,7 @@ class RecurrentAgent(Agent):
     def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor:
         return DictTensor({"hidden": torch.zeros(n, self.N_HIDDEN)})
 
-    def __call__(
-        self,
-        state: DictTensor,
-        observation: DictTensor,
-        agent_info: DictTensor | None = None,
-        history: TemporalDictTensor | None = None,
-    ) -> tuple[DictTensor, DictTensor, DictTensor]:
+    def __call__(self, state, observation, agent_info=None, history=None):
         hidden = self._cell(observation["frame"], state["hidden"])
         logits = self._head(hidden) + self._bias * hidden[:, : self.N_ACTIONS]
         if agent_info is not None and not agent_info.empty():

@@ -1,4 +1,4 @@
-"""Environments with tasks, storages and agents with ``act``, for what is about meta-RL."""
+"""Environments with tasks, storages and agents with ``act``, for meta-RL."""
 
 from __future__ import annotations
 
@@ -37,10 +37,8 @@ class TaskEnv(gymnasium.Env[Any, Any]):
         self.action_space = spaces.Box(*bounds, (2,), np.float32)
         if limit is not None:
             self.max_episode_steps = limit
-        self.n_tasks = n_tasks
-        self.length, self.noise = length, noise
-        self.task = -1
-        self.t = -1
+        self.n_tasks, self.length, self.noise = n_tasks, length, noise
+        self.task = self.t = -1
         self.calls: list[Any] = []
         self.actions: list[Any] = []
 
@@ -54,9 +52,7 @@ class TaskEnv(gymnasium.Env[Any, Any]):
         self.calls.append(("reset_task", task))
         self.task = int(self.np_random.integers(self.n_tasks)) if task is None else task
 
-    def reset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         self.calls.append(("reset", seed, options))
         super().reset(seed=seed)
         self.t = 0
@@ -78,9 +74,7 @@ class TaskEnv(gymnasium.Env[Any, Any]):
 class RaggedTaskEnv(TaskEnv):
     """Each episode has a length of its own, drawn from the environment's generator."""
 
-    def reset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         result = super().reset(seed=seed, options=options)
         self.length = int(self.np_random.integers(1, 8))
         return result
@@ -132,14 +126,10 @@ class Storage:
         self.samples: list[tuple[Any, ...]] = []
         self.episodes: list[tuple[Any, ...]] = []
 
-    def add_sample(
-        self, observation: Any, action: Any, reward: Any, terminal: Any, next_observation: Any
-    ) -> None:
+    def add_sample(self, observation, action, reward, terminal, next_observation):
         self.samples.append((observation, action, reward, terminal, next_observation))
 
-    def add_episode(
-        self, observations: Any, actions: Any, rewards: Any, terminals: Any, next_observations: Any
-    ) -> None:
+    def add_episode(self, observations, actions, rewards, terminals, next_observations):
         self.episodes.append((observations, actions, rewards, terminals, next_observations))
 
     def as_bytes(self) -> list[list[bytes]]:
@@ -187,14 +177,7 @@ class MemoryActor(nn.Module):
     def get_initial_info(self) -> tuple[Tensor, Tensor, Any]:
         return self.initial
 
-    def act(
-        self,
-        prev_internal_state: Any,
-        prev_action: Tensor,
-        reward: Tensor,
-        obs: Tensor,
-        deterministic: bool = False,
-    ) -> tuple[tuple[Any, ...], Any]:
+    def act(self, prev_internal_state, prev_action, reward, obs, deterministic=False):
         self.calls.append((prev_action.clone(), reward.clone(), obs.clone()))
         inputs = torch.cat([obs, prev_action, reward], -1)
         if self.kind in ("gru", "lstm"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,14 +11,9 @@ from gymnasium import spaces
 
 from rlpool import Batcher, DictTensor, EpisodeBatcher, GymEnv, ParallelEnvManager
 
+from support import envs
 from support.agents import StepCounter
-from support.envs import (
-    COUNTING_SPACE,
-    AncestorCountingEnv,
-    CountingEnv,
-    assert_same_tensors,
-    counting_trajectories,
-)
+from support.envs import COUNTING_SPACE, AncestorCountingEnv, CountingEnv
 
 LENGTHS, IDS = [2, 1], [5, 6]
 
@@ -53,7 +48,7 @@ class Runs:
         return self.batcher.get()
 
     def assert_right(self, **infos: Any) -> None:
-        assert_same_tensors(self(**infos), counting_trajectories(LENGTHS, IDS))
+        envs.assert_same_tensors(self(**infos), envs.counting_trajectories(LENGTHS, IDS))
 
 
 class NeedyEnv(CountingEnv):
@@ -77,9 +72,7 @@ class NeedyEnv(CountingEnv):
         if not acts:
             self.action_space: Any = None
 
-    def reset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         given: Any = options
         if self.needs:
             assert given["id"] >= 0, "ids are not negative"
@@ -104,9 +97,7 @@ class OldNeedyEnv(AncestorCountingEnv):
 class NeedyAgent(StepCounter):
     """A ``StepCounter`` that fails without ``agent_info``."""
 
-    def __call__(
-        self, state: Any, observation: DictTensor, agent_info: Any = None, history: Any = None
-    ) -> Any:
+    def __call__(self, state, observation, agent_info=None, history=None):
         agent_info["gain"]
         return super().__call__(state, observation, agent_info, history)
 
@@ -135,19 +126,9 @@ def create_partly_needy(seed: int, **arguments: Any) -> GymEnv:
     return GymEnv([NeedyEnv(needs=needs, **arguments) for needs in (False, True)], seed)
 
 
-class Needy:
-    """Makes one environment, in whatever process.
-
-    Args:
-        kind: Its class.
-        **arguments: Of the class.
-    """
-
-    def __init__(self, kind: Any = NeedyEnv, **arguments: Any) -> None:
-        self.kind, self.arguments = kind, arguments
-
-    def __call__(self) -> Any:
-        return self.kind(**self.arguments)
+def Needy(kind: Any = NeedyEnv, **arguments: Any) -> Any:  # noqa: N802
+    """What makes one environment, in whatever process."""
+    return partial(kind, **arguments)
 
 
 def create_manager(seed: int, n_envs: int = 2, **arguments: Any) -> ParallelEnvManager:

@@ -1,63 +1,61 @@
-"""Environments that seed themselves as most do that are older than Gymnasium."""
+"""Environments that seed themselves as most did before Gymnasium."""
 
 from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Mapping
 from typing import Any
 
-import gymnasium
 import numpy as np
 from gymnasium import spaces
 
 from rlpool import Agent, DictTensor, GymEnv, GymEnvInf
 
+from support.envs import CountingEnv
+
 
 def plant(seed: Any) -> None:
-    """Seed what takes no long seeds, as a simulator in C does."""
+    """Seed generators that refuse long seeds, such as those of a simulator in C."""
     struct.pack("i", seed)
     np.random.seed(seed)  # noqa: NPY002
     np.random.RandomState(seed)
     random.seed(seed)
 
 
-class OldSeedingEnv(gymnasium.Env[Any, Any]):
+class OldSeedingEnv(CountingEnv):
     """Its observation is the seed of its episode, twice in episodes of two steps.
 
     Args:
         length: Steps of an episode.
         fails_at: Step in which it raises.
-        seed: What the function got that made it.
+        seed: The seed that ``create_env`` got.
     """
 
     observation_space = spaces.Box(0, 2**31 - 1, (1,), np.int64)
     action_space = spaces.Discrete(2)
 
     def __init__(self, length: int = 2, fails_at: int | None = None, seed: int = 0) -> None:
+        super().__init__(length)
         plant(seed)
-        self.length, self.fails_at = length, fails_at
-        self.episode_seed = 0
+        self.fails_at, self.episode_seed = fails_at, 0
 
-    def reset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         if seed is not None:
             plant(seed)
             self.episode_seed = seed
-        self.t = 0
-        return np.array([self.episode_seed]), {}
+        return super().reset(seed=seed)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self.t == self.fails_at:
             raise KeyError(int(np.random.randint(2**31)))  # noqa: NPY002
-        self.t += 1
-        return np.array([self.episode_seed]), 1.0, self.t >= self.length, False, {}
+        return super().step(action)
+
+    def observation(self) -> Any:
+        return np.array([self.episode_seed])
 
 
 class OldTaskEnv(OldSeedingEnv):
-    """With tasks, whose seed a trial's further episodes keep."""
+    """Has tasks; later episodes of a trial keep the seed."""
 
     n_tasks = 3
     max_episode_steps = 2
@@ -100,9 +98,7 @@ class SeedTellingAgent(Agent):
         plant(seed)
         self.given = seed
 
-    def __call__(
-        self, state: Any, observation: DictTensor, agent_info: Any = None, history: Any = None
-    ) -> tuple[DictTensor, DictTensor, DictTensor]:
+    def __call__(self, state, observation, agent_info=None, history=None):
         seeds = observation["reward"].long() * 0
         output = {"action": seeds, "agent_seed": seeds + self.given}
         return DictTensor(), DictTensor(output), DictTensor()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -35,13 +35,7 @@ class TaskEnv(gymnasium.Env[Any, Any]):
         self.pid = os.getpid()
         self.last_action: Any = None
 
-    def reset(
-        self,
-        *,
-        task: Any = None,
-        seed: int | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, task: Any = None, seed: Any = None, options: Any = None) -> Any:
         self.task, self.given_options = task, options
         self.t = 0
         return self._observation(), {}
@@ -58,9 +52,7 @@ class TaskEnv(gymnasium.Env[Any, Any]):
 class SleepyEnv(CountingEnv):
     """A ``CountingEnv`` whose steps take ``sleep_ms``, an option of the reset."""
 
-    def reset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         self.sleep_s = (options or {}).get("sleep_ms", 0) / 1000
         return super().reset(seed=seed, options=options)
 

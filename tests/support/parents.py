@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +67,5 @@ def create_env(seed: int, n_lanes: int = 1, **arguments: Any) -> GymEnv:
     return GymEnv([ParentEnv(**arguments) for _ in range(n_lanes)], seed)
 
 
-class MakeParent:
-    """Makes a ``ParentEnv`` in a worker of a manager."""
-
-    def __init__(self, **arguments: Any) -> None:
-        self._arguments = arguments
-
-    def __call__(self) -> ParentEnv:
-        return ParentEnv(**self._arguments)
-
-
 def open_manager(**arguments: Any) -> ParallelEnvManager:
-    return ParallelEnvManager([MakeParent(**arguments)] * 2, seed=1)
+    return ParallelEnvManager([partial(ParentEnv, **arguments)] * 2, seed=1)

@@ -96,7 +96,7 @@ def _descriptors() -> list[Any]:
 
 
 def _of_main_thread() -> list[Any]:
-    """Whether Python and the C library know who they are, and locks that need that work."""
+    """Whether Python and the C library know the main thread, and whether its locks work."""
     main, own, library = threading.main_thread(), threading.get_ident(), ctypes.CDLL(None)
     # A recursive mutex, which its owner may take twice.
     mutex, attribute = ctypes.create_string_buffer(64), ctypes.create_string_buffer(16)

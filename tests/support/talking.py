@@ -12,11 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
-import torch
 
-from rlpool import Agent, DictTensor, GymEnv
+from rlpool import GymEnv
+
+from support.agents import ConstantAgent as QuietAgent  # noqa: F401
+from support.envs import CountingEnv
 
 
 def various(directory: Path) -> None:
@@ -71,7 +72,7 @@ DEEDS: dict[str, Callable[[Path], None]] = {
 }
 
 
-class TalkingEnv(gymnasium.Env):
+class TalkingEnv(CountingEnv):
     """One step per episode; in the reset of an episode with an ``id`` it logs.
 
     Args:
@@ -79,10 +80,8 @@ class TalkingEnv(gymnasium.Env):
         directory: Where it may leave files.
     """
 
-    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
-    action_space = gymnasium.spaces.Discrete(3)
-
     def __init__(self, deed: str, directory: str) -> None:
+        super().__init__(length=1)
         if deed not in DEEDS:
             logging.getLogger("talk.made").error("what is %r?", deed)
         self._deed, self._directory = DEEDS[deed], Path(directory)
@@ -90,31 +89,16 @@ class TalkingEnv(gymnasium.Env):
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         if options and "id" in options:
             self._deed(self._directory)
-        return np.zeros(2, np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return np.zeros(2, np.float32), 1.0, True, False, {}
-
-
-class QuietAgent(Agent):
-    def __call__(self, state: Any, observation: DictTensor, *_: Any) -> Any:
-        action = torch.zeros(observation.n_elems(), dtype=torch.int64)
-        return DictTensor({}), DictTensor({"action": action}), DictTensor({})
+        return super().reset(seed=seed)
 
 
 def create_env(seed: int, deed: str, directory: str) -> GymEnv:
     return GymEnv([TalkingEnv(deed, directory)], seed)
 
 
-class TalkingPlayer:
+class TalkingPlayer(CountingEnv):
     """An environment for a pool that logs in every reset."""
-
-    observation_space = TalkingEnv.observation_space
-    action_space = TalkingEnv.action_space
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         logging.getLogger("talk.player").warning("reset")
-        return np.zeros(2, np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return np.zeros(2, np.float32), 1.0, True, False, {}
+        return super().reset(seed=seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
@@ -40,9 +39,7 @@ class UnluckyEnv(gymnasium.Env[Any, Any]):
         self.action_space = action_space or spaces.Discrete(1000)
         self.chance, self.end, self.reset_chance = chance, end, reset_chance
 
-    def reset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.course = [repr((seed, options))]
         return self.drawn(self.reset_chance), {}
@@ -63,11 +60,7 @@ class UnluckyEnv(gymnasium.Env[Any, Any]):
 
 
 def create_unlucky(
-    seed: int,
-    n_envs: int = 2,
-    restarts: bool = False,
-    keep_float64: bool = False,
-    **arguments: Any,
+    seed: int, n_envs: int = 2, restarts: bool = False, keep_float64: bool = False, **arguments: Any
 ) -> GymEnv:
     """``UnluckyEnv`` lanes."""
     kind = GymEnvInf if restarts else GymEnv

@@ -18,7 +18,6 @@ from rlpool import (
     EpisodeBatcher,
     SpecError,
     TemporalDictTensor,
-    UsageError,
 )
 
 from support.agents import (
@@ -184,35 +183,28 @@ def test_history_holds_all_previous_steps_across_slots(n_timesteps: int) -> None
     assert masked(trajectories, "actions") == [[s + t for t, s in enumerate(row)] for row in sums]
 
 
-def test_history_is_empty_at_the_first_step_and_zero_past_its_lengths() -> None:
-    agent = Recorder(HistoryAgent())
-    collect(agent)
-    for call in agent.calls:
-        assert call.history.n_elems() == 3
-        assert not call.history.lengths[call.observation["initial_state"]].any()
-        padding = call.history.mask() == 0
-        assert not any(tensor[padding].any() for tensor in call.history.values())
-
-
 @pytest.mark.parametrize("kind", [StepCounter, InitialStateCounter])
 def test_every_key_of_the_history_is_that_of_the_trajectory(kind: Any) -> None:
     agent = Recorder(kind())
+    for name in ("initial_state", "makes_initial_states"):
+        setattr(agent, name, getattr(agent.inner, name))
     agent.require_history = lambda: True  # type: ignore[method-assign]
-    agent.initial_state = agent.inner.initial_state  # type: ignore[method-assign]
-    agent.makes_initial_states = agent.inner.makes_initial_states  # type: ignore[method-assign]
     collect(agent, n_timesteps=2)
     whole = counting_trajectories(LENGTHS, range(1, len(LENGTHS) + 1))
     longest = dict.fromkeys(range(1, len(LENGTHS) + 1), 0)
     for call in agent.calls:
-        for row, length in enumerate(call.history.lengths.tolist()):
-            number = int(call.history["frame"][row, 0, 1]) if length else 0
+        history = call.history
+        assert not history.lengths[call.observation["initial_state"]].any()
+        assert not any(tensor[history.mask() == 0].any() for tensor in history.values())
+        for row, length in enumerate(history.lengths.tolist()):
+            number = int(history["frame"][row, 0, 1]) if length else 0
             if not length or length == LENGTHS[number - 1]:
                 continue  # a lane that starts, or an idle one, whose results are dropped
             longest[number] = max(longest[number], length)
-            assert set(call.history.keys()) == set(whole)
-            for key in whole:
-                expected = whole[key][number - 1, :length].tolist()
-                assert call.history[key][row, :length].tolist() == expected, key
+            assert set(history.keys()) == set(whole)
+            for key, tensor in whole.items():
+                expected = tensor[number - 1, :length].tolist()
+                assert history[key][row, :length].tolist() == expected, key
     assert list(longest.values()) == [length - 1 for length in LENGTHS]
 
 
@@ -241,27 +233,32 @@ def shuffled(observation: DictTensor) -> None:
             tensor.add_(50)
 
 
-def test_observations_and_states_that_the_agent_changes_in_place_do_not_spoil_episodes() -> None:
+@pytest.mark.parametrize("n_envs", [3, 1])
+def test_an_agent_may_change_its_inputs_in_place_and_return_its_own_buffers(n_envs: int) -> None:
     seen: dict[str, set[Any]] = {}
+    buffers = {key: torch.zeros(n_envs, dtype=torch.int64) for key in ("action", "steps")}
+    value = torch.zeros(n_envs)
 
     def agent(state: Any, observation: DictTensor, agent_info: Any, history: Any) -> Any:
         for key, tensor in observation.items():
             seen.setdefault(key, set()).update(tensor.flatten().tolist())
+        torch.sum(observation["frame"], 1, out=value)
+        shuffled(observation)
         if state is None:
             state = DictTensor({"steps": zeros(observation) + 10})
         before, steps = state.clone(), state["steps"]
         steps += 1
-        shuffled(observation)
-        return before, DictTensor({"action": steps - 10}), DictTensor({"steps": steps})
+        buffers["steps"][:] = steps
+        torch.sub(steps, 10, out=buffers["action"])
+        return before, {"action": buffers["action"], "value": value}, {"steps": buffers["steps"]}
 
-    for n_envs in (3, 1):
-        seen.clear()
-        trajectories = collect(FunctionAgent(agent), n_envs=n_envs)
-        ids = list(range(1, len(LENGTHS) + 1))
-        assert_same_tensors(trajectories, counting_trajectories(LENGTHS, ids))
-    # A single lane is never idle.
-    assert all(seen[flag] == {False} for flag in ("terminated", "truncated", "done"))
-    assert seen["last_action"] == set(range(max(LENGTHS)))
+    trajectories = collect(FunctionAgent(agent), n_envs=n_envs)
+    expected = counting_trajectories(LENGTHS, list(range(1, len(LENGTHS) + 1)))
+    expected["value"] = expected["frame"].sum(2)
+    assert_same_tensors(trajectories, expected)
+    if n_envs == 1:  # a single lane is never idle
+        assert all(seen[flag] == {False} for flag in ("terminated", "truncated", "done"))
+        assert seen["last_action"] == set(range(max(LENGTHS)))
 
 
 @pytest.mark.parametrize("n_envs", [1, 3])
@@ -291,30 +288,6 @@ def test_states_and_outputs_may_be_made_of_the_observation_and_of_the_old_state(
     assert masked(trajectories, "b") == [[1 - t % 2 for t in range(n)] for n in LENGTHS]
     for key in ("a", "frame"):
         assert trajectories[f"{key}_again"].tolist() == trajectories[key].tolist()
-
-
-@pytest.mark.parametrize("n_envs", [1, 3])
-def test_outputs_and_states_may_be_buffers_of_the_agents_own(n_envs: int) -> None:
-    class Buffers(Agent):
-        def __init__(self) -> None:
-            self.value = torch.zeros(n_envs)
-            self.action = torch.zeros(n_envs, dtype=torch.int64)
-            self.new = torch.zeros(n_envs, dtype=torch.int64)
-
-        def __call__(self, state: Any, observation: Any, *others: Any) -> Any:
-            if state is None:
-                state = DictTensor({"steps": zeros(observation) + 10})
-            self.new[:] = state["steps"] + 1
-            self.action[:] = self.new - 10
-            self.value[:] = observation["frame"].sum(1)
-            output = DictTensor({"action": self.action, "value": self.value})
-            return state, output, DictTensor({"steps": self.new})
-
-    trajectories = collect(Buffers, n_envs=n_envs)
-    ids = list(range(1, len(LENGTHS) + 1))
-    expected = counting_trajectories(LENGTHS, ids)
-    expected["value"] = expected["frame"].sum(2)
-    assert_same_tensors(trajectories, expected)
 
 
 def test_outputs_keep_their_values_dtypes_and_shapes_whatever_their_strides() -> None:
@@ -450,40 +423,12 @@ def test_a_later_call_that_breaks_the_contract_is_refused(name: str) -> None:
     ],
 )
 def test_a_key_that_is_taken_is_refused_at_construction(output: str, state: str, key: str) -> None:
-    def agent(before: Any, observation: DictTensor, agent_info: Any, history: Any) -> Any:
-        before = DictTensor({state: zeros(observation)})
-        return (
-            before,
-            DictTensor({"action": zeros(observation), output: zeros(observation)}),
-            before,
-        )
+    def agent(before: Any, observation: DictTensor, *others: Any) -> Any:
+        nothing = zeros(observation)
+        return {state: nothing}, {"action": nothing, output: nothing}, {state: nothing}
 
-    with pytest.raises(SpecError, match=f"'{key}'") as caught:
+    with pytest.raises(SpecError, match=f"(?s)'{key}'.*fix:"):
         make(FunctionAgent(agent, n_noise=1))
-    assert "fix:" in str(caught.value)
-
-
-def test_an_exception_of_the_agent_is_an_agent_error_with_its_cause() -> None:
-    class Failing(StepCounter):
-        n_failures = 0
-
-        def __call__(self, state: Any, observation: Any, *others: Any) -> Any:
-            if (observation["frame"][:, 0] == 2).any() and not Failing.n_failures:
-                Failing.n_failures += 1
-                raise KeyError("goal")
-            return super().__call__(state, observation, *others)
-
-    with make(Failing) as batcher:
-        batcher.execute(3, env_info=info_of([5, 5, 5]))
-        with pytest.raises(AgentError, match="the agent raised KeyError: 'goal'") as caught:
-            batcher.get()
-        assert not isinstance(caught.value, AgentSpecError)
-        assert caught.value.where.step == 2
-        assert caught.value.where.env_info is not None
-        assert isinstance(caught.value.__cause__, KeyError)
-        assert 'raise KeyError("goal")' in caught.value.traceback_text
-        batcher.execute(2, env_info=info_of([1, 2]))
-        assert batcher.get().lengths.tolist() == [1, 2]
 
 
 # update
@@ -496,8 +441,6 @@ class Versioned(Agent):
         self.value = 0
 
     def update(self, info: Any) -> None:
-        if info == "bad":
-            raise ValueError("bad parameters")
         self.value = info["value"]
 
     def __call__(self, state: Any, observation: Any, agent_info: Any = None, h: Any = None) -> Any:
@@ -515,32 +458,9 @@ def test_of_several_updates_the_last_one_counts_as_it_was_when_it_was_sent() -> 
         assert (batcher.get()["value"] == 3).all()
 
 
-@pytest.mark.parametrize(
-    ("agent", "info", "message"),
-    [
-        (Versioned, "bad", r"agent\.update raised ValueError: bad parameters"),
-        (ConstantAgent, {}, r"does not implement update\(info\)"),
-    ],
-)
-def test_an_update_that_fails_surfaces_in_get(agent: Any, info: Any, message: str) -> None:
-    with make(agent) as batcher:
-        batcher.update(info)
+def test_an_update_without_a_method_for_it_surfaces_in_get() -> None:
+    with make(ConstantAgent) as batcher:
+        batcher.update({})
         batcher.execute(2)
-        with pytest.raises(AgentError, match=message):
+        with pytest.raises(AgentError, match=r"does not implement update\(info\)"):
             batcher.get()
-
-
-# The base class
-
-
-def test_the_base_class_has_sane_defaults() -> None:
-    agent = Agent()
-    assert agent.n_noise == 0
-    assert agent.require_history() is False
-    assert agent.initial_state(None, 3) is None
-    agent.seed(1)
-    agent.close()
-    with pytest.raises(UsageError, match="update"):
-        agent.update({})
-    with pytest.raises(NotImplementedError):
-        agent(None, DictTensor({}))
