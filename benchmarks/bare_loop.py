@@ -1,22 +1,16 @@
-"""The bare loop: what the same processes could do if nothing had to be kept or sent.
+"""The bare loop: what the same processes achieve if nothing is stored or sent.
 
 As many spawned processes as there would be workers, each with its own environments and its own
 copy of the policy. A step is: call the policy on the batch under ``torch.inference_mode``, step
 every environment, reset those that ended, write the observations into the buffer that the policy
-looks at. Rewards are dropped.
-
-Environments are stepped as ``gymnasium.make`` returned them, or, as the tightest loop that still
-makes the same episodes, without its wrappers, the loop keeping their time limit itself.
+reads. Rewards are dropped.
 """
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -32,16 +26,11 @@ class Lanes:
 
     Args:
         workload: What to run.
-        unwrapped: Step the environments without their wrappers.
     """
 
-    def __init__(self, workload: Workload, *, unwrapped: bool = False) -> None:
+    def __init__(self, workload: Workload) -> None:
         self.envs = [workload.make_env() for _ in range(workload.n_lanes)]
         self.policy = seeded_policy(workload.make_policy)
-        self._unwrapped = unwrapped
-        self._limit: float = math.inf  # steps per episode, where no wrapper looks after it
-        if unwrapped and self.envs[0].spec is not None:
-            self._limit = self.envs[0].spec.max_episode_steps or math.inf
         space = self.envs[0].observation_space
         if space.shape is None or space.dtype is None:
             raise ValueError(f"the bare loop has no buffer for observations of {space}")
@@ -49,26 +38,20 @@ class Lanes:
         dtype = np.dtype(np.float32) if space.dtype == np.float64 else space.dtype
         self._batch = np.zeros((len(self.envs), *space.shape), dtype)
         self._noise = torch.zeros(len(self.envs), self.policy.n_noise)
-        self._n_batches = 0
-        self._starts = [0] * len(self.envs)  # value of _n_batches when the episode began
         for row, env in zip(self._batch, self.envs, strict=True):
             row[...] = env.reset()[0]
 
     def run(self, seconds: float) -> tuple[int, float]:
-        """Step for so long.
+        """Step for a while.
 
         Returns:
             Environment steps made, and the seconds they took.
         """
         frame, noise, policy = torch.from_numpy(self._batch), self._noise, self.policy
-        envs = [env.unwrapped for env in self.envs] if self._unwrapped else self.envs
         lanes = [
-            (lane, env.step, env.reset, row)
-            for lane, (env, row) in enumerate(zip(envs, self._batch, strict=True))
+            (env.step, env.reset, row) for env, row in zip(self.envs, self._batch, strict=True)
         ]
-        starts, limit = self._starts, self._limit
-        n_batches = first = self._n_batches
-        next_look = n_batches  # no lane reaches its limit earlier
+        n_batches = 0
         clock = time.perf_counter
         with torch.inference_mode():
             start = clock()
@@ -79,21 +62,12 @@ class Lanes:
                 # Scalars as Python numbers, as environments like them best; vectors as views.
                 actions = action.tolist() if action.ndim == 1 else action
                 n_batches += 1
-                for (lane, step, reset, row), action in zip(lanes, actions, strict=True):
+                for (step, reset, row), action in zip(lanes, actions, strict=True):
                     observation, _, terminated, truncated, _ = step(action)
                     if terminated or truncated:
                         observation, _ = reset()
-                        starts[lane] = n_batches
                     row[...] = observation
-                if n_batches >= next_look:
-                    for lane, _, reset, row in lanes:
-                        if n_batches - starts[lane] >= limit:
-                            row[...] = reset()[0]
-                            starts[lane] = n_batches
-                    next_look = min(starts) + limit
-            elapsed_s = clock() - start
-        self._n_batches = n_batches
-        return (n_batches - first) * len(lanes), elapsed_s
+            return n_batches * len(lanes), clock() - start
 
     def close(self) -> None:
         """Close the environments."""
@@ -106,10 +80,9 @@ class BareLoop:
 
     Args:
         workload: What they run.
-        unwrapped: Step the environments without their wrappers.
     """
 
-    def __init__(self, workload: Workload, *, unwrapped: bool = False) -> None:
+    def __init__(self, workload: Workload) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -117,9 +90,7 @@ class BareLoop:
             for _ in range(workload.n_workers):
                 here, there = context.Pipe()
                 self._pipes.append(here)
-                process = context.Process(
-                    target=_serve, args=(workload, unwrapped, there), daemon=True
-                )
+                process = context.Process(target=_serve, args=(workload, there), daemon=True)
                 process.start()
                 self._processes.append(process)
                 there.close()
@@ -153,23 +124,17 @@ class BareLoop:
     def __enter__(self) -> BareLoop:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _serve(workload: Workload, unwrapped: bool, pipe: Connection) -> None:
+def _serve(workload: Workload, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    lanes = Lanes(workload, unwrapped=unwrapped)
-    report: Callable[[Any], None] = pipe.send
+    lanes = Lanes(workload)
     try:
-        report("ready")
+        pipe.send("ready")
         while True:
-            report(lanes.run(pipe.recv()))
+            pipe.send(lanes.run(pipe.recv()))
     except (EOFError, OSError, KeyboardInterrupt):
         pass  # the benchmark is over
     finally:

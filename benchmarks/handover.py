@@ -1,15 +1,15 @@
-"""What it costs the caller to take a result, and whether memory stays flat.
+"""What taking a result costs the caller, and whether memory stays flat.
 
     python benchmarks/handover.py [--repeats 15] [--requests 1000]
 
 - ``get``: 1,000 episodes of CartPole-v1, then 32 episodes of image frames. Collected by two workers
-  while the caller does nothing but look at ``progress`` now and then; once all episodes are
-  finished, ``get()`` is timed alone. ``fraction`` is its time by that of the collection.
-- ``successor``: the first and the second look at ``_frame``, which is computed when it is first
-  asked for, and the copy of ``frame`` for comparison.
+  while the caller only polls ``progress``; once all episodes are finished, ``get()`` is timed
+  alone. ``fraction`` is its time divided by the time of the collection.
+- ``successor``: the first and the second access to ``_frame``, which is computed when it is first
+  accessed, and a copy of ``frame`` for comparison.
 - ``memory``: many small requests in a row, each result dropped when the next one has arrived.
-  Memory of caller and workers together (shared pages once, files such as libraries left out) and
-  descriptors, at equal distances; ``growth_mb`` is what was added after the first tenth, by the end
+  Memory of caller and workers together (shared pages once, without files such as libraries) and
+  descriptors, at equal intervals; ``growth_mb`` is what was added after the first tenth, by the end
   of which every slot should have been written to once. Linux only.
 
 Prints JSON lines.
@@ -17,23 +17,22 @@ Prints JSON lines.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from resources import workers
-from workloads import WORKLOADS, Workload, make_batcher, quartiles, versions
+from workloads import WORKLOADS, Workload, make_batcher, parser_of, quartiles, show
 
 from rlpool import EpisodeBatcher
 
 _LOOK_S = 2e-3
-"""Between two looks at the progress: short against a collection, long against a look."""
+"""Between two polls of the progress: short beside a collection, long beside a poll."""
 
 _SETTLE_S = 0.05
 """Between the last episode and ``get()``, for the workers' last messages to arrive."""
@@ -57,49 +56,30 @@ def seconds_of(function: Any, *args: Any) -> float:
     return time.perf_counter() - start
 
 
-def measure_get(workload: Workload, n_episodes: int, n_repeats: int) -> list[dict[str, Any]]:
+def measure_get(workload: Workload, n_episodes: int, n_repeats: int) -> None:
     """Fractions of ``get()`` and costs of ``_frame``."""
-    fractions, gets_s, collections_s = [], [], []
-    first_s, second_s, copy_s = [], [], []
-    n_bytes = 0
+    seconds: dict[str, list[float]] = defaultdict(list)
     with make_batcher(workload, n_episodes) as batcher:
-        for repeat in range(-1, n_repeats):
+        for _ in range(n_repeats + 1):
             collection_s = collect(batcher, n_episodes)
             start = time.perf_counter()
             result = batcher.get()
-            get_s = time.perf_counter() - start
-            costs = [seconds_of(result.__getitem__, "_frame") for _ in range(2)]
-            costs.append(seconds_of(result["frame"].clone))
+            seconds["get"].append(time.perf_counter() - start)
+            seconds["collection"].append(collection_s)
+            seconds["first"].append(seconds_of(result.__getitem__, "_frame"))
+            seconds["second"].append(seconds_of(result.__getitem__, "_frame"))
+            seconds["copy_of_frame"].append(seconds_of(result["frame"].clone))
             n_bytes = result["frame"].nbytes
             del result
-            if repeat < 0:
-                continue  # warm-up
-            fractions.append(get_s / collection_s)
-            gets_s.append(get_s)
-            collections_s.append(collection_s)
-            for values, cost in zip((first_s, second_s, copy_s), costs, strict=True):
-                values.append(cost)
+    kept = {name: values[1:] for name, values in seconds.items()}  # the first one warms up
+    pairs = zip(kept["get"], kept["collection"], strict=True)
+    fraction = quartiles([get / collection for get, collection in pairs], 5)
+    ms = {f"{name}_ms": round(1e3 * statistics.median(kept[name]), 3) for name in kept}
     about = {"workload": workload.name, "n_episodes": n_episodes}
-    fraction = quartiles(fractions, 5)
-    return [
-        {
-            "measure": "get",
-            **about,
-            "fraction": fraction["median"],
-            "quartiles": fraction["quartiles"],
-            "n": fraction["n"],
-            "get_ms": milliseconds(gets_s),
-            "collection_ms": milliseconds(collections_s),
-        },
-        {
-            "measure": "successor",
-            **about,
-            "first_ms": milliseconds(first_s),
-            "second_ms": milliseconds(second_s),
-            "copy_of_frame_ms": milliseconds(copy_s),
-            "frame_mb": round(n_bytes / 1e6, 1),
-        },
-    ]
+    get_ms = {name: ms.pop(name) for name in ("get_ms", "collection_ms")}
+    figures = {"fraction": fraction["median"], "quartiles": fraction["quartiles"]}
+    show({"measure": "get", **about, **figures, "n": fraction["n"], **get_ms})
+    show({"measure": "successor", **about, **ms, "frame_mb": round(n_bytes / 1e6, 1)})
 
 
 def measure_memory(workload: Workload, n_episodes: int, n_requests: int) -> dict[str, Any]:
@@ -134,7 +114,7 @@ def measure_memory(workload: Workload, n_episodes: int, n_requests: int) -> dict
 
 
 def memory_mb_of(processes: list[psutil.Process]) -> float:
-    """Anonymous and shared memory of some processes, every page once.
+    """Anonymous and shared memory of some processes, counting every page once.
 
     Pages of files are left out: how much of a library counts for a process depends on who else
     uses it on this machine.
@@ -147,28 +127,16 @@ def memory_mb_of(processes: list[psutil.Process]) -> float:
     return round(kilobytes * 1024 / 1e6, 1)
 
 
-def milliseconds(seconds: list[float]) -> float:
-    """Median in milliseconds."""
-    return round(1e3 * statistics.median(seconds), 3)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=15, help="results that are timed")
     parser.add_argument("--requests", type=int, default=1000, help="requests of the memory test")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name, n_episodes in (("W1", 1000), ("W3", 32)):
-        show(*measure_get(WORKLOADS[name], n_episodes, args.repeats))
+        measure_get(WORKLOADS[name], n_episodes, args.repeats)
     for name, n_episodes in (("W1", 64), ("W3", 32)):
         show(measure_memory(WORKLOADS[name], n_episodes, args.requests))
-
-
-def show(*figures: dict[str, Any]) -> None:
-    for figure in figures:
-        print(json.dumps({**figure, "versions": versions()}), flush=True)
 
 
 if __name__ == "__main__":

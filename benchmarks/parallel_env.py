@@ -14,45 +14,48 @@ the step.
 ``loop``: the rollout loop over a ``ParallelEnvManager`` beside the bare loop (see
 ``bare_loop.py``): W1 with 2 processes of 16 environments, W2 with 2 of 8.
 
-All take turns, window by window; a window of one is compared with the mean of the two windows
-around it of the other. Prints one JSON line per workload, and every window to stderr. ``ratio`` of
-``step`` says how many times the steps of the other one we make in the same time.
+All take turns, window by window; a window of one is compared with the mean of the two windows of
+the other around it. Prints one JSON line per workload, and every window to stderr. ``ratio`` of
+``step`` says how many times as many steps as the other we make in the same time.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
 from bare_loop import BareLoop
-from throughput import batcher_window, to_neighbours
-from workloads import SEED, WORKLOADS, PolicyAgent, Workload, quartiles, versions
+from throughput import batcher_window
+from workloads import (
+    SEED,
+    WORKLOADS,
+    PolicyAgent,
+    Window,
+    Workload,
+    in_turns,
+    noise_of,
+    note,
+    parser_of,
+    quartiles,
+    show,
+)
 
 from rlpool import EpisodeBatcher, GymEnv, ParallelEnvManager, VecEnv
 
 N_WORKERS, N_LANES = 2, 8
 """Of ``step``: processes, and environments in each."""
 
-MIN_RATIO = {"W1": 0.55, "W2": 0.65}
-"""Bars of ``loop``."""
-
 N_ANNOUNCED = 16_000
 """Episodes announced at a time in ``step``."""
-
-Window = Callable[[float], float]
-"""Steps for so many seconds; returns steps per second, of single environments."""
 
 
 class Batch(gymnasium.Env[Any, Any]):
@@ -182,51 +185,40 @@ def tianshou_shmem(workload: Workload) -> Any:
     return batches(importlib.import_module("tianshou.env").ShmemVectorEnv, workload)
 
 
-PEERS: dict[str, tuple[str, Callable[[Workload], Any]]] = {
-    "in_this_process": ("rlpool", in_this_process),
-    "gymnasium_async": ("gymnasium", gymnasium_async),
-    "sb3_subproc": ("stable-baselines3", sb3_subproc),
-    "tianshou_shmem": ("tianshou", tianshou_shmem),
+PEERS: dict[str, Callable[[Workload], Any]] = {
+    "in_this_process": in_this_process,
+    "gymnasium_async": gymnasium_async,
+    "sb3_subproc": sb3_subproc,
+    "tianshou_shmem": tianshou_shmem,
 }
 
 
 def compare_steps(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
     """Round trips of a step, ours and the others' in turns."""
-    ours: list[float] = []
-    theirs: dict[str, list[float]] = {}
     with ExitStack() as stack:
-        window = stack.enter_context(rlpool_manager(workload))
+        ours = stack.enter_context(rlpool_manager(workload))
         others: dict[str, Window] = {}
         for name in args.peers:
             try:
-                others[name] = stack.enter_context(PEERS[name][1](workload))
+                others[name] = stack.enter_context(PEERS[name](workload))
             except ImportError as error:
                 note(f"{name} is left out: {error}")
-        for number in range(-1, args.windows):
-            for name, other in others.items():
-                rates = window(args.seconds), other(args.seconds)
-                if number >= 0:  # the first are for warming up
-                    ours.append(rates[0])
-                    theirs.setdefault(name, []).append(rates[1])
-                    note(f"{workload.name} {number}: rlpool {rates[0]:.0f}, {name} {rates[1]:.0f}")
-        ours.append(window(args.seconds))
+        rates, peers = in_turns(ours, others, args.windows, args.seconds)
     n = N_WORKERS * N_LANES
-    figures: dict[str, Any] = {
+    return {
         "part": "step",
         "workload": workload.name,
         "n_processes": N_WORKERS,
         "n_environments": n,
-        "step_us": round(n / quartiles(ours)["median"] * 1e6, 1),
-        "peers": {},
+        "step_us": round(n / quartiles(rates)["median"] * 1e6, 1),
+        "peers": {
+            name: {
+                "ratio": quartiles([1 / ratio for ratio in ratios]),
+                "step_us": round(n / quartiles(peer_rates)["median"] * 1e6, 1),
+            }
+            for name, (peer_rates, ratios) in peers.items()
+        },
     }
-    for place, (name, rates) in enumerate(theirs.items()):
-        before, after = ours[place :: len(theirs)], ours[place + 1 :: len(theirs)]
-        inverse = to_neighbours(rates, before[: len(rates)], after[: len(rates)])
-        figures["peers"][name] = {
-            "ratio": quartiles([1 / value for value in inverse]),
-            "step_us": round(n / quartiles(rates)["median"] * 1e6, 1),
-        }
-    return figures
 
 
 def create_manager(seed: int, workload: Workload) -> ParallelEnvManager:
@@ -241,8 +233,6 @@ def compare_loops(workload: Workload, args: argparse.Namespace) -> dict[str, Any
     """The rollout loop over a manager and the bare loop in turns."""
     n_episodes = min(workload.n_episodes, 2000)
     workload = replace(workload, n_episodes=n_episodes)
-    bare: list[float] = []
-    ours: list[float] = []
     with (
         BareLoop(workload) as bare_loop,
         EpisodeBatcher(
@@ -256,42 +246,20 @@ def compare_loops(workload: Workload, args: argparse.Namespace) -> dict[str, Any
             seeds=SEED,
         ) as batcher,
     ):
-        for number in range(-1, args.windows):
-            rates = (
-                bare_loop.window(args.seconds),
-                batcher_window(batcher, n_episodes, 1, args.seconds),
-            )
-            if number >= 0:
-                bare.append(rates[0])
-                ours.append(rates[1])
-                note(f"{workload.name} {number}: bare {rates[0]:.0f}, rlpool {rates[1]:.0f}")
-        bare.append(bare_loop.window(args.seconds))
+        windows = {f"manager on {workload.name}": partial(batcher_window, batcher, n_episodes)}
+        bare, others = in_turns(bare_loop.window, windows, args.windows, args.seconds)
+    ((rates, ratios),) = others.values()
     return {
         "part": "loop",
         "workload": workload.name,
-        "ratio": quartiles(to_neighbours(ours, bare[:-1], bare[1:])),
-        "bar": MIN_RATIO[workload.name],
-        "bare_to_bare": quartiles(to_neighbours(bare[1:-1], bare[:-2], bare[2:])),
-        "steps_per_s": round(quartiles(ours)["median"]),
+        "ratio": quartiles(ratios),
+        "bare_to_bare": noise_of(bare),
+        "steps_per_s": round(quartiles(rates)["median"]),
     }
 
 
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def peer_versions() -> dict[str, str]:
-    found = {}
-    for name in ("stable-baselines3", "tianshou", "mujoco"):
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="+", choices=["step", "loop"], default=["step", "loop"])
     parser.add_argument("--workloads", nargs="+", choices=["W1", "W2", "W3"])
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
@@ -299,15 +267,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a window")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    compare = {"step": compare_steps, "loop": compare_loops}
+    default = {"step": ["W1", "W2", "W3"], "loop": ["W1", "W2"]}
     for part in args.parts:
-        names = args.workloads or ["W1", "W2", "W3"]
-        for name in names:
-            if part == "loop" and name not in MIN_RATIO:
-                continue
-            compare = compare_steps if part == "step" else compare_loops
-            figures = compare(WORKLOADS[name], args)
-            print(json.dumps({**figures, "versions": {**versions(), **peer_versions()}}))
-            sys.stdout.flush()
+        for name in args.workloads or default[part]:
+            figures = compare[part](WORKLOADS[name], args)
+            show(figures, "stable-baselines3", "tianshou", "mujoco")
 
 
 if __name__ == "__main__":

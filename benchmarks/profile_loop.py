@@ -2,18 +2,16 @@
 
     python benchmarks/profile_loop.py [--workloads W1 W2 W3] [--passes 10] [--cprofile 25]
 
-The lanes of one worker run in this process (``n_threads=0``), in turns with the bare loop on as
-many lanes. Each is passed through twice: with a timer around the policy alone, which gives the
-whole of a batch step, and with timers around ``env.step`` and ``env.reset`` as well, which gives
-their part. What a timer costs is measured beforehand and subtracted. Microseconds per batch step,
-medians over passes:
+The lanes of one worker run in this process (``n_threads=0``), with timers around the policy,
+``env.step`` and ``env.reset``. What a timer costs is measured first and subtracted. Microseconds
+per batch step, medians over passes:
 
+- ``whole``: everything
 - ``step``, ``reset``: inside the environments, without Gymnasium's wrappers around them
 - ``policy``: the network and the sampling, without the noise
 - ``rest``: the loop's own work, and the wrappers as far as it goes through them
 
-``lanes_busy`` is below 1 because a request's last episodes do not end at the same time;
-``ratio`` compares the time per environment step, as ``throughput.py`` does with all processes.
+``lanes_busy`` is below 1 because a request's last episodes do not end at the same time.
 
 ``--cprofile N`` prints the N functions that take most time of their own to stderr. Under cProfile
 small functions look more expensive than they are.
@@ -23,10 +21,8 @@ Prints one JSON line per workload.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import functools
-import json
 import pstats
 import statistics
 import sys
@@ -35,19 +31,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bare_loop import Lanes
-from workloads import WORKLOADS, PolicyAgent, Workload, create_env, versions
+from workloads import SEED, WORKLOADS, PolicyAgent, Workload, create_env, parser_of, show
 
 from rlpool import EpisodeBatcher, GymEnv
 
-_PARTS = ("step", "reset", "policy")
-
-Pass = dict[str, float]
-"""Microseconds per batch step by part, ``whole``, and environment steps per batch step."""
-
 
 class Stopwatch:
-    """Adds up the time inside functions, what the timers cost left out.
+    """Adds up the time inside functions, less what the timers cost.
 
     Attributes:
         seconds: Time by part.
@@ -64,8 +54,8 @@ class Stopwatch:
 
     def clear(self) -> None:
         """Begin anew."""
-        self.seconds = dict.fromkeys(_PARTS, 0.0)
-        self.n_calls = dict.fromkeys(_PARTS, 0)
+        self.seconds = dict.fromkeys(("step", "reset", "policy"), 0.0)
+        self.n_calls = dict.fromkeys(self.seconds, 0)
 
     def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function with a timer."""
@@ -81,175 +71,67 @@ class Stopwatch:
 
         return timed
 
-    def around_env(self, env: Any) -> Any:
-        """The environment with timers around its innermost ``step`` and ``reset``."""
-        inner = env.unwrapped
-        inner.step = self.around("step", inner.step)
-        inner.reset = self.around("reset", inner.reset)
+
+def timed_batcher(workload: Workload, watch: Stopwatch) -> EpisodeBatcher:
+    """A batcher in this process, with timers around the policy and the innermost environments."""
+
+    def make_env() -> Any:
+        env = workload.make_env()
+        inner: Any = env.unwrapped
+        inner.step, inner.reset = (watch.around(k, getattr(inner, k)) for k in ("step", "reset"))
         return env
 
-    def passed(self, elapsed_s: float, n_steps: int) -> Pass:
-        """What was measured since ``clear``."""
-        n_batches = self.n_calls["policy"]
-        parts = {part: 1e6 * self.seconds[part] / n_batches for part in _PARTS}
-        return {**parts, "whole": 1e6 * elapsed_s / n_batches, "n_steps": n_steps / n_batches}
+    def make_agent() -> PolicyAgent:
+        agent = PolicyAgent(workload.make_policy)
+        agent.policy = watch.around("policy", agent.policy)
+        return agent
+
+    def make_envs(seed: int) -> GymEnv:
+        return create_env(make_env, workload.n_lanes, seed)
+
+    n_slots = workload.n_episodes // workload.n_workers
+    arguments = (workload.n_timesteps, n_slots, make_agent, {}, make_envs, {})
+    return EpisodeBatcher(*arguments, n_threads=0, seeds=SEED)
 
 
-class BatcherPasses:
-    """A batcher in this process.
-
-    Args:
-        workload: What it runs.
-        times_envs: Whether the environments are timed.
-    """
-
-    def __init__(self, workload: Workload, times_envs: bool) -> None:
-        self._watch = watch = Stopwatch()
-        self._n_episodes = workload.n_episodes // workload.n_workers
-
-        def make_env() -> Any:
-            env = workload.make_env()
-            return watch.around_env(env) if times_envs else env
-
-        def make_agent() -> PolicyAgent:
-            agent = PolicyAgent(workload.make_policy)
-            agent.policy = watch.around("policy", agent.policy)
-            return agent
-
-        def make_envs(seed: int) -> GymEnv:
-            return create_env(make_env, workload.n_lanes, seed)
-
-        self.batcher = EpisodeBatcher(
-            n_timesteps=workload.n_timesteps,
-            n_slots=self._n_episodes,
-            create_agent=make_agent,
-            create_env=make_envs,
-            n_threads=0,
-            seeds=0,
-        )
-
-    def run(self) -> Pass:
-        """Collect one request."""
-        self._watch.clear()
-        start = time.perf_counter()
-        self.batcher.execute(self._n_episodes)
-        n_steps = int(self.batcher.get().lengths.sum())
-        return self._watch.passed(time.perf_counter() - start, n_steps)
-
-    def close(self) -> None:
-        self.batcher.close()
-
-
-class BarePasses:
-    """The bare loop in this process.
-
-    Args:
-        workload: What it runs.
-        times_envs: Whether the environments are timed.
-        unwrapped: Whether they are stepped without their wrappers.
-    """
-
-    _SECONDS = 0.3
-
-    def __init__(self, workload: Workload, times_envs: bool, *, unwrapped: bool) -> None:
-        self._watch = Stopwatch()
-        self._lanes = Lanes(workload, unwrapped=unwrapped)
-        self._lanes.policy = self._watch.around("policy", self._lanes.policy)
-        if times_envs:
-            for env in self._lanes.envs:
-                self._watch.around_env(env)
-
-    def run(self) -> Pass:
-        """Run for a while."""
-        self._watch.clear()
-        n_steps, elapsed_s = self._lanes.run(self._SECONDS)
-        return self._watch.passed(elapsed_s, n_steps)
-
-    def close(self) -> None:
-        self._lanes.close()
-
-
-def divide(light: list[Pass], timed: list[Pass]) -> dict[str, float]:
-    """Parts of a batch step, the whole of it taken from the passes with fewer timers."""
-    whole, policy = (
-        statistics.median(each[part] for each in light) for part in ("whole", "policy")
-    )
-    step, reset = (statistics.median(each[part] for each in timed) for part in ("step", "reset"))
-    parts = {"step": step, "reset": reset, "policy": policy}
-    parts["rest"] = whole - sum(parts.values())
-    return {"whole": round(whole, 1), **{name: round(part, 1) for name, part in parts.items()}}
-
-
-def profile(workload: Workload, n_passes: int, *, unwrapped: bool) -> dict[str, Any]:
-    """Batcher and bare loop in turns, with few and with all timers."""
-    kinds = [
-        make(workload, times_envs)
-        for make in (functools.partial(BarePasses, unwrapped=unwrapped), BatcherPasses)
-        for times_envs in (False, True)
-    ]
-    passes: list[list[Pass]] = [[] for _ in kinds]
-    try:
-        for number in range(n_passes + 1):
-            for kind, done in zip(kinds, passes, strict=True):
-                measured = kind.run()
-                if number:  # the first one warms up
-                    done.append(measured)
-    finally:
-        for kind in kinds:
-            kind.close()
-    bare_light, bare_timed, light, timed = passes
-    us_per_step = [
-        statistics.median(each["whole"] / each["n_steps"] for each in done)
-        for done in (bare_light, light)
-    ]
-    n_steps = statistics.median(each["n_steps"] for each in light)
-    return {
-        "workload": workload.name,
-        "n_lanes": workload.n_lanes,
-        "n_passes": n_passes,
-        "bare": "unwrapped" if unwrapped else "plain",
-        "ratio": round(us_per_step[0] / us_per_step[1], 3),
-        "lanes_busy": round(n_steps / workload.n_lanes, 3),
-        "batcher_us": divide(light, timed),
-        "bare_us": divide(bare_light, bare_timed),
-    }
-
-
-def print_functions(workload: Workload, n_passes: int, n_functions: int) -> None:
-    """What cProfile says about a batcher, to stderr."""
-    kind = BatcherPasses(workload, times_envs=False)
-    try:
-        kind.run()
-        with cProfile.Profile() as profiler:
-            for _ in range(n_passes):
-                kind.run()
-    finally:
-        kind.close()
-    print(f"{workload.name}:", file=sys.stderr)
-    pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(n_functions)
+def profile(workload: Workload, n_passes: int, n_functions: int) -> None:
+    """Print where the time of requests goes."""
+    n_episodes, watch = workload.n_episodes // workload.n_workers, Stopwatch()
+    passes: list[dict[str, float]] = []
+    with timed_batcher(workload, watch) as batcher, cProfile.Profile() as profiler:
+        profiler.disable()
+        for _ in range(n_passes + 1):
+            watch.clear()
+            start = time.perf_counter()
+            batcher.execute(n_episodes)
+            n_steps = int(batcher.get().lengths.sum())
+            seconds = {"whole": time.perf_counter() - start, **watch.seconds}
+            n_batches = watch.n_calls["policy"]
+            passes.append({part: 1e6 * value / n_batches for part, value in seconds.items()})
+            passes[-1]["lanes_busy"] = n_steps / n_batches / workload.n_lanes
+        if n_functions:
+            profiler.enable()
+            batcher.execute(n_episodes)
+            batcher.get()
+    figures = {k: statistics.median(each[k] for each in passes[1:]) for k in passes[0]}
+    lanes_busy = round(figures.pop("lanes_busy"), 3)
+    figures["rest"] = 2 * figures["whole"] - sum(figures.values())
+    about = {"workload": workload.name, "n_lanes": workload.n_lanes, "n_passes": n_passes}
+    show({**about, "lanes_busy": lanes_busy, "us": {k: round(v, 1) for k, v in figures.items()}})
+    if n_functions:
+        pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(n_functions)
 
 
 def main() -> None:
     names = ["W1", "W2", "W3"]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--workloads", nargs="+", choices=names, default=names)
     parser.add_argument("--passes", type=int, default=10)
-    parser.add_argument(
-        "--bare",
-        choices=["plain", "unwrapped"],
-        default="plain",
-        help="whether the bare loop steps environments as made, or without Gymnasium's wrappers",
-    )
     parser.add_argument("--cprofile", type=int, metavar="N", default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.workloads:
-        figures = profile(WORKLOADS[name], args.passes, unwrapped=args.bare == "unwrapped")
-        print(json.dumps({**figures, "versions": versions()}), flush=True)
-        if args.cprofile:
-            print_functions(WORKLOADS[name], args.passes, args.cprofile)
+        profile(WORKLOADS[name], args.passes, args.cprofile)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""How soon workers are there, again and again, and what each of them costs.
+"""How long workers take to start and to start again, and what each of them costs.
 
     python benchmarks/startup.py [--repeats 7]
 
-Workers that are forked from a template stand beside spawned ones, in turns, each in a program of
-its own. A worker has 16 CartPoles, unless another environment is named.
+Workers forked from a template and spawned ones take turns, each in a program of its own. A worker
+has 16 CartPoles, unless another environment is named.
 
 - ``first_batcher``: seconds from creating the first batcher of a program to having its first
-  episodes; ``from_program_start``: the same, and what came before, which is mostly imports.
+  episodes; ``from_program_start``: the same plus what came before, mostly imports.
 - ``later_batcher``: the same for the next batcher of the program.
-- ``idle_memory``: memory that is a worker's alone (unique set size) when it is ready; and
-  ``busy_memory``: after a million steps of it.
+- ``idle_memory``: private memory of a worker (unique set size) when it is ready; and
+  ``busy_memory``: after its first million steps.
 - ``descriptors``: those in the caller per worker while a batcher is open; ``descriptors_kept``:
-  those that the first batcher leaves, for the tracker of multiprocessing and the template;
-  ``descriptors_left``: those that a later one leaves.
+  those that the first batcher leaves open, for the tracker of multiprocessing and the template;
+  ``descriptors_left``: those that a later one leaves open.
 - ``restart``: milliseconds from SIGKILL of a worker to its successor's first step, less what the
   construction of the successor's environments took, by the successor's own clock; for an
   environment that is made at once, and one that takes a second.
@@ -20,8 +20,8 @@ its own. A worker has 16 CartPoles, unless another environment is named.
   import, with ``rlpool.preload`` and without.
 
 Prints JSON lines: medians, quartiles, the load average at the time, and the bar, if there is one,
-with whether the template's median meets it. Workers import this module, too, so that what they have
-no use for is imported inside of functions.
+with whether the template's median meets it. Workers import this module, too, so imports that they
+do not need are inside functions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
-from workloads import WORKLOADS, PolicyAgent, create_env, quartiles, versions
+from workloads import WORKLOADS, PolicyAgent, create_env, parser_of, quartiles, show
 
 import rlpool
 from rlpool import EpisodeBatcher, GymEnv
@@ -61,7 +61,7 @@ BARS = {
     ("restart", 0.0): 100.0,
     ("restart", 1.0): 100.0,
 }
-"""Of a measure and what it was taken with: the largest median of the template's."""
+"""The largest median allowed with the template, by measure and argument."""
 
 
 # What is timed, each in a program of its own ----------------------------------------------------
@@ -148,25 +148,17 @@ def create_noting(notes: str, delay_s: float, seed: int) -> GymEnv:
     start_s = time.monotonic()
     time.sleep(delay_s)
     envs = [gymnasium.make("CartPole-v1") for _ in range(N_LANES)]
-    noting = NoteFirstStep(envs[0], Path(notes) / str(os.getpid()))
-    made = GymEnv([noting, *envs[1:]], seed)
-    noting.construction_s = time.monotonic() - start_s
+    note, step = Path(notes) / str(os.getpid()), envs[0].step
+
+    def noting_step(action: Any) -> Any:
+        note.write_text(json.dumps([construction_s, time.monotonic()]))
+        envs[0].step = step  # type: ignore[method-assign]
+        return step(action)
+
+    envs[0].step = noting_step  # type: ignore[method-assign]
+    made = GymEnv(envs, seed)
+    construction_s = time.monotonic() - start_s
     return made
-
-
-class NoteFirstStep(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Notes the time of its first step, and how long it took to be made."""
-
-    def __init__(self, env: gymnasium.Env[Any, Any], path: Path) -> None:
-        super().__init__(env)
-        self._path: Path | None = path
-        self.construction_s = 0.0
-
-    def step(self, action: Any) -> Any:
-        if self._path is not None:
-            path, self._path = self._path, None
-            path.write_text(json.dumps([self.construction_s, time.monotonic()]))
-        return super().step(action)
 
 
 def run_slow_import(start_method: str, is_preloaded: bool) -> dict[str, Any]:
@@ -214,38 +206,25 @@ def result_of(name: str, *arguments: Any) -> dict[str, list[float]]:
     command = [sys.executable, __file__, "--program", json.dumps([name, *arguments])]
     environment = {**os.environ, "STARTUP_BENCHMARK_S": str(time.monotonic())}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else every worker compiles these scripts
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-    result: dict[str, list[float]] = json.loads(done.stdout)
+    result: dict[str, list[float]] = json.loads(subprocess.check_output(command, env=environment))
     return result
 
 
-def compare(name: str, n_repeats: int, about: str, value: Any) -> None:
-    """Run a program with both start methods in turns, and print its figures."""
-    variants = {kind: (name, method, value) for kind, method in METHODS.items()}
-    show(measured(variants, n_repeats), {about: value}, value)
-
-
-def measured(variants: dict[str, tuple[Any, ...]], n_repeats: int) -> dict[str, dict[str, Any]]:
-    """Figures by measure and variant of a program."""
+def compare(name: str, n_repeats: int, about: str, value: float, *more: tuple[Any, ...]) -> None:
+    """Run variants of a program in turns, with both start methods unless told; print figures."""
+    variants = dict(more) or {kind: (method, value) for kind, method in METHODS.items()}
     figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for _ in range(n_repeats):
-        for variant, program in variants.items():
-            for measure, values in result_of(*program).items():
+        for variant, arguments in variants.items():
+            for measure, values in result_of(name, *arguments).items():
                 figures[measure][variant] += values
-    return {
-        measure: {variant: quartiles(values, 2) for variant, values in by_variant.items()}
-        for measure, by_variant in figures.items()
-    }
-
-
-def show(figures: dict[str, dict[str, Any]], about: dict[str, Any], value: Any) -> None:
     for measure, by_variant in figures.items():
-        line = {"measure": measure, **about, **by_variant}
+        summary = {variant: quartiles(values, 2) for variant, values in by_variant.items()}
+        line = {"measure": measure, about: value, **summary}
         bar = BARS.get((measure, value))
         if bar is not None:
-            line |= {"bar": bar, "is_met": by_variant["template"]["median"] <= bar}
-        load = [round(average, 2) for average in os.getloadavg()]
-        print(json.dumps({**line, "load": load, "versions": versions()}), flush=True)
+            line |= {"bar": bar, "is_met": summary["template"]["median"] <= bar}
+        show({**line, "load": [round(average, 2) for average in os.getloadavg()]})
 
 
 def compare_slow_import(n_repeats: int) -> None:
@@ -253,18 +232,13 @@ def compare_slow_import(n_repeats: int) -> None:
         Path(directory, "slow_package.py").write_text(f"import time\ntime.sleep({IMPORT_S})\n")
         paths = [directory, *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-        variants = {
-            "template_preloaded": ("slow_import", "auto", True),
-            "template": ("slow_import", "auto", False),
-            "spawn": ("slow_import", "spawn", False),
-        }
-        show(measured(variants, n_repeats), {"n_workers": 2, "import_s": IMPORT_S}, None)
+        preloaded = ("template_preloaded", ("auto", True))
+        others = [(kind, (method, False)) for kind, method in METHODS.items()]
+        compare("slow_import", n_repeats, "import_s", IMPORT_S, preloaded, *others)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--program", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -13,8 +13,7 @@ window of the batcher repeats ``execute``, ``get`` and dropping the result; it c
 the episodes that it got, over the time from the first ``execute`` to the last ``get``, which is a
 little more than ``--seconds``. ``ratio`` compares each window of the batcher with the mean of the
 two windows of the bare loop around it, ``bare_to_bare`` does the same with windows of the bare
-loop: what it deviates from 1 is noise. The bare loop steps environments as ``gymnasium.make``
-returns them; with ``--bare unwrapped`` it goes without their wrappers.
+loop: what it deviates from 1 is noise.
 
 W4: ``efficiency`` is the sleep of all steps, by 8, by the time from ``execute`` to ``get``.
 
@@ -24,89 +23,64 @@ Prints one JSON line per workload, and every window to stderr.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
 from bare_loop import BareLoop
-from workloads import WORKLOADS, Workload, make_batcher, quartiles, versions
+from workloads import (
+    WORKLOADS,
+    Workload,
+    in_turns,
+    make_batcher,
+    noise_of,
+    note,
+    parser_of,
+    quartiles,
+    show,
+)
 
 from rlpool import EpisodeBatcher
 
 STEP_SLEEP_S = 1e-3  # of W4
 
 
-def batcher_window(
-    batcher: EpisodeBatcher, n_episodes: int, n_in_flight: int, seconds: float
-) -> float:
-    """Collect for at least so long; returns steps per second.
+def batcher_window(batcher: EpisodeBatcher, n_episodes: int, seconds: float) -> float:
+    """Collect for at least this long; returns steps per second.
 
     Args:
         batcher: A batcher with nothing pending.
         n_episodes: Episodes per request.
-        n_in_flight: Requests that are pending at the same time; 1 asks for the next one only when
-            the last has been dropped.
-        seconds: No request is made after so long.
+        seconds: No request is made after this long.
     """
-    n_steps = n_pending = 0
+    n_steps = 0
     start = now = time.perf_counter()
-    while n_pending or now - start < seconds:
-        while n_pending < n_in_flight and now - start < seconds:
-            batcher.execute(n_episodes)
-            n_pending += 1
+    while now - start < seconds:
+        batcher.execute(n_episodes)
         n_steps += int(batcher.get().lengths.sum())
-        n_pending -= 1
         now = time.perf_counter()
     return n_steps / (now - start)
-
-
-def to_neighbours(windows: list[float], before: list[float], after: list[float]) -> list[float]:
-    """Each window over the mean of the two around it."""
-    return [
-        window / ((left + right) / 2)
-        for window, left, right in zip(windows, before, after, strict=True)
-    ]
 
 
 def compare(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
     """Batcher and bare loop in turns."""
     n_episodes = args.n_episodes or workload.n_episodes
-    bare: list[float] = []
-    batched: list[float] = []
-    with (
-        BareLoop(workload, unwrapped=args.bare == "unwrapped") as bare_loop,
-        make_batcher(workload, n_episodes, n_in_flight=args.in_flight) as batcher,
-    ):
-        for window in range(-1, args.windows + 1):
-            bare_rate = bare_loop.window(args.seconds)
-            # After the last window of the bare loop nothing is left to compare.
-            is_last = window == args.windows
-            rate = (
-                0.0
-                if is_last
-                else batcher_window(batcher, n_episodes, args.in_flight, args.seconds)
-            )
-            if window < 0:
-                continue  # warm-up
-            bare.append(bare_rate)
-            if not is_last:
-                batched.append(rate)
-                note(f"{workload.name} {window}: bare {bare_rate:.0f}, batcher {rate:.0f} steps/s")
-    ratio = quartiles(to_neighbours(batched, bare[:-1], bare[1:]))
+    with BareLoop(workload) as bare_loop, make_batcher(workload, n_episodes) as batcher:
+        windows = {f"batcher on {workload.name}": partial(batcher_window, batcher, n_episodes)}
+        bare, others = in_turns(bare_loop.window, windows, args.windows, args.seconds)
+    ((batched, ratios),) = others.values()
+    ratio = quartiles(ratios)
     return {
         "workload": workload.name,
-        "bare": args.bare,
         "ratio": ratio["median"],
         "quartiles": ratio["quartiles"],
         "n_windows": ratio["n"],
-        "bare_to_bare": quartiles(to_neighbours(bare[1:-1], bare[:-2], bare[2:])),
+        "bare_to_bare": noise_of(bare),
         "bare_steps_per_s": round(quartiles(bare)["median"]),
         "batcher_steps_per_s": round(quartiles(batched)["median"]),
         "seconds": args.seconds,
         "n_episodes": n_episodes,
-        "in_flight": args.in_flight,
     }
 
 
@@ -145,34 +119,19 @@ def measured_sleep_s(n: int = 500) -> float:
     return (time.perf_counter() - start) / n
 
 
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument(
         "--windows", type=int, default=10, help="windows of the batcher; W4: requests"
     )
     parser.add_argument("--seconds", type=float, default=3.0, help="length of a window")
     parser.add_argument("--n-episodes", type=int, help="episodes per request, for sensitivity")
-    parser.add_argument("--in-flight", type=int, default=1, help="requests pending at a time")
-    parser.add_argument(
-        "--bare",
-        choices=["plain", "unwrapped"],
-        default="plain",
-        help="whether the bare loop steps environments as made, or without Gymnasium's wrappers",
-    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.workloads:
         measure = stragglers if name == "W4" else compare
-        figures = measure(WORKLOADS[name], args)
-        more = ("mujoco",) if name == "W2" else ()
-        print(json.dumps({**figures, "versions": versions(*more)}), flush=True)
+        show(measure(WORKLOADS[name], args), *(["mujoco"] if name == "W2" else []))
 
 
 if __name__ == "__main__":

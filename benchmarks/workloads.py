@@ -1,4 +1,4 @@
-"""What the benchmarks run: environments, policies and the sizes that go with them.
+"""What the benchmarks run: environments, policies and their sizes; how they take turns and print.
 
 Everything is at module level, so that spawned processes can import it by name. A policy knows
 nothing of rlpool: the bare loop calls the very same object on the very same batch.
@@ -6,11 +6,15 @@ nothing of rlpool: the bare loop calls the very same object on the very same bat
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import json
 import os
 import platform
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -35,14 +39,14 @@ SEED = 0
 
 
 class FramesEnv(gymnasium.Env[Any, Any]):
-    """Image frames without any work: what a step costs is what is done with its observation.
+    """Image frames at no cost: a step costs only what is done with its observation.
 
     Args:
         episode_steps: Length of every episode.
     """
 
     N_FRAMES = 4
-    """Frames that take turns, so that two steps in a row never look the same."""
+    """Distinct frames, shown in turn, so that consecutive steps differ."""
 
     N_ACTIONS = 6
 
@@ -140,7 +144,7 @@ class HalfCheetahPolicy(torch.nn.Module):
 
 
 class RandomPolicy(torch.nn.Module):
-    """Any action, whatever is seen."""
+    """Random actions."""
 
     n_noise = 1
 
@@ -180,8 +184,8 @@ class Workload:
         make_policy: Creates the policy; its parameters follow from ``SEED``.
         n_workers: Processes that collect.
         n_lanes: Environments in each of them.
-        n_episodes: Episodes per request: enough of them that its last ones, during which lanes
-            run out of work, hardly count.
+        n_episodes: Episodes per request: enough that the last ones, during which lanes run empty,
+            hardly count.
         n_timesteps: Longest episode.
     """
 
@@ -229,7 +233,7 @@ class PolicyAgent(Agent):
 
 
 def seeded_policy(make_policy: Callable[[], Any]) -> Any:
-    """A policy with the same parameters in every process."""
+    """The policy, with the same parameters in every process."""
     torch.manual_seed(SEED)
     return make_policy()
 
@@ -241,10 +245,7 @@ def create_env(
 
 
 def make_batcher(
-    workload: Workload,
-    n_episodes: int | None = None,
-    n_threads: int | None = None,
-    n_in_flight: int = 1,
+    workload: Workload, n_episodes: int | None = None, n_threads: int | None = None
 ) -> EpisodeBatcher:
     """A batcher with one slot for every episode.
 
@@ -252,11 +253,10 @@ def make_batcher(
         workload: What to run.
         n_episodes: Episodes per request, instead of the workload's own.
         n_threads: Worker processes, instead of the workload's own.
-        n_in_flight: Requests that shall fit at the same time.
     """
     return EpisodeBatcher(
         n_timesteps=workload.n_timesteps,
-        n_slots=n_in_flight * (n_episodes or workload.n_episodes),
+        n_slots=n_episodes or workload.n_episodes,
         create_agent=PolicyAgent,
         agent_args={"make_policy": workload.make_policy},
         create_env=create_env,
@@ -268,19 +268,72 @@ def make_batcher(
 
 # Figures ----------------------------------------------------------------------------------------
 
+Window = Callable[[float], float]
+"""Steps for a number of seconds; returns steps per second."""
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser that shows what a script says about itself."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=form)
+
+
+def note(text: str) -> None:
+    """Say how far it is, to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def show(figures: Mapping[str, Any], *more: str) -> None:
+    """Print figures as a JSON line, with the versions they were measured with."""
+    print(json.dumps({**figures, "versions": versions(*more)}), flush=True)
+
+
+def in_turns(
+    base: Window, others: Mapping[str, Window], n_windows: int, seconds: float
+) -> tuple[list[float], dict[str, tuple[list[float], list[float]]]]:
+    """Run windows of everybody in turns, ``base`` before and after each of the others.
+
+    Returns:
+        Steps per second of the base, and by the name of the others theirs and, for each of their
+        windows, the ratio to the mean of the two windows of the base around it.
+    """
+    names = [name for _ in range(-1, n_windows) for name in others]  # the first warm up
+    before, rates = [base(seconds)], []
+    for name in names:
+        rates.append(others[name](seconds))
+        before.append(base(seconds))
+        note(f"base {before[-1]:.0f}, {name} {rates[-1]:.0f} steps/s")
+    ratios = to_neighbours(rates, before)
+    n = len(others)
+    found = {
+        name: (rates[n + place :: n], ratios[n + place :: n]) for place, name in enumerate(others)
+    }
+    return before[n:], found
+
+
+def to_neighbours(windows: Sequence[float], around: Sequence[float]) -> list[float]:
+    """Each window by the mean of the two around it, of which there is one more than windows."""
+    pairs = zip(windows, itertools.pairwise(around), strict=True)
+    return [2 * window / sum(neighbours) for window, neighbours in pairs]
+
+
+def noise_of(base: Sequence[float]) -> dict[str, Any]:
+    """Windows of the base compared among themselves: what deviates from 1 is noise."""
+    triples = zip(base[:-2], base[1:-1], base[2:], strict=True)
+    return quartiles([2 * middle / (left + right) for left, middle, right in triples])
+
 
 def versions(*more: str) -> dict[str, Any]:
     """What the figures were measured with.
 
     Args:
-        more: Further distributions to name.
+        more: Further distributions to name, if they are installed.
     """
-    names = ("rlpool", "torch", "gymnasium", "numpy", *more)
-    return {
-        **{name: metadata.version(name) for name in names},
-        "python": platform.python_version(),
-        "cpus": len(os.sched_getaffinity(0)),
-    }
+    found: dict[str, Any] = {}
+    for name in ("rlpool", "torch", "gymnasium", "numpy", *more):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return {**found, "python": platform.python_version(), "cpus": len(os.sched_getaffinity(0))}
 
 
 def quartiles(values: Sequence[float], n_digits: int = 3) -> dict[str, Any]:

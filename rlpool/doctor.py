@@ -1,14 +1,13 @@
 """What this machine offers to workers, and which of its limits would be hit.
 
 ``python -m rlpool doctor`` prints one line per check. It changes nothing and uses little: it starts
-the template of workers, if there can be one, and a worker process that runs one episode.
+the template of workers, if possible, and a worker process that resets one environment.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import platform
 import sys
@@ -17,20 +16,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 import gymnasium
 import numpy as np
 import torch
 
-from rlpool.agents.agent import Agent
-from rlpool.batch.batcher import EpisodeBatcher
-from rlpool.data.dict_tensor import DictTensor
-from rlpool.envs.gym_env import GymEnv
 from rlpool.errors import RlpoolError, SpecError
 from rlpool.machine.arguments import whole_number
-from rlpool.machine.limits import ROOT, human, n_cores, own_bounds, size_warning
+from rlpool.machine.limits import ROOT, address_space_bounds, human, n_cores, size_warning
 from rlpool.machine.main_guard import refuse_during_import
 from rlpool.machine.worker_limits import (
     WORKER_BYTES,
@@ -38,7 +32,7 @@ from rlpool.machine.worker_limits import (
     worker_count,
     worker_quotas,
 )
-from rlpool.memory.storage import Memory
+from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.workers.process_start import memory_of, why_impossible, why_spawned
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
@@ -46,11 +40,8 @@ OK, WARN, FAIL = "ok", "warn", "FAIL"
 _STEP_BYTES = 24
 """What a step takes beside its observation: reward, action, last action and flags."""
 
-_SLOW_START_S = 20.0
-"""A worker that takes longer probably reads torch from a slow disk."""
-
 _TIMEOUT_S = 120.0
-"""A worker that makes no progress for so long counts as hanging."""
+"""A worker without progress for this long counts as hanging."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +52,7 @@ class Check:
         name: What was checked.
         status: ``"ok"``, ``"warn"``, or ``"FAIL"`` if workers would fail or be refused.
         what: What was found.
-        fix: What to do about it, ``""`` where there is nothing to do.
+        fix: What to do about it, ``""`` if nothing.
     """
 
     name: str
@@ -82,8 +73,7 @@ def examine(
     """Check what this machine offers.
 
     Args:
-        workers: Worker processes that it should be fit for, by default what
-            ``worker_count("auto")`` says.
+        workers: Worker processes to check for, by default ``worker_count("auto")``.
         slots: Slots of the batcher's blocks.
         timesteps: Steps per slot.
         observation_bytes: Bytes of an observation, such as ``84 * 84 * 4``.
@@ -105,13 +95,11 @@ def examine(
     start_method = _start_method(start_worker)
     checks = [
         _versions(),
-        _platform(),
         _cores(workers),
         start_method,
         *_quotas(workers, "spawn" if start_method.status == WARN else "auto", root),
         *_address_space(root),
         _block(slots, timesteps, observation_bytes, root),
-        _shared_memory(),
     ]
     return [*checks, _worker()] if start_worker else checks
 
@@ -128,7 +116,16 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
         arguments: What follows ``python -m rlpool``, by default that of this process.
         root: As for ``examine``.
     """
-    parser = _parser()
+    parser = argparse.ArgumentParser(prog="python -m rlpool")
+    text = "print what this machine offers and which of its limits would be hit"
+    commands = parser.add_subparsers(required=True, metavar="command")
+    doctor = commands.add_parser("doctor", help=text, description=f"{text} (exit code 1)")
+    add_number = partial(doctor.add_argument, type=int, metavar="N")
+    add_number("--workers", help="worker processes (default: all cores but two)")
+    add_number("--slots", default=128, help="n_slots of a batcher (default: 128)")
+    add_number("--timesteps", default=128, help="n_timesteps of a batcher (default: 128)")
+    add_number("--observation-bytes", default=1024, help="of one observation (default: 1024)")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
     options = vars(parser.parse_args(arguments))
     as_json = options.pop("json")
     try:
@@ -141,20 +138,6 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
     else:
         sys.stdout.write(_as_text(checks))
     return 1 if would_bite(checks) else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m rlpool")
-    text = "print what this machine offers and which of its limits would be hit"
-    commands = parser.add_subparsers(required=True, metavar="command")
-    doctor = commands.add_parser("doctor", help=text, description=f"{text} (exit code 1)")
-    add_number = partial(doctor.add_argument, type=int, metavar="N")
-    add_number("--workers", help="worker processes (default: all cores but two)")
-    add_number("--slots", default=128, help="n_slots of a batcher (default: 128)")
-    add_number("--timesteps", default=128, help="n_timesteps of a batcher (default: 128)")
-    add_number("--observation-bytes", default=1024, help="of one observation (default: 1024)")
-    doctor.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def _as_text(checks: Sequence[Check]) -> str:
@@ -175,13 +158,8 @@ def _as_text(checks: Sequence[Check]) -> str:
 def _versions() -> Check:
     packages = [sys.modules["rlpool"], torch, np, gymnasium, cloudpickle]
     found = [f"{package.__name__} {package.__version__}" for package in packages]
-    return Check("versions", OK, ", ".join([f"Python {platform.python_version()}", *found]))
-
-
-def _platform() -> Check:
-    is_tested = platform.system() == "Linux"
-    fix = "" if is_tested else "rlpool is tested on Linux only"
-    return Check("platform", OK if is_tested else WARN, platform.platform(), fix)
+    python = f"Python {platform.python_version()} on {platform.platform()}"
+    return Check("versions", OK, ", ".join([python, *found]))
 
 
 def _cores(workers: int) -> Check:
@@ -209,24 +187,23 @@ def _start_method(may_start: bool) -> Check:
 def _quotas(workers: int, start_method: str, root: Path) -> Iterator[Check]:
     """How many workers fit, by each of the limits."""
     quotas = worker_quotas(workers, WORKER_DESCRIPTORS, memory_of(start_method), root)
-    for noun in ("memory", "file descriptors", "processes and threads"):
-        own = [quota for quota in quotas if quota.noun == noun]
-        for quota in own:
-            if quota.room < workers:
-                yield Check(noun, FAIL, quota.complaint(workers), quota.remedy)
-            else:
-                yield Check(noun, OK, f"{quota.bound}: room for {quota.room} workers")
-        if not own:
+    for quota in quotas:
+        if quota.room < workers:
+            yield Check(quota.noun, FAIL, quota.complaint(workers), quota.remedy)
+        else:
+            yield Check(quota.noun, OK, f"{quota.bound}: room for {quota.room} workers")
+    for noun in ("file descriptors", "processes and threads"):
+        if all(quota.noun != noun for quota in quotas):
             yield Check(noun, OK, "no limit")
     room = min(quota.room for quota in quotas)
-    what = f"{room} would fit, {workers} are asked for"
+    what = f"{room} fit, {workers} wanted"
     yield Check("workers", OK if room >= workers else FAIL, what)
 
 
 def _address_space(root: Path) -> Iterator[Check]:
-    for bound in own_bounds(private=True, root=root):
+    for bound in address_space_bounds(root):
         status = FAIL if bound.free < WORKER_BYTES else WARN
-        fix = "raise it before starting Python: ulimit -v or -d unlimited"
+        fix = "raise it before starting Python: ulimit -v unlimited"
         yield Check("address space", status, str(bound), fix)
 
 
@@ -237,7 +214,7 @@ def _block(slots: int, timesteps: int, observation_bytes: int, root: Path) -> Ch
     block = f"{slots} slots of {timesteps} steps with observations of {human(observation_bytes)}"
     try:
         fix = "lower n_slots or n_timesteps, or use smaller observations"
-        warning = size_warning(sizes, lambda _: fix, block, root=root)
+        warning = size_warning(sizes, lambda _: fix, block, root)
     except SpecError as error:
         return Check("slots", FAIL, *_parts(error))
     if warning is not None:
@@ -245,50 +222,23 @@ def _block(slots: int, timesteps: int, observation_bytes: int, root: Path) -> Ch
     return Check("slots", OK, f"{human(sum(sizes.values()))} for {block}")
 
 
-def _shared_memory() -> Check:
-    """Whether memory can be shared with workers."""
-    try:
-        memory = Memory.shared(mmap.PAGESIZE)
-        memory.root()[:] = 1
-        memory.close()
-    except (OSError, RuntimeError) as error:
-        return Check("shared memory", FAIL, f"memfd does not work: {error}", "allow memfd_create")
-    return Check("shared memory", OK, "memfd works")
-
-
 def _worker() -> Check:
-    """Whether a worker process starts, runs an episode, and how long that takes."""
+    """Whether a worker process starts and shares its memory, and how long that takes."""
     try:
-        took_s = _seconds_of_an_episode()
+        took_s = _seconds_of_a_worker()
     except (RlpoolError, OSError, RuntimeError) as error:
         return Check("worker process", FAIL, *_parts(error))
-    what = f"started, ran an episode and answered after {took_s:.1f} s"
-    if took_s <= _SLOW_START_S:
-        return Check("worker process", OK, what)
-    fix = "most of it is the import of torch: put Python's packages on a local disk"
-    return Check("worker process", WARN, what, fix)
+    what = f"started, reset an environment and answered after {took_s:.1f} s"
+    return Check("worker process", OK, what)
 
 
-def _seconds_of_an_episode() -> float:
-    """Start a worker, let it run an episode, and return the seconds until it is here."""
+def _seconds_of_a_worker() -> float:
+    """Start a worker, let it reset an environment, and return the seconds until it has."""
     start_s = time.monotonic()
-    with EpisodeBatcher(3, 1, _Still, {}, _create_env, {}, 1, 0, timeout=_TIMEOUT_S) as batcher:
-        batcher.execute(1)
-        trajectories = batcher.get()
-        took_s = time.monotonic() - start_s
-    if trajectories is None or trajectories.lengths.tolist() != [3]:
-        raise RuntimeError("a worker returned a wrong episode")
-    return took_s
-
-
-class _Still(Agent):
-    def __call__(self, state: Any, observation: DictTensor, *_: Any) -> Any:
-        action = torch.zeros(observation.n_elems(), dtype=torch.int64)
-        return DictTensor(), DictTensor({"action": action}), DictTensor()
-
-
-def _create_env(seed: int) -> GymEnv:
-    return GymEnv([gymnasium.make("CartPole-v1", max_episode_steps=3)], seed)
+    env_fns = [partial(gymnasium.make, "CartPole-v1")]
+    with ParallelEnvManager(env_fns, timeout=_TIMEOUT_S) as env:
+        env.reset()
+        return time.monotonic() - start_s
 
 
 def _parts(error: Exception) -> tuple[str, str]:

@@ -17,8 +17,8 @@
       ├ WorkerDiedError               .exitcode, .signal_name, .history
       └ WorkerTimeoutError(TimeoutError)
 
-Messages have up to three lines: what happened, where, and how to fix it. All exceptions survive
-pickling, so that a user's own process pools can carry them.
+Messages have up to three lines: what happened, where, and how to fix it. All exceptions can be
+pickled, so that they pass through users' own process pools.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class RlpoolError(Exception):
 
     Args:
         what: One line that says what happened.
-        where: Where it happened, empty if that is obvious.
-        fix: One line that says what to do about it, empty if nothing is known.
+        where: Where it happened, empty if obvious.
+        fix: One line that says what to do about it, empty if unknown.
     """
 
     def __init__(self, what: str, *, where: Where | str = "", fix: str = "") -> None:
@@ -70,7 +70,7 @@ class UsageError(RlpoolError, RuntimeError):
 
 
 class SpecError(RlpoolError, ValueError):
-    """A shape, dtype, device, key or space does not fit; the message names got and expected."""
+    """A shape, dtype, device, key or space does not fit; the message says got and expected."""
 
 
 class UnknownArgumentError(SpecError, TypeError):
@@ -128,7 +128,7 @@ class WorkerError(RlpoolError, RuntimeError):
             self.__cause__ = RemoteTraceback(traceback_text)
 
     def reworded(self, *, what: str, fix: str) -> WorkerError:
-        """The same error, with the same cause, in the words of what the user called.
+        """The same error and cause, worded for the function that the user called.
 
         Args:
             what: One line that says what happened.

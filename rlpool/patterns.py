@@ -1,4 +1,4 @@
-"""Small functions to run in another process: the other side of an example or of a test."""
+"""Small functions that examples and tests run in another process."""
 
 from __future__ import annotations
 

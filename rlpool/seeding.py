@@ -3,23 +3,23 @@
 Nothing here depends on who runs an episode or on the clock, so that the same root gives the same
 data for any number of workers.
 
-**Seeds** are what environments, agents and users get to see. They are below 2**31, as
-``np.random.seed``, ``RandomState`` and simulators in C take no more. So few numbers must not be
-hashes: of 65,000 hashes two would be equal in every other run. The episodes of a batcher are
-numbered for as long as it lives, and the numbers are permuted, by a permutation of all seeds that
-follows from the root. With ``root + number`` the roots 42 and 43 would share all but one seed.
+**Seeds** are what environments, agents and users see. They are below 2**31, since
+``np.random.seed``, ``RandomState`` and simulators in C take no more. Among so few numbers hashes
+collide: of 65,000, two are equal in every other run. So a batcher numbers its episodes for as long
+as it lives, and the root chooses a permutation of all seeds that maps numbers to seeds. (With
+``root + number``, the roots 42 and 43 would share all seeds but one.)
 
-**Noise** is rlpool's own. Its keys have 64 bits, and are hashes of root, execution and episode: it
-does not depend on seeds, and two episodes that share a seed share no noise.
+**Noise** is rlpool's own. Its keys are 64-bit hashes of root, execution and episode: they do not
+depend on seeds, and episodes that share a seed share no noise.
 
 References:
     Kensler, "Correlated multi-jittered sampling", Pixar technical memo 13-01, 2013, section 5: a
-    permutation made of steps that can be undone, each of which is cheap.
+    permutation composed of cheap, invertible steps.
     Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, figure 16:
     the hash, which is the finaliser of SplitMix64.
 
 **The process's global generators** (``random``, NumPy's legacy one, torch's for the CPU) are what
-users' code draws from besides. Where it runs in the caller's process, it has states of its own:
+users' code may also draw from. Where it runs in the caller's process, it gets states of its own:
 what the caller draws must not depend on what rlpool runs, nor the other way round.
 """
 
@@ -46,7 +46,7 @@ N_SEEDS = 2**31
 """Seeds are in ``[0, N_SEEDS)``."""
 
 NOISE_CHUNK = 128
-"""Steps of noise computed at once: so many that lanes seldom need the next chunk."""
+"""Steps of noise computed at once: enough that lanes seldom need the next chunk."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: a full-period increment
 _MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -91,7 +91,7 @@ def root_from(seeds: int | Sequence[int] | None) -> int:
 def permuted(numbers: _Numbers, keys: Sequence[int], n_bits: int = _SEED_BITS) -> _Numbers:
     """Permute the numbers below ``2**n_bits``.
 
-    Every step can be undone: adding and multiplying by an odd number modulo a power of two, and
+    Every step is invertible: adding, multiplying by an odd number modulo a power of two, and
     xoring a number with its own upper half.
 
     Args:
@@ -108,13 +108,11 @@ def permuted(numbers: _Numbers, keys: Sequence[int], n_bits: int = _SEED_BITS) -
 
 
 def episode_seeds(root: int, first: int, n_episodes: int) -> list[int]:
-    """Seeds of consecutive episodes, each in ``[0, 2**31)``.
-
-    No two of ``2**31`` episodes of one root have the same.
+    """Seeds of consecutive episodes, each in ``[0, 2**31)``; distinct for 2**31 episodes of a root.
 
     Args:
         root: The root.
-        first: Number of the first one: how many episodes were requested before.
+        first: Number of the first episode: how many were requested before.
         n_episodes: How many.
     """
     numbers = np.arange(n_episodes, dtype=np.uint64) + np.uint64(first % N_SEEDS)
@@ -123,7 +121,7 @@ def episode_seeds(root: int, first: int, n_episodes: int) -> list[int]:
 
 
 def noise_keys(root: int, execution: int, n_episodes: int) -> Words:
-    """What the noise of the episodes of one ``execute`` derives from: uint64 ``[n_episodes]``."""
+    """Keys of the noise of one ``execute``'s episodes: uint64 ``[n_episodes]``."""
     return _hashes(root, _EPISODES, execution, n_episodes)
 
 
@@ -136,12 +134,12 @@ def task_draws(root: int, collection: int, n_rollouts: int, n_tasks: int) -> lis
 class LaneSeeds:
     """Seeds of lanes that restart on their own, counted from one ``reset``.
 
-    A lane numbers its episodes one by one, resets included, and continues past all numbers that it
-    can have used before a reset. Lane *k* begins at the bits of *k* in reverse, read as a fraction
-    of all numbers: wherever the others began, and however many there will be, half of the largest
-    gap is its own. So the seeds of a lane depend neither on the number of workers nor on that of
-    lanes, and of L lanes (rounded up to a power of two) no two episodes share a seed before one has
-    made ``2**31 / L`` restarts and resets.
+    A lane numbers its episodes consecutively, and after a reset continues past all numbers that it
+    can have used before. Lane *k* begins at the reversed bits of *k*, read as a fraction of all
+    numbers: half of the largest gap is its own, wherever the others began and however many will
+    follow. So the seeds of a lane depend neither on the number of workers nor on the number of
+    lanes, and among L lanes (rounded up to a power of two) no two episodes share a seed before a
+    lane has made ``2**31 / L`` restarts and resets.
 
     Args:
         root: The root.
@@ -166,7 +164,7 @@ class LaneSeeds:
         return permuted(begin + self._first + n_restarts, self._seed_keys)
 
     def noise_key(self, lane: int, n_restarts: int) -> int:
-        """What the noise of that episode derives from, in ``[0, 2**64)``."""
+        """Key of that episode's noise, in ``[0, 2**64)``."""
         mixed = _mix(_mix(self._noise_key ^ lane) ^ self._noise_salt)
         key: int = _mix((mixed + n_restarts) & _WORD_MASK)
         return key
@@ -180,22 +178,22 @@ def seed_from(seed: int) -> int:
 def worker_seed(root: int, worker: int) -> int:
     """Seed for ``create_env``, ``agent.seed`` and a worker's global generators, below 2**31.
 
-    The only numbers that depend on the worker: they serve what draws outside the library's
-    control, where equal seeds would make all workers draw the same. No two workers have the same.
+    The only numbers that depend on the worker: they seed what the library does not control, where
+    equal seeds would make all workers draw the same.
     """
     return permuted(worker, _seed_keys(root, _WORKERS))
 
 
 def probe_seed(root: int) -> int:
-    """Seed of the reset that shows a worker which keys there are; its data are dropped."""
+    """Seed of the reset that shows which keys observations have; its data are dropped."""
     return permuted(0, _seed_keys(root, _PROBES))
 
 
 def stream_seed(seed: int, stream: int) -> int:
     """Seed of a further generator of an episode, in ``[0, 2**31)``.
 
-    With the episode's own seed, it would draw the same numbers as the environment does. Different
-    seeds have different ones.
+    With the episode's own seed, it would draw the same numbers as the environment. Distinct seeds
+    give distinct ones.
 
     Args:
         seed: The episode's seed.
@@ -205,57 +203,53 @@ def stream_seed(seed: int, stream: int) -> int:
 
 
 class NoiseStart(NamedTuple):
-    """The noise of one episode, of which the first steps are computed already.
+    """The noise of one episode, with its first steps computed.
 
     Attributes:
-        start: Where its counter starts.
-        stream: What the counter is xored with. It keeps streams apart whose counters come close.
+        key: What all of it derives from.
         head: float32 ``[NOISE_CHUNK, n_noise]``.
     """
 
-    start: np.uint64
-    stream: np.uint64
+    key: np.uint64
     head: Words
 
 
 class NoiseStarts:
-    """The noise of many episodes, computed for a block of episodes when the first one begins.
+    """The noise of many episodes, computed for a block of episodes when the first of them begins.
 
-    Only the blocks that were used last are kept: lanes that are far apart, and episodes that are
-    run again, find theirs computed again.
+    Only the blocks used last are kept; for lanes that are far apart, and for episodes that are run
+    again, they are computed again.
 
     Args:
-        keys: What it derives from: uint64, one per episode.
+        keys: Keys of the noise: uint64, one per episode.
         n_noise: Numbers per step.
     """
 
     _MAX_EPISODES = 32  # per block: enough that the cost per episode no longer matters
-    _BLOCK_NUMBERS = 2**14  # large enough, too, however few episodes that are
+    _BLOCK_NUMBERS = 2**14  # also enough, however few episodes that are
     _KEPT_NUMBERS = 2**20  # of all blocks: 4 MiB
 
     def __init__(self, keys: Words, n_noise: int) -> None:
-        starts, streams = _mix(keys ^ _START_SALT), _mix(keys ^ _STREAM_SALT)
         numbers = NOISE_CHUNK * n_noise  # per episode
         n = min(max(self._BLOCK_NUMBERS // numbers, 1), self._MAX_EPISODES)
-        self._starts, self._streams, self._n_episodes = starts, streams, n
+        self._keys, self._n_episodes = keys, n
 
         @functools.lru_cache(max(self._KEPT_NUMBERS // (n * numbers), 1))
         def heads(block: int) -> Words:
-            rows = slice(block * n, (block + 1) * n)
-            return _chunks(starts[rows], streams[rows], 0, n_noise)
+            return _chunks(keys[block * n : (block + 1) * n], 0, n_noise)
 
         self._heads = heads
 
     def __getitem__(self, episode: int) -> NoiseStart:
         block, row = divmod(episode, self._n_episodes)
-        return NoiseStart(self._starts[episode], self._streams[episode], self._heads(block)[row])
+        return NoiseStart(self._keys[episode], self._heads(block)[row])
 
 
 class NoiseStream:
     """The noise of a batch of lanes, one row of ``n_noise`` numbers per lane and step.
 
-    Counter-based: the numbers of step t depend on the episode's key and on t alone. They are
-    computed in chunks of steps, so that a step only has to copy its row.
+    Counter-based: the numbers of step t depend only on the episode's key and on t. They are
+    computed in chunks of steps, so that a step only copies its row.
 
     Args:
         n_lanes: Number of lanes B.
@@ -270,8 +264,7 @@ class NoiseStream:
         self._numbers = self.tensor.numpy()
         self._chunks = np.zeros((n_lanes, NOISE_CHUNK, n_noise), np.float32)
         self._rows = self._chunks.reshape(-1, n_noise)
-        self._starts = np.zeros(n_lanes, np.uint64)
-        self._streams = np.zeros(n_lanes, np.uint64)
+        self._keys = np.zeros(n_lanes, np.uint64)
         self._steps = np.zeros(n_lanes, np.int64)  # step at which each lane's chunk begins
         self._chunk_rows = np.arange(n_lanes) * NOISE_CHUNK
         self._next_rows = self._chunk_rows.copy()
@@ -279,7 +272,7 @@ class NoiseStream:
 
     def start(self, lane: int, noise: NoiseStart, step: int = 0) -> None:
         """Let a lane draw the numbers of an episode from ``step`` on."""
-        self._starts[lane], self._streams[lane] = noise.start, noise.stream
+        self._keys[lane] = noise.key
         self._next_rows[lane] = self._chunk_rows[lane]
         self._steps[lane] = step
         if step:
@@ -291,7 +284,7 @@ class NoiseStream:
         """Write the next step's numbers of every lane into ``tensor``.
 
         Args:
-            lanes: Those that take this step, all by default; the others get theirs again later.
+            lanes: Those that take this step, by default all; the others get their numbers later.
         """
         if not self._n_left:
             self._next_chunks()
@@ -313,23 +306,24 @@ class NoiseStream:
         self._n_left = NOISE_CHUNK - int(n_used.max())
 
     def _fill(self, lanes: np.ndarray[Any, Any]) -> None:
-        self._chunks[lanes] = _chunks(
-            self._starts[lanes], self._streams[lanes], self._steps[lanes], self._numbers.shape[1]
-        )
+        n_noise = self._numbers.shape[1]
+        self._chunks[lanes] = _chunks(self._keys[lanes], self._steps[lanes], n_noise)
 
 
-def _chunks(starts: Words, streams: Words, steps: Any, n_noise: int) -> Words:
-    """Noise float32 ``[E, NOISE_CHUNK, n_noise]`` of E episodes, from a step of each on."""
+def _chunks(keys: Words, steps: Any, n_noise: int) -> Words:
+    """Noise float32 ``[E, NOISE_CHUNK, n_noise]`` of E episodes, each from one of its steps on."""
+    keys = keys.reshape(-1, 1)
     first = np.asarray(steps, np.uint64).reshape(-1, 1) * np.uint64(n_noise)
     counters = first + np.arange(NOISE_CHUNK * n_noise, dtype=np.uint64)
-    words = _mix((starts.reshape(-1, 1) + counters * _GOLDEN) ^ streams.reshape(-1, 1))
+    # The stream keeps apart episodes whose counters come close.
+    words = _mix((_mix(keys ^ _START_SALT) + counters * _GOLDEN) ^ _mix(keys ^ _STREAM_SALT))
     numbers: Words = (words >> _NOISE_SHIFT).astype(np.float32) * _NOISE_UNIT
     return numbers.reshape(-1, NOISE_CHUNK, n_noise)
 
 
 @functools.lru_cache(maxsize=64)
 def _seed_keys(root: int, purpose: int) -> tuple[int, ...]:
-    """The keys of a permutation; a batcher asks for the same ones in every request."""
+    """The keys of a permutation; cached, as every request of a batcher needs the same."""
     sequence = np.random.SeedSequence(root, spawn_key=(purpose,))
     return tuple(sequence.generate_state(_PERMUTATION_ROUNDS).tolist())
 
@@ -375,16 +369,15 @@ def seed_generators(seed: int) -> None:
         seed: A non-negative int; NumPy's generator gets its lowest 32 bits.
     """
     random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  (for those who draw from it)
+    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  (users' code may draw from it)
     torch.default_generator.manual_seed(seed)  # the caller's devices are left alone
 
 
 class OwnGenerators:
-    """States of the generators for one user of them, apart from the caller's.
+    """States of the global generators that are separate from the caller's.
 
     Args:
-        seed: What they are seeded with when they are used for the first time; without one they
-            begin as the caller's are then.
+        seed: Seeds them at their first use; without one they start as copies of the caller's.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -394,7 +387,7 @@ class OwnGenerators:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """A section with these states; the caller's are back afterwards, whatever happens."""
+        """A section with these states, which always ends with the caller's states restored."""
         try:
             try:
                 with InterruptsHeld():
@@ -418,5 +411,5 @@ class OwnGenerators:
 
 
 def seeded_generators(seed: int | None) -> AbstractContextManager[None]:
-    """A section with generators that are seeded with ``seed``, or not if that is ``None``."""
+    """A section with separate generators, seeded unless ``seed`` is ``None``."""
     return OwnGenerators(seed).in_use()

@@ -1,12 +1,12 @@
 """Specifications of named tensors, and how Gymnasium spaces and values map to them.
 
-A *structure* says how a nested value (an observation, an action) falls into named leaves::
+A *structure* says how a nested value (an observation, an action) splits into named leaves::
 
     space = Dict(image=Box(84, 84, 4), pose=Tuple(Box(3), Discrete(4)))
     leaves = {"image": [84, 84, 4], "pose/0": [3], "pose/1": []}
 
-It is a torch pytree of dicts, tuples and ``Leaf`` objects. Spaces are recognised by the names of
-their classes, so that those of the old ``gym`` package work too, and neither package is imported.
+It is a torch pytree of dicts, tuples and ``Leaf`` objects. Spaces are recognised by their class
+names, so that those of the old ``gym`` package work, too, and neither package is imported.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Leaf:
     """A leaf of a structure.
 
     Attributes:
-        spec: What is stored.
-        is_scalar: The environment returns and expects Python numbers, not arrays.
+        spec: Shape and dtype in storage.
+        is_scalar: Whether the environment returns and expects Python numbers, not arrays.
     """
 
     spec: TensorSpec
@@ -85,7 +85,7 @@ def structure_of_space(space: Any, *, keep_float64: bool, name: str) -> Structur
     Args:
         space: The space.
         keep_float64: Store float64 as it is, otherwise as float32.
-        name: How an error calls the space.
+        name: The name of the space in errors.
 
     Raises:
         SpecError: For ``Text``, ``Graph``, ``Sequence``, ``OneOf`` and unknown spaces.
@@ -146,11 +146,11 @@ def _stored_dtype(dtype: np.dtype[Any], keep_float64: bool) -> np.dtype[Any]:
 
 
 def merged_structures(first: Structure, second: Structure, name: str) -> Structure:
-    """One structure for two values of the same kind: dtypes that hold both without loss.
+    """One structure for two values of the same kind, with dtypes that hold both without loss.
 
     Args:
         first: The structure of one value.
-        second: That of the other.
+        second: The structure of the other.
         name: Key of the values; prefix of the keys of their parts.
 
     Raises:
@@ -211,17 +211,17 @@ def leaves_of(structure: Structure, default_key: str) -> dict[str, Leaf]:
 
 
 def _key_of(prefix: str, path: Sequence[Any]) -> str:
-    """Key of a leaf, by where a pytree has it."""
+    """Key of a leaf at a path of the pytree."""
     for step in path:
         prefix = join_key(prefix, str(getattr(step, "key", getattr(step, "idx", ""))))
     return prefix
 
 
 def flattener(structure: Structure, name: str) -> Callable[[Any], list[Any]]:
-    """Compile a function that takes a nested value apart, in the order of ``leaves_of``.
+    """Compile a function that flattens a nested value, in the order of ``leaves_of``.
 
-    It is called in every step, and several times as fast as a pytree's. The compiled function
-    raises SpecError when keys or lengths do not fit the structure.
+    It is called in every step, and is several times as fast as the pytree's. The compiled function
+    raises SpecError if keys or lengths do not match the structure.
     """
     if isinstance(structure, Leaf):
         return lambda value: [value]
@@ -250,7 +250,7 @@ def _parts_of(value: Any) -> Any:
 
 
 def nester(structure: Structure) -> Callable[[Sequence[Any]], Any]:
-    """Compile the inverse of ``flattener``: leaves in order to the nested value."""
+    """Compile the inverse of ``flattener``: from leaves in order to the nested value."""
     tree = _pytree.tree_structure(structure)
     return lambda leaves: _pytree.tree_unflatten(leaves, tree)
 
@@ -261,10 +261,10 @@ def row_specs(arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, TensorSpe
 
 
 def refuse_collisions(groups: Mapping[str, Sequence[str]]) -> None:
-    """Refuse keys that two groups both claim.
+    """Refuse keys that are in two groups.
 
     Args:
-        groups: For each group, a name for messages and its keys.
+        groups: The keys of each group, by the group's name in messages.
 
     Raises:
         SpecError: Naming the key and both groups.

@@ -23,8 +23,7 @@ from support.staying import stays
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-# A worker that was told to end still has to be scheduled to do so. Waited for only where a process
-# is left, and well above what ending takes on a busy machine.
+# Far more than it takes a worker on a busy machine to end.
 GRACE_S = 5.0
 
 
@@ -93,18 +92,18 @@ def no_process_left_behind() -> Iterator[None]:
     this_process = psutil.Process()
     before = set(this_process.children(recursive=True))
     yield
-    left = _left_behind(this_process, before)
+    left = set(this_process.children(recursive=True)) - before
+    left = [process for process in left if not stays(process)]
     if not left:
         return
     gc.collect()
     _, alive = psutil.wait_procs(left, timeout=GRACE_S)
-    if not alive:
-        return
-    described = [_describe(process) for process in alive]
     for process in alive:
-        _kill(process)
+        with contextlib.suppress(psutil.Error):
+            process.kill()
     psutil.wait_procs(alive, timeout=GRACE_S)
-    pytest.fail("the test left processes behind:\n" + "\n".join(described), pytrace=False)
+    if alive:
+        pytest.fail(f"the test left processes behind: {alive}", pytrace=False)
 
 
 @pytest.fixture
@@ -118,20 +117,3 @@ def program_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for entry in folder.iterdir():
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     return folder
-
-
-def _left_behind(this_process: psutil.Process, before: set[psutil.Process]) -> list[psutil.Process]:
-    children = this_process.children(recursive=True)
-    return [child for child in children if child not in before and not stays(child)]
-
-
-def _describe(process: psutil.Process) -> str:
-    try:
-        return f"  {process.pid} {process.status()}: {' '.join(process.cmdline())[:200]}"
-    except psutil.Error:
-        return f"  {process.pid}"
-
-
-def _kill(process: psutil.Process) -> None:
-    with contextlib.suppress(psutil.Error):
-        process.kill()

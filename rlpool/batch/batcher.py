@@ -217,7 +217,7 @@ class EpisodeBatcher(BatcherBase):
     def _layout(self, specs: StepSpecs) -> Layout:
         n_slots = self._n_slots or 4 * specs.n_lanes
         layout = Layout(specs, n_slots, self._n_timesteps, self._n_workers)
-        return checked(layout, self._LOWERABLE, private=self._is_private)
+        return checked(layout, self._LOWERABLE)
 
 
 class MonoThreadEpisodeBatcher(EpisodeBatcher):
@@ -432,4 +432,4 @@ class Batcher(BatcherBase):
     def _layout(self, specs: StepSpecs) -> Layout:
         n_slots = specs.n_lanes * self._n_workers
         layout = Layout(specs, n_slots, self._n_timesteps, self._n_workers, specs.auto_reset)
-        return checked(layout, ("n_timesteps",), private=self._is_private)
+        return checked(layout, ("n_timesteps",))

@@ -1,1 +1,1 @@
-"""What this machine and this process allow: limits, pickling, signals."""
+"""What this machine and this process allow: limits, pickling, signals, arguments."""

@@ -1,4 +1,4 @@
-"""Arguments of functions: which one was meant, which ones users' functions take, whole numbers."""
+"""Checks of arguments: unknown names, whole numbers, and which keywords users' functions take."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ _SYNONYMS = (
     "blocking block wait",
     "timeout timeout_s",
 )
-"""Names for one thing, in rlpool and elsewhere."""
+"""Names of the same argument, in rlpool and elsewhere."""
 
 _NUMBER_OF_ENVS = "n_envs num_envs n_environments num_environments n_lanes num_lanes"
 
 _CLOSE = 0.8
-"""Names that are more alike than this are taken for misspellings of each other, from 0 to 1."""
+"""Similarity, from 0 to 1, above which a name counts as a misspelling of another."""
 
 
 def whole_number(name: str, value: Any, least: int, *, fix: str = "") -> int:
-    """A whole number from an argument: an int, or one of NumPy's or torch's, but no bool.
+    """Convert an argument to an int. NumPy's and torch's integers are accepted, bools are not.
 
     Args:
         name: Name of the argument.
-        value: What was passed.
+        value: The argument.
         least: The smallest number allowed.
-        fix: What to do about another value, for the error.
+        fix: The fix that the error names.
 
     Raises:
         SpecError: If it is anything else.
@@ -60,7 +60,7 @@ def whole_number(name: str, value: Any, least: int, *, fix: str = "") -> int:
 
 
 def check_timeout(timeout: Any) -> None:
-    """Refuse what is neither ``None`` nor a positive number of seconds."""
+    """Raise unless a timeout is ``None`` or a positive number of seconds."""
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if timeout is not None and not (is_number and timeout > 0):
         raise SpecError(
@@ -70,9 +70,9 @@ def check_timeout(timeout: Any) -> None:
 
 
 def names_arguments(function: Callable[ParametersT, ResultT]) -> Callable[ParametersT, ResultT]:
-    """Let a function refuse keywords that it does not have by naming those that it has.
+    """Decorate a function so that the error about an unknown keyword names the right one.
 
-    A function with ``**keywords`` of its own refuses only other names for its arguments.
+    A function with ``**keywords`` refuses only synonyms of its arguments.
     """
     parameters = inspect.signature(function).parameters
     names = [name for name in parameters if name != "self"]
@@ -91,7 +91,7 @@ def names_arguments(function: Callable[ParametersT, ResultT]) -> Callable[Parame
 
 
 def _synonym(name: str, names: Sequence[str]) -> str:
-    """Which argument is another name for the same thing, ``""`` if there is none."""
+    """The fix for a synonym of an argument, ``""`` for other names."""
     for synonyms in map(str.split, _SYNONYMS):
         if name in synonyms:
             return next((f"pass {other}" for other in synonyms if other in names), "")
@@ -99,9 +99,9 @@ def _synonym(name: str, names: Sequence[str]) -> str:
 
 
 def _guess(name: str, names: Sequence[str]) -> str:
-    """What to do about a name that no argument has."""
+    """The fix for an unknown name."""
     if name in _NUMBER_OF_ENVS.split() and "create_env" in names:
-        return "let create_env return so many: GymEnv([make() for _ in range(n)], seed)"
+        return "let create_env return that many: GymEnv([make() for _ in range(n)], seed)"
     close = difflib.get_close_matches(name, names, 1, _CLOSE)
     return f"pass {close[0]}" if close else f"it takes {', '.join(names)}"
 
@@ -112,21 +112,18 @@ def takes_keyword(function: Callable[..., Any], name: str, *, otherwise: bool = 
     Args:
         function: The function.
         name: The keyword.
-        otherwise: The answer where the name is not listed, but nothing rules it out: for
-            ``**kwargs``, unless ``functools.wraps`` says where they are passed on to, and for
-            what has no signature.
+        otherwise: The answer if the signature leaves it open: for ``**kwargs``, unless
+            ``functools.wraps`` tells where they go, and for objects without a signature.
     """
-    wrapped: Any = function
-    while wrapped is not None:
+    for follow_wrapped in (False, True):
         try:
-            parameters = inspect.signature(wrapped, follow_wrapped=False).parameters
+            parameters = inspect.signature(function, follow_wrapped=follow_wrapped).parameters
         except (TypeError, ValueError):
             return otherwise
         if name in parameters:
             return parameters[name].kind is not inspect.Parameter.POSITIONAL_ONLY
         if all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
             return False
-        wrapped = _wrapped(wrapped)
     return otherwise
 
 
@@ -143,18 +140,7 @@ def takes_position(function: Callable[..., Any]) -> bool:
 def called_with_seed(
     create: Callable[..., Any], seed: int | None, arguments: Mapping[str, Any]
 ) -> Any:
-    """Call a factory with a seed, if it takes one; ``seed`` among its arguments comes first."""
+    """Call a factory, with a seed if it takes one; a ``seed`` among its arguments wins."""
     if takes_keyword(create, "seed"):
         return create(**{"seed": seed, **arguments})
     return create(**arguments)
-
-
-def _wrapped(function: Any) -> Any:
-    """What ``functools.wraps`` was applied to, ``None`` if that is not known."""
-    if isinstance(function, functools.partial):
-        function = function.func
-    if inspect.isclass(function):
-        function = function.__init__
-    elif not inspect.isroutine(function):
-        function = type(function).__call__
-    return getattr(function, "__wrapped__", None)

@@ -1,8 +1,8 @@
 """Sections of bookkeeping that Ctrl-C, SIGTERM and SIGALRM do not interrupt.
 
 Python runs signal handlers between any two instructions of the main thread. A handler that raises,
-as that of Ctrl-C does, would leave the bookkeeping half-done: a message taken off a pipe and lost.
-Waiting may be interrupted anywhere; what follows it may not.
+as Ctrl-C's does, would leave the bookkeeping half done, such as a message taken off a pipe and
+lost. Waiting may be interrupted anywhere; the bookkeeping after it may not.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 
 def mark_as_harmless(handler: _Handler) -> _Handler:
-    """Mark a signal handler that only reads and never raises, so that no section holds it.
+    """Mark a signal handler that only reads and never raises, so that no section delays it.
 
-    Holding it would also remove a C handler in front of it, such as that of ``faulthandler``.
+    Delaying it would also remove a C handler in front of it, such as ``faulthandler``'s.
     """
     handler._rlpool_is_harmless = True  # type: ignore[attr-defined]
     return handler
 
 
 class InterruptsHeld:
-    """A ``with`` section at whose end the caller's handlers of SIGINT, SIGTERM and SIGALRM run.
+    """A ``with`` section that delays the handlers of SIGINT, SIGTERM and SIGALRM to its end.
 
-    They run in the order in which the signals arrived, and may raise. In nested sections, they run
-    at the end of the outermost one. Outside of the main thread, where no handlers run, a section
+    They then run in the order in which the signals arrived, and may raise. In nested sections they
+    run at the end of the outermost one. Outside the main thread, where no handlers run, a section
     does nothing.
     """
 

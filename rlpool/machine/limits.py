@@ -20,13 +20,11 @@ _LOG = logging.getLogger("rlpool")
 ROOT = Path("/")
 """Where ``/proc`` and ``/sys`` are; another directory stands for another machine."""
 
-_ACTIVITIES = ("active", "inactive")
-
 _LARGEST_KEYS = 8
 """A message names the largest keys; an observation may have hundreds."""
 
 Advice = Callable[[int], str]
-"""Which arguments to lower so that so many bytes are enough."""
+"""Which arguments to lower so that a number of bytes is enough."""
 
 
 def human(n_bytes: int) -> str:
@@ -43,48 +41,61 @@ class Bound:
     """A limit that workers or memory may hit.
 
     Attributes:
-        name: What it is, after "the 8 GiB that".
-        total: How much there is in all.
-        free: How much of it can be had now; for memory, without swapping.
-        most: How much can be had at the very most, whatever else is given up.
+        name: Who sets it, after "the 8 GiB that".
+        total: The limit.
+        free: How much of it is left; for memory, without swapping.
         text: Formats an amount.
     """
 
     name: str
     total: int
     free: int
-    most: int
     text: Callable[[int], str] = human
 
     def __str__(self) -> str:
         return f"{self.text(self.free)} of the {self.text(self.total)} that {self.name} are free"
 
 
-def shared_bounds(root: Path = ROOT) -> list[Bound]:
+def shared_memory_bounds(root: Path = ROOT) -> list[Bound]:
     """What limits all processes together: the machine, and the container around this process."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     total = _kilobytes(root / "proc/meminfo", "MemTotal", total)
     available = _kilobytes(root / "proc/meminfo", "MemAvailable", total)
-    bounds = [Bound("this machine has", total, min(available, total), total)]
+    bounds = [Bound("this machine has", total, min(available, total))]
     for group in _control_groups(root):
-        file = group / "memory.max"
-        if not (limit := _read(file).strip()).isdecimal():  # "max", or no such file
+        limit = _read(group / "memory.max").strip()
+        if not limit.isdecimal():  # "max", or no such file
             continue
         used = int(_read(group / "memory.current") or 0)
         # The kernel's own estimate, MemAvailable, counts half of the active page cache as free.
-        active, inactive = (_field(group / "memory.stat", f"{k}_file") for k in _ACTIVITIES)
-        free = int(limit) - max(0, used - int(inactive or 0) - int(active or 0) // 2)
-        name = f"the control group of this process allows ({file})"
-        bounds.append(Bound(name, int(limit), max(0, free), int(limit)))
+        used -= int(_field(group / "memory.stat", "inactive_file") or 0)
+        used -= int(_field(group / "memory.stat", "active_file") or 0) // 2
+        name = f"the control group of this process allows ({group / 'memory.max'})"
+        bounds.append(Bound(name, int(limit), max(0, int(limit) - max(0, used))))
     return bounds
 
 
-def n_cores(root: Path = ROOT) -> int:
-    """Cores that this process may use, by its affinity and the quotas of its control groups.
+def address_space_bounds(root: Path = ROOT) -> list[Bound]:
+    """What ``ulimit -v`` leaves to this process; empty without that limit."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return []
+    left = max(0, limit - _kilobytes(root / "proc/self/status", "VmSize", 0))
+    return [Bound("RLIMIT_AS leaves to this process (ulimit -v)", left, left)]
 
-    Args:
-        root: Where ``/proc`` and ``/sys`` are.
-    """
+
+def memory_bounds(root: Path = ROOT) -> list[Bound]:
+    """Everything that limits the memory of this process; at least the machine does."""
+    return shared_memory_bounds(root) + address_space_bounds(root)
+
+
+def machine_bytes() -> int:
+    """Memory that this process may use at most."""
+    return min(bound.total for bound in memory_bounds())
+
+
+def n_cores(root: Path = ROOT) -> int:
+    """Cores that this process may use, by its affinity and the quotas of its control groups."""
     has_affinity = hasattr(os, "sched_getaffinity")
     n = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     for group in _control_groups(root):
@@ -94,86 +105,40 @@ def n_cores(root: Path = ROOT) -> int:
     return max(1, n)
 
 
-def own_bounds(*, private: bool, root: Path = ROOT) -> list[Bound]:
-    """What limits this process alone.
-
-    Args:
-        private: Whether the memory is for this process only, not shared.
-        root: Where ``/proc`` is.
-    """
-    limits = [("RLIMIT_AS allows (ulimit -v)", resource.RLIMIT_AS, "VmSize")]
-    if private:
-        limits.append(("RLIMIT_DATA allows (ulimit -d)", resource.RLIMIT_DATA, "VmData"))
-    bounds = []
-    for name, number, used in limits:
-        limit = resource.getrlimit(number)[0]
-        if limit != resource.RLIM_INFINITY:
-            free = max(0, limit - _kilobytes(root / "proc/self/status", used, 0))
-            bounds.append(Bound(name, limit, free, free))
-    return bounds
-
-
-def memory_bounds(*, private: bool = False, root: Path = ROOT) -> list[Bound]:
-    """Everything that limits memory of this process; at least the machine does.
-
-    Args:
-        private: Whether the memory is for this process only, not shared.
-        root: Where ``/proc`` and ``/sys`` are.
-    """
-    return shared_bounds(root) + own_bounds(private=private, root=root)
-
-
-def machine_bytes() -> int:
-    """Memory that this machine, or the container around this process, has in all."""
-    return min(bound.most for bound in memory_bounds())
-
-
-def check_size(
-    bytes_of_key: Mapping[str, int],
-    advice: Advice,
-    what: str = "the slots",
-    *,
-    private: bool = False,
-) -> None:
-    """Refuse memory that cannot be had, before it is allocated; warn if it is not free now.
+def check_size(bytes_of_key: Mapping[str, int], advice: Advice, what: str = "the slots") -> None:
+    """Refuse memory that cannot be allocated, before it is; warn if it is not free now.
 
     Args:
         bytes_of_key: Bytes per key.
-        advice: Which arguments to lower so that so many bytes are enough, for the message.
+        advice: Which arguments to lower, for the message.
         what: What the memory holds, for the message.
-        private: Whether it is for this process only.
 
     Raises:
         SpecError: If it is larger than the memory of the machine or the container, naming bytes
             per key, in all, and free.
     """
-    warning = size_warning(bytes_of_key, advice, what, private=private)
+    warning = size_warning(bytes_of_key, advice, what)
     if warning is not None:
         _LOG.warning("%s: %s if memory runs out", *warning)
 
 
 def size_warning(
-    bytes_of_key: Mapping[str, int],
-    advice: Advice,
-    what: str,
-    *,
-    private: bool = False,
-    root: Path = ROOT,
+    bytes_of_key: Mapping[str, int], advice: Advice, what: str, root: Path = ROOT
 ) -> tuple[str, str] | None:
     """What ``check_size`` warns of, and what to do about it; ``None`` if the memory is free."""
     total = sum(bytes_of_key.values())
-    bounds = memory_bounds(private=private, root=root)
-    most, free = min(bounds, key=lambda b: b.most), min(bounds, key=lambda b: b.free)
-    if total <= free.free:
+    bounds = memory_bounds(root)
+    least, smallest = min(bounds, key=lambda b: b.free), min(bounds, key=lambda b: b.total)
+    if total <= least.free:
         return None
     takes = f"{human(total)} ({_by_key(bytes_of_key)})"
-    if total > most.most:
-        raise SpecError(f"{what} would need {takes}, but only {most}", fix=advice(free.free))
-    return f"{what} may take up to {takes}, but only {free}", advice(free.free)
+    if total > smallest.total:
+        raise SpecError(f"{what} would need {takes}, but only {smallest}", fix=advice(least.free))
+    return f"{what} may take up to {takes}, but only {least}", advice(least.free)
 
 
 def process_activity(pid: int | None) -> int:
-    """A number that grows while a process does anything at all: its CPU time and page faults.
+    """CPU time and page faults of a process: a number that grows while it does anything.
 
     Returns:
         At least 1; 0 where the system does not provide it.
@@ -184,7 +149,7 @@ def process_activity(pid: int | None) -> int:
 
 
 def resident_bytes(pid: int | str | None = "self") -> int:
-    """Memory of a process that is in RAM, without shared blocks; 0 where it cannot be known.
+    """Resident memory of a process without shared blocks; 0 if it is unknown.
 
     Args:
         pid: The process, by default this one.
@@ -194,7 +159,7 @@ def resident_bytes(pid: int | str | None = "self") -> int:
 
 
 def n_tasks(root: Path = ROOT) -> int:
-    """Threads of all processes of this process's user, as far as they can be seen."""
+    """Threads of all visible processes of this user."""
     files = [directory / "status" for directory in (root / "proc").glob("[0-9]*")]
     own = [file for file in files if _field(file, "Uid") == str(os.getuid())]
     return sum(int(_field(file, "Threads") or 1) for file in own)
@@ -207,7 +172,7 @@ def _kilobytes(file: Path, name: str, otherwise: int) -> int:
 
 
 def _field(file: Path, name: str) -> str:
-    """The first word after a name in a file of the kernel; ``""`` where there is none."""
+    """The first word after a name in a file of the kernel; ``""`` if it is not there."""
     for words in map(str.split, _read(file).splitlines()):
         if len(words) > 1 and words[0].rstrip(":") == name:
             return words[1]
@@ -215,7 +180,7 @@ def _field(file: Path, name: str) -> str:
 
 
 def _read(file: Path) -> str:
-    """A file of the kernel; ``""`` where there is none."""
+    """The text of a file of the kernel; ``""`` if it cannot be read."""
     with InterruptsHeld():  # a handler's errors, such as TimeoutError, would look like the file's
         try:
             return file.read_text()
@@ -226,8 +191,8 @@ def _read(file: Path) -> str:
 def _control_groups(root: Path) -> Iterator[Path]:
     """Directories of this process's control group and of those above it.
 
-    A container sees its own group as the topmost directory, possibly under the host's path, which
-    then does not exist here.
+    A container sees its own group as the topmost directory; the path may be the host's, which does
+    not exist here.
     """
     for line in _read(root / "proc/self/cgroup").splitlines():
         hierarchy, _, path = line.partition("::")

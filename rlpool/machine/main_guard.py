@@ -1,7 +1,7 @@
-"""Scripts that start workers although they lack their ``__main__`` guard.
+"""Scripts that start workers without an ``if __name__ == "__main__":`` guard.
 
-A worker imports the caller's main module. If what starts workers is not under a guard, the worker
-gets there as well. It then ends with an exit code of its own, which tells the caller the reason.
+A worker imports the caller's main module. Without the guard it gets to the line that starts
+workers, too. It then exits with a code by which the caller knows the reason.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pickles what is sent to workers, and names the part of it that cannot be pickled.
 
-The search goes down from what the user passed, through items, attributes and closures, for as long
-as one of them alone cannot be pickled either.
+The search descends from what the user passed, through items, attributes and closures, while one of
+them alone cannot be pickled either.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import inspect
 import io
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -60,39 +60,42 @@ def why_not(
         kind: The class of the pickler.
     """
     for name, part in parts.items():
-        if (cause := _failure(part, kind)) is not None:
-            place, passed = name, [part]
-            while len(passed) <= _DEPTH and (found := _failing_content(passed, kind)) is not None:
-                place, cause = place + found[0], found[2]
-                passed.append(found[1])
-            place = place if len(passed) > 1 else "it"
-            is_what = f"{place} is {_described(passed[-1])} ({_one_line(cause)})"
+        if (found := _culprit(part, kind)) is not None:
+            path, culprit, error = found
+            place = f"{name}{path}" if path else "it"
+            is_what = f"{place} is {_described(culprit)} ({_one_line(error)})"
             return f"{what or name} cannot be pickled: {is_what}"
     return f"{what or ', '.join(parts)} cannot be pickled: {_one_line(error)}"
 
 
-def _failure(value: Any, kind: type[Any]) -> Exception | None:
-    """What the pickler raises at a value, if it raises."""
-    if not isinstance(value, _ATOMS):
-        try:
-            kind(io.BytesIO()).dump(value)
-        except Exception as error:
-            return error
-    return None
+def _culprit(
+    value: Any, kind: type[Any], above: tuple[Any, ...] = ()
+) -> tuple[str, Any, Exception] | None:
+    """The innermost part that cannot be pickled: path, part and error; ``None`` if all can.
 
-
-def _failing_content(passed: Sequence[Any], kind: type[Any]) -> tuple[str, Any, Exception] | None:
-    """What the last of some objects holds that cannot be pickled: the step there, it, and why."""
-    with suppress(Exception):  # of what containers and attributes of the user's do when read
-        for step, inner in _contents(passed[-1]):
-            error = _failure(inner, kind)
-            if error is not None and all(inner is not known for known in passed):
-                return step, inner, error
-    return None
+    Args:
+        value: Where to search.
+        kind: The class of the pickler.
+        above: The objects on the way here.
+    """
+    if isinstance(value, _ATOMS) or any(value is one for one in above):
+        return None
+    try:
+        kind(io.BytesIO()).dump(value)
+    except Exception as error:
+        cause = error
+    else:
+        return None
+    if len(above) < _DEPTH:
+        with suppress(Exception):  # whatever users' containers and attributes raise when read
+            for step, inner in _contents(value):
+                if (found := _culprit(inner, kind, (*above, value))) is not None:
+                    return step + found[0], *found[1:]
+    return "", value, cause
 
 
 def _contents(value: Any) -> Iterable[tuple[str, Any]]:
-    """What an object holds, with the step that leads there."""
+    """What an object holds, each with the step of the path that leads there."""
     if isinstance(value, Mapping):
         return ((f"[{key!r}]", inner) for key, inner in value.items())
     if isinstance(value, tuple | list):

@@ -18,7 +18,7 @@ from rlpool.machine.limits import (
     n_cores,
     n_tasks,
     resident_bytes,
-    shared_bounds,
+    shared_memory_bounds,
 )
 
 _LOG = logging.getLogger("rlpool")
@@ -48,13 +48,13 @@ _SPARE_TASKS = 2
 
 @dataclass(frozen=True)
 class Quota:
-    """Something of which every worker takes a part.
+    """A resource of which every worker takes a share.
 
     Attributes:
-        noun: What it is.
+        noun: Its name.
         bound: How much there is.
         each: How much a worker takes.
-        spare: How much is needed whatever the number of workers.
+        spare: How much is needed besides, for any number of workers.
         remedy: How to get more.
     """
 
@@ -66,11 +66,11 @@ class Quota:
 
     @property
     def room(self) -> int:
-        """How many workers it is enough for."""
+        """How many workers fit."""
         return max(0, (self.bound.free - self.spare) // self.each)
 
     def complaint(self, n_workers: int) -> str:
-        """What to say if it is not enough."""
+        """The message if that is too few."""
         who = "1 worker needs" if n_workers == 1 else f"{n_workers} workers need"
         wanted = self.bound.text(n_workers * self.each + self.spare)
         of = "of " if self.noun == "memory" else ""
@@ -104,7 +104,7 @@ def check_workers(
         n_workers: Processes to be started.
         descriptors_each: Descriptors that each of them costs this process.
         advice: Which arguments to change, for the message.
-        memory: Least bytes of each of them, and of all together besides.
+        memory: Least bytes of each of them, and of what they share.
 
     Raises:
         SpecError: Naming what is needed, the limit and the remedy.
@@ -128,22 +128,22 @@ def worker_quotas(
     """What limits the number of workers.
 
     Args:
-        n_workers: How many there are to be, for the remedies.
+        n_workers: How many are wanted, for the remedies.
         descriptors_each: Descriptors that each of them costs this process.
         memory: As for ``check_workers``.
         root: Where ``/proc`` and ``/sys`` are.
     """
+    quotas = [Quota("memory", b, *memory, "free memory") for b in shared_memory_bounds(root)]
     needs = {
         "n": ("file descriptors", descriptors_each, _SPARE_DESCRIPTORS),
         "u": ("processes and threads", _WORKER_TASKS, _SPARE_TASKS),
     }
-    quotas = []
     for option, (noun, each, spare) in needs.items():
         if (bound := _bound(option, root)) is not None:
             wanted = bound.total - bound.free + n_workers * each + spare
             remedy = f"raise the limit before starting Python: ulimit -{option} {wanted}"
             quotas.append(Quota(noun, bound, each, spare, remedy))
-    return quotas + [Quota("memory", b, *memory, "free memory") for b in shared_bounds(root)]
+    return quotas
 
 
 def _bound(option: str, root: Path) -> Bound | None:
@@ -153,20 +153,17 @@ def _bound(option: str, root: Path) -> Bound | None:
     if limit == resource.RLIM_INFINITY or (of_user and os.getuid() == 0):
         return None
     name = "user may have (RLIMIT_NPROC)" if of_user else "process may open (RLIMIT_NOFILE)"
-    free = limit - (n_tasks(root) if of_user else n_open_descriptors())
-    return Bound(f"this {name}", limit, free, limit, str)
+    used = n_tasks(root) if of_user else n_open_descriptors()
+    return Bound(f"this {name}", limit, limit - used, str)
 
 
 def n_open_descriptors() -> int:
     """Descriptors that this process has open."""
-    try:
-        return len(os.listdir("/dev/fd")) - 1  # one is the listing's own
-    except OSError:
-        return 64
+    return len(os.listdir("/dev/fd")) - 1  # one is the listing's own
 
 
 def refuse_small_limit(max_rss_bytes: int | None, pids: Iterable[int | None]) -> None:
-    """Refuse a memory limit for workers that they exceed before they have done anything.
+    """Refuse a memory limit that workers exceed before they have done anything.
 
     Args:
         max_rss_bytes: The limit, ``None`` for none.
@@ -175,10 +172,12 @@ def refuse_small_limit(max_rss_bytes: int | None, pids: Iterable[int | None]) ->
     Raises:
         SpecError: Naming the limit and what they need.
     """
-    needed = 0 if max_rss_bytes is None else max(map(resident_bytes, pids), default=0)
-    if max_rss_bytes is not None and needed > max_rss_bytes:
+    if max_rss_bytes is None:
+        return
+    needed = max(map(resident_bytes, pids), default=0)
+    if needed > max_rss_bytes:
         raise SpecError(
-            f"max_rss_bytes is {human(max_rss_bytes)}, but a worker that has done nothing yet "
-            f"has {human(needed)} of resident memory",
+            f"max_rss_bytes is {human(max_rss_bytes)}, but a worker that has done "
+            f"nothing yet has {human(needed)} of resident memory",
             fix="set max_rss_bytes well above that, which includes the modules it imported",
         )

@@ -1,1 +1,1 @@
-"""Meta-reinforcement learning: tasks, trials of several episodes, rollouts with a task each."""
+"""Meta-reinforcement learning: tasks, trials of several episodes, one task per rollout."""

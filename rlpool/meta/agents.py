@@ -1,4 +1,4 @@
-"""Agents with ``act`` as agents of the step loop, and one that acts at random."""
+"""Adapts agents with ``act`` to the step loop; an agent that acts at random."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ _OWN_KEYS = {"reward", "noise", *FLAGS}
 
 
 class ActingAgent(Agent):
-    """An agent with ``act`` in place of ``__call__``, for one batch of rows.
+    """An agent with ``act`` instead of ``__call__``, for one batch of rows.
 
-    It has a memory if ``act`` takes ``prev_internal_state``. Without one it is called as
-    ``act(obs, deterministic=False)`` (the latter if it takes that). With one it is called as
-    ``act(prev_internal_state=, prev_action=, reward=, obs=, deterministic=False)`` and starts
-    from ``get_initial_info()``, which gives a previous action ``[1, ...]``, a reward ``[1, 1]``
-    and an internal state of batch size 1. It returns its action, or a tuple that begins with it;
-    with a memory, a pair of that and the new internal state.
+    It has a memory if ``act`` takes ``prev_internal_state``. Without a memory it is called as
+    ``act(obs, deterministic=False)``, the latter only if ``act`` takes it, and returns its action
+    or a tuple that begins with the action. With a memory it is called as
+    ``act(prev_internal_state=, prev_action=, reward=, obs=, deterministic=False)`` and returns a
+    pair of the same and the new internal state. It then starts from ``get_initial_info()``, which
+    returns a previous action ``[1, ...]``, a reward ``[1, 1]`` and an internal state of batch
+    size 1.
 
-    The internal state is a tensor, or tuples, dicts and DictTensors of tensors. Its batch is the
-    second dimension if that has size 1 and there are three or more, as in ``torch.nn.GRU``,
-    otherwise the first; in a DictTensor always the first.
+    The internal state is a tensor, or tuples, dicts and DictTensors of tensors. The batch is the
+    second of three or more dimensions if that has size 1, as in ``torch.nn.GRU``, otherwise the
+    first; in a DictTensor always the first.
 
-    The first call only tells the loop about shapes and returns zeros.
+    The first call, by which the loop learns shapes, returns zeros without calling ``act``.
 
     Args:
         agent: The agent. Observations and rewards are moved to the device of its parameters.
         space: The action space of the environments. For a Discrete one, actions may be numbers
             or one-hot rows.
-        needs_memory: Whether it must have a memory. An ``act`` that takes ``**kwargs`` is called
-            with one only then.
+        needs_memory: Whether it must have a memory. Only then is an ``act`` that takes
+            ``**kwargs`` called with one.
 
     Raises:
         SpecError: If the agent has no ``act``, or the action space is not one array.
@@ -74,11 +75,6 @@ class ActingAgent(Agent):
             raise UsageError(
                 f"agent_arch is Memory, but {name}.act takes no prev_internal_state",
                 fix="use AGENT_ARCHS.Markov or Memory_Markov, or give act() a memory",
-            )
-        if self._has_memory and not callable(getattr(agent, "get_initial_info", None)):
-            raise UsageError(
-                f"{name}.act takes prev_internal_state, but there is no get_initial_info()",
-                fix="define get_initial_info() -> (previous action, reward, internal state)",
             )
         parameters = agent.parameters() if isinstance(agent, torch.nn.Module) else iter(())
         self._device = next((parameter.device for parameter in parameters), torch.device("cpu"))
@@ -149,14 +145,14 @@ class ActingAgent(Agent):
         return action, DictTensor(self._state_of(leaves))
 
     def _state_of(self, leaves: list[Tensor]) -> dict[str, Tensor]:
-        """What the loop keeps of each row: tensors on the CPU with the batch in front."""
+        """The state as the loop keeps it: tensors on the CPU with the batch in front."""
         return {
             f"act/{i}": leaf.movedim(dim, 0).cpu()
             for i, (leaf, dim) in enumerate(zip(leaves, self._batch_dims, strict=True))
         }
 
     def _seen(self, observation: DictTensor) -> Any:
-        """The observation as the environments give it, on the agent's device."""
+        """The environments' own observation, on the agent's device."""
         keys = [k for k in observation if k not in _OWN_KEYS and not k.startswith("last_action")]
         if keys != [DEFAULT_OBSERVATION_KEY]:
             return observation.get(keys).to(self._device)
@@ -164,7 +160,7 @@ class ActingAgent(Agent):
         return frame.unsqueeze(-1) if frame.ndim == 1 else frame
 
     def _for_env(self, action: Tensor) -> Tensor:
-        """The agent's action as the environments take it."""
+        """The action in the shape and dtype of the action space."""
         action, space = action.cpu(), self._space
         n = space.n if type(space).__name__ == "Discrete" else 0
         if action.ndim == 2 and action.shape[1] == n > 1:
@@ -173,7 +169,7 @@ class ActingAgent(Agent):
 
 
 class RandomAgent(Agent):
-    """Samples the action space, seeded at every step by the noise of the rollout.
+    """Samples the action space, seeded at every step by the rollout's noise.
 
     Args:
         space: The action space.
@@ -205,7 +201,7 @@ class RandomAgent(Agent):
 
 
 def _batch_dim(leaf: Any, is_first: bool) -> int:
-    """Where the batch of 1 is in a tensor of the initial internal state."""
+    """The batch dimension of a tensor of the initial internal state."""
     if not isinstance(leaf, Tensor):
         raise SpecError(
             f"the internal state holds a {type(leaf).__name__}, not only tensors",

@@ -1,8 +1,8 @@
-"""Collects rollouts, each with a task of its own, into the storage of a learner."""
+"""Collect rollouts, each on its own task, into a learner's storage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -16,34 +16,34 @@ from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import AgentError, EnvError, SpecError, UsageError, WorkerError
 from rlpool.loop.plan import Episode
 from rlpool.loop.rollout import Rollout
-from rlpool.machine.arguments import takes_keyword, whole_number
+from rlpool.machine.arguments import whole_number
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.meta.agents import ActingAgent, RandomAgent
-from rlpool.meta.rollouts import RolloutColumns, RolloutPlan, RowsEnv
+from rlpool.meta.rollouts import Deliver, RolloutColumns, RolloutPlan, RowsEnv
 from rlpool.meta.trials import TASK_OPTION
 from rlpool.record.failures import LOCAL_HINT
 from rlpool.seeding import Words, episode_seeds, noise_keys, probe_seed, root_from, task_draws
 from rlpool.slots.blocks import Layout
 
 BATCH_ROWS = 16
-"""Rows of the policy's batch unless told otherwise: as many as most machines have cores."""
+"""Default number of rows of the policy's batch: as many as most machines have cores."""
 
 MAX_CHUNK = 128
-"""Steps of a rollout in one slot, so that the slots of image observations stay small. Longer
-rollouts are copied out piece by piece."""
+"""Most steps of a slot, so that slots of image observations stay small. Longer rollouts are copied
+out in pieces."""
 
 _SAMPLE = ("observation", "action", "reward", "terminal", "next_observation")
 _METHODS = (("add_episode", RolloutColumns._fields), ("add_sample", _SAMPLE))
 
 
-class AGENT_ARCHS(str, Enum):  # noqa: N801  (the name that its users know)
-    """How a learner's agent decides, and thereby what its storage takes.
+class AGENT_ARCHS(str, Enum):  # noqa: N801  (the name that users know)
+    """What a learner's agent acts on, and in which units its experience is stored.
 
     Attributes:
-        Markov: By the observation; stored transition by transition.
-        Memory: By all that it saw in the rollout; stored rollout by rollout.
-        Memory_Markov: By the observation, while what learns from it has a memory; stored rollout
-            by rollout.
+        Markov: The observation; stored by transition.
+        Memory: All observations of the rollout so far; stored by rollout.
+        Memory_Markov: The observation, while another part of the learner has a memory; stored by
+            rollout.
     """
 
     Markov = "markov"
@@ -70,11 +70,11 @@ def collect_rollouts_parallel(
     ends a rollout starts its next one while the others go on. The agent's state is reset at the
     start of every rollout and nowhere else: it lasts through all episodes of a trial.
 
-    Rollouts reach the storage complete and in the order of their numbers. Tasks, seeds and noise
-    depend on the learner's seed, on the calls that came before, and on the rollout's number, not
-    on the environments: one environment or many, with processes or without, give the same bits
-    for an agent that is deterministic or draws from its ``noise``. (An agent that draws from
-    torch's global generator depends on who draws before it.)
+    Rollouts reach the storage complete and in order. Tasks, seeds and noise depend on the
+    learner's seed, on the calls that came before, and on the number of the rollout, not on the
+    environments: one environment or many, with processes or without, give the same bits for an
+    agent that is deterministic or draws from its ``noise``. (What an agent draws from torch's
+    global generator depends on who draws before it.)
 
     Args:
         learner: A ``Learner``, or any object with ``agent``, ``policy_storage``, ``train_env``,
@@ -101,59 +101,44 @@ def collect_rollouts_parallel(
     arch = AGENT_ARCHS(learner.agent_arch)
     store = _store_into(learner.policy_storage, arch)
     lanes = _lanes(learner, parallel_env)
-    space = getattr(lanes, "action_space", None)
-    agent = RandomAgent(space) if random_actions else learner.agent
-    if not isinstance(agent, Agent):
-        agent = ActingAgent(agent, space, needs_memory=arch is AGENT_ARCHS.Memory)
+    agent = _agent(learner, lanes, arch, random_actions)
     # Random actions depend on no other row: no more rows are needed than there are lanes.
     rows = RowsEnv(lanes, lanes.n_lanes if random_actions else max(lanes.n_lanes, n_rows))
-    root, episodes, keys = _draw_episodes(learner, n_rollouts, _tasks(learner, lanes), rows.n_lanes)
-    n_steps = 0
+    lengths: list[int] = []
 
     def deliver(columns: RolloutColumns) -> None:
-        nonlocal n_steps
         store(columns)
-        n_steps += len(columns.rewards)
-        for name, n in (("n_env_steps_total", len(columns.rewards)), ("n_rollouts_total", 1)):
+        lengths.append(len(columns.rewards))
+        for name, n in (("n_env_steps_total", lengths[-1]), ("n_rollouts_total", 1)):
             counter = f"_{name}" if hasattr(learner, f"_{name}") else name
             setattr(learner, counter, getattr(learner, counter, 0) + n)
 
     try:
-        rollout = Rollout(agent, rows)
-        options = episodes[0].options if episodes else None
-        steps = rollout.probe(probe_seed(root), [options] * rows.n_lanes, None)
-        horizon = int(getattr(lanes, "horizon_bamdp", None) or MAX_CHUNK)
-        layout = Layout(steps, rows.n_lanes, min(horizon, MAX_CHUNK), 1)
-        plan = RolloutPlan(layout, rows, lanes.n_lanes, episodes, keys, deliver)
-        try:
-            rollout.run(plan)
-        finally:
-            plan.deliver_rest()
+        _run(learner, n_rollouts, agent, rows, deliver)
     except (EnvError, AgentError) as error:
         raise _placed(error, lanes) from error.__cause__
-    return n_steps
+    return sum(lengths)
 
 
 @dataclass(eq=False, repr=False)
 class Learner:
-    """What collecting rollouts takes; subclass it and write the learning.
+    """The parts that collecting rollouts needs; subclass it to add the learning.
 
     Args:
         agent: An ``rlpool.Agent``, or an object with ``act`` (see ``ActingAgent``).
-        policy_storage: Takes what was collected: ``add_sample(observation, action, reward,
-            terminal, next_observation)`` for each transition of a Markov agent,
-            ``add_episode(observations, actions, rewards, terminals, next_observations)`` for each
-            rollout of the others.
+        policy_storage: Stores what was collected. It is called by keywords:
+            ``add_sample(observation, action, reward, terminal, next_observation)`` for each
+            transition of a Markov agent, ``add_episode(observations, actions, rewards, terminals,
+            next_observations)`` for each rollout of the others.
         train_env: One environment, or several as a ``VecEnv``, for collection without
             ``parallel_env``.
-        train_tasks: The tasks to draw from; ``None`` for all that the environment knows. They
-            need not be numbers.
+        train_tasks: The tasks to draw from, numbers or not; ``None`` for all that the environment
+            knows.
         agent_arch: One of ``AGENT_ARCHS``, or its value.
         seed: Determines tasks, seeds of environments, noise of agents and random actions;
             ``None`` draws fresh entropy.
         batch_rows: Rows of the policy's batch, or the number of environments if that is larger.
-            With the same number of rows the results are bitwise the same, however many
-            environments there are.
+            With the same number of rows, results are bitwise equal for any number of environments.
 
     Attributes:
         n_env_steps_total: Steps of all rollouts that were stored.
@@ -183,10 +168,26 @@ class Learner:
     collect_rollouts_parallel = collect_rollouts_parallel
 
 
+def _run(learner: Any, n_rollouts: int, agent: Agent, rows: RowsEnv, deliver: Deliver) -> None:
+    """Run rollouts, and deliver those that are complete even if one fails."""
+    tasks = _tasks(learner, rows.lanes)
+    root, episodes, keys = _draw_episodes(learner, n_rollouts, tasks, rows.n_lanes)
+    rollout = Rollout(agent, rows)
+    options = episodes[0].options if episodes else None
+    steps = rollout.probe(probe_seed(root), [options] * rows.n_lanes, None)
+    horizon = int(getattr(rows.lanes, "horizon_bamdp", None) or MAX_CHUNK)
+    layout = Layout(steps, rows.n_lanes, min(horizon, MAX_CHUNK), 1)
+    plan = RolloutPlan(layout, rows, episodes, keys, deliver)
+    try:
+        rollout.run(plan)
+    finally:
+        plan.deliver_rest()
+
+
 def _draw_episodes(
     learner: Any, n_rollouts: int, tasks: Sequence[Any] | None, n_rows: int
 ) -> tuple[int, list[Episode], Words]:
-    """Root, episodes and keys of their noise; how much was drawn is kept with the learner."""
+    """Root, episodes and the keys of their noise; the learner remembers how many were drawn."""
     seed = getattr(learner, "seed", None)
     nothing = (seed, root_from(seed), 0, 0)
     drawn_for, root, collection, n_before = getattr(learner, "_rlpool_drawn", nothing)
@@ -202,7 +203,7 @@ def _draw_episodes(
     return root, episodes, noise_keys(root, collection, n_rollouts)
 
 
-def _store_into(storage: Any, arch: AGENT_ARCHS) -> Callable[[RolloutColumns], None]:
+def _store_into(storage: Any, arch: AGENT_ARCHS) -> Deliver:
     """A function that puts a rollout into the storage."""
     is_markov = arch is AGENT_ARCHS.Markov
     name, names = _METHODS[is_markov]
@@ -212,13 +213,9 @@ def _store_into(storage: Any, arch: AGENT_ARCHS) -> Callable[[RolloutColumns], N
             f"policy_storage is a {type(storage).__name__} without {name}()",
             fix=f"define {name}(), by which agent_arch {arch.name} stores, or change agent_arch",
         )
-    has_names = all(takes_keyword(add, name) for name in names)
 
     def store(columns: Sequence[Any]) -> None:
-        if has_names:
-            add(**dict(zip(names, columns, strict=True)))
-        else:
-            add(*columns)
+        add(**dict(zip(names, columns, strict=True)))
 
     def store_samples(rollout: RolloutColumns) -> None:
         flat = rollout._replace(rewards=rollout.rewards[:, 0], terminals=rollout.terminals[:, 0])
@@ -227,6 +224,16 @@ def _store_into(storage: Any, arch: AGENT_ARCHS) -> Callable[[RolloutColumns], N
             store(_pytree.tree_unflatten(sample, structure))
 
     return store_samples if is_markov else store
+
+
+def _agent(learner: Any, lanes: VecEnv, arch: AGENT_ARCHS, random_actions: bool) -> Agent:
+    """The agent of the step loop."""
+    space = getattr(lanes, "action_space", None)
+    if random_actions:
+        return RandomAgent(space)
+    if isinstance(learner.agent, Agent):
+        return learner.agent
+    return ActingAgent(learner.agent, space, needs_memory=arch is AGENT_ARCHS.Memory)
 
 
 def _lanes(learner: Any, parallel_env: Any) -> VecEnv:
@@ -244,19 +251,19 @@ def _lanes(learner: Any, parallel_env: Any) -> VecEnv:
         )
     if isinstance(env, VecEnv):
         return env
-    known: Any = getattr(learner, "_rlpool_lanes", (None, None))
-    if known[0] is not env:
-        learner._rlpool_lanes = known = (env, GymEnv([env]))
-    lanes: VecEnv = known[1]
+    # Kept with the learner: what undeclared environments show is learnt by a reset of its own.
+    if getattr(learner, "_rlpool_train_env", None) is not env:
+        learner._rlpool_train_env, learner._rlpool_lanes = env, GymEnv([env])
+    lanes: VecEnv = learner._rlpool_lanes
     return lanes
 
 
 def _tasks(learner: Any, lanes: VecEnv) -> list[Any] | None:
-    """The tasks to draw from, ``None`` for environments without."""
+    """The tasks to draw from, ``None`` for environments without tasks."""
     tasks = getattr(learner, "train_tasks", None)
+    if tasks is None and isinstance(lanes, GymEnv):
+        return all_tasks(partial(_attribute, lanes))
     if tasks is None:
-        if isinstance(lanes, GymEnv):
-            return all_tasks(partial(_attribute, lanes))
         return getattr(lanes, "all_tasks", None)
     if not isinstance(tasks, Iterable) or not (tasks := list(tasks)):
         raise SpecError(
@@ -274,7 +281,7 @@ def _attribute(lanes: GymEnv, name: str) -> Any:
 
 
 def _placed(error: EnvError | AgentError, lanes: VecEnv) -> WorkerError:
-    """The error of an environment or agent, with its lane in place of the row of the batch."""
+    """The error of an environment or agent, with the lane instead of the row of the batch."""
     is_remote = isinstance(error, EnvError) and isinstance(lanes, ParallelEnvManager)
     where = error.where if is_remote else error.where._replace(worker=None)
     if where.episode is not None:

@@ -1,4 +1,4 @@
-"""Which rollout runs in which environment, and in which row of the policy's batch."""
+"""Which environment runs which rollout, and which row of the policy's batch it has."""
 
 from __future__ import annotations
 
@@ -34,15 +34,18 @@ class RolloutColumns(NamedTuple):
     next_observations: Any
 
 
+Deliver = Callable[[RolloutColumns], None]
+
+
 class RowsEnv(VecEnv):
-    """A batch of ``n_rows`` rows, each of which shows the lane that was last assigned to it.
+    """A batch of ``n_rows`` rows, each of which shows the lane last assigned to it.
 
     The last bits of what an agent computes depend on the number of rows in its batch and on the
-    position of a row. Here both are independent of the number of environments, so that one
-    environment run serially gives the same bits as many side by side.
+    position of a row. Here neither depends on the number of environments, so that one environment
+    gives the same bits as many side by side.
 
-    The first ``reset_lanes``, by which the loop learns keys and shapes, leaves the environments
-    alone unless only an observation can tell what observations look like.
+    The first ``reset_lanes``, by which the loop learns keys and shapes, resets no environment,
+    unless observations are undeclared and only a reset can show them.
 
     Args:
         lanes: The environments. They are not closed with this object.
@@ -51,7 +54,7 @@ class RowsEnv(VecEnv):
 
     def __init__(self, lanes: VecEnv, n_rows: int) -> None:
         super().__init__(n_rows)
-        self._lanes = lanes
+        self.lanes = lanes
         self._lane_of = np.zeros(n_rows, np.int64)
         self._row_of: dict[int, int] = {}
         self.min_ready, self._action_leaves = lanes.min_ready, lanes.action_leaves
@@ -63,21 +66,21 @@ class RowsEnv(VecEnv):
 
     def declare_actions(self, specs: Mapping[str, TensorSpec]) -> None:
         """See ``VecEnv.declare_actions``."""
-        self._lanes.declare_actions(specs)
+        self.lanes.declare_actions(specs)
         super().declare_actions(specs)
 
     def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> None:
         if not self._row_of:
-            if self._lanes.columns is None:
-                self._call_lanes(self._lanes.reset_lanes, [0], seeds[:1], options[:1])
-            if self._lanes.columns is not None:
-                self._declare_structure(self._lanes.columns.structure)
+            if self.lanes.columns is None:
+                self._call_lanes(self.lanes.reset_lanes, [0], seeds[:1], options[:1])
+            if self.lanes.columns is not None:
+                self._declare_structure(self.lanes.columns.structure)
             return
         by_lane = sorted(range(len(lanes)), key=lambda i: self._lane_of[lanes[i]])
         self._call_lanes(
-            self._lanes.reset_lanes,
+            self.lanes.reset_lanes,
             [int(self._lane_of[lanes[i]]) for i in by_lane],
             [seeds[i] for i in by_lane],
             [options[i] for i in by_lane],
@@ -86,7 +89,7 @@ class RowsEnv(VecEnv):
 
     def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> list[int]:
         """See ``VecEnv.step_lanes``; its lanes are the rows here."""
-        self._call_lanes(self._lanes.step_lanes, *self._for_lanes(lanes, actions))
+        self._call_lanes(self.lanes.step_lanes, *self._for_lanes(lanes, actions))
         self._show()
         return [row for row in lanes if self.current["done"][row]]
 
@@ -98,7 +101,7 @@ class RowsEnv(VecEnv):
     ) -> list[int]:
         """See ``VecEnv.step_some``; its lanes are the rows here."""
         given = self._for_lanes(lanes, actions or {})
-        ready = self._call_lanes(self._lanes.step_some, min_ready, *given)
+        ready = self._call_lanes(self.lanes.step_some, min_ready, *given)
         self._show()
         return sorted(self._row_of[lane] for lane in ready)
 
@@ -108,16 +111,16 @@ class RowsEnv(VecEnv):
     def _for_lanes(
         self, rows: Sequence[int], actions: Mapping[str, Array]
     ) -> tuple[list[int], dict[str, Array]]:
-        """The lanes of some rows, ascending, and the rows' actions in the lanes' places."""
+        """The lanes of some rows, ascending, and the rows' actions in lane order."""
         lanes = self._lane_of[list(rows)]
         given = {}
         for key, values in actions.items():
-            given[key] = np.zeros((self._lanes.n_lanes, *values.shape[1:]), values.dtype)
+            given[key] = np.zeros((self.lanes.n_lanes, *values.shape[1:]), values.dtype)
             given[key][lanes] = values[list(rows)]
         return sorted(lanes.tolist()), given
 
     def _call_lanes(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the environments; a failing lane is known to the loop by its row."""
+        """Call the environments; errors name the row instead of the lane."""
         try:
             return method(*arguments)
         except LaneError as error:
@@ -125,9 +128,9 @@ class RowsEnv(VecEnv):
             raise
 
     def _show(self) -> None:
-        """Copy into every row what its lane shows. Idle rows are copies of some lane, too."""
+        """Copy into every row what its lane shows; idle rows keep copying their last lane."""
         for key, array in self.current.items():
-            array[:] = self._lanes.current[key][self._lane_of]
+            array[:] = self.lanes.current[key][self._lane_of]
 
 
 @dataclass
@@ -135,13 +138,12 @@ class RolloutPlan:
     """Deals rollouts out to lanes: rollout *i* runs on lane ``i % n_lanes``.
 
     In the batch it has row ``i % n_rows``, whatever the number of lanes. If that row is still in
-    use (which takes a number of lanes that does not divide the number of rows, and one lane that
-    is several rollouts ahead of another), the rollout waits.
+    use, the rollout waits; this happens only if the number of lanes does not divide the number of
+    rows and one lane is several rollouts ahead of another.
 
     Args:
         layout: One slot per row. Longer rollouts are copied out slot by slot.
         rows: The rows.
-        n_lanes: Number of lanes.
         episodes: The rollouts, with their rows as slots.
         noise_keys: One per rollout.
         deliver: Takes complete rollouts in the order of their numbers.
@@ -149,10 +151,9 @@ class RolloutPlan:
 
     layout: Layout
     rows: RowsEnv
-    n_lanes: int
     episodes: Sequence[Episode]
     noise_keys: Words
-    deliver: Callable[[RolloutColumns], None]
+    deliver: Deliver
     worker: int = 0
     agent_info: dict[str, Array] | None = None
 
@@ -160,7 +161,8 @@ class RolloutPlan:
         self.arrays = self.layout.arrays(Memory.local(self.layout.n_bytes).root())
         step = self.layout.step
         self._noise = NoiseStarts(self.noise_keys, step.n_noise) if step.n_noise else None
-        self._next = {lane: lane for lane in range(self.n_lanes)}  # idle lane to its next rollout
+        self._n_lanes = n_lanes = self.rows.lanes.n_lanes
+        self._next = {lane: lane for lane in range(n_lanes)}  # idle lane to its next rollout
         self._chunks: dict[int, list[dict[str, Array]]] = {}
         self._complete: dict[int, RolloutColumns] = {}
         self._n_delivered = 0
@@ -174,13 +176,13 @@ class RolloutPlan:
                 break
         else:
             return None
-        del self._next[number % self.n_lanes]
-        self.rows.assign(lane, number % self.n_lanes)
+        del self._next[number % self._n_lanes]
+        self.rows.assign(lane, number % self._n_lanes)
         noise = None if self._noise is None else self._noise[number]
         return replace(self.episodes[number], noise=noise)
 
     def next_slot(self, lane: int, episode: int) -> int | None:
-        """The row's own slot again: what it held was copied out."""
+        """The row's slot again, as its contents were copied out."""
         return lane
 
     def chunk_done(self, episode: int, slot: int, chunk: int, is_last: bool) -> None:
@@ -191,7 +193,7 @@ class RolloutPlan:
         chunks.append({key: self.arrays.rows[key][slot, :length].copy() for key in kept})
         if not is_last:
             return
-        self._next[episode % self.n_lanes] = episode + self.n_lanes
+        self._next[episode % self._n_lanes] = episode + self._n_lanes
         self._complete[episode] = self._joined(self._chunks.pop(episode), slot)
         while self._n_delivered in self._complete:
             self._n_delivered += 1
@@ -235,7 +237,7 @@ class RolloutPlan:
 
 
 def _nested(arrays: Mapping[str, Array], keys: Sequence[str], default_key: str) -> Any:
-    """Arrays by key, or the one of the default key alone; numbers ``[L]`` become ``[L, 1]``."""
+    """Arrays by key, or just the array of the default key; numbers ``[L]`` become ``[L, 1]``."""
     columns = {
         key.removeprefix(f"{default_key}/"): array[:, None] if array.ndim == 1 else array
         for key, array in ((key, arrays[key]) for key in keys)

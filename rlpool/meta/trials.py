@@ -1,4 +1,4 @@
-"""Trials: several episodes in a row on one task, as one long episode."""
+"""Trials: several consecutive episodes on one task, as one long episode."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
     """A trial of ``episodes_per_task`` episodes on one task, as one episode.
 
     The agent does not know the task and keeps what it has learnt from one episode to the next;
-    the task changes only with ``reset``. A trial, a Bayes-adaptive MDP, differs from its episodes:
+    the task changes only at ``reset``. A trial, a Bayes-adaptive MDP, differs from its episodes:
 
     - The observation of an episode's last step has the flag 1, and the next action is chosen on
       it. By then the next episode has begun: its first observation is ``info["start_state"]``, and
       that action is its first one.
-    - A trial ends with its last episode and in the same way: ``terminated`` if the
-      environment terminated it, ``truncated`` if its time ran out. (Within the trial the end of an
-      episode is neither; it is in ``info["done_mdp"]``.) So no trial is ``terminated`` merely
-      because its horizon was reached, and an off-policy learner bootstraps there.
+    - A trial ends as its last episode does: ``terminated`` if the environment terminated it,
+      ``truncated`` if its time ran out. (Within the trial the end of an episode is neither; it is
+      in ``info["done_mdp"]``.) So no trial is ``terminated`` merely because it reached its
+      horizon, and an off-policy learner bootstraps there.
     - Box actions are in [-1, 1], clipped to that and scaled to the environment's own bounds.
 
-    The environment may have Gymnasium's interface or an older one. If it has tasks, it has
-    ``reset_task(task)`` (``None`` draws one), ``get_current_task()`` and ``n_tasks``, and possibly
-    ``get_all_task_idx()``, itself or in one of its wrappers.
+    The environment may have Gymnasium's interface or an older one. If it has tasks, it or one of
+    its wrappers has ``reset_task(task)`` (``None`` draws one), ``get_current_task()``,
+    ``n_tasks``, and possibly ``get_all_task_idx()``.
 
     Args:
         env: The environment, with a time limit.
         episodes_per_task: Episodes of a trial, at least 1.
-        oracle: Append the current task to the observation, before the flag, to see what an agent
-            that knows the task could do.
+        oracle: Append the current task to the observation, before the flag, to measure what an
+            agent that knows the task could achieve.
 
     Attributes:
-        observation_space: That of ``env``, with the task if ``oracle`` and the flag if there is
-            more than one episode per task.
-        action_space: That of ``env``; a Box becomes one of [-1, 1].
+        observation_space: The space of ``env``, extended by the task if ``oracle`` and by the flag
+            if there is more than one episode per task.
+        action_space: The space of ``env``; a Box becomes one of [-1, 1].
         horizon_bamdp: Steps of the longest trial, ``episodes_per_task * max_episode_steps``.
         episode_count: Episodes of this trial that have ended.
         step_count_bamdp: Steps of this trial.
         done_mdp: Whether the last step ended an episode.
 
     Raises:
-        SpecError: For fewer than one episode, no time limit, an observation that nothing can be
-            appended to, actions without bounds, or an oracle without tasks.
+        SpecError: For fewer than one episode, no time limit, an observation that is not a vector
+            but would be extended, actions without bounds, or an oracle without tasks.
 
     References:
         Zintgraf et al. 2020, "VariBAD: a very good method for Bayes-adaptive deep RL via
@@ -98,7 +98,7 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         return reset_task(task)
 
     def get_current_task(self) -> Any:
-        """The task, as the environment describes it."""
+        """The environment's description of its task."""
         return self.env.get_wrapper_attr("get_current_task")()
 
     def get_all_task_idx(self) -> list[Any] | None:
@@ -120,8 +120,8 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         Args:
             seed: Seeds the environment; a task that it draws itself follows from the seed as well.
             options: For every reset of the environment within the trial. An option ``"task"`` is
-                the task.
-            task: The task, handed to ``reset_task``. ``None`` lets the environment draw one.
+                used as ``task``.
+            task: The task, passed to ``reset_task``. ``None`` lets the environment draw one.
 
         Returns:
             The first observation, with the flag 0, and the environment's info.
@@ -189,7 +189,7 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         return spaces.Box(low.astype(dtype), high.astype(dtype), dtype=dtype.type)
 
     def _extended(self, observation: Any, *, flag: bool) -> Any:
-        """What the agent sees; ``observation`` itself if nothing is appended to it."""
+        """What the agent sees; ``observation`` itself if nothing is appended."""
         if not self._is_extended:
             return observation
         flags = [flag] if self.episodes_per_task > 1 else []
@@ -197,12 +197,12 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         return np.concatenate([observation, self._task_vector(), flags], dtype=dtype)
 
     def _task_vector(self) -> Any:
-        """What an oracle sees of the task; nothing without one."""
+        """The task as an oracle sees it; empty without an oracle."""
         if not self.oracle:
             return ()
         if self._inner("reset_task") is None or self._inner("get_current_task") is None:
             raise SpecError(
-                f"oracle=True, but {self.unwrapped} has no tasks to tell",
+                f"oracle=True, but {self.unwrapped} has no tasks",
                 fix="give it reset_task(task) and get_current_task(), or use oracle=False",
             )
         task = self.get_current_task()
@@ -223,7 +223,7 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         return spaces.Box(-1.0, 1.0, space.shape, dtype)
 
     def _scaled(self, action: Any) -> Any:
-        """An action in [-1, 1] in the units of the environment."""
+        """An action in [-1, 1], scaled to the bounds of the environment."""
         if self._bounds is None:
             return action
         low, high, half_width = self._bounds
@@ -237,11 +237,11 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         dtype: Any = self.env.action_space.dtype
         if dtype.kind != "f":
             scaled = np.rint(scaled)
-        # Rounding could leave the bounds by the last bit.
+        # Rounding may exceed the bounds by the last bit.
         return np.minimum(np.maximum(scaled, low), high).astype(dtype)
 
     def _inner(self, name: str) -> Any:
-        """An attribute of the environment or of what it wraps, ``None`` if there is none."""
+        """An attribute of the environment or of what it wraps, ``None`` if it is missing."""
         try:
             return self.env.get_wrapper_attr(name)
         except AttributeError:

@@ -355,7 +355,7 @@ class Pool(Sampler):
 
         if storage != "memmap":
             what = f"a pool of {pool_size} transitions"
-            check_size(sizes, advice, what, private=storage == "local")
+            check_size(sizes, advice, what)
         n, has_priorities = self._n_sub_pools, self._arguments["priority_exponent"] is not None
         n_bytes = Store.n_bytes_for(schema, pool_size, n)
         memory = allocate(storage, n_bytes, directory=self._directory)

@@ -8,13 +8,12 @@ from rlpool.machine.limits import check_size
 from rlpool.slots.blocks import Layout
 
 
-def checked(layout: Layout, lowerable: Sequence[str], *, private: bool = False) -> Layout:
+def checked(layout: Layout, lowerable: Sequence[str]) -> Layout:
     """Return a layout whose blocks fit into memory; warn if they do not fit into what is free.
 
     Args:
         layout: The layout.
         lowerable: Which of ``n_slots`` and ``n_timesteps`` the user can change.
-        private: Whether blocks are memory of this process only.
 
     Raises:
         SpecError: If a block is larger than the machine, naming bytes per key and what to lower.
@@ -28,5 +27,5 @@ def checked(layout: Layout, lowerable: Sequence[str], *, private: bool = False) 
         return f"{lower}, by a factor of {factor} (python -m rlpool doctor lists all limits)"
 
     what = f"a block of {layout.n_slots} slots of {layout.n_timesteps} steps"
-    check_size(sizes, advice, what, private=private)
+    check_size(sizes, advice, what)
     return layout

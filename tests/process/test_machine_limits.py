@@ -69,9 +69,8 @@ def test_descriptors_are_counted_before_any_worker_starts() -> None:
             what, fix = refused(SpecError, lambda make=make: make(30))
             wanted = 30 * (4 if "workers" in advice else 3) + 32
             assert what.startswith(f"30 workers need at least {wanted} file descriptors, but only ")
-            assert f"of the {limit} that this process may open (RLIMIT_NOFILE)" in what
             assert fix.startswith(advice)
-            assert "would fit), or raise the limit before starting Python: ulimit -n " in fix
+            assert "ulimit -n " in fix
         with episode_batcher(2) as batcher:  # as many as would fit
             batcher.execute(8)
             assert batcher.get().lengths.tolist() == [3] * 8
@@ -103,7 +102,6 @@ def test_a_process_that_the_system_refuses_is_explained(monkeypatch: pytest.Monk
 
 UNGUARDED = """
 from rlpool import *
-from support.acting_envs import ActingEnv
 from support.agents import StepCounter
 from support.envs import CountingEnv, create_counting
 print("imported", flush=True)
@@ -116,7 +114,6 @@ MAKE
     [
         "EpisodeBatcher(4, 8, StepCounter, {}, create_counting, {}, n_threads=2)",
         "ParallelEnvManager([CountingEnv] * 2)",
-        "Pool([ActingEnv(), ActingEnv()], 2, 1000).store()",
     ],
 )
 def test_a_missing_guard_is_one_error_and_leaves_no_process(
@@ -141,12 +138,6 @@ def agent_with(model: Any) -> Callable[[], Any]:
     return lambda: StepCounter() if model else None
 
 
-def pool_with(logger: Any) -> Pool:
-    env = ActingEnv()
-    env.logger = logger  # type: ignore[attr-defined]
-    return Pool([ActingEnv(), env], 2, 100)
-
-
 UNPICKLABLE: dict[str, Callable[[Any], Any]] = {
     "create_agent cannot be pickled: create_agent.<closure 'model'>.stream": lambda logger: (
         episode_batcher(2, create_agent=agent_with(logger))
@@ -157,9 +148,6 @@ UNPICKLABLE: dict[str, Callable[[Any], Any]] = {
     "env_fns[1] cannot be pickled: env_fns[1].<closure 'model'>.stream": lambda logger: (
         ParallelEnvManager([CountingEnv, agent_with(logger)])
     ),
-    "environment 1 cannot be pickled: env[1].logger.stream": lambda logger: pool_with(
-        logger
-    ).store(),
 }
 
 
@@ -189,4 +177,4 @@ def test_the_doctor_starts_a_worker_and_finds_nothing(run_script: RunScript) -> 
     assert report["ok"] is True
     worker = report["checks"][-1]
     assert (worker["name"], worker["status"]) == ("worker process", "ok")
-    assert worker["what"].startswith("started, ran an episode and answered after ")
+    assert worker["what"].startswith("started, reset an environment and answered after ")

@@ -164,19 +164,6 @@ def test_trials_and_learners_have_short_seeds() -> None:
             check_all_differ([int(seen[0][0]) for seen, *_ in storage.episodes], 11)
 
 
-def test_a_crash_is_replayed_with_the_same_short_seeds(tmp_path: Any) -> None:
-    env_args = {"n_lanes": 1, "fails_at": 1}
-    with EpisodeBatcher(4, 8, SeedTellingAgent, {}, create_old, env_args, 1, seeds=4) as batcher:
-        batcher.execute(4)
-        with pytest.raises(EnvError) as caught:
-            batcher.get()
-    capsule = caught.value.capsule
-    check_range([capsule.seed, capsule.worker_seed])
-    with pytest.raises(KeyError) as again:
-        replay_crash(capsule.save(tmp_path / "crash.npz"), create_old, env_args)
-    assert str(again.value) in capsule.error  # it drew the same number
-
-
 def test_capsules_with_long_seeds_are_still_replayed(caplog: pytest.LogCaptureFixture) -> None:
     class Env(CountingEnv):
         def reset(self, *, seed: int | None = None, options: Any = None) -> Any:

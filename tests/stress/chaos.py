@@ -1,4 +1,4 @@
-"""What is left of the data when workers are killed, stopped, fed up and starved, all the time.
+"""Whether all data arrive while workers are killed, stopped, recycled and starved all the time.
 
     python tests/stress/chaos.py --minutes 10 [--seed 0] [--workers 4]
 
@@ -6,8 +6,8 @@ Batchers are opened, collect and are closed, in turns: an ``EpisodeBatcher``, wh
 often larger than its slots and whose longest episodes take several of them, with a new policy for
 every request, and a ``Batcher``. Their agent has a recurrent state and noise. Meanwhile
 
-- a thread sends SIGKILL, SIGSEGV and SIGSTOP to workers picked by chance, at random times, and
-  SIGKILL to the template from which they are forked;
+- a thread sends SIGKILL, SIGSEGV and SIGSTOP to random workers at random times, and SIGKILL to the
+  template from which they are forked;
 - environments, at random times, raise, call ``sys.exit`` and ``os._exit``, run out of a limit of
   memory, take memory and are killed as by the kernel, and hoard it until the batcher recycles
   their worker.
@@ -16,7 +16,7 @@ Everything is collected once more, undisturbed, and compared bit by bit. In the 
 descriptor, thread or shared memory may be left.
 
 Prints a JSON line; the exit code is 1 if anything was lost, wrong or left. ``restarts`` counts
-environments that were made again, and not the workers that died before they came to that.
+environments that were made again, not workers that died before they made any.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from rlpool import Batcher, EpisodeBatcher, RlpoolError, TemporalDictTensor
 from support.fragile import RecurrentAgent
 
 SETTLE_S = 3.0
-"""What ends with the last batcher may take so long to be gone."""
+"""How long what ends with the last batcher may take."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,17 @@ class Plan:
         seconds: No life begins after so long, unless too little has happened.
         seed: Of the episodes, and of who is struck from outside.
         n_workers: Workers of the ``EpisodeBatcher``; the ``Batcher`` has half as many.
-        strike_s: Mean seconds between two strikes of an environment.
+        strike_s: Mean seconds between two failures of an environment.
         signal_s: Mean seconds between two signals to any worker.
         template_s: Mean seconds between two ends of the template.
-        signals_per_result: No more of them between two results, so that there is progress however
-            slow the machine.
-        at_starting: Share of the signals that may hit a worker that is still starting. One that
-            fails again and again before it is ready is given up, so it must not be large.
+        signals_per_result: Most signals between two results, for progress on slow machines.
+        at_starting: Share of the signals that may hit a worker that is still starting. It must be
+            small: a worker that fails repeatedly before it is ready is given up.
         rounds: Requests in the life of a batcher.
         sizes: Episodes per request to choose from.
-        timeout_s: After which a stopped worker counts as hanging.
-        least_episodes: Go on until there were so many.
-        least_faults: Go on until there were so many.
+        timeout_s: Seconds after which a stopped worker counts as hanging.
+        least_episodes: Episodes to reach, however long it takes.
+        least_faults: Faults to reach, likewise.
     """
 
     seconds: float = 600.0
@@ -90,7 +89,7 @@ class Plan:
 
 
 class Chaos:
-    """Batchers, one after another, each beside its undisturbed twin, and who shoots at them.
+    """Batchers, one after another, each beside an undisturbed twin, and the attacks on them.
 
     Args:
         plan: How they are disturbed.

@@ -1,8 +1,8 @@
-"""Environments that strike by chance, and what stress tests look at.
+"""Environments that fail at random, and what stress tests look at.
 
-What an episode consists of follows from its seed, its ``env_info`` and the policy alone. Whether
-and when an environment strikes does not: it is drawn from the system's entropy, per process, so
-that the episode that is run again does not meet the same fate.
+The data of an episode follow from its seed, its ``env_info`` and the policy alone. Whether and when
+an environment fails does not: that is drawn from the system's entropy in each process, so that an
+episode that is run again does not fail again.
 """
 
 from __future__ import annotations

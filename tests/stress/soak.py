@@ -2,22 +2,22 @@
 
     python tests/stress/soak.py --minutes 60 [--seed 0] [--kill-every 20]
 
-In each of many lives batchers are opened, collect, keep some of their results, and are closed,
-dropped or left by an exception: an ``EpisodeBatcher`` of short episodes, one of episodes of several
+In each of many lives batchers are opened, collect, keep some of their results, and are closed or
+dropped: an ``EpisodeBatcher`` of short episodes, one of episodes of several
 chunks with a new policy for every request, a ``Batcher``, and every fourth time a
-``ParallelEnvManager``. With ``--kill-every`` a worker picked by chance gets a SIGKILL about so
-often, in seconds, and the batchers replace it. Between two rounds the script sleeps, so that all of
+``ParallelEnvManager``. With ``--kill-every`` a random worker gets SIGKILL about every so many
+seconds, and the batchers replace it. Between two rounds the script sleeps, so that all of
 it takes about one core.
 
 Looked at between two lives, when no batcher is open and all results are dropped: resident memory
 of the caller, descriptors, threads, mappings of shared memory, processes and files in ``/dev/shm``.
-Looked at while collecting: the resident memory of the largest worker, and what all processes have
-together, of which the most in each life counts. Memory is compared with the time that passed by a
-robust line (Theil and Sen), after a warm-up of a fifth of the time; it is flat if that line rises
-by less than ``--flat-mib-per-hour``, or by no more altogether than what memory comes and goes by
-anyway, which is all that a run of a few minutes can tell. Everything else must not change at all.
+Looked at while collecting: the resident memory of the largest worker, and the private memory of
+all processes together; the most in each life counts. A robust line (Theil and Sen) is fitted to
+memory against time, after a warm-up of a fifth of the time. Memory is flat if that line rises by
+less than ``--flat-mib-per-hour``, or in all by no more than memory fluctuates anyway, which is all
+that a run of a few minutes can tell. Everything else must not change at all.
 
-Prints a JSON line per minute and one at the end; the exit code is 1 if something is not flat.
+Prints a JSON line; the exit code is 1 if something is not flat.
 """
 
 from __future__ import annotations
@@ -48,25 +48,18 @@ from rlpool import Batcher, EpisodeBatcher, ParallelEnvManager
 from support.fragile import RecurrentAgent
 
 _NOISE_MIB = {"caller_mib": 4.0, "largest_worker_mib": 4.0, "all_together_mib": 20.0}
-"""Memory comes and goes by so much with the allocator's arenas: no growth if it is all there is."""
+"""By how much memory fluctuates with the allocator's arenas."""
 
 _LOOK_S = 5.0
 """How often the workers are looked at: reading their memory maps costs milliseconds."""
 
 
-def memory_mib(process: psutil.Process) -> Counter[str]:
-    """Resident memory of a process, what of it is its own and what is shared; empty if it is gone.
-
-    The proportional share that systems report does not serve: it grows while other programs end
-    that had the same libraries mapped.
-    """
-    sizes: Counter[str] = Counter()
-    with suppress(OSError):
-        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
-            name, *words = line.split()
-            if name in ("VmRSS:", "RssAnon:", "RssShmem:"):
-                sizes[name] = int(words[0]) / 1024  # type: ignore[assignment]
-    return sizes
+def memory_mib(process: psutil.Process) -> tuple[float, float]:
+    """Resident memory of a process, and what of it is its own; zeros if it is gone."""
+    with suppress(psutil.NoSuchProcess):
+        memory = process.memory_full_info()
+        return memory.rss / 2**20, memory.uss / 2**20
+    return 0.0, 0.0
 
 
 class Soak:
@@ -85,7 +78,7 @@ class Soak:
         self._kill_every_s = kill_every_s
         self._options = {"max_restarts": None} if kill_every_s else {"on_worker_failure": "raise"}
         self._start_s = time.monotonic()
-        self._last_look_s = self._last_told_s = self._start_s
+        self._last_look_s = 0.0
         self._most: dict[str, float] = {}  # of this life so far
         self._kept: list[Any] = []
         self._looking = threading.Lock()  # who looks at processes has files open
@@ -169,26 +162,19 @@ class Soak:
     def _look_idle(self) -> None:
         with self._looking:
             self.held.append(held())
-            self._most["caller_mib"] = memory_mib(psutil.Process())["VmRSS:"]
+            self._most["caller_mib"] = memory_mib(psutil.Process())[0]
         for name, value in self._most.items():
             self.mib[name].append((self.passed_s, value))
         self._most = {}
 
     def _look_busy(self) -> None:
-        """Look while batchers collect, if it is time to; tell, if it is time to."""
-        now_s = time.monotonic()
-        if now_s - self._last_look_s > _LOOK_S:
-            self._last_look_s = now_s
+        """Look while batchers collect, if it is time to."""
+        if self.passed_s - self._last_look_s > _LOOK_S:
+            self._last_look_s = self.passed_s
             each = [memory_mib(process) for process in (psutil.Process(), *workers())]
-            # What is shared is the same memory in all of them.
-            seen = {"all_together_mib": sum(m["RssAnon:"] for m in each)}
-            seen["all_together_mib"] += max(m["RssShmem:"] for m in each)
-            seen["largest_worker_mib"] = max((m["VmRSS:"] for m in each[1:]), default=0.0)
+            seen = {"all_together_mib": sum(own for _, own in each)}
+            seen["largest_worker_mib"] = max((resident for resident, _ in each[1:]), default=0.0)
             self._most = {name: max(self._most.get(name, 0.0), seen[name]) for name in seen}
-        if now_s - self._last_told_s > 60.0 and self.held:
-            self._last_told_s = now_s
-            mib = {name: round(points[-1][1], 1) for name, points in self.mib.items() if points}
-            print(json.dumps({**mib, **self.held[-1], **self.counts}), flush=True)
 
     def verdict(self, flat_mib_per_hour: float) -> dict[str, Any]:
         """Whether all is flat, and the figures."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
+
+import pytest
 
 
 def machine(root: Path, files: dict[str, str]) -> Path:
@@ -12,6 +15,13 @@ def machine(root: Path, files: dict[str, str]) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
     return root
+
+
+def limit_to(monkeypatch: pytest.MonkeyPatch, **limit: int) -> None:
+    """Give this process these limits and no others."""
+    numbers = {getattr(resource, name): value for name, value in limit.items()}
+    unlimited = resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda n: (numbers.get(n, unlimited),) * 2)
 
 
 def container(root: Path, group: str, files: dict[str, str]) -> Path:

@@ -27,28 +27,22 @@ class OldSeedingEnv(CountingEnv):
 
     Args:
         length: Steps of an episode.
-        fails_at: Step in which it raises.
         seed: The seed that ``create_env`` got.
     """
 
     observation_space = spaces.Box(0, 2**31 - 1, (1,), np.int64)
     action_space = spaces.Discrete(2)
 
-    def __init__(self, length: int = 2, fails_at: int | None = None, seed: int = 0) -> None:
+    def __init__(self, length: int = 2, seed: int = 0) -> None:
         super().__init__(length)
         plant(seed)
-        self.fails_at, self.episode_seed = fails_at, 0
+        self.episode_seed = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         if seed is not None:
             plant(seed)
             self.episode_seed = seed
         return super().reset(seed=seed)
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if self.t == self.fails_at:
-            raise KeyError(int(np.random.randint(2**31)))  # noqa: NPY002
-        return super().step(action)
 
     def observation(self) -> Any:
         return np.array([self.episode_seed])
@@ -104,9 +98,7 @@ class SeedTellingAgent(Agent):
         return DictTensor(), DictTensor(output), DictTensor()
 
 
-def create_old(
-    seed: int, n_lanes: int = 2, restarts: bool = False, fails_at: int | None = None
-) -> GymEnv:
+def create_old(seed: int, n_lanes: int = 2, restarts: bool = False) -> GymEnv:
     """Environments that get the seed of ``create_env`` as well."""
-    envs = [OldSeedingEnv(fails_at=fails_at, seed=seed) for _ in range(n_lanes)]
+    envs = [OldSeedingEnv(seed=seed) for _ in range(n_lanes)]
     return (GymEnvInf if restarts else GymEnv)(envs, seed)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from support.programs import run_as_main
@@ -19,8 +15,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = ["README.md", *(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))]
 
 TIMEOUT_S = 120.0
-# How long processes may take to end after the script that started them has ended.
-GRACE_S = 5.0
 
 
 def text_of(document: str) -> str:
@@ -63,40 +57,12 @@ def test_a_program_runs(name: str, program_folder: Path, capfd: pytest.CaptureFi
 
 
 def run_script(script: Path) -> tuple[str, str]:
-    """Run it to its end, which must be that of its workers; returns what it printed."""
-    # A session of its own, by which the processes that the script starts can be found.
-    process = subprocess.Popen(
-        [sys.executable, str(script)],
-        cwd=script.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+    """Run it in a process of its own, and to its end; returns what it printed."""
+    command = [sys.executable, script.name]
+    done = subprocess.run(
+        command, cwd=script.parent, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
     )
-    with process:
-        try:
-            output, errors = process.communicate(timeout=TIMEOUT_S)
-            assert process.returncode == 0, errors
-            deadline = time.monotonic() + GRACE_S
-            while (left := members_of(process.pid)) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert left == []
-            return output, errors
-        finally:
-            for pid in members_of(process.pid):
-                os.kill(pid, signal.SIGKILL)
-
-
-def members_of(session: int) -> list[int]:
-    """Numbers of the living processes of a session."""
-    members = []
-    for process in psutil.process_iter(["status"]):
-        try:
-            if os.getsid(process.pid) == session:
-                members.append(process)
-        except (ProcessLookupError, PermissionError):
-            continue
-    return [one.pid for one in members if one.info["status"] != psutil.STATUS_ZOMBIE]
+    return done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -282,7 +282,7 @@ COMMON: dict[str, Any] = {"create_agent": ConstantAgent, "create_env": create_en
     [
         (EpisodeBatcher, "n_workers", "pass n_threads"),
         (EpisodeBatcher, "n_slot", "pass n_slots"),
-        (EpisodeBatcher, "num_envs", "let create_env return so many: GymEnv("),
+        (EpisodeBatcher, "num_envs", "let create_env return that many: GymEnv("),
         (EpisodeBatcher, "device", "it takes n_timesteps, n_slots, create_agent"),
         (Batcher, "seed", "pass seeds"),
         (ParallelEnvManager, "seeds", "pass seed"),

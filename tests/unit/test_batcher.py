@@ -337,8 +337,8 @@ def test_blocks_larger_than_the_machine_are_refused_with_advice(
     assert "iB" in lines[0]
     assert lines[-1].startswith("  fix:   lower n_slots or n_timesteps, by a factor of ")
     # Those that are larger than what is free now are not refused:
-    bounds = [Bound("this machine has", 2**40, 2**17, 2**40)]
-    monkeypatch.setattr(rlpool.machine.limits, "memory_bounds", lambda **_: bounds)
+    bounds = [Bound("this machine has", 2**40, 2**17)]
+    monkeypatch.setattr(rlpool.machine.limits, "memory_bounds", lambda *_: bounds)
     with caplog.at_level(logging.WARNING, logger="rlpool"):
         make(n_slots=20_000).close()
     (record,) = caplog.records

@@ -48,12 +48,9 @@ BASES: dict[type[RlpoolError], set[type[Exception]]] = {
 
 
 def test_every_exception_can_be_caught_by_what_it_is_and_by_nothing_else() -> None:
-    for kind, bases in BASES.items():
-        assert set(kind.__bases__) - {RlpoolError} == bases
-        assert issubclass(kind, RlpoolError)
-    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type)}
-    found = {kind for kind in kinds if issubclass(kind, Exception)}
-    assert found - {RlpoolError, errors.RemoteTraceback} == set(BASES)
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    found = {kind for kind in kinds if issubclass(kind, RlpoolError)} - {RlpoolError}
+    assert {kind: set(kind.__bases__) - {RlpoolError} for kind in found} == BASES
 
 
 def test_messages_say_what_where_and_fix_as_far_as_they_are_known() -> None:
@@ -81,7 +78,6 @@ def test_every_exception_survives_pickling_and_shows_its_remote_traceback(
     assert (reworded.what, reworded.fix) == ("it broke down", "look here")
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error), reworded):
         assert type(other) is kind
-        assert isinstance(other.where, Where)
         for name in vars(error).keys() - ({"what", "fix"} if other is reworded else set()):
             assert repr(getattr(other, name)) == repr(getattr(error, name)), name
         printed = "".join(traceback.format_exception(other))

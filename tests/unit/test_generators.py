@@ -6,8 +6,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from traceback import walk_stack
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-import rlpool.batch.local
 import rlpool.machine.interrupts
 import rlpool.seeding
 from rlpool import (
@@ -23,7 +21,6 @@ from rlpool import (
     Batcher,
     EnvError,
     EpisodeBatcher,
-    WorkerError,
     WorkerStartupError,
 )
 from rlpool.seeding import OwnGenerators
@@ -134,63 +131,44 @@ def failing(fails_in: str, error: Any) -> Any:
         ("reset", KeyError, EnvError),
         ("step", SystemExit, EnvError),
         ("step", Stop, EnvError),
-        ("step", KeyboardInterrupt, (KeyboardInterrupt, WorkerError)),  # and again: it was lost
+        ("step", KeyboardInterrupt, KeyboardInterrupt),
         ("agent", KeyError, AgentError),
         ("create_env", KeyError, WorkerStartupError),
         ("create_agent", KeyError, WorkerStartupError),
-        ("close", KeyError, ()),
+        ("close", KeyError, None),
     ],
 )
 def test_the_callers_generators_are_back_if_users_code_raises(
     fails_in: str, error: Any, expected: Any
 ) -> None:
-    caught = []
-    with untouched():
-        try:
-            with failing(fails_in, error) as batcher:
-                for n_episodes in (5, 3):
-                    batcher.execute(n_episodes)
-                    try:
-                        batcher.get()
-                    except expected as failure:
-                        caught.append(failure)
-        except WorkerStartupError as failure:
-            caught += [failure, failure]
-    assert len(caught) == (2 if expected else 0)
-    assert all(isinstance(failure, expected) for failure in caught)
+    raises = pytest.raises(expected) if expected else nullcontext()
+    with untouched(), raises, failing(fails_in, error) as batcher:
+        batcher.execute(5)
+        batcher.get()
 
 
 # Interruptions ------------------------------------------------------------------------------------
 
-FILES = (rlpool.machine.interrupts.__file__, rlpool.batch.local.__file__)
-FUNCTIONS = {"in_use", "_give_back", "generator_states", "_set_generator_states"}
 
+class Press:
+    """Presses Ctrl-C before a line of the modules that keep the generators, counted from 1."""
 
-def is_watched(frame: FrameType) -> bool:
-    code = frame.f_code
-    is_ours = code.co_filename == rlpool.seeding.__file__ and code.co_name in FUNCTIONS
-    return is_ours or code.co_filename in FILES
+    files = (rlpool.seeding.__file__, rlpool.machine.interrupts.__file__)
 
-
-class Trace:
-    """Notes where each watched line is run, or presses Ctrl-C before one, counted from 1."""
-
-    def __init__(self, presses_at: int = 0) -> None:
-        self.presses_at, self.n_lines = presses_at, 0
-        self.places: list[tuple[Any, ...]] = []  # the lines of the functions that were running
+    def __init__(self, number: int) -> None:
+        self.number, self.n_lines = number, 0
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not is_watched(frame):
+        if frame.f_code.co_filename not in self.files:
             return None
         if event == "line":
             self.n_lines += 1
-            if not self.presses_at:
-                self.places.append(tuple((f.f_code, number) for f, number in walk_stack(frame)))
-            elif self.n_lines == self.presses_at:
+            if self.n_lines == self.number:
                 signal.raise_signal(signal.SIGINT)
         return self
 
-    def follow(self, action: Callable[[], Any]) -> None:
+    def during(self, action: Callable[[], Any]) -> bool:
+        """Whether the action gets that far."""
         before = sys.gettrace()
         sys.settrace(self)
         try:
@@ -199,39 +177,17 @@ class Trace:
             pass
         finally:
             sys.settrace(before)
+        return self.n_lines >= self.number
 
 
-def n_interrupted(action: Callable[[], Any]) -> int:
-    """Interrupt an action at every place, the first time that it gets there."""
-    (notes := Trace()).follow(action)
-    first = {place: number for number, place in reversed(list(enumerate(notes.places, 1)))}
-    n = 0
-    for number in sorted(first.values()):
-        (press := Trace(number)).follow(action)
-        n += press.n_lines >= number
-    return n
+def test_an_interruption_anywhere_gives_the_callers_generators_back() -> None:
+    generators, number = OwnGenerators(), 1
 
+    def use() -> None:
+        with generators.in_use():
+            drawn()
 
-def use_batcher() -> None:
-    with episodes() as batcher:
-        batcher.execute(2)
-        batcher.get()
-
-
-GENERATORS = OwnGenerators()
-
-
-def use_generators() -> None:
-    with GENERATORS.in_use():
-        drawn()
-
-
-@pytest.mark.parametrize(
-    ("use", "n_places"),
-    [(use_generators, 30), pytest.param(use_batcher, 60, marks=pytest.mark.slow)],
-)
-def test_an_interruption_anywhere_gives_the_callers_generators_back(
-    use: Callable[[], None], n_places: int
-) -> None:
     with untouched():
-        assert n_interrupted(use) > n_places
+        while Press(number).during(use):
+            number += 1
+    assert number > 100

@@ -28,13 +28,6 @@ class Refusing:
         raise RuntimeError("a simulator\ncannot be copied")
 
 
-class Slotted:
-    __slots__ = ("stream",)
-
-    def __init__(self, value: Any) -> None:
-        self.stream = value
-
-
 def refusal(value: Any) -> str:
     with pytest.raises(WorkerStartupError) as caught:
         pickled({"env_args": value}, value, fix="do without")
@@ -83,9 +76,7 @@ def test_the_path_leads_to_what_cannot_be_pickled(shape: str) -> None:
 
 
 def test_type_and_reason_are_named_in_one_line_also_where_no_path_is_known() -> None:
-    for value in ({threading.Lock()}, Slotted(threading.Lock())):
-        words = refusal(value).removeprefix("env_args cannot be pickled: it is a ")
-        assert words.removeprefix(f"{__name__}.") == type(value).__name__ + LOCK[14:]
+    assert refusal({threading.Lock()}) == f"env_args cannot be pickled: it is a set{LOCK[14:]}"
     assert refusal({"sim": [Refusing()]}) == (
         f"env_args cannot be pickled: env_args['sim'][0] is a {__name__}.Refusing "
         "(RuntimeError: a simulator cannot be copied)"

@@ -64,7 +64,7 @@ class Mystery(gymnasium.Space[Any]):
         Mystery(),
     ],
 )
-def test_spaces_without_a_shape_are_refused_with_kind_and_place(space: Any) -> None:
+def test_spaces_without_a_fixed_shape_are_refused_with_kind_and_place(space: Any) -> None:
     outer, kind = spaces.Dict(a=spaces.Tuple([spaces.Discrete(2), space])), type(space).__name__
     with pytest.raises(SpecError, match=rf"space\['a'\]\[1\] is a {kind} space(.|\n)*fix:"):
         of_space(outer)
@@ -92,10 +92,8 @@ def test_values_are_taken_apart_and_put_together_in_the_order_of_the_leaves() ->
     ("value", "text"),
     [
         ({"a": 1}, r"observation should have the keys \['a', 'b'\], got \['a'\]"),
-        ({"a": 1, "b": (1, 2), "c": 3}, "should have the keys"),
         (5, r"observation should have the keys \['a', 'b'\], got int"),
         ({"a": 1, "b": (1,)}, r"observation\['b'\] should be a tuple of 2 parts, got 1"),
-        ({"a": 1, "b": 7}, r"observation\['b'\] should be a tuple of 2 parts, got int"),
     ],
 )
 def test_values_that_do_not_fit_their_structure_are_refused(value: Any, text: str) -> None:
