@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
-from rlpool.batch.commands import Infos
 from rlpool.batch.dispatch import Dispatcher
 from rlpool.batch.requests import EpisodeRequest, Policy, WindowRequest, as_infos
 from rlpool.data.infos import Info
@@ -18,7 +17,6 @@ from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.record.crash_files import CrashDir
 from rlpool.record.tape import WindowTapes
 from rlpool.slots.blocks import Layout, StepSpecs
-from rlpool.slots.preflight import checked
 from rlpool.workers.failure_policy import (
     DEFAULT_TIMEOUT_S,
     FailurePolicy,
@@ -39,45 +37,44 @@ class EpisodeBatcher(BatcherBase):
 
     Args:
         n_timesteps: Length of a slot in steps. Longer episodes go on in further slots.
-        n_slots: Slots in flight, which bound the memory. Requests of more episodes, and chunks of
-            longer ones, are copied out of their slots while ``get`` waits.
+        n_slots: Slots in flight, which bound the memory. If a request has more episodes, or
+            episodes are longer than a slot, full slots are copied out while ``get`` waits.
         create_agent: Called as ``create_agent(**agent_args)`` in every worker. Lambdas, closures
             and classes defined in a script or notebook are fine.
         agent_args: Keyword arguments of ``create_agent``.
-        create_env: Called as ``create_env(seed=..., **env_args)`` in every worker, and in this
-            process only with ``n_threads=0``; without ``seed`` if it takes none. Returns a
+        create_env: Called as ``create_env(seed=..., **env_args)`` in every worker (with
+            ``n_threads=0`` in this process), without ``seed`` if it takes none. Returns a
             ``VecEnv``: a ``GymEnv`` or, with ``n_threads=0``, a ``ParallelEnvManager``. Each worker
             resets its environments once before the first request, to learn keys, shapes and
             dtypes; a wrapper that counts or records episodes (``RecordVideo``) sees that reset as
-            an episode of no steps.
-        env_args: Keyword arguments of ``create_env``. A ``seed`` among them takes the place of the
-            one that differs from worker to worker.
-        n_threads: Number of worker processes; 0 runs everything in this process, while ``get``
+            an episode without steps.
+        env_args: Keyword arguments of ``create_env``. A ``seed`` among them replaces the one that
+            differs from worker to worker.
+        n_threads: Number of worker processes; 0 runs everything in this process while ``get``
             waits: for debuggers and profilers, with the same results.
         seeds: A non-negative int, or a list with one per worker; hashed into one root seed.
-            ``None`` draws one and logs it. Environments and agents get seeds below 2**31, and no
-            two of a batcher's first 2**31 episodes have the same.
+            ``None`` draws one and logs it. Environments and agents get seeds below 2**31; the first
+            2**31 episodes of a batcher have different ones.
         timeout: Seconds without a step of any environment after which a worker counts as
-            hanging, ``None`` for never. It has to be longer than the slowest single ``reset``,
-            ``step`` or call of the agent.
+            hanging, ``None`` for never. Must be longer than the slowest single ``reset``, ``step``
+            or call of the agent.
         on_worker_failure: ``"restart"`` replaces a worker that died or hangs while the others go
             on, and its successor runs the unfinished episodes again, with the same result;
             ``"raise"`` reports it, and the batcher is of no further use.
-        max_restarts: How many replacements there may be in all; ``None`` for any number. Workers
-            that do not get ready are given up all the same.
+        max_restarts: The most replacements in all; ``None`` for no limit. Workers that fail again
+            and again before they are ready are given up in any case.
         on_env_error: ``"raise"`` reports an environment that raises; ``"restart"`` replaces its
             worker, which counts as one of ``max_restarts``.
-        max_episodes_per_worker: Replace a worker that has begun so many episodes, when they are
-            over; ``None`` for never. Neither this nor the next counts as a failure. With fewer
-            than a worker has environments, only so many of them run at a time.
-        max_rss_bytes: Replace a worker, between episodes, whose resident memory, shared blocks
-            left out, is larger; ``None`` for never.
+        max_episodes_per_worker: Replace a worker after this many episodes; ``None`` for never.
+            Neither this nor the next counts as a failure. A worker with more environments than
+            this runs only this many of them at a time.
+        max_rss_bytes: Replace a worker, between episodes, once its resident memory without shared
+            blocks is larger; ``None`` for never.
         start_method: ``"auto"`` forks workers from a template process where that is safe, which
             takes milliseconds, and spawns them elsewhere; ``"spawn"`` always spawns them. The
             results are the same, see docs/start_methods.md.
-        crash_dir: A directory, made if it is missing: if an environment or an agent fails, this
-            process writes what ``rlpool.replay_crash`` needs into a file there, which the
-            message of the error names.
+        crash_dir: A directory, created if it is missing. If an environment or an agent fails,
+            what ``rlpool.replay_crash`` needs is written to a file there; the error names it.
 
     Raises:
         SpecError: For arguments of the wrong kind or size, keys that collide, or more workers or
@@ -103,6 +100,10 @@ class EpisodeBatcher(BatcherBase):
     _LOWERABLE: tuple[str, ...] = ("n_slots", "n_timesteps")
     """Arguments that make blocks smaller."""
 
+    _n_executions = 0
+    _n_episodes = 0
+    _last: tuple[int, Any, Any] | None = None
+
     @names_arguments
     @takes_policy
     def __init__(
@@ -120,11 +121,9 @@ class EpisodeBatcher(BatcherBase):
         crash_dir: CrashDir = None,
         **policy: Unpack[PolicyOptions],
     ) -> None:
-        environments = create_agent, agent_args, create_env, env_args
+        factories = create_agent, agent_args, create_env, env_args
         failing = timeout, FailurePolicy(**policy), crash_dir
-        super().__init__(n_timesteps, n_slots, *environments, n_threads, seeds, *failing)
-        self._n_executions = self._n_episodes = 0
-        self._last: tuple[int, Infos] | None = None
+        super().__init__(n_timesteps, n_slots, *factories, n_threads, seeds, *failing)
 
     @names_arguments
     def execute(
@@ -142,20 +141,17 @@ class EpisodeBatcher(BatcherBase):
                 holds for all episodes. It is copied.
             env_info: Likewise: row *i* reaches the environment of episode *i* as
                 ``reset(options={...})``, or ``reset(env_info={...})`` where it takes that. Without
-                one nothing is handed over, so that the environment's own default applies.
+                ``env_info`` nothing is passed, so that the environment's own default applies.
 
         Raises:
-            SpecError: If a value of an info is no numbers, or has another number of rows.
+            SpecError: If an info holds anything but numbers, or has another number of rows.
             UsageError: If the batcher is closed.
             WorkerDiedError: If a worker died meanwhile.
         """
-        self._open()
+        dispatcher = self._open()
         whole_number("n_episodes", n_episodes, 1)
         n_episodes = int(n_episodes)
-        self._submit(n_episodes, as_infos(agent_info, env_info, n_episodes))
-
-    def _submit(self, n_episodes: int, infos: Infos) -> None:
-        dispatcher = self._open()
+        infos = as_infos(agent_info, env_info, n_episodes)
         with InterruptsHeld():
             request = EpisodeRequest(
                 number=dispatcher.next_number(),
@@ -168,7 +164,7 @@ class EpisodeBatcher(BatcherBase):
             )
             self._n_executions += 1
             self._n_episodes += n_episodes
-            self._last = (n_episodes, infos)
+            self._last = (n_episodes, *infos)
             dispatcher.submit(request)
 
     def reexecute(self) -> None:
@@ -180,7 +176,7 @@ class EpisodeBatcher(BatcherBase):
         self._open()
         if self._last is None:
             raise UsageError("reexecute() repeats an execute()", fix="call execute() first")
-        self._submit(*self._last)
+        EpisodeBatcher.execute(self, *self._last)
 
     @names_arguments
     def get(self, blocking: bool = True) -> TemporalDictTensor | None:
@@ -193,10 +189,10 @@ class EpisodeBatcher(BatcherBase):
             Tensors ``[n_episodes, T, ...]``, T being the length of the longest episode, zero past
             each row's length: the environments' keys, ``reward``, ``terminated``, ``truncated``,
             ``done``, ``initial_state``, ``last_action``, the agent's outputs and state, and with
-            a leading ``_`` what belongs to the environment and the state after the step (computed
-            when first looked at). ``info`` has per row ``episode``, ``seed``, ``policy_version``,
-            ``agent_info/...`` and ``env_info/...``. They are views on memory that belongs to you
-            until you drop them, and is used again afterwards.
+            a leading ``_`` the environment's keys and the state after the step (computed on first
+            access). ``info`` has per row ``episode``, ``seed``, ``policy_version``,
+            ``agent_info/...`` and ``env_info/...``. They are views of memory that is yours until
+            you drop the last of them, and is reused afterwards.
 
         Raises:
             UsageError: If nothing is pending or the batcher is closed.
@@ -214,14 +210,16 @@ class EpisodeBatcher(BatcherBase):
         """Episodes finished and requested, of the oldest request that was not handed out."""
         return self._open().finished_episodes()
 
-    def _layout(self, specs: StepSpecs) -> Layout:
-        n_slots = self._n_slots or 4 * specs.n_lanes
-        layout = Layout(specs, n_slots, self._n_timesteps, self._n_workers)
-        return checked(layout, self._LOWERABLE)
+    @classmethod
+    def _layout(
+        cls, n_timesteps: int, n_slots: int | None, n_workers: int, specs: StepSpecs
+    ) -> Layout:
+        layout = Layout(specs, n_slots or 4 * specs.n_lanes, n_timesteps, n_workers)
+        return layout.checked(cls._LOWERABLE)
 
 
 class MonoThreadEpisodeBatcher(EpisodeBatcher):
-    """An ``EpisodeBatcher`` in the calling process, without slots to think about.
+    """An ``EpisodeBatcher`` in the calling process, which needs no slots to be chosen.
 
     Everything runs while ``get`` waits.
 
@@ -234,7 +232,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
     """
 
     _N_TIMESTEPS = 128
-    """Steps per slot; longer episodes are glued."""
+    """Steps per slot; longer episodes are joined from several."""
 
     _LOWERABLE = ()
 
@@ -247,11 +245,9 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         env_args: Mapping[str, Any] | None = None,
         seeds: Seeds = None,
     ) -> None:
-        environments = create_agent, agent_args, create_env, env_args
+        factories = create_agent, agent_args, create_env, env_args
         failing = None, FailurePolicy()
-        BatcherBase.__init__(self, self._N_TIMESTEPS, None, *environments, 0, seeds, *failing)
-        self._n_executions = self._n_episodes = 0
-        self._last = None
+        BatcherBase.__init__(self, self._N_TIMESTEPS, None, *factories, 0, seeds, *failing)
 
     @names_arguments
     def execute(
@@ -260,7 +256,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         agent_info: Info = None,
         env_info: Info = None,
     ) -> None:
-        """Request episodes, as many as there are environments unless told otherwise.
+        """Request episodes; by default as many as there are environments.
 
         See ``EpisodeBatcher.execute``.
         """
@@ -277,7 +273,7 @@ class Batcher(BatcherBase):
 
     Args:
         n_timesteps: Steps per window.
-        n_slots: Ignored, one slot per lane is enough; taken because ``EpisodeBatcher`` takes it.
+        n_slots: Ignored; accepted because ``EpisodeBatcher`` takes it.
         create_agent: As for ``EpisodeBatcher``.
         agent_args: As for ``EpisodeBatcher``.
         create_env: As for ``EpisodeBatcher``.
@@ -287,10 +283,10 @@ class Batcher(BatcherBase):
             2**30 steps of all lanes together, resets included.
         timeout: As for ``EpisodeBatcher``.
         crash_dir: As for ``EpisodeBatcher``.
-        **policy: As for ``EpisodeBatcher``. The successor of a worker takes every running episode
-            to where it was by repeating its actions, which the caller remembers; if that does not
-            lead to the same observation, ``get`` raises ``EnvError``. With an agent that requires
-            a history, the failure is reported, and ``reset`` goes on with new workers.
+        **policy: As for ``EpisodeBatcher``. The successor of a worker restores every running
+            episode by repeating its recorded actions; if that does not lead to the same
+            observation, ``get`` raises ``EnvError``. If the agent requires a history, the failure
+            is reported, and ``reset`` goes on with new workers.
     """
 
     @names_arguments
@@ -310,18 +306,18 @@ class Batcher(BatcherBase):
         crash_dir: CrashDir = None,
         **policy: Unpack[PolicyOptions],
     ) -> None:
-        environments = create_agent, agent_args, create_env, env_args
+        factories = create_agent, agent_args, create_env, env_args
         failing = timeout, FailurePolicy(**policy), crash_dir
-        super().__init__(n_timesteps, n_slots, *environments, n_threads, seeds, *failing)
+        super().__init__(n_timesteps, n_slots, *factories, n_threads, seeds, *failing)
         self._n_resets = self._n_windows = 0
-        self._n_windows_before = 0  # the last reset
+        self._n_windows_before = 0  # those before the last reset
         self._infos = as_infos(None, None, 0)
         self._running: list[int] = []
         self._tapes: WindowTapes | None = None
         self._is_first = False
-        self._last_window = 0  # number of the newest request whose lanes_left was taken over
-        self._is_reset = False  # false again after an error, which ends all episodes
-        self._queued: deque[Policy] = deque()  # of windows that wait for the one before
+        self._last_window = 0  # number of the last request whose lanes_left was taken over
+        self._is_reset = False  # False again after an error, which ends all episodes
+        self._queued: deque[Policy] = deque()  # those of windows that wait for the previous one
 
     @property
     def n_lanes(self) -> int:
@@ -330,20 +326,20 @@ class Batcher(BatcherBase):
 
     @property
     def all_stopped(self) -> bool:
-        """Whether every lane has ended: then ``get`` has nothing more to give."""
+        """Whether every lane has ended, so that ``get`` returns ``None``."""
         n_pending = self._open().n_pending
         return self._is_reset and not self._running and not n_pending
 
     @names_arguments
     def reset(self, agent_info: Info = None, env_info: Info = None) -> None:
-        """Restart every lane with the next window; what is pending is given up.
+        """Restart every lane with the next window; pending windows are dropped.
 
         Args:
             agent_info: ``[n_lanes, ...]`` or empty, as for ``EpisodeBatcher.execute``.
-            env_info: Likewise; its rows reach the environments at every reset.
+            env_info: Likewise; its rows are passed to the environments at every reset.
 
         Raises:
-            SpecError: If a value of an info is no numbers, or has another number of rows.
+            SpecError: If an info holds anything but numbers, or has another number of rows.
         """
         dispatcher = self._open()
         infos = as_infos(agent_info, env_info, self.n_lanes)
@@ -368,7 +364,8 @@ class Batcher(BatcherBase):
         with InterruptsHeld():
             self._n_windows += 1
             if dispatcher.n_pending:
-                # Which lanes run is known when the window before is there; the policy is today's.
+                # Which lanes run is known once the previous window is there; the policy is fixed
+                # now.
                 self._queued.append(dispatcher.policy)
             elif self._running:
                 self._submit(dispatcher, dispatcher.policy)
@@ -429,7 +426,10 @@ class Batcher(BatcherBase):
         )
         self._is_first = False
 
-    def _layout(self, specs: StepSpecs) -> Layout:
-        n_slots = specs.n_lanes * self._n_workers
-        layout = Layout(specs, n_slots, self._n_timesteps, self._n_workers, specs.auto_reset)
-        return checked(layout, ("n_timesteps",))
+    @classmethod
+    def _layout(
+        cls, n_timesteps: int, n_slots: int | None, n_workers: int, specs: StepSpecs
+    ) -> Layout:
+        n_lanes = specs.n_lanes * n_workers
+        layout = Layout(specs, n_lanes, n_timesteps, n_workers, specs.auto_reset)
+        return layout.checked(("n_timesteps",))

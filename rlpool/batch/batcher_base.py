@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
-from weakref import WeakMethod
 
 from torch import nn
 
 from rlpool.agents.agent import Agent
-from rlpool.batch.commands import Setup
 from rlpool.batch.dispatch import Dispatcher
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError
@@ -42,7 +40,7 @@ Seeds = int | Sequence[int] | None
 
 
 class BatcherBase(ProcessOwner, DumpsStacks):
-    """What all batchers share: workers, updates, closing."""
+    """The owner of a batcher's workers, who updates and closes them."""
 
     def __init__(
         self,
@@ -70,43 +68,35 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         self._root = root_from(_checked_seeds(seeds, n_threads))
         if seeds is None:
             _LOG.info("drew the root seed %d", self._root)
-        self._n_timesteps = n_timesteps
-        self._n_slots = n_slots
         self._n_workers = max(1, n_threads)
         self._is_private = n_threads == 0
         self._owner_pid = os.getpid()
         functions: Any = (create_env, dict(env_args or {}), create_agent, dict(agent_args or {}))
-        setup = Setup(functions, in_process=True)
         if n_threads:
             memory = memory_of(policy.start_method)
             check_workers(n_threads, WORKER_DESCRIPTORS, "lower n_threads", memory)
             names = ("create_env", "env_args", "create_agent", "agent_args")
             parts = dict(zip(names, functions, strict=True))
-            setup = Setup(pickled(parts, functions, fix=_HOW_TO_PICKLE))
+            functions = pickled(parts, functions, fix=_HOW_TO_PICKLE)
         self._dispatcher = Dispatcher(
             n_threads,
             self._root,
-            setup,
-            # Not the method itself: a batcher that is dropped, such as that of a notebook's cell
-            # that is run again, ends its workers at once if nothing refers back to it.
-            make_layout=_Weakly(self._layout),
+            functions,
+            # Not a method of this object: a batcher that is dropped, as when a notebook's cell is
+            # run again, ends its workers at once only if nothing refers back to it.
+            make_layout=partial(
+                self._layout, n_timesteps, n_slots, self._n_workers
+            ),
             policy=policy,
             timeout_s=timeout if n_threads else None,
             crash_dir=crash_dir,
         )
-        self._warn_of_idle_lanes(n_threads, policy.max_episodes_per_worker)
 
-    def _warn_of_idle_lanes(self, n_threads: int, most: int | None) -> None:
-        n_lanes = self._open().n_lanes
-        if n_threads and most is not None and most < n_lanes:
-            _LOG.warning(
-                "max_episodes_per_worker=%d lets no more than so many of a worker's %d "
-                "environments run at a time",
-                most,
-                n_lanes,
-            )
-
-    def _layout(self, specs: StepSpecs) -> Layout:
+    @classmethod
+    def _layout(
+        cls, n_timesteps: int, n_slots: int | None, n_workers: int, specs: StepSpecs
+    ) -> Layout:
+        """The layout of blocks, which fit into memory."""
         raise NotImplementedError
 
     @property
@@ -118,11 +108,10 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         """Hand new parameters to every worker's ``agent.update``.
 
         The object is copied now, once for all workers, and takes effect with the next
-        ``execute``: episodes that were requested before keep the policy they were requested with,
-        and whatever becomes of them, all that is requested later runs with the new one. An update
-        has to say all: of several an agent may get the last one only. What ``agent.update`` raises
-        surfaces in the ``get`` of the next ``execute``, and of every further one until an update
-        succeeds.
+        ``execute``: episodes that were requested before keep their policy, and all that is
+        requested later runs with the new one. Each update has to be complete: of several in a row
+        an agent may get only the last. What ``agent.update`` raises surfaces in the ``get`` of the
+        next ``execute``, and of every further one until an update succeeds.
 
         Args:
             info: Any object that cloudpickle can pickle, such as ``model.state_dict()``. Tensors
@@ -136,7 +125,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         try:
             dispatcher.update(info)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            fix = "send what its receivers need only, such as model.state_dict()"
+            fix = "send only what the agents need, such as model.state_dict()"
             raise SpecError(why_not({"info": info}, error), fix=fix) from error
 
     def _stacks(self) -> str:
@@ -166,27 +155,13 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         return self._dispatcher
 
 
-class _Weakly:
-    """A method that does not keep its object alive."""
-
-    def __init__(self, method: Callable[[StepSpecs], Layout]) -> None:
-        self._method = WeakMethod(method)
-
-    def __call__(self, specs: StepSpecs) -> Layout:
-        method = self._method()
-        if method is None:
-            raise ReferenceError("the batcher is gone")
-        return method(specs)
-
-
 def _refuse_no_factory(name: str, function: Any) -> None:
-    """Refuse what is no function, agents and environments among it, which may be callable."""
-    is_agent = isinstance(function, Agent | nn.Module)  # which can be called as well
+    """Refuse what is not a function; agents and environments may be callable, too."""
+    is_agent = isinstance(function, Agent | nn.Module)
     if callable(function) and not is_agent:
         return
-    is_made = is_agent or hasattr(function, "step")
     what, fix = f"{function!r:.80}", f"pass a function as {name}"
-    if is_made:
+    if is_agent or hasattr(function, "step"):
         what = f"an object, {type(function).__name__}"
         fix = f"pass the function or class that makes it, which every worker calls: {name}=" + (
             "MyAgent, agent_args={...}" if name == "create_agent" else "lambda seed: GymEnv(...)"
@@ -195,28 +170,17 @@ def _refuse_no_factory(name: str, function: Any) -> None:
 
 
 def _checked_seeds(seeds: Any, n_threads: int) -> Seeds:
+    """Seeds as an int, or a list of them that is as long as there are workers."""
     if seeds is None:
         return None
     try:
-        numbers = [operator.index(seeds)] if _is_number(seeds) else list(map(operator.index, seeds))
+        numbers = [whole_number("each of seeds", seed, 0) for seed in seeds]
     except TypeError:
-        numbers = [-1]
-    if not numbers or min(numbers) < 0:
-        raise SpecError(f"seeds should be a non-negative int or a list of them, got {seeds!r}")
-    if _is_number(seeds):
-        return numbers[0]
-    # In this process any list will do: that of a run with workers gives the same data.
-    if n_threads and len(numbers) != n_threads:
+        return whole_number("seeds", seeds, 0, fix="give one int, or one per worker")
+    # In this process any list is fine: one from a run with workers gives the same data.
+    if not numbers or (n_threads and len(numbers) != n_threads):
         raise SpecError(
             f"seeds has {len(numbers)} entries, n_threads is {n_threads}",
             fix="give one int, or one per worker",
         )
     return numbers
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        operator.index(value)
-    except (TypeError, ValueError, RuntimeError):  # of tensors: fractions, several, no values
-        return False
-    return not getattr(value, "shape", ())

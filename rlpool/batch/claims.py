@@ -1,74 +1,26 @@
-"""Which worker runs which episode: claims in shared memory that outlive whoever made them.
+"""Which worker runs which episode: claims in shared memory that survive whoever made them.
 
-Episode *i* belongs to row ``i % n_lanes`` of the workers' batches. Of each row, every worker's last
-claim is one word: its first episode and how many follow in that row. The next claim of a row, by
-whomever, begins where the last of all workers ends, so that nothing else has to be written down: a
-worker that dies has either made a claim or not, and what it had claimed is known. A claim is only
-replaced by the lane's next one when all of its episodes are finished.
+Episode *i* belongs to row ``i % n_lanes`` of the workers' batches. For each row, every worker's
+last claim is one word: its first episode and how many follow in that row. The next claim of a row
+begins where the furthest of them ends, so nothing else has to be recorded: a worker that dies has
+either made a claim or not. A lane replaces its claim only when all episodes of it are finished.
+
+Workers make claims under a lock of the kernel, which is released when its holder dies. Taking back
+the claim of a dead worker needs no lock: it leaves the end of the claim where it was.
 """
 
 from __future__ import annotations
 
 import fcntl
-import os
-import struct
 from collections.abc import Mapping
 
 from rlpool.memory.storage import Array
 
 MAX_CLAIM = 8
-"""Episodes claimed at once: enough to make the claim cheap. Near a request's end they are claimed
-one by one, so that no worker sits on episodes that another could run."""
+"""Episodes claimed at once: enough to make the claim cheap. Near the end of a request they are
+claimed one by one, so that no worker holds episodes that another could run."""
 
 _COUNT_BITS, _COUNT_MASK = 4, 15
-
-_FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
-
-
-class ClaimLock:
-    """Excludes the other processes while one reads or writes claims.
-
-    A lock of the kernel on a shared file: it is gone with the process that holds it, so that no
-    death can leave it locked.
-
-    Args:
-        fd: Descriptor of memory that all workers share; ``None`` if nobody else is there.
-    """
-
-    def __init__(self, fd: int | None = None) -> None:
-        self._fd = fd
-
-    def acquire(self) -> None:
-        """Wait for the lock and take it."""
-        if self._fd is not None:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX)
-
-    def try_acquire(self) -> bool:
-        """Take the lock if nobody has it."""
-        if self._fd is None:
-            return True
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
-
-    def release(self) -> None:
-        """Give it back."""
-        if self._fd is not None:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN)
-
-    def holder(self) -> int | None:
-        """Process that holds the lock now, ``None`` if none does or the system does not tell."""
-        if self._fd is None:
-            return None
-        question = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        try:
-            answer = fcntl.fcntl(self._fd, fcntl.F_GETLK, question)
-            kind, _, _, _, pid = struct.unpack(_FLOCK, answer)
-        except (OSError, struct.error):
-            return None
-        return pid if kind != fcntl.F_UNLCK else None
 
 
 class Claims:
@@ -77,17 +29,30 @@ class Claims:
     Args:
         control: The control arrays of its block, see ``Layout.control``.
         n_episodes: Episodes of the request.
+        lock_fd: Descriptor of a file that all workers lock to make a claim; ``None`` if there is
+            only one worker.
     """
 
-    def __init__(self, control: Mapping[str, Array], n_episodes: int) -> None:
+    def __init__(
+        self, control: Mapping[str, Array], n_episodes: int, lock_fd: int | None = None
+    ) -> None:
         self._n_episodes = n_episodes
         self._n_workers, self._n_lanes = control["claim"].shape
         self._claim = control["claim"].data
         self._workers = range(self._n_workers)
         self._divisor = 4 * self._n_workers
+        self._lock_fd = lock_fd
 
     def make(self, worker: int, lane: int) -> range:
-        """Claim the next episodes of a row, several while many are left; under the lock."""
+        """Claim the next episodes of a row, several at once while many are left."""
+        if self._lock_fd is None:
+            return self._make(worker, lane)
+        fcntl.lockf(self._lock_fd, fcntl.LOCK_EX)
+        claimed = self._make(worker, lane)
+        fcntl.lockf(self._lock_fd, fcntl.LOCK_UN)
+        return claimed
+
+    def _make(self, worker: int, lane: int) -> range:
         claims, stride, first = self._claim, self._n_lanes, lane
         for other in self._workers:
             claim = claims[other, lane]
@@ -102,18 +67,18 @@ class Claims:
         return range(first, first + n_claimed * stride, stride)
 
     def give_back(self, worker: int) -> list[int]:
-        """The episodes of a dead worker's last claims, finished or not; under the lock."""
+        """Empty a dead worker's last claims; returns their episodes, finished or not."""
         episodes: list[int] = []
         for lane in range(self._n_lanes):
             claimed = self._range(worker, lane)
             episodes.extend(claimed)
             if claimed:
                 self._claim[worker, lane] = claimed.stop << _COUNT_BITS
-        return sorted(episodes)
+        return episodes
 
     @property
     def all_made(self) -> bool:
-        """Whether nothing is left to claim."""
+        """Whether no episode is left to claim."""
         return all(
             max(lane, *(self._range(w, lane).stop for w in self._workers)) >= self._n_episodes
             for lane in range(self._n_lanes)

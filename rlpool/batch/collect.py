@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import pickle
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from rlpool.agents.agent import Agent, call_problem
-from rlpool.batch.claims import ClaimLock
-from rlpool.batch.commands import (
+from rlpool.batch.messages import (
     Credit,
     Execute,
     Infos,
@@ -25,35 +24,22 @@ from rlpool.batch.commands import (
     Update,
     Window,
 )
-from rlpool.batch.plans import AnnounceSeeds, EpisodePlan, Site, WindowPlan
+from rlpool.batch.plans import EpisodePlan, Site, WindowPlan
 from rlpool.envs.gym_env import how_to_make_one, is_environment
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import EnvError, RlpoolError, Where, WorkerError, WorkerStartupError
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
 from rlpool.memory.storage import Memory
-from rlpool.record.failures import agent_error, described, text_of
+from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT, agent_error, described, text_of
 from rlpool.record.tape import Tape
-from rlpool.seeding import LaneSeeds, probe_seed, seed_generators, worker_seed
+from rlpool.seeding import probe_seed, seed_generators, worker_seed
 from rlpool.slots.blocks import Block
 from rlpool.workers.child import Control, Place, called, run, settle_in
 from rlpool.workers.payload import Payload, unpack
 from rlpool.workers.recycling import Recycling
 from rlpool.workers.speedups import FastSeeding, install_fast_checks
 from rlpool.workers.wire import Close, Done, Failed, Message, Pipe, Ready, Retiring
-
-
-class Link(Protocol):
-    """A worker's end of the line to the caller."""
-
-    def send(self, message: Message) -> None:
-        """Send a message."""
-
-    def receive(self) -> tuple[Message, Memory | None]:
-        """Wait for a message."""
-
-    def poll(self) -> bool:
-        """Whether a message is there."""
 
 
 def main(place: Place, connection: Connection, control_fd: int) -> None:
@@ -64,17 +50,13 @@ def main(place: Place, connection: Connection, control_fd: int) -> None:
         connection: The worker's end of its pipe.
         control_fd: Descriptor of the shared numbers.
     """
-    # A second descriptor stays open for the lock, which lives on the file behind it.
-    lock = ClaimLock(os.dup(control_fd) if place.n_workers > 1 else None)
+    # A second descriptor stays open for locking the file behind it.
+    lock_fd = os.dup(control_fd) if place.n_workers > 1 else None
     control = settle_in(place, control_fd)
     fast_seeding = FastSeeding()
     fast_seeding.install()
     install_fast_checks()
-    run(Collector(place, Pipe(connection), lock, control, fast_seeding.announce))
-
-
-def _ignore(seeds: Sequence[int]) -> None:
-    """Nobody wants to know the seeds beforehand."""
+    run(Collector(place, Pipe(connection), control, lock_fd, fast_seeding.announce))
 
 
 class Collector:
@@ -83,51 +65,47 @@ class Collector:
     Args:
         place: Which worker it is.
         link: The line to the caller.
-        lock: Guards what the workers share.
         control: The worker's shared numbers.
-        announce_seeds: Is told beforehand which seeds environments will be reset with.
+        lock_fd: What workers lock to claim episodes, see ``Claims``.
+        announce_seeds: Called with the seeds of the episodes to come.
+
+    Attributes:
+        env: The environments, once they are created.
     """
 
     def __init__(
         self,
         place: Place,
-        link: Link,
-        lock: ClaimLock,
+        link: Pipe,
         control: Control,
-        announce_seeds: AnnounceSeeds = _ignore,
+        lock_fd: int | None = None,
+        announce_seeds: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self._place = place
         self._link = link
         self._control = control
-        self._setup = Setup(None)
+        self._announce_seeds = announce_seeds
+        self._in_process = False
         self._inbox: deque[tuple[Message, Memory | None]] = deque()
         self._blocks: dict[int, Block] = {}
-        self._env: VecEnv | None = None
-        self._agent: Agent | None = None
-        self._rollout: Rollout | None = None
-        self._lane_seeds: LaneSeeds | None = None
-        self._window_infos: Infos | None = None
+        self.env: VecEnv
+        self._agent: Agent
+        self._rollout: Rollout
+        self._created: list[VecEnv | Agent] = []
         self._failed_update: WorkerError | None = None
         self._recycling = Recycling(place.policy)
-        self._site = Site(
-            place, lock, control, self._recycling, link.send, self._receive_credit, announce_seeds
-        )
-
-    @property
-    def env(self) -> VecEnv | None:
-        """The environments, once they are created."""
-        return self._env
+        self._site = Site(place, lock_fd, control, self._recycling, link.send, self._receive_credit)
 
     def start(self) -> bool:
         """Create environments and agent and report; False if that failed."""
         setup, memory = self._link.receive()
-        if isinstance(setup, Close):
-            return False
-        self._setup = setup
+        if not isinstance(setup, Setup):
+            return False  # told to close
+        self._in_process = setup.in_process
         try:
             self._create(setup.functions if memory is None else memory.root().tobytes())
         except WorkerError as error:
-            self._link.send(Failed(error))
+            self._fail(error)
             return False
         self._link.send(Ready(self._probed(None)))
         return True
@@ -163,30 +141,29 @@ class Collector:
         return True
 
     def close(self) -> None:
-        """Close environments and agent, whatever they say to it."""
-        for part in (self._env, self._agent):
+        """Close environments and agent, whatever they raise."""
+        for part in self._created:
             try:
-                if part is not None:
-                    part.close()
+                part.close()
             except (Exception, SystemExit):
-                # Nobody can act on it any more, and the caller is waiting for the end.
-                continue
+                continue  # nobody can act on it any more, and the caller is waiting
 
     def _create(self, functions: Any) -> None:
         seed = worker_seed(self._place.root, self._place.worker)
-        if not isinstance(functions, tuple):
+        if not self._in_process:
             functions = called(
                 self._here, "loading create_env and create_agent", pickle.loads, functions
             )
         create_env, env_args, create_agent, agent_args = functions
-        # Not before they are loaded: a module may seed generators, too, when it is imported. Where
-        # this is the caller's process, these are not the caller's generators: see LocalWorker.
+        # Only now: modules that were imported to load the functions may have seeded generators. In
+        # the caller's process these are not the caller's generators, see LocalWorker.
         seed_generators(seed)
         env = called(self._here, "create_env", called_with_seed, create_env, seed, env_args)
         if not isinstance(env, VecEnv):
             what = f"create_env returned {type(env).__name__}, not a VecEnv"
             raise WorkerStartupError(what, where=self._here, fix=_how_to_return(env))
-        self._env = env
+        self.env = env
+        self._created.append(env)
         env.lane_in_use = self._control.lane
 
         def seeded_agent() -> Any:
@@ -196,6 +173,8 @@ class Collector:
             return agent
 
         self._agent = agent = called(self._here, "create_agent", seeded_agent)
+        if hasattr(agent, "close"):
+            self._created.append(agent)
         what, fix = _agent_problem(agent)
         if what:
             raise WorkerStartupError(what, where=self._here, fix=fix)
@@ -203,36 +182,27 @@ class Collector:
 
     def _probed(self, infos: Infos | None) -> Report:
         """Learn the keys, with the infos of the first lanes if there are any."""
-        env, rollout = self._parts
+        n_lanes = self.env.n_lanes
         agent_info, env_info = infos or ({}, {})
-        columns = {key: array.tolist() for key, array in env_info.items()}
-        options: list[Options] = [None] * env.n_lanes
-        if columns:
-            options = [
-                {key: column[lane % len(column)] for key, column in columns.items()}
-                for lane in range(env.n_lanes)
-            ]
-        lanes = np.arange(env.n_lanes)
+        lanes = np.arange(n_lanes)
+        columns = {key: array[lanes % len(array)].tolist() for key, array in env_info.items()}
+        options: list[Options] = [
+            {key: column[lane] for key, column in columns.items()} or None for lane in lanes
+        ]
         rows = {key: array[lanes % len(array)] for key, array in agent_info.items()}
         try:
-            specs = rollout.probe(probe_seed(self._place.root), options, rows or None)
+            specs = self._rollout.probe(probe_seed(self._place.root), options, rows or None)
         except RlpoolError as error:
-            return Report(env.n_lanes, None, error)
-        return Report(env.n_lanes, specs)
-
-    @property
-    def _parts(self) -> tuple[VecEnv, Rollout]:
-        if self._env is None or self._rollout is None:
-            raise LookupError("asked for something before it was set up")
-        return self._env, self._rollout
+            return Report(n_lanes, None, self._advised(error))
+        return Report(n_lanes, specs)
 
     def _update(self, message: Update, memory: Memory | None) -> None:
-        if memory is None or self._agent is None:
+        if memory is None:
             return
         try:
             self._agent.update(unpack(message.payload, memory))
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and self._setup.in_process:
+            if isinstance(error, KeyboardInterrupt) and self._in_process:
                 raise  # Ctrl-C: the next get() does it again
             failure = agent_error(error, self._here, "agent.update")
             failure.__cause__ = error
@@ -244,21 +214,21 @@ class Collector:
         """Run a request's share; False if this worker has to end, finished or not."""
         number, send = message.number, self._link.send
         if self._failed_update is not None:
-            # The request was to run with the policy that could not be taken over.
-            send(Failed(self._failed_update, number))
+            # The policy that the request needs could not be loaded.
+            self._fail(self._failed_update, number)
             send(Done(number))
             return True
         try:
             self._carry_out(message, memory)
         except WorkerError as error:
-            send(Failed(error, number))
+            self._fail(error, number)
             if isinstance(error, EnvError) and self._place.policy.restarts_on_env_errors:
                 return False  # its successor will finish what is left
         except BaseException as error:
-            if self._setup.in_process:
-                raise  # as it is: most likely it was raised by a handler of one of its signals
+            if self._in_process:
+                raise  # most likely from a handler of one of the caller's signals
             what, text = f"the worker failed with {described(error)}", text_of(error)
-            send(Failed(WorkerError(what, where=self._here, traceback_text=text), number))
+            self._fail(WorkerError(what, where=self._here, traceback_text=text), number)
         if self._recycling.is_due():
             if isinstance(message, Window):
                 send(Done(number))  # windows are never left half-way
@@ -272,27 +242,38 @@ class Collector:
     def _here(self) -> Where:
         return Where(worker=self._place.worker)
 
+    def _fail(self, error: WorkerError, number: int | None = None) -> None:
+        """Report a failure, of a request or of the worker as a whole."""
+        self._link.send(Failed(self._advised(error), number))
+
+    def _advised(self, error: Any) -> Any:
+        """The error, with other advice if it happened in the caller's process."""
+        if self._in_process and isinstance(error, WorkerError) and DEBUG_HINT in error.fix:
+            fix = error.fix.replace(DEBUG_HINT, LOCAL_HINT)
+            return error.reworded(what=error.what, fix=fix)
+        return error
+
     def _carry_out(self, message: Execute | Window, memory: Memory | None) -> None:
-        env, rollout = self._parts
+        rollout = self._rollout
         infos, tapes = _infos(message.payload, memory)
         block = self._blocks[message.block]
         if isinstance(message, Execute):
             plan = EpisodePlan(message, block, infos, self._site)
-            if self._place.n_workers == 1:
-                plan.announce_to(env)
+            if self._announce_seeds is not None:
+                self._announce_seeds(plan.seeds)
+            if self._place.n_workers == 1:  # nobody else takes any of them
+                self.env.announce_episodes(plan.seeds, plan.env_info)
             rollout.run(plan)
             return
-        if message.is_first or self._lane_seeds is None:
+        if message.is_first:
             rollout.abandon()
-            self._lane_seeds = LaneSeeds(self._place.root, message.n_resets, message.n_restarts)
-            self._window_infos = infos
-        window = WindowPlan(message, block, self._window_infos, self._site, self._lane_seeds)
+        window = WindowPlan(message, block, infos, self._site)
         if tapes:
             rollout.resume(window, tapes)
         rollout.run(window)
 
     def _receive_credit(self, number: int, blocking: bool) -> list[int] | None:
-        """Slots that came back; other messages are kept for later."""
+        """Slots that were emptied; other messages are kept for later."""
         slots: list[int] = []
         n_seen = 0
         while self._link.poll() or (blocking and not n_seen):
@@ -309,7 +290,7 @@ class Collector:
 def _infos(
     payload: Payload | None, memory: Memory | None
 ) -> tuple[Infos | None, Mapping[int, Tape]]:
-    """Infos of a request, and lanes that another worker had begun."""
+    """Infos of a request, and tapes of episodes that another worker had begun."""
     if payload is None or memory is None:
         return None, {}
     agent_info, env_info, resumed = unpack(payload, memory)

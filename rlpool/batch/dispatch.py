@@ -1,33 +1,32 @@
-"""The caller's side of collecting: requests, their blocks, and what the workers say about them.
+"""The caller's side of collecting: requests, their blocks, and the workers' messages about them.
 
-A request goes through: queued (its slots do not fit into what is in flight yet), running (every
-worker has it), complete (every worker is done with it) and then to the user; or it fails, is
-cancelled, and its block is used again when every worker is done with it.
+A request is queued until its slots fit into what is in flight, then it runs in every worker, until
+each is done with it and its result goes to the user. If it fails or is given up, its block is used
+again once every worker is done with it.
 
-A worker that is gone still owes its part of the requests that run. Its successor is briefed: it
-gets the blocks, the policy that each request began with, and the requests, which say what is left.
+A worker that is gone still owes its part of the requests that run. Its successor is told about
+their blocks, the policy that each began with, and the requests, which say what is left to do.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from rlpool.batch.claims import ClaimLock
+from rlpool.batch.agreement import Agreement
 from rlpool.batch.collect import main
-from rlpool.batch.commands import ChunksDone, Credit, MapBlock, Probe, Probed, Report, Setup, Update
 from rlpool.batch.local import LocalWorker
+from rlpool.batch.messages import ChunksDone, Credit, MapBlock, Probed, Report, Setup, Update
 from rlpool.batch.requests import Policy, Request
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import EnvError, RlpoolError, SpecError, UsageError, Where, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.memory.storage import Array, Memory
+from rlpool.memory.storage import Memory
 from rlpool.record.crash_files import CrashDir, CrashFiles
 from rlpool.record.failures import DEBUG_HINT
 from rlpool.slots.blocks import BlockPool, Layout, StepSpecs
@@ -42,17 +41,29 @@ _LOG = logging.getLogger("rlpool")
 
 _MAX_RUNNING = 8
 """Requests that workers may have at once. Enough to keep them busy; few enough that all messages
-about them fit into the pipes, so that no side ever waits for the other to read."""
-
-_LOCK_S = 1.0
-"""Whoever has the lock of claims has it for microseconds; after so long its owner is stuck."""
-
-_LOCK_LOOK_S = 0.001
+about them fit into the pipes, so that neither side ever waits for the other to read."""
 
 _LARGE_BYTES = 2**14
-"""A larger setup travels in shared memory, once for all workers."""
+"""Larger pickled functions travel in shared memory, once for all workers."""
 
 LayoutMaker = Callable[[StepSpecs], Layout]
+
+
+@dataclass
+class _Sent:
+    """What one worker process was sent.
+
+    Attributes:
+        policy: Version of the last policy.
+        blocks: Numbers of the blocks that it has mapped.
+        replaces: What ended the worker that it replaces.
+        is_successor: Whether it replaces one and was sent no request yet.
+    """
+
+    policy: int = 0
+    blocks: set[int] = field(default_factory=set)
+    replaces: WorkerError | None = None
+    is_successor: bool = False
 
 
 class Dispatcher:
@@ -61,18 +72,18 @@ class Dispatcher:
     Args:
         n_workers: Number of worker processes, 0 for one worker in this process.
         root: Root of all seeds.
-        setup: What every worker has to create.
+        functions: ``(create_env, env_args, create_agent, agent_args)``, pickled if there are
+            worker processes.
         make_layout: Makes the blocks' layout once the workers know their keys, and refuses one
             that is larger than the machine.
-        policy: What becomes of workers that fail.
+        policy: What happens when workers fail.
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
         crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
 
     Attributes:
-        policy: What new requests are to run with. It is sent to each worker with the first
-            request that needs it, whatever became of those before.
-        specs: What a step consists of, ``None`` before the workers know.
+        policy: What new requests run with. Each worker is sent it with the first request that
+            needs it, whatever happened to those before.
         n_lanes: Lanes of each worker.
 
     Raises:
@@ -86,7 +97,7 @@ class Dispatcher:
         self,
         n_workers: int,
         root: int,
-        setup: Setup,
+        functions: Any,
         *,
         make_layout: LayoutMaker,
         policy: FailurePolicy,
@@ -97,33 +108,34 @@ class Dispatcher:
         self._crash_files = CrashFiles(crash_dir)
         self._repeats_env_errors = n_workers > 0 and policy.restarts_on_env_errors
         self._queued: deque[Request] = deque()  # not sent yet
-        self._sent: list[Request] = []  # sent, and not yet done in every worker
+        self._running: list[Request] = []  # sent, and not yet done in every worker
         self._pending: deque[Request] = deque()  # not yet handed to the user
         self._blocks: BlockPool | None = None
-        self._reports: dict[int, Report] = {}
-        self._infos: Packed | None = None  # what the workers find out their keys with
-        self.specs: StepSpecs | None = None
         self.n_lanes = 0
         self.policy = Policy()
-        self._sent_versions: dict[int, int] = {}  # worker: that of the last policy it was sent
-        self._successors: dict[int, WorkerError | None] = {}  # new ones, and what ended the last
+        self._sent = {worker: _Sent() for worker in range(n_workers or 1)}
         self._owner_pid = os.getpid()
         self._n_requests = 0
         self.is_closed = False
-        self._setup, self._setup_memory = _for_travel(setup)
+        self._functions: Memory | None = None
+        if n_workers and len(functions) > _LARGE_BYTES:
+            self._functions = Memory.shared(len(functions), "rlpool-setup")
+            self._functions.root()[:] = memoryview(functions)
+            functions = None
+        self._setup = Setup(functions, in_process=not n_workers)
         self._workers: Workers | LocalWorker
         if n_workers:
             self._workers = Workers([main] * n_workers, root, policy, timeout_s, self, DEBUG_HINT)
-            self._lock = ClaimLock(self._workers.control_fd)
             note_source(self)
         else:
             self._workers = LocalWorker(root, self)
-            self._lock = ClaimLock()
+        self._agreement = Agreement(self._workers)
+        self.deliver_logs = self._workers.deliver_logs
         try:
             self._workers.start()
-            if self._setup_memory is not None and not self.repeats:
-                self._setup_memory.close_fd()
-            self._agree()
+            if self._functions is not None and not self.repeats:
+                self._functions.close_fd()
+            self._agree_at_start()
         except BaseException:
             self._workers.abort()  # those that are slow to start are not waited for
             self.close()
@@ -133,7 +145,7 @@ class Dispatcher:
 
     @property
     def repeats(self) -> bool:
-        """Whether workers may be replaced that have begun something."""
+        """Whether workers that have begun something may be replaced."""
         return self._workers.is_repeatable
 
     @property
@@ -159,7 +171,7 @@ class Dispatcher:
             self._advance()
 
     def wait(self, *, blocking: bool) -> Request | None:
-        """The oldest request, finished; ``None`` if it is not complete and not waited for.
+        """The oldest request, finished; ``None`` if it is not and ``blocking`` is false.
 
         It stays the oldest until ``hand_out``.
 
@@ -171,7 +183,7 @@ class Dispatcher:
             raise UsageError("nothing is pending", fix="call execute() before get()")
         request = self._pending[0]
         if request.trajectories is None:
-            self._poll()
+            self._workers.poll(0.0)
             if not blocking and not self._is_settled(request):
                 self._workers.look_for_hang()
                 return None
@@ -187,7 +199,7 @@ class Dispatcher:
         """Take the result of the oldest request and give its slots to the next."""
         if request.is_complete:
             request.trajectories = request.result()
-            self._release(request)
+            request.release()
             self._advance()
             return
         self._pending.popleft()
@@ -218,27 +230,22 @@ class Dispatcher:
         if not self._pending:
             return 0, 0
         request = self._pending[0]
-        self._poll()
+        self._workers.poll(0.0)
         if request.block is None:
             return 0, request.n_rows
-        # Of a death between an episode's end and the note of it, both runs are counted.
+        # An episode whose worker died just after its end is counted again when it is repeated.
         n_finished = int(request.block.arrays.control["n_finished"].sum())
         return min(n_finished, request.n_rows), request.n_rows
 
     def update(self, info: Any) -> None:
-        """Let requests that are made from now on run with agents that were updated with this."""
+        """Let later requests run with agents that were updated with this."""
         self.policy = Policy(self.policy.version + 1, self._pack(info))
 
     def give_up(self) -> None:
-        """Let the workers stop what they run, without a word to anybody who waits for it."""
+        """Let the workers stop what they run; nobody is told."""
         if os.getpid() == self._owner_pid:
-            for request in self._sent:
-                request.running_block.arrays.control["cancelled"][0] = 1
-
-    def deliver_logs(self) -> None:
-        """Hand what workers logged to this process's loggers."""
-        if not self.is_closed:
-            self._workers.deliver_logs()
+            for request in self._running:
+                request.cancel()
 
     def stacks(self) -> str:
         """What the workers are doing; without worker processes, what this process is doing."""
@@ -258,21 +265,21 @@ class Dispatcher:
             return
         self.is_closed = True
         if os.getpid() != self._owner_pid:
-            return  # a forked copy: workers, pipes and blocks are those of the process it came from
-        for request in self._sent:
+            return  # a forked copy: workers, pipes and blocks belong to the original process
+        for request in self._running:
             # Also for a get() that waits in another thread.
             request.error = request.error or UsageError("the batcher was closed meanwhile")
-            request.running_block.arrays.control["cancelled"][0] = 1
+            request.cancel()
         self._workers.close()
-        kept = [self.policy.packed, self._infos]
-        for request in (*self._sent, *self._queued):
-            kept += request.payloads
-        for memory in (self._setup_memory, *(packed.memory for packed in kept if packed)):
+        packed = [self.policy.packed, self._agreement.infos]
+        for request in (*self._running, *self._queued):
+            packed += request.payloads
+        for memory in (self._functions, *(each.memory for each in packed if each)):
             if memory is not None:
                 memory.close_fd()
         if self._blocks is not None:
             self._blocks.close()
-        self._sent.clear()
+        self._running.clear()
         self._queued.clear()
         self._pending.clear()
 
@@ -280,94 +287,46 @@ class Dispatcher:
 
     def setup(self, worker: int) -> tuple[Setup, Memory | None]:
         """What a worker has to create."""
-        return self._setup, self._setup_memory
+        return self._setup, self._functions
 
     def brief(self, worker: int, report: Report) -> None:
         """Tell a worker that has its environments what there is to do."""
-        if report.specs is None and self._infos is not None:
-            # It is like the others, which needed infos to find out their keys.
-            self._workers.send(worker, Probe(self._infos.payload), self._infos.memory)
-        else:
-            self._note_report(worker, report)
-        for request in [other for other in self._sent if worker in other.remaining]:
+        if self._agreement.take_first(worker, report):
+            self._begin()
+        for request in self._owed_by(worker):
             self._send_to(worker, request, [])
 
-    def _note_report(self, worker: int, report: Report) -> None:
-        """Compare what a worker reports with what the others do."""
-        self._reports[worker] = report
-        if self.specs is None or report.specs == self.specs:
-            self._workers.note_ready(worker)
-        if self.specs is None:
-            if self._infos is not None and len(self._reports) == self._workers.n_workers:
-                self._begin()
-        elif report.specs is None and isinstance(report.error, WorkerError):
-            if isinstance(self._workers, Workers):
-                self._workers.expect_end(worker, report.error)
-                self._workers.kill(worker)
-        elif report.specs != self.specs or report.n_lanes != self.n_lanes:
-            self._workers.fail(
-                SpecError(
-                    f"worker {worker} was started again, and its steps are different: "
-                    f"{report.error or report.specs}, before: {self.specs}",
-                    fix="create_env and create_agent must always make the same",
-                )
-            )
-
-    def _agree(self) -> RlpoolError | None:
-        """Take over the workers' specs, if they know them; they must be the same.
-
-        Returns:
-            Why they do not know them.
+    def _agree_at_start(self) -> None:
+        """Compare what the workers report, unless they need infos to find out their keys.
 
         Raises:
-            SpecError: If they are not the same.
+            RlpoolError: If they disagree, or blocks are larger than the machine.
         """
-        reports = [self._reports[worker] for worker in sorted(self._reports)]
-        first = reports[0]
-        for worker, report in enumerate(reports):
-            if report.n_lanes != first.n_lanes:
-                raise SpecError(
-                    f"worker 0 has {first.n_lanes} environments, "
-                    f"worker {worker} has {report.n_lanes}",
-                    fix="create the same number of environments in every worker",
-                )
-            if report.error is not None and not isinstance(report.error, WorkerError):
-                raise report.error
-        self.n_lanes = first.n_lanes
-        for worker, report in enumerate(reports):
-            if report.specs is None:
-                _LOG.debug("keys are unknown until the first execute: %s", report.error)
-                return report.error
-            if report.specs != first.specs:
-                raise SpecError(
-                    f"workers 0 and {worker} disagree about their steps: {first.specs} and "
-                    f"{report.specs}",
-                    fix="create_env and create_agent must not depend on the worker",
-                )
-        if first.specs is not None:
-            self.specs = first.specs
-            self._blocks = BlockPool(self._make_layout(first.specs), self._workers.allocate)
-        return None
-
-    def _probe(self, request: Request) -> None:
-        """Let all workers find out their keys with the infos of a request."""
-        if self._infos is None:
-            self._infos = self._pack((*request.infos, {}))
-            self._reports.clear()
-            for worker in self._workers.up:
-                self._workers.send(worker, Probe(self._infos.payload), self._infos.memory)
+        self.n_lanes = self._agreement.n_lanes
+        problem = self._agreement.conclude()
+        if isinstance(problem, WorkerError):
+            _LOG.debug("keys are unknown until the first execute: %s", problem)
+        elif problem is not None:
+            raise problem
+        else:
+            self._make_blocks()
 
     def _begin(self) -> None:
-        """Go on, now that all workers have seen the first request's infos."""
+        """Go on, now that all workers have seen the infos of the first request."""
+        problem = self._agreement.conclude()
         try:
-            error = self._agree()
-            if error is not None:
-                raise error
-        except RlpoolError as error:
-            self._infos = None  # did not even give the keys; those of the next request may
-            if self._queued:
-                self._queued.popleft().error = self._crash_files.with_file(error)
+            self._make_blocks()
+        except SpecError as error:
+            problem = error
+            self._agreement.specs = self._agreement.infos = None  # the next request asks again
+        if problem is not None and self._queued:
+            self._queued.popleft().error = self._crash_files.with_file(problem)
         self._advance()
+
+    def _make_blocks(self) -> None:
+        if self._agreement.specs is not None:
+            layout = self._make_layout(self._agreement.specs)
+            self._blocks = BlockPool(layout, self._workers.allocate)
 
     # Sending ---------------------------------------------------------------------------------
 
@@ -375,24 +334,22 @@ class Dispatcher:
         """Send queued requests as far as slots allow."""
         if self._workers.fatal is not None:
             return
-        if self._queued and self._blocks is None:
-            self._probe(self._queued[0])
+        if self._queued and self._blocks is None and self._agreement.infos is None:
+            self._agreement.probe(self._pack((*self._queued[0].infos, {})))
         while self._queued and self._blocks is not None:
             request = self._queued[0]
             n_slots = self._blocks.layout.n_slots
-            in_flight = [other for other in self._sent + list(self._pending) if other.n_slots]
-            n_free = n_slots - sum({id(r): r.n_slots for r in in_flight}.values())
-            wanted = request.slots_wanted(n_free, n_slots)
-            if not wanted or len(self._sent) >= _MAX_RUNNING:
+            n_used = sum(other.n_slots for other in {*self._running, *self._pending})
+            wanted = request.slots_wanted(n_slots - n_used, n_slots)
+            if not wanted or len(self._running) >= _MAX_RUNNING:
                 return
             self._queued.popleft()
-            request.n_slots = wanted
             try:
                 self._prepare(request, self._blocks)
             except RlpoolError as error:
-                request.n_slots = 0
                 request.error = error
             else:
+                request.n_slots = wanted
                 self._send(request, self._blocks.forget_surplus())
 
     def _prepare(self, request: Request, blocks: BlockPool) -> None:
@@ -401,19 +358,19 @@ class Dispatcher:
         Raises:
             RlpoolError: If it did; the request is not sent.
         """
-        if self._successors and not request.can_be_repeated():
-            failure = next(filter(None, self._successors.values()), None)
+        successors = [sent for sent in self._sent.values() if sent.is_successor]
+        if successors and not request.can_be_repeated():
+            failure = next((sent.replaces for sent in successors if sent.replaces), None)
             raise failure or UsageError("a worker was replaced, and the lanes need a reset()")
         request.block = blocks.take()
-        _clear(request.block.arrays.control)
         if any(request.infos):
             request.packed = self._pack(request.contents(0, is_successor=False))
 
     def _send(self, request: Request, gone: list[int]) -> None:
-        """Send a request to all workers that are there."""
-        request.remaining.update(range(self._workers.n_workers))
-        self._sent.append(request)
-        for worker in self._workers.up:
+        """Send a request to all workers that take part and are ready."""
+        request.remaining.update(request.takers(self._workers.n_workers))
+        self._running.append(request)
+        for worker in request.remaining.intersection(self._workers.up):
             self._send_to(worker, request, gone)
         if not self.repeats:  # no successor will need what all of them have now
             request.running_block.memory.close_fd()
@@ -422,19 +379,19 @@ class Dispatcher:
 
     def _send_to(self, worker: int, request: Request, gone: list[int]) -> None:
         """Send a request to one worker, after the policy and the block if it lacks them."""
-        block, send = request.running_block, self._workers.send
+        block, sent, send = request.running_block, self._sent[worker], self._workers.send
         version, update = request.policy
-        if update is not None and self._sent_versions.get(worker) != version:
-            self._sent_versions[worker] = version
+        if update is not None and sent.policy != version:
+            sent.policy = version
             send(worker, Update(update.payload), update.memory)
-        if gone or worker not in block.mapped_by:
-            is_new = worker not in block.mapped_by
-            block.mapped_by.add(worker)
+        is_new = block.number not in sent.blocks
+        if gone or is_new:
+            sent.blocks.add(block.number)
             message = MapBlock(block.number, block.layout, gone)
             send(worker, message, block.memory if is_new else None)
         payload, memory = request.packed or (None, None)
-        if worker in self._successors:
-            del self._successors[worker]
+        if sent.is_successor:
+            sent.is_successor = False
             contents = request.contents(worker, is_successor=True)
             if contents[-1]:
                 payload, memory = self._pack(contents)
@@ -454,8 +411,8 @@ class Dispatcher:
         except (OSError, RuntimeError, MemoryError) as error:
             raise SpecError(
                 f"there is no memory to send {n_bytes} bytes: {error}",
-                fix="drop results that are no longer needed; if descriptors are what is "
-                "missing, raise their limit (ulimit -n)",
+                fix="drop results that are no longer needed; if file descriptors are missing, "
+                "raise their limit (ulimit -n)",
             ) from error
 
     # Receiving -------------------------------------------------------------------------------
@@ -469,10 +426,12 @@ class Dispatcher:
             self._workers.note_success(worker)
             request = self._find(message.number)
             if request is not None:
-                slots = [] if request.error else request.empty_slots(worker, message.chunks)
+                # Answered in any case: the worker may be waiting, and has to see a cancellation.
+                slots = [] if request.error else request.empty_slots(message.chunks)
                 self._workers.send(worker, Credit(message.number, slots))
         elif isinstance(message, Probed):
-            self._note_report(worker, message.report)
+            if self._agreement.take(worker, message.report):
+                self._begin()
         elif isinstance(message, Failed) and message.command is not None:
             is_repeated = self._repeats_env_errors and isinstance(message.error, EnvError)
             if is_repeated and isinstance(self._workers, Workers):
@@ -486,49 +445,39 @@ class Dispatcher:
             return
         request.remaining.discard(worker)
         if not request.remaining:
-            self._sent.remove(request)
+            self._running.remove(request)
             request.drop_payloads()
             if request not in self._pending:
-                self._release(request)
+                request.release()
             self._advance()
 
     def _note_failure(self, number: int, error: WorkerError) -> None:
         request = self._find(number)
         if request is not None and request.error is None:
             request.error = self._crash_files.with_file(error)
-            self._cancel(request)
+            request.cancel()
 
     def lost(self, worker: int, failure: WorkerError | None) -> None:
         """Take back what a worker had begun, for its successor."""
-        self._successors[worker] = failure
-        self._sent_versions.pop(worker, None)
-        self._reports.pop(worker, None)
-        if self._blocks is not None:
-            self._blocks.forget_worker(worker)
-        with self._claims_locked():
-            for request in [other for other in self._sent if worker in other.remaining]:
-                if not request.error and not request.can_be_repeated():
-                    request.error = failure or UsageError("a worker was replaced in its midst")
-                    self._cancel(request)
-                if not request.give_back(worker) or request.is_cancelled:
-                    self._note_done(worker, request.number)
+        self._sent[worker] = _Sent(replaces=failure, is_successor=True)
+        self._agreement.forget(worker)
+        for request in self._owed_by(worker):
+            if not request.error and not request.can_be_repeated():
+                request.error = failure or UsageError("a worker was replaced in its midst")
+                request.cancel()
+            if not request.give_back(worker) or request.error:
+                self._note_done(worker, request.number)
 
     def busy(self) -> Collection[int]:
         """Workers that have something to do.
 
-        Also with a request that was given up: who hangs in it keeps the slots of the next. Whoever
-        waits for the lock of the claims hangs as well, but not by a fault of its own.
+        Requests that were given up count as well: a worker that hangs in one keeps its slots.
         """
-        holder = self._holder()
-        if holder is not None:
-            return {holder}
-        return {worker for request in self._sent for worker in request.remaining}
+        return {worker for request in self._running for worker in request.remaining}
 
     def where(self, worker: int) -> Where:
         """What a worker is doing, as far as shared memory tells."""
-        for request in self._sent:
-            if worker not in request.remaining:
-                continue
+        for request in self._owed_by(worker):
             lane = self._workers.lane_in_use(worker)
             control, layout = request.running_block.arrays.control, request.running_block.layout
             running = control["running"][worker]
@@ -544,30 +493,7 @@ class Dispatcher:
             return Where(worker, lane, row, step, request.seed_of(row), env_info or None)
         return Where(worker)
 
-    # The lock of the claims --------------------------------------------------------------------
-
-    @contextmanager
-    def _claims_locked(self) -> Iterator[None]:
-        """A section in which no worker claims anything; one that keeps the lock is ended."""
-        waited_s = 0.0
-        while not self._lock.try_acquire() and waited_s < 2 * _LOCK_S:
-            holder = None if waited_s < _LOCK_S else self._holder()
-            if holder is not None and isinstance(self._workers, Workers):
-                self._workers.kill(holder)
-            time.sleep(_LOCK_LOOK_S)
-            waited_s += _LOCK_LOOK_S
-        try:
-            yield
-        finally:
-            self._lock.release()
-
-    def _holder(self) -> int | None:
-        """The worker that has the lock of the claims at this moment, if one has."""
-        pid = self._lock.holder()
-        pids = self._workers.pids if isinstance(self._workers, Workers) else []
-        return pids.index(pid) if pid is not None and pid in pids else None
-
-    # Waiting ---------------------------------------------------------------------------------
+    # Ending a request ------------------------------------------------------------------------
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -581,49 +507,17 @@ class Dispatcher:
                 self._workers.abort()  # they may have got half a message
                 raise
 
-    def _poll(self) -> None:
-        """Handle what has arrived."""
-        self._workers.poll(0.0)
-
-    # Ending a request ------------------------------------------------------------------------
-
     def _find(self, number: int) -> Request | None:
-        return next((request for request in self._sent if request.number == number), None)
+        return next((request for request in self._running if request.number == number), None)
 
-    def _cancel(self, request: Request) -> None:
-        """Stop a running request's episodes; waiting workers are woken to see it."""
-        request.running_block.arrays.control["cancelled"][0] = 1
-        for worker in self._workers.up:
-            self._workers.send(worker, Credit(request.number, []))
+    def _owed_by(self, worker: int) -> list[Request]:
+        return [request for request in self._running if worker in request.remaining]
 
     def _forget(self, request: Request) -> None:
         """Give up a request; its block is used again when no worker writes into it any more."""
         if request in self._queued:
             self._queued.remove(request)
-        if request in self._sent:
-            self._cancel(request)
+        if request in self._running:
+            request.cancel()
         else:
-            self._release(request)
-
-    def _release(self, request: Request) -> None:
-        request.n_slots = 0
-        if request.block is not None:
-            request.block.release()
-            request.block = None
-
-
-def _for_travel(setup: Setup) -> tuple[Setup, Memory | None]:
-    """A setup as it is sent: what is large goes into memory, once for all workers."""
-    functions = setup.functions
-    if not isinstance(functions, bytes) or len(functions) <= _LARGE_BYTES:
-        return setup, None
-    memory = Memory.shared(len(functions), "rlpool-setup")
-    memory.root()[:] = memoryview(functions)
-    return replace(setup, functions=None), memory
-
-
-def _clear(control: Mapping[str, Array]) -> None:
-    """Begin the bookkeeping of a request in a block that was used before."""
-    for name in ("length", "whole", "claim", "n_finished", "cancelled"):
-        control[name][:] = 0
-    control["running"][:] = -1
+            request.release()

@@ -6,19 +6,18 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from rlpool.batch.claims import ClaimLock
 from rlpool.batch.collect import Collector
-from rlpool.batch.commands import Execute, Probed, Window
+from rlpool.batch.messages import Execute, Window
 from rlpool.errors import RlpoolError, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Memory
-from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT, described
+from rlpool.record.failures import described
 from rlpool.seeding import OwnGenerators
 from rlpool.workers.child import CONTROL_COLUMNS, Control, Place
 from rlpool.workers.lifecycle import Client
@@ -27,9 +26,9 @@ from rlpool.workers.wire import Done, Failed, Message, Ready
 
 
 class LocalWorker:
-    """One worker that runs while the caller waits for it, in the place of ``Workers``.
+    """One worker that runs while the caller waits for it, in place of ``Workers``.
 
-    Meanwhile the process's global generators are the worker's, for all threads.
+    While it runs, the process's global generators are the worker's, for all threads.
 
     Args:
         root: Root of all seeds.
@@ -49,11 +48,14 @@ class LocalWorker:
         self._client = client
         self._inbox: deque[tuple[Message, Memory | None]] = deque()
         self._control = Control(np.zeros(CONTROL_COLUMNS, np.int64))
-        link = _LocalLink(self._inbox, self._take)
-        self._collector = Collector(Place(0, 1, root), link, ClaimLock(), self._control)
+        # The worker's end of the line, which is the caller's as well.
+        link: Any = SimpleNamespace(
+            send=self._take, receive=self._inbox.popleft, poll=lambda: bool(self._inbox)
+        )
+        self._collector = Collector(Place(0, 1, root), link, self._control)
         self._generators = OwnGenerators()
         self._is_closed = False
-        self._message: tuple[Message, Memory | None] | None = None  # that is being carried out
+        self._message: tuple[Message, Memory | None] | None = None  # being carried out
 
     def allocate(self, n_bytes: int) -> Memory:
         """Memory that the worker can see: any."""
@@ -71,22 +73,20 @@ class LocalWorker:
         self.refuse_if_dead()
 
     def _take(self, message: Message) -> None:
-        """Hand a message of the worker's to the caller's bookkeeping."""
+        """Hand the worker's message to the caller's bookkeeping."""
         if isinstance(message, Ready):
-            self._client.brief(0, _as_local(message.report))
-        elif isinstance(message, Probed):
-            self._client.take(0, Probed(_as_local(message.report)))
+            self._client.brief(0, message.report)
         elif isinstance(message, Failed) and message.command is None:
-            self.fatal = _as_local(message).error
+            self.fatal = message.error
         else:
-            self._client.take(0, _as_local(message) if isinstance(message, Failed) else message)
+            self._client.take(0, message)
 
     def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
         """Give the worker a message, to be carried out by ``poll``."""
         self._inbox.append((message, memory))
 
     def refuse_if_dead(self) -> None:
-        """Raise what has put an end to everything, if anything has."""
+        """Raise ``fatal`` if there is one."""
         if self.fatal is not None:
             raise self.fatal
 
@@ -98,8 +98,7 @@ class LocalWorker:
     def poll(self, timeout_s: float) -> None:
         """Carry out one message, however long that takes.
 
-        What interrupts it is raised. A request is lost then, anything else is carried out by the
-        next call.
+        If it is interrupted, a request is lost; anything else is carried out by the next call.
         """
         if self._message is None and self._collector.has_messages():
             with InterruptsHeld():
@@ -131,13 +130,13 @@ class LocalWorker:
         return int(self._control.lane[0])
 
     def deliver_logs(self) -> None:
-        """What is logged in this process is where it belongs."""
+        """Do nothing: what is logged in this process needs no delivery."""
 
     def look_for_hang(self) -> None:
-        """Whoever would look is busy running it."""
+        """Do nothing: nobody could look while it runs."""
 
     def note_ready(self, worker: int) -> None:
-        """Nobody asks: a worker in this process has no successor."""
+        """Do nothing: it has no successor."""
 
     note_success = note_ready
 
@@ -146,16 +145,16 @@ class LocalWorker:
         return [Stacks(0, os.getpid(), own_stacks())]
 
     def stacks_of_environments(self) -> str:
-        """What processes are doing that environments run in, if they do."""
+        """What the processes of environments are doing, if there are any."""
         dump = getattr(self._collector.env, "dump_stacks", None)
         return "" if dump is None else str(dump(file=None))
 
     def fail(self, error: RlpoolError) -> None:
-        """Put an end to everything."""
+        """Refuse everything from now on."""
         self.fatal = self.fatal or error
 
     def abort(self) -> None:
-        """Nothing runs in this process when this is called."""
+        """Do nothing: it does not run now."""
 
     def close(self) -> None:
         """Close environments and agent."""
@@ -167,38 +166,9 @@ class LocalWorker:
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """What users' code finds in a worker process: generators of its own, one torch thread."""
+        """What users' code finds in a worker process: its own generators, one torch thread."""
         with self._generators.in_use(), _one_thread():
             yield
-
-
-class _LocalLink:
-    """The worker's end of the line, which is the caller's as well.
-
-    Args:
-        inbox: What was sent to the worker.
-        take: Takes its messages at once, so that slots are emptied while it runs.
-    """
-
-    def __init__(
-        self, inbox: deque[tuple[Message, Memory | None]], take: Callable[[Message], None]
-    ) -> None:
-        self._inbox = inbox
-        self.send = take
-        self.receive = inbox.popleft
-
-    def poll(self) -> bool:
-        """Whether a message is there."""
-        return bool(self._inbox)
-
-
-def _as_local(message: Any) -> Any:
-    """A message with the advice for failures that happen in this process."""
-    error = message.error
-    if isinstance(error, WorkerError) and DEBUG_HINT in error.fix:
-        fix = error.fix.replace(DEBUG_HINT, LOCAL_HINT)
-        return replace(message, error=error.reworded(what=error.what, fix=fix))
-    return message
 
 
 @contextmanager

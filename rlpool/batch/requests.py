@@ -1,4 +1,4 @@
-"""What the caller asked for, from the message to the workers to the user's trajectories."""
+"""Requests: what the workers are told, which slots they get, what the user gets."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from rlpool.batch.claims import Claims
-from rlpool.batch.commands import Execute, Infos, Window
+from rlpool.batch.messages import Execute, Infos, Window
 from rlpool.data.infos import Info, info_rows
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError
+from rlpool.memory.storage import Array
 from rlpool.record.tape import WindowTapes
 from rlpool.seeding import LaneSeeds, episode_seeds
 from rlpool.slots.blocks import Block
@@ -30,8 +31,8 @@ class Policy(NamedTuple):
     """What the agents were updated with.
 
     Attributes:
-        version: Updates until then, this one included; 0 for what the agents began with.
-        packed: The object; ``None`` with version 0, and once it is not needed any more.
+        version: Number of updates so far; 0 for what the agents began with.
+        packed: The object; ``None`` with version 0, and once it is no longer needed.
     """
 
     version: int = 0
@@ -48,10 +49,10 @@ class Request(ABC):
         infos: Its infos, per row.
         policy: What it runs with.
         root: Root of all seeds.
-        packed: ``contents`` as they were sent to all workers.
+        packed: ``contents`` as sent to all workers.
         block: Where it is written, once it runs.
-        n_slots: Slots that it takes.
-        remaining: Workers that have not said that they are done.
+        n_slots: Slots in use; 0 while it is queued and after its block was released.
+        remaining: Workers that are not done with it.
         error: Why it cannot be completed.
         trajectories: Its result, once the caller has waited for it.
     """
@@ -69,45 +70,55 @@ class Request(ABC):
     trajectories: TemporalDictTensor | None = None
 
     @property
-    def is_cancelled(self) -> bool:
-        """Whether its episodes were stopped."""
-        return self.block is not None and bool(self.block.arrays.control["cancelled"][0])
-
-    @property
     def is_complete(self) -> bool:
         """Whether all rows are there."""
         return self.block is not None and not self.remaining and self.error is None
 
     @property
     def running_block(self) -> Block:
-        """The block, which only exists once the request was sent to the workers."""
+        """The block of a request that was sent to the workers."""
         if self.block is None:
             raise LookupError("the request has not begun")
         return self.block
 
+    def cancel(self) -> None:
+        """Let the workers stop its episodes."""
+        self.running_block.arrays.control["cancelled"][0] = 1
+
+    def release(self) -> None:
+        """Give its slots back, when no worker writes into them any more."""
+        self.n_slots = 0
+        if self.block is not None:
+            self.block.release()
+            self.block = None
+
     @property
     def payloads(self) -> list[Packed]:
-        """What was packed for workers to read."""
+        """All that was packed for workers to read."""
         return [each for each in (self.packed, self.policy.packed) if each is not None]
 
     def drop_payloads(self) -> None:
-        """Give up what was packed, as no worker will read it any more."""
+        """Free what was packed: no worker will read it again."""
         self.packed, self.policy = None, self.policy._replace(packed=None)
 
     @abstractmethod
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
         """Slots to run with, when ``n_free`` of ``n_slots`` are not in use; 0 to wait."""
 
+    def takers(self, n_workers: int) -> range:
+        """The workers that take part."""
+        return range(n_workers)
+
     @abstractmethod
     def message(self, worker: int, payload: Payload | None) -> Execute | Window:
-        """What to send to a worker, be it the first of its number or another's successor."""
+        """What to send to a worker, whether or not another had its number before."""
 
     def contents(self, worker: int, is_successor: bool) -> tuple[Any, ...]:
         """What the message's payload holds: ``(agent_info, env_info, tapes)``.
 
         Args:
             worker: The worker.
-            is_successor: Whether it has not run any request, and one before it has.
+            is_successor: Whether it took the place of another and has run nothing yet.
         """
         return (*self.infos, {})
 
@@ -117,19 +128,14 @@ class Request(ABC):
 
     @abstractmethod
     def give_back(self, worker: int) -> bool:
-        """Take back what a dead worker had begun and not finished, for its successor.
-
-        To be called under the lock of the claims.
-
-        Args:
-            worker: The worker.
+        """Take back what a dead worker began and did not finish.
 
         Returns:
-            Whether there is anything left for its successor to do.
+            Whether its successor has anything to do.
         """
 
     def _note_writing(self, worker: int) -> None:
-        """Remember how far a dead worker had written into slots that it did not finish."""
+        """Record how far a dead worker wrote into slots that it did not finish."""
         layout, control = self.running_block.layout, self.running_block.arrays.control
         steps, dirty = layout.steps_in_slot(control, worker), control["dirty"]
         for lane in np.flatnonzero(control["running"][worker] >= 0):
@@ -145,22 +151,17 @@ class Request(ABC):
     def result(self) -> TemporalDictTensor:
         """The rows, once complete."""
 
-    def empty_slots(self, worker: int, chunks: Sequence[Chunk]) -> list[int]:
-        """Copy complete chunks of a worker out of their slots; returns the slots."""
+    def empty_slots(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Copy complete chunks out of their slots; returns the slots."""
         raise LookupError("this request's slots are never emptied")
 
-    def _info(self, **columns: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The result's ``info``."""
-        agent_info, env_info = self.infos
-        info = {
-            join_key(prefix, key): torch.from_numpy(array.copy())
-            for prefix, arrays in (("agent_info", agent_info), ("env_info", env_info))
-            for key, array in arrays.items()
-        }
-        info.update(columns)
-        n_rows = next(iter(columns.values())).shape[0]
-        info["policy_version"] = torch.from_numpy(np.full(n_rows, self.policy.version))
-        return info
+    def _info(self, episodes: Array, seeds: Array) -> dict[str, torch.Tensor]:
+        """The result's ``info``, given the number and the seed of each row's episode."""
+        columns = {"episode": episodes, "seed": seeds}
+        columns["policy_version"] = np.full(len(seeds), self.policy.version)
+        for prefix, arrays in zip(("agent_info", "env_info"), self.infos, strict=True):
+            columns |= {join_key(prefix, key): array[episodes] for key, array in arrays.items()}
+        return {key: torch.from_numpy(column) for key, column in columns.items()}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -176,17 +177,15 @@ class EpisodeRequest(Request):
     first: int
 
     def __post_init__(self) -> None:
-        self._glue: Glue | None = None
-        self._left_home = np.zeros(self.n_rows, bool)  # first chunks that were copied out already
-        self._arrived = np.zeros(self.n_rows, bool)  # last chunks that were copied out already
-        self._lent: dict[int, set[int]] = {}  # worker: homes of episodes that it got as slots
-        self._owed: dict[int, list[int]] = {}  # worker: episodes of one before it to run again
+        self._glue: Glue | None = None  # chunks that were copied out of their slots
+        self._arrived = np.zeros(self.n_rows, bool)  # whether an episode's last chunk was
+        self._owed: dict[int, list[int]] = {}  # worker: episodes of an earlier one to run again
         self._in_place = True
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
-        """One slot per episode, and for episodes that are longer than a slot what is to spare.
+        """One slot per episode, and spare ones for episodes that are longer than a slot.
 
-        Kept free is room for a next request of the same size.
+        Room for another request of the same size is kept free.
         """
         self._in_place = self.n_rows <= n_slots
         if not self._in_place:
@@ -195,21 +194,23 @@ class EpisodeRequest(Request):
             return 0
         return self.n_rows + max(0, n_free - 2 * self.n_rows)
 
+    def takers(self, n_workers: int) -> range:
+        """All workers that get a slot."""
+        return range(n_workers if self._in_place else min(n_workers, self.n_slots))
+
     def message(self, worker: int, payload: Payload | None) -> Execute:
         """The request, with this worker's share of the slots that belong to no episode."""
         first = self.n_rows if self._in_place else 0
-        n_workers = self.running_block.layout.n_workers
-        again = self._owed.get(worker, [])
-        lent = self._lent.get(worker, set()).difference(again)
+        block = self.running_block
         return Execute(
             number=self.number,
             execution=self.execution,
             first=self.first,
             n_episodes=self.n_rows,
-            block=self.running_block.number,
+            block=block.number,
             in_place=self._in_place,
-            slots=[*range(first + worker, self.n_slots, n_workers), *sorted(lent)],
-            again=again,
+            slots=list(range(first + worker, self.n_slots, block.layout.n_workers)),
+            again=self._owed.get(worker, []),
             payload=payload,
         )
 
@@ -219,58 +220,45 @@ class EpisodeRequest(Request):
         claims = Claims(control, self.n_rows)
         claimed = {*claims.give_back(worker), *self._owed.get(worker, [])}
         self._note_writing(worker)
-        whole = control["whole"]
-        again = [
-            number
-            for number in sorted(claimed)
-            if not (self._arrived[number] or (self._in_place and whole[number]))
-        ]
-        self._owed[worker] = again
+        is_there = self._arrived.copy()
+        if self._in_place:
+            is_there |= control["whole"][: self.n_rows] > 0
+        self._owed[worker] = again = [row for row in sorted(claimed) if not is_there[row]]
         # Chunks of episodes that begin again are dropped: two runs of an environment that is not
         # deterministic must not be mixed.
-        self._left_home[again] = False
         if self._glue is not None:
             self._glue.drop(np.asarray(again, np.int64))
-        owns_slots = self._in_place or worker < self.n_slots
-        return bool(again) or (owns_slots and not claims.all_made)
+        return bool(again) or not claims.all_made
 
     def seed_of(self, row: int) -> int:
         """The seed of an episode."""
         return episode_seeds(self.root, self.first + row, 1)[0]
 
-    def empty_slots(self, worker: int, chunks: Sequence[Chunk]) -> list[int]:
+    def empty_slots(self, chunks: Sequence[Chunk]) -> list[int]:
         """Copy complete chunks out of their slots, one copy per key and chunk number."""
         block = self.running_block
         if self._glue is None:
             self._glue = Glue(block.layout, self.n_rows)
-        table = np.asarray(chunks, np.int64)
-        for chunk in np.unique(table[:, 2]):
-            rows = table[table[:, 2] == chunk]
-            self._glue.add(rows[:, 0], int(chunk), slots_of(block.arrays, rows[:, 1]))
-        self._left_home[table[table[:, 2] == 0, 0]] = True
-        self._arrived[table[table[:, 3] == 1, 0]] = True
-        slots: list[int] = table[:, 1].tolist()
-        if self._in_place:
-            homes = [slot for slot in slots if slot < self.n_rows]
-            self._lent.setdefault(worker, set()).update(homes)
-        return slots
+        episodes, slots, numbers, is_last = np.asarray(chunks, np.int64).T
+        for number in np.unique(numbers):
+            these = numbers == number
+            self._glue.add(episodes[these], int(number), slots_of(block.arrays, slots[these]))
+        self._arrived[episodes[is_last > 0]] = True
+        emptied: list[int] = slots.tolist()
+        return emptied
 
     def result(self) -> TemporalDictTensor:
-        """Views on the block; copies if chunks had to be glued."""
+        """Views of the block; copies if any chunk was copied out of it."""
         block = self.running_block
         if self._glue is None:
             part = slots_of(block.arrays, slice(self.n_rows))
         else:
-            at_home = np.flatnonzero(~self._left_home)
+            at_home = np.flatnonzero(~self._arrived)
             if self._in_place and at_home.size:
                 self._glue.add(at_home, 0, slots_of(block.arrays, at_home))
             part = self._glue.join()
-        info = self._info(
-            episode=torch.from_numpy(np.arange(self.n_rows)),
-            seed=torch.from_numpy(
-                np.asarray(episode_seeds(self.root, self.first, self.n_rows), np.int64)
-            ),
-        )
+        seeds = np.asarray(episode_seeds(self.root, self.first, self.n_rows), np.int64)
+        info = self._info(np.arange(self.n_rows), seeds)
         return trajectories_of(block.layout, part, info)
 
 
@@ -282,9 +270,9 @@ class WindowRequest(Request):
         lanes: The running lanes, numbered across workers.
         n_lanes: Lanes of one worker.
         n_resets: Number of the ``reset`` whose episodes run.
-        n_windows: How many windows were asked for before it.
+        n_windows: Windows requested before that reset.
         is_first: Whether it is the first window after that reset.
-        tapes: What the running episodes have done so far, ``None`` if nobody remembers it.
+        tapes: What the running episodes have done so far, ``None`` if it is not recorded.
         lanes_left: Lanes that go on after this window, set by ``result``.
     """
 
@@ -307,21 +295,17 @@ class WindowRequest(Request):
             number=self.number,
             block=self.running_block.number,
             slots=slots,
-            n_resets=self.n_resets,
-            n_restarts=self._n_restarts,
+            seeds=self._seeds,
             is_first=self.is_first,
             payload=payload,
         )
 
     @property
-    def _n_restarts(self) -> int:
-        """The most restarts that a lane can have made before the reset: one per step."""
-        layout = self.running_block.layout
-        return self.n_windows * layout.n_timesteps if layout.restarts else 0
-
-    @property
     def _seeds(self) -> LaneSeeds:
-        return LaneSeeds(self.root, self.n_resets, self._n_restarts)
+        """The seeds of all lanes; before the reset a lane can have restarted once per step."""
+        layout = self.running_block.layout
+        n_restarts = self.n_windows * layout.n_timesteps if layout.restarts else 0
+        return LaneSeeds(self.root, self.n_resets, n_restarts)
 
     def _rows_of(self, worker: int) -> list[tuple[int, int]]:
         """Rows and lanes of a worker."""
@@ -329,7 +313,7 @@ class WindowRequest(Request):
         return [(row, lane) for row, lane in enumerate(self.lanes) if first <= lane < stop]
 
     def contents(self, worker: int, is_successor: bool) -> tuple[Any, ...]:
-        """Infos, and for the successor of another worker how far its lanes were."""
+        """Infos, and for a successor what its lanes have done so far."""
         if self.tapes is None or self.is_first or not is_successor:
             return super().contents(worker, is_successor)
         lanes = [lane for _, lane in self._rows_of(worker)]
@@ -337,7 +321,7 @@ class WindowRequest(Request):
         return (*self.infos, {lane % self.n_lanes: tapes[lane] for lane in lanes})
 
     def can_be_repeated(self) -> bool:
-        """Whether it is known how far all lanes were."""
+        """Whether it is known what all lanes have done."""
         return self.is_first or (self.tapes is not None and self.tapes.is_complete)
 
     def give_back(self, worker: int) -> bool:
@@ -350,25 +334,17 @@ class WindowRequest(Request):
         return self._seeds.seed(row, 0)
 
     def result(self) -> TemporalDictTensor:
-        """Views on the block."""
+        """Views of the block."""
         block = self.running_block
         running = block.arrays.control["running"].reshape(-1)
         self.lanes_left = np.flatnonzero(running >= 0).tolist()
         if self.tapes is not None:
             self.tapes.record(block.layout, block.arrays, self.lanes, self.lanes_left)
         part = slots_of(block.arrays, slice(self.n_rows))
-        rows = torch.from_numpy(np.asarray(self.lanes, np.int64))
-        info = {key: values[rows] for key, values in self._whole_info().items()}
+        lane_seeds = self._seeds
+        seeds = [lane_seeds.seed(lane, 0) for lane in self.lanes]
+        info = self._info(np.asarray(self.lanes, np.int64), np.asarray(seeds, np.int64))
         return trajectories_of(block.layout, part, info)
-
-    def _whole_info(self) -> dict[str, torch.Tensor]:
-        n_lanes, seeds = self.running_block.layout.n_workers * self.n_lanes, self._seeds
-        return self._info(
-            episode=torch.from_numpy(np.arange(n_lanes)),
-            seed=torch.from_numpy(
-                np.asarray([seeds.seed(lane, 0) for lane in range(n_lanes)], np.int64)
-            ),
-        )
 
 
 def as_infos(agent_info: Info, env_info: Info, n_rows: int) -> Infos:

@@ -1,4 +1,4 @@
-"""Blocks of slots: where episodes are written, and where the user reads them.
+"""Blocks of slots, where workers write episodes and the user reads them.
 
 A block is one piece of memory with ``n_slots`` slots. A slot holds up to ``n_timesteps`` steps of
 one episode, key by key::
@@ -9,29 +9,30 @@ one episode, key by key::
     final/frame [n_slots, 4]         the value after the slot's last step
     control: length, dirty, claim, running, ...
 
-Slot ``n_slots`` is a spare one that is never read: idle lanes write there. So every step writes one
-row per lane with one indexed assignment per key, whichever lanes are idle.
+Slot ``n_slots`` is a spare one that is never read: idle lanes write there. So every step is one
+indexed assignment per key, whichever lanes are idle.
 
 What can be derived is not stored: ``_frame`` is ``frame`` one step later, with ``final/frame`` at
-the end; ``done`` and its kin are True nowhere but at the end (``rlpool.slots.trajectories``). In
-windows whose lanes restart on their own this does not hold; there the values after each step have
-rows of their own.
+the end; flags such as ``done`` are True at the last step or nowhere (see ``trajectories``). This
+does not hold in windows whose lanes restart on their own; there the values after each step are
+stored as well.
 
-Who owns a block: the workers that got its request, until each has said that it is finished with
-it; then the user, until the last tensor made from it is gone; then the pool of free blocks.
+A block is owned by the workers until each is done with its request; then by the user, until the
+last tensor made from it is gone; then by the pool of free blocks.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from rlpool.errors import SpecError
+from rlpool.machine.limits import check_size
 from rlpool.memory.storage import Array, Memory, carve, carved_bytes
 from rlpool.specs import FLAGS, TensorSpec, refuse_collisions
 
@@ -124,10 +125,10 @@ class Layout:
 
     @cached_property
     def finals(self) -> dict[str, TensorSpec]:
-        """What is kept of the end of a slot."""
+        """What is stored about the end of a slot."""
         if self.restarts:
             return {}
-        # The flag is never True after a step.
+        # initial_state is never True after a step.
         return {key: s for key, s in self.step.succeeded.items() if key != "initial_state"}
 
     @property
@@ -151,10 +152,10 @@ class Layout:
     def steps_in_slot(self, control: Mapping[str, Array], worker: int) -> Array:
         """Steps that each lane of a worker has done in its slot, ``n_timesteps`` if that is full.
 
-        The row alone does not tell: that behind a full slot is the first one of the next.
+        The row alone is ambiguous: the one past a full slot is the first of the next slot.
         """
         steps = control["row"][worker] - control["slot"][worker] * self.n_timesteps
-        # A lane that is between two slots, or that waits for one, has done nothing in any.
+        # A lane that is between two slots, or waits for one, has written to neither.
         return np.where((steps < 0) | (steps > self.n_timesteps), 0, steps)
 
     def bytes_of_key(self) -> dict[str, int]:
@@ -168,6 +169,28 @@ class Layout:
     def n_bytes(self) -> int:
         """Bytes of a whole block."""
         return sum(sum(carved_bytes(specs, n).values()) for specs, n in self._areas)
+
+    def checked(self, lowerable: Sequence[str]) -> Layout:
+        """This layout, if its blocks fit into memory; warns if they do not fit into what is free.
+
+        Args:
+            lowerable: Which of ``n_slots`` and ``n_timesteps`` the user can change.
+
+        Raises:
+            SpecError: If a block is larger than the machine; it names bytes per key and what to
+                lower.
+        """
+        sizes = self.bytes_of_key()
+        sizes["rlpool's bookkeeping"] = self.n_bytes - sum(sizes.values())
+        lower = f"lower {' or '.join(lowerable)}" if lowerable else "use fewer environments"
+
+        def advice(n_free: int) -> str:
+            factor = -(-self.n_bytes // max(1, n_free))
+            return f"{lower}, by a factor of {factor} (python -m rlpool doctor lists all limits)"
+
+        what = f"a block of {self.n_slots} slots of {self.n_timesteps} steps"
+        check_size(sizes, advice, what)
+        return self
 
     def arrays(self, root: Array) -> Arrays:
         """The arrays of a block that starts at ``root[0]``, no copy."""
@@ -228,7 +251,6 @@ class Block:
 
     Attributes:
         is_taken: Whether a request uses it.
-        mapped_by: On the caller's side, the workers that have mapped it.
     """
 
     def __init__(self, number: int, layout: Layout, memory: Memory) -> None:
@@ -236,21 +258,28 @@ class Block:
         self.layout = layout
         self.memory = memory
         self.is_taken = False
-        self.mapped_by: set[int] = set()
         self._arrays: Arrays | None = None
         self._root: weakref.ref[Array] | None = None
 
     @property
     def arrays(self) -> Arrays:
-        """The arrays. They and all that is made from them keep the block from being free."""
+        """The arrays. The block is not free while they, or anything made from them, are alive."""
         if self._arrays is None:
             root = self.memory.root()
             self._root = weakref.ref(root)
             self._arrays = self.layout.arrays(root)
         return self._arrays
 
+    def take(self) -> None:
+        """Begin a request's use."""
+        self.is_taken = True
+        control = self.arrays.control
+        for name in ("length", "whole", "claim", "n_finished", "cancelled"):
+            control[name][:] = 0
+        control["running"][:] = -1
+
     def release(self) -> None:
-        """End the request's use: what the user holds of ``arrays`` is all that counts now."""
+        """End the request's use: the block is free once the user holds nothing of it."""
         self._arrays = None
         self.is_taken = False
 
@@ -261,19 +290,18 @@ class Block:
 
 
 class BlockPool:
-    """The caller's blocks: makes them, and uses them again once the user dropped their results.
+    """The caller's blocks, which are reused once the user has dropped their results.
 
     Args:
         layout: Layout of all blocks.
         allocate: Makes zeroed memory of so many bytes.
     """
 
-    # Enough for a loop that holds one result while the next is collected; more would only keep
-    # memory from others.
+    # Enough for a loop that holds one result while the next is collected.
     _MAX_FREE = 2
 
-    # A block that may be used again keeps a descriptor, for workers that do not know it yet. The
-    # memory of those beyond goes back to the system when the user drops it.
+    # A block that may be used again keeps a descriptor, for workers that have not mapped it. The
+    # memory of any further block returns to the system when the user drops its result.
     _MAX_KNOWN = 16
 
     def __init__(self, layout: Layout, allocate: Callable[[int], Memory]) -> None:
@@ -283,14 +311,14 @@ class BlockPool:
         self._n_made = 0
 
     def take(self) -> Block:
-        """A block that is not in use.
+        """A block that is not in use, its bookkeeping cleared.
 
         Raises:
             SpecError: If the system has no memory for a new one.
         """
         for block in self._blocks:
             if block.is_free:
-                block.is_taken = True
+                block.take()
                 return block
         n_bytes = self.layout.n_bytes
         try:
@@ -301,13 +329,13 @@ class BlockPool:
                 fix="lower n_slots or n_timesteps, or drop results that are no longer needed",
             ) from error
         block = Block(self._n_made, self.layout, memory)
-        block.is_taken = True
+        block.take()
         self._n_made += 1
         self._blocks.append(block)
         return block
 
     def forget_surplus(self) -> list[int]:
-        """Drop blocks beyond a few; returns their numbers, for the workers to unmap."""
+        """Drop all but a few blocks; returns their numbers, for the workers to unmap."""
         surplus = [block for block in self._blocks if block.is_free][self._MAX_FREE :]
         kept = [block for block in self._blocks if block not in surplus]
         n_beyond = len(kept) - self._MAX_KNOWN
@@ -321,8 +349,3 @@ class BlockPool:
         """Close all descriptors; what was mapped stays."""
         for block in self._blocks:
             block.memory.close_fd()
-
-    def forget_worker(self, worker: int) -> None:
-        """Take note that a worker is gone, and its mappings with it."""
-        for block in self._blocks:
-            block.mapped_by.discard(worker)

@@ -1,4 +1,4 @@
-"""From slots to what the user gets: views on a block, or chunks glued in ordinary memory."""
+"""From slots to the user's tensors: views of a block, or chunks joined in ordinary memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DerivedTensors(dict[str, Tensor]):
     """Tensors by name, some of which are computed on first access.
 
     Args:
-        known: Tensors that are there.
+        known: Tensors that exist already.
         derived: Functions without arguments that compute the others.
     """
 
@@ -36,14 +36,14 @@ class DerivedTensors(dict[str, Tensor]):
     def __getitem__(self, key: str) -> Tensor:
         value: Any = super().__getitem__(key)
         if not isinstance(value, Tensor):
-            with torch.inference_mode(False):  # kept, and used elsewhere perhaps
+            with torch.inference_mode(False):  # it is kept, and may be used in autograd
                 value = value()
             super().__setitem__(key, value)
         tensor: Tensor = value
         return tensor
 
     def derivation(self, key: str) -> Derivation | None:
-        """What computes a tensor that has not been accessed yet, ``None`` if it is there."""
+        """What computes a tensor on its first access; ``None`` if it exists already."""
         value: Any = super().get(key)
         return None if value is None or isinstance(value, Tensor) else value
 
@@ -60,16 +60,8 @@ class DerivedTensors(dict[str, Tensor]):
         """Pairs of key and tensor, all of them computed."""
         return ItemsView(self)
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """The tensor of a key, or the default."""
-        return self[key] if key in self else default  # noqa: SIM401  (that would be this)
-
-    def copy(self) -> dict[str, Tensor]:
-        """A plain dict of all tensors, computed."""
-        return dict(self.items())
-
     def __reduce__(self) -> tuple[type[dict[str, Tensor]], tuple[dict[str, Tensor]]]:
-        return dict, (self.copy(),)
+        return dict, (dict(self.items()),)
 
 
 @dataclass(frozen=True)
@@ -107,7 +99,7 @@ def slots_of(arrays: Arrays, slots: slice | Array) -> Slice:
 
 
 class Glue:
-    """Puts the chunks of a request together in ordinary memory.
+    """Joins the chunks of a request in ordinary memory.
 
     Args:
         layout: Layout of the block they come from.
@@ -124,7 +116,7 @@ class Glue:
         self._parts.append((episodes, chunk * self._layout.n_timesteps, part))
 
     def drop(self, episodes: Array) -> None:
-        """Forget the chunks of some episodes, which will be run again."""
+        """Drop the chunks of episodes that will run again."""
         kept = [~np.isin(others, episodes) for others, _, _ in self._parts]
         self._parts = [
             (others[rows], offset, part if rows.all() else part.part(rows))
@@ -132,7 +124,7 @@ class Glue:
         ]
 
     def join(self) -> Slice:
-        """All chunks in one: rows ``[n_rows, longest, ...]`` in new memory."""
+        """The whole episodes: rows ``[n_rows, longest, ...]`` in new memory."""
         lengths = np.zeros(self._n_rows, np.int64)
         starts = np.zeros(self._n_rows, np.int64)
         for episodes, offset, part in self._parts:
@@ -172,7 +164,7 @@ def trajectories_of(
     rows = {key: torch.from_numpy(array) for key, array in part.rows.items()}
     derived: dict[str, Derivation] = {}
     if not layout.restarts:
-        # Copies: the lengths that the user gets may be changed.
+        # A copy: the user may change the lengths of the result.
         lengths = part.lengths.copy()
         never, first = np.zeros_like(lengths), np.zeros_like(lengths)
         for key in FLAGS:
@@ -190,7 +182,7 @@ def trajectories_of(
 
 
 def _version(tensor: Tensor) -> int:
-    """Counts the changes in place, as far as torch does."""
+    """Torch's count of changes in place; it has none for inference tensors."""
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
@@ -216,7 +208,7 @@ class Successor:
         lengths: int64 ``[B]``.
 
     Attributes:
-        lengths: As given; ``finals`` belongs to these.
+        lengths: As given.
     """
 
     def __init__(self, key: str, values: Tensor, finals: Array, lengths: Array) -> None:
@@ -227,7 +219,7 @@ class Successor:
         self._version = _version(values)
 
     def finals(self) -> Array:
-        """The values after each row's last step, no copy.
+        """The values after each row's last step; not copied.
 
         Raises:
             UsageError: If ``x`` was modified in place, so that they no longer follow it.

@@ -19,7 +19,7 @@ Pair = tuple[Array, Array]
 class SlotWriter:
     """The views through which one rollout writes into one block.
 
-    A row's number counts the rows of all slots: ``slot * n_timesteps + step``.
+    Rows are numbered through all slots: ``slot * n_timesteps + step``.
 
     Args:
         layout: The block's layout.
@@ -65,12 +65,12 @@ class SlotWriter:
             target[rows] = source
 
     def write_state(self, row: int, lane: int) -> None:
-        """Write the agent's state of one lane, where it became known late."""
+        """Write one lane's agent state, which became known only in the agent's call."""
         for target, source in self._states:
             target[row] = source[lane]
 
     def write_outputs(self, rows: Array, outputs: Mapping[str, Array]) -> None:
-        """Write what the agent gave, one row per lane."""
+        """Write the agent's outputs, one row per lane."""
         for key, target, buffer, as_rows in self._outputs:
             if buffer is None:
                 target[rows] = outputs[key]
@@ -79,12 +79,12 @@ class SlotWriter:
                 target[rows] = as_rows
 
     def write_after(self, rows: Array) -> None:
-        """Write what the step led to, where the layout has rows for that."""
+        """Write what the step led to, if the layout stores that."""
         for target, source in self._after:
             target[rows] = source
 
     def complete(self, slot: int, lane: int, length: int, starts: bool) -> None:
-        """Finish a slot: final values, length, and zeros where an earlier use reached further."""
+        """Finish a slot: final values, length, and zeros over what an earlier use left behind."""
         for target, source in self._finals:
             target[slot] = source[lane]
         dirty = self._dirty[slot]
@@ -96,5 +96,5 @@ class SlotWriter:
         self._length[slot] = length
 
     def abandon(self, slot: int, length: int) -> None:
-        """Remember how far a slot was written to that will not be finished."""
+        """Record how far a slot that will not be finished was written."""
         self._dirty[slot] = max(self._dirty[slot], min(length + 1, self._n_timesteps))

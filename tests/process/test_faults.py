@@ -31,7 +31,6 @@ from support.faults import (
     RAISES,
     WRONG,
     WRONG_STEPS,
-    FaultyEnv,
     create_agent,
     create_env,
     faults,
@@ -268,45 +267,6 @@ def test_an_update_is_not_lost_with_the_request_it_came_with() -> None:
         result = result_of(batcher)
     assert result.info["policy_version"].tolist() == [1, 1]
     assert (result["version"][:, 0] == 5).all()
-
-
-def test_results_never_claim_a_policy_whose_update_failed(struck: Struck) -> None:
-    with open_batcher(struck, 0) as batcher:
-        batcher.update(5)
-        batcher.execute(2)
-        result_of(batcher)
-        with pytest.raises(rlpool.AgentError):
-            request(batcher, "update", "raise")
-        batcher.execute(2)
-        with contextlib.suppress(rlpool.AgentError):
-            # Refusing to go on without the update is as good as saying which policy was used.
-            assert result_of(batcher).info["policy_version"].tolist() == [1, 1]
-
-
-def test_a_late_report_of_a_failed_update_does_not_hit_the_next_one(struck: Struck) -> None:
-    with open_batcher(struck, 2) as batcher:
-        for number in range(20):
-            with pytest.raises(rlpool.AgentError):
-                request(batcher, "update", "raise")
-            batcher.update(number)
-            batcher.execute(2)
-            assert (result_of(batcher)["version"][:, 0] == number).all()
-
-
-class InterruptedEnv(FaultyEnv):
-    """The user presses Ctrl-C while it steps."""
-
-    def step(self, action: Any) -> Any:
-        signal.raise_signal(signal.SIGINT)
-
-
-def test_ctrl_c_in_this_process_is_not_taken_for_a_failure_of_the_environment() -> None:
-    with EpisodeBatcher(
-        4, 8, create_agent, {}, lambda seed: rlpool.GymEnv([InterruptedEnv()], seed), n_threads=0
-    ) as batcher:
-        batcher.execute(1)
-        with pytest.raises(KeyboardInterrupt):
-            batcher.get()
 
 
 # Faults that end a worker, or come when it starts or ends --------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ import torch
 from process.watching import assert_equal, is_running, wait_until, worker_pids
 
 import rlpool
-from rlpool import Batcher, DictTensor, EpisodeBatcher, GymEnv, TemporalDictTensor
-from rlpool.slots.writer import SlotWriter
+from rlpool import Batcher, DictTensor, EpisodeBatcher, TemporalDictTensor
 
-from support.faults import ENDINGS, FaultyEnv, create_agent, create_env, faults, strike
+from support.faults import ENDINGS, create_agent, create_env, faults
 from support.fragile import ChancyEnv, LeakingEnv, RecurrentAgent, create_fragile
 from support.variants import variants
 
@@ -145,42 +143,6 @@ def test_many_deaths_in_few_slots_lose_nothing(strikes: dict[str, str], ran_in: 
     with open_batcher(strikes, n_slots=6) as batcher:
         assert_all_equal(collect(batcher, hits), undisturbed(hits, n_slots=6))
     assert n_processes(ran_in) == 2 + len(hits)
-
-
-class ShrinkingEnv(FaultyEnv):
-    """Its first episode is shorter once a worker was killed."""
-
-    def step(self, action: Any) -> Any:
-        shown, reward, over, *rest = super().step(action)
-        is_short = self._options["id"] == 0 and os.path.exists(self._struck_at or "")
-        return shown, reward, over or (is_short and self._step == 2), *rest
-
-
-def create_shrinking(seed: int, struck_at: str) -> GymEnv:
-    """The first worker that has filled a slot is killed before it says so."""
-    complete = SlotWriter.complete
-
-    def fatal_complete(writer: SlotWriter, slot: int, lane: int, length: int, starts: bool) -> None:
-        if length == 4:
-            strike("sigkill", struck_at, once=True)
-        complete(writer, slot, lane, length, starts)
-
-    SlotWriter.complete = fatal_complete  # type: ignore[method-assign]
-    return GymEnv([ShrinkingEnv(struck_at)], seed)
-
-
-@pytest.mark.promise("I7")
-def test_what_a_killed_worker_wrote_does_not_show_past_the_end_of_a_shorter_episode(
-    tmp_path: Path,
-) -> None:
-    env_args = {"struck_at": str(tmp_path / "struck")}
-    with EpisodeBatcher(4, 4, create_agent, {}, create_shrinking, env_args, 1, 3) as batcher:
-        batcher.execute(2, env_info=faults(2, {}, id=torch.arange(2), length=4))
-        result = batcher.get()
-    assert result is not None
-    assert result.lengths.tolist() == [2, 4]
-    for key, values in result.items():
-        assert not values[0, 2:].any(), key
 
 
 def test_an_idle_worker_that_dies_is_replaced_by_the_next_request() -> None:

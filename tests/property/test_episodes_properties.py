@@ -167,6 +167,7 @@ def test_noise_and_seeds_do_not_depend_on_lanes_and_slots(
 @settings(max_examples=60, phases=PHASES)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    how=how_they_end,
     n_timesteps=st.integers(1, 14),
     n_windows=st.integers(1, 5),
     restarts=st.booleans(),
@@ -175,6 +176,7 @@ def test_noise_and_seeds_do_not_depend_on_lanes_and_slots(
 )
 def test_joined_windows_are_whole_episodes(
     lengths: list[int],
+    how: int,
     n_timesteps: int,
     n_windows: int,
     restarts: bool,
@@ -182,8 +184,9 @@ def test_joined_windows_are_whole_episodes(
     agent: Any,
 ) -> None:
     n_lanes, n_steps = len(lengths), n_timesteps * n_windows
-    ids = range(1, n_lanes + 1)
-    whole = {key: tensor.tolist() for key, tensor in counting_trajectories(lengths, ids).items()}
+    ids, ends = range(1, n_lanes + 1), ends_of(how, n_lanes)
+    episodes = counting_trajectories(lengths, ids, ends)
+    whole = {key: tensor.tolist() for key, tensor in episodes.items()}
     with Batcher(
         n_timesteps,
         create_agent=agent,
@@ -193,7 +196,7 @@ def test_joined_windows_are_whole_episodes(
         seeds=0,
     ) as batcher:
         for _ in range(n_resets):
-            batcher.reset(env_info=info_of(lengths, 1, ["terminated"] * n_lanes))
+            batcher.reset(env_info=info_of(lengths, 1, ends))
             joined: dict[str, list[list[Any]]] = {key: [[] for _ in lengths] for key in whole}
             for _ in range(n_windows):
                 batcher.execute()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
+import signal
+import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from rlpool.batch.claims import MAX_CLAIM, ClaimLock, Claims
+from rlpool.batch.claims import MAX_CLAIM, Claims
 from rlpool.memory.storage import Memory
 
 pytestmark = pytest.mark.promise("I1")
@@ -27,7 +30,7 @@ def test_every_episode_is_claimed_once_whoever_dies(n_episodes: int) -> None:
         worker, lane = rng.randrange(N_WORKERS), rng.randrange(N_LANES)
         if rng.random() < 0.1:
             owed = claims.give_back(worker)
-            assert owed == sorted(n for episodes in last[worker].values() for n in episodes)
+            assert sorted(owed) == sorted(n for some in last[worker].values() for n in some)
             assert claims.give_back(worker) == []  # its successor owes them from now on
             last[worker].clear()
             continue
@@ -41,23 +44,32 @@ def test_every_episode_is_claimed_once_whoever_dies(n_episodes: int) -> None:
     assert sorted(claimed) == list(range(n_episodes))
 
 
-def lock_in_a_child(fd: int, do: Callable[[ClaimLock], int]) -> int:
-    """Run something in a forked process; returns its exit code."""
-    pid = os.fork()
-    if pid == 0:
-        os._exit(do(ClaimLock(fd)))
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def forked(do: Callable[[], object]) -> int:
+    """Run something in a forked process; returns its id."""
+    if not (pid := os.fork()):
+        do()
+        os._exit(0)
+    return pid
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # for its os.fork()
-def test_the_lock_excludes_other_processes_and_ends_with_its_holder() -> None:
+def test_a_claim_waits_for_the_process_that_has_the_lock_until_that_dies() -> None:
     memory = Memory.shared(4096)
-    assert memory.fd is not None
-    lock, me = ClaimLock(memory.fd), os.getpid()
-    lock.acquire()
-    assert lock_in_a_child(memory.fd, lambda child: int(child.try_acquire())) == 0
-    assert lock_in_a_child(memory.fd, lambda child: int(child.holder() == me)) == 1
-    lock.release()
-    assert lock_in_a_child(memory.fd, lambda child: int(child.try_acquire())) == 1
-    assert lock.holder() is None
-    assert lock.try_acquire()
+    claims = Claims({"claim": memory.root().view(np.int64)[:1].reshape(1, 1)}, 9, memory.fd)
+    reader, writer = os.pipe()
+
+    def hold() -> None:
+        fcntl.lockf(memory.fd, fcntl.LOCK_EX)
+        os.write(writer, b".")
+        signal.pause()
+
+    holder = forked(hold)
+    os.read(reader, 1)
+    claimer = forked(lambda: claims.make(0, 0))
+    time.sleep(0.05)
+    assert os.waitpid(claimer, os.WNOHANG) == (0, 0)
+    os.kill(holder, signal.SIGKILL)
+    assert [os.waitpid(pid, 0)[1] for pid in (claimer, holder)] == [0, signal.SIGKILL]
+    assert claims.make(0, 0).start > 0  # what it claimed is seen here
+    os.close(reader)
+    os.close(writer)

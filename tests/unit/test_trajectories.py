@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import pickle
-import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from rlpool import DictTensor, EpisodeBatcher, GymEnv, TemporalDictTensor, UsageError
-from rlpool.batch.collect import Collector
-from rlpool.slots.blocks import Layout, StepSpecs
-from rlpool.slots.trajectories import Glue, Slice, trajectories_of
-from rlpool.specs import TensorSpec
 
-from support.agents import ConstantAgent, NoisyAgent, StepCounter
+from support.agents import ConstantAgent, StepCounter
 from support.envs import (
     CountingEnv,
     assert_same_tensors,
@@ -116,6 +109,7 @@ def test_zeros_stay_where_a_longer_episode_was_before() -> None:
 # Shapes of requests
 
 
+@pytest.mark.promise("I8")
 @pytest.mark.parametrize("n_envs", [1, 5, 20])
 @pytest.mark.parametrize(("n_slots", "n_timesteps"), [(1, 1), (3, 5), (9, 12), (50, 30)])
 def test_slots_lanes_and_lengths_of_slots_make_no_difference(
@@ -126,35 +120,6 @@ def test_slots_lanes_and_lengths_of_slots_make_no_difference(
     assert_same_tensors(got, counting_trajectories(LENGTHS, IDS, ends))
     assert got.info["episode"].tolist() == [0, 1, 2, 3, 4, 5]
     assert got.info["env_info/id"].tolist() == IDS
-
-
-@pytest.mark.promise("I8")
-@pytest.mark.parametrize("seed", range(2))
-def test_lanes_that_wait_for_a_slot_while_others_step_lose_nothing(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In this process emptied slots come back at once; here they come late, as from another."""
-    chance, receive = random.Random(seed), Collector._receive_credit
-
-    def receive_late(self: Collector, request: int, blocking: bool) -> list[int] | None:
-        is_late = not blocking and chance.random() < 0.6
-        return None if is_late else receive(self, request, blocking)
-
-    monkeypatch.setattr(Collector, "_receive_credit", receive_late)
-    lengths = [chance.randint(1, 12) for _ in range(14)] + [70]
-    for n_slots, n_timesteps in itertools.product((2, 7, 20), (1, 5)):
-        got = collect(lengths, range(15), n_envs=4, n_slots=n_slots, n_timesteps=n_timesteps)
-        assert_same_tensors(got, counting_trajectories(lengths, range(15)))
-    # The numbers of an episode, and the steps of its time limit, go on where they were.
-    limited = [min(length, 8) for length in lengths]
-    results = [
-        collect(lengths, range(15), agent=NoisyAgent, n_envs=4, max_episode_steps=8, **shape)
-        for shape in ({}, {"n_slots": 3, "n_timesteps": 2})
-    ]
-    assert results[0]["noise"].tolist() == results[1]["noise"].tolist()
-    for got in results:
-        assert got.lengths.tolist() == limited
-        assert got["_truncated"].any(1).tolist() == [length >= 8 for length in lengths]
 
 
 def test_info_has_a_row_for_every_episode() -> None:
@@ -225,58 +190,3 @@ def test_a_result_may_be_changed_in_place() -> None:
     other["frame"].zero_()  # before "_frame" was computed from it
     with pytest.raises(UsageError, match="'frame' was modified in place before '_frame'"):
         other["_frame"]
-
-
-# The parts they are made of
-
-
-def small_layout(n_timesteps: int = 3, restarts: bool = False) -> Layout:
-    number, flag = TensorSpec((), np.dtype(np.float32)), TensorSpec((), np.dtype(bool))
-    flags = dict.fromkeys(("terminated", "truncated", "done", "initial_state"), flag)
-    step = StepSpecs(2, restarts, {"frame": number, **flags}, {"action": number}, {}, 0)
-    return Layout(step, 4, n_timesteps, 1, restarts=restarts)
-
-
-def chunk(values: Sequence[Sequence[float]], n_timesteps: int, ends: Sequence[bool]) -> Slice:
-    """A slice whose frames are ``values`` and whose final frame is one more than the last."""
-    lengths = np.array([len(row) for row in values])
-    longest = max(map(len, values), default=0)
-    frame = np.zeros((len(values), longest), np.float32)
-    for row, numbers in zip(frame, values, strict=True):
-        row[: len(numbers)] = numbers
-    last = np.array([numbers[-1] + 1 if numbers else 0 for numbers in values], np.float32)
-    done = np.array(ends, bool)
-    finals = {"frame": last, "done": done, "terminated": done, "truncated": ~done & False}
-    starts = np.array([int(bool(numbers) and numbers[0] == 0) for numbers in values])
-    return Slice({"frame": frame, "action": -frame}, finals, lengths, starts)
-
-
-def test_chunks_of_episodes_that_are_run_again_are_dropped() -> None:
-    glue = Glue(small_layout(), 3)
-    glue.add(np.array([2, 0]), 0, chunk([[0, 5, 6], [0, 1]], 3, [False, True]))
-    glue.add(np.array([2]), 1, chunk([[7, 8]], 3, [False]))
-    glue.drop(np.array([2, 1]))
-    glue.add(np.array([1, 2]), 0, chunk([[0], [0, 1, 2]], 3, [True, True]))
-    frame = trajectories_of(small_layout(), glue.join())["frame"]
-    assert frame.tolist() == [[0, 1, 0], [0, 0, 0], [0, 1, 2]]
-
-
-@pytest.mark.parametrize(
-    ("values", "initial", "done", "after"),
-    [
-        ([[], [0, 1], []], [[1, 0]], [[1, 1]], [[0, 0], [1, 2], [0, 0]]),
-        ([[], []], [], [], [[], []]),
-        ([[4, 5], [0, 1]], [[1, 0]], [[0, 1], [1, 1]], [[5, 6], [1, 2]]),
-    ],
-    ids=["rows without steps", "no step at all", "a row that goes on with an episode"],
-)
-def test_what_is_derived_of_rows_that_are_not_whole_episodes(
-    values: Any, initial: Any, done: Any, after: Any
-) -> None:
-    got = trajectories_of(small_layout(), chunk(values, 3, [True] * len(values)))
-    assert got.lengths.tolist() == [len(row) for row in values]
-    assert got["initial_state"].nonzero().tolist() == initial
-    assert got["_done"].nonzero().tolist() == done
-    assert got["_frame"].tolist() == after
-    for row, numbers in enumerate(values):
-        assert not any(got[key][row].any() for key in got) or numbers

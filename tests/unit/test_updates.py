@@ -168,8 +168,9 @@ class Life:
             return
         expected = self.pending.popleft()
         if isinstance(expected, type):
-            with pytest.raises(expected):
+            with pytest.raises(expected) as caught:
                 self.result()
+            assert caught.type is expected  # in particular: Ctrl-C is not the environment's failure
             if self.is_windowed:
                 self.pending.clear()
                 self.is_reset = False

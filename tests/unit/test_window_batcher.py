@@ -15,7 +15,6 @@ from rlpool import (
     EnvError,
     GymEnv,
     GymEnvInf,
-    SpecError,
     TemporalDictTensor,
     UsageError,
 )
@@ -34,8 +33,6 @@ from support.envs import (
     CountingEnv,
     EchoEnv,
     FailingEnv,
-    assert_same_tensors,
-    counting_trajectories,
     create_counting,
 )
 
@@ -149,21 +146,6 @@ def test_several_windows_may_be_requested_before_get() -> None:
     assert run(1) == run(2) == run(3)
 
 
-@pytest.mark.promise("I7")
-def test_a_kept_window_never_changes_and_has_zeros_where_longer_ones_were() -> None:
-    kept = []
-    with make(6, 2) as batcher:
-        for lengths in ([6, 6], [2, 5], [1, 3], [6, 1], [6, 6], [3, 2]):
-            batcher.reset(env_info=info_of(lengths))
-            (window,) = windows(batcher, 5)
-            assert_same_tensors(window, counting_trajectories(lengths, [1, 2]))
-            if lengths == [6, 6]:
-                kept.append(window)
-            del window
-    for window in kept:
-        assert_same_tensors(window, counting_trajectories([6, 6], [1, 2]))
-
-
 def test_history_and_agent_info_follow_their_lanes_over_windows() -> None:
     with make(2, agent=HistoryAgent) as batcher:
         batcher.reset(env_info=info_of([5, 3, 7]))
@@ -178,20 +160,6 @@ def test_history_and_agent_info_follow_their_lanes_over_windows() -> None:
 
 
 # Lanes that restart on their own --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ends", CountingEnv.ENDS)
-def test_at_a_boundary_the_values_after_the_step_are_the_terminal_ones(ends: str) -> None:
-    info = info_of([2])
-    info.set("ends", torch.tensor([CountingEnv.ENDS.index(ends)]))
-    with make(5, 1, restarts=True) as batcher:
-        batcher.reset(env_info=info)
-        (window,) = windows(batcher, 1)
-    episode = counting_trajectories([2], [1], [ends])
-    expected = {key: torch.cat([tensor] * 3, 1)[:, :5] for key, tensor in episode.items()}
-    assert_same_tensors(window, expected)
-    assert window["frame"][0, :, 0].tolist() == [0, 1, 0, 1, 0]
-    assert window["_frame"][0, :, 0].tolist() == [1, 2, 1, 2, 1]
 
 
 @pytest.mark.promise("I2")
@@ -253,15 +221,6 @@ def test_calls_out_of_order_are_usage_errors() -> None:
     ):
         with pytest.raises(UsageError, match="closed"):
             call()
-
-
-@pytest.mark.parametrize("name", ["agent_info", "env_info"])
-def test_infos_of_another_size_are_refused(name: str) -> None:
-    with make(n_envs=3) as batcher:
-        with pytest.raises(SpecError, match=f"{name} has 2 rows, 3 were expected"):
-            batcher.reset(**{name: DictTensor({"id": torch.arange(2)})})
-        with pytest.raises(SpecError, match=name):
-            batcher.reset(**{name: torch.arange(3)})
 
 
 # Errors ---------------------------------------------------------------------------------------

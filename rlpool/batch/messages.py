@@ -1,4 +1,4 @@
-"""What a batcher tells its workers, and what they say of it."""
+"""What a batcher tells its workers, and what they answer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from rlpool.errors import RlpoolError
 from rlpool.memory.storage import Array
+from rlpool.seeding import LaneSeeds
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.payload import Payload
 
@@ -19,21 +20,21 @@ Infos = tuple[dict[str, Array], dict[str, Array]]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker has to create, the first message to it.
+    """What a worker has to create, its first message.
 
     Attributes:
-        functions: ``(create_env, env_args, create_agent, agent_args)``, for another process
-            pickled by cloudpickle; ``None`` if that is in the memory which follows.
-        in_process: Whether it runs in the caller's process, where Ctrl-C may reach it.
+        functions: ``(create_env, env_args, create_agent, agent_args)``, pickled for another
+            process; ``None`` if the pickle is in the memory that follows.
+        in_process: Whether the worker runs in the caller's process, where Ctrl-C may reach it.
     """
 
-    functions: bytes | tuple[Any, Any, Any, Any] | None
+    functions: Any
     in_process: bool = False
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Find out what a step consists of with these ``(agent_info, env_info)``."""
+    """Find out what a step consists of with these ``(agent_info, env_info, {})``."""
 
     payload: Payload | None
 
@@ -56,12 +57,12 @@ class Execute:
     Attributes:
         number: Number of the request.
         execution: Number of the ``execute``, from which the episodes' noise derives.
-        first: How many episodes were asked for before, from which their seeds derive.
+        first: Episodes requested before it, from which their seeds derive.
         n_episodes: Episodes of the whole request.
         block: Number of the block.
         in_place: Whether episode *i* is written into slot *i*.
         slots: Slots that this worker may use for everything else.
-        again: Episodes that a worker of this number had claimed and not finished when it ended.
+        again: Episodes that an earlier worker of this number claimed and did not finish.
         payload: ``(agent_info, env_info, {})``, its memory follows.
     """
 
@@ -84,26 +85,24 @@ class Window:
         number: Number of the request.
         block: Number of the block.
         slots: Lane of this worker to slot, for the lanes that run.
-        n_resets: Number of the ``reset`` whose episodes run.
-        n_restarts: The most restarts that a lane can have made before it.
-        is_first: Whether all lanes start anew; then the payload holds the infos of all lanes of
-            all workers.
-        payload: ``(agent_info, env_info, tapes)``, its memory follows; ``tapes`` holds what each
-            running lane has done, by lane, if a worker before this one had begun its episode.
+        seeds: Seeds of the lanes since their reset.
+        is_first: Whether all lanes start anew.
+        payload: ``(agent_info, env_info, tapes)``, its memory follows: infos of all lanes of all
+            workers and, by lane of this one, what running episodes have done so far if an earlier
+            worker began them.
     """
 
     number: int
     block: int
     slots: dict[int, int]
-    n_resets: int
-    n_restarts: int
+    seeds: LaneSeeds
     is_first: bool
     payload: Payload | None
 
 
 @dataclass(frozen=True)
 class Credit:
-    """Slots of a request that were emptied and may be used again; none just wakes the worker."""
+    """The answer to ``ChunksDone``: slots that may be used again, none if the request failed."""
 
     number: int
     slots: list[int]
@@ -121,13 +120,13 @@ class Update:
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker knows of its environments and its agent.
+    """What a worker knows about its environments and its agent.
 
     Attributes:
         n_lanes: Number of its environments.
         specs: What a step consists of, ``None`` if that could not be found out.
-        error: Why not: a ``WorkerError`` if the user's code failed, which may go better with
-            infos, any other error if it never can.
+        error: Why not: a ``WorkerError`` if the user's code failed, which may succeed with infos;
+            any other error is final.
     """
 
     n_lanes: int
@@ -144,7 +143,7 @@ class Probed:
 
 @dataclass(frozen=True)
 class ChunksDone:
-    """Slots that are complete and wait to be emptied: ``(episode, slot, chunk, is_last)``."""
+    """Slots that are complete and have to be emptied: ``(episode, slot, chunk, is_last)``."""
 
     number: int
     chunks: list[tuple[int, int, int, bool]]
