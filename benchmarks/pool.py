@@ -19,8 +19,8 @@ trajectory batch, so flattening it counts for everybody; see ``pool_peers.py`` f
 
 In each round every contender does every operation, one after the other in an order that is drawn
 anew, each for ``--window`` seconds. ``ratio`` is the time of the peer by that of the pool in the
-same round, so the pool is faster above 1. ``returns`` says what samples are made of; nothing is
-converted.
+same round, so the pool is faster above 1. Samples are torch tensors or NumPy arrays, whichever the
+contender returns.
 
 - ``memory``: a pool of image frames 84 × 84 of uint8 in episodes of 100 steps, filled. Its
   ``nbytes``, and the growth of this process, by the bytes of one frame per transition.
@@ -50,52 +50,39 @@ from rlpool import Pool, TemporalDictTensor
 N_TRANSITIONS = 10_000
 N_EPISODES = 600  # more than enough for so many transitions
 EPISODE_FRAMES = 100
+Watch = Callable[[], float]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def episodes() -> tuple[TemporalDictTensor, TemporalDictTensor]:
     """Exactly ``N_TRANSITIONS`` in ordinary tensors; and a batcher's own result of nearly as many.
 
-    The latter has ``_frame`` not computed. It is the same episodes but for the last one.
+    The latter is the same episodes but for the last one, and its ``_frame`` is not computed.
     """
     with make_batcher(WORKLOADS["W1"], N_EPISODES, n_threads=0) as batcher:
         batcher.execute(N_EPISODES)
-        ends = batcher.get().lengths.cumsum(0)
-    n_whole = int((ends <= N_TRANSITIONS).sum())
-    with make_batcher(WORKLOADS["W1"], n_whole + 1, n_threads=0) as batcher:
-        batcher.execute(n_whole + 1)
         result = batcher.get()
-    lengths = result.lengths.clone()
+    n_whole = int((result.lengths.cumsum(0) <= N_TRANSITIONS).sum())
+    lengths = result.lengths[: n_whole + 1].clone()
     lengths[-1] = N_TRANSITIONS - int(lengths[:-1].sum())
-    tensors = {key: result[key].contiguous() for key in KEYS}
+    longest = int(lengths.max())
+    tensors = {key: result[key][: n_whole + 1, :longest].contiguous() for key in KEYS}
     with make_batcher(WORKLOADS["W1"], n_whole, n_threads=0) as batcher:
         batcher.execute(n_whole)
-        untouched = batcher.get()
-    return TemporalDictTensor(tensors, lengths), untouched
+        return TemporalDictTensor(tensors, lengths), batcher.get()
 
 
-class Stopwatch:
-    """Times calls of a function, again and again.
+def stopwatch(function: Callable[[], Any], window_s: float, clock: Callable[[], float]) -> Watch:
+    """A function that times calls of another one for roughly ``window_s``: seconds per call."""
 
-    Args:
-        function: What is timed.
-        window_s: How long one measurement takes, roughly.
-        clock: Seconds.
-    """
+    def seconds(n_calls: int) -> float:
+        start = clock()
+        for _ in range(n_calls):
+            function()
+        return (clock() - start) / n_calls
 
-    def __init__(
-        self, function: Callable[[], Any], window_s: float, clock: Callable[[], float]
-    ) -> None:
-        self._function, self._clock, self._n_calls = function, clock, 1
-        function()  # compiled, allocated and cached by now
-        self._n_calls = max(1, int(window_s / min(self.seconds() for _ in range(3))))
-
-    def seconds(self) -> float:
-        """Mean time of a call."""
-        start = self._clock()
-        for _ in range(self._n_calls):
-            self._function()
-        return (self._clock() - start) / self._n_calls
+    seconds(1)  # compiled, allocated and cached by now
+    return partial(seconds, max(1, int(window_s / min(seconds(1) for _ in range(3)))))
 
 
 def contenders(
@@ -118,26 +105,21 @@ def contenders(
 
 
 def watches(size: int, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
-    """Operation to contender to stopwatch, and why others are missing."""
+    """Operation to contender to stopwatch, and why other contenders are missing."""
     batch, result = episodes()
     uniform, missing = contenders(size, batch, prioritised=False)
     by_priority, missing_too = contenders(size, batch, prioritised=True)
-    functions: dict[str, dict[str, Callable[[], Any]]] = {
-        operation: {
-            n: getattr(c, operation) for n, c in stores.items() if operation in c.operations
-        }
-        for operation, stores in (
-            ("sample", uniform),
-            ("sequences", uniform),
-            ("prioritised", by_priority),
-        )
-    }
+    functions: dict[str, dict[str, Callable[[], Any]]] = {}
+    for operation in ("sample", "sequences", "prioritised"):
+        stores = by_priority if operation == "prioritised" else uniform
+        able = {name: store for name, store in stores.items() if operation in store.operations}
+        functions[operation] = {name: getattr(store, operation) for name, store in able.items()}
     functions["extend"] = {name: partial(c.extend, batch) for name, c in uniform.items()}
     own = {RlPool.name: partial(uniform[RlPool.name].extend, result)}
     functions["extend_result"] = {**functions["extend"], **own}
     return {
         operation: {
-            name: Stopwatch(function, args.window, CLOCKS[args.clock])
+            name: stopwatch(function, args.window, CLOCKS[args.clock])
             for name, function in functions[operation].items()
         }
         for operation in args.operations
@@ -152,7 +134,7 @@ def compare(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     for number in range(args.rounds):
         for operation, named in timed.items():
             for name in order.sample(list(named), len(named)):
-                seconds.setdefault((operation, name), []).append(named[name].seconds())
+                seconds.setdefault((operation, name), []).append(named[name]())
         print(f"{size}: round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
     kinds = {kind.name: kind for kind in PEERS}
     figures: list[dict[str, Any]] = [
@@ -172,8 +154,6 @@ def compare(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
                     "n_rounds": ratio["n"],
                     "rlpool_us": round(quartiles(own_s, 9)["median"] * 1e6, 1),
                     "peer_us": round(quartiles(peer_s, 9)["median"] * 1e6, 1),
-                    "rlpool_returns": RlPool.returns,
-                    "peer_returns": kinds[name].returns,
                     "threads": torch.get_num_threads(),
                     "clock": args.clock,
                     "versions": versions(*kinds[name].packages),
@@ -184,21 +164,13 @@ def compare(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def memory(n_frames: int) -> dict[str, Any]:
     """What a pool of frames takes, by the bytes of its frames."""
-    generator = np.random.default_rng(SEED)
     # One step more than there are, as the frame after each step is the one before the next.
     shape = (10, EPISODE_FRAMES + 1, 84, 84)
-    frames = torch.from_numpy(generator.integers(0, 256, shape, dtype=np.uint8))
-    done = torch.zeros(shape[0], EPISODE_FRAMES, dtype=torch.bool)
-    done[:, -1] = True
-    batch = TemporalDictTensor(
-        {
-            "frame": frames[:, :-1],
-            "action": torch.zeros(done.shape, dtype=torch.int64),
-            "_reward": torch.zeros(done.shape),
-            "_frame": frames[:, 1:],
-            "_done": done,
-        }
-    )
+    frames = torch.from_numpy(np.random.default_rng(SEED).integers(0, 256, shape, dtype=np.uint8))
+    zeros = torch.zeros(10, EPISODE_FRAMES)
+    done = (torch.arange(EPISODE_FRAMES) == EPISODE_FRAMES - 1).expand(10, -1)
+    steps = {"frame": frames[:, :-1], "_frame": frames[:, 1:], "_done": done, "_reward": zeros}
+    batch = TemporalDictTensor({**steps, "action": zeros.long()})
     process = psutil.Process()
     pool = Pool(pool_size=n_frames, seed=0)
     Pool(pool_size=done.numel(), seed=0).extend(batch)  # what adding takes for a moment
@@ -206,16 +178,13 @@ def memory(n_frames: int) -> dict[str, Any]:
     # Twice as many as fit, so that evicted frames count as well.
     for _ in range(-(-2 * n_frames // done.numel())):
         pool.extend(batch)
-    growth = process.memory_info().rss - before
     raw = n_frames * frames[0, 0].nbytes
     return {
         "measure": "memory",
         "n_frames": n_frames,
-        "nbytes_ratio": round(pool.nbytes / raw, 4),
-        "rss_ratio": round(growth / raw, 4),
         "raw_mb": round(raw / 1e6, 1),
-        "nbytes_mb": round(pool.nbytes / 1e6, 1),
-        "rss_mb": round(growth / 1e6, 1),
+        "nbytes_ratio": round(pool.nbytes / raw, 4),
+        "rss_ratio": round((process.memory_info().rss - before) / raw, 4),
         "versions": versions(),
     }
 

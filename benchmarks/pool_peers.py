@@ -53,13 +53,11 @@ class Contender:
     Attributes:
         name: How figures call it.
         packages: Distributions whose versions matter.
-        returns: What its samples are made of.
         operations: What it can do, apart from ``extend``.
     """
 
     name: ClassVar[str]
     packages: ClassVar[tuple[str, ...]] = ()
-    returns: ClassVar[str] = "NumPy"
     operations: ClassVar[tuple[str, ...]] = ("sample", "prioritised")
 
 
@@ -67,7 +65,6 @@ class RlPool(Contender):
     """This library."""
 
     name = "rlpool"
-    returns = "torch"
     operations = ("sample", "sequences", "prioritised")
 
     def __init__(self, size: int, *, prioritised: bool) -> None:
@@ -95,7 +92,6 @@ class TorchRL(Contender):
 
     name = "torchrl"
     packages = ("torchrl", "tensordict")
-    returns = "torch"
     operations = ("sample", "sequences", "prioritised")
 
     def __init__(self, size: int, *, prioritised: bool) -> None:
@@ -148,7 +144,6 @@ class StableBaselines3(Contender):
 
     name = "stable_baselines3"
     packages = ("stable-baselines3",)
-    returns = "torch"
     operations = ("sample",)
 
     _N_ENVS = 100

@@ -2,11 +2,11 @@
 
 A file is in the safetensors format, written and read by streaming: eight bytes with the length of a
 JSON header, the header, then the bytes of every array. It holds no code, and the ``safetensors``
-library reads it. Rows are written as they lie in memory, so that saving needs no memory of its own.
+library reads it. Rows are written as they lie in memory, so saving needs no memory of its own.
 
 The last array of a file holds checksums, of the header and of every other array. (Files of format
-1, which version 0.1 wrote, have none.) Everything is read into a store of its own, which replaces
-the pool's once it was found right: loading into a pool that is in use needs room for both.
+1, which version 0.1 wrote, have none.) Everything is read into a new store, which replaces the
+pool's only after it was found sound: loading into a pool that is in use needs room for both.
 
 Reference:
     https://huggingface.co/docs/safetensors, "Format".
@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 
-from rlpool.errors import SpecError
+from rlpool.errors import RlpoolError, SpecError
 from rlpool.memory.storage import Array
 from rlpool.pool.ingest import converted
 from rlpool.pool.store import Schema, Store
@@ -35,19 +34,21 @@ from rlpool.specs import TensorSpec
 
 FORMAT = 2
 _TEXT_KEY, _CHECKSUMS_KEY = "metadata", "checksums"
-_CHUNK_BYTES = 2**20  # how much is written or read at a time: the checksum finds it in the cache
+_CHUNK_BYTES = 2**20  # written or read at a time: the checksum finds them in the cache
 _MAX_HEADER_BYTES = 100 * 2**20  # as in the safetensors library
-_PAD = 8  # the header's length is a multiple of it, so that arrays lie where processors like them
+_PAD = 8  # the header's length is a multiple of it, so that arrays are aligned
 _KINDS = ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1"]
 _DTYPES = {"BOOL": np.dtype(bool)}
 _DTYPES |= {f"{kind[0].upper()}{8 * int(kind[1])}": np.dtype(kind) for kind in _KINDS}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
-"""What comes of a text that nobody wrote."""
+_UNREADABLE = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError),
+    *(OverflowError, MemoryError),
+)
 
 
 class Saved(NamedTuple):
-    """A saved pool, wherever it is.
+    """A saved pool, in memory or in an open file.
 
     Attributes:
         name: What errors call it.
@@ -65,21 +66,15 @@ class Saved(NamedTuple):
         """The parsed text.
 
         Args:
-            expected: Names and values of the arguments that the pool has to have been made with.
+            expected: The arguments that the saved pool must have been made with.
 
         Raises:
-            SpecError: If it is not a pool's, or that of another kind of pool.
+            SpecError: If it was made with others, or by a later version.
         """
-        try:
-            header: dict[str, Any] = json.loads(self.text)
-            found, version = {name: header[name] for name in expected}, header["format"]
-        except UNREADABLE as error:
-            raise SpecError(
-                f"{self.name} is not the state of a pool",
-                fix="use what save() or state_dict() of a pool gave",
-            ) from error
+        header: dict[str, Any] = json.loads(self.text)
+        found, version = {name: header[name] for name in expected}, header["format"]
         if version not in (FORMAT, FORMAT - 1):
-            raise damaged(self.name, f"its format {version!r} is unknown to this rlpool")
+            raise damaged(self.name, f"this rlpool does not know its format {version!r}")
         for name, value in expected.items():
             if found[name] != value:
                 raise SpecError(
@@ -88,44 +83,58 @@ class Saved(NamedTuple):
                 )
         return header
 
-    def fill(self, store: Store, spans: Sequence[Sequence[int]], n_finals: int) -> None:
-        """Let an empty store hold what was saved.
-
-        Args:
-            store: The store, which is of no use afterwards if this raises.
-            spans: ``oldest`` and ``next`` of each sub-pool.
-            n_finals: Rows of ``finals`` that are in use.
+    def fill(self, store: Store, header: Mapping[str, Any]) -> None:
+        """Fill an empty store, which is of no use afterwards if this raises.
 
         Raises:
             SpecError: If something is missing or damaged, or a disk is full.
         """
-        targets = store.arrays(spans, n_finals)
+        store.numbers[...], store.n_finals = header["rings"], header["n_finals"]
+        targets = store.arrays()
         for name in targets.keys() | self.specs.keys():
             shapes = [a[name].shape if name in a else None for a in (targets, self.specs)]
             if shapes[0] != shapes[1]:
                 raise damaged(self.name, f"{name!r} has shape {shapes[1]} instead of {shapes[0]}")
-        store.reserve_spans(spans, n_finals)
+        store.reserve_like(store)
         for name, target in targets.items():
             dtype = self.specs[name].dtype
             if dtype == target.dtype:
                 self.read(name, target)
-            else:  # rewards were once kept as they came
+            else:  # version 0.1 stored rewards in their own dtype
                 wide = np.empty(target.shape, dtype)
                 self.read(name, wide)
                 target[...] = converted(name, wide, target.dtype)
-        store.take_over(spans, n_finals)
+        store.recover()
 
 
 def schema_of(header: Mapping[str, Any]) -> Schema | None:
-    """The schema that a header tells of, ``None`` if there never was a transition."""
+    """The schema in a header, ``None`` if the pool never held a transition."""
     if header["schema"] is None:
         return None
     columns = {
         key: TensorSpec(tuple(shape), np.dtype(text))
         for key, (text, shape) in header["schema"]["columns"].items()
     }
-    paired = tuple(header["schema"]["paired"])
-    return Schema.of(Schema(columns, paired).specs)
+    return Schema.of(Schema(columns, tuple(header["schema"]["paired"])).specs)
+
+
+@contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Raise ``SpecError`` for whatever goes wrong while something is loaded that may be damaged."""
+    try:
+        yield
+    except RlpoolError:
+        raise
+    except _UNREADABLE as error:
+        raise damaged(name, f"{type(error).__name__}: {error}") from error
+
+
+def damaged(name: str, why: str) -> SpecError:
+    """The error for what cannot be loaded."""
+    return SpecError(
+        f"{name} cannot be read, is damaged, or not the state of a pool: {why}",
+        fix="load another copy of what save() or state_dict() gave; this pool is as it was",
+    )
 
 
 # state_dict ---------------------------------------------------------------------------------------
@@ -136,53 +145,44 @@ def to_tensors(text: str, arrays: Mapping[str, Array]) -> dict[str, Any]:
     return {_TEXT_KEY: text, **{name: torch.from_numpy(a) for name, a in arrays.items()}}
 
 
-def from_tensors(state: Any) -> Saved:
-    """What ``to_tensors`` returned, on whatever device it is now."""
-    text = state.get(_TEXT_KEY) if isinstance(state, Mapping) else None
-    if not isinstance(text, str):
-        raise SpecError(
-            f"this is not the state of a pool: it has no {_TEXT_KEY!r}",
-            fix="pass what state_dict() of a pool returned",
-        )
+def from_tensors(state: Mapping[str, Any]) -> Saved:
+    """What ``to_tensors`` returned, on any device."""
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    try:
-        arrays = {name: tensor.numpy(force=True) for name, tensor in tensors.items()}
-    except (TypeError, RuntimeError) as error:
-        raise damaged("the state", f"it has tensors that NumPy lacks ({error})") from error
+    arrays = {name: tensor.numpy(force=True) for name, tensor in tensors.items()}
     specs = {name: TensorSpec(array.shape, array.dtype) for name, array in arrays.items()}
 
     def read(name: str, target: Array) -> None:
         target[...] = arrays[name]
 
-    return Saved("the state", text, specs, read)
+    return Saved("the state", state[_TEXT_KEY], specs, read)
 
 
 # Files --------------------------------------------------------------------------------------------
 
 
 def write_file(path: Any, text: str, arrays: Mapping[str, Array]) -> None:
-    """Write a safetensors file. What was at the path is replaced when all is written.
+    """Write a safetensors file, which replaces what was at the path when it is complete.
 
     Raises:
         SpecError: If the disk is full or the path cannot be written; what was there is kept.
     """
-    path = Path(os.path.realpath(_path(path)))  # through a link, to the file that it means
-    if path.exists() and not path.is_file():
-        raise SpecError(f"{str(path)!r} is not a file", fix="save to another path")
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
+        target = Path(os.path.realpath(path))  # the file that a link points to
+        if target.exists() and not target.is_file():
+            raise ValueError("it is not a file")
+        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
         try:
             with open(partial, "wb") as file:
                 _write(file, text, arrays)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-    except OSError as error:
+            os.replace(partial, target)
+        finally:
+            with suppress(OSError):
+                partial.unlink()
+    except (OSError, TypeError, ValueError) as error:
         raise SpecError(
-            f"the pool could not be saved to {str(path)!r}: {error.strerror}",
+            f"the pool could not be saved to {str(path)!r}: {error}",
             fix="make room there, or choose another path",
         ) from error
 
@@ -208,44 +208,36 @@ def _write(file: BinaryIO, text: str, arrays: Mapping[str, Array]) -> None:
 
 @contextmanager
 def opened_file(path: Any) -> Iterator[Saved]:
-    """A file that ``write_file`` wrote, as long as it is open.
+    """A file that ``write_file`` wrote, open within this.
 
     Raises:
         SpecError: If the file cannot be read or is damaged.
     """
-    path = _path(path)
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for a writer
-            raise SpecError(f"{str(path)!r} is not a file", fix="load what save() wrote")
+    with loading(repr(str(path))):
+        path = Path(path)
+        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+            raise ValueError("it is not a file")
         with open(path, "rb", buffering=0) as file:
             yield _saved(file, repr(str(path)))
-    except OSError as error:
-        raise SpecError(
-            f"{str(path)!r} cannot be read: {error.strerror}",
-            fix="load what save() wrote; this pool is as it was",
-        ) from error
 
 
 def _saved(file: BinaryIO, name: str) -> Saved:
-    """The pool in a file, whose header was read and found right."""
+    """The pool in a file, once its header has been checked."""
     size, prefix = os.fstat(file.fileno()).st_size, file.read(8)
     length = int.from_bytes(prefix, "little")
     encoded = file.read(length) if length <= min(size, _MAX_HEADER_BYTES) else b""
+    entries = json.loads(encoded)
+    text = str(entries.pop("__metadata__")[_TEXT_KEY])
     specs: dict[str, TensorSpec] = {}
     starts, end = {}, 8 + length
-    try:
-        entries = json.loads(encoded)
-        text = str(entries.pop("__metadata__")[_TEXT_KEY])
-        for key, entry in entries.items():
-            specs[key] = TensorSpec(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
-            starts[key] = 8 + length + entry["data_offsets"][0]
-            if starts[key] != end or min(entry["shape"], default=0) < 0:
-                raise ValueError(key)
-            end += specs[key].n_bytes
-        if end != size:
-            raise ValueError(f"{end} bytes were written, {size} are there")
-    except (*UNREADABLE, MemoryError) as error:
-        raise damaged(name, f"it is no pool's file, or not the whole of one ({error})") from error
+    for key, entry in entries.items():
+        specs[key] = TensorSpec(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+        starts[key] = 8 + length + entry["data_offsets"][0]
+        if starts[key] != end or min(entry["shape"], default=0) < 0:
+            raise damaged(name, f"{key!r} does not lie where the array before it ends")
+        end += specs[key].n_bytes
+    if end != size:
+        raise damaged(name, f"{end} bytes were written, {size} are there")
     checksums: dict[str, int] = {}
 
     def read(key: str, target: Array) -> None:
@@ -261,7 +253,7 @@ def _saved(file: BinaryIO, name: str) -> Saved:
     if _CHECKSUMS_KEY in specs:
         expected = np.zeros(len(specs), np.int64)
         if specs.pop(_CHECKSUMS_KEY) != TensorSpec(expected.shape, expected.dtype):
-            raise damaged(name, "its checksums are not there")
+            raise damaged(name, "its checksums are missing")
         read(_CHECKSUMS_KEY, expected)
         checksums.update(zip(specs, expected[1:].tolist(), strict=True))
         if expected[0] != zlib.crc32(encoded, zlib.crc32(prefix)):
@@ -273,20 +265,3 @@ def _chunks(array: Array) -> Iterator[memoryview]:
     view = array.reshape(-1).view(np.uint8).data
     for begin in range(0, len(view), _CHUNK_BYTES):
         yield view[begin : begin + _CHUNK_BYTES]
-
-
-def _path(path: Any) -> Path:
-    try:
-        named = Path(path)
-        if "\0" in str(named):
-            raise TypeError
-    except TypeError:
-        raise SpecError(f"path is {path!r}", fix="pass the name of a file") from None
-    return named
-
-
-def damaged(name: str, why: str) -> SpecError:
-    """The error for a state that cannot be that of a pool."""
-    return SpecError(
-        f"{name} is damaged: {why}", fix="load another copy of it; this pool is as it was"
-    )

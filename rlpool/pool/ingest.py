@@ -24,7 +24,13 @@ from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec, join_key
 ACTION_KEY = "action"
 REWARD_KEY, DONE_KEY, TERMINATED_KEY = "_reward", "_done", "_terminated"
 
-_MOST_POWER = 1e290  # of a priority: a great many of them can be added up
+TRANSITION_KEYS = (
+    *(DEFAULT_OBSERVATION_KEY, ACTION_KEY, successor_key(DEFAULT_OBSERVATION_KEY)),
+    *(REWARD_KEY, DONE_KEY),
+)
+"""What ``get_pool`` returns."""
+
+_MOST_POWER = 1e290  # of a priority, so that many of them can be summed
 _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 _COMPARED_BYTES = 2**25  # at a time
 _WORDS = tuple(map(np.dtype, (np.uint64, np.uint32, np.uint16, np.uint8)))
@@ -69,7 +75,8 @@ class Incoming(NamedTuple):
         Values after a step that are derived from those before it are not computed.
 
         Raises:
-            SpecError: If a value does not fit into the dtype that is stored, or a flag is none.
+            SpecError: If a value does not fit into the dtype that is stored, or a flag is neither
+                true nor false.
         """
         tensors = trajectories._steps._tensors
         lengths = trajectories.lengths.cpu().numpy()
@@ -123,38 +130,31 @@ class Incoming(NamedTuple):
 
 
 class _Steps:
-    """Finds the steps of trajectories in arrays ``[B, T, ...]``, copying none that lie in rows."""
+    """Finds the steps of trajectories in arrays ``[B, T, ...]``, mostly without a copy."""
 
     def __init__(self, lengths: Array) -> None:
         self._lengths = lengths
         self._places: dict[int, Array] = {}  # by stride
 
     def of(self, array: Array) -> Source:
-        """The steps of an array."""
+        """The steps of an array, which is copied unless its rows lie at whole numbers of steps."""
         n_rows, n_times, *shape = array.shape
-        row_bytes = math.prod(shape) * array.itemsize
-        stride = n_times
-        if not array.flags.c_contiguous and array.size and _is_grid(array, row_bytes):
-            stride = array.strides[0] // row_bytes
-            flat_shape = ((n_rows - 1) * stride + n_times, *shape)
-            array = np.lib.stride_tricks.as_strided(
-                array, flat_shape, array.strides[1:], writeable=False
-            )
+        step_bytes = math.prod(shape) * array.itemsize
+        stride, rest = n_times, 0
+        if not array.flags.c_contiguous and array.size and array[0, 0].flags.c_contiguous:
+            stride, rest = divmod(array.strides[0], step_bytes)
+        if rest or stride <= n_times or array.strides[1] != step_bytes:
+            array, stride = array.reshape(n_rows * n_times, *shape), n_times
         else:
-            array = array.reshape(n_rows * n_times, *shape)
+            flat_shape = ((n_rows - 1) * stride + n_times, *shape)
+            strides = array.strides[1:]
+            array = np.lib.stride_tricks.as_strided(array, flat_shape, strides, writeable=False)
         if stride not in self._places:
             starts = np.cumsum(self._lengths) - self._lengths
             shifts = np.arange(len(self._lengths)) * stride - starts
             n_steps = self._lengths.sum()
             self._places[stride] = np.repeat(shifts, self._lengths) + np.arange(n_steps)
         return Source(array, self._places[stride])
-
-
-def _is_grid(array: Array, row_bytes: int) -> bool:
-    """Whether every step lies in one piece, and all steps in a regular grid of such pieces."""
-    row_stride, step_stride = array.strides[:2]
-    is_regular = step_stride == row_bytes <= row_stride and row_stride % row_bytes == 0
-    return is_regular and array[0, 0].flags.c_contiguous
 
 
 def _derivation(tensors: Mapping[str, torch.Tensor], key: str) -> Any:
@@ -177,13 +177,12 @@ def _mark_jumps(is_last: Array, values: Source, after: Source) -> None:
     row_bytes = values.array[:1].nbytes
     # Bits are compared, as NaN is not equal to itself; the widest words take the least time.
     word = next(dtype for dtype in _WORDS if row_bytes % dtype.itemsize == 0)
-    n_words = row_bytes // word.itemsize
     n_at_once = max(1, _COMPARED_BYTES // row_bytes)
     for start in range(0, len(is_last) - 1, n_at_once):
         stop = min(start + n_at_once, len(is_last) - 1)
         here = after.part(slice(start, stop)).values().reshape(-1).view(word)
         there = values.part(slice(start + 1, stop + 1)).values().reshape(-1).view(word)
-        is_last[start + (here != there).nonzero()[0] // n_words] = True
+        is_last[start + (here != there).nonzero()[0] * word.itemsize // row_bytes] = True
 
 
 def converted(key: str, array: Array, dtype: np.dtype[Any]) -> Array:
@@ -210,14 +209,14 @@ def converted(key: str, array: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def specs_of(trajectories: TemporalDictTensor, keys: Sequence[str] | None) -> dict[str, TensorSpec]:
-    """What a step of trajectories consists of, nothing being computed.
+    """Shapes and dtypes of a step of trajectories; nothing is computed.
 
     Args:
-        trajectories: Anything.
+        trajectories: Any trajectories.
         keys: The keys to look at, ``None`` for all.
 
     Raises:
-        SpecError: If a key is missing or has a dtype that a pool does not hold.
+        SpecError: If a key is missing.
     """
     tensors = trajectories._steps._tensors
     specs = {}
@@ -225,42 +224,32 @@ def specs_of(trajectories: TemporalDictTensor, keys: Sequence[str] | None) -> di
         # A derived value after a step is like the value before it.
         is_derived = isinstance(_derivation(tensors, key), Successor)
         tensor = tensors[key.removeprefix("_") if is_derived else key]
-        dtype = _numpy_dtype(tensor.dtype)
-        if not _is_storable(dtype):
-            raise SpecError(
-                f"{key!r} has dtype {tensor.dtype}, which a pool cannot hold",
-                fix="convert it first, complex numbers with torch.view_as_real for instance",
-            )
-        specs[key] = TensorSpec(tuple(tensor.shape[2:]), dtype)
+        specs[key] = TensorSpec(tuple(tensor.shape[2:]), _numpy_dtype(tensor.dtype))
     return specs
 
 
-def chosen(there: Mapping[str, Any], keys: Sequence[str] | None, what: str) -> list[str]:
-    """The keys to look at, ``None`` for all.
+def chosen(values: Mapping[str, Any], keys: Sequence[str] | None, what: str) -> list[str]:
+    """The keys to store, ``None`` for all.
 
     Raises:
         SpecError: If one of them is missing.
     """
-    missing = [key for key in keys or () if key not in there]
+    missing = [key for key in keys or () if key not in values]
     if missing:
         raise SpecError(
-            f"{what} should have the keys {missing}, got {list(there)}",
-            fix="name keys that are there, or use another pool",
+            f"{what} should have the keys {missing}, got {list(values)}",
+            fix="choose other keys, or use another pool",
         )
-    return list(there if keys is None else keys)
+    return list(values if keys is None else keys)
 
 
 @functools.cache
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """The NumPy dtype with the same bits; that of objects if there is none."""
     try:
         return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     except (TypeError, RuntimeError):
         return np.dtype(object)
-
-
-def _is_storable(dtype: np.dtype[Any]) -> bool:
-    """Whether it is bool, or an integer or float of up to 64 bits."""
-    return dtype.kind in "biuf" and dtype.itemsize <= np.dtype(np.int64).itemsize
 
 
 # Single transitions -----------------------------------------------------------------------------
@@ -272,11 +261,10 @@ def transition_of(
     """A transition as arrays by key, without a batch dimension.
 
     Raises:
-        SpecError: If something cannot be an array, the two states differ in shape, or an episode
-            terminates without being done.
+        SpecError: If the two states differ in shape, reward or flags are no single numbers, or an
+            episode terminates without being done.
     """
-    before = _named("s", s, "", DEFAULT_OBSERVATION_KEY)
-    after = _named("next_s", next_s, "", DEFAULT_OBSERVATION_KEY)
+    before, after = (_named(state, "", DEFAULT_OBSERVATION_KEY) for state in (s, next_s))
     shapes, after_shapes = ({k: v.shape for k, v in each.items()} for each in (before, after))
     if shapes != after_shapes:
         raise SpecError(
@@ -284,7 +272,7 @@ def transition_of(
             fix="both are single states of one shape",
         )
     refuse_taken(before, "s")
-    values = {**before, **_named("a", a, ACTION_KEY, ACTION_KEY)}
+    values = {**before, **_named(a, ACTION_KEY, ACTION_KEY)}
     for key, state in before.items():
         # One dtype for both: that of s, unless it holds no fractions and next_s may.
         dtype = state.dtype
@@ -293,6 +281,7 @@ def transition_of(
         values[key] = state.astype(dtype, copy=False)
         values[successor_key(key)] = after[key].astype(dtype, copy=False)
     values[REWARD_KEY] = _single("r", r)
+    terminated = done if terminated is None else terminated
     for key, name, flag in (DONE_KEY, "done", done), (TERMINATED_KEY, "terminated", terminated):
         value = _single(name, flag)
         if value not in (0, 1):
@@ -311,43 +300,35 @@ def refuse_taken(state_keys: Collection[str], what: str) -> None:
         raise SpecError(f"{what} has keys that are taken: {taken}", fix="rename them")
 
 
-def _named(name: str, value: Any, prefix: str, only: str) -> dict[str, Array]:
+def _named(value: Any, prefix: str, only: str) -> dict[str, Array]:
     """Arrays by key, of a value or of a nested dict of values."""
     if not isinstance(value, Mapping):
-        return {only: _as_array(name, value)}
+        return {only: _as_array(value)}
     arrays: dict[str, Array] = {}
     for key, inner in value.items():
         whole = join_key(prefix, str(key))
-        arrays.update(_named(f"{name}[{key!r}]", inner, whole, whole))
+        arrays.update(_named(inner, whole, whole))
     return arrays
 
 
 def _single(name: str, value: Any) -> Array:
-    array = _as_array(name, value)
+    array = _as_array(value)
     if array.size != 1:
         raise SpecError(f"{name} should be one number, got shape {list(array.shape)}")
     return array.reshape(())
 
 
-def _array_of(value: Any) -> Array:
-    """A value as an array, of objects if it cannot be one of numbers."""
+def _as_array(value: Any) -> Array:
+    """A value as an array, of objects if it is none of numbers.
+
+    Python's floats become float32 if that holds them; a NumPy scalar keeps its dtype.
+    """
     try:
-        return value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
+        array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
     except (TypeError, ValueError, RuntimeError):
-        return np.asarray(None)
-
-
-def _as_array(name: str, value: Any) -> Array:
-    """A value as an array; Python's floats become float32 if that holds them."""
-    array = _array_of(value)
-    if not _is_storable(array.dtype):
-        raise SpecError(
-            f"{name} should be a number or an array of numbers, got {type(value).__name__} "
-            f"of {array.dtype}",
-            fix="pass arrays of one shape",
-        )
+        array = np.asarray(None)
     if type(value) is float and not _MOST_FLOAT32 < abs(value) < math.inf:
-        return array.astype(np.float32)  # a NumPy scalar says what it wants
+        return array.astype(np.float32)
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
@@ -360,13 +341,13 @@ def checked_priorities(index: Any, priorities: Any, alpha: float) -> tuple[Array
     Raises:
         SpecError: For other shapes, and for values that are not finite or negative.
     """
-    given = _array_of(index)
-    if isinstance(priorities, torch.Tensor) and not priorities.is_complex():
-        priorities = priorities.detach().double()  # NumPy lacks bfloat16
-    values = _array_of(priorities)
+    given = _as_array(index)
     if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
         shape = f"{given.dtype}{list(given.shape)}"
         raise SpecError(f"index should be int64 [n] as sample() gave it, got {shape}")
+    if isinstance(priorities, torch.Tensor) and not priorities.is_complex():
+        priorities = priorities.detach().double()  # NumPy lacks bfloat16
+    values = _as_array(priorities)
     is_right = values.dtype.kind in "biuf" and values.shape == given.shape
     if is_right:
         with np.errstate(over="ignore", invalid="ignore"):

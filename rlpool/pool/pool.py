@@ -6,6 +6,7 @@ import json
 import operator
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +15,21 @@ import numpy as np
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.named_tensors import listed_keys
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import RlpoolError, SpecError, UsageError
+from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.machine.limits import check_size
 from rlpool.memory.storage import Array, allocate, carved_bytes
-from rlpool.pool import checkpoint
-from rlpool.pool.ingest import (
-    ACTION_KEY,
-    DONE_KEY,
-    REWARD_KEY,
-    Incoming,
-    checked_priorities,
-    chosen,
-    specs_of,
-    transition_of,
-)
+from rlpool.pool import checkpoint, ingest
 from rlpool.pool.runner import EpisodeRunner
 from rlpool.pool.sampling import RESULT_KEYS, PoolReader, Sampler, check_number
 from rlpool.pool.store import Schema, Store
 from rlpool.pool.window import WindowRules
 from rlpool.seeding import root_from
 from rlpool.slots.blocks import successor_key
-from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec
+from rlpool.specs import TensorSpec
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
 
 _SAMPLING, _ROUTING = 1, 2  # what a generator's seed is for
-_NEXT_KEY = successor_key(DEFAULT_OBSERVATION_KEY)
-_FIVE_KEYS = (DEFAULT_OBSERVATION_KEY, ACTION_KEY, _NEXT_KEY, REWARD_KEY, DONE_KEY)
 
 
 class Pool(Sampler):
@@ -67,21 +56,21 @@ class Pool(Sampler):
             are environments, or 1.
         pool_size: Transitions to hold in all.
         window_size: What a sub-pool keeps when it overflows, at most its capacity.
-        clearing_freq: After every so many transitions added to a sub-pool, drop its
+        clearing_freq: Whenever this many transitions were added to a sub-pool, drop its
             ``window_size_`` oldest.
         window_size_: See ``clearing_freq``; only together with it.
         random: Whether a transition of ``store()`` goes to a sub-pool at random, with probability
             proportional to 1 / (its length + 1); otherwise to that of its process. Where
-            transitions of several processes mix, none is known to follow another: each keeps its
-            next state, and sequences and n-step returns end with it.
+            transitions of several processes mix, none is known to follow another, so that
+            sequences and n-step returns have a single step.
         policy: For ``store()`` with Gymnasium environments: a function from state to action, called
             in the workers. By default the action space is sampled.
-        seed: Root of the randomness of sampling, of distributing and of ``store()``; ``None`` draws
+        seed: Root seed of sampling, of the choice of sub-pools and of ``store()``; ``None`` draws
             one.
         keys: Keys of trajectories to store, by default all.
         storage: ``"local"``, ``"shared"`` (for readers in other processes) or ``"memmap"`` (a file
             without a name, for pools beyond memory).
-        directory: Where the file of ``"memmap"`` lies, by default where temporary files do.
+        directory: Directory of the file of ``"memmap"``, by default that of temporary files.
         priority_exponent: Sample in proportion to priorities to this power (alpha in the paper),
             see ``update_priorities``; by default uniformly.
         timeout: Seconds without a step after which a process of ``store()`` counts as hanging.
@@ -121,35 +110,32 @@ class Pool(Sampler):
     ) -> None:
         if processes is None:
             processes = max(1, len(env)) if isinstance(env, Sequence) else 1
-        whole_number("processes", processes, 1)
-        whole_number("pool_size", pool_size, processes)
+        processes = whole_number("processes", processes, 1)
         if not isinstance(random, bool | np.bool_):
             raise SpecError(f"random is {random!r}", fix="pass True or False")
-        self._rules = WindowRules(window_size, clearing_freq, window_size_)
-        if priority_exponent is not None:
-            check_number("priority_exponent", priority_exponent, np.inf)
-            priority_exponent = float(priority_exponent)
+        rules = WindowRules(window_size, clearing_freq, window_size_)
         if seed is not None:
-            whole_number("seed", seed, 0)
-            seed = int(seed)
+            seed = whole_number("seed", seed, 0)
         if keys is not None:
             keys = list(dict.fromkeys(listed_keys(keys)))
             if not keys:
                 raise SpecError("keys are empty", fix="leave keys out to store all")
-        allocate(storage, 1, directory=directory)  # these three are checked, used or not
+        if priority_exponent is not None:
+            priority_exponent = check_number("priority_exponent", priority_exponent)
+        allocate(storage, 1, directory=directory)  # checked now, whether they are used or not
         FailurePolicy(start_method=start_method)
         root = root_from(seed)
-        super().__init__(None, int(processes), [_SAMPLING, root])
-        # What a saved pool has to have been made with, by the names that files have.
+        super().__init__(None, processes, [_SAMPLING, root])
+        # What a saved pool must have been made with, by the names that files use.
         self._arguments: dict[str, Any] = {
-            "pool_size": operator.index(pool_size or 0),
-            "processes": int(processes),
-            **self._rules.arguments(),
+            "pool_size": whole_number("pool_size", pool_size, processes),
+            "processes": processes,
+            **rules.arguments(),
             "random": bool(random),
             "priority_exponent": priority_exponent,
             "keys": keys,
         }
-        self._storage, self._directory = storage, directory
+        self._rules, self._storage, self._directory = rules, storage, directory
         self._router = np.random.Generator(np.random.PCG64([_ROUTING, root]))
         # Sub-pool to its ``next`` when its newest transition was one that may be continued.
         self._open: dict[int, int] = {}
@@ -185,8 +171,7 @@ class Pool(Sampler):
         index = self._checked_index(index)
         if not trajectories.n_elems() or not int(trajectories.lengths.sum()):
             return
-        store = self._store_for(specs_of(trajectories, self._known_keys()), "the trajectories")
-        incoming = Incoming.of_trajectories(trajectories, store.schema)
+        store, incoming = self._taken_in(trajectories)
         if index is None and self._n_sub_pools > 1:
             sizes = trajectories.lengths.cpu().numpy()
             sizes = sizes[sizes > 0]
@@ -225,11 +210,11 @@ class Pool(Sampler):
             SpecError: If something does not fit what the pool holds.
         """
         index = self._checked_index(index)
-        values = transition_of(s, a, next_s, r, done, done if terminated is None else terminated)
-        keys = chosen(values, self._known_keys(), "the transition")
+        values = ingest.transition_of(s, a, next_s, r, done, terminated)
+        keys = ingest.chosen(values, self._known_keys(), "the transition")
         specs = {key: TensorSpec(values[key].shape, values[key].dtype) for key in keys}
         store = self._store_for(specs, "the transition")
-        incoming = Incoming.of_one(values, store.schema)
+        incoming = ingest.Incoming.of_one(values, store.schema)
         # In a sub-pool that was drawn, the one before is of the same episode by chance at best.
         is_drawn = index is None and self._arguments["random"] and self._n_sub_pools > 1
         if is_drawn:
@@ -238,9 +223,9 @@ class Pool(Sampler):
             index = store.lengths.index(min(store.lengths))
         sub_pool = store.sub_pools[index]
         is_open = self._open.get(index) == sub_pool.next
-        joined = is_open and _follows(store, index, values)
+        joined = is_open and len(sub_pool) > 0 and _follows(store, index, values)
         store.add(index, incoming, self._max_priority, joined=joined)
-        if not is_drawn and not values[DONE_KEY]:
+        if not is_drawn and not values[ingest.DONE_KEY]:
             self._open[index] = sub_pool.next
         self._store = store
 
@@ -262,18 +247,17 @@ class Pool(Sampler):
             WorkerStartupError, WorkerDiedError, WorkerTimeoutError: If a process cannot start,
                 dies or hangs; likewise.
         """
-        episodes = self._open_runner().run()
+        every, lengths = self._open_runner().run()
         if not self._arguments["random"] or self._n_sub_pools == 1:
-            for process, steps in enumerate(episodes):
-                self.extend(_one_row(steps), process)
+            for process, (length, stop) in enumerate(
+                zip(lengths, accumulate(lengths), strict=True)
+            ):
+                self.extend(_one_row(every.slice(stop - length, stop)), process)
             return
-        lengths = np.array([steps.n_elems() for steps in episodes])
         processes = np.repeat(np.arange(len(lengths)), lengths)
         times = np.concatenate([np.arange(length) for length in lengths])
         order = np.lexsort((processes, times))  # in which they came to be
-        every = _one_row(DictTensor.cat(episodes))
-        store = self._store_for(specs_of(every, self._known_keys()), "the episodes")
-        incoming = Incoming.of_trajectories(every, store.schema)
+        store, incoming = self._taken_in(_one_row(every))
         incoming.is_last[:] = True  # whatever follows it in its sub-pool does not continue it
         draws: list[int | float] = self._router.random(len(order)).tolist()
         if not self._has_stored:  # the first of each process goes into its own sub-pool
@@ -305,7 +289,7 @@ class Pool(Sampler):
                 "the pool samples uniformly and has no priorities",
                 fix="make it with priority_exponent=0.6, for instance",
             )
-        given, powers = checked_priorities(index, priorities, alpha)
+        given, powers = ingest.checked_priorities(index, priorities, alpha)
         store = self._store
         if store is None or store.tree is None or not given.size:
             return
@@ -317,22 +301,24 @@ class Pool(Sampler):
             store.tree.set(rows, powers[is_held])
         self._max_priority = max(self._max_priority, float(powers[is_held].max(initial=0.0)))
 
-    # How it is added -------------------------------------------------------------------------
+    # Inside of adding ------------------------------------------------------------------------
 
     def _checked_index(self, index: Any) -> int | None:
-        if index is None:
-            return None
-        whole_number("index", index, 0)
-        if index >= self._n_sub_pools:
+        if index is not None and whole_number("index", index, 0) >= self._n_sub_pools:
             raise SpecError(
                 f"index should be the number of a sub-pool, got {index!r}",
                 fix=f"there are {self._n_sub_pools} (processes), counted from 0",
             )
-        return operator.index(index)
+        return None if index is None else operator.index(index)
 
     def _known_keys(self) -> Sequence[str] | None:
         keys: list[str] | None = self._arguments["keys"]
         return keys if self._store is None else list(self.specs)
+
+    def _taken_in(self, trajectories: TemporalDictTensor) -> tuple[Store, ingest.Incoming]:
+        specs = ingest.specs_of(trajectories, self._known_keys())
+        store = self._store_for(specs, "the trajectories")
+        return store, ingest.Incoming.of_trajectories(trajectories, store.schema)
 
     def _store_for(self, specs: Mapping[str, TensorSpec], what: str) -> Store:
         """The store for transitions, a new one for the first ones: they decide what it holds."""
@@ -342,10 +328,10 @@ class Pool(Sampler):
         taken = [key for key in RESULT_KEYS if key in specs]
         if taken:
             raise SpecError(f"{what} have the keys {taken}, which samples use", fix="rename them")
-        return self._new_store(Schema.of(specs), self._storage)
+        return self._new_store(Schema.of(specs))
 
-    def _new_store(self, schema: Schema, storage: str) -> Store:
-        pool_size = self._arguments["pool_size"]
+    def _new_store(self, schema: Schema) -> Store:
+        pool_size, storage = self.pool_size, self._storage
         sizes = carved_bytes(schema.columns, pool_size)
 
         def advice(n_free: int) -> str:
@@ -362,9 +348,9 @@ class Pool(Sampler):
         return Store(schema, pool_size, n, memory, self._rules, with_priorities=has_priorities)
 
     def _distribute(
-        self, store: Store, incoming: Incoming, sizes: Array, draws: Sequence[int | float]
+        self, store: Store, incoming: ingest.Incoming, sizes: Array, draws: Sequence[int | float]
     ) -> None:
-        """Add pieces of so many transitions to the sub-pools that ``routes`` finds."""
+        """Add pieces of these sizes to the sub-pools that ``routes`` draws."""
         routes = np.repeat(store.routes(sizes.tolist(), draws), sizes)
         for index in np.unique(routes).tolist():
             part = incoming.part(np.flatnonzero(routes == index))
@@ -383,16 +369,15 @@ class Pool(Sampler):
             UsageError: If the transitions have no ``frame``, ``action``, ``_frame``, ``_reward``
                 or ``_done``.
         """
-        missing = [key for key in _FIVE_KEYS if key not in self.specs]
-        if missing and len(self):
-            raise UsageError(
-                f"the pool has no {missing}, it has {list(self.specs)}",
-                fix="use transitions(), which gives every key",
-            )
         s, a, next_s, r, done = (np.zeros(0, kind) for kind in ["f4"] * 4 + ["?"])
         if len(self):
-            every = self.transitions(_FIVE_KEYS)
-            s, a, next_s, r, done = (every[key].numpy() for key in _FIVE_KEYS)
+            if missing := [key for key in ingest.TRANSITION_KEYS if key not in self.specs]:
+                raise UsageError(
+                    f"the pool has no {missing}, it has {list(self.specs)}",
+                    fix="use transitions(), which gives every key",
+                )
+            every = self.transitions(ingest.TRANSITION_KEYS)
+            s, a, next_s, r, done = (every[key].numpy() for key in ingest.TRANSITION_KEYS)
         return s, a, next_s, r, done
 
     @property
@@ -424,11 +409,12 @@ class Pool(Sampler):
             state: What its ``state_dict`` returned; copied.
 
         Raises:
-            SpecError: If the sizes, rules or ``priority_exponent`` that this pool was made with
-                differ from the saved one's, or the keys that it was restricted to or holds. It
-                is as before then. ``seed`` and ``storage`` may differ.
+            SpecError: If the saved pool was made with other sizes, rules, keys or another
+                ``priority_exponent``, or holds other keys than this one, which keeps what it has.
+                ``seed`` and ``storage`` may differ.
         """
-        self._restore(checkpoint.from_tensors(state))
+        with checkpoint.loading("the state"):
+            self._restore(checkpoint.from_tensors(state))
 
     def save(self, path: str | Path) -> None:
         """Write the pool to a file, without needing memory for that.
@@ -448,12 +434,12 @@ class Pool(Sampler):
         """Become what a saved pool was; from here on both give the same samples.
 
         Args:
-            path: A file that ``save`` wrote. If this pool is not empty, there has to be room for
-                what it holds and for what the file holds.
+            path: A file that ``save`` wrote. If this pool is not empty, memory must have room for
+                both what it holds and what the file holds.
 
         Raises:
             SpecError: If the file cannot be read or is damaged, or for the reasons of
-                ``load_state_dict``. This pool is as before then.
+                ``load_state_dict``. This pool keeps what it has.
         """
         with checkpoint.opened_file(path) as saved:
             self._restore(saved)
@@ -461,14 +447,12 @@ class Pool(Sampler):
     def _state(self) -> tuple[str, dict[str, Array]]:
         """A JSON text and arrays by name, which are views."""
         store = self._store
-        spans = store.numbers.tolist() if store is not None else [[0, 0]] * self._n_sub_pools
-        n_finals = store.n_finals if store is not None else 0
-        arrays = store.arrays(spans, n_finals) if store is not None else {}
+        spans = [[0, 0]] * self._n_sub_pools if store is None else store.numbers.tolist()
         state = {
             "format": checkpoint.FORMAT,
             **self._arguments,
             "rings": spans,
-            "n_finals": n_finals,
+            "n_finals": 0 if store is None else store.n_finals,
             "schema": None if store is None else store.schema.plain(),
             "fed": [self._has_stored] * self._n_sub_pools,
             "open_rows": {str(i): 0 for i, n in self._open.items() if n == spans[i][1]},
@@ -477,58 +461,45 @@ class Pool(Sampler):
             "routing": self._router.bit_generator.state,
             "runner": None if self._runner is None else self._runner.state_dict(),
         }
-        return json.dumps(state), arrays
+        return json.dumps(state), {} if store is None else store.arrays()
 
     def _restore(self, saved: checkpoint.Saved) -> None:
-        if self._store is not None:
-            self._store.refuse_others()
-        expected = dict(self._arguments)
-        if expected["keys"] is None:
-            del expected["keys"]  # it takes what comes
-        header = saved.header(expected)
-        try:
-            spans, n_finals, runner = (header[key] for key in ("rings", "n_finals", "runner"))
-            is_open = {int(i): spans[int(i)][1] for i in header["open_rows"]}
-            has_stored, max_priority = any(header["fed"]), float(header["max_priority"])
-            runner = runner and {key: int(runner[key]) for key in ("root", "n_runs")}
-            generators = np.random.PCG64(), np.random.PCG64()
-            for bits, name in zip(generators, ("sampling", "routing"), strict=True):
-                bits.state = header[name]
-            fresh = self._loaded(saved, checkpoint.schema_of(header), spans, n_finals)
-        except MemoryError as error:
-            raise SpecError(
-                f"there is not enough memory to load {saved.name}",
-                fix="load it into a new pool: what this one holds is kept until all was read",
-            ) from error
-        except checkpoint.UNREADABLE as error:
-            if isinstance(error, RlpoolError):
-                raise
-            raise checkpoint.damaged(saved.name, "its header makes no sense") from error
         store = self._store
-        if store is None or (fresh is not None and self._storage == "local"):
+        if store is not None:
+            store.refuse_others()
+        # Without keys of its own, a pool takes what comes.
+        any_keys = self._arguments["keys"] is None
+        header = saved.header(
+            {k: v for k, v in self._arguments.items() if k != "keys" or not any_keys}
+        )
+        is_open = {int(i): header["rings"][int(i)][1] for i in header["open_rows"]}
+        has_stored, max_priority = any(header["fed"]), float(header["max_priority"])
+        generators = np.random.PCG64(), np.random.PCG64()
+        for bits, name in zip(generators, ("sampling", "routing"), strict=True):
+            bits.state = header[name]
+        fresh = self._loaded(saved, header)
+        if store is None or fresh is None or self._storage == "local":
             self._store = fresh
         else:  # others may look at its memory
-            store.reserve_spans(spans, n_finals)
-            store.take_over(spans, n_finals, fresh)
+            store.take_over(fresh)
         self._open, self._has_stored, self._max_priority = is_open, has_stored, max_priority
         self._generator, self._router = map(np.random.Generator, generators)
-        if self._runner is not None and runner:
-            self._runner.load_state_dict(runner)
+        if self._runner is not None and header["runner"]:
+            self._runner.load_state_dict(header["runner"])
 
-    def _loaded(
-        self, saved: checkpoint.Saved, schema: Schema | None, spans: Any, n_finals: int
-    ) -> Store | None:
-        """A store of its own for what was saved, ``None`` if there never was a transition."""
+    def _loaded(self, saved: checkpoint.Saved, header: Mapping[str, Any]) -> Store | None:
+        """A new store of what was saved, ``None`` if there never was a transition anywhere."""
+        own = None if self._store is None else self._store.schema
+        schema = checkpoint.schema_of(header)
         if schema is None:
-            return None
-        if self._store is not None and self._store.schema != schema:
+            return None if own is None else self._new_store(own)
+        if own is not None and own != schema:
             raise SpecError(
-                f"the saved pool holds {schema}; this one has {self._store.schema}",
+                f"the saved pool holds {schema}; this one has {own}",
                 fix="load it into a pool that holds the same, or nothing yet",
             )
-        is_staged = self._store is not None and self._storage == "shared"
-        store = self._new_store(schema, "local" if is_staged else self._storage)
-        saved.fill(store, spans, n_finals)
+        store = self._new_store(schema)
+        saved.fill(store, header)
         return store
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -550,7 +521,7 @@ class Pool(Sampler):
         return self._runner
 
     def dump_stacks(self, file: Any = "stderr") -> str:
-        """Say what each process of ``store()`` is doing, as ``EpisodeBatcher.dump_stacks`` does.
+        """Show what each process of ``store()`` is doing, as ``EpisodeBatcher.dump_stacks`` does.
 
         Args:
             file: Text file to write to as well, by default ``sys.stderr``; ``None`` for none.
@@ -583,14 +554,12 @@ def _one_row(steps: DictTensor) -> TemporalDictTensor:
 
 def _follows(store: Store, index: int, values: Mapping[str, Array]) -> bool:
     """Whether a transition starts where the newest one of a sub-pool ended."""
-    sub_pool, specs = store.sub_pools[index], store.schema.specs
-    pairs = [key for key in values if key in specs and successor_key(key) in specs]
-    if not len(sub_pool) or not pairs:
-        return False
-    newest = store.rows_of(np.array([index]), np.array([sub_pool.next - 1]))
-    names = [successor_key(key) for key in pairs]
-    after = store.take(newest, names) | store.take_after(newest, newest, names)
-    return all(
-        after[name].tobytes() == values[key].astype(after[name].dtype).tobytes()
-        for key, name in zip(pairs, names, strict=True)
+    newest = store.rows_of(np.array([index]), store.numbers[[index], 1] - 1)
+    held = store.take(newest) | store.take_after(newest, newest)
+    pairs = [
+        (key, after) for key in values if (after := successor_key(key)) in held and key in held
+    ]
+    return bool(pairs) and all(
+        held[after].tobytes() == values[key].astype(held[after].dtype).tobytes()
+        for key, after in pairs
     )

@@ -2,7 +2,7 @@
 
 A tree of sums with 16 children per node, whose top is searched as a whole: for a million priorities
 that are three levels, each of which costs a few array operations for a whole batch, where a binary
-tree has twenty. Sums are always computed from their children, so rounding errors do not pile up.
+tree has twenty. Sums are always computed from their children, so rounding errors do not accumulate.
 
 Reference:
     Schaul et al., "Prioritized Experience Replay", ICLR 2016, section 3.3 for the proportional
@@ -82,7 +82,7 @@ class PriorityTree:
             rest -= sums[places, child] - children[places, child]
             nodes = nodes * _FANOUT + child
         missed = np.flatnonzero(self._levels[0].take(nodes) <= 0)
-        if missed.size:  # rounding ended beside a share's row, on one that has no priority
+        if missed.size:  # rounding led to a row without a priority
             held = np.flatnonzero(self.leaves)
             shares = self.leaves[held] / self.leaves[held].sum()
             nodes[missed] = generator.choice(held, missed.size, p=shares)

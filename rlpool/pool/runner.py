@@ -10,7 +10,7 @@ import logging
 import pickle
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -33,10 +33,8 @@ from rlpool.record.failures import MISSES_OPTIONS
 from rlpool.seeding import LaneSeeds, root_from, worker_seed
 from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
-    TensorSpec,
     structure_of_space,
     structure_of_value,
-    with_dtypes,
 )
 
 _LOG = logging.getLogger("rlpool")
@@ -44,14 +42,23 @@ _HOW_TO_PICKLE = (
     "make it in the first reset() or call, which runs in the process, or leave it out in "
     "__getstate__"
 )
+_TOO_MANY = "lower n_threads"  # the advice of a batcher for more workers than the machine takes
 _WINDOW_STEPS = 128  # a round trip costs as much as many steps
+# What is stored of a window, in order: first part of its key, name in the pool, prefix of the names
+# where there are several. The last action after a step is that step's, whoever chose it.
+_STORED = (
+    (STATE_KEY, DEFAULT_OBSERVATION_KEY, ""),
+    (f"_last_{ACTION_KEY}", ACTION_KEY, f"{ACTION_KEY}/"),
+    (f"_{STATE_KEY}", f"_{DEFAULT_OBSERVATION_KEY}", "_"),
+    *((key, key, "") for key in (REWARD_KEY, DONE_KEY, TERMINATED_KEY)),
+)
 
 Policy = Callable[[Any], Any]
 """State to action, both as the environment hands them out and takes them."""
 
 
 class EpisodeRunner:
-    """Runs one episode in every environment, all at the same time, as often as it is asked to.
+    """Runs one episode per environment, all at the same time, as often as needed.
 
     Environment p always runs in process p, which is started by the first ``run`` and keeps the
     environment, with whatever it remembers, until ``close``. If an environment of the list was
@@ -64,7 +71,7 @@ class EpisodeRunner:
 
     Args:
         envs: One environment per process, of either protocol (see ``rlpool.envs.one_env``).
-        processes: How many there have to be.
+        processes: The number of environments.
         seed: A non-negative int; ``None`` draws one and logs it.
         policy: Called in the workers with a state for an action, for Gymnasium environments;
             ``None`` samples their action spaces. It may change between runs.
@@ -76,7 +83,7 @@ class EpisodeRunner:
         closed: Whether ``close`` was called.
 
     Raises:
-        SpecError: For environments that are none, or another number of them.
+        SpecError: For another number of environments, and for objects that are none.
         WorkerStartupError: If an environment or the policy cannot be pickled.
     """
 
@@ -98,18 +105,19 @@ class EpisodeRunner:
         self._root, self._n_runs = root_from(seed), 0
         if seed is None:
             _LOG.info("drew the root seed %d", self._root)
-        self._batcher: Batcher | None = None
+        # One batcher for all environments, or one for each; with the numbers of the environments.
+        self._batchers: list[tuple[Batcher, list[int]]] = []
         self._has_worked = False  # the workers have completed a run
         self._sent: tuple[list[bytes], bytes] = ([], b"")
-        self._dtypes: dict[str, np.dtype[Any]] = {}
         self._pickled()  # refused now rather than by the first run
 
-    def run(self) -> list[DictTensor]:
+    def run(self) -> tuple[DictTensor, list[int]]:
         """Run one episode in every environment and wait for all of them.
 
         Returns:
-            The steps of each episode ``[n, ...]``, with the keys of a pool: ``frame`` or those of
-            the state's parts, ``action``, ``_reward``, ``_done``, ``_terminated``.
+            Their steps ``[n, ...]``, environment by environment, and how many each made: the state
+            (``frame``, or its parts by name), ``action``, the next state, ``_reward``, ``_done``
+            and ``_terminated``. Where dtypes differ, they are what holds the values of all.
 
         Raises:
             EnvError, AgentError: If an environment or the policy fails. The others' episodes of
@@ -129,7 +137,7 @@ class EpisodeRunner:
                 reworded = _in_words_of_the_pool(error)
                 raise reworded from reworded.__cause__
             if isinstance(error, SpecError):
-                what = str(error).replace("lower n_threads", "put fewer environments into the pool")
+                what = str(error).replace(_TOO_MANY, "put fewer environments into the pool")
                 raise SpecError(what) from error
             raise
 
@@ -138,7 +146,7 @@ class EpisodeRunner:
         return {"root": self._root, "n_runs": self._n_runs}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where another runner was; the workers start anew.
+        """Continue where another runner was; the workers start anew.
 
         Args:
             state: What its ``state_dict`` returned. What environments remember is not in it.
@@ -148,7 +156,7 @@ class EpisodeRunner:
 
     def dump_stacks(self, file: Any) -> str:
         """What the workers are doing; empty before they are started."""
-        return "" if self._batcher is None else self._batcher.dump_stacks(file)
+        return "".join(batcher.dump_stacks(file) for batcher, _ in self._batchers)
 
     def close(self) -> None:
         """End the workers within a few seconds, whatever they are doing. May be repeated."""
@@ -158,9 +166,9 @@ class EpisodeRunner:
     # Workers --------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        batcher, self._batcher = self._batcher, None
+        batchers, self._batchers = self._batchers, []
         self._has_worked = False
-        if batcher is not None:
+        for batcher, _ in batchers:
             batcher.close()
 
     def _pickled(self) -> tuple[list[bytes], bytes]:
@@ -172,26 +180,62 @@ class EpisodeRunner:
         ]
         return envs, pickled({"policy": self._policy}, self._policy, fix=_HOW_TO_PICKLE)
 
-    def _run(self, number: int) -> list[DictTensor]:
+    def _run(self, number: int) -> tuple[DictTensor, list[int]]:
+        """The steps of one episode of every environment, put together from windows."""
         envs, policy = self._pickled()
         if envs != self._sent[0]:
             self._stop()
-            self._dtypes = {}
-        elif self._batcher is not None and policy != self._sent[1]:
-            self._batcher.update(policy)
+        elif policy != self._sent[1]:
+            for batcher, _ in self._batchers:
+                batcher.update(policy)
         self._sent = envs, policy
         lane_seeds = LaneSeeds(self._root, number)
         seeds = [lane_seeds.seed(process, 0) for process in range(len(envs))]
-        factory = WorkerFactory(envs, policy, seeds, self._root, self._dtypes)
+        if not self._batchers:
+            self._start(WorkerFactory(envs, policy, seeds, self._root))
+        for batcher, processes in self._batchers:
+            batcher.reset(env_info={"seed": [seeds[process] for process in processes]})
+        parts: list[list[DictTensor]] = [[] for _ in seeds]
+        running = self._batchers
+        while running:
+            for batcher, _ in running:
+                batcher.execute()
+            left = [(each[0], self._add_window(*each, parts)) for each in running]
+            running = [(batcher, lanes) for batcher, lanes in left if lanes]
+        self._has_worked = True
+        return _joined(parts)
+
+    def _add_window(
+        self, batcher: Batcher, lanes: list[int], parts: list[list[DictTensor]]
+    ) -> list[int]:
+        """Add the next window to the parts of episodes; returns the lanes that have not ended."""
         try:
-            return self._episodes(factory)
+            window: Any = batcher.get()
+        except WorkerError as error:
+            if len(self._batchers) > 1:
+                error.where = error.where._replace(worker=lanes[0])
+            raise
+        names = _names_in_pool(window)
+        flat = window.get(list(names)).flatten()
+        steps = DictTensor({name: flat[key] for key, name in names.items()})
+        lengths = window.lengths.tolist()
+        for lane, length, stop in zip(lanes, lengths, accumulate(lengths), strict=True):
+            parts[lane].append(steps.slice(stop - length, stop))
+        return [lane for lane in lanes if not parts[lane][-1][DONE_KEY][-1]]
+
+    def _start(self, factory: WorkerFactory) -> None:
+        """Start a worker per environment."""
+        every = list(range(len(factory.envs)))
+        try:
+            self._batchers = [(self._make_batcher(factory), every)]
         except SpecError as error:
-            if isinstance(error, WorkerError) or self._dtypes or len(envs) == 1:
+            is_about_values = not isinstance(error, WorkerError) and _TOO_MANY not in str(error)
+            if not is_about_values or len(every) == 1:
                 raise
-            # They disagree, and may share dtypes that hold the values of all.
-            self._stop()
-            self._dtypes = self._common_dtypes(factory)
-            return self._episodes(replace(factory, dtypes=self._dtypes))
+            # All workers of a batcher have to agree about dtypes, and these do not.
+            for process, env in enumerate(factory.envs):
+                alone = replace(factory, envs=[env], seeds=[factory.seeds[process]])
+                self._batchers.append((self._make_batcher(alone), [process]))
 
     def _make_batcher(self, factory: WorkerFactory) -> Batcher:
         return Batcher(
@@ -205,93 +249,57 @@ class EpisodeRunner:
             start_method=self._start_method,
         )
 
-    def _episodes(self, factory: WorkerFactory) -> list[DictTensor]:
-        """The steps of one episode of every environment, put together from windows."""
-        if self._batcher is None:
-            self._batcher = self._make_batcher(factory)
-        self._batcher.reset(env_info={"seed": factory.seeds})
-        parts: list[list[DictTensor]] = [[] for _ in factory.seeds]
-        running = list(range(len(parts)))
-        while running:
-            window = _next_window(self._batcher)
-            names = {key: name for key in window if (name := _name_in_pool(key))}
-            refuse_taken([names[key] for key in names if key.split("/")[0] == STATE_KEY], "state")
-            flat = window.get(list(names)).flatten()
-            steps = DictTensor({name: flat[key] for key, name in names.items()})
-            lengths = window.lengths.tolist()
-            for lane, length, stop in zip(running, lengths, accumulate(lengths), strict=True):
-                parts[lane].append(steps.slice(stop - length, stop))
-            running = [lane for lane in running if not parts[lane][-1][DONE_KEY][-1]]
-        self._has_worked = True
-        return [DictTensor.cat(part) for part in parts]
 
-    def _common_dtypes(self, factory: WorkerFactory) -> dict[str, np.dtype[Any]]:
-        """Dtypes that hold the values of all environments, each of which makes steps for that.
+def _joined(parts: list[list[DictTensor]]) -> tuple[DictTensor, list[int]]:
+    """Episodes one after the other, in dtypes that hold the values of all, and their lengths.
 
-        Raises:
-            SpecError: If they disagree about more than dtypes, naming environments and shapes.
-        """
-        found: list[dict[str, TensorSpec]] = []
-        for env, seed in zip(factory.envs, factory.seeds, strict=True):
-            with self._make_batcher(replace(factory, envs=[env], seeds=[seed])) as batcher:
-                batcher.reset(env_info={"seed": [seed]})
-                window = _next_window(batcher)
-            found.append(
-                {
-                    key.removeprefix("last_"): TensorSpec(tuple(t.shape[2:]), t.numpy().dtype)
-                    for key, t in window.items()
-                    if key.split("/")[0] in (STATE_KEY, f"last_{ACTION_KEY}")
-                }
+    Raises:
+        SpecError: If their keys or shapes differ, naming environments and shapes.
+    """
+    shapes = [{key: list(t.shape[1:]) for key, t in episode[0].items()} for episode in parts]
+    for process, each in enumerate(shapes):
+        if each != shapes[0]:
+            raise SpecError(
+                f"environment 0 has {shapes[0]}; environment {process} has {each}",
+                fix="put only environments with states and actions of equal shapes into a pool",
             )
-        shapes = [{key: spec.shape for key, spec in specs.items()} for specs in found]
-        texts = [", ".join(f"{key} {spec}" for key, spec in specs.items()) for specs in found]
-        for process, text in enumerate(texts):
-            if shapes[process] != shapes[0]:
-                raise SpecError(
-                    f"environment 0 has {texts[0]}; environment {process} has {text}",
-                    fix="put only environments with states and actions of equal shapes into a pool",
-                )
-        return {key: np.result_type(*(specs[key].dtype for specs in found)) for key in found[0]}
+    every = [part for episode in parts for part in episode]
+    arrays = {key: np.concatenate([part[key].numpy() for part in every]) for key in shapes[0]}
+    lengths = [sum(part.n_elems() for part in episode) for episode in parts]
+    return DictTensor({key: torch.from_numpy(array) for key, array in arrays.items()}), lengths
 
 
-def _next_window(batcher: Batcher) -> TemporalDictTensor:
-    batcher.execute()
-    window = batcher.get()
-    if window is None:
-        raise LookupError("an episode runs, and there is no window of it")
-    return window
-
-
-def _name_in_pool(key: str) -> str:
-    """What a pool calls a key of a window, ``""`` if it has no use for it."""
-    if key in (REWARD_KEY, DONE_KEY, TERMINATED_KEY):
-        return key
-    name, _, part = key.partition("/")
-    if name == f"_last_{ACTION_KEY}":  # the action of the step, whoever chose it
-        return f"{ACTION_KEY}/{part}" if part else ACTION_KEY
-    if name.removeprefix("_") == STATE_KEY:
-        return name.removesuffix(STATE_KEY) + (part or DEFAULT_OBSERVATION_KEY)
-    return ""
+def _names_in_pool(window: TemporalDictTensor) -> dict[str, str]:
+    """What a pool calls the keys of a window that it stores, in its order."""
+    names: dict[str, str] = {}
+    for start, name, prefix in _STORED:
+        for key in window:
+            first, _, part = key.partition("/")
+            if first == start:
+                names[key] = prefix + part if part else name
+    refuse_taken([names[key] for key in names if key.split("/")[0] == STATE_KEY], "state")
+    return names
 
 
 def _in_words_of_the_pool(error: WorkerError) -> WorkerError:
     """An error of the workers, without the names of functions that the user never wrote."""
     error.where = error.where._replace(env_info=None)
-    what, fix, is_policy = error.what, error.fix, isinstance(error, AgentError)
-    what = what.replace("create_env", f"loading environment {error.where.worker}", 1)
-    if is_policy:
-        what = what.replace("the agent", "policy", 1).replace("agent.update", "loading policy", 1)
-    what = what.replace("create_agent", "loading policy", 1)
+    process, what, fix = error.where.worker, error.what, error.fix
+    names = {"create_env": f"loading environment {process}", "create_agent": "loading policy"}
+    if isinstance(error, AgentError):
+        names |= {"the agent": "policy", "agent.update": "loading policy"}
+    for name, meaning in names.items():
+        what = what.replace(name, meaning, 1)
     if "env_info" in fix or ("env.reset" in what and MISSES_OPTIONS.search(what)):
         fix = "let its reset() do without options: a pool passes none"
     elif "n_threads=0" in fix:
-        who = "the policy" if is_policy else "reset() and step()"
-        fix = f"call {who} of environment {error.where.worker} in this process to debug"
+        who = "the policy" if isinstance(error, AgentError) else "reset() and step()"
+        fix = f"call {who} of environment {process} in this process to debug"
     return error.reworded(what=what, fix=fix)
 
 
 def _check_environments(envs: Any, processes: int) -> None:
-    """Refuse what is no list of environments, or one of another length than ``processes``."""
+    """Refuse anything but a list of ``processes`` environments."""
     if not isinstance(envs, Sequence) or isinstance(envs, str) or not envs:
         raise SpecError(f"env is {envs!r}", fix="pass a list of one environment per process")
     if len(envs) != processes:
@@ -313,21 +321,19 @@ def _check_environments(envs: Any, processes: int) -> None:
 
 @dataclass
 class WorkerFactory:
-    """Makes the environment and the agent of a worker, out of what was pickled for all.
+    """Makes the environment and the agent of a worker from pickles that all workers get.
 
     Attributes:
         envs: The environments, pickled.
         policy: The policy or ``None``, pickled.
         seeds: Seeds of their first episodes.
         root: The root seed, from which follows the seed that each worker gets.
-        dtypes: Key to dtype, where it is not the environment's own.
     """
 
     envs: list[bytes]
     policy: bytes
     seeds: list[int]
     root: int
-    dtypes: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
 
     def create_env(self, seed: int) -> OneEnv:
         """The environment of the worker that is created with a seed."""
@@ -335,12 +341,12 @@ class WorkerFactory:
         root = root_from(self.root)
         process = [worker_seed(root, worker) for worker in range(len(self.envs))].index(seed)
         env = pickle.loads(self.envs[process])
-        self._env = PoolEnv(env, self.seeds[process], dtypes=self.dtypes, owns_process=True)
+        self._env = PoolEnv(env, self.seeds[process], owns_process=True)
         return self._env
 
     def create_agent(self) -> ActionChooser:
         """The agent of that environment."""
-        return ActionChooser(self._env, pickle.loads(self.policy), self.dtypes)
+        return ActionChooser(self._env, pickle.loads(self.policy))
 
 
 class PoolEnv(OneEnv):
@@ -364,15 +370,11 @@ class ActionChooser(Agent):
     Args:
         env: The environment, which the agent asks what its actions look like.
         policy: Called with one state for one action; ``None`` samples the action space.
-        dtypes: Key to dtype, where actions shall be stored in another one than their own.
     """
 
-    def __init__(
-        self, env: OneEnv, policy: Policy | None, dtypes: Mapping[str, np.dtype[Any]] | None = None
-    ) -> None:
+    def __init__(self, env: OneEnv, policy: Policy | None) -> None:
         self._env = env
         self._policy = policy
-        self._dtypes = dict(dtypes or {})
         self._columns: Columns | None = None
         self._first: dict[str, torch.Tensor] | None = None
 
@@ -385,11 +387,11 @@ class ActionChooser(Agent):
     ) -> AgentStep:
         """Choose the action of the only row."""
         if self._env.chooses_actions:
-            # Whatever is said here, the environment does what it wants.
+            # The environment follows its own actions, whatever it is given.
             leaves = self._env.action_leaves or {}
             actions = {key: observation[f"last_{key}"] for key in leaves}
         elif self._env.is_fresh and self._first is not None:
-            actions = self._first  # asked for once, although the loop looks at the first one early
+            actions = self._first  # the loop asks twice: before the episode, too
         else:
             actions = self._chosen(observation)
             self._first = actions if self._env.is_fresh else None
@@ -420,15 +422,11 @@ class ActionChooser(Agent):
                 structure = structure_of_value(action, keep_float64=True, name=ACTION_KEY)
             else:
                 structure = structure_of_space(space, keep_float64=True, name="action_space")
-            structure = with_dtypes(structure, self._dtypes, ACTION_KEY)
             self._columns = Columns({ACTION_KEY: structure}, "", 1, widens=True)
         try:
             self._columns.write((0,), ({ACTION_KEY: action},))
         except ValueError as error:
-            raise SpecError(
-                f"{ACTION_KEY!r} should fit {space}, got {action!r} ({error})",
-                fix="return actions of the action space's shape and kind",
-            ) from error
+            raise SpecError(f"'action' should fit {space}, got {action!r} ({error})") from error
         return {key: torch.from_numpy(array.copy()) for key, array in self._columns.arrays.items()}
 
 

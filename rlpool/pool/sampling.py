@@ -1,4 +1,4 @@
-"""What can be drawn from the transitions that are stored."""
+"""Samples, n-step returns and sequences, drawn from the transitions that are stored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rlpool.specs import TensorSpec
 INDEX_KEY, WEIGHT_KEY = "index", "weight"
 RETURN_KEY, DISCOUNT_KEY = "n_step_return", "n_step_discount"
 RESULT_KEYS = (INDEX_KEY, WEIGHT_KEY, RETURN_KEY, DISCOUNT_KEY)
-_LONGEST = 2**31  # steps: more than any pool's episode has, small enough for int64 row numbers
+_LONGEST = 2**31  # steps: more than any episode has, small enough for int64 row numbers
 _MOST = float(np.finfo(np.float64).max)
 _TRUNCATED = "_truncated"
 
@@ -53,16 +53,13 @@ class Sampler:
         self._generator = np.random.Generator(np.random.PCG64(seed))
         self._pid = os.getpid()
 
-    def __copy__(self) -> NoReturn:
+    def __copy__(self, *_: Any) -> NoReturn:
         raise UsageError(
-            f"a {type(self).__name__} is not copied: it would read the same memory, or need as "
-            "much again",
-            fix="transitions() copies what it holds; Pool(...).load_state_dict("
-            "pool.state_dict()) makes another pool of it",
+            "a pool is not copied: its copy would read the same memory, or need as much again",
+            fix="transitions() copies what it holds, load_state_dict(other.state_dict()) all of it",
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self.__copy__()
+    __deepcopy__ = __copy__
 
     # What there is ---------------------------------------------------------------------------
 
@@ -149,8 +146,7 @@ class Sampler:
         """
         whole_number("batch_size", batch_size, 1)
         if n_step is not None:
-            whole_number("n_step", n_step, 1)
-            n_step = int(n_step)
+            n_step = whole_number("n_step", n_step, 1)
 
         def look() -> dict[str, Array]:
             store = self._ready(batch_size)
@@ -195,10 +191,9 @@ class Sampler:
             ICLR 2019, for replaying from stored states.
         """
         whole_number("batch_size", batch_size, 1)
-        whole_number("length", length, 1)
+        length = whole_number("length", length, 1)
         if length > _LONGEST:
             raise SpecError(f"length should be at most {_LONGEST}, got {length}")
-        length = int(length)
 
         def look() -> tuple[dict[str, Array], Array, dict[str, Array]]:
             store = self._ready(batch_size)
@@ -224,7 +219,7 @@ class Sampler:
     def batches(
         self, batch_size: int, n_batches: int | None = None, **options: Any
     ) -> Iterator[DictTensor]:
-        """Batches one after the other, each drawn when it is asked for.
+        """An iterator over batches, each drawn on demand.
 
         Args:
             batch_size: Transitions per batch.
@@ -239,7 +234,7 @@ class Sampler:
     # Rows ------------------------------------------------------------------------------------
 
     def _unchanged(self, look: Callable[[], _T]) -> _T:
-        """What a function returns that looks at transitions, none of which changes meanwhile."""
+        """The result of ``look``, during which no transition changes; may call it again."""
         if self._store is None or self._store.is_writer:
             return look()
         if self._pid != os.getpid():  # forked: not the draws of its siblings and its parent
@@ -265,8 +260,8 @@ class Sampler:
                 )
             return store.tree.draw(n, self._generator)
         lengths = self.lengths
-        # Half the time of generator.integers. What is not quite uniform about it is one part in
-        # 2**53 / len(store), and the product is always below the total.
+        # Half the time of generator.integers, and uniform up to one part in 2**53 / len(store).
+        # The product is always below the total.
         places = self._generator.random(n)
         places *= sum(lengths)
         rows = places.astype(np.int64)
@@ -321,7 +316,7 @@ class Sampler:
         self, store: Store, tree: PriorityTree, rows: Array, beta: float
     ) -> tuple[Array, Array]:
         """Index and importance weight of rows, relative to the largest weight among them."""
-        check_number("beta", beta, np.inf)
+        check_number("beta", beta)
         index = store.sub_pools_of(rows)
         # The number of a row: the one that lies there, at most a capacity before the next one.
         newest = store.numbers[index, 1] - 1
@@ -334,7 +329,7 @@ class Sampler:
 class PoolReader(Sampler):
     """Draws from a pool that another process fills: what a ``Pool`` becomes when it is sent.
 
-    It sees every transition as soon as it was added, and never a part of one. It samples uniformly,
+    It sees every transition as soon as it is added, and never a part of one. It samples uniformly,
     whatever the priorities of the pool. Its memory is the pool's, and stays when the pool's process
     ends.
 
@@ -346,12 +341,14 @@ class PoolReader(Sampler):
         super().__init__(store, n_sub_pools, None)
 
     def seed(self, seed: int) -> None:
-        """Start drawing anew from a seed; before, every reader draws differently."""
+        """Seed the draws; without this, every reader draws differently."""
         self._generator = np.random.Generator(np.random.PCG64(root_from(seed)))
         self._pid = os.getpid()
 
     def __reduce__(self) -> tuple[object, ...]:
-        raise UsageError("a reader cannot be sent on", fix="send the pool itself to every reader")
+        raise UsageError(
+            "a reader cannot be sent on or copied", fix="send the pool to every reader"
+        )
 
 
 def _steps_that_follow(store: Store, rows: Array) -> Array:
@@ -375,8 +372,9 @@ def _padded(values: Array, is_step: Array) -> torch.Tensor:
     return torch.from_numpy(padded)
 
 
-def check_number(name: str, value: Any, most: float) -> None:
-    """Refuse what is not a finite number from 0 to ``most``."""
-    if not isinstance(value, Real) or not 0 <= float(value) <= min(most, _MOST):
-        limits = "of at least 0" if most == np.inf else f"from 0 to {most:g}"
+def check_number(name: str, value: Any, most: float = _MOST) -> float:
+    """A finite number from 0 to ``most``; SpecError for anything else."""
+    if not isinstance(value, Real) or not 0 <= float(value) <= most:
+        limits = "of at least 0" if most == _MOST else f"from 0 to {most:g}"
         raise SpecError(f"{name} should be a finite number {limits}, got {value!r}")
+    return float(value)

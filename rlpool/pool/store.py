@@ -4,9 +4,9 @@ A key ``x`` with a ``_x`` beside it, such as ``frame`` and ``_frame``, is one co
 after a step is the next row's value, unless the row is the last of its piece of an episode. The
 values after those lie in ``finals``, which grows with the number of such rows.
 
-Memory is asked for at once and for the full size, and costs nothing before it is written to. A
-writer first gives up what it will write over, then writes, then says that it is there: whenever it
-is interrupted or dies, ``oldest`` and ``next`` enclose whole transitions.
+Memory for the full size is mapped at once, and costs nothing until it is written to. A writer first
+drops the rows that it will overwrite, then writes them, then publishes them: whenever it is
+interrupted or dies, the rows from ``oldest`` to ``next`` are whole transitions.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
 _PAIRED_BYTES = 9
 """Values of at least this size are not stored twice. Below, the link to a row's final value costs
-as much as the value, and reading it more."""
+as much as the value, and takes longer to read."""
 
+_MOST_BYTES = 8  # per number
 _RESERVED_ROWS = 64  # of a disk, ahead of need
 _REWARDS = ("reward", "_reward")
 _BOOL, _INT32 = (TensorSpec((), np.dtype(kind)) for kind in (np.bool_, np.int32))
@@ -56,7 +57,18 @@ class Schema:
 
     @classmethod
     def of(cls, specs: Mapping[str, TensorSpec]) -> Schema:
-        """The schema of transitions with these keys; rewards are stored in float32."""
+        """The schema of transitions with these keys; rewards are stored in float32.
+
+        Raises:
+            SpecError: For anything but numbers of up to 64 bits and bools.
+        """
+        for key, spec in specs.items():
+            if spec.dtype.kind not in "biuf" or spec.dtype.itemsize > _MOST_BYTES:
+                raise SpecError(
+                    f"a pool cannot hold {key!r}, which is {spec}",
+                    fix="pass numbers or arrays of one shape; torch.view_as_real splits complex "
+                    "numbers",
+                )
         specs = {
             key: TensorSpec(spec.shape, np.dtype(np.float32)) if key in _REWARDS else spec
             for key, spec in specs.items()
@@ -103,7 +115,7 @@ class Store:
     Args:
         schema: What is stored.
         pool_size: Rows of all sub-pools.
-        n_sub_pools: Number of sub-pools; the first ones have a row more if need be.
+        n_sub_pools: Number of sub-pools; the first ones have one row more if need be.
         memory: Of ``Store.n_bytes_for`` bytes.
         rules: When sub-pools drop transitions.
         with_priorities: Whether rows have priorities.
@@ -136,14 +148,15 @@ class Store:
     ) -> None:
         self.schema, self.pool_size, self.memory = schema, pool_size, memory
         self._rules = rules or WindowRules()
-        control, rows = _layout(schema, n_sub_pools)
-        n_control = sum(carved_bytes(control, 1).values())
+        control, self._layout = _layout(schema, n_sub_pools)
+        self._n_control = sum(carved_bytes(control, 1).values())
         table = carve(memory.root(), control, 1)["numbers"][0]
-        arrays = carve(memory.root()[n_control:], rows, pool_size)
+        self._rows = carve(memory.root()[self._n_control :], self._layout, pool_size)
         self.numbers: Array = table[:-1]
-        self.columns = {key: arrays[f"columns/{key}"] for key in schema.columns}
-        self.finals = {key: arrays[f"finals/{key}"] for key in schema.paired}
-        self.is_last, self.final_row = arrays["is_last"], arrays["final_row"]
+        self.columns = {key: self._rows[f"columns/{key}"] for key in schema.columns}
+        self.finals = {key: self._rows[f"finals/{key}"] for key in schema.paired}
+        self.is_last = self._rows["is_last"]
+        self.final_row = self._rows.get("final_row", self.is_last)  # none without pairs
         share, rest = divmod(pool_size, n_sub_pools)
         self.capacities = share + (np.arange(n_sub_pools) < rest)  # the first ones one larger
         self.offsets = np.cumsum(self.capacities) - self.capacities
@@ -152,32 +165,30 @@ class Store:
         self.tree = PriorityTree(pool_size) if with_priorities else None
         self.n_finals = 0
         # Rows of finals that were given back, a stack of the first _n_free.
-        self._free = np.empty(pool_size if schema.paired and not is_reader else 0, np.int32)
+        self._free = np.empty(pool_size, np.int32)
         self._n_free = 0
-        self._is_whole = True  # no change runs, or was interrupted
-        self._reserved = dict.fromkeys(rows, 0)
-        fd = None if memory.kind == "local" else memory.fd
-        self.version = Version(table[-1].data, fd)
+        self._is_whole = True  # no change is under way, or was interrupted
+        self._reserved = dict.fromkeys(self._layout, 0)
+        self.version = Version(table[-1].data, memory.shared_fd)
         self._writer_pid = None if is_reader else os.getpid()
-        memory.reserve(0, n_control)
+        memory.reserve(0, self._n_control)
 
     @staticmethod
     def n_bytes_for(schema: Schema, pool_size: int, n_sub_pools: int) -> int:
         """Bytes of the memory of a store."""
         control, rows = _layout(schema, n_sub_pools)
-        return sum(
-            sum(carved_bytes(specs, n).values()) for specs, n in ((control, 1), (rows, pool_size))
-        )
+        parts = carved_bytes(control, 1), carved_bytes(rows, pool_size)
+        return sum(sum(part.values()) for part in parts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in use: rows that were written so far, bookkeeping and priorities included."""
+        """Bytes in use: rows written so far, bookkeeping and priorities included."""
         n_rows = sum(min(sub_pool.next, sub_pool.capacity) for sub_pool in self.sub_pools)
-        specs, paired = self.schema.columns, self.schema.paired
-        row_bytes = 1 + (4 if paired else 0) + sum(spec.n_bytes for spec in specs.values())
-        final_bytes = sum(specs[key].n_bytes for key in paired)
-        tree = 0 if self.tree is None else self.tree.nbytes
-        return n_rows * row_bytes + self.n_finals * final_bytes + tree
+        n_bytes = sum(
+            spec.n_bytes * (self.n_finals if name.startswith("finals/") else n_rows)
+            for name, spec in self._layout.items()
+        )
+        return n_bytes + (0 if self.tree is None else self.tree.nbytes)
 
     @property
     def lengths(self) -> list[int]:
@@ -220,7 +231,7 @@ class Store:
     def add(
         self, index: int, incoming: Incoming, priority: float = 1.0, *, joined: bool = False
     ) -> None:
-        """Add transitions to a sub-pool, and drop those that its rules say.
+        """Add transitions to a sub-pool, and drop those that its rules name.
 
         Args:
             index: Number of the sub-pool.
@@ -236,7 +247,7 @@ class Store:
             start = sub_pool.next
             n_held = self._rules.length_after(sub_pool.capacity, len(sub_pool), start, n)
             after = start + n
-            if n_held < n:  # the others would be gone again
+            if n_held < n:  # the others would be dropped again
                 incoming = incoming.part(slice(n - n_held, n))
             oldest, first = after - n_held, after - len(incoming.is_last)
             lasts = np.flatnonzero(incoming.is_last)
@@ -304,7 +315,7 @@ class Store:
             self._n_free = free.size
 
     def _take_finals(self, n: int) -> Array:
-        """Rows of ``finals`` that nobody uses, int32 ``[n]``."""
+        """Unused rows of ``finals``, int32 ``[n]``."""
         n_again = min(n, self._n_free)
         self._n_free -= n_again
         again = self._free[self._n_free : self._n_free + n_again]
@@ -325,22 +336,15 @@ class Store:
         """
         if self.memory.kind != "memmap":
             return
-        control, layout = _layout(self.schema, len(self.sub_pools))
-        start = sum(carved_bytes(control, 1).values())
-        n_rows = max((piece.stop for piece in rows), default=0)
-        for name, n_bytes in carved_bytes(layout, self.pool_size).items():
-            n = min(n_finals, self.pool_size) if name.startswith("finals/") else n_rows
-            n_before, size = self._reserved[name], layout[name].n_bytes
+        start, n_rows = self._n_control, max((piece.stop for piece in rows), default=0)
+        for name, n_bytes in carved_bytes(self._layout, self.pool_size).items():
+            n = n_finals if name.startswith("finals/") else n_rows
+            n_before, size = self._reserved[name], self._layout[name].n_bytes
             if n > n_before:
                 n = min(self.pool_size, n + n // 8 + _RESERVED_ROWS)
                 self.memory.reserve(start + n_before * size, start + n * size)
                 self._reserved[name] = n
             start += n_bytes
-
-    def reserve_spans(self, spans: Sequence[Sequence[int]], n_finals: int) -> None:
-        """The same for all rows of sub-pools; see ``arrays``."""
-        pools = zip(self.sub_pools, spans, strict=True)
-        self.reserve([piece for pool, span in pools for piece in pool.pieces(*span)], n_finals)
 
     def routes(self, sizes: Sequence[int], draws: Sequence[float]) -> list[int]:
         """Sub-pools for additions, each drawn as if those before had been made.
@@ -366,44 +370,39 @@ class Store:
 
     # Keeping ---------------------------------------------------------------------------------
 
-    def arrays(self, spans: Sequence[Sequence[int]], n_finals: int) -> dict[str, Array]:
+    def arrays(self, like: Store | None = None) -> dict[str, Array]:
         """Where the values of transitions lie, views by name.
 
         Args:
-            spans: ``oldest`` and ``next`` of each sub-pool.
-            n_finals: Rows of ``finals`` that are in use.
+            like: The store of the same schema that says which rows are in use, by default this one.
         """
-        whole = {f"columns/{key}": array for key, array in self.columns.items()}
-        whole["is_last"] = self.is_last
-        if self.schema.paired:
-            whole["final_row"] = self.final_row
+        like = self if like is None else like
+        whole = {k: array for k, array in self._rows.items() if not k.startswith("finals/")}
         if self.tree is not None:
             whole["priorities"] = self.tree.leaves
-        arrays = {f"finals/{key}": array[:n_finals] for key, array in self.finals.items()}
-        for index, (oldest, after) in enumerate(spans):
-            for number, piece in enumerate(self.sub_pools[index].pieces(oldest, after)):
+        arrays = {f"finals/{key}": array[: like.n_finals] for key, array in self.finals.items()}
+        for index, span in enumerate(like.numbers.tolist()):
+            for number, piece in enumerate(self.sub_pools[index].pieces(*span)):
                 arrays |= {f"{name}/{index}.{number}": a[piece] for name, a in whole.items()}
         return arrays
 
-    def take_over(
-        self, spans: Sequence[Sequence[int]], n_finals: int, source: Store | None = None
-    ) -> None:
-        """Hold other transitions instead.
+    def reserve_like(self, other: Store) -> None:
+        """Reserve room for everything that another store holds."""
+        spans = zip(self.sub_pools, other.numbers.tolist(), strict=True)
+        self.reserve(
+            [piece for pool, span in spans for piece in pool.pieces(*span)], other.n_finals
+        )
 
-        Args:
-            spans: As for ``arrays``.
-            n_finals: As for ``arrays``.
-            source: The store whose values are copied; ``None`` if they already lie here.
-        """
+    def take_over(self, other: Store) -> None:
+        """Hold what another store of the same schema holds instead."""
+        self.reserve_like(other)
         with InterruptsHeld(), self.changing():
             for sub_pool in self.sub_pools:
                 self.drop(sub_pool, sub_pool.next)
-            if source is not None:
-                values = source.arrays(spans, n_finals)
-                for name, target in self.arrays(spans, n_finals).items():
-                    target[...] = values[name]
-            self.n_finals = n_finals
-            self.numbers[...] = spans
+            values = other.arrays()
+            for name, target in self.arrays(other).items():
+                target[...] = values[name]
+            self.n_finals, self.numbers[...] = other.n_finals, other.numbers
             self.recover()
 
     # Reading ---------------------------------------------------------------------------------
@@ -455,7 +454,9 @@ def _layout(
 ) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
     """What lies in a store's memory: once, and per row. The last pair of numbers is the version."""
     control = {"numbers": TensorSpec((n_sub_pools + 1, 2), np.dtype(np.int64))}
-    rows = {"is_last": _BOOL, "final_row": _INT32}
+    rows = {"is_last": _BOOL}
+    if schema.paired:
+        rows["final_row"] = _INT32
     rows |= {f"columns/{key}": spec for key, spec in schema.columns.items()}
     rows |= {f"finals/{key}": schema.columns[key] for key in schema.paired}
     return control, rows

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlpool import NotEnoughDataError, Pool, UsageError
+from rlpool import Pool, UsageError
 
 from support.transitions import add_numbers, is_whole, trajectories_of_numbers
 
@@ -28,17 +28,6 @@ def read_until_told(pool: Any, pipe: Connection) -> None:
         n_read += 1
         n_torn += not is_whole(pool.sample(64))
     pipe.send((n_read, n_torn))
-
-
-def answer(pool: Any, pipe: Connection) -> None:
-    """Send what the pool holds, or what comes of adding to it, as messages ask."""
-    while (asked := pipe.recv()) != "end":
-        try:
-            if asked == "write":
-                add_numbers(pool, 0, 1)
-            pipe.send(pool.transitions()["action"].tolist())
-        except (AttributeError, TypeError, UsageError, NotEnoughDataError) as error:
-            pipe.send(type(error).__name__ if asked == "write" else error)
 
 
 def fill_and_die(pipe: Connection) -> None:
@@ -90,23 +79,6 @@ def test_a_reader_never_sees_half_a_transition(method: str, storage: str) -> Non
         os.kill(reader.pid, signal.SIGKILL)
     add_numbers(pool, 0, 200)
     assert len(pool) == 150
-
-
-def test_a_reader_sees_what_is_added_and_cleared_and_cannot_write() -> None:
-    pool = Pool(pool_size=10, storage="shared")
-    add_numbers(pool, 0, 3)
-    with child("fork", answer, pool) as (_, pipe):
-        pipe.send("write")
-        assert received(pipe) in {"AttributeError", "TypeError", "UsageError"}
-        for expected, change in (
-            ([0, 1, 2], lambda: add_numbers(pool, 3, 12)),
-            (list(range(2, 12)), pool.clear),
-            ([], lambda: None),
-        ):
-            pipe.send("go")
-            assert received(pipe) == expected
-            change()
-        pipe.send("end")
 
 
 def test_a_writer_that_is_killed_leaves_whole_transitions() -> None:

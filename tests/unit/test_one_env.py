@@ -58,7 +58,7 @@ def episodes_of(
     batcher = Batcher(
         n_timesteps,
         create_env=lambda seed: made,
-        create_agent=lambda: ActionChooser(made, policy, options.get("dtypes")),
+        create_agent=lambda: ActionChooser(made, policy),
         n_threads=0,
         seeds=seed,
     )

@@ -42,19 +42,6 @@ def filled(n: int = 6, pool_size: int = 10, **options: Any) -> Pool:
 # Single transitions -----------------------------------------------------------------------------
 
 
-def test_a_transition_that_is_cleared_together_with_the_one_that_follows_is_given_back_once() -> (
-    None
-):
-    pool = Pool(processes=2, pool_size=2, clearing_freq=2, window_size_=2, random=False, seed=0)
-    frames = np.arange(30.0).reshape(10, 3)
-    pool(frames[0], 0, frames[1], 0.0, False, 0)
-    pool(frames[1], 0, frames[2], 0.0, False, 0)  # the second one: both go
-    assert pool.lengths == [0, 0]
-    pool(frames[3], 0, frames[4], 0.0, False, 0)
-    pool(frames[5], 0, frames[6], 0.0, False, 1)
-    np.testing.assert_array_equal(pool.transitions()["_frame"], frames[[4, 6]])
-
-
 def test_values_of_single_transitions_keep_what_they_are() -> None:
     pool = Pool(pool_size=5)
     pool.pool(0, 0, 0.5, np.int64(2**60 + 1), False)  # next states may have fractions
@@ -69,18 +56,18 @@ def test_values_of_single_transitions_keep_what_they_are() -> None:
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
-        (([[0.0], [1.0, 2.0]], 0, [1.0], 0.0, False), "s should"),
-        ((torch.zeros(1, dtype=torch.bfloat16), 0, [1.0], 0.0, False), "s should"),
+        (([[0.0], [1.0, 2.0]], 0, [1.0], 0.0, False), "'frame'"),
+        ((torch.zeros(1, dtype=torch.bfloat16), 0, [1.0], 0.0, False), "'frame'"),
         (([0.0], 0, [1.0, 2.0], 0.0, False), "next_s has"),
         (([0.0, 0.0], 0, [1.0, 0.0], 0.0, False), "'frame'"),
         (({"x": [0.0]}, 0, {"x": [0.0]}, 0.0, False), "frame"),
         (({"_done": [0.0]}, 0, {"_done": [0.0]}, 0.0, False), "taken: .'_done'"),
         (([0.0], 0.5, [1.0], 0.0, False), "'action'"),
         (([0.0], 300, [1.0], 0.0, False), "'action' has values such as 300"),
-        (([0.0], 0, [1.0], None, False), "r should"),
+        (([0.0], 0, [1.0], None, False), "'_reward'"),
         (([0.0], 0, [1.0], [1.0, 2.0], False), "r should"),
         (([0.0], 0, [1.0], 1e39, False), "'_reward' has values such as"),
-        (([0.0], 0, [1.0], 10**39, False), "r should"),
+        (([0.0], 0, [1.0], 10**39, False), "'_reward'"),
         (([0.0], 0, [1.0], 0.0, "yes"), "done should"),
         (([0.0], 0, [1.0], 0.0, float("nan")), "done should be True or False"),
         (([0.0], 0, [1.0], 0.0, False, None, True), "terminated is true, but done"),
@@ -117,13 +104,6 @@ def test_states_and_actions_of_several_parts_are_stored_under_their_names() -> N
     assert every["_eye"][:, 0].tolist() == every["_body/speed"].tolist() == [1, 2, 3]
     with pytest.raises(UsageError, match=r"transitions\(\)"):
         pool.get_pool()
-
-
-def test_an_episode_that_is_done_does_not_go_on_even_if_the_states_are_the_same() -> None:
-    pool = Pool(pool_size=10, seed=0)
-    for _ in range(4):
-        pool(np.zeros(3), 0, np.zeros(3), 1.0, True)
-    assert pool.sample_sequences(4, 4).lengths.tolist() == [1] * 4
 
 
 # Windows ----------------------------------------------------------------------------------------
@@ -225,44 +205,28 @@ def remember(
     return state, DictTensor(output), DictTensor({"memory": state["memory"] + 1})
 
 
-def create_env(seed: int, kind: Any, restarts: bool) -> GymEnv:
-    lanes = [kind(length) for length in (3, 5)]
-    return (GymEnvInf if restarts else GymEnv)(lanes, seed)
-
-
-def collected(kind: Any, restarts: bool, n_windows: int = 3) -> list[TemporalDictTensor]:
+def collected(restarts: bool) -> list[TemporalDictTensor]:
     """Trajectories of a recurrent agent: whole episodes, or windows that episodes end within."""
-    common: dict[str, Any] = {
-        "create_agent": FunctionAgent,
-        "agent_args": {"function": remember},
-        "create_env": create_env,
-        "env_args": {"kind": kind, "restarts": restarts},
-        "n_threads": 0,
-        "seeds": 0,
-    }
+
+    def create_env(seed: int) -> GymEnv:
+        return (GymEnvInf if restarts else GymEnv)([DictEnv(length) for length in (3, 5)], seed)
+
+    agent: dict[str, Any] = {"create_agent": FunctionAgent, "agent_args": {"function": remember}}
+    options: dict[str, Any] = {**agent, "create_env": create_env, "n_threads": 0, "seeds": 0}
     results = []
-    if restarts:
-        with Batcher(4, **common) as batcher:
+    with Batcher(4, **options) if restarts else EpisodeBatcher(4, 8, **options) as batcher:
+        if restarts:
             batcher.reset()
-            for _ in range(n_windows):
-                batcher.execute()
-                results.append(batcher.get())
-    else:
-        with EpisodeBatcher(n_timesteps=4, n_slots=8, **common) as batcher:
-            for _ in range(n_windows):
-                batcher.execute(3)
-                results.append(batcher.get())
+        for _ in range(3):
+            batcher.execute(*() if restarts else (3,))
+            results.append(batcher.get())
     return results
 
 
-@pytest.mark.parametrize("kind", [CountingEnv, DictEnv])
 @pytest.mark.parametrize("restarts", [False, True])
-@pytest.mark.parametrize("storage", ["local", "memmap"])
-def test_a_pool_holds_what_batchers_collect_bit_by_bit(
-    kind: Any, restarts: bool, storage: str
-) -> None:
-    results = collected(kind, restarts)
-    pool = Pool(pool_size=30, storage=storage, seed=0)
+def test_a_pool_holds_what_batchers_collect_bit_by_bit(restarts: bool) -> None:
+    results = collected(restarts)
+    pool = Pool(pool_size=30, seed=0)
     for trajectories in results:
         pool.extend(trajectories)
     expected = DictTensor.cat([trajectories.flatten() for trajectories in results])
@@ -279,7 +243,7 @@ def test_a_change_in_place_before_the_successor_is_looked_at_is_refused_and_noth
     None
 ):
     pool = Pool(pool_size=100)
-    first, second, third = collected(DictEnv, restarts=False)
+    first, second, third = collected(restarts=False)
     pool.extend(first)
     second["pixels"].zero_()
     with pytest.raises(UsageError, match="in place"):
@@ -305,7 +269,7 @@ def test_steps_behind_which_lengths_were_cut_keep_the_value_that_followed_them()
 
 @pytest.mark.parametrize("width", [3, 4])
 def test_a_value_that_does_not_lead_to_the_next_step_ends_a_piece(width: int) -> None:
-    frame = torch.rand(2, 6, width, dtype=torch.float32)
+    frame = torch.rand(2, 6, width)
     after = torch.cat([frame[:, 1:], torch.rand(2, 1, width)], 1)
     after[0, 2, width - 1] += 1.0  # in the last word
     after[1, 4, 0] += 1.0
@@ -386,12 +350,6 @@ def test_trajectories_that_do_not_fit_are_refused_and_nothing_is_lost(
         assert torch.equal(tensor, before[key])
 
 
-@pytest.mark.parametrize("wrong", [None, {"frame": torch.zeros(2, 3)}, DictTensor({})])
-def test_extend_takes_trajectories_only(wrong: Any) -> None:
-    with pytest.raises(SpecError, match="TemporalDictTensor"):
-        filled().extend(wrong)
-
-
 def test_keys_and_sub_pools_that_are_not_there_are_named() -> None:
     pool = filled()
     for keys, name in (["frame", "nothing_like_it"], "nothing_like_it"), ("frame", "is the string"):
@@ -400,6 +358,8 @@ def test_keys_and_sub_pools_that_are_not_there_are_named() -> None:
     for index in (1, -1, 0.0, True, [0]):
         with pytest.raises(SpecError, match="index should be"):
             pool.extend(TemporalDictTensor({"frame": torch.zeros(1, 2, 3)}), index)
+    with pytest.raises(SpecError, match="TemporalDictTensor"):
+        pool.extend(DictTensor({}))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="env="):
         pool.store()
     number = np.uint8(7)  # NumPy's integers are as good as Python's
@@ -418,10 +378,10 @@ def test_a_key_that_samples_use_is_refused_and_can_be_left_out(key: str) -> None
 
 @pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy])
 def test_a_pool_is_not_copied_by_accident(make_copy: Any) -> None:
-    pool = filled(storage="shared")
-    for each in (Pool(pool_size=5), pool, pickle.loads(pickle.dumps(pool))):
-        with pytest.raises(UsageError, match=r"copied(.|\n)*transitions\(\)"):
-            make_copy(each)
+    shared = filled(storage="shared")
+    for pool in (Pool(pool_size=5), shared, pickle.loads(pickle.dumps(shared))):
+        with pytest.raises(UsageError, match="not copied"):
+            make_copy(pool)
 
 
 def test_a_forked_copy_of_a_shared_pool_only_reads(monkeypatch: pytest.MonkeyPatch) -> None:
