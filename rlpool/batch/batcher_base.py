@@ -84,9 +84,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             functions,
             # Not a method of this object: a batcher that is dropped, as when a notebook's cell is
             # run again, ends its workers at once only if nothing refers back to it.
-            make_layout=partial(
-                self._layout, n_timesteps, n_slots, self._n_workers
-            ),
+            make_layout=partial(self._layout, n_timesteps, n_slots, self._n_workers),
             policy=policy,
             timeout_s=timeout if n_threads else None,
             crash_dir=crash_dir,

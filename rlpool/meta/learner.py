@@ -16,7 +16,7 @@ from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import AgentError, EnvError, SpecError, UsageError, WorkerError
 from rlpool.loop.plan import Episode
 from rlpool.loop.rollout import Rollout
-from rlpool.machine.arguments import whole_number
+from rlpool.machine.arguments import takes_keyword, whole_number
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.meta.agents import ActingAgent, RandomAgent
 from rlpool.meta.rollouts import Deliver, RolloutColumns, RolloutPlan, RowsEnv
@@ -126,7 +126,8 @@ class Learner:
 
     Args:
         agent: An ``rlpool.Agent``, or an object with ``act`` (see ``ActingAgent``).
-        policy_storage: Stores what was collected. It is called by keywords:
+        policy_storage: Stores what was collected. It is called with these keywords,
+            or, if its parameters have other names, in this order:
             ``add_sample(observation, action, reward, terminal, next_observation)`` for each
             transition of a Markov agent, ``add_episode(observations, actions, rewards, terminals,
             next_observations)`` for each rollout of the others.
@@ -214,8 +215,13 @@ def _store_into(storage: Any, arch: AGENT_ARCHS) -> Deliver:
             fix=f"define {name}(), by which agent_arch {arch.name} stores, or change agent_arch",
         )
 
+    has_names = all(takes_keyword(add, name) for name in names)
+
     def store(columns: Sequence[Any]) -> None:
-        add(**dict(zip(names, columns, strict=True)))
+        if has_names:
+            add(**dict(zip(names, columns, strict=True)))
+        else:
+            add(*columns)
 
     def store_samples(rollout: RolloutColumns) -> None:
         flat = rollout._replace(rewards=rollout.rewards[:, 0], terminals=rollout.terminals[:, 0])
