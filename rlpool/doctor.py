@@ -33,7 +33,8 @@ from rlpool.machine.worker_limits import (
     worker_quotas,
 )
 from rlpool.manager.parallel_env import ParallelEnvManager
-from rlpool.workers.process_start import memory_of, why_impossible, why_spawned
+from rlpool.workers.process_start import memory_of, why_spawned
+from rlpool.workers.template_handle import why_impossible
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 

@@ -33,7 +33,7 @@ class Place(NamedTuple):
         worker: Its number.
         n_workers: How many there are.
         root: Root of all seeds.
-        policy: When it is replaced.
+        policy: Says when it is replaced.
     """
 
     worker: int
@@ -49,9 +49,9 @@ class Control:
         row: int64 ``[CONTROL_COLUMNS]``.
 
     Attributes:
-        steps: One element that counts resets and steps.
+        steps: One element, which counts resets and steps.
         lane: One element: the lane whose environment runs.
-        done: One element that counts what it completed.
+        done: One element, which counts completed episodes and commands.
     """
 
     def __init__(self, row: Array) -> None:
@@ -77,7 +77,7 @@ def run_connected(
     try:
         run(place, connection, control_fd.detach())
     finally:
-        # Threads of the user's may keep this process: the caller does not wait for them.
+        # The user's threads may keep this process alive: the caller does not wait for them.
         connection.close()
 
 
@@ -102,7 +102,7 @@ def settle_in(place: Place, control_fd: int) -> Control:
         control_fd: Descriptor of the shared numbers of all workers; closed here.
     """
     set_title(f"rlpool-worker-{place.worker}")
-    # Ctrl-C goes to the whole foreground group; the caller decides what becomes of its workers.
+    # Ctrl-C goes to the whole foreground group; the caller decides what happens to its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if os.getpgrp() != os.getpid():
         # What environments start belongs to this worker's group, and is ended with it.
@@ -112,7 +112,7 @@ def settle_in(place: Place, control_fd: int) -> Control:
     seed = worker_seed(place.root, place.worker)
     seed_generators(seed)
     if _has_other_devices():
-        torch.manual_seed(seed)  # theirs, too: costs a worker 1 MB and 2 ms, if only to note it
+        torch.manual_seed(seed)  # also theirs, which costs a worker 1 MB and 2 ms
     n_bytes = place.n_workers * CONTROL_COLUMNS * np.dtype(np.int64).itemsize
     memory = Memory.attach(control_fd, n_bytes)
     control = Control(memory.root().view(np.int64).reshape(-1, CONTROL_COLUMNS)[place.worker])
@@ -121,11 +121,11 @@ def settle_in(place: Place, control_fd: int) -> Control:
 
 
 def called(where: Where, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of the user's that makes something.
+    """Call a user's function that makes something, such as an environment.
 
     Args:
-        where: Where that is.
-        what: What the message calls it.
+        where: Where the worker is.
+        what: What the error message calls the function.
         function: The function.
         *arguments: Its arguments.
 
@@ -145,8 +145,7 @@ def run(server: Server) -> None:
     """Run a worker until it is told to close or its parent is gone."""
     try:
         if server.start():
-            # Modules, environments and agent stay: the garbage collector need not look at them
-            # again and again.
+            # Modules, environments and agent stay: the garbage collector can skip them.
             gc.freeze()
             server.serve()
     except (EOFError, OSError):
@@ -157,5 +156,5 @@ def run(server: Server) -> None:
 
 def _has_other_devices() -> bool:
     """Whether this torch was built for anything but the CPU; asking starts no device."""
-    accelerator: Any = getattr(torch, "accelerator", None)  # which there is since torch 2.6
+    accelerator: Any = getattr(torch, "accelerator", None)  # new in torch 2.6
     return accelerator is None or accelerator.current_accelerator() is not None

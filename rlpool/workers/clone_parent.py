@@ -34,10 +34,10 @@ class ParentForks:
         if sys.platform != "linux" or machine not in _SYSCALLS or sys.maxsize < 2**32:
             raise OSError(f"forks on {sys.platform}, {machine} cannot be children of the caller")
         self._clone, self._set_robust_list, get_robust_list = _SYSCALLS[machine]
-        self._libc = ctypes.PyDLL(None, use_errno=True)  # which keeps Python's lock
+        self._libc = ctypes.PyDLL(None, use_errno=True)  # does not release Python's lock
         self._robust_list = ctypes.c_void_p(), ctypes.c_size_t()
         self._call(get_robust_list, 0, *map(ctypes.byref, self._robust_list))
-        # The C library keeps the number of its thread, which is another one in the fork.
+        # The C library keeps the number of its thread, which changes in the fork.
         tid_address = ctypes.c_void_p()
         self._libc.prctl(
             _PR_GET_TID_ADDRESS, ctypes.byref(tid_address), *map(ctypes.c_long, [0] * 3)

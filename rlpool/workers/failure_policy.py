@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, TypeVar
 
@@ -16,7 +15,7 @@ START_METHODS = ("auto", "spawn")
 """How worker processes may be started, see docs/start_methods.md."""
 
 DEFAULT_TIMEOUT_S = 600.0
-"""Without a single step for so long, a worker counts as hanging: far beyond any slow ``step``."""
+"""A worker that makes no step for this long counts as hanging: far beyond any slow ``step``."""
 
 DEFAULT_MAX_RESTARTS = 16
 """Restarts of all workers of one owner: enough for odd deaths, few enough to be noticed."""
@@ -27,15 +26,11 @@ _LONGEST_DELAY_S = 5.0
 
 _MOST_FAILED_STARTS = 3
 _MOST_BROKEN_STARTS = 10
-"""A worker that fails so often in a row before it is ready will not get ready the next time: the
-first number is for failures of its own, and for crashes and hangs where none was ever ready; the
-second for signals and hangs that may come from outside and then hit a worker that is starting as
-well as any other."""
-
-_CALM_S = 90.0
-"""Where a worker has been ready before, starting works, and signals come from outside as long as
-anybody sends them. So long without one worker that gets ready or makes a step, they are taken for
-the start's own all the same: far more than any start takes."""
+_MOST_BROKEN_RESTARTS = 25
+"""Failures in a row before a worker is ready after which it is given up: the first number is for
+failures of its own, and for crashes and hangs where no worker was ever ready; the second for
+signals that may come from outside; the third for signals and hangs where one was ready before,
+which with the delays takes a minute and a half."""
 
 _CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 """Signals that a process mostly sends itself."""
@@ -44,7 +39,7 @@ _LONGEST_HISTORY = 1000
 """Failures that are remembered: an owner without a limit may live for months."""
 
 _LEAST_RSS_BYTES = 2**20
-"""No process that imported this library is as small: a smaller limit is a mistaken unit."""
+"""No process that imports this library is this small: a lower limit is a mistaken unit."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +49,15 @@ class FailurePolicy:
     Attributes:
         on_worker_failure: ``"restart"`` replaces workers that died or hang, ``"raise"`` reports
             them.
-        max_restarts: How many replacements there may be in all, ``None`` for no limit.
+        max_restarts: The most replacements in all, ``None`` for no limit.
         on_env_error: ``"raise"`` reports an environment that raises, ``"restart"`` replaces its
             worker.
-        max_episodes_per_worker: A worker that has completed so many episodes is replaced, ``None``
-            for never.
+        max_episodes_per_worker: A worker is replaced after this many episodes, ``None`` for never.
         max_rss_bytes: A worker whose resident memory is larger is replaced, ``None`` for never.
         start_method: How processes are started, one of ``START_METHODS``.
 
     Raises:
-        SpecError: If a value is none of those; the message names it.
+        SpecError: If a value is none of these; the message names it.
     """
 
     on_worker_failure: str = "restart"
@@ -102,7 +96,7 @@ class FailurePolicy:
         return self.on_env_error == "restart"
 
     def restarts_on(self, failure: WorkerError) -> bool:
-        """Whether the worker that a failure put an end to is replaced."""
+        """Whether a worker that ended with this failure is replaced."""
         is_env_error = isinstance(failure, EnvError)
         return self.restarts_on_env_errors if is_env_error else self.restarts_workers
 
@@ -113,7 +107,7 @@ class FailurePolicy:
 
     @property
     def may_restart(self) -> bool:
-        """Whether workers are ever replaced, for whatever reason."""
+        """Whether workers are ever replaced."""
         return self.restarts_workers or self.restarts_on_env_errors or self.recycles
 
 
@@ -132,7 +126,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def takes_policy(function: _Function) -> _Function:
-    """Let the signature of a function name the arguments of ``FailurePolicy`` that it takes."""
+    """Show the arguments of ``FailurePolicy`` in the signature of a function that takes them."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -146,65 +140,57 @@ def takes_policy(function: _Function) -> _Function:
 
 @dataclass
 class _Record:
-    """The failures of one worker.
+    """The failures in a row of one worker.
 
     Attributes:
-        n_in_a_row: Failures without success in between.
+        n: All of them, without any work done in between.
         is_ready: Whether it got ready since the last one.
-        n_failed_starts: Those of its own since it was ready last.
-        n_broken_starts: Those by signals and hangs.
+        n_failed_starts: Failures of its own before it was ready.
+        n_broken_starts: Failures before it was ready that may come from outside.
     """
 
-    n_in_a_row: int = 0
+    n: int = 0
     is_ready: bool = False
     n_failed_starts: int = 0
     n_broken_starts: int = 0
 
 
 class Restarts:
-    """Notes the failures of one owner's workers and says when each starts again.
+    """Decides when workers that failed start again.
 
-    The first failure of a worker is followed by a restart at once. While the same worker fails
-    again without success in between, each restart waits twice as long as the one before. One that
-    fails again and again before it is ready is given up: soon if it fails by itself, with more
-    patience if signals end it and starting has worked before.
+    A worker's first failure is followed by a restart at once. While it fails again without having
+    done any work, each restart waits twice as long as the one before. A worker that fails again and
+    again before it is ready is given up: soon if it fails by itself, later if signals end it and
+    starting has worked before.
 
     Args:
         n_workers: Number of workers.
-        max_restarts: How many restarts there may be in all, ``None`` for no limit.
-        clock: Seconds that never go back.
+        max_restarts: The most restarts in all, ``None`` for no limit.
 
     Attributes:
-        n_restarts: Restarts that were granted.
+        n_restarts: Restarts so far.
     """
 
-    def __init__(
-        self,
-        n_workers: int,
-        max_restarts: int | None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, n_workers: int, max_restarts: int | None) -> None:
         self.n_restarts = 0
         self._max_restarts = max_restarts
-        self._clock = clock
         self._records = [_Record() for _ in range(n_workers)]
         self._history: deque[WorkerError] = deque(maxlen=_LONGEST_HISTORY)
-        self._moved_s: float | None = None  # when any worker got ready, or had made a step, last
-        self._steps: dict[int, int] = {}
+        self._was_any_ready = False
 
     def __str__(self) -> str:
         most = self._max_restarts
         return f"{self.n_restarts}" if most is None else f"{self.n_restarts} of {most}"
 
     def delay_s(self, worker: int, failure: WorkerError) -> float:
-        """Take note of a failure; returns how long to wait before the worker is started again.
+        """Record a failure; returns how long to wait before the worker starts again.
 
         Raises:
-            WorkerDiedError: If it is not; its ``history`` has all failures.
+            WorkerDiedError: If it does not; its ``history`` has all failures.
         """
         record = self._records[worker]
         self._history.append(failure)
-        record.n_in_a_row += 1
+        record.n += 1
         if self._max_restarts is not None and self.n_restarts >= self._max_restarts:
             if not self._max_restarts:
                 raise self._final(failure, "max_restarts=0 allows no restart")
@@ -215,40 +201,34 @@ class Restarts:
             raise self._final(failure, f"it failed {n_starts} times before it was ready")
         record.is_ready = False
         self.n_restarts += 1
-        if record.n_in_a_row == 1:
+        if record.n == 1:
             return 0.0
-        return float(min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(record.n_in_a_row - 2, 16)))
+        return float(min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(record.n - 2, 16)))
 
     def note_ready(self, worker: int) -> None:
-        """Take note that a worker has its environments; that is no success of its work yet."""
+        """Record that a worker has its environments, before it has done any work."""
         record = self._records[worker]
         record.is_ready, record.n_failed_starts, record.n_broken_starts = True, 0, 0
-        self._moved_s = self._clock()
+        self._was_any_ready = True
 
     def note_success(self, worker: int) -> None:
-        """Take note that a worker has done some work: its next failure is a first one again."""
-        self._records[worker].n_in_a_row = 0
+        """Record that a worker has done some work: its next failure counts as a first one."""
+        self._records[worker].n = 0
         for record in self._records:  # where one can work, so can the others
             record.n_failed_starts = record.n_broken_starts = 0
-        self._moved_s = self._clock()
-
-    def look_at(self, steps: Mapping[int, int]) -> None:
-        """Take note of how many steps workers that are ready have made until now."""
-        if any(n_steps != self._steps.get(worker) for worker, n_steps in steps.items()):
-            self._moved_s = self._clock()
-        self._steps = dict(steps)
+        self._was_any_ready = True
 
     def _start_is_hopeless(self, record: _Record, failure: WorkerError) -> bool:
         """Whether a worker has failed too often in a row before it was ready."""
         signal_name = getattr(failure, "signal_name", None)
         hangs = isinstance(failure, WorkerTimeoutError)
-        is_first = self._moved_s is None and (hangs or signal_name in _CRASHES)
-        if is_first or not (hangs or signal_name):
+        may_be_its_own = not self._was_any_ready and (hangs or signal_name in _CRASHES)
+        if may_be_its_own or not (hangs or signal_name):
             record.n_failed_starts += 1
             return record.n_failed_starts >= _MOST_FAILED_STARTS
         record.n_broken_starts += 1
-        is_calm = self._moved_s is None or self._clock() - self._moved_s >= _CALM_S
-        return record.n_broken_starts >= _MOST_BROKEN_STARTS and is_calm
+        most = _MOST_BROKEN_RESTARTS if self._was_any_ready else _MOST_BROKEN_STARTS
+        return record.n_broken_starts >= most
 
     def _final(self, failure: WorkerError, why: str, advice: str = "") -> WorkerDiedError:
         n = self.n_restarts

@@ -7,11 +7,11 @@ from collections.abc import Collection, Sequence
 
 _LONGEST_LOOK_S = 0.5
 _LOOKS_PER_TIMEOUT = 4
-"""Time between two looks counts up to so much, and to such a part of the timeout: who looks seldom
-cannot tell a worker that hangs from one that waited for him."""
+"""The time between two looks counts up to this long, or this part of the timeout: a caller that
+seldom looks cannot tell a worker that hangs from one that waited for the caller."""
 
 _START_S = 20.0
-"""A worker that is starting may be idle so long at least: importing may be slow."""
+"""A worker that is starting may be idle for at least this long: importing may be slow."""
 
 
 class HangWatch:
@@ -35,15 +35,15 @@ class HangWatch:
         return min(_LONGEST_LOOK_S, self._timeout_s / _LOOKS_PER_TIMEOUT)
 
     def begin(self) -> None:
-        """Let no time before now count."""
+        """Count time from now on: the caller was not watching before."""
         self._last_look_s = time.monotonic()
 
     def hanging(self, progress: Sequence[int], watched: Collection[int]) -> int | None:
-        """A worker that hangs, if there is one.
+        """A worker that hangs, ``None`` if none does.
 
         Args:
-            progress: Per worker a number that changes when it does anything; negative while it is
-                starting, 0 if nothing is known.
+            progress: Per worker, a number that changes when it does anything: negative while it
+                starts, 0 if nothing is known.
             watched: The workers that have something to do.
         """
         if self._timeout_s is None:

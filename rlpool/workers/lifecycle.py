@@ -1,23 +1,21 @@
 """The life of worker processes: they start, work, end, and are replaced.
 
-Every worker goes through the same states, whatever it works at::
+Every worker goes through the same states, whatever it runs::
 
     DOWN --due--> STARTING --ready--> UP --retiring, failed, dismissed--> LEAVING --> DOWN
-    any state --end of the process--> DOWN
+    any state --the process ends--> DOWN
     STARTING or UP, busy, without progress for timeout --> killed
     LEAVING past its deadline --> killed
 
-Every end is judged in one place, ``_judge``: by the worker's last words if it left any, else by how
-it died. Then either a successor is due, now or later, or nothing will work any more (``fatal``).
+Every end is judged in ``_judge``: by the worker's last words if it left any, else by how it died.
+Then either a successor is due, now or later, or nothing works any more (``fatal``).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import select
-import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -44,36 +42,24 @@ from rlpool.memory.storage import Array, Memory
 from rlpool.workers.child import CONTROL_COLUMNS, Place, WorkerMain
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
 from rlpool.workers.hang_watch import HangWatch
-from rlpool.workers.launch import launch, starting_processes
 from rlpool.workers.logs import Logs
-from rlpool.workers.process_start import bury, process_class
+from rlpool.workers.process_end import end_all, reap, signal_name
+from rlpool.workers.process_start import launch, prepare, reap_template, starting_processes
 from rlpool.workers.stacks import Stacks, ask
-from rlpool.workers.wire import CallerPipe, Close, Failed, Message, Ready, Retiring
+from rlpool.workers.wire import CallerPipe, Failed, Message, Ready, Retiring
 
 _LOG = logging.getLogger("rlpool")
-
-CLOSE_S = 1.5
-"""How long workers may take to close their environments before they are terminated."""
-
-TERMINATE_S = 0.5
-"""How long they may then take to end before they are killed. With that nothing is left three
-seconds after Ctrl-C."""
 
 LEAVE_S = 3.0
 """How long one that is replaced may take to close its environments before it is killed."""
 
-_REAP_S = 1.0
-"""How long a process that is ending may take to be gone."""
-
 _UNKILLABLE_S = 10.0
-"""A process that was killed and is still there after this will not end soon."""
+"""A process that is still there this long after it was killed will not end soon."""
 
 _OUT_OF_MEMORY = (
-    "mostly that is the system, for want of memory (dmesg tells): run fewer workers, lower "
+    "most likely the system ran out of memory (dmesg shows it): run fewer workers, lower "
     "n_slots, or set max_rss_bytes"
 )
-
-_NEVER = math.inf
 
 
 class State(Enum):
@@ -98,7 +84,7 @@ class Life:
         last_words: Why it is about to end, if that is a failure.
         retires: Why it is about to end, if it is healthy; empty otherwise.
         is_dismissed: Whether it ends for good.
-        deadline_s: While it is down when it starts again, while it is leaving when it is killed.
+        deadline_s: When it starts again while it is down, when it is killed while it is leaving.
     """
 
     def __init__(self, worker: int) -> None:
@@ -106,68 +92,58 @@ class Life:
         self.state = State.DOWN
         self.process: SpawnProcess | None = None
         self.pipe: CallerPipe | None = None
+        self.last_words: WorkerError | None = None
+        self.retires = ""
         self.is_dismissed = False
         self.deadline_s = 0.0
-        self.forget_end()
 
     @property
     def has_ended(self) -> bool:
         """Whether its process is no more."""
         return self.process is not None and not self.process.is_alive()
 
-    def forget_end(self) -> None:
-        """Be as if nothing had been said about its end."""
-        self.last_words: WorkerError | None = None
-        self.retires = ""
-
-    def leave(self) -> None:
-        """Take note that it is about to end, for which it has a while."""
-        self.state = State.LEAVING
-        self.deadline_s = time.monotonic() + LEAVE_S
-
 
 class Client(Protocol):
-    """Who gives the workers something to do."""
+    """Gives the workers something to do."""
 
     def setup(self, worker: int) -> tuple[Message, Memory | None]:
         """The first message to a worker: what it has to create."""
 
     def brief(self, worker: int, report: Any) -> None:
-        """A worker has created it: tell it all that there is to do."""
+        """A worker has created it: send it all outstanding work."""
 
     def take(self, worker: int, message: Message) -> None:
-        """A message of a worker."""
+        """Handle a message from a worker."""
 
     def lost(self, worker: int, failure: WorkerError | None) -> None:
-        """A worker is gone and will be replaced; ``failure`` says why, if it is one."""
+        """A worker is gone and will be replaced; ``failure`` says why, if it failed."""
 
     def busy(self) -> Collection[int]:
         """The workers that have something to do."""
 
     def where(self, worker: int) -> Any:
-        """A ``Where``: what a worker is doing, as far as shared memory tells."""
+        """A ``Where``: what a worker is doing, as far as shared memory shows."""
 
 
 class Workers:
     """Worker processes, and the caller's ends of their pipes.
 
-    Each worker costs the caller three descriptors: its pipe, and two that multiprocessing keeps
-    to notice its end and to let it notice the caller's. One more is that of the shared numbers and
-    one that of the file for their logs.
+    Each worker costs the caller three descriptors: its pipe, and two by which multiprocessing lets
+    caller and worker notice each other's end. The shared numbers and the log file cost one each.
 
-    Nothing happens in the background: whoever waits calls ``poll`` or ``wait_until``.
+    Nothing happens in the background: a caller that waits calls ``poll`` or ``wait_until``.
 
     Args:
         runs: The main function of each worker process.
         root: Root of all seeds.
-        policy: What becomes of workers that fail.
+        policy: What happens to workers that fail.
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
-        client: Is told what happens.
+        client: Gives them work.
         debug_hint: What to do about a worker that died.
 
     Attributes:
-        fatal: Why nothing will work any more.
+        fatal: Why nothing works any more.
         control_fd: Descriptor of the shared numbers, for locks.
         all_up: Whether every worker is ready.
     """
@@ -205,7 +181,7 @@ class Workers:
         self.deliver_logs = self._logs.deliver
         # Runs once: on close(), when this object is collected, or before multiprocessing waits for
         # its children at exit; never in a process that was forked from this one.
-        self._end = Finalize(self, _end_all, (self._lives, self._logs), exitpriority=10)
+        self._end = Finalize(self, _close, (self._lives, self._logs), exitpriority=10)
 
     # Talking to workers -----------------------------------------------------------------------
 
@@ -226,7 +202,7 @@ class Workers:
                 self._start(life)
             except OSError as error:
                 what = f"{n_started} of {self.n_workers} workers could be started: {error}"
-                fix = "python -m rlpool doctor tells which limit that may be"
+                fix = "python -m rlpool doctor shows which limit that may be"
                 raise WorkerStartupError(what, fix=fix) from error
         self.wait_until(lambda: self.all_up or self.fatal is not None)
         self.refuse_if_dead()
@@ -262,7 +238,7 @@ class Workers:
         return Memory.shared(n_bytes)
 
     def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
-        """Send a message to a worker that is ready; any other will be briefed when it is.
+        """Send a message to a worker that is ready; any other is briefed when it is.
 
         It does not wait for the worker: ``poll`` sends what its pipe does not take.
         """
@@ -272,13 +248,13 @@ class Workers:
     def _send(self, life: Life, message: Message, memory: Memory | None = None) -> None:
         pipe = life.pipe
         if pipe is not None:
-            with InterruptsHeld(), suppress(ConnectionError):  # poll() will tell of its death
+            with InterruptsHeld(), suppress(ConnectionError):  # poll() notices its death
                 pipe.send(message, memory)
             if pipe.events & select.POLLOUT:
                 self._poller = None  # it does not watch for that
 
     def refuse_if_dead(self) -> None:
-        """Raise what has put an end to everything, if anything has."""
+        """Raise the error that ended everything, if there is one."""
         if self.fatal is not None:
             raise self.fatal
 
@@ -297,7 +273,7 @@ class Workers:
                 self.look_for_hang()
 
     def poll(self, timeout_s: float) -> bool:
-        """Deliver what has arrived, logs included, and start workers whose time has come.
+        """Deliver what has arrived, logs included, and start workers that are due.
 
         Args:
             timeout_s: Longest wait for something to arrive.
@@ -313,7 +289,7 @@ class Workers:
         if len(ready) == 1 and ready[0][0] == self._wake_fd and self.all_up:
             return True
         self._rest_at_exit()
-        self._deliver_all(dict(ready))
+        self._deliver_all(ready)
         self.deliver_logs()
         if not self.all_up:
             with InterruptsHeld():
@@ -321,7 +297,7 @@ class Workers:
         return any(fd == self._wake_fd for fd, _ in ready)
 
     def _new_poller(self) -> select.poll:
-        """What waits for any worker, until there are others."""
+        """Waits for any worker; used until workers or what they are sent change."""
         self._poller, self._worker_of = poller, worker_of = select.poll(), {}
         if self._wake_fd >= 0:
             poller.register(self._wake_fd, select.POLLIN)
@@ -332,14 +308,17 @@ class Workers:
                 worker_of[life.pipe.fileno()] = worker_of[life.process.sentinel] = life.worker
         return poller
 
-    def _deliver_all(self, events: dict[int, int]) -> None:
-        """Act upon what descriptors say, and upon deaths that they do not tell."""
-        ready = set()
-        for fd, event in events.items():
-            if fd in self._worker_of:
-                ready.add(self._worker_of[fd])
-                if event & select.POLLOUT:
-                    self._flush(self._lives[self._worker_of[fd]])
+    def _rest_at_exit(self) -> None:
+        """Let a daemon thread wait for the end of Python, which has ended its workers.
+
+        It would take their ends for deaths and start others.
+        """
+        if is_exiting() and not self._end.still_active() and threading.current_thread().daemon:
+            threading.Event().wait()
+
+    def _deliver_all(self, events: Sequence[tuple[int, int]]) -> None:
+        """Handle messages and ends of workers, and send what a pipe did not take before."""
+        ready = {self._worker_of[fd] for fd, _ in events if fd in self._worker_of}
         # A process that a dead worker had forked may keep its descriptors open.
         ready |= {life.worker for life in self._lives if life.pipe is not None and life.has_ended}
         if not ready:
@@ -352,127 +331,109 @@ class Workers:
                 self.abort()  # a message may be lost
                 raise
 
-    def _rest_at_exit(self) -> None:
-        """Let a daemon thread wait for the end of Python, which has ended its workers.
-
-        It would take their ends for deaths, and start others.
-        """
-        if is_exiting() and not self._end.still_active() and threading.current_thread().daemon:
-            threading.Event().wait()
-
-    def _flush(self, life: Life) -> None:
-        """Go on with what a worker could not take before."""
-        if life.pipe is not None:
-            with InterruptsHeld(), suppress(OSError):  # it is gone, which is told in its turn
+    def _deliver_from(self, life: Life) -> None:
+        """Handle a worker's messages, its last words before its death."""
+        if life.pipe is not None and life.pipe.events & select.POLLOUT:
+            with suppress(OSError):  # it is gone, which is handled below
                 life.pipe.flush()
             self._poller = None  # it watches whether there is something to be written
-
-    def _deliver_from(self, life: Life) -> None:
-        """Deliver a worker's messages, its last words before its death."""
         while life.pipe is not None and life.process is not None:
+            # Asked in this order: what was sent before the death is in the pipe by then.
+            is_alive = life.process.is_alive()
             try:
-                # Asked in this order: what was sent before the death is in the pipe by then.
-                is_alive = life.process.is_alive()
                 message = life.pipe.receive()
-                if message is None and is_alive:
-                    return
-                if message is None:
-                    raise EOFError
             except (EOFError, OSError):
-                self._bury(life, life.process)
+                message, is_alive = None, False
+            if message is not None:
+                self._take(life, message)
+            elif is_alive:
                 return
-            self._take(life, message)
+            else:
+                self._bury(life, life.pipe, life.process)
 
     def _take(self, life: Life, message: Message) -> None:
         if isinstance(message, Ready):
-            life.state = State.UP
-            self._note_states()
+            self._set_state(life, State.UP)
             self._client.brief(life.worker, message.report)
         elif isinstance(message, Retiring):
             life.retires = message.why
-            life.leave()
-            self._note_states()
+            self._set_state(life, State.LEAVING, LEAVE_S)
         elif isinstance(message, Failed) and message.command is None:
             self.expect_end(life.worker, message.error)
             if not self._has_started:
-                self.fatal = self.fatal or message.error
+                self.fail(message.error)
         else:
             self._client.take(life.worker, message)
 
-    def _note_states(self) -> None:
+    def _set_state(self, life: Life, state: State, seconds: float = math.inf) -> None:
+        """Change a worker's state, for some time if it is down or leaving."""
+        life.state, life.deadline_s = state, time.monotonic() + seconds
         self.all_up = all(life.state is State.UP or life.is_dismissed for life in self._lives)
 
     # Ending and starting ------------------------------------------------------------------------
 
     def expect_end(self, worker: int, failure: WorkerError) -> None:
-        """Take note that a worker will end because of a failure; one that does not is killed."""
+        """Record that a worker will end because of a failure; if it does not, it is killed."""
         life = self._lives[worker]
         life.last_words = failure
-        life.leave()
-        self._note_states()
+        self._set_state(life, State.LEAVING, LEAVE_S)
 
     def dismiss(self, worker: int) -> None:
-        """Take note that a worker ends for good: it has no successor."""
+        """Record that a worker ends for good: it has no successor."""
         self._lives[worker].is_dismissed = True
 
     def note_ready(self, worker: int) -> None:
-        """Take note that a worker has what it needs; that is no success of its work yet."""
+        """Record that a worker has what it needs, before it has done any work."""
         self._restarts.note_ready(worker)
 
     def note_success(self, worker: int) -> None:
-        """Take note that a worker has done some work: its next failure is a first one again."""
+        """Record that a worker has done some work: its next failure counts as a first one."""
         self._restarts.note_success(worker)
 
     def fail(self, error: RlpoolError) -> None:
-        """Put an end to everything."""
+        """Put an end to everything; the first error is the one that is raised."""
         self.fatal = self.fatal or error
 
     def kill(self, worker: int) -> None:
-        """End a worker at once; ``poll`` will tell of its death."""
+        """End a worker at once; ``poll`` notices its death."""
         process = self._lives[worker].process
         if process is not None:
             process.kill()
 
-    def _bury(self, life: Life, process: SpawnProcess) -> None:
+    def _bury(self, life: Life, pipe: CallerPipe, process: SpawnProcess) -> None:
         """Clear away what is left of a worker that ended, and judge its end."""
-        pipe, life.pipe = life.pipe, None
+        life.pipe = None
+        pipe.close()
         self._poller = None  # it watches descriptors that are closed now
-        if pipe is not None:
-            pipe.close()
-        process.join(_REAP_S)  # its pipe is at its end: it is ending or has ended
-        if process.is_alive():
-            process.kill()  # else nobody would ever look after it again
-            process.join(_REAP_S)
-        _end_group_of(process)
-        life.state, life.deadline_s = State.DOWN, _NEVER
-        self._note_states()
+        reap(process)
+        self._set_state(life, State.DOWN)
         if self.fatal is None and not life.is_dismissed:
             self._judge(life, process.exitcode)
 
     def _judge(self, life: Life, exitcode: int | None) -> None:
         """Decide what follows from a worker's end."""
-        worker = life.worker
         failure, retires = life.last_words, life.retires
-        life.forget_end()
+        life.last_words, life.retires = None, ""
         guard = missing_guard_error(exitcode)
         if guard is not None:
             self.fatal = guard
         elif retires and failure is None:
-            _LOG.info("worker %d is replaced after %s", worker, retires)
-            life.deadline_s = 0.0
-            self._client.lost(worker, None)
+            _LOG.info("worker %d is replaced after %s", life.worker, retires)
+            self._set_state(life, State.DOWN, 0.0)
+            self._client.lost(life.worker, None)
         else:
-            failure = failure or self._death(worker, exitcode)
-            if self._policy.restarts_on(failure):
-                self._note_progress(worker)
-                self._restart(life, failure)
-            else:
+            failure = failure or self._death(life.worker, exitcode)
+            if not self._policy.restarts_on(failure):
                 self.fatal = failure
+                return
+            if self._numbers[life.worker, 2]:  # messages come only after whole requests
+                self.note_success(life.worker)
+            self._restart(life, failure)
 
     def _restart(self, life: Life, failure: WorkerError) -> None:
-        """Let a worker that failed be started again when its time has come."""
+        """Let a worker that failed start again when it is due."""
         try:
-            life.deadline_s = time.monotonic() + self._restarts.delay_s(life.worker, failure)
+            self._set_state(life, State.DOWN, self._restarts.delay_s(life.worker, failure))
         except WorkerDiedError as error:
             self.fatal = error
             return
@@ -480,24 +441,18 @@ class Workers:
         _LOG.warning("%s%s: restart %s", failure.what, where, str(self._restarts))
         self._client.lost(life.worker, failure)
 
-    def _note_progress(self, worker: int) -> None:
-        """Look at what workers have done, of which there are messages only when it is over."""
-        if self._numbers[worker, 2]:
-            self._restarts.note_success(worker)
-        self._restarts.look_at({w: int(self._numbers[w, 0]) for w in self.up})
-
     def _death(self, worker: int, exitcode: int | None) -> WorkerDiedError:
-        signal_name = _signal_name(exitcode)
+        name = signal_name(exitcode)
         return WorkerDiedError(
-            f"worker {worker} died ({signal_name or f'exit code {exitcode}'})",
+            f"worker {worker} died ({name or f'exit code {exitcode}'})",
             exitcode=exitcode,
-            signal_name=signal_name,
+            signal_name=name,
             where=self._client.where(worker),
-            fix=_OUT_OF_MEMORY if signal_name == "SIGKILL" else self._debug_hint,
+            fix=_OUT_OF_MEMORY if name == "SIGKILL" else self._debug_hint,
         )
 
     def _advance(self) -> None:
-        """Start workers whose time has come, and end those that have had enough of it."""
+        """Start workers that are due, and kill those that take too long to end."""
         now_s = time.monotonic()
         for life in self._lives:
             if now_s < life.deadline_s or self.fatal is not None:
@@ -524,22 +479,22 @@ class Workers:
         Raises:
             OSError: If the system allows no further process or descriptor.
         """
-        kind, before = process_class(self._policy.start_method), life.process
+        before, start_method = life.process, self._policy.start_method
+        prepare(start_method)
         self._numbers[life.worker] = 0
         place = Place(life.worker, self.n_workers, self._root, self._policy)
         with starting_processes():
             logs = self._logs.of_worker(life.worker)
             life.pipe, life.process = launch(
-                kind, self._runs[life.worker], place, logs, self.control_fd
+                self._runs[life.worker], place, logs, self.control_fd, start_method
             )
-            life.state, life.deadline_s = State.STARTING, _NEVER
+            self._set_state(life, State.STARTING)
             self._poller = None  # it does not watch the new descriptors
             try:
                 self._send(life, *self._client.setup(life.worker))
             except OSError:
                 life.process.kill()
                 raise
-        self._note_states()
         if before is not None:
             with suppress(ValueError):  # not ended although killed: the kernel is not done with it
                 before.close()
@@ -547,16 +502,19 @@ class Workers:
     # Looking at workers -------------------------------------------------------------------------
 
     def look_from_now_on(self) -> None:
-        """Count time without progress from now on: what was before was not waiting."""
+        """Count time without progress from now on: the caller was not waiting before."""
         self._watch.begin()
 
     def look_for_hang(self) -> None:
         """Kill a worker that has something to do and makes no progress."""
         if self._timeout_s is None or self.fatal is not None:
             return
-        busy = set(self._client.busy()) if self._has_started else set()
-        watched = busy.intersection(self.up)
-        watched.update(life.worker for life in self._lives if life.state is State.STARTING)
+        busy = self._client.busy() if self._has_started else ()
+        watched = {
+            life.worker
+            for life in self._lives
+            if life.state is State.STARTING or (life.state is State.UP and life.worker in busy)
+        }
         worker = self._watch.hanging(self._progress(), watched)
         if worker is None:
             return
@@ -570,10 +528,10 @@ class Workers:
         self.kill(worker)
 
     def _progress(self) -> list[int]:
-        """Per worker a number that changes when it does anything.
+        """Per worker, a number that changes when it does anything.
 
-        Steps, and lanes within a step, of which there may be many slow ones; while it is starting,
-        what the system says of it, as a negative number, 0 where it does not tell.
+        It counts steps, and the lane within a step, as each of many lanes may be slow. While a
+        worker starts it is the processor time, as a negative number, or 0 if that is unknown.
         """
         progress: list[int] = ((self._numbers[:, 0] << 20) + self._numbers[:, 1]).tolist()
         for life in self._lives:
@@ -586,7 +544,7 @@ class Workers:
         return int(self._numbers[worker, 1])
 
     def stacks(self) -> list[Stacks]:
-        """What each worker is doing; a signal handler may ask, too."""
+        """What each worker is doing; may be called from a signal handler."""
         return ask(range(self.n_workers), self.processes)
 
     def stacks_of(self, worker: int) -> str:
@@ -597,7 +555,7 @@ class Workers:
     # The end ------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """End all workers at once; none is replaced, and ``close`` will not wait."""
+        """End all workers at once; none is replaced, and ``close`` does not wait."""
         what = "the workers were ended after an interruption"
         self.fail(WorkerDiedError(what, exitcode=None, fix="make a new batcher"))
         for process in self.processes:
@@ -606,65 +564,18 @@ class Workers:
     def close(self) -> None:
         """Tell all workers to close, wait for them, end those that take too long."""
         self._end()
-        bury()
+        reap_template()
         self._control.close_fd()
 
 
-def _signal_name(exitcode: int | None) -> str | None:
-    """Name of the signal that ended a process, if one did."""
-    if exitcode is None or exitcode >= 0:
-        return None
-    try:
-        return signal.Signals(-exitcode).name
-    except ValueError:
-        return f"signal {-exitcode}"
-
-
-def _end_all(lives: list[Life], logs: Logs) -> None:
+def _close(lives: list[Life], logs: Logs) -> None:
     """Close all workers; also run when a forgotten owner is collected or Python exits."""
-    living = [(life.pipe, life.process) for life in lives if life.pipe and life.process]
     try:
-        _ask_to_end([pipe for pipe, _ in living], [process for _, process in living])
-    except BaseException:
-        # Interrupted while waiting, by a second Ctrl-C: there is no other chance to end them.
-        for _, process in living:
-            process.kill()
-            process.join(_REAP_S)
-        raise
+        end_all([(life.pipe, life.process) for life in lives if life.pipe and life.process])
     finally:
-        for pipe, process in living:
-            pipe.close()
-            _end_group_of(process)
         for life in lives:
             if life.process is not None:
                 with suppress(ValueError):  # the kernel is not done with it, although killed
                     life.process.close()  # frees its descriptors
             life.pipe = life.process = None
         logs.finish()  # last: it runs handlers of the user's
-
-
-def _ask_to_end(pipes: list[CallerPipe], processes: list[SpawnProcess]) -> None:
-    """Tell all workers to close, then terminate, then kill those that do not."""
-    for pipe in pipes:
-        pipe.finish(Close())
-    steps: tuple[tuple[Callable[[SpawnProcess], Any], float], ...] = (
-        (SpawnProcess.is_alive, CLOSE_S),
-        (SpawnProcess.terminate, TERMINATE_S),
-        (SpawnProcess.kill, _REAP_S),
-    )
-    for end, patience_s in steps:
-        late = [process for process in processes if process.is_alive()]
-        for process in late:
-            end(process)
-        deadline_s = time.monotonic() + patience_s
-        for process in late:
-            process.join(max(0.0, deadline_s - time.monotonic()))
-
-
-def _end_group_of(process: SpawnProcess) -> None:
-    """End what the environments of a worker that has ended have started and not ended."""
-    # A number is not given again while a group of that number lives. Where it was given again since
-    # the worker's end was noticed, nothing of the worker's is left, and the group is another's.
-    if process.pid is not None and not os.path.exists(f"/proc/{process.pid}"):
-        with suppress(OSError):  # mostly there is nothing
-            os.killpg(process.pid, signal.SIGKILL)

@@ -1,10 +1,9 @@
 """What workers log reaches the caller's ``logging``.
 
-In a worker every record that its logger lets through becomes a line of the log file, whatever
-handlers there are; handlers that print to the worker's own stdout or stderr are skipped, as the
-caller has handlers of its own. In the caller the records go to the loggers of the same names, whose
-levels, filters, and handlers decide. Nothing runs in the background there: records are handed over
-whenever the caller is inside rlpool.
+In a worker every record that its logger lets through becomes a line of an anonymous file that all
+workers of a caller append to (``LogFile``), whatever handlers there are. In the caller the records
+go to the loggers of the same names, whose levels, filters, and handlers decide. Nothing runs in the
+background there: records are handed over whenever the caller is inside rlpool.
 
 The message is formatted where it was logged, and an exception becomes its traceback. What was added
 with ``extra={...}`` arrives as numbers, text, lists, and dicts; anything else becomes text.
@@ -12,19 +11,37 @@ with ``extra={...}`` arrives as numbers, text, lists, and dicts; anything else b
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import mmap
 import os
 import sys
 import threading
 from collections import deque
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.workers.log_file import LogFile
+from rlpool.memory.storage import PAGE_BYTES, Memory, anonymous_file
+from rlpool.workers.wire import Inherited
 
 _LOG = logging.getLogger("rlpool")
+
+MAX_UNREAD_BYTES = 16 * 2**20
+"""While this much is unread, further records are dropped and counted: after tens of thousands."""
+
+_FREE_BYTES = 2**18
+"""Pages are freed when this many bytes were read."""
+
+_TEXT_BYTES = 2**20
+"""Longest text from the caller. Pages of it that nobody writes to cost nothing."""
+
+_READ_TO, _EDITION, _LENGTH = range(3)
+"""Shared numbers of the file. A worker has two: how many records it has dropped, and written."""
 
 _PATIENCE_S = 1.0
 """How long to wait for a thread that hands records over to a slow handler."""
@@ -39,25 +56,134 @@ Levels = dict[str, int]
 """Levels of the loggers that have one, and ``""``: what ``logging.disable`` was called with."""
 
 
-def current_levels() -> Levels:
-    """The levels of this process, by which workers tell what is worth sending."""
-    manager = logging.root.manager
-    named = {
-        name: logger.level
-        for name, logger in list(manager.loggerDict.items())
-        if isinstance(logger, logging.Logger) and logger.level
-    }
-    return {**named, "root": logging.root.level, "": manager.disable}
+class LogFile:
+    """An anonymous file that workers append lines to and the caller reads.
+
+    A line is written as a whole and after all others, without waiting for a reader, and stays even
+    if its writer is killed in the next instruction. The caller frees the pages that it has read.
+    The first pages hold shared numbers, and a text from the caller to the workers: levels.
+
+    Args:
+        n_workers: Number of workers.
+        fd: Descriptor of the file in a worker, by default a new file.
+
+    Attributes:
+        tail: The beginning of a line whose end has not been read.
+    """
+
+    def __init__(self, n_workers: int, fd: int | None = None) -> None:
+        self._fd = anonymous_file("rlpool-logs") if fd is None else fd
+        n_bytes = 8 * (3 + 2 * n_workers)
+        self._freed = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES + _TEXT_BYTES
+        if fd is None:
+            os.ftruncate(self._fd, self._freed)
+            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_APPEND)
+        root = Memory.attach(os.dup(self._fd), self._freed).root()
+        numbers = root[:n_bytes].view(np.int64).data  # read faster than an array
+        self._shared, self._counts = numbers[:3], numbers[3:]
+        self._dropped, self._written = self._counts[:n_workers], self._counts[n_workers:]
+        self._seen = bytes(self._counts)  # at the last ``read``
+        self._text = root[-_TEXT_BYTES:].data
+        self.tail = b""
+        if fd is None:
+            self._shared[_READ_TO] = self._freed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (len(self._dropped), Inherited(self._fd))
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._fd < 0
+
+    def close(self) -> None:
+        """Close the descriptor. May be repeated."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            self.close()
+
+    # In a worker ------------------------------------------------------------------------------
+
+    def append(self, worker: int, line: bytes) -> None:
+        """Write a line, or count it as dropped if too much is unread. Never waits."""
+        # It begins on a new line: the one before may have been cut off by a kill.
+        text = b"\n%b\n" % line
+        n_written = 0
+        with suppress(OSError):
+            if self._size() - self._shared[_READ_TO] + len(text) <= MAX_UNREAD_BYTES:
+                n_written = os.write(self._fd, text)
+        if n_written == len(text):
+            self._written[worker] += 1
+        else:
+            self.drop(worker)
+
+    def drop(self, worker: int) -> None:
+        """Count a line that is not written."""
+        self._dropped[worker] += 1
+
+    @property
+    def edition(self) -> int:
+        """How often the caller's text was changed."""
+        return self._shared[_EDITION]
+
+    def published(self) -> bytes:
+        """The caller's text; may be half of another one before the edition changes."""
+        return bytes(self._text[: self._shared[_LENGTH]])
+
+    # In the caller ----------------------------------------------------------------------------
+
+    def publish(self, text: bytes) -> None:
+        """Give the workers another text; nothing happens if it is too long."""
+        if len(text) <= _TEXT_BYTES:
+            self._text[: len(text)] = text
+            self._shared[_LENGTH] = len(text)
+            self._shared[_EDITION] += 1
+
+    def has_news(self) -> bool:
+        """Whether something was written or dropped since the last ``read``.
+
+        A line whose writer was killed before it counted the line comes with the next one, or at
+        the end. Looking at the size of the file would cost a system call per step.
+        """
+        return bytes(self._counts) != self._seen
+
+    def _size(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def read(self) -> list[bytes]:
+        """The lines that were not read yet.
+
+        A line that is still being written, or was cut off by a kill, comes with what follows.
+        """
+        self._seen = bytes(self._counts)  # first: what comes meanwhile is news
+        start = self._shared[_READ_TO]
+        data = os.pread(self._fd, self._size() - start, start)
+        *lines, self.tail = (self.tail + data).split(b"\n")
+        self._shared[_READ_TO] = start + len(data)
+        self._free(start + len(data))
+        return [line for line in lines if line]
+
+    def dropped(self) -> list[int]:
+        """For each worker how many lines it has dropped."""
+        return self._dropped.tolist()
+
+    def _free(self, stop: int) -> None:
+        """Free the pages before a place in the file."""
+        length = (stop - self._freed) // PAGE_BYTES * PAGE_BYTES
+        if length >= _FREE_BYTES and hasattr(mmap, "MADV_REMOVE"):
+            with suppress(OSError), mmap.mmap(self._fd, length, offset=self._freed) as pages:
+                pages.madvise(mmap.MADV_REMOVE)
+            self._freed += length
 
 
-def set_levels(before: Levels, now: Levels) -> None:
-    """Set levels in this process, and take back those set before."""
-    # Only what differs: each change makes logging forget what it knows of all loggers.
-    for name, level in {**dict.fromkeys(before, logging.NOTSET), **now}.items():
-        if not name:
-            logging.disable(level)
-        elif (logger := logging.getLogger(name)).level != level:
-            logger.setLevel(level)
+def _received(n_workers: int, fd: Any) -> LogFile:
+    """The same file, in a process that was started with it."""
+    return LogFile(n_workers, fd.detach())
 
 
 class WorkerLogs:
@@ -91,7 +217,10 @@ class WorkerLogs:
             return is_enabled_for_(logger, level)
 
         def call_handlers(logger: logging.Logger, record: logging.LogRecord) -> None:
-            self._send(record)
+            try:
+                self._file.append(self._worker, encode(record, self._worker))
+            except Exception:  # from the user's objects
+                self._file.drop(self._worker)
             _call_own_handlers(logger, record)
 
         # Not a handler of the root logger: loggers that do not propagate would not reach it, and a
@@ -103,20 +232,10 @@ class WorkerLogs:
     def _follow_levels(self) -> None:
         edition = self._file.edition
         if edition != self._edition:
-            try:
+            with suppress(ValueError):  # the caller is writing it just now
                 levels: Levels = json.loads(self._file.published())
-            except ValueError:
-                return  # the caller is writing it just now
-            before, self._levels, self._edition = self._levels, levels, edition
-            set_levels(before, levels)
-
-    def _send(self, record: logging.LogRecord) -> None:
-        try:
-            line = encode(record, self._worker)
-        except Exception:  # of the user's objects; the number of such records is all there is
-            self._file.drop(self._worker)
-        else:
-            self._file.append(self._worker, line)
+                set_levels(self._levels, levels)
+                self._levels, self._edition = levels, edition
 
 
 def _call_own_handlers(logger: logging.Logger | None, record: logging.LogRecord) -> None:
@@ -131,23 +250,48 @@ def _call_own_handlers(logger: logging.Logger | None, record: logging.LogRecord)
         logger = logger.parent if logger.propagate else None
 
 
+def current_levels() -> Levels:
+    """The levels of this process, by which workers know what is worth sending."""
+    manager = logging.root.manager
+    named = {
+        name: logger.level
+        for name, logger in list(manager.loggerDict.items())
+        if isinstance(logger, logging.Logger) and logger.level
+    }
+    return {**named, "root": logging.root.level, "": manager.disable}
+
+
+def set_levels(before: Levels, now: Levels) -> None:
+    """Set levels in this process, and reset those that were set before."""
+    # Only what differs: each change makes logging forget what it knows of all loggers.
+    for name, level in {**dict.fromkeys(before, logging.NOTSET), **now}.items():
+        if not name:
+            logging.disable(level)
+        elif (logger := logging.getLogger(name)).level != level:
+            logger.setLevel(level)
+
+
 def encode(record: logging.LogRecord, worker: int) -> bytes:
     """One line for a record of a worker, without its end.
 
-    A message or an attribute that cannot be formatted says so in its place.
+    Raises:
+        Exception: If an object that was logged cannot be printed.
     """
+    try:
+        message = record.getMessage()
+    except (TypeError, ValueError, KeyError) as error:  # arguments that do not fit the format
+        message = f"{record.msg} [the message could not be put together: {error!r}]"
     text = record.exc_text
     if not text and record.exc_info and record.exc_info[0]:
         text = logging.Formatter().formatException(record.exc_info)
-    changed = {"msg": _message_of(record), "args": None, "exc_info": None, "exc_text": text}
+    changed = {"msg": message, "args": None, "exc_info": None, "exc_text": text}
     fields = {**vars(record), **changed, "worker": worker}
     try:
-        return json.dumps(fields, default=_text_of).encode("ascii")
-    except (TypeError, ValueError, RecursionError):  # keys that are no text, circles
-        for name, value in fields.items():
-            if not isinstance(value, str | int | float | None):
-                fields[name] = _text_of(value)
-        return json.dumps({str(name): value for name, value in fields.items()}).encode("ascii")
+        return json.dumps(fields, default=str).encode("ascii")
+    except (TypeError, ValueError, RecursionError):  # keys that are not text, circles
+        plain = (str, int, float, type(None))
+        fields = {str(k): v if isinstance(v, plain) else str(v) for k, v in fields.items()}
+        return json.dumps(fields).encode("ascii")
 
 
 def decode(line: bytes) -> logging.LogRecord | None:
@@ -157,21 +301,6 @@ def decode(line: bytes) -> logging.LogRecord | None:
     except (ValueError, TypeError):
         return None
     return record if hasattr(record, "worker") else None
-
-
-def _message_of(record: logging.LogRecord) -> str:
-    try:
-        return str(record.getMessage())
-    except Exception as error:
-        why = f"{type(error).__name__}: {_text_of(error)}"
-        return f"{_text_of(record.msg)} [the message could not be put together: {why}]"
-
-
-def _text_of(value: Any) -> str:
-    try:
-        return str(value)
-    except Exception:
-        return f"<{type(value).__name__} that cannot be printed>"
 
 
 class Logs:
@@ -198,7 +327,7 @@ class Logs:
         return WorkerLogs(self._file, worker)
 
     def deliver(self) -> None:
-        """Hand over what was written since the last time, and let workers know today's levels.
+        """Hand over what was written since the last time, and publish the current levels.
 
         Raises:
             Exception: What a filter or handler of the caller raises, as if the caller had logged.
@@ -235,7 +364,7 @@ class Logs:
                     is_all = not self._file.has_news()
                 except Exception as error:
                     errors.append(error)
-            self._tell_lost(bool(self._file.tail), _CUT_OFF)
+            self._warn_of_lost(bool(self._file.tail), _CUT_OFF)
         finally:
             self._file.close()
             if is_locked:
@@ -259,15 +388,15 @@ class Logs:
         while self._lines:
             record = decode(self._lines.popleft())
             if record is None:
-                self._tell_lost(1, _CUT_OFF)
+                self._warn_of_lost(1, _CUT_OFF)
             elif (logger := logging.getLogger(record.name)).isEnabledFor(record.levelno):
                 logger.handle(record)
         for worker, n_dropped in enumerate(self._file.dropped()):
             n_new, self._n_told[worker] = n_dropped - self._n_told[worker], n_dropped
-            why = f"dropped: worker {worker} logged more than is kept while nobody calls rlpool"
-            self._tell_lost(n_new, why, worker)
+            why = f"dropped: worker {worker} logged too much between two calls, or cannot print it"
+            self._warn_of_lost(n_new, why, worker)
 
-    def _tell_lost(self, number: int, why: str, worker: int | None = None) -> None:
+    def _warn_of_lost(self, number: int, why: str, worker: int | None = None) -> None:
         if number:
             records = "1 log record" if number == 1 else f"{number} log records"
             _LOG.warning("%s %s", records, why, extra={"worker": worker})

@@ -26,7 +26,7 @@ def kill_when_closed(fd: int, pid: int) -> None:
     """Let the kernel kill a process when the other end of a pipe is closed, where it can.
 
     Args:
-        fd: One end of a pipe through which nothing passes from now on.
+        fd: One end of a pipe that carries no data from now on.
         pid: The process, whoever has the descriptor; a negative number means a process group.
     """
     if CAN_KILL:

@@ -49,7 +49,7 @@ def pack(value: Any, allocate: Callable[[int], Memory]) -> Packed:
 
     Args:
         value: Any object that cloudpickle can pickle.
-        allocate: Makes memory of so many bytes.
+        allocate: Allocates memory of a given size in bytes.
     """
     views: list[memoryview] = []
     stream = io.BytesIO()

@@ -31,10 +31,10 @@ class ProcessOwner(ABC):
 
     @abstractmethod
     def _has_processes(self) -> bool:
-        """Whether there may be something to end, even where the constructor failed half-way."""
+        """Whether there may be something to end, even if the constructor failed half-way."""
 
     def _give_up(self) -> None:
-        """Tell the processes to stop what they are doing, as they will be ended."""
+        """Tell the processes to stop what they are doing: they are about to be ended."""
         return
 
     def __enter__(self: _Self) -> _Self:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,12 +17,10 @@ def set_title(title: str) -> None:
         title: ASCII. The kernel keeps 15 bytes as the short name: the end of the title stays whole,
             as it tells workers apart.
     """
-    if sys.platform != "linux":
-        return
     words = title.encode()
     head, _, tail = words.rpartition(b"-")
     short = head[: _MAX_COMM_BYTES - 1 - len(tail)] + b"-" + tail
-    with suppress(OSError, ValueError, IndexError):  # nothing depends on it
+    with suppress(OSError, ValueError, IndexError):  # not Linux, or not allowed
         Path("/proc/self/comm").write_bytes(short)
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         start, end = map(int, fields[_ARG_START : _ARG_START + 2])

@@ -14,11 +14,11 @@ _LOOK_EVERY_S = 0.1
 class Recycling:
     """Says when this worker should be replaced by a fresh one.
 
-    A worker always runs at least one episode, however large it is: else its successors would do
-    nothing but follow each other.
+    A worker always runs at least one episode, however large it is: otherwise workers would only be
+    replaced and never work.
 
     Args:
-        policy: The most episodes, and the most resident memory of its own.
+        policy: The limits on episodes and resident memory.
 
     Attributes:
         n_begun: Episodes that it has begun.
@@ -33,7 +33,7 @@ class Recycling:
         self._is_large = False
 
     def is_due(self, n_new: int = 1) -> bool:
-        """Whether this process should not begin ``n_new`` further episodes."""
+        """Whether this process should be replaced before it begins ``n_new`` more episodes."""
         if not self._has_limits or not self.n_begun:
             return False
         if self._max_episodes is not None and self.n_begun + n_new > self._max_episodes:

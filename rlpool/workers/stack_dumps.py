@@ -26,7 +26,7 @@ STDERR: Literal["stderr"] = "stderr"
 
 
 class StackSource(Protocol):
-    """Whoever has workers that can be asked for their stacks."""
+    """An owner of workers that can be asked for their stacks."""
 
     def worker_stacks(self) -> str:
         """What its worker processes are doing; empty if it has none, or none any more."""
@@ -36,7 +36,7 @@ _sources: WeakSet[StackSource] = WeakSet()
 
 
 def note_source(source: StackSource) -> None:
-    """Have workers asked when a signal says so; they are forgotten with their owner."""
+    """Include an owner's workers when a signal asks for stacks, as long as the owner lives."""
     _sources.add(source)
 
 
@@ -80,7 +80,7 @@ class DumpsStacks(ABC):
 
 
 def dump_stacks_on_signal(signum: int = signal.SIGUSR1, file: Any = None) -> Callable[[], None]:
-    """From now on, let a signal print what this process and all workers are doing.
+    """Print what this process and all workers are doing whenever a signal arrives.
 
     After ``rlpool.dump_stacks_on_signal()``, ``kill -USR1 <pid>`` prints the stacks of all threads
     of this process, and then, for every open batcher and ``ParallelEnvManager``, what each worker
@@ -112,7 +112,7 @@ def dump_stacks_on_signal(signum: int = signal.SIGUSR1, file: Any = None) -> Cal
     number, file = int(signum), _with_descriptor(file)
     if number in _undo_of:
         _undo_of[number]()
-    previous: Any = signal.SIG_DFL  # what a handler was that was not set from Python
+    previous: Any = signal.SIG_DFL  # a handler that was not set from Python
     try:
         previous = signal.getsignal(number) or previous
         # First Python's handler, then, in C and in front of it, that of the caller's own stacks:
@@ -175,7 +175,7 @@ def _refuse_other_threads() -> None:
 
 
 def _with_descriptor(file: Any) -> Any:
-    """The file, or standard error as far as it has a descriptor: that of a notebook has none."""
+    """The file, by default a standard error with a descriptor, which a notebook's lacks."""
     candidates: list[Any] = [sys.stderr, sys.__stderr__] if file is None else [file]
     for candidate in candidates:
         with suppress(AttributeError, OSError, ValueError):

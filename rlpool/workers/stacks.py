@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 from rlpool.errors import Where
 from rlpool.memory.storage import anonymous_file
-from rlpool.workers.process_start import Inherited
+from rlpool.workers.wire import Inherited
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-"""On which a worker writes its stacks. Nobody else uses this number: neither the C library, which
-takes the first real-time signals, nor Python, nor CUDA."""
+"""Makes a worker write its stacks. Nothing else uses this number: not the C library, which takes
+the first real-time signals, nor Python, nor CUDA."""
 
 PATIENCE_S = 2.0
 """How long all workers together may take to answer."""
@@ -33,10 +33,10 @@ PATIENCE_S = 2.0
 _POLL_S = 0.002
 
 _FILE = "rlpool-stacks"
-"""By this name the file is found among the descriptors of a worker."""
+"""The name by which the file is found among a worker's descriptors."""
 
 _OWN_THREAD = re.compile(r'workers/parent_death\.py", line \d+ in watch$', re.MULTILINE)
-"""A line in the stack of the thread by which a worker watches its parent."""
+"""A line in the stack of the thread that watches the worker's parent."""
 
 printing_signals: dict[int, int] = {}
 """Signals on which this process prints stacks, and the descriptors to which it does."""
@@ -93,7 +93,7 @@ def described(answers: Iterable[Stacks], where: Callable[[int], Where]) -> str:
     parts = []
     for worker, pid, text, state in answers:
         place = ""
-        with suppress(Exception):  # a signal handler asks, in the middle of whatever changes it
+        with suppress(Exception):  # a signal handler may ask while that changes
             place = str(where(worker)._replace(worker=None))
         process = "" if pid is None else f" (pid {pid})"
         head = " ".join(filter(None, [f"worker {worker}{process}", state]))
@@ -104,7 +104,7 @@ def described(answers: Iterable[Stacks], where: Callable[[int], Where]) -> str:
 def ask(workers: Sequence[int], processes: Sequence[SpawnProcess]) -> list[Stacks]:
     """Ask worker processes for their stacks, all at once, and wait for their answers.
 
-    It changes nothing that anybody else relies on, so that a signal handler may call it.
+    It has no side effects on this process, so a signal handler may call it.
 
     Args:
         workers: Numbers of the workers.
@@ -127,7 +127,7 @@ def ask(workers: Sequence[int], processes: Sequence[SpawnProcess]) -> list[Stack
 
 
 class _Question:
-    """A process that was asked, or cannot be."""
+    """A process that was asked for its stacks, or cannot be asked."""
 
     def __init__(self, process: SpawnProcess) -> None:
         self.pid: int | None = None

@@ -2,11 +2,11 @@
 
 It creates no environment, computes nothing with torch, starts no thread, and knows nothing of the
 user's program. So a fork of it is like a freshly spawned process, except that all forks share the
-memory of the imports. ``process_start`` is the caller's side.
+memory of the imports. ``template_handle`` is the caller's side.
 
 For each worker the caller sends descriptors. The new worker answers with its process number, or the
-template with minus an error number. In the worker ``serve`` returns what runs next, which is what
-runs in a process that multiprocessing spawned.
+template with a negative error number. In the worker, ``serve`` returns what runs next: the same as
+in a process that multiprocessing spawned.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing import forkserver, spawn
@@ -37,26 +37,26 @@ import numpy as np
 import torch
 
 from rlpool.workers.clone_parent import ParentForks
-from rlpool.workers.process_state import ProcessState
 from rlpool.workers.process_title import set_title
 
 _BOOT = """\
 import gc, json, os, sys
 gc.disable()
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
 about = json.loads(sys.argv[1])
+about["blas_threads"] = os.environ.get("OPENBLAS_NUM_THREADS")
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 sys.path[:], sys.argv[:] = about.pop("path"), about.pop("argv")
 from rlpool.workers.template import serve
 run = serve(**about)
 run()
 """
 BOOT = f"exec({_BOOT!r}, {{}})"
-"""What its interpreter runs, without a name left in ``__main__``. The garbage collector is off from
-the start: a collection would leave holes in memory that workers fill, each with a copy of the page.
-OpenBLAS starts its threads when NumPy is imported."""
+"""What its interpreter runs, without leaving a name in ``__main__``. The garbage collector is off
+from the start: a collection would leave holes in memory that workers fill, each with a copy of the
+page. OpenBLAS starts its threads when NumPy is imported."""
 
 _NEEDED = ("cloudpickle", "gymnasium.envs.classic_control", "rlpool", "runpy")
-"""Modules that (nearly) every worker needs and that this one does not import."""
+"""Modules that nearly every worker needs and that this file does not import."""
 
 MAX_MESSAGE_BYTES = 2**16
 
@@ -64,15 +64,12 @@ _MAX_FDS = 250
 """The kernel lets one message carry 253."""
 
 _PARENT_CHECK_MS = 1000
-"""How often the template checks its parent, in case a process that this forked keeps the socket."""
+"""How often the template checks its parent, whose other children may keep the socket open."""
 
 _THREAD_END_S = 0.1
 """The system may show a thread for some time after it was joined, but less than this."""
 
-_BLAS_VARIABLES = (
-    *("OPENBLAS_NUM_THREADS", "OPENBLAS_DEFAULT_NUM_THREADS"),
-    *("GOTO_NUM_THREADS", "OMP_NUM_THREADS"),
-)
+_BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 """Where OpenBLAS looks for its number of threads, in this order."""
 
 _BLAS_NAMES = tuple(
@@ -82,27 +79,35 @@ _BLAS_NAMES = tuple(
 )
 
 
-def serve(parent_pid: int, fd: int, modules: Sequence[str]) -> Callable[[], None]:
+def serve(
+    parent_pid: int, fd: int, modules: Sequence[str], blas_threads: str | None
+) -> Callable[[], None]:
     """Fork workers until the caller is gone; returns in workers only, with what they run next.
 
     Args:
-        parent_pid: The caller.
+        parent_pid: The caller, which starts this process with SIGINT blocked.
         fd: A socket to the caller, which is sent pickled tuples: ``("importing", module)``,
-            ``("refused", why)`` if this template cannot serve, and, from a first fork,
-            ``("ready", its parent, its process number)``.
-        modules: Names of modules of the user's choice, to be imported too.
+            ``("refused", why)`` if this template cannot serve, else ``("ready",)``.
+        modules: Modules to import for the user.
+        blas_threads: The caller's value of ``OPENBLAS_NUM_THREADS``, which workers get back.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_title("rlpool-template")
     caller = socket.socket(fileno=fd)
     caller.set_inheritable(False)
     worker = None
     try:
-        forks = _prepare(caller, modules)
+        forks = ParentForks()
+        if os.getppid() != parent_pid:
+            raise OSError("what it forks is not a child of the caller")
+        _prepare(caller, modules)
     except Exception as error:
         with suppress(OSError):  # the caller is gone
             _tell(caller, "refused", str(error) or type(error).__name__)
     else:
+        os.environ.pop("OPENBLAS_NUM_THREADS", None)
+        if blas_threads is not None:
+            os.environ["OPENBLAS_NUM_THREADS"] = blas_threads
+        _tell(caller, "ready")
         worker = _serve_requests(caller, forks, parent_pid)
     return worker or os._exit(0)
 
@@ -111,13 +116,12 @@ def _tell(caller: socket.socket, *words: Any) -> None:
     caller.send(pickle.dumps(words))
 
 
-def _prepare(caller: socket.socket, modules: Sequence[str]) -> ParentForks:
-    """Import everything and prove that forking works; returns what forks workers.
+def _prepare(caller: socket.socket, modules: Sequence[str]) -> None:
+    """Import everything.
 
     Raises:
-        OSError: If forking would not be safe or does not work.
+        OSError: If forking would not be safe.
     """
-    forks = ParentForks()
     for name in _NEEDED:
         importlib.import_module(name)
     _refuse_if_unsafe()
@@ -128,24 +132,17 @@ def _prepare(caller: socket.socket, modules: Sequence[str]) -> ParentForks:
     _drop_stdio(0, 1, 2)
     importlib.invalidate_caches()  # once for all workers
     gc.freeze()
-    try:
-        if forks.fork() == 0:
-            _tell(caller, "ready", os.getppid(), os.getpid())
-            os._exit(0)
-    except OSError as error:
-        raise OSError(f"the system does not fork for it: {error.strerror}") from error
-    return forks
 
 
 def _import_all(caller: socket.socket, modules: Sequence[str]) -> None:
-    """Import modules of the user's choice.
+    """Import modules for the user.
 
     Raises:
-        OSError: If one fails or makes forking unsafe. It may have done half of its work, so that
-            another template must do without it.
+        OSError: If one fails or makes forking unsafe. It may have done half of its work, so the
+            caller starts another template without it.
     """
     _drop_stdio(0)  # spawned workers have no input either
-    directory, path = os.getcwd(), list(sys.path)
+    path = list(sys.path)
     # An import that starts processes is refused, as in a worker.
     this_process: Any = multiprocessing.current_process()
     this_process._inheriting = True
@@ -158,10 +155,7 @@ def _import_all(caller: socket.socket, modules: Sequence[str]) -> None:
         _refuse_if_unsafe()
     _tell(caller, "importing", "")
     del this_process._inheriting
-    # They may have changed what this process depends on.
-    os.chdir(directory)
-    gc.disable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()  # an import may have enabled it
     if sys.path != path:
         _keep_search_path(list(map(str, sys.path)))
 
@@ -240,9 +234,9 @@ def _serve_requests(
         words, fds, _, _ = socket.recv_fds(caller, MAX_MESSAGE_BYTES, _MAX_FDS)
         if not words:
             return None
-        n_fds, state = pickle.loads(words)
+        n_fds, blocked = pickle.loads(words)
         try:
-            if len(fds) < 3 + n_fds:
+            if len(fds) < n_fds:
                 raise OSError(errno.EMFILE, "")
             is_worker = forks.fork() == 0
         except OSError as error:
@@ -252,27 +246,26 @@ def _serve_requests(
             set_title("rlpool-worker")
             _tell(caller, os.getpid())
             caller.close()
-            return _begin_worker(fds, state)
+            return _begin_worker(fds, blocked)
         for fd in fds:
             os.close(fd)
     return None
 
 
-def _begin_worker(fds: Sequence[int], state: ProcessState) -> Callable[[], None]:
+def _begin_worker(fds: Sequence[int], blocked: Iterable[int]) -> Callable[[], None]:
     """Make this fork like a process that was just spawned; returns what that would run.
 
     Args:
-        fds: The standard streams, the resource tracker's, the pipe from which the worker reads what
-            it is given, the pipe that is open while it lives, and those that are named in what it
-            is given.
-        state: What it takes over from the caller.
+        fds: The standard streams, the resource tracker's, the pipe from which the worker reads its
+            arguments, the pipe that is open while it lives, and those that the arguments name.
+        blocked: Signals that are blocked.
     """
     for fd, passed in enumerate(fds[:3]):
         os.dup2(passed, fd)
         os.close(passed)
     tracker_fd, pipe, _, *named = fds[3:]
     forkserver._forkserver._inherited_fds = named  # type: ignore[attr-defined]
-    state.take_over()
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     gc.enable()
     np.random.seed()  # noqa: NPY002 (the one that everybody shares)
     torch.default_generator.seed()
@@ -287,7 +280,7 @@ def _begin_worker(fds: Sequence[int], state: ProcessState) -> Callable[[], None]
 def _run_as_spawned(pipe: int, tracker_fd: int) -> NoReturn:
     """Run what a process that multiprocessing spawned runs, and end as it does.
 
-    But without finalizing the interpreter, which would copy most of the memory that is shared.
+    The interpreter is not finalized: that would copy most of the shared memory.
     """
     code = 1
     try:

@@ -1,33 +1,84 @@
-"""The caller's handle of a template process: start it, follow its imports, fork workers, end it."""
+"""The caller's side of the template: it starts one, has workers forked from it, and replaces it.
+
+A worker forked from the template must be like a spawned one. So a template serves only as long as
+what a process inherits from its parent is the same as when the template started (``identity``).
+A few differences remain:
+
+- Modules that the template imported were imported before the main module, and so was what they did,
+  such as adding warning filters. The garbage collector does not list their objects.
+- Workers of one template share addresses and the hashes of strings, unless ``PYTHONHASHSEED`` is
+  set, which fixes the hashes in spawned workers as well.
+- ``/proc/<pid>/environ`` shows the variables that the template was started with. Cgroup,
+  namespaces, scheduling, I/O priority, and NUMA policy are those that the caller had then.
+- At the end of a worker, ``atexit`` handlers run and streams are flushed, but objects and libraries
+  are not finalized.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
+import resource
 import select
 import signal
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing import spawn, util
+from pathlib import Path
 from typing import Any
 
 from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
-from rlpool.workers.process_state import ProcessState, search_path
 from rlpool.workers.template import BOOT, MAX_MESSAGE_BYTES
 
-_LOOK_S = 0.5
-"""A template that is silent for so long may have been stopped, and is told to continue."""
+_LOG = logging.getLogger("rlpool")
 
 IMPORT_S = 120.0
 """How long a template may take for any one import."""
 
 _FORK_S = 20.0
-"""How long it may take to fork: far more than it does, unless memory is short."""
+"""How long it may take to fork: far longer than it does, unless memory is short."""
+
+_MAX_TRIES = 3
+"""How often a template is started, or asked for a worker, before workers are spawned."""
+
+LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
+
+_VOLATILE = b"PYTEST_CURRENT_TEST"
+"""A variable that changes all the time and means nothing to the libraries of a worker."""
+
+_INHERITED = ("Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Umask", "SigIgn")
+"""Beginnings of the lines of ``/proc/thread-self/status`` that a new process inherits."""
+
+
+def identity() -> tuple[Any, ...]:
+    """What a process inherits and a running one cannot take over.
+
+    The interpreter and its flags, search path, working directory, environment variables, session,
+    privileges, umask, ignored signals, nice value, cores, and hard limits.
+    """
+    status = Path("/proc/thread-self/status").read_text().splitlines()
+    return (
+        spawn.get_executable(),
+        tuple(util._args_from_interpreter_flags()),  # type: ignore[attr-defined]
+        tuple(_search_path()),
+        os.readlink("/proc/self/cwd"),  # which works for a directory that was removed, too
+        frozenset(item for item in os.environb.items() if item[0] != _VOLATILE),
+        os.getsid(0),
+        tuple(line for line in status if line.startswith(_INHERITED)),
+        os.getpriority(os.PRIO_PROCESS, 0),
+        frozenset(os.sched_getaffinity(0)),
+        tuple(resource.getrlimit(limit)[1] for limit in LIMITS),
+    )
+
+
+def _search_path() -> list[str]:
+    return [str(entry) or "." for entry in sys.path]
 
 
 class UnsafeError(Exception):
@@ -35,72 +86,82 @@ class UnsafeError(Exception):
 
 
 class TemplateLostError(UnsafeError):
-    """The template ended or does not answer, which may be no fault of what it was asked."""
+    """The template ended or does not answer; the next one may serve."""
 
 
 class Template:
-    """The template process. It costs one descriptor, from ``start`` to ``end``."""
+    """The one template of this process, or why there is none. While it runs it costs a descriptor.
 
-    def __init__(self) -> None:
+    Attributes:
+        reason: Why workers are spawned, empty if they are not.
+        lock: Held by the thread that starts, uses, or ends the template.
+    """
+
+    def __init__(self, modules: Sequence[str] = ()) -> None:
+        self.reason = ""
+        self.lock = threading.RLock()
+        self._modules = tuple(modules)
+        self._left_out: set[str] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._fits: Any = None  # the identity and modules for which it was started
+        self._refused: Any = None  # those for which there can be none
 
-    def start(self, modules: Sequence[str]) -> None:
-        """Start the process, once; ``imports`` follows it from then on.
+    def is_up(self) -> bool:
+        """Whether it runs, even if it no longer fits; reaps one that has died."""
+        return self._process is not None and self._process.poll() is None
 
-        Args:
-            modules: What it imports for the user.
+    def add_modules(self, modules: Sequence[str]) -> None:
+        """Let the next process import these as well."""
+        with self.lock:
+            self._modules = tuple(dict.fromkeys([*self._modules, *modules]))
 
-        Raises:
-            TemplateLostError: If it cannot be started.
-        """
-        flags = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        about: dict[str, Any] = {"path": search_path(), "argv": list(map(str, sys.argv))}
-        with InterruptsHeld(), blocked_interrupts():
+    def ready(self) -> bool:
+        """Start a process that fits this one, if none runs; returns whether there can be one."""
+        with self.lock:
+            wanted = why_impossible() or (identity(), self._modules)
+            if wanted == self._refused:
+                return False
             try:
-                self._socket, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                with there:
-                    fd = there.fileno()
-                    about.update(fd=fd, parent_pid=os.getpid(), modules=list(modules))
-                    command = [spawn.get_executable(), *flags, "-c", BOOT, json.dumps(about)]
-                    self._process = subprocess.Popen(command, pass_fds=[fd])
-            except OSError as error:
-                raise TemplateLostError(f"it cannot be started: {error}") from error
-
-    def imports(self) -> Iterator[str]:
-        """The modules of the user's that it imports, then ``""``; ends when it is ready.
-
-        Raises:
-            UnsafeError: If it cannot serve, as by what it imported last.
-        """
-        while True:
-            kind, *words = self._received(IMPORT_S)
-            if kind == "refused":
-                raise UnsafeError(words[0])
-            if kind == "ready":
-                parent_pid, pid = words
-                with suppress(ChildProcessError):  # it is another's, or SIGCHLD is ignored
-                    os.waitpid(pid, 0)
-                if parent_pid != os.getpid():
-                    raise UnsafeError("what it forks is not a child of this process")
-                return
-            yield words[0]
+                if isinstance(wanted, str):
+                    raise UnsafeError(wanted)
+                if wanted != self._fits or not self.is_up():
+                    self._fits = None
+                    self._start()
+            except UnsafeError as error:
+                self._refuse(wanted, error)
+                return False
+            self._fits, self.reason = wanted, ""
+            return True
 
     def fork(self, fds: Sequence[int]) -> int:
         """Fork a worker, a child of this process; returns its process number.
 
         Args:
-            fds: Descriptors that it gets besides the standard ones, see ``template.serve``.
+            fds: Descriptors that it gets besides the standard ones.
 
         Raises:
-            OSError: If the system allows no further process.
-            TemplateLostError: If there is no answer; there is no worker then.
+            UnsafeError: If that is not possible. There is no worker.
         """
+        with self.lock:
+            for _ in range(_MAX_TRIES):
+                if not self.ready():
+                    break
+                try:
+                    return self._fork([0, 1, 2, *fds])
+                except TemplateLostError:
+                    continue
+                except UnsafeError as error:
+                    self._refuse(self._fits, error)
+            raise UnsafeError(self.reason)
+
+    def _fork(self, fds: Sequence[int]) -> int:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        request = pickle.dumps((len(fds), list(map(int, blocked))))
         try:
-            request = pickle.dumps((len(fds), ProcessState.now()))
             with InterruptsHeld():
                 try:
-                    socket.send_fds(self._connection, [request], [0, 1, 2, *fds])
+                    socket.send_fds(self._connection, [request], fds)
                 except OSError as error:
                     raise TemplateLostError(str(error)) from error
             (answer,) = self._received(_FORK_S)
@@ -108,8 +169,67 @@ class Template:
             self.end()
             raise
         if answer < 0:
-            raise OSError(-answer, os.strerror(-answer))
+            raise UnsafeError(f"the system does not fork for it: {os.strerror(-answer)}")
         return int(answer)
+
+    def _refuse(self, wanted: Any, error: UnsafeError) -> None:
+        self.end()
+        self._refused = wanted
+        if str(error) != self.reason:  # logged once
+            self.reason = str(error)
+            _LOG.warning("workers are spawned, not forked from a template: %s", error)
+
+    def _start(self) -> None:
+        """Start another process, again without each module that it cannot have.
+
+        Raises:
+            UnsafeError: If there can be none, or it was lost again and again.
+        """
+        n_left = _MAX_TRIES
+        while True:
+            self.end()
+            module = ""
+            try:
+                self._start_with([name for name in self._modules if name not in self._left_out])
+                for module in self._imports():  # noqa: B007 (read below)
+                    pass
+                return
+            except UnsafeError as error:
+                if module:
+                    self._left_out.add(module)
+                    _LOG.warning("preload: %s is left out, workers import it: %s", module, error)
+                    continue
+                n_left -= 1
+                if not n_left or not isinstance(error, TemplateLostError):
+                    raise
+
+    def _start_with(self, modules: Sequence[str]) -> None:
+        flags = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        about: dict[str, Any] = {"path": _search_path(), "argv": list(map(str, sys.argv))}
+        with InterruptsHeld(), blocked_interrupts():
+            try:
+                self._socket, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with there:
+                    fd = there.fileno()
+                    about.update(fd=fd, parent_pid=os.getpid(), modules=modules)
+                    command = [spawn.get_executable(), *flags, "-c", BOOT, json.dumps(about)]
+                    self._process = subprocess.Popen(command, pass_fds=[fd])
+            except OSError as error:
+                raise TemplateLostError(f"it cannot be started: {error}") from error
+
+    def _imports(self) -> Iterator[str]:
+        """The user's modules as they are imported, then ``""``; ends when the process is ready.
+
+        Raises:
+            UnsafeError: If it cannot serve, because of what it imported last.
+        """
+        while True:
+            kind, *words = self._received(IMPORT_S)
+            if kind == "ready":
+                return
+            if kind == "refused":
+                raise UnsafeError(words[0])
+            yield words[0]
 
     @property
     def _connection(self) -> socket.socket:
@@ -120,13 +240,8 @@ class Template:
     def _received(self, timeout_s: float) -> Any:
         poller = select.poll()
         poller.register(self._connection, select.POLLIN)
-        deadline_s = time.monotonic() + timeout_s
-        while not poller.poll(_LOOK_S * 1000):
-            if time.monotonic() > deadline_s:
-                raise TemplateLostError(f"it takes longer than {timeout_s:g} s")
-            if self._process is not None:
-                with suppress(OSError):  # whoever stopped it: the caller waits for it
-                    self._process.send_signal(signal.SIGCONT)
+        if not poller.poll(timeout_s * 1000):
+            raise TemplateLostError(f"it takes longer than {timeout_s:g} s")
         words = b""
         with InterruptsHeld(), suppress(OSError):
             words = self._connection.recv(MAX_MESSAGE_BYTES)
@@ -134,12 +249,8 @@ class Template:
             raise TemplateLostError(f"it ended the process (exit code {self.end()})")
         return pickle.loads(words)
 
-    def is_alive(self) -> bool:
-        """Whether it runs."""
-        return self._process is not None and self._process.poll() is None
-
     def end(self) -> int:
-        """End it if it runs; returns its exit code, 0 if it was never started. May be repeated."""
+        """End the process, if there is one; returns its exit code. May be repeated."""
         with InterruptsHeld():
             self._close()
             if self._process is None:
@@ -148,13 +259,34 @@ class Template:
                 self._process.kill()
             return self._process.wait()
 
-    def forget(self) -> None:
-        """Close the descriptor, which is all there is to do in a fork of the caller."""
-        if self._process is not None:
-            self._process.returncode = 0  # it is nobody's child here
-        self._close()
-
     def _close(self) -> None:
         connection, self._socket = self._socket, None
         if connection is not None:
             connection.close()
+
+    def shutdown(self) -> None:
+        """End the process, and forget why there was none."""
+        with self.lock:
+            self.end()
+            self._left_out.clear()
+            self._refused = None
+
+    def after_fork(self) -> None:
+        """Start afresh in a process that was forked from this one, whose child it is not."""
+        self._close()
+        if self._process is not None:
+            self._process.returncode = 0
+        self.__init__(self._modules)  # type: ignore[misc]
+
+
+def why_impossible() -> str:
+    """Why this platform allows no template; ``""`` where it does."""
+    if sys.platform != "linux":
+        return f"that needs Linux, this is {sys.platform}"
+    if getattr(sys, "frozen", False):
+        return "this program is frozen, its interpreter cannot be started for that"
+    try:
+        is_complete = all(map(os.get_inheritable, range(3)))
+    except OSError:
+        is_complete = False
+    return "" if is_complete else "a standard stream of this process is closed"

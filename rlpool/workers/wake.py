@@ -1,4 +1,4 @@
-"""Wakes another process that waits, for one system call on either side."""
+"""Wakes another process that waits, at the cost of one system call on each side."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from typing import Any
 
-from rlpool.workers.process_start import Inherited
+from rlpool.workers.wire import Inherited
 
 _ONE = (1).to_bytes(8, "little")
 _N_WAKES = 64
@@ -29,7 +29,7 @@ class Wake:
         self.fd = fds[0]
 
     def signal(self) -> None:
-        """Wake whoever waits, or will."""
+        """Wake the process that waits, or the next that does."""
         os.write(self._fds[-1], _ONE)
 
     def wait(self) -> int:

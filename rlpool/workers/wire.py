@@ -4,9 +4,8 @@ Messages are small records; data never travels, only the descriptors of memory t
 message with memory is followed by its descriptor on the same pipe, in the order of ``send``.
 
 The worker's end waits; the caller's never does. A worker may be stopped, or too busy to read, and
-the other way round nobody may be reading what it writes. So what the pipe does not take is kept
-here and written whenever the caller looks, and what has arrived of a message is kept until the
-rest is there::
+the caller may not be reading what a worker writes. So what the pipe does not take is buffered and
+written by a later call, and a partial message is kept until the rest arrives::
 
     CallerPipe.send() -> unsent messages -> flush() -> socket -> Pipe.receive()
     CallerPipe.receive() <- bytes received so far   <- socket <- Pipe.send()
@@ -22,6 +21,7 @@ import struct
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -41,7 +41,7 @@ class Ready:
     """From a worker, once: it has what it was told to create.
 
     Attributes:
-        report: What the caller wants to know of it.
+        report: What the caller wants to know about it.
     """
 
     report: Any
@@ -53,7 +53,7 @@ class Failed:
 
     Attributes:
         error: The error, as text and integers.
-        command: Number of the command that cannot be carried out, ``None`` outside of commands:
+        command: Number of the command that cannot be carried out. ``None`` outside of commands:
             then the worker ends.
     """
 
@@ -63,7 +63,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Done:
-    """From a worker: it has no part in a command any more, done or failed."""
+    """From a worker: its part of a command is over, done or failed."""
 
     command: int
 
@@ -73,10 +73,28 @@ class Retiring:
     """From a worker: it has run long enough and ends, to be replaced.
 
     Attributes:
-        why: What it has done.
+        why: How long it has run.
     """
 
     why: str
+
+
+class Inherited:
+    """A descriptor that a worker gets when it starts: there, ``detach()`` gives its number.
+
+    Args:
+        fd: The descriptor.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _as_is, (reduction.DupFd(self._fd),)
+
+
+def _as_is(value: Any) -> Any:
+    return value
 
 
 _READ_BYTES = 2**16
@@ -84,10 +102,6 @@ _READ_BYTES = 2**16
 _LONGEST_INT = 2**31 - 1
 """``Connection``, which is at the worker's end, puts the size before a message: as an int, or for
 more than this as -1 and a long."""
-
-_PATIENCE_MS = 2.0
-"""A worker that reads takes a full pipe's bytes out in much less; one that does not is not waited
-for again until it does."""
 
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
@@ -126,17 +140,13 @@ class CallerPipe:
         body = pickle.dumps((message, size), pickle.HIGHEST_PROTOCOL)
         is_long = len(body) > _LONGEST_INT
         head = struct.pack("!iQ", -1, len(body)) if is_long else struct.pack("!i", len(body))
-        is_stuck = bool(self._unsent)
         self._unsent.append((memoryview(head + body), None))
         if fd is not None:
             self._unsent.append((memoryview(b"m"), fd))
-        while not self.flush() and not is_stuck:
-            poller = select.poll()
-            poller.register(self._socket, select.POLLOUT)
-            is_stuck = not poller.poll(_PATIENCE_MS)
+        self.flush()
 
-    def flush(self) -> bool:
-        """Write what the pipe takes now; returns whether that was all.
+    def flush(self) -> None:
+        """Write what the pipe takes now.
 
         Raises:
             OSError: If the other end is gone.
@@ -149,14 +159,13 @@ class CallerPipe:
                 else:
                     n_sent = socket.send_fds(self._socket, [words], [fd], _NO_SIGNAL)
             except BlockingIOError:
-                return False
+                return
             if n_sent < len(words):
                 self._unsent[0] = words[n_sent:], None
                 continue
             self._unsent.popleft()
             if fd is not None:
                 os.close(fd)
-        return True
 
     def receive(self) -> Message | None:
         """The next message, ``None`` if it has not arrived as a whole.
@@ -192,7 +201,7 @@ class CallerPipe:
     def finish(self, message: Message) -> None:
         """Send a last message, if the pipe takes it, and let the worker see that none follows.
 
-        Whether it reads, now or later, or writes: it comes to an end of file or a broken pipe.
+        Whether it reads or writes, now or later, it meets an end of file or a broken pipe.
         """
         with suppress(OSError):
             self.send(message)

@@ -12,7 +12,7 @@ import pytest
 from process.watching import Script, Struck
 
 from rlpool import preload
-from rlpool.workers import lifecycle
+from rlpool.workers import lifecycle, process_end
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -36,8 +36,8 @@ def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     That is still far more than those take that do not.
     """
     monkeypatch.setattr(lifecycle, "LEAVE_S", 0.5)
-    monkeypatch.setattr(lifecycle, "CLOSE_S", 0.5)
-    monkeypatch.setattr(lifecycle, "TERMINATE_S", 0.2)
+    monkeypatch.setattr(process_end, "CLOSE_S", 0.5)
+    monkeypatch.setattr(process_end, "TERMINATE_S", 0.2)
 
 
 @pytest.fixture

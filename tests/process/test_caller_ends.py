@@ -44,12 +44,12 @@ if __name__ == "__mp_main__" and os.path.exists(f"{__file__}.import"):
     # Imports take seconds where they are heavy or the machine is busy.
     strike("hang", open(f"{__file__}.import").read())
 
-from rlpool import Batcher, EpisodeBatcher, ParallelEnvManager
+from rlpool import EpisodeBatcher, ParallelEnvManager
 
 def main(at, end, start_method, *places):
     def go(number):
         owner, phase, kind = places[number].split(":")
-        owners = {"episodes": episodes, "windows": windows, "manager": manager}
+        owners = {"episodes": episodes, "manager": manager}
         owners[owner](f"{at}.{number}", phase, kind, start_method)
 
     is_left = end in ("return", "raise", "sys_exit", "os_exit")
@@ -119,17 +119,6 @@ def episodes(at, phase, kind, start_method):
         rest(at)
     batcher.close()
 
-def windows(at, phase, kind, start_method):
-    batcher = Batcher(4, None, *arguments(at, phase, kind), start_method=start_method)
-    hit = kind if phase in ("step", "agent") else "none"
-    batcher.reset(**infos(phase, hit, 2, length=9))
-    batcher.execute()
-    batcher.execute()
-    batcher.get()
-    if phase == "idle":
-        rest(at)
-    batcher.close()
-
 def manager(at, phase, kind, start_method):
     make_env = partial(FaultyEnv, at, kind if phase == "close_env" else "none")
     if phase == "create_env":
@@ -164,8 +153,6 @@ PLACES = [
             *("close_env", "close_agent"),
         )
     ],
-    *("windows:step:hang", "windows:agent:hold_the_lock", "windows:idle:none"),
-    "windows:close_env:hold_the_lock",
     *[f"manager:{phase}:hold_the_lock" for phase in ("create_env", "reset", "step", "close_env")],
     *("manager:busy:none", "manager:idle:none", "manager:close_env:hang"),
 ]
@@ -173,10 +160,9 @@ PLACES = [
 MANY = (
     *("episodes:create_env:hang", "episodes:update:hold_the_lock", "episodes:agent:hang"),
     *("episodes:queued:none", "episodes:busy:none", "episodes:close_agent:hold_the_lock"),
-    *("windows:agent:hold_the_lock", "windows:idle:none", "manager:create_env:hold_the_lock"),
-    *("manager:step:hold_the_lock", "manager:busy:none"),
+    *("manager:create_env:hold_the_lock", "manager:step:hold_the_lock", "manager:busy:none"),
 )
-FEW = ("episodes:busy:none", "windows:idle:none", "manager:idle:none")
+FEW = ("episodes:busy:none", "episodes:idle:none", "manager:idle:none")
 IN_STEP, IN_WITH = "episodes:step:hang", "episodes:with:hang"
 
 ENDS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGINT SIGINT", "return", "raise", "sys_exit", "os_exit")
@@ -237,7 +223,6 @@ import multiprocessing, os, signal, sys
 import torch
 from rlpool import Batcher, DictTensor, EpisodeBatcher, ParallelEnvManager, UsageError
 from support.faults import FaultyEnv, create_agent, create_env, strike
-from support.parallel import create_manager
 
 def open_batcher(n_threads=1):
     return EpisodeBatcher(4, 8, create_agent, {}, create_env, {}, n_threads, 1)
@@ -255,10 +240,6 @@ def main(struck):
     windows = Batcher(4, None, create_agent, {}, create_env, {}, n_threads=1, seeds=1)
     windows.reset()
     windows.execute()
-    managed = EpisodeBatcher(
-        4, 8, create_agent, {}, create_manager, {"make_env": FaultyEnv, "n_lanes": 2}, 0, 1
-    )
-    managed.execute(3, env_info=rows(6))
     manager = ParallelEnvManager([FaultyEnv] * 2, seed=1)
     manager.reset()
     remotes, workers = manager.remotes, manager.workers
@@ -268,15 +249,11 @@ def main(struck):
         pid = os.fork()
         if pid == 0:
             for call in (
-                batcher.get, lambda: batcher.get(False), lambda: batcher.execute(3),
-                batcher.reexecute, lambda: batcher.update({}), lambda: batcher.progress,
-                lambda: batcher.dump_stacks(None), windows.get, windows.execute, windows.reset,
-                lambda: windows.n_lanes, lambda: windows.all_stopped, manager.reset,
-                lambda: manager.reset_lanes([1], [1], [None]), lambda: manager.step_lanes([1], {}),
-                manager.step_some, lambda: manager.announce_episodes([1], {}),
-                lambda: manager.dump_stacks(None), remotes[0].recv, remotes[0].poll,
-                lambda: remotes[1].send(("reset", None)), workers[0].is_alive, workers[0].join,
-                lambda: workers[0].exitcode,
+                batcher.get, lambda: batcher.execute(3), lambda: batcher.update({}),
+                lambda: batcher.progress, lambda: batcher.dump_stacks(None), windows.get,
+                windows.reset, manager.reset, lambda: manager.step_lanes([1], {}),
+                manager.step_some, remotes[0].recv, lambda: remotes[1].send(("reset", None)),
+                workers[0].is_alive,
             ):
                 try:
                     call()
@@ -288,8 +265,6 @@ def main(struck):
             windows.close()
             windows.close()
             manager.close()
-            managed.close()
-            del managed
             # Its own batcher is its own; that of its parent it may also forget.
             with open_batcher() as own:
                 own.execute(3, env_info=rows(9))
@@ -301,7 +276,6 @@ def main(struck):
         with multiprocessing.get_context("fork").Pool(2) as pool:
             assert pool.map(square, range(5)) == [0, 1, 4, 9, 16]
         check(batcher.get(), 5)
-        check(managed.get(), 6)
         assert windows.get()["frame"].shape[:2] == (1, 3)
         assert remotes[0].recv()[0] == "attr"
         manager.reset()

@@ -6,21 +6,18 @@ import gc
 import io
 import os
 import pickle
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gymnasium
-import numpy as np
 import psutil
 import pytest
 import torch
 from process.watching import Script, Struck, n_descriptors, worker_pids
 
-from rlpool import DictTensor, EnvError, EpisodeBatcher, GymEnv, TemporalDictTensor
+from rlpool import DictTensor, EnvError, EpisodeBatcher, TemporalDictTensor
 
-from support.faults import FaultyEnv, create_agent, create_env, faults_at
+from support.faults import create_agent, create_env, faults_at
 
 pytestmark = [
     pytest.mark.usefixtures("no_shared_memory_left"),
@@ -165,43 +162,6 @@ def test_more_episodes_than_slots_are_drained_from_bounded_shared_memory() -> No
         shared = worker.memory_info().shared
         run(batcher, 1000)
         assert worker.memory_info().shared < shared + 2**20
-
-
-KEYS = [f"key_{i}" for i in range(300)]
-
-
-class EnvOfManyKeys(FaultyEnv):
-    """Counts the steps of its episodes, of which each has three."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        box = gymnasium.spaces.Box(-1e3, 1e3, (2,), np.float32)
-        self.observation_space = gymnasium.spaces.Dict(dict.fromkeys(KEYS, box))
-
-    def _observation(self, kind: str) -> Any:
-        return {key: np.full(2, i + self._step, np.float32) for i, key in enumerate(KEYS)}
-
-
-def create_env_of_many_keys(seed: int) -> GymEnv:
-    return GymEnv([EnvOfManyKeys(), EnvOfManyKeys()], seed)
-
-
-def test_three_hundred_keys_and_many_results_need_few_descriptors() -> None:
-    kept, (soft, hard), n_more = [], resource.getrlimit(resource.RLIMIT_NOFILE), 39
-    resource.setrlimit(resource.RLIMIT_NOFILE, (n_descriptors() + n_more, hard))
-    try:
-        with EpisodeBatcher(4, 8, create_agent, {}, create_env_of_many_keys, {}, 2, 1) as batcher:
-            for n_episodes in [*[4] * n_more, 20]:
-                batcher.execute(n_episodes)
-                kept.append(result_of(batcher))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    first = torch.arange(300)[:, None, None] + torch.arange(3)
-    for result in kept:
-        shown = torch.stack([result[key] for key in KEYS])
-        after = torch.stack([result["_" + key] for key in KEYS])
-        assert (shown[..., 0] == first).all()
-        assert (after[..., 1] == first + 1).all()
 
 
 # Results --------------------------------------------------------------------------------------

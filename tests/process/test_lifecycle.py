@@ -102,21 +102,6 @@ def test_a_batcher_that_is_dropped_or_left_by_an_exception_ends_its_workers(
     assert worker_pids() == before
 
 
-@pytest.mark.promise("I7")
-def test_results_stay_valid_after_close() -> None:
-    batcher = open_batcher()
-    begin(batcher, 1)
-    kept = batcher.get()
-    batcher.close()
-    del batcher
-    gc.collect()
-    assert kept is not None
-    for row in range(3):
-        assert kept["frame"][row].tolist() == [[1 + row, step] for step in range(3)]
-        assert kept["_frame"][row].tolist() == [[1 + row, step + 1] for step in range(3)]
-    assert (kept["action"] == 1).all()
-
-
 # Several batchers, threads --------------------------------------------------------------------
 
 

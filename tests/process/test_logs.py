@@ -166,8 +166,6 @@ def test_environments_in_processes_log_like_workers(seen: Seen, tmp_path: Path) 
         manager.reset_lanes([0], [3], [None])  # any call hands over what is there
         assert {record.worker for record in seen.of("talk.question")} == {0, 1}
 
-
-def test_environments_of_a_pool_log_like_workers(seen: Seen) -> None:
     with Pool(env=[TalkingPlayer(), TalkingPlayer()], pool_size=16, processes=2) as pool:
         pool.store()
     assert {record.worker for record in seen.of("talk.player")} == {0, 1}

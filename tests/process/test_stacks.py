@@ -11,12 +11,11 @@ from typing import Any
 
 import psutil
 import pytest
-from process.watching import Script, Struck, wait_until, worker_pids
+from process.watching import Script, Struck, wait_until
 
-from rlpool import EpisodeBatcher, ParallelEnvManager, Pool, UsageError
+from rlpool import EpisodeBatcher, ParallelEnvManager, UsageError
 
 from support.faults import FaultyEnv, code, create_agent, create_env, faults_at
-from support.talking import TalkingPlayer
 
 pytestmark = [
     pytest.mark.promise("I9"),
@@ -52,6 +51,10 @@ def test_a_worker_tells_where_it_is_unless_it_is_stopped_or_gone(struck: Struck)
         functions = [line.rpartition(" in ")[2] for line in stack]
         assert functions[functions.index("_strike") - 1 :][:3] == ["strike", "_strike", "step"]
         assert text.count("(most recent call first)") == 1  # no threads that every worker has
+        n_open = psutil.Process(pid).num_fds()
+        for _ in range(20):
+            assert batcher.dump_stacks(file=None) == text
+        assert psutil.Process(pid).num_fds() == n_open
 
         os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
@@ -61,20 +64,6 @@ def test_a_worker_tells_where_it_is_unless_it_is_stopped_or_gone(struck: Struck)
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
         assert batcher.dump_stacks(file=None).startswith(f"worker 0 (pid {pid}) is gone")
-
-
-def test_asking_again_and_again_disturbs_nothing(struck: Struck) -> None:
-    with open_batcher(struck, n_threads=1) as batcher:
-        (pid,) = worker_pids()
-        n_open = psutil.Process(pid).num_fds()
-        batcher.execute(4, env_info=faults_at(4, 0, "none", 0, length=20, sleep_ms=5))
-        for _ in range(20):
-            text = batcher.dump_stacks(file=None)
-            assert text.startswith(f"worker 0 (pid {pid}): ")
-            assert text.count("(most recent call first)") == 1
-            assert text.endswith(" in <module>\n")
-        assert batcher.get().lengths.tolist() == [20] * 4
-        assert psutil.Process(pid).num_fds() == n_open
 
 
 def test_stacks_go_to_stderr_unless_another_file_is_given(
@@ -106,17 +95,6 @@ def test_stacks_of_environments_in_processes(struck: Struck) -> None:
         os.kill(struck.pid, signal.SIGKILL)
     with pytest.raises(UsageError, match="closed"):
         manager.dump_stacks()
-
-
-def test_stacks_of_a_pool() -> None:
-    with Pool(env=[TalkingPlayer()], pool_size=16, processes=1) as pool:
-        assert pool.dump_stacks(file=None) == ""
-        pool.store()
-        assert pool.dump_stacks(file=None).startswith("worker 0 (pid ")
-    with pytest.raises(UsageError, match="closed"):
-        pool.dump_stacks()
-    with pytest.raises(UsageError, match="has no environments"):
-        Pool(pool_size=16).dump_stacks()
 
 
 SCRIPT = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
 import os
 import resource
@@ -15,28 +14,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium
-import numpy as np
 import pytest
-import torch
 from process.watching import Script
 
 import rlpool
-from rlpool import Batcher, DictTensor, EpisodeBatcher, GymEnv, ParallelEnvManager, Pool, SpecError
-from rlpool.workers.process_state import identity
+from rlpool import Batcher, EpisodeBatcher, ParallelEnvManager, Pool, SpecError
+from rlpool.workers.process_start import why_spawned
+from rlpool.workers.template_handle import identity
 
 from support import busy
 from support.agents import ConstantAgent
+from support.envs import CountingEnv, create_counting
 
 pytestmark = [pytest.mark.promise("I10"), pytest.mark.timeout(120)]
 
-CORE_LIMIT = resource.getrlimit(resource.RLIMIT_CORE)[1]
 PR_SET_NO_NEW_PRIVS = 38
 
 MOMENTS = "while its main module is imported", "while its environment is made"
-
-OTHER_TEMPLATE = {"environment", "directory", "search path", "flags", "cores", "filters"}
-"""What the script changes that a process has in common with its template from the start."""
 
 # A process of its own that has started a template changes itself, and then starts workers.
 SCRIPT = """
@@ -71,30 +65,35 @@ def run_worker(name, start_method="auto", n_threads=1):
 
 if __name__ == "__main__":
     from rlpool import EpisodeBatcher
+    from rlpool.workers.process_start import prepare
+    from rlpool.workers.template_handle import identity
 
     run_worker("two", n_threads=2)
 
-    os.dup2(os.open(Path(sys.argv[1], "stdout"), os.O_CREAT | os.O_WRONLY), 1)
-    os.umask(0o027)
-    os.nice(1)
-    sys.argv.append("argument")
-    for number in (signal.SIGUSR1, signal.SIGALRM, signal.SIGRTMIN + 1):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR2, lambda *_: None)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGRTMIN + 2})
-    limits = {resource.RLIMIT_NOFILE: 300, resource.RLIMIT_CORE: 0, resource.RLIMIT_AS: 2**37}
-    for limit, soft in limits.items():
-        resource.setrlimit(limit, (soft, resource.getrlimit(limit)[1]))
-    run_worker("old template")
-
+    # What a running process cannot take over: this starts another template.
     os.environb[b"REPORTED"] = bytes(range(1, 256))
     os.environ.pop("HOME", None)
     os.chdir("/")
     sys.path.append("/nowhere")
     sys.warnoptions.append("ignore::UserWarning")
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    run_worker("new template")
+    os.umask(0o027)
+    os.nice(1)
+    for number in (signal.SIGUSR1, signal.SIGALRM, signal.SIGRTMIN + 1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, lambda *_: None)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    prepare("auto")
+
+    os.dup2(os.open(Path(sys.argv[1], "stdout"), os.O_CREAT | os.O_WRONLY), 1)
+    sys.argv.append("argument")
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGRTMIN + 2})
+    limits = {resource.RLIMIT_NOFILE: 300, resource.RLIMIT_CORE: 0, resource.RLIMIT_AS: 2**37}
+    for limit, soft in limits.items():
+        resource.setrlimit(limit, (soft, resource.getrlimit(limit)[1]))
+    template = identity()
+    run_worker("forked")
+    assert identity() == template
     run_worker("spawned", "spawn")
 """
 
@@ -109,22 +108,18 @@ def test_forked_worker_is_in_the_state_of_a_spawned_one(
     def reports(name: str) -> list[list[dict[str, Any]]]:
         return [json.loads(path.read_text()) for path in (tmp_path / name).iterdir()]
 
-    (spawned,) = reports("spawned")
-    for template in ("old", "new"):
-        (forked,) = reports(f"{template} template")
-        for moment, expected, found in zip(MOMENTS, spawned, forked, strict=False):
-            differ = {name for name in expected if found[name] != expected[name]}
-            if template == "old":
-                differ -= OTHER_TEMPLATE
-            assert {name: (found[name], expected[name]) for name in differ} == {}, moment
+    (spawned,), (forked,) = reports("spawned"), reports("forked")
+    for moment, expected, found in zip(MOMENTS, spawned, forked, strict=False):
+        differ = {name for name in expected if found[name] != expected[name]}
+        assert {name: (found[name], expected[name]) for name in differ} == {}, moment
     (*_, first), (*_, second) = reports("two")
     assert [name for name in first if first[name] == second[name]] == []
     # All that is printed arrives where the caller prints now.
     lines = (tmp_path / "stdout").read_text().splitlines()
-    assert sorted(lines) == sorted(3 * ["printed", "printed by C", "said at exit"])
+    assert sorted(lines) == sorted(2 * ["printed", "printed by C", "said at exit"])
 
 
-def test_environment_computes_the_same_with_threads_and_processes_of_its_own(
+def test_an_environment_computes_and_draws_the_same_however_its_worker_started(
     tmp_path: Path,
 ) -> None:
     found = {}
@@ -144,6 +139,7 @@ def test_environment_computes_the_same_with_threads_and_processes_of_its_own(
             batcher.get()
         found[start_method] = json.loads(path.read_text())
     assert found["auto"] == found["spawn"]
+    assert why_spawned() == ""  # so that "auto" was forked
     assert found["auto"]["with_a_process_of_torch"] == [0, [2.0] * 5]
     assert found["auto"]["with_a_fork"] == 7
 
@@ -172,26 +168,24 @@ def test_error_in_the_main_module_of_a_worker_is_printed(
     assert "exit code 1" in script.stderr
 
 
-ASKS_FOR_ANOTHER_TEMPLATE: dict[str, Callable[[], Any]] = {
+CHANGES: dict[str, Callable[[], Any]] = {
     "flags": lambda: sys.warnoptions.append("ignore::UserWarning"),
     "variable": lambda: os.environ.update(ANY="other"),
     "search path": lambda: sys.path.append("/nowhere"),
     "directory": lambda: os.chdir("/"),
     "hard limit": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
     "privileges": lambda: ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
-}
-IS_TAKEN_OVER: dict[str, Callable[[], Any]] = {
-    "variable that often changes": lambda: os.environ.update(PYTEST_CURRENT_TEST="other"),
     "umask": lambda: os.umask(0o111),
-    "limit": lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, CORE_LIMIT)),
-    "signal": lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
+    "ignored signal": lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
+    "nice value": lambda: os.nice(1),
+    "nothing": lambda: os.environ.update(PYTEST_CURRENT_TEST="other"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # for its os.fork()
-def test_only_what_a_running_process_cannot_change_asks_for_another_template() -> None:
-    kept = {}
-    for name, change in {**ASKS_FOR_ANOTHER_TEMPLATE, **IS_TAKEN_OVER}.items():
+def test_what_a_running_process_cannot_take_over_asks_for_another_template() -> None:
+    kept = []
+    for name, change in CHANGES.items():
         pid = os.fork()
         if not pid:
             code = 2
@@ -200,95 +194,18 @@ def test_only_what_a_running_process_cannot_change_asks_for_another_template() -
                 change()
                 code = int(identity() == before)
             os._exit(code)
-        kept[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    expected = dict.fromkeys(ASKS_FOR_ANOTHER_TEMPLATE, 0) | dict.fromkeys(IS_TAKEN_OVER, 1)
-    assert kept == expected
-
-
-# The same results ------------------------------------------------------------------------------
-
-_LENGTH = 9
-
-_WAS_SPAWNED = gc.get_freeze_count() == 0
-"""Whether this worker imported torch by itself. The template froze what it had imported, which is
-about all that tells the two apart."""
-
-
-class StartedEnv(gymnasium.Env):
-    """Draws from every generator there is, and shows whether its process was spawned."""
-
-    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (5,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self._step = 0
-        return self._shown(0), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._step += 1
-        return self._shown(action), float(self._step), self._step == _LENGTH, False, {}
-
-    def _shown(self, action: int) -> Any:
-        legacy = np.random.normal()  # noqa: NPY002 (the one that all share)
-        drawn = self.np_random.normal(), legacy, torch.rand(()).item()
-        return np.array([_WAS_SPAWNED, action, *drawn], np.float32)
-
-
-class GeneratorAgent(rlpool.Agent):
-    """Chooses by torch's own generator."""
-
-    def __call__(self, state: Any, observation: DictTensor, *_: Any) -> Any:
-        action = torch.randint(2, (observation.n_elems(),))
-        return DictTensor(), DictTensor({"action": action}), DictTensor()
-
-
-def create_env(seed: int) -> GymEnv:
-    return GymEnv([StartedEnv(), StartedEnv()], seed)
-
-
-def create_limited() -> gymnasium.Env:
-    return gymnasium.wrappers.TimeLimit(StartedEnv(), _LENGTH)
-
-
-def collected(owner: type, n_threads: int, **arguments: Any) -> torch.Tensor:
-    n_slots = 7 if owner is EpisodeBatcher else None
-    with owner(
-        _LENGTH, n_slots, GeneratorAgent, {}, create_env, {}, n_threads, seeds=3, **arguments
-    ) as batcher:
-        if owner is Batcher:
-            batcher.reset()
-        batcher.execute(*[7] * (owner is EpisodeBatcher))
-        return torch.as_tensor(batcher.get()["frame"]).clone()
-
-
-def steps(**arguments: Any) -> torch.Tensor:
-    with rlpool.make_parallel_env(create_limited, 2, 2, seed=3, **arguments) as manager:
-        manager.reset()
-        shown = [manager.current["frame"].copy()]
-        for t in range(5):
-            manager.step_lanes([0, 1], {"action": np.array([t % 2, 1])})
-            shown.append(manager.current["frame"].copy())
-    return torch.as_tensor(np.stack(shown, 1))
-
-
-def test_results_are_the_same_bits_however_workers_start() -> None:
-    # One worker: else what its own generators give is a matter of who comes first.
-    for collect in (partial(collected, EpisodeBatcher, 1), steps):
-        forked, spawned = collect(start_method="auto"), collect(start_method="spawn")
-        assert not (forked[:, :, 0] == 1).any()
-        assert (spawned[:, 0, 0] == 1).all()
-        assert torch.equal(forked[:, :, 1:], spawned[:, :, 1:])
-    assert not (collected(Batcher, 2)[:, :, 0] == 1).any()  # the template is the default
+        if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            kept.append(name)
+    assert kept == ["nothing"]
 
 
 DOORS: dict[str, Callable[..., Any]] = {
-    "EpisodeBatcher": partial(EpisodeBatcher, 4, 6, GeneratorAgent, {}, create_env, {}, 0),
-    "Batcher": partial(Batcher, 4, None, GeneratorAgent, {}, create_env, {}, 0),
+    "EpisodeBatcher": partial(EpisodeBatcher, 4, 6, ConstantAgent, {}, create_counting, {}, 0),
+    "Batcher": partial(Batcher, 4, None, ConstantAgent, {}, create_counting, {}, 0),
     "Pool": partial(Pool, pool_size=10),
-    "Pool of environments": partial(Pool, [StartedEnv()], pool_size=10),
-    "ParallelEnvManager": partial(ParallelEnvManager, [StartedEnv]),
-    "make_parallel_env": partial(rlpool.make_parallel_env, create_limited, 2, 1),
+    "Pool of environments": partial(Pool, [CountingEnv()], pool_size=10),
+    "ParallelEnvManager": partial(ParallelEnvManager, [CountingEnv]),
+    "make_parallel_env": partial(rlpool.make_parallel_env, CountingEnv, 2, 1),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,6 +49,10 @@ def _matrix(n: int) -> Any:
     return np.random.default_rng(0).standard_normal((n, n))
 
 
+def from_all_generators() -> list[float]:
+    return [random.random(), np.random.random(), torch.rand(()).item()]  # noqa: NPY002
+
+
 def numpy_on_all_cores() -> list[Any]:
     matrix = _matrix(700)
     return [_digest(matrix @ matrix), len(os.listdir("/proc/self/task"))]
@@ -84,6 +89,7 @@ def with_a_fork() -> int:
 
 
 USES: tuple[Callable[[], Any], ...] = (
+    from_all_generators,
     numpy_on_all_cores,
     in_a_pool_of_threads,
     with_openmp,

@@ -114,7 +114,7 @@ def test_how_workers_are_started(monkeypatch: pytest.MonkeyPatch, root: Path) ->
     what = named("start method", 1, root=root).what
     assert what == "workers are forked from a template, which has proved that this is safe"
     monkeypatch.setattr(doctor, "memory_of", memory_of)
-    monkeypatch.setattr(process_start._templates, "is_up", lambda: False)
+    monkeypatch.setattr(process_start._template, "is_up", lambda: False)
     assert "room for 400 workers" in named("memory", 1, root=root).what
     monkeypatch.setattr(doctor, "why_spawned", lambda: "it has 2 threads")
     assert "room for 40 workers" in named("memory", 1, root=root).what

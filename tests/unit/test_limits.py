@@ -180,7 +180,7 @@ def test_forked_workers_share_what_the_template_takes(monkeypatch: pytest.Monkey
     free = WORKER_BYTES + 3 * worker_limits.FORKED_WORKER_BYTES
     bound_to(monkeypatch, Bound("the cage has", 2**30, free))
     monkeypatch.setattr(process_start, "why_impossible", lambda: "")
-    monkeypatch.setattr(process_start._templates, "is_up", lambda: False)
+    monkeypatch.setattr(process_start._template, "is_up", lambda: False)
     for start_method, most in {"spawn": 1, "auto": 4}.items():
         memory = process_start.memory_of(start_method)
         check_workers(most, 3, "use fewer", memory)
