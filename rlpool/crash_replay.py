@@ -1,4 +1,4 @@
-"""Repeats an episode that failed in a worker, here."""
+"""Repeats an episode that failed in a worker, in this process."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ _LOG = logging.getLogger("rlpool")
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """An episode at the step in which the agent had failed.
+    """A repeated episode, at the step where the agent failed.
 
-    ``agent(replay.state, replay.observation, replay.agent_info)`` repeats the call that failed.
+    ``agent(replay.state, replay.observation, replay.agent_info)`` repeats the failed call.
 
     Attributes:
         env: The environments; close them when done.
-        lane: The one that was replayed, which stands at that step.
+        lane: The lane that was replayed; it stands at that step.
         step: The step, 0-based.
-        observation: ``[n_lanes, ...]``: what the agent was shown, for all lanes of its worker. Its
-            own is row ``capsule.where.lane``.
+        observation: ``[n_lanes, ...]``: the agent's input for all lanes of its worker. The lane
+            that failed is row ``capsule.where.lane``.
         agent_info: ``[n_lanes, ...]`` or ``None``.
-        state: ``[n_lanes, ...]``: the agent's state, of no meaning in rows that had just started;
-            ``None`` if the agent keeps none, or if all rows had just started.
-        diverged_at: The first step whose reward or observation was another one than recorded,
-            ``None`` if there is none: then the environment is what it was.
+        state: ``[n_lanes, ...]``: the agent's state, undefined in rows that had just started;
+            ``None`` if the agent has none, or if all rows had just started.
+        diverged_at: The first step whose reward or observation differs from the recorded one,
+            ``None`` if all agree.
     """
 
     env: VecEnv
@@ -69,10 +69,10 @@ def replay_crash(
     """Repeat the episode of a crash in this process, up to the call that failed.
 
     The environment is made as it was in the worker, reset with the episode's seed and options,
-    and stepped with the same actions. Where it fails again, its own exception is raised, with its
-    own frames: ``pdb.pm()``, ``python -m pdb`` and the debugger of an editor end up in the line
-    that failed. Generators of the process (``random``, NumPy's, torch's) are seeded as in the
-    worker meanwhile, and left as they were.
+    and stepped with the same actions. If it fails again, its own exception is raised with its own
+    frames: ``pdb.pm()``, ``python -m pdb`` and an editor's debugger stop at the line that failed.
+    The process's generators (``random``, NumPy's, torch's) are seeded as in the worker and restored
+    afterwards.
 
     Args:
         capsule: A capsule, the error that carries it, or the file that holds it.
@@ -85,13 +85,13 @@ def replay_crash(
             it (or, if the agent failed, before the replay is returned).
 
     Returns:
-        If it was the agent that failed: the environment, standing at that step, and what the
-        agent was shown. If it was the environment, this function does not return.
+        If the agent failed: the environment at that step, and the agent's input. If the
+        environment failed, this function does not return.
 
     Raises:
-        Exception: What the environment raises, itself.
+        Exception: The environment's own exception.
         WorkerError: If the environment does not fail again; the message says from which step on
-            it went another way, as far as that shows.
+            it diverged, as far as that shows.
         SpecError: If the file is not a capsule, or ``create_env`` makes no environment.
         UsageError: For errors without a capsule, and for episodes so long that their first
             actions were not kept.

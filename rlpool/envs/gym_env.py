@@ -125,11 +125,6 @@ class GymEnv(VecEnv):
         getter = getattr(env, "get_wrapper_attr", None)
         return getter(name) if callable(getter) else getattr(env, name)
 
-    def share_elapsed(self, elapsed: Array) -> None:
-        """Count the steps of each lane's episode in another array, int64 ``[n_lanes]``."""
-        elapsed[:] = self._elapsed
-        self._elapsed = elapsed
-
     def native_action_specs(self) -> dict[str, TensorSpec] | None:
         """Keys of the actions with the dtypes that the environments take."""
         structure = _native(self.action_space, "action_space")

@@ -1,105 +1,74 @@
-"""The memory that the caller of environments in processes shares with all of them.
+"""The memory that the caller and the workers of a ``ParallelEnvManager`` share.
 
 Every key of ``VecEnv.current`` lies there once, ``[n_lanes, ...]``. A worker sees the rows of its
 own lanes, the caller sees all of them::
 
-    frame   [n_lanes, 4]      written by the workers
-    ahead/frame               first observations of episodes that were begun ahead of time
-    reward, flags             written by the workers; cleared by the caller when a lane is reset
-    action  [n_lanes]         written by the caller
-    elapsed, seed, ahead      bookkeeping per lane
-    step, finished, ...       bookkeeping per worker
+    observation/frame  [n_lanes, 4]   written by the workers
+    ahead/frame                       first observations of episodes that were begun ahead of time
+    reward, flags                     written by the workers; cleared when a lane is reset
+    action/action  [n_lanes]          written by the caller
+    seed, ahead, asked                bookkeeping per lane
+    step, finished, ...               bookkeeping per worker
 
-Nobody locks: a worker touches its rows between a command and its end, the caller otherwise.
+There are no locks: a worker touches its rows between a command and its end, the caller otherwise.
+Observations or actions that no space declares are mapped later, in memory of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
-from rlpool.memory.storage import Array, Memory, carve, carved_bytes
+from rlpool.memory.storage import Array, Memory, carve
 from rlpool.specs import FLAGS, REWARD_SPEC, Leaf, TensorSpec
-
-OBSERVATION, AHEAD, ACTION = "observation/", "ahead/", "action/"  # prefixes
 
 ALL_LANES, SOME_LANES = 0, 1  # values of ``partial``
 NONE_ENDED, SOME_ENDED, FAILED = 0, 1, 2  # values of ``outcome``
 
 _INT64 = TensorSpec((), np.dtype(np.int64))
+_BOOL = TensorSpec((), np.dtype(bool))
 _PER_LANE = {
     "reward": REWARD_SPEC,
-    "elapsed": _INT64,  # steps of the episode
     "seed": _INT64,  # of the last reset
-    "ahead": _INT64,  # number of the episode that is begun already, -1 if none is
-    "asked": TensorSpec((), np.dtype(bool)),  # whether the lane takes part in a partial step
+    "ahead": _INT64,  # index, among the lane's announced episodes, of the one already begun, or -1
+    "asked": _BOOL,  # whether the lane takes part in a partial step
 }
-_PER_WORKER = {
-    "step": _INT64,  # number of the step that was asked for last
-    "partial": _INT64,  # whether it is for all lanes of the worker
-    "finished": _INT64,  # number of the command that was carried out last
-    "outcome": _INT64,  # of that command
-    "writing": _INT64,  # number of the last step whose observations were written, if only in part
-}
+_PER_WORKER = (
+    "step",  # number of the last step issued
+    "partial",  # whether it is for all lanes of the worker
+    "finished",  # number of the last command carried out
+    "outcome",  # of that command
+    "writing",  # number of the last step that began to write observations
+)
 
 
-@dataclass(frozen=True)
-class BufferLayout:
-    """How the buffers is divided.
+def bookkeeping_specs(n_lanes: int, n_workers: int) -> dict[str, TensorSpec]:
+    """Specs of everything but observations and actions."""
+    flags = TensorSpec((len(FLAGS), n_lanes), _BOOL.dtype)
+    per_worker = {name: TensorSpec((n_workers,), _INT64.dtype) for name in _PER_WORKER}
+    return {**_of_lanes("", _PER_LANE, n_lanes), "flags": flags, **per_worker}
 
-    Attributes:
-        n_lanes: Lanes of all workers.
-        n_workers: How many workers there are.
-        observation: The observations' keys, empty if they are not known yet.
-        action: The actions' keys with the dtypes that the environments take; empty if there is no
-            action space.
-    """
 
-    n_lanes: int
-    n_workers: int
-    observation: Mapping[str, Leaf]
-    action: Mapping[str, TensorSpec]
+def observation_specs(leaves: Mapping[str, Leaf], n_lanes: int) -> dict[str, TensorSpec]:
+    """Specs of observations, and of those of episodes begun ahead."""
+    specs = {key: leaf.spec for key, leaf in leaves.items()}
+    return _of_lanes("observation/", specs, n_lanes) | _of_lanes("ahead/", specs, n_lanes)
 
-    def bytes_of_key(self) -> dict[str, int]:
-        """Bytes per key."""
-        return {
-            **carved_bytes(self._lane_specs(), self.n_lanes),
-            **carved_bytes(_PER_WORKER, self.n_workers),
-            **carved_bytes(self._flag_specs(), len(FLAGS)),
-        }
 
-    def carve(self, root: Array) -> dict[str, Array]:
-        """The named arrays of the buffers."""
-        arrays: dict[str, Array] = {}
-        start = 0
-        for specs, n_rows in (
-            (self._lane_specs(), self.n_lanes),
-            (_PER_WORKER, self.n_workers),
-            (self._flag_specs(), len(FLAGS)),
-        ):
-            size = sum(carved_bytes(specs, n_rows).values())
-            arrays.update(carve(root[start : start + size], specs, n_rows))
-            start += size
-        return arrays
+def action_specs(specs: Mapping[str, TensorSpec], n_lanes: int) -> dict[str, TensorSpec]:
+    """Specs of the actions, in the dtypes that the environments take."""
+    return _of_lanes("action/", specs, n_lanes)
 
-    def _lane_specs(self) -> dict[str, TensorSpec]:
-        specs = {**_PER_LANE, **observation_specs(self.observation)}
-        for key, spec in self.action.items():
-            specs[ACTION + key] = spec
-        return specs
 
-    def _flag_specs(self) -> dict[str, TensorSpec]:
-        return {"flags": TensorSpec((self.n_lanes,), np.dtype(bool))}
+def _of_lanes(prefix: str, specs: Mapping[str, TensorSpec], n_lanes: int) -> dict[str, TensorSpec]:
+    return {prefix + k: TensorSpec((n_lanes, *s.shape), s.dtype) for k, s in specs.items()}
 
 
 class Buffers:
-    """The buffers as one process sees them.
+    """The buffers as one process sees them, empty until ``map``.
 
     Args:
-        layout: How they are divided.
-        memory: The memory.
         lanes: The lanes that this process sees, all by default.
 
     Attributes:
@@ -108,60 +77,41 @@ class Buffers:
         action: Key to array ``[lanes, ...]``.
         reward: float32 ``[lanes]``.
         flags: bool ``[4, lanes]``.
-        elapsed, seed, is_ahead, asked: ``[lanes]``.
+        seed, is_ahead, asked: ``[lanes]``.
         step, partial, finished, outcome, writing: One int64 per worker, as memoryviews, which
             are read faster than arrays.
     """
 
-    def __init__(self, layout: BufferLayout, memory: Memory, lanes: slice = slice(None)) -> None:
-        self._memory = memory
-        arrays = layout.carve(memory.root())
-        self.observation = {k: arrays[OBSERVATION + k][lanes] for k in layout.observation}
-        self.ahead = {k: arrays[AHEAD + OBSERVATION + k][lanes] for k in layout.observation}
-        self.action = {k: arrays[ACTION + k][lanes] for k in layout.action}
-        self.reward = arrays["reward"][lanes]
-        self.flags = arrays["flags"][:, lanes]
-        self.elapsed = arrays["elapsed"][lanes]
-        self.seed = arrays["seed"][lanes]
-        self.is_ahead = arrays["ahead"][lanes]
-        self.asked = arrays["asked"][lanes]
-        self.step = arrays["step"].data
-        self.partial = arrays["partial"].data
-        self.finished = arrays["finished"].data
-        self.outcome = arrays["outcome"].data
-        self.writing = arrays["writing"].data
+    reward: Array
+    flags: Array
+    seed: Array
+    is_ahead: Array
+    asked: Array
+    step: memoryview
+    partial: memoryview
+    finished: memoryview
+    outcome: memoryview
+    writing: memoryview
 
-    def map_observations(
-        self,
-        leaves: Mapping[str, Leaf],
-        n_lanes: int,
-        memory: Memory,
-        lanes: slice = slice(None),
-    ) -> None:
-        """Keep observations in memory of their own, for those that are known only later.
+    def __init__(self, lanes: slice = slice(None)) -> None:
+        self._lanes = lanes
+        self.observation: dict[str, Array] = {}
+        self.ahead: dict[str, Array] = {}
+        self.action: dict[str, Array] = {}
 
-        Args:
-            leaves: Their keys.
-            n_lanes: Lanes of all workers.
-            memory: The memory.
-            lanes: The lanes that this process sees, all by default.
-        """
-        specs = observation_specs(leaves)
-        arrays = {k: a[lanes] for k, a in carve(memory.root(), specs, n_lanes).items()}
-        self.observation = {key: arrays[OBSERVATION + key] for key in leaves}
-        self.ahead = {key: arrays[AHEAD + OBSERVATION + key] for key in leaves}
-
-
-def observation_specs(leaves: Mapping[str, Leaf]) -> dict[str, TensorSpec]:
-    """What the buffers keeps of observations with these keys."""
-    specs = {}
-    for key, leaf in leaves.items():
-        specs[OBSERVATION + key] = specs[AHEAD + OBSERVATION + key] = leaf.spec
-    return specs
-
-
-def carve_actions(
-    specs: Mapping[str, TensorSpec], n_lanes: int, memory: Memory, lanes: slice = slice(None)
-) -> dict[str, Array]:
-    """Arrays of actions in memory of their own, for environments without an action space."""
-    return {key: array[lanes] for key, array in carve(memory.root(), specs, n_lanes).items()}
+    def map(self, specs: Mapping[str, TensorSpec], memory: Memory) -> None:
+        """Use the arrays in a memory; observations and actions replace those mapped before."""
+        arrays = {key: array[0] for key, array in carve(memory.root(), specs, 1).items()}
+        for group in ("observation", "ahead", "action"):
+            prefix = f"{group}/"
+            keys = [key for key in arrays if key.startswith(prefix)]
+            found = {key.removeprefix(prefix): arrays[key][self._lanes] for key in keys}
+            if found:
+                setattr(self, group, found)
+        if "flags" not in arrays:
+            return
+        self.flags = arrays["flags"][:, self._lanes]
+        for name in _PER_LANE:
+            setattr(self, "is_ahead" if name == "ahead" else name, arrays[name][self._lanes])
+        for name in _PER_WORKER:
+            setattr(self, name, arrays[name].data)

@@ -15,19 +15,19 @@ import numpy as np
 from rlpool.envs.columns import Columns
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.errors import EnvError, SpecError, Where
+from rlpool.errors import EnvError, SpecError
 from rlpool.machine.arguments import check_timeout, names_arguments, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.main_guard import refuse_during_import
-from rlpool.manager.buffers import BufferLayout
-from rlpool.manager.dispatch import EnvWorkers
+from rlpool.manager.actions import are_equal, hand_over, specs_of
+from rlpool.manager.buffers import action_specs, observation_specs
+from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.remotes import Remote, WorkerHandle
-from rlpool.manager.stepper import Stepper, lane_failure
+from rlpool.manager.stepper import Kind, Stepper
 from rlpool.memory.storage import Array
 from rlpool.record.crash_files import CrashDir
 from rlpool.specs import (
     Leaf,
-    Structure,
     TensorSpec,
     leaves_of,
 )
@@ -65,19 +65,20 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
     A task is an option of a reset: ``{"task": task}`` reaches an environment whose ``reset`` takes
     ``task`` there, any other as ``options["task"]``.
 
-    Environments without an observation space are reset once when they are made, to see what they
-    show, or, if they cannot be reset without options, by the first reset that brings some.
+    Environments without an observation space are reset once when they are made, to see what an
+    observation looks like; if they cannot be reset without options, the first reset with options
+    shows it.
 
-    Environments of lanes whose next episodes are known may be reset for them as soon as an
-    episode ends, which saves the way there and back.
+    If a batcher knows the next episodes of a lane, its environment may be reset for the next one
+    as soon as an episode ends, which saves a round trip.
 
-    A call in which a signal's handler raises may be repeated with the same arguments; what it had
-    begun is not done twice. Any other call first finishes what was begun.
+    If a signal handler raises inside a call, the call may be repeated with the same arguments;
+    what it had begun is not done twice. Any other call first finishes what was begun.
 
     A worker that dies or hangs is replaced. Its environments are reset with the same seeds and
-    options and given the same actions again, which are kept for that until the next reset; for
-    environments that these determine the caller sees the same bits and no exception. A lane whose
-    environment turns out to do something else then raises ``EnvError`` and needs a reset.
+    options and stepped with the same actions, which are kept until the next reset. If these
+    determine the episode, the caller sees the same bits and no exception. Otherwise the lane
+    raises ``EnvError`` and needs a reset.
 
     Args:
         env_fns: Functions without arguments that make one environment each, in the workers.
@@ -86,23 +87,23 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         seed: Root of the seeds of ``reset`` and of remotes. A batcher brings its own seeds.
         timeout: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
-        max_episode_steps: Truncate episodes after so many steps.
-        keep_float64: Store float64 as it is, by default it becomes float32.
+        max_episode_steps: Truncate episodes after this many steps.
+        keep_float64: Store float64 as it is; by default it becomes float32.
         auto_reset: Whether lanes of a ``Batcher`` or of ``step`` restart on their own.
         min_ready: How many lanes a batcher's loop waits for; the default is all of them. With
-            fewer, lanes that are slow do not hold the others, the agent is called more often, and
+            fewer, slow lanes do not hold up the others, the agent is called more often, and the
             results are the same. Agents that require a history always wait for all.
         crash_dir: A directory, made if it is missing: if an environment fails, this process
             writes what ``rlpool.replay_crash`` needs into a file there, which the message of the
             error names. A batcher over the environments knows more (``agent_info`` and rewards):
-            give it to the batcher instead.
+            pass ``crash_dir`` to the batcher instead.
         **policy: ``on_worker_failure``, ``max_restarts``, ``on_env_error``,
             ``max_episodes_per_worker``, ``max_rss_bytes`` and ``start_method`` as for
             ``EpisodeBatcher``. Healthy workers are replaced at a reset of one of their lanes; lanes
             in the middle of an episode are brought back to where they were.
 
     Attributes:
-        num_envs: Number of environments, ``n_lanes`` by another name.
+        num_envs: Number of environments, the same as ``n_lanes``.
         remotes: One ``Remote`` per environment.
         workers: One handle per worker process.
         observation_space: The environments', ``None`` if they declare none.
@@ -173,7 +174,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         ]
 
     def _agree(self) -> None:
-        """Take over what the workers report, which must be the same, and make the buffers."""
+        """Adopt what the workers report, which must agree, and map the buffers."""
         workers = self._workers
         reports = [workers.reports[worker] for worker in range(workers.n_workers)]
         first = reports[0]
@@ -198,44 +199,31 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         self._action_leaves = None
         if first.action is not None:
             self._action_leaves = leaves_of({"action": first.action}, "")
-        leaves = {} if structure is None else self._declare_structure(structure).leaves
-        layout = BufferLayout(self.n_lanes, workers.n_workers, leaves, first.native_action or {})
-        buffers = workers.map(layout)
-        self._buffers = buffers
+        known = action_specs(first.native_action or {}, self.n_lanes)
+        if structure is not None:
+            leaves = self._declare_structure(structure).leaves
+            known |= observation_specs(leaves, self.n_lanes)
+        workers.begin(known, None if first.is_declared else structure)
+        buffers = self._buffers = workers.buffers
         self._stepper = Stepper(workers)
         self.place(buffers.observation, buffers.reward, buffers.flags)
-        self._handed = buffers.action  # where actions are handed over
         self._copied: dict[str, Array] = {}  # last actions that are kept elsewhere
-        self._announced: tuple[list[int], dict[str, Array]] = ([], {})
-        # What a signal's handler interrupted:
-        self._begun_reset: tuple[Sequence[int], Sequence[int], Sequence[Options]] | None = None
-        self._reset_number: int | None = None  # of ``reset``
-        self._half_step: tuple[dict[str, Array], Any] | None = None  # of ``step``
+        self._half_step: tuple[dict[str, Array], Any] | None = None  # of an interrupted ``step``
         self._is_in_step = False
-        if structure is not None and len(shown) < workers.n_workers:
-            self._map_observations(structure)
-
-    def _map_observations(self, structure: Structure) -> None:
-        """Tell all workers what observations look like, and where they are kept."""
-        columns = self._declare_structure(structure)
-        self._workers.map_observations(structure)
-        columns.place(self._buffers.observation)
-        self.current.update(columns.arrays)
 
     def _learn_observations(self, lane: int, seed: int, options: Options) -> None:
-        """Let an environment show what observations look like, since no space says it.
+        """Learn from a reset what observations look like, since no space says it.
 
         Raises:
             LaneFailure: If its reset fails.
         """
-        workers = self._workers
-        workers.options[lane] = options
-        reply, value = workers.ask(lane, "describe", (seed, options))
-        if reply == "structure":
-            self._map_observations(value)
-            return
-        where = Where(workers.worker_of[lane], lane, step=0, seed=seed, env_info=options or None)
-        raise lane_failure(workers.failed_reset(value, where), lane, "reset", where)
+        structure = self.remotes[lane].describe(seed, options)
+        with InterruptsHeld():
+            columns = self._declare_structure(structure)
+            specs = observation_specs(columns.leaves, self.n_lanes)
+            self._workers.map("observations", specs, structure)
+            columns.place(self._buffers.observation)
+            self.current.update(columns.arrays)
 
     # The lane contract ---------------------------------------------------------------------
 
@@ -256,105 +244,51 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         return self._action_leaves
 
     def announce_episodes(self, seeds: Sequence[int], env_info: Mapping[str, Array]) -> None:
-        """Let the workers know which episodes will come, so that they begin them on their own."""
-        self._begin()
-        announced = (list(seeds), dict(env_info))
+        """Announce the next episodes, so that the workers can begin them ahead of time."""
+        self._workers.check_open()
         self._stepper.announce(seeds, env_info)
-        self._announced = announced
 
     def _action_arrays(self, specs: Mapping[str, TensorSpec]) -> dict[str, Array]:
-        if not self._handed:  # no action space: what the agent gives is what there is
-            self._handed = self._workers.map_actions(specs)
+        if not self._buffers.action:  # no action space: the agent's actions show what they are
+            self._workers.map("actions", action_specs(specs, self.n_lanes))
+        handed = self._buffers.action
         arrays = super()._action_arrays(specs)
-        for key, array in self._handed.items():
+        for key, array in handed.items():
             if key in specs and array.dtype == specs[key].dtype:
+                array[...] = 0  # of steps made by hand before
                 arrays[key] = array  # the last action is where it was handed over
-        self._copied = {k: a for k, a in arrays.items() if a is not self._handed.get(k)}
+        self._copied = {k: a for k, a in arrays.items() if a is not handed.get(k)}
         return arrays
-
-    def _begin(self, to_reset: Sequence[int] = ()) -> None:
-        """What every call begins with: refuse to go on, or finish what was interrupted.
-
-        Args:
-            to_reset: Lanes that the call will reset itself.
-        """
-        self._workers.check_open()
-        begun = self._begun_reset
-        if begun is not None and not set(to_reset).issuperset(begun[0]):
-            self._reset_number = None
-            super().reset_lanes(*begun)
-            self._begun_reset = None
 
     def reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> None:
         """Start an episode on some lanes, see ``VecEnv.reset_lanes``."""
-        self._begin(lanes)
+        self._workers.check_open()
+        self._stepper.refuse_bad_lanes(lanes)
         if not self._is_in_step:
             self._half_step = None
-        super().reset_lanes(lanes, seeds, options)
-        self._begun_reset = None
-
-    def _reset_lanes(
-        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
-    ) -> None:
-        workers = self._workers
-        workers.refuse_bad_lanes(lanes)
         self._stepper.settle(lanes)
         if self._columns is None:
             self._learn_observations(lanes[0], seeds[0], options[0])
         with InterruptsHeld():
-            resetting = self._begin_episodes(lanes, seeds, options)
-            self._begun_reset = lanes, seeds, options
-        try:
-            self._stepper.finish(resetting)
-        except EnvError:
-            self._begun_reset = None
-            raise
+            super().reset_lanes(lanes, seeds, options)
+        self._stepper.finish_open()
 
-    def _begin_episodes(
+    def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
-    ) -> list[int]:
-        """Let lanes begin episodes; returns the workers that have to be waited for."""
-        buffers = self._buffers
-        rest, begun = [], []
-        for row, lane in enumerate(lanes):
-            number = int(buffers.is_ahead[lane])
-            if number >= 0 and self._is_announced(number, seeds[row], options[row]):
-                begun.append(lane)
-                self._workers.options[lane] = options[row]
-                self._stepper.note_begun([lane], [seeds[row]], [options[row]])
-            else:
-                rest.append(row)
-        if begun:
-            for key, array in buffers.observation.items():
-                array[begun] = buffers.ahead[key][begun]
-            buffers.is_ahead[begun] = -1
-        if not rest:
-            return []
-        return self._stepper.reset(
-            [lanes[row] for row in rest],
-            [seeds[row] for row in rest],
-            [options[row] for row in rest],
-        )
-
-    def _is_announced(self, number: int, seed: int, options: Options) -> bool:
-        """Whether an episode that is begun already is the one that is asked for."""
-        seeds, env_info = self._announced
-        if seeds[number] != seed:
-            return False
-        announced = {key: array[number].tolist() for key, array in env_info.items()}
-        return (options or {}) == announced
+    ) -> None:
+        self._stepper.reset(lanes, seeds, options)
 
     def in_this_process(self, lane: int) -> GymEnv:
-        """Another environment like that of a lane, made here, for debuggers."""
+        """An environment like a lane's, made in this process for debuggers."""
         return GymEnv([self._env_fns[lane]()], **self._options)
 
     def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> list[int]:
         """Step some lanes, those of all workers at the same time.
 
-        If a signal's handler raises in it, it may be called again with the same lanes and actions:
-        the step is made once. Whatever is called instead waits for the step if it was begun.
+        If a signal handler raises in it, it may be called again with the same lanes and actions:
+        the step is made once. Any other call waits for the step if it was begun.
 
         Args:
             lanes: Ascending lane numbers.
@@ -364,24 +298,23 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             The lanes whose episode ended with this step.
 
         Raises:
-            EnvError: If an environment raises or returns what does not fit; it is a ``LaneError``,
-                too. Its lane, and with several environments per worker the lanes of the same
-                worker that took part, need a reset, without which they are refused; all others
-                have made their step.
+            EnvError: If an environment raises or returns what does not fit; it is also a
+                ``LaneError``. The lanes of that worker that took part need a reset, without which
+                they are refused; all others have made their step.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
             UsageError: If the manager is closed.
         """
-        self._begin()
+        self._workers.check_open()
         if type(lanes) is not list:
             lanes = list(lanes)
         all_step = len(lanes) == self.n_lanes
         stepper = self._stepper
         if not self._is_in_step:
             self._half_step = None
-        if stepper.open is not None and not self._is_repeated(lanes, actions, is_waited_for=True):
-            stepper.close_step()
+        if stepper.open is not None and not self._is_repeated("step", lanes, actions):
+            stepper.close_open()
         if stepper.open is None:
-            self._hand_over(lanes, actions, all_step)
+            self._hand_over(lanes, actions)
         if self._some_lane_is_initial:
             self._initial_state[_ALL if all_step else lanes] = False
             self._some_lane_is_initial = not all_step
@@ -400,87 +333,63 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         lanes: Sequence[int] = (),
         actions: Mapping[str, Array] | None = None,
     ) -> list[int]:
-        """Let some lanes step, and return those that are ready, whoever they are.
+        """Let some lanes step, and return whichever lanes are ready.
 
-        Lanes that are slow do not hold the others: they are returned by a later call::
+        Slow lanes do not hold up the others: a later call returns them::
 
             ready = list(range(manager.num_envs))
             while True:
-                actions = policy(manager.current, ready)  # rows of lanes that step are in motion
+                actions = policy(manager.current, ready)  # rows of stepping lanes are undefined
                 ready = manager.step_some(4, ready, actions)
 
-        With several environments per worker, all those of a worker that step are ready together.
-        If a signal's handler raises in it, it may be called again with the same arguments.
+        With several environments per worker, the lanes of a worker that step are ready together.
+        If a signal handler raises in it, it may be called again with the same arguments.
 
         Args:
-            min_ready: Wait until so many of the lanes that are stepping are ready, or all of them
-                if they are fewer. 0 does not wait.
-            lanes: Ascending numbers of lanes to step that are not stepping; none, by default.
+            min_ready: How many of the stepping lanes to wait for, or all of them if they are fewer.
+                0 does not wait.
+            lanes: Ascending numbers of lanes to step, none of which is stepping.
             actions: Their actions as for ``step_lanes``.
 
         Returns:
-            Lanes that have made their step, ascending; ``current["done"]`` tells whose episode
+            Lanes that have made their step, ascending; ``current["done"]`` says whose episode
             ended. No lane is returned twice for one step.
 
         Raises:
-            EnvError: As ``step_lanes``. What became of lanes of other workers is told by the next
-                call.
+            EnvError: As for ``step_lanes``. The next call returns lanes of other workers.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
             UsageError: If one of the lanes is stepping, or the manager is closed.
         """
         stepper = self._stepper
-        self._begin()
+        self._workers.check_open()
         whole_number("min_ready", min_ready, 0)
         self._half_step = None
         lanes = list(lanes)
-        is_begun = stepper.open is not None and self._is_repeated(
-            lanes, actions or {}, is_waited_for=False
-        )
+        is_begun = stepper.open is not None and self._is_repeated("some", lanes, actions or {})
         if not is_begun:
-            stepper.close_step()
+            stepper.close_open()
         if lanes and not is_begun:
-            self._workers.refuse_bad_lanes(lanes)
+            self._stepper.refuse_bad_lanes(lanes)
             stepper.refuse_stepping(lanes)
-            self._hand_over(lanes, actions or {}, False)
+            self._hand_over(lanes, actions or {})
             self._initial_state[lanes] = False
             stepper.begin_some(lanes)
         elif not min_ready:
             stepper.look()
         return stepper.take_ready(min_ready)
 
-    def _is_repeated(
-        self, lanes: list[int], actions: Mapping[str, Array], *, is_waited_for: bool
-    ) -> bool:
-        """Whether a step that was interrupted is asked for again."""
+    def _is_repeated(self, kind: Kind, lanes: list[int], actions: Mapping[str, Array]) -> bool:
+        """Whether an interrupted step is asked for again."""
         step = self._stepper.open
-        if step is None or (step.lanes, step.is_waited_for) != (lanes, is_waited_for):
+        if step is None or (step.kind, step.lanes) != (kind, lanes):
             return False
-        return _are_equal(self._handed, actions, lanes)
+        return are_equal(self._buffers.action, actions, lanes)
 
-    def _hand_over(
-        self, lanes: Sequence[int], actions: Mapping[str, Array], all_step: bool
-    ) -> None:
+    def _hand_over(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> None:
         """Put actions where the workers read them."""
-        try:
-            if not self._handed:
-                self.declare_actions(_specs_of(actions))
-            for arrays in (self._handed, self._copied):
-                for key, array in arrays.items():
-                    values = actions[key]
-                    if values.shape != array.shape:
-                        raise ValueError(f"got shape {list(values.shape)}")
-                    if not np.can_cast(values.dtype, array.dtype, "same_kind"):
-                        raise TypeError(f"{key!r} is {values.dtype}, {array.dtype} is taken")
-                    if all_step:
-                        np.copyto(array, values, "same_kind")
-                    else:
-                        array[lanes] = values[lanes]
-        except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
-            wanted = {key: [self.n_lanes, *a.shape[1:]] for key, a in self._handed.items()}
-            raise SpecError(
-                f"actions should be arrays of the shapes {wanted}: {error}",
-                fix="pass one row per lane, also for lanes that do not step",
-            ) from error
+        if not self._buffers.action:
+            self.declare_actions(specs_of(actions))
+        hand_over(actions, lanes, self._buffers.action, self._copied)
 
     def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Any:
         raise NotImplementedError  # step_lanes does all of it: results are in the buffers already
@@ -494,23 +403,19 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
 
     def reset(self, *arguments: Any, **named: Any) -> Any:
         """Reset all environments, see ``VecEnv.reset``; may be repeated after an interruption."""
-        self._begin(range(self.n_lanes))
-        if self._reset_number is not None:
-            self._n_resets = self._reset_number
-        self._half_step = None
-        self._reset_number = self._n_resets
+        self._workers.check_open()
+        number = self._n_resets
         try:
-            result = super().reset(*arguments, **named)
+            return super().reset(*arguments, **named)
         except EnvError:
-            self._reset_number = None
             raise
-        self._reset_number = None
-        return result
+        except BaseException:
+            self._n_resets = number  # so that the same seeds follow
+            raise
 
     def step(self, *arguments: Any, **named: Any) -> Any:
-        """Step the running environments, see ``VecEnv.step``; may be repeated likewise."""
-        self._begin()
-        self._reset_number = None
+        """Step the running environments, see ``VecEnv.step``; may be repeated, too."""
+        self._workers.check_open()
         self._is_in_step = True
         try:
             result = super().step(*arguments, **named)
@@ -524,7 +429,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
 
     def _stepped(self, actions: dict[str, Array]) -> Any:
         half = self._half_step
-        if half is None or not _are_equal(half[0], actions, self._running):
+        if half is None or not are_equal(half[0], actions, self._running):
             half = self._half_step = actions, super()._stepped(actions)
         self._stepper.open = None
         return half[1]
@@ -557,23 +462,3 @@ def _checked_functions(env_fns: Any) -> list[Callable[[], Any]]:
             "such as [lambda: gymnasium.make('CartPole-v1')] * 4",
         )
     return functions
-
-
-def _are_equal(some: Mapping[str, Array], others: Mapping[str, Array], lanes: list[int]) -> bool:
-    """Whether actions of lanes are the same, as far as they can be told apart."""
-    try:
-        return all(
-            array[lanes].tobytes() == others[key][lanes].astype(array.dtype).tobytes()
-            for key, array in some.items()
-        )
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-        return False
-
-
-def _specs_of(actions: Mapping[str, Array]) -> dict[str, TensorSpec]:
-    """Specs of actions for which there is no space."""
-    return {
-        key: TensorSpec(array.shape[1:], array.dtype)
-        for key, array in actions.items()
-        if key == "action" or key.startswith("action/")
-    }

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import gymnasium
 import numpy as np
 
+from rlpool.envs.vec_env import Options
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.manager.dispatch import EnvWorkers
+from rlpool.manager.env_workers import EnvWorkers, Request
+from rlpool.manager.messages import Call
 from rlpool.manager.stepper import Stepper
 from rlpool.record.crash_capsule import CrashCapsule
-from rlpool.seeding import seed_from
+from rlpool.record.tape import action_row
+from rlpool.seeding import LaneSeeds, root_from, seed_from
 
 _COMMANDS = ("reset", "step", "get_attr", "seed", "close")
 
@@ -45,13 +50,13 @@ class Remote:
 
     Args:
         workers: The workers.
-        stepper: What they were asked for.
+        stepper: Their commands.
         lane: Number of the environment.
         action_space: Its action space, or ``None``.
 
     Attributes:
-        capsule: For ``rlpool.replay_crash``: what the last ``("error", text)`` that was received
-            told of; ``None`` if that is no failure of a reset or a step that can be repeated.
+        capsule: For ``rlpool.replay_crash``: the failure of the last ``("error", text)`` that was
+            received; ``None`` if it was not a reset or a step that can be repeated.
     """
 
     def __init__(self, workers: EnvWorkers, stepper: Stepper, lane: int, action_space: Any) -> None:
@@ -59,17 +64,20 @@ class Remote:
         self._stepper = stepper
         self._lane = lane
         self._action_space = action_space
+        # Backwards: forwards are the seeds of lanes that are reset together.
+        numbers = itertools.count(-1, -1)
+        self._seeds: Iterator[int] = map(partial(LaneSeeds(workers.root, 0).seed, lane), numbers)
         self._unconfirmed: Any = None  # a request that was sent, if send() was interrupted then
         self.capsule: CrashCapsule | None = None
 
     def send(self, request: tuple[str, Any]) -> None:
-        """Send a request; returns at once.
+        """Send a request and return at once.
 
-        If a signal's handler raises in it, the same request may be sent again: it is carried out
-        once. ``recv`` may be repeated as well.
+        If a signal handler raises in it, the same request may be sent again: it is carried out
+        once. ``recv`` may be repeated, too.
 
         Raises:
-            SpecError: If it is none of those above, or cannot be pickled.
+            SpecError: If it is not one of the requests above, or cannot be pickled.
             UsageError: If the reply to the last one was not received, or the environment is
                 closed.
             WorkerDiedError, WorkerTimeoutError: If a worker died.
@@ -78,7 +86,7 @@ class Remote:
         if self._is_repeated(request):
             self._unconfirmed = None
             return
-        self._workers.refuse_bad_lanes([self._lane])
+        self._stepper.refuse_bad_lanes([self._lane])
         self._stepper.refuse_stepping([self._lane])
         self._stepper.settle([self._lane])
         try:
@@ -98,9 +106,12 @@ class Remote:
         elif command == "seed":
             data = _checked_seed(_named(data, "seed", command))
         with InterruptsHeld():
-            self._workers.call(self._lane, command, data)
-            if command == "reset":
-                self._stepper.note_reset([self._lane])
+            if command == "seed":  # of the resets that follow, which this process gives
+                self._seeds = _seeds_from(data)
+                reply = pickle.dumps(("done", None))
+                self._workers.requests[self._lane] = Request(Call(0, command, data), reply)
+            else:
+                self._call(command, data)
             self._unconfirmed = request
         self._unconfirmed = None
 
@@ -113,22 +124,23 @@ class Remote:
         """
         workers, lane = self._workers, self._lane
         workers.check_open()
-        if lane not in workers.waiting:
+        if lane not in workers.requests:
             raise UsageError(
                 "there is nothing to receive", fix=f"call remotes[{lane}].send(...) first"
             )
-        reply = workers.reply(lane)
+        reply = self._reply()
         if reply[0] == "error":
-            self.capsule, hint = workers.capsules.get(lane, (None, ""))
-            if hint:
-                reply = ("error", f"{reply[1]}\n  fix:   {hint}")
+            error = workers.requests[lane].error
+            self.capsule = None if error is None else error.capsule
+            if error is not None:
+                reply = ("error", f"{reply[1]}\n  fix:   {error.fix}")
         self._unconfirmed = None
         # Nothing is called from here on, so that no handler runs before the caller has it.
-        del workers.waiting[lane], workers.replies[lane]
+        del workers.requests[lane]
         return reply
 
     def poll(self, timeout: float = 0.0) -> bool:
-        """Whether a reply is there, waiting for it for ``timeout`` seconds at most."""
+        """Whether a reply has arrived, after waiting up to ``timeout`` seconds."""
         workers, lane = self._workers, self._lane
         workers.check_open()
         left_s, until_s = timeout, time.monotonic() + timeout
@@ -138,14 +150,61 @@ class Remote:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 break
-        return lane in workers.replies
+        return lane in workers.requests and not workers.is_unanswered(lane)
+
+    def describe(self, seed: int, options: Options) -> Any:
+        """The ``Structure`` of observations, which a reset has to show.
+
+        Raises:
+            LaneFailure: If the reset fails.
+        """
+        requests = self._workers.requests
+        try:
+            self._call("describe", (seed, options))
+            _, structure = self._reply()
+            error = requests[self._lane].error
+        finally:
+            requests.pop(self._lane, None)
+        if error is not None:
+            raise error
+        return structure
+
+    def _call(self, command: str, data: Any) -> None:
+        """Send a request and put it on the lane's tape."""
+        workers, lane = self._workers, self._lane
+        worker = workers.worker_of[lane]
+        own = workers.lanes_of[worker]
+        call = Call(lane - own.start, command, data)
+        workers.send(worker, call)
+        if command == "close":
+            workers.closed_lanes.add(lane)
+            if workers.closed_lanes.issuperset(own):
+                workers.processes.dismiss(worker)
+            if len(workers.closed_lanes) == workers.n_lanes:
+                workers.close()
+            return
+        workers.requests[lane] = Request(call)
+        if command in ("reset", "describe"):
+            workers.tapes.record_reset(lane, *data)
+        elif command == "step":
+            report = workers.reports[0]
+            with suppress(Exception):  # it does not fit, as the worker will answer
+                row = action_row(report.action, report.native_action or {}, data)
+                workers.tapes.record_action(lane, row)
+
+    def _reply(self) -> tuple[str, Any]:
+        """Wait for the reply; it stays until the user has it."""
+        request = self._workers.requests[self._lane]
+        self._workers.wait_until(lambda: request.reply is not None)
+        reply: tuple[str, Any] = pickle.loads(request.reply or b"")
+        return reply
 
     def _is_repeated(self, request: Any) -> bool:
-        """Whether a request was sent by a call that was interrupted afterwards."""
-        before, waiting = self._unconfirmed, self._lane in self._workers.waiting
+        """Whether an interrupted call has already sent a request."""
+        before, waiting = self._unconfirmed, self._lane in self._workers.requests
         return waiting and before is not None and pickle.dumps(before) == pickle.dumps(request)
 
-    def _reset_data(self, data: Any) -> tuple[int | None, dict[str, Any] | None]:
+    def _reset_data(self, data: Any) -> tuple[int, dict[str, Any] | None]:
         if data is None:
             data = {}
         if not isinstance(data, Mapping) or not set(data) <= {"task", "seed", "options"}:
@@ -157,8 +216,7 @@ class Remote:
         if data.get("task") is not None:
             options["task"] = data["task"]
         seed = data.get("seed")
-        self._workers.options[self._lane] = options or None
-        return None if seed is None else _checked_seed(seed), options or None
+        return next(self._seeds) if seed is None else _checked_seed(seed), options or None
 
     def _action(self, data: Any) -> Any:
         is_named = isinstance(data, Mapping) and list(data) == ["action"]
@@ -170,7 +228,7 @@ class Remote:
 
 
 class WorkerHandle:
-    """A worker process, or the one that replaced it, for whoever wants to look at it.
+    """A worker process, or the one that replaced it.
 
     Args:
         workers: The workers.
@@ -182,34 +240,31 @@ class WorkerHandle:
         self._worker = worker
 
     @property
-    def _process(self) -> SpawnProcess:
+    def _process(self) -> SpawnProcess | None:
         self._workers.refuse_forked_copy()
         return self._workers.process(self._worker)
 
     @property
     def pid(self) -> int | None:
-        """Its process id; that of the last process once the manager is closed."""
+        """Its process id; after ``close``, the last one."""
         return self._workers.pids[self._worker]
 
     def is_alive(self) -> bool:
         """Whether the process runs."""
-        try:
-            return self._process.is_alive()
-        except ValueError:  # the manager is closed
-            return False
+        process = self._process
+        return process is not None and process.is_alive()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for its end, which ``close`` brings about."""
-        with suppress(ValueError):
-            self._process.join(timeout)
+        """Wait until it has ended."""
+        process = self._process
+        if process is not None:
+            process.join(timeout)
 
     @property
     def exitcode(self) -> int | None:
         """Its exit code, ``None`` while it runs or once the manager is closed."""
-        try:
-            return self._process.exitcode
-        except ValueError:
-            return None
+        process = self._process
+        return None if process is None else process.exitcode
 
     def __repr__(self) -> str:
         try:
@@ -234,3 +289,10 @@ def _checked_seed(seed: Any) -> int:
     if number < 0 or number > np.iinfo(np.int64).max:
         raise SpecError(f"a seed should be an int in [0, 2**63), got {seed!r}")
     return seed_from(number)
+
+
+def _seeds_from(seed: int) -> Iterator[int]:
+    """A seed, then others that follow from it."""
+    stream = LaneSeeds(root_from(seed), 0)
+    others = (stream.seed(0, number) for number in itertools.count())
+    return itertools.chain([seed], (other for other in others if other != seed))

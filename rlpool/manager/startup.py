@@ -1,4 +1,4 @@
-"""How a worker process makes its environments, and what it reports of them."""
+"""How a worker process makes its environments, and what it reports about them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from rlpool.envs.gym_env import GymEnv, all_tasks
 from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.errors import SpecError, Where, WorkerStartupError
-from rlpool.manager.commands import Report, Setup
+from rlpool.manager.messages import Report, Setup
 from rlpool.record.failures import env_error, text_of
 from rlpool.seeding import probe_seed, root_from, seed_generators, worker_seed
 from rlpool.workers.child import Control, Place, called
@@ -66,17 +66,17 @@ def _learn_observation(env: GymEnv, setup: Setup, place: Place) -> None:
     try:
         env.reset_lanes(range(n), [probe_seed(place.root)] * n, [None] * n)
     except LaneError as error:
-        # They may need options: the first reset that brings some will tell.
+        # They may need options: the first reset with options shows them.
         env.forget()
         where = Where(place.worker, setup.first_lane + error.lane, step=0)
         _LOG.debug("observations are unknown until the first reset: %s", env_error(error, where))
 
 
 def report_of(env: GymEnv, worker: int) -> Report:
-    """What a worker says of its environments when it has them.
+    """What a worker reports about the environments that it has made.
 
     Raises:
-        WorkerStartupError: If that cannot be said.
+        WorkerStartupError: If their spaces cannot be pickled.
     """
     spaces = called(
         Where(worker=worker),
@@ -85,7 +85,6 @@ def report_of(env: GymEnv, worker: int) -> Report:
         (env.observation_space, env.action_space),
     )
     return Report(
-        env.n_lanes,
         env.shown_structure,
         env.is_declared,
         env.action_structure,

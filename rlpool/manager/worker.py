@@ -1,4 +1,4 @@
-"""What a worker process does that only holds environments: it carries out the caller's commands."""
+"""A worker process that holds environments and carries out the caller's commands."""
 
 from __future__ import annotations
 
@@ -14,26 +14,24 @@ import numpy as np
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import LaneError, Options
 from rlpool.errors import EnvError, Where, WorkerError
-from rlpool.manager.buffers import FAILED, NONE_ENDED, SOME_ENDED, Buffers, carve_actions
-from rlpool.manager.commands import (
+from rlpool.manager.buffers import FAILED, NONE_ENDED, SOME_ENDED, Buffers
+from rlpool.manager.messages import (
     Announce,
+    Begin,
     Call,
     LaneFailed,
-    MapActions,
-    MapBuffers,
-    MapObservations,
+    MapArrays,
     Predecessor,
     Reply,
     Reset,
-    Restore,
     Setup,
 )
 from rlpool.manager.startup import made_environments, report_of
 from rlpool.memory.storage import Array, Memory
-from rlpool.record.failures import described, env_error, text_of
-from rlpool.record.repeat import batch_of, repeat
-from rlpool.record.tape import Tape, action_row
-from rlpool.specs import DEFAULT_OBSERVATION_KEY, leaves_of
+from rlpool.record.failures import env_error, text_of
+from rlpool.record.repeat import batch_of, take_over
+from rlpool.record.tape import action_row
+from rlpool.specs import Structure
 from rlpool.workers.child import Control, Place, run, settle_in
 from rlpool.workers.payload import unpack
 from rlpool.workers.recycling import Recycling
@@ -55,8 +53,8 @@ def main(wake: Wake, done: Wake, place: Place, connection: Connection, control_f
     """Run a worker process with environments.
 
     Args:
-        wake: What it waits for, beside its pipe: a step was asked for.
-        done: What it signals when a command is carried out.
+        wake: Is signalled when a step is issued.
+        done: Is signalled when a command is carried out.
         place: Which worker it is.
         connection: The worker's end of its pipe.
         control_fd: Descriptor of the shared numbers.
@@ -66,17 +64,17 @@ def main(wake: Wake, done: Wake, place: Place, connection: Connection, control_f
 
 
 class EnvServer:
-    """Owns a worker's environments and carries out what the caller asks for.
+    """Owns a worker's environments and carries out the caller's commands.
 
     Args:
         place: Which worker it is.
         pipe: The line to the caller.
         control: Its shared numbers.
         wake: What it waits for, beside its pipe.
-        done: What it signals when a command is carried out.
+        done: Is signalled when a command is carried out.
     """
 
-    _is_prepared = False  # for commands: the buffers are mapped, the predecessor's place taken
+    _has_begun = False  # all arrays are mapped, and the predecessor's place is taken
     _is_over = False
     _n_seen = 0  # number of the last step
 
@@ -91,8 +89,7 @@ class EnvServer:
         self._fast_seeding.install()
         self._recycling = Recycling(place.policy)
         self._open_lanes: set[int] = set()
-        self._coming = _ComingEpisodes(0)
-        self._actions: Mapping[str, Array] = {}
+        self._coming = _ComingEpisodes()
         self._lost: dict[int, str] = {}  # lanes that could not be restored, and why
 
     def start(self) -> bool:
@@ -104,6 +101,7 @@ class EnvServer:
         try:
             self._env = env = made_environments(setup, self._place, self._control)
             self._open_lanes = set(range(env.n_lanes))
+            self._buffers = Buffers(slice(setup.first_lane, setup.first_lane + env.n_lanes))
             report = report_of(env, self._me)
         except WorkerError as error:
             self._pipe.send(Failed(error))
@@ -113,7 +111,7 @@ class EnvServer:
 
     def serve(self) -> None:
         """Carry out commands until told to close or all environments are closed."""
-        while not self._is_prepared:
+        while not self._has_begun:
             if not self._handle(*self._pipe.receive()):
                 return
         wake, pipe, me, step = self._wake, self._pipe, self._me, self._buffers.step
@@ -121,14 +119,15 @@ class EnvServer:
         # Messages come first: they were sent before the step that both may be there for.
         poller.register(pipe.fileno(), select.POLLIN)
         poller.register(wake.fd, select.POLLIN)
-        seen = self._n_seen
+        if self._n_seen != step[me]:
+            wake.signal()  # only the predecessor was woken for a step that it did not finish
         while self._open_lanes and not self._is_over:
             for fd, _ in poller.poll():
                 if fd == wake.fd:
                     wake.wait()
-                    if step[me] != seen:
-                        seen = step[me]
-                        self._step(seen, self._asked_lanes(), self._actions)
+                    if step[me] != self._n_seen:
+                        self._n_seen = step[me]
+                        self._step(self._n_seen, self._asked_lanes())
                 elif not self._handle(*pipe.receive()):
                     return
 
@@ -151,148 +150,69 @@ class EnvServer:
         elif isinstance(message, Call):
             self._answer(message)
         elif isinstance(message, Announce):
-            self._coming = _ComingEpisodes(self._setup.first_lane, message)
-            self._fast_seeding.announce(message.seeds.tolist())
-        elif isinstance(message, MapBuffers) and memory is not None:
-            self._map(message, memory)
-        elif isinstance(message, MapObservations) and memory is not None:
-            self._map_observations(message, memory)
-        elif isinstance(message, MapActions) and memory is not None:
-            lanes = self._my_lanes()
-            self._actions = carve_actions(message.specs, message.n_lanes, memory, lanes)
-        elif isinstance(message, Restore) and memory is not None:
-            self._restore(unpack(message.payload, memory))
+            self._coming = _ComingEpisodes(message)
+            self._fast_seeding.announce(np.concatenate(message.seeds).tolist())
+        elif isinstance(message, MapArrays) and memory is not None:
+            self._buffers.map(message.specs, memory)
+            if message.structure is not None:
+                self._env.declare_observations(message.structure)
+                if self._has_begun:
+                    self._use_buffers()
+        elif isinstance(message, Begin):
+            self._n_seen = message.n_seen
+            if message.payload is not None and memory is not None:
+                self._restore(unpack(message.payload, memory))
+            self._has_begun = True
+            self._use_buffers()
         return True
 
     def _retires(self, message: Message) -> bool:
-        """Whether to leave the episodes that a message asks for to a successor."""
-        n_new = len(message.lanes) if isinstance(message, Reset) else 0
-        if isinstance(message, Call) and message.command == "reset":
-            n_new = 1
+        """Whether a successor should begin the episodes of a message; then this worker retires."""
+        is_call = isinstance(message, Call) and message.command == "reset"
+        n_new = len(message.lanes) if isinstance(message, Reset) else int(is_call)
         if not n_new or not self._recycling.is_due(n_new):
             return False
         self._pipe.send(Retiring(str(self._recycling)))
         return True
 
-    def _my_lanes(self) -> slice:
-        first = self._setup.first_lane
-        return slice(first, first + self._env.n_lanes)
-
-    def _map(self, message: MapBuffers, memory: Memory) -> None:
-        self._buffers = Buffers(message.layout, memory, self._my_lanes())
-        self._actions = self._buffers.action
-        self._n_seen = message.n_seen
-        if not message.is_successor:
-            self._move_in()
-
-    def _move_in(self) -> None:
-        """Let the environments' results be in the buffers from now on."""
-        env, buffers = self._env, self._buffers
+    def _use_buffers(self) -> None:
+        """Write the environments' results into the buffers, and note when observations follow."""
+        env, buffers, me = self._env, self._buffers, self._me
         env.place(buffers.observation, buffers.reward, buffers.flags)
-        env.share_elapsed(buffers.elapsed)
-        self._elapsed_before = np.array(buffers.elapsed)
-        self._is_prepared = True
-        self._note_writing()
-
-    def _map_observations(self, message: MapObservations, memory: Memory) -> None:
-        env, buffers = self._env, self._buffers
-        env.declare_observations(message.structure)
-        leaves = leaves_of(message.structure, DEFAULT_OBSERVATION_KEY)
-        buffers.map_observations(leaves, message.n_lanes, memory, self._my_lanes())
-        if self._is_prepared:  # else the predecessor's place comes first
-            env.place(buffers.observation, buffers.reward, buffers.flags)
-            self._note_writing()
-
-    def _note_writing(self) -> None:
-        """Let the buffers tell from which step on it holds observations."""
-        buffers, me = self._buffers, self._me
-        columns: Any = self._env.columns
-        if not buffers.observation or columns is None:  # what they look like is told next
+        columns: Any = env.columns
+        if not buffers.observation or columns is None:
             return
         write, step, writing = columns.write, buffers.step, buffers.writing
 
         def noted_write(lanes: Sequence[int], observations: Sequence[Any]) -> None:
-            writing[me] = step[me]  # who dies from here on leaves half of the old values
+            writing[me] = step[me]  # a worker that dies from here on leaves mixed values
             write(lanes, observations)
 
         columns.write = noted_write
 
     def _restore(self, predecessor: Predecessor) -> None:
-        """Take the predecessor's place, and do what it had not finished."""
+        """Take the predecessor's place; a step that it did not finish comes next."""
+        buffers, me = self._buffers, self._me
         for lane in predecessor.closed:
             self._close_lane(lane)
-        number, actions = predecessor.unfinished, predecessor.actions
-        is_torn = bool(number) and self._buffers.writing[self._me] == number
+        number = buffers.step[me]
+        is_torn = number != self._n_seen and buffers.writing[me] == number
+        torn = self._asked_lanes() if is_torn else []
         for lane, tape in predecessor.tapes.items():
             self._coming.note_begin(lane, tape.seed)
-            is_unfinished = lane in actions
-            why = self._why_lost(lane, tape, is_unfinished, is_torn and is_unfinished)
-            if why:
-                self._lost[lane] = why
-        lanes = sorted(actions)
-        if number:
-            self._copy_to_buffers([lane for lane in lanes if lane not in self._lost])
-        self._move_in()
-        if number and not self._lost.keys().isdisjoint(lanes):
-            self._refuse_lost(number, lanes)
-        elif number:
-            rows = {lane: {k: row[0, ...] for k, row in actions[lane].items()} for lane in lanes}
-            batch = batch_of(rows[lanes[0]], lanes[0], self._env)
-            for lane, row in rows.items():
-                for key, value in row.items():
-                    batch[key][lane] = value
-            self._step(number, lanes, batch)
-
-    def _why_lost(self, lane: int, tape: Tape, is_unfinished: bool, is_torn: bool) -> str:
-        """Repeat a lane's episode.
-
-        Args:
-            lane: The lane.
-            tape: The episode.
-            is_unfinished: Whether the lane was in the middle of a further step.
-            is_torn: Whether observations of that step had been written.
-
-        Returns:
-            Why it cannot go on from here, empty if it can.
-        """
-        if tape.why_lost:
-            return tape.why_lost
-        buffers = self._buffers
-        if not is_torn:
-            tape.observation = {key: array[lane] for key, array in buffers.observation.items()}
-        found = None
-        try:
-            for reached in repeat(self._env, lane, tape):
-                found = reached.divergence
-                self._advance()
-        except LaneError as error:
-            return f"there, its {error.call} raised {described(error.__cause__ or error)}"
-        if not is_unfinished and buffers.elapsed[lane] != tape.n_steps:
-            return f"{tape.n_steps} steps are known, it had made {buffers.elapsed[lane]}"
-        if found is not None:
-            return (
-                f"after reset(seed={tape.seed}) and the same {tape.n_steps} actions, {found.what}: "
-                "it is not deterministic given its seed"
-            )
-        return ""
-
-    def _copy_to_buffers(self, lanes: list[int]) -> None:
-        """Put what some lanes have reached where the caller sees it."""
-        env, buffers = self._env, self._buffers
-        if env.columns is not None:
-            for key, array in buffers.observation.items():
-                array[lanes] = env.columns.arrays[key][lanes]
-        buffers.reward[lanes] = env.current["reward"][lanes]
-        buffers.flags[:, lanes] = env.flags[:, lanes]
+            if lane not in torn:
+                tape.observation = {key: array[lane] for key, array in buffers.observation.items()}
+            try:
+                take_over(self._env, lane, tape, Where(), self._control.steps, may_end=True)
+            except EnvError as error:
+                self._lost[lane] = error.what
 
     def _advance(self) -> None:
         self._control.steps[0] += 1
 
     def _reset(self, message: Reset) -> None:
-        buffers = self._buffers
         for lane, seed in zip(message.lanes, message.seeds, strict=True):
             self._note_begin(lane, seed)
-        buffers.elapsed[message.lanes] = 0
         outcome = NONE_ENDED
         try:
             self._env.reset_lanes(message.lanes, message.seeds, message.options)
@@ -302,7 +222,7 @@ class EnvServer:
         self._conclude(message.number, outcome)
 
     def _note_begin(self, lane: int, seed: int) -> None:
-        """Take note that a lane is reset, which makes good whatever was wrong with it."""
+        """Record that a lane is reset, whatever was wrong with it."""
         self._lost.pop(lane, None)
         self._recycling.n_begun += 1
         self._buffers.seed[lane] = seed
@@ -316,17 +236,20 @@ class EnvServer:
             lanes = np.flatnonzero(self._buffers.asked).tolist()
         return lanes
 
-    def _step(self, number: int, lanes: list[int], actions: Mapping[str, Array]) -> None:
-        env, buffers = self._env, self._buffers
-        if self._lost and not self._lost.keys().isdisjoint(lanes):
-            self._refuse_lost(number, lanes)
+    def _step(self, number: int, lanes: list[int]) -> None:
+        """Step lanes with the actions in the buffers."""
+        lost = self._lost and self._lost.keys() & set(lanes)
+        if lost:
+            lane = min(lost)
+            where, what = Where(worker=self._me), _LOST.format(self._lost[lane])
+            failure = EnvError(what, where=where, fix=_LOST_FIX)
+            self._pipe.send(LaneFailed(number, lane, "step", failure, is_lost=True))
+            self._conclude(number, FAILED)
             return
         outcome = NONE_ENDED
-        np.copyto(self._elapsed_before, buffers.elapsed)
         try:
-            ended = env.step_lanes(lanes, actions)
+            ended = self._env.step_lanes(lanes, self._buffers.action)
         except LaneError as error:
-            np.copyto(buffers.elapsed, self._elapsed_before)  # where it failed
             self._report(number, error)
             outcome = FAILED
         else:
@@ -350,17 +273,8 @@ class EnvServer:
         self._pipe.send(LaneFailed(number, error.lane, error.call, failure))
         self._is_over = self._place.policy.restarts_on_env_errors
 
-    def _refuse_lost(self, number: int, lanes: list[int]) -> None:
-        """Report a step of lanes one of which could not be restored; none of them steps."""
-        lane = min(self._lost.keys() & set(lanes))
-        failure = EnvError(
-            _LOST.format(self._lost[lane]), where=Where(worker=self._me), fix=_LOST_FIX
-        )
-        self._pipe.send(LaneFailed(number, lane, "step", failure, is_lost=True))
-        self._conclude(number, FAILED)
-
     def _begin_ahead(self, lane: int) -> None:
-        """Reset a lane for the episode that is known to come, leaving its last values in place."""
+        """Reset a lane for its next announced episode, leaving its last values in place."""
         if self._recycling.is_due():
             return  # a successor will run it
         episode = self._coming.next(lane)
@@ -374,7 +288,7 @@ class EnvServer:
         try:
             env._reset_lanes([lane], [seed], [options])
         except LaneError:
-            return  # asked for again, it will fail again, and be reported
+            return  # the reset will be issued, fail again, and be reported
         finally:
             for key, array in buffers.observation.items():
                 buffers.ahead[key][lane] = array[lane]
@@ -384,31 +298,29 @@ class EnvServer:
     # Remotes ----------------------------------------------------------------------------------
 
     def _answer(self, call: Call) -> None:
-        """Carry out a remote's request."""
+        """Carry out a request to one environment."""
         if call.command == "close":
             self._close_lane(call.lane)
             return
-        is_done, failure = False, None
+        failure = None
         try:
-            reply = self._result(call)
-            is_done = True
-            pickled = cloudpickle.dumps(reply)
+            reply = cloudpickle.dumps(self._result(call))
         except LaneError as error:
-            pickled = pickle.dumps(("error", text_of(error.__cause__ or error)))
+            reply = pickle.dumps(("error", text_of(error.__cause__ or error)))
             failure = env_error(error, Where(worker=self._me))
             self._is_over = self._place.policy.restarts_on_env_errors
         except BaseException as error:
-            pickled = pickle.dumps(("error", text_of(error)))
+            reply = pickle.dumps(("error", text_of(error)))
         self._advance()
-        self._control.done[0] += is_done
-        self._pipe.send(Reply(call.lane, pickled, is_done, failure))
+        self._control.done[0] += failure is None
+        self._pipe.send(Reply(call.lane, call.command, reply, failure))
 
     def _close_lane(self, lane: int) -> None:
         self._open_lanes.discard(lane)
         try:
             self._env.close_lane(lane)
         except (Exception, SystemExit):
-            return  # there is no answer to it that could say so
+            return  # the request has no reply that could say so
 
     def _result(self, call: Call) -> tuple[str, Any]:
         lane, env = call.lane, self._env
@@ -417,40 +329,36 @@ class EnvServer:
         if call.command == "get_attr":
             return "attr", env.attribute(lane, call.data)
         if call.command == "describe":
-            return self._description(lane, *call.data)
+            return "structure", self._shown_by_reset(lane, *call.data)
         env.keeps_results = True
         try:
             if call.command == "reset":
                 return "obs", self._remote_reset(lane, *call.data)
-            self._take_action(lane, call.data)
-            return "transition", _transition(env, lane, self._actions)
+            return "transition", _transition(env, lane, self._with_action(lane, call.data))
         finally:
             env.keeps_results, env.results = False, []
 
-    def _take_action(self, lane: int, action: Any) -> None:
-        """Put a remote's action where those of the caller are."""
-        env, structure = self._env, self._env.action_structure
-        row = action_row(structure, env.native_action_specs() or {}, action)
+    def _with_action(self, lane: int, action: Any) -> Mapping[str, Array]:
+        """The actions of all lanes, with a remote's in its lane."""
+        env, batch = self._env, self._buffers.action
+        row = action_row(env.action_structure, env.native_action_specs() or {}, action)
         values = {key: array[0, ...] for key, array in row.items()}  # arrays, of objects too
-        if structure is None or not self._actions:
-            self._actions = batch_of(values, lane, env)
+        if env.action_structure is None or not batch:
+            return batch_of(values, lane, env)
         for key, value in values.items():
-            self._actions[key][lane] = value
+            batch[key][lane] = value
+        return batch
 
-    def _description(self, lane: int, seed: int, options: Options) -> tuple[str, Any]:
+    def _shown_by_reset(self, lane: int, seed: int, options: Options) -> Structure | None:
         """What observations look like, which a reset has to show."""
-        env = self._env
-        env.forget()
-        try:
-            env.reset_lanes([lane], [seed], [options])
-        except LaneError as error:
-            return "failed", env_error(error, Where(worker=self._me))
-        return "structure", env.columns.structure if env.columns is not None else None
+        self._env.forget()
+        self._env.reset_lanes([lane], [seed], [options])
+        return self._env.shown_structure
 
     def _remote_reset(self, lane: int, seed: int, options: Options) -> Any:
         self._note_begin(lane, seed)
         self._env.reset_lanes([lane], [seed], [options])
-        for array in self._actions.values():
+        for array in self._buffers.action.values():
             array[lane] = 0
         return self._env.results[0][0]
 
@@ -468,36 +376,30 @@ def _transition(env: GymEnv, lane: int, actions: Mapping[str, Array]) -> Any:
 class _ComingEpisodes:
     """Announced episodes of a worker's lanes.
 
-    A lane that begins one of them has the next one of its row ahead; one that begins any other
-    episode has none.
+    A lane that begins one of them has the next one ahead; one that begins any other episode has
+    none.
 
     Args:
-        first_lane: Number of the worker's first lane.
         message: The announcement, ``None`` if there was none.
     """
 
-    def __init__(self, first_lane: int, message: Announce | None = None) -> None:
+    def __init__(self, message: Announce | None = None) -> None:
         self._message = message
-        self._rows: dict[int, Array] = {}  # lane: rows of the announcement
-        self._next: dict[int, int] = {}  # lane: which of those comes next
-        if message is not None:
-            lanes = message.numbers % message.stride - first_lane
-            self._rows = {int(lane): np.flatnonzero(lanes == lane) for lane in np.unique(lanes)}
+        self._next: dict[int, int] = {}  # lane: index of its next episode
 
     def note_begin(self, lane: int, seed: int) -> None:
-        """Take note that a lane begins the episode with this seed."""
+        """Record that a lane begins the episode with this seed."""
         self._next.pop(lane, None)
-        if self._message is not None and lane in self._rows:
-            found = np.flatnonzero(self._message.seeds[self._rows[lane]] == seed)
+        if self._message is not None:
+            found = np.flatnonzero(self._message.seeds[lane] == seed)
             if found.size:
                 self._next[lane] = int(found[0]) + 1
 
     def next(self, lane: int) -> tuple[int, int, Options] | None:
-        """Number, seed and options of a lane's next episode, each once; ``None`` if unknown."""
-        place, message = self._next.get(lane), self._message
-        if message is None or place is None or place >= len(self._rows[lane]):
+        """Index, seed and options of a lane's next episode, each once; ``None`` if unknown."""
+        index, message = self._next.get(lane), self._message
+        if message is None or index is None or index >= len(message.seeds[lane]):
             return None
-        self._next[lane] = place + 1
-        row = int(self._rows[lane][place])
-        options = {key: column[row].tolist() for key, column in message.env_info.items()}
-        return int(message.numbers[row]), int(message.seeds[row]), options or None
+        self._next[lane] = index + 1
+        options = {key: column[index].tolist() for key, column in message.env_info[lane].items()}
+        return index, int(message.seeds[lane][index]), options or None

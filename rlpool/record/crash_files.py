@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from rlpool.errors import RlpoolError, SpecError, WorkerError
 from rlpool.record.crash_capsule import CrashCapsule
-from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT, described
+from rlpool.record.failures import DEBUG_HINT, ENV_HINT, LOCAL_HINT, described
 
 _LOG = logging.getLogger("rlpool")
 
@@ -36,7 +36,7 @@ class CrashFiles:
             return
         if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
             raise SpecError(f"crash_dir should be a path or None, got {directory!r}")
-        # The caller may go elsewhere before a failure.
+        # The caller may change its directory before a failure.
         self._directory = path = Path(os.path.abspath(directory))
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ class CrashFiles:
             ) from error
 
     def with_file(self, error: _Error) -> _Error:
-        """Write the capsule of an error, if it has one, and let its message name the file.
+        """Write the capsule of an error, if it has one, and name the file in its message.
 
         Returns:
             The error as it was, if there is nothing to write or it cannot be written.
@@ -61,7 +61,7 @@ class CrashFiles:
             _LOG.warning("no crash file in %s for '%s': %s", self._directory, error.what, why)
             return error
         fix = f"repeat it in this process to debug: rlpool.replay_crash({str(path)!r}, create_env)"
-        if error.fix not in ("", DEBUG_HINT, LOCAL_HINT):
+        if error.fix not in ("", DEBUG_HINT, ENV_HINT, LOCAL_HINT):
             fix = f"{error.fix}; {fix}"
         return error.reworded(what=error.what, fix=fix)  # type: ignore[return-value]
 

@@ -1,4 +1,4 @@
-"""Turns exceptions of the user's code into errors that say where they happened."""
+"""Turns exceptions of the user's code into errors that say where it failed."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ _LOG = logging.getLogger("rlpool")
 DEBUG_HINT = "run it in this process to debug: EpisodeBatcher(..., n_threads=0)"
 LOCAL_HINT = "it ran in this process: debug it here (the __cause__ of the error has the frames)"
 """The advice where the user's code failed in the caller's process: its exception is the cause."""
+ENV_HINT = "step it in this process to debug: GymEnv([env_fn()])"
+"""The advice for environments of a ``ParallelEnvManager``."""
 
 MISSES_OPTIONS = re.compile(
     r"\b(options|env_info|task)\b|'NoneType' object is not (subscriptable|iterable|a mapping)"
@@ -32,7 +34,7 @@ _NOT_HANDED_ON = re.compile(r"unexpected keyword argument '(seed|options)'")
 
 
 def env_error(error: LaneError, where: Where, capsule: CrashCapsule | None = None) -> EnvError:
-    """The error for an environment that raised, or returned what does not fit.
+    """The error for an environment that raised or returned what does not fit.
 
     Args:
         error: What a ``VecEnv`` said.
@@ -63,7 +65,7 @@ def agent_error(
     who: str = "the agent",
     capsule: CrashCapsule | None = None,
 ) -> AgentError:
-    """The error for an agent that raised, or returned what does not fit.
+    """The error for an agent that raised or returned what does not fit.
 
     Args:
         error: What it raised.
@@ -80,13 +82,13 @@ def agent_error(
 
 
 def attempted(make: Callable[_P, CrashCapsule]) -> Callable[_P, CrashCapsule | None]:
-    """A function that makes a capsule, which logs a warning where it fails itself."""
+    """Let a function that makes a capsule log a warning if it fails itself."""
 
     @wraps(make)
     def attempt(*args: _P.args, **kwargs: _P.kwargs) -> CrashCapsule | None:
         try:
             return make(*args, **kwargs)
-        except Exception as error:  # it must not hide the failure that the capsule is for
+        except Exception as error:  # it must not hide the user's failure
             _LOG.warning("a failure has no crash capsule: %s", described(error))
             return None
 
@@ -116,7 +118,7 @@ def reset_advice(error: BaseException, options: Mapping[str, Any] | None) -> str
 
 
 def _agent_advice(error: BaseException, has_agent_info: bool) -> str:
-    """What to do about an agent that looks for what it did not ask for; ``""`` otherwise."""
+    """What to do about an agent that lacks an input it has not requested; ``""`` otherwise."""
     told = _told(error)
     is_noise = "no key 'noise'" in told or told.startswith("KeyError: 'noise'")
     if isinstance(error, KeyError) and is_noise:
@@ -127,7 +129,7 @@ def _agent_advice(error: BaseException, has_agent_info: bool) -> str:
 
 
 def _told(error: BaseException) -> str:
-    """What an exception says, and the line that raised it: of ``None[0]`` that tells more."""
+    """What an exception says, and the line that raised it, which says more for ``None[0]``."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{described(error)} {frames[-1].line if frames else ''}"
 
@@ -142,7 +144,7 @@ def described(error: BaseException) -> str:
     try:
         text = " ".join(str(error).split("\n"))
     except Exception:
-        text = "<its text cannot be had>"
+        text = "<its text is not available>"
     return f"{type(error).__name__}: {text}"
 
 

@@ -1,4 +1,4 @@
-"""The only replayer: brings an environment to where the one was that a tape was recorded from."""
+"""The only replayer: brings an environment to the point where a tape was recorded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Divergence(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """How far a repetition is.
+    """How far a repetition has come.
 
     Attributes:
         n_steps: Steps made, 0 after the reset.
@@ -48,7 +48,7 @@ class Reached(NamedTuple):
 def repeat(env: VecEnv, lane: int, tape: Tape) -> Iterator[Reached]:
     """Reset one lane and repeat a tape in it, step by step as the caller iterates.
 
-    It goes on, whatever differs or ends: the caller judges. No other lane is touched.
+    It continues, whatever differs or ends: the caller judges. No other lane is touched.
 
     Args:
         env: The environments.
@@ -58,7 +58,7 @@ def repeat(env: VecEnv, lane: int, tape: Tape) -> Iterator[Reached]:
             gives.
 
     Yields:
-        After the reset and after every step, how far it is.
+        How far it is, after the reset and after every step.
 
     Raises:
         LaneError: If the environment raises.
@@ -81,7 +81,13 @@ def repeat(env: VecEnv, lane: int, tape: Tape) -> Iterator[Reached]:
 
 
 def take_over(
-    env: VecEnv, lane: int, tape: Tape, where: Where, progress: MutableSequence[int] | memoryview
+    env: VecEnv,
+    lane: int,
+    tape: Tape,
+    where: Where,
+    progress: MutableSequence[int] | memoryview,
+    *,
+    may_end: bool = False,
 ) -> None:
     """Bring a lane to where an episode was in a worker that died.
 
@@ -90,20 +96,26 @@ def take_over(
         lane: The lane.
         tape: The episode.
         where: Worker, lane and episode, for errors.
-        progress: One element that counts the steps.
+        progress: Its first element counts the steps.
+        may_end: Whether the recorded steps may have ended the episode.
 
     Raises:
-        EnvError: If the environment raises, or does not lead to where it led before.
+        EnvError: If the tape is not complete, or the environment raises or does not lead to where
+            it led before.
     """
+    if tape.why_lost:
+        raise EnvError(tape.why_lost, where=where)
     n_steps = 0
     try:
         for n_steps, has_ended, divergence in repeat(env, lane, tape):
             progress[0] += 1
-            if has_ended:
+            if has_ended and not may_end:
                 divergence = divergence or Divergence(n_steps - 1, "done", "the episode ended")
             if divergence is not None:
                 raise EnvError(
-                    f"the environment did not repeat an episode: {divergence.what}",
+                    f"the environment did not repeat an episode: {divergence.what}, after "
+                    f"reset(seed={tape.seed}) and the same {n_steps} actions: it is not "
+                    "deterministic given its seed",
                     where=where._replace(step=divergence.step),
                     fix="after a worker's death, the same seed and actions have to lead to the "
                     "same observations",

@@ -1,12 +1,11 @@
 """The recording of an episode: how it began, and what was done since.
 
-One idea serves three purposes. A *tape* is enough to bring an environment, in any process, to where
-another one was: ``rlpool.record.repeat`` resets it with the same seed and options and repeats the
-same actions. So a crash capsule is a tape and a failure, a lane of a ``Batcher`` whose worker died
-goes on from a tape with the agent's state, and a lane of a ``ParallelEnvManager`` from a tape and
-what its rows of the shared buffers hold.
+A *tape* is enough to bring an environment, in any process, to where another one was:
+``rlpool.record.repeat`` resets it with the same seed and options and repeats the same actions. A
+crash capsule is a tape and a failure. After the death of a worker, a lane of a ``Batcher``
+continues from a tape with the agent's state, and a lane of a ``ParallelEnvManager`` from a tape.
 
-What is recorded lies in different places, so it arrives in different ways:
+Steps are recorded from different places:
 
 ===========================  ===============================  =====================================
 who records                  what is recorded                 how
@@ -23,8 +22,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -41,22 +38,22 @@ Actions = dict[str, Array]
 REWARD = "reward"
 
 MOST_BYTES = 2**26
-"""Limit for all lanes of a worker together, for crash capsules: little compared with what a worker
-takes anyway. With 16 lanes and one number per action, it is 300,000 steps of each."""
+"""Limit for all lanes of a worker together, for crash capsules: little beside what a
+worker needs anyway. With 16 lanes and one number per action, it holds 300,000 steps of each."""
 
 MOST_BYTES_TO_RESTORE = 2**30
 """Limit for all lanes of all workers together, to restore them after the death of a worker."""
 
-_FEW, _CHUNK_BYTES = 32, 2**14
-"""So many chunks smaller than this are joined, so that a long episode in short slots has few."""
+_CHUNK_BYTES = 2**14
+"""Largest chunk that is joined from smaller ones."""
 
 _BLOCK_BYTES = 2**18
 _FEWEST_ROWS, _MOST_ROWS = 16, 1024
-"""Steps of a manager that are recorded before they are divided among its lanes: as many as fit."""
+"""Steps of a manager in a block that is divided among its lanes: as many as fit into the bytes."""
 
 
 def is_action(key: str) -> bool:
-    """Whether a key is one of the actions'."""
+    """Whether a key belongs to an action."""
     return key == "action" or key.startswith("action/")
 
 
@@ -70,7 +67,7 @@ def slot_steps(
         slot: The slot.
         start: The first row.
         stop: The row behind the last.
-        last_reward: What row ``T - 1`` led to; each row has the reward of the step before.
+        last_reward: The reward of row ``T - 1``'s action; each row has the reward before it.
     """
     chunk = {key: array[slot, start:stop].copy() for key, array in rows.items() if is_action(key)}
     chunk[REWARD] = np.append(rows[REWARD][slot, start + 1 :], last_reward)[: stop - start]
@@ -84,7 +81,7 @@ class Tape:
     Attributes:
         seed: Seed of its reset.
         options: Options of its reset.
-        n_restarts: How often its lane restarted on its own before it.
+        n_restarts: How often its lane had restarted on its own before it.
         first_step: The step of the first action that is kept. An episode whose first actions were
             dropped cannot be repeated.
         chunks: The actions, ``[k, ...]`` per key, in order; with ``"reward"``, what the same steps
@@ -112,7 +109,7 @@ class Tape:
     @property
     def why_lost(self) -> str:
         """Why the episode cannot be repeated, empty if it can."""
-        if self.first_step:
+        if self.first_step and not self.lost:
             return f"the first {self.first_step} actions of this episode were not kept"
         return self.lost
 
@@ -133,17 +130,15 @@ class Tape:
 
         Args:
             chunk: What was done, ``[k, ...]`` per key; kept, not copied.
-            most_bytes: Beyond so many bytes the oldest chunks are dropped.
+            most_bytes: Beyond this many bytes the oldest chunks are dropped.
         """
         if self.lost:
+            self.first_step += _n_rows(chunk)
             return
         chunks = self.chunks
         chunks.append(chunk)
-        if len(chunks) % _FEW and _n_bytes(chunk) < _CHUNK_BYTES:
-            return
-        small = list(takewhile(partial(_can_be_joined, chunk), reversed(chunks)))
-        if small:
-            chunks[-len(small) :] = [_joined(small[::-1])]
+        while len(chunks) > 1 and _should_be_joined(*chunks[-2:]):
+            chunks[-2:] = [_joined(chunks[-2:])]
         n_over = sum(map(_n_bytes, chunks)) - most_bytes if most_bytes is not None else 0
         while n_over > 0 and len(chunks) > 1:
             dropped = chunks.pop(0)
@@ -164,12 +159,12 @@ class Tape:
 class LaneTapes:
     """The tapes of a ``ParallelEnvManager``'s lanes, kept by the caller, who issues the steps.
 
-    A step of any lanes costs one copy of the whole buffer of actions, into the next row of a block
-    that is divided among the lanes when it is full; a lane takes its part when it is asked for.
-    Nothing is recorded for a lane that was not reset. A step is recorded before it is issued, so
+    A step of any lanes costs one copy of the whole buffer of actions into the next row of a block,
+    which is divided among the lanes when it is full or a lane's tape is needed. Nothing is recorded
+    for a lane that was not reset. A step is recorded before it is issued, so
     that one that is still running is on the tape: see ``Tape.without_last``.
 
-    Signal handlers that raise have to wait (``InterruptsHeld``) while its methods run.
+    Hold signal handlers back (``InterruptsHeld``) while its methods run.
 
     Args:
         n_lanes: Number of lanes.
@@ -184,7 +179,7 @@ class LaneTapes:
         self._row = 0
 
     def bind(self, actions: Mapping[str, Array]) -> None:
-        """Say where the actions of a step are put, ``[n_lanes, ...]`` per key."""
+        """Record actions from these buffers from now on, ``[n_lanes, ...]`` per key."""
         self._divide()
         row_bytes = max(1, sum(array.nbytes for array in actions.values()))
         n_rows = max(_FEWEST_ROWS, min(_MOST_ROWS, _BLOCK_BYTES // row_bytes))
@@ -217,19 +212,29 @@ class LaneTapes:
             tape.add(action, self._most_bytes)
 
     def record_reset(self, lane: int, seed: int, options: Options) -> None:
-        """Begin a new tape; the lane's old one is of no use any more."""
+        """Begin a new tape for a lane."""
         # Copied, as the caller may change its options afterwards.
         self._tapes[lane] = Tape(int(seed), copy.deepcopy(options) if options else None)
         self._stepped[:, lane] = False
 
     def forget(self, lane: int) -> None:
-        """Forget a lane that needs a reset before anything else."""
+        """Forget a lane, which needs a reset before its next step."""
         self._tapes.pop(lane, None)
 
     def lose(self, lane: int, why: str) -> None:
         """Note that what a lane does cannot be repeated until its next reset."""
-        if lane in self._tapes:
-            self._tapes[lane] = Tape(lost=why)
+        tape = self.tape(lane)
+        if tape is not None:
+            self._tapes[lane] = replace(tape, first_step=tape.n_steps, chunks=[], lost=why)
+
+    def peek(self, lane: int) -> Tape | None:
+        """The tape of a lane, which may lack its last steps."""
+        return self._tapes.get(lane)
+
+    def n_steps(self, lane: int) -> int:
+        """Steps of a lane's episode."""
+        tape = self._tapes.get(lane)
+        return 0 if tape is None else tape.n_steps + int(self._stepped[:, lane].sum())
 
     def tape(self, lane: int) -> Tape | None:
         """The tape of a lane's episode up to now, ``None`` if the lane was not reset."""
@@ -258,8 +263,8 @@ class WindowTapes:
         most_bytes: Limit for all tapes together. Episodes that are longer cannot be repeated.
 
     Attributes:
-        tapes: Running lane, numbered across workers, to the tape of its episode. The tapes' seeds
-            and options are filled in by the worker, which knows those of every lane.
+        tapes: Running lane, numbered across workers, to the tape of its episode. The worker fills
+            in the tapes' seeds and options.
     """
 
     def __init__(self, n_lanes: int, most_bytes: int = MOST_BYTES_TO_RESTORE) -> None:
@@ -271,8 +276,7 @@ class WindowTapes:
     def is_complete(self) -> bool:
         """Whether all episodes can be repeated.
 
-        Those of an agent that asks for all previous steps cannot: it would have to be shown them
-        again, and they are not kept.
+        Those of an agent that needs a history cannot: earlier observations are not kept.
         """
         return not self._wants_history and not any(t.why_lost for t in self.tapes.values())
 
@@ -285,7 +289,7 @@ class WindowTapes:
             layout: Layout of its block.
             arrays: The block.
             lanes: Which lane each row is.
-            lanes_left: Lanes that go on; they have filled their slots.
+            lanes_left: Lanes that continue; they have filled their slots.
         """
         step, n_rows = layout.step, len(lanes)
         self._wants_history = step.wants_history
@@ -343,10 +347,14 @@ def _n_bytes(chunk: Mapping[str, Array]) -> int:
     return sum(array.nbytes for array in chunk.values())
 
 
-def _can_be_joined(first: Mapping[str, Array], second: Mapping[str, Array]) -> bool:
-    """Whether a small chunk can be joined with another one without changing a bit of either."""
-    kinds = ({k: (a.dtype, a.shape[1:]) for k, a in chunk.items()} for chunk in (first, second))
-    return _n_bytes(second) < _CHUNK_BYTES and next(kinds) == next(kinds)
+def _should_be_joined(first: Mapping[str, Array], second: Mapping[str, Array]) -> bool:
+    """Whether two small chunks, the first no longer than the second, differ in no dtype or shape.
+
+    Each step is copied a few times that way, and a long episode in short slots has few chunks.
+    """
+    kinds = [{k: (a.dtype, a.shape[1:]) for k, a in chunk.items()} for chunk in (first, second)]
+    is_small = _n_bytes(first) + _n_bytes(second) <= _CHUNK_BYTES
+    return is_small and _n_rows(first) <= _n_rows(second) and kinds[0] == kinds[1]
 
 
 def _joined(chunks: Sequence[Mapping[str, Array]]) -> Actions:

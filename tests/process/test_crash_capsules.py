@@ -203,6 +203,7 @@ def test_failures_of_environments_that_are_driven_by_hand_come_again(
             calls.add(found.call)
             assert found.where == error.where
             assert found.n_actions == found.where.step + (found.call == "step")
+            assert len(found.rewards) == found.where.step
             assert_repeats(error, make_nested)
             assert f"crash-{error.where.worker}-lane{error.where.lane}-" in str(error)
             assert isinstance(pickle.loads(pickle.dumps(error)).capsule, CrashCapsule)
@@ -235,22 +236,6 @@ def test_failures_told_to_a_remote_come_again(tmp_path: Path) -> None:
         remote.send(("get_attr", {"attr": "missing"}))
         assert remote.recv()[0] == "error"
         assert remote.capsule is None  # of this error there is none
-
-
-def test_of_several_workers_that_fail_at_once_each_has_its_capsule() -> None:
-    actions = {"action": np.array([3, 4])}
-    errors = []
-    with ParallelEnvManager([make_doomed] * 2, seed=1) as manager:
-        manager.reset_lanes([0, 1], [5, 6], [None, None])
-        for arguments in ((2, [0, 1], actions), (2,)):
-            with pytest.raises(EnvError) as caught:
-                manager.step_some(*arguments)
-            errors.append(caught.value)
-    assert sorted(error.where.lane for error in errors) == [0, 1]
-    for error in errors:
-        assert error.capsule.seed == 5 + error.where.lane
-        assert error.capsule.actions["action"].tolist() == [3 + error.where.lane]
-        assert_repeats(error, make_doomed)
 
 
 def test_failures_that_were_tried_again_have_capsules_in_the_history(tmp_path: Path) -> None:

@@ -3,13 +3,10 @@
 Everything is compared with the same environments in this process, to which nothing happens.
 """
 
-# ruff: noqa: B023  (functions are called before the loop goes on)
-
 from __future__ import annotations
 
 import contextlib
 import linecache
-import random
 import signal
 import sys
 import time
@@ -32,6 +29,7 @@ from rlpool import (
 )
 
 from support.agents import ConstantAgent
+from support.envs import assert_same_tensors
 from support.parallel import create_manager, create_serial, make_cartpole
 
 pytestmark = [
@@ -50,153 +48,14 @@ class Alarm(Exception):
     """What the handler raises."""
 
 
-class Alarms:
-    """Interrupts calls at random times.
-
-    Attributes:
-        n_raised: How many calls were interrupted.
-    """
-
-    def __init__(self) -> None:
-        self.n_raised = 0
-        self._random = random.Random(5)
-
-    def raise_alarm(self, *_: Any) -> None:
-        self.n_raised += 1
+@pytest.fixture(autouse=True)
+def alarm() -> Iterator[None]:
+    def raise_alarm(*_: Any) -> None:
         raise Alarm
 
-    def once(self, call: Callable[[], Any]) -> tuple[bool, Any]:
-        """Call a function; returns whether it came to its end, and what it returned.
-
-        With arguments, a handler could also run between the end of the call and the assignment.
-        """
-        is_there, result = False, None
-        start_s = time.monotonic()
-        try:
-            try:
-                signal.setitimer(signal.ITIMER_REAL, self._random.uniform(1e-5, 6e-4))
-                result = call()
-                is_there = True
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-        except Alarm:
-            pass
-        assert time.monotonic() - start_s < STALL_S
-        return is_there, result
-
-    def repeated(self, call: Callable[[], Any]) -> Any:
-        """Call a function until it is not interrupted."""
-        for _ in range(1000):
-            is_there, result = self.once(call)
-            if is_there:
-                return result
-        raise AssertionError("it never came to its end")
-
-
-@pytest.fixture
-def alarms() -> Iterator[Alarms]:
-    alarms = Alarms()
-    before = signal.signal(signal.SIGALRM, alarms.raise_alarm)
-    yield alarms
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    before = signal.signal(signal.SIGALRM, raise_alarm)
+    yield
     signal.signal(signal.SIGALRM, before)
-
-
-@pytest.fixture(scope="module", params=[2, pytest.param(1, marks=pytest.mark.slow)])
-def manager(request: pytest.FixtureRequest) -> Iterator[ParallelEnvManager]:
-    with create_manager(1, make_cartpole, N_LANES, envs_per_worker=request.param) as manager:
-        yield manager
-
-
-def twin() -> GymEnv:
-    return create_serial(1, make_cartpole, N_LANES)
-
-
-def assert_same(manager: ParallelEnvManager, other: GymEnv, what: str = "") -> None:
-    for key, array in other.current.items():
-        assert manager.current[key].tobytes() == array.tobytes(), (what, key)
-
-
-def actions(number: int) -> dict[str, Any]:
-    return {"action": np.random.default_rng(number).integers(0, 2, N_LANES)}
-
-
-def test_an_interrupted_step_is_made_once_whatever_follows(
-    manager: ParallelEnvManager, alarms: Alarms
-) -> None:
-    """Lanes step on with other actions: where they are tells whether the step was made."""
-    left, right = ({"action": np.full(N_LANES, action)} for action in (0, 1))
-    states = []
-    for steps in ([left], [right, left]):
-        other = twin()
-        other.reset_lanes(LANES, LANES, [None] * N_LANES)
-        for step in steps:
-            other.step_lanes(LANES, step)
-        states.append(other.current["frame"].tobytes())
-    was_made = set()
-    for _ in range(200):
-        manager.reset_lanes(LANES, LANES, [None] * N_LANES)
-        is_there, _ = alarms.once(lambda: manager.step_lanes(LANES, right))
-        manager.step_lanes(LANES, left)
-        reached = states.index(manager.current["frame"].tobytes())
-        assert reached or not is_there
-        was_made.add((is_there, reached))
-    assert {(False, 0), (False, 1)} <= was_made
-
-
-@pytest.mark.parametrize("restarts", [False, True])
-def test_interrupted_calls_with_tensors_may_be_repeated(alarms: Alarms, restarts: bool) -> None:
-    other = create_serial(1, make_cartpole, N_LANES, restarts)
-    with create_manager(1, make_cartpole, N_LANES, restarts, envs_per_worker=2) as manager:
-        running: Any = []
-        for number in range(200):
-            if len(running) == 0:
-                (values, running), (expected, _) = alarms.repeated(manager.reset), other.reset()
-                assert_equal(values, expected)
-            output = DictTensor({"action": torch.from_numpy(actions(number)["action"])[running]})
-            (first, ran), (second, running) = alarms.repeated(lambda: manager.step(output))
-            (one, one_ran), (two, two_running) = other.step(output)
-            assert ran.tolist() == one_ran.tolist()
-            assert running.tolist() == two_running.tolist()
-            assert_equal(first, one)
-            assert_equal(second, two)
-    assert alarms.n_raised > 50
-
-
-def assert_equal(some: DictTensor, other: DictTensor) -> None:
-    assert list(some) == list(other)
-    for key, values in other.items():
-        assert torch.equal(some[key], values), key
-
-
-def test_a_batcher_over_a_manager_loses_the_request_and_works_on(alarms: Alarms) -> None:
-    """What the handler raises comes out of ``get``, or out of the agent that it interrupted."""
-    env_args = {"make_env": make_cartpole, "n_lanes": 2}
-    batchers = [
-        EpisodeBatcher(16, 16, ConstantAgent, {}, create, env_args, n_threads=0, seeds=1)
-        for create in (create_manager, create_serial)
-    ]
-    n_lost = 0
-    with batchers[0] as batcher, batchers[1] as other:
-        for _ in range(150):
-            batcher.execute(3)
-            other.execute(3)
-            expected = other.get()
-            try:
-                is_there, result = alarms.once(batcher.get)
-                if not is_there:
-                    result = batcher.get()  # it was complete, or has yet to begin
-            except (WorkerError, AgentError):
-                n_lost += 1
-                continue
-            assert_equal(result, expected)
-        batcher.execute(3)
-        other.execute(3)
-        assert_equal(batcher.get(), other.get())
-    assert n_lost > 20
-
-
-# At every line ----------------------------------------------------------------------------------
 
 
 class Tracer:
@@ -227,77 +86,181 @@ class Tracer:
                 signal.raise_signal(signal.SIGALRM)
         return self
 
+    def __enter__(self) -> None:
+        self._start_s, self._before = time.monotonic(), sys.gettrace()
+        sys.settrace(self)
 
-def remote(manager: ParallelEnvManager, step: Any, do: Any) -> None:
-    """Reset environment 1 with seed 7 and step it, through its remote."""
-    remote = manager.remotes[1]
-    for request in (("reset", {"seed": 7}), ("step", {"action": step["action"][1]})):
-        do(lambda: remote.send(request))
-        assert do(remote.recv)[0] != "error"
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+        assert time.monotonic() - self._start_s < STALL_S
 
 
-def announced(manager: ParallelEnvManager, step: Any, do: Any) -> None:
-    do(lambda: manager.announce_episodes([7, 8, 9, 10], {}))
-    do(lambda: manager.reset_lanes([2], [9], [None]))
+@pytest.fixture(scope="module", params=[2, pytest.param(1, marks=pytest.mark.slow)])
+def manager(request: pytest.FixtureRequest) -> Iterator[ParallelEnvManager]:
+    with create_manager(
+        1, make_cartpole, N_LANES, True, envs_per_worker=request.param, max_episode_steps=2
+    ) as manager:
+        yield manager
+
+
+def twin() -> GymEnv:
+    return create_serial(1, make_cartpole, N_LANES, True, max_episode_steps=2)
+
+
+def state_of(env: Any) -> dict[str, bytes]:
+    return {key: array.tobytes() for key, array in sorted(env.current.items())}
+
+
+def actions(number: int) -> dict[str, Any]:
+    return {"action": np.random.default_rng(number).integers(0, 2, N_LANES)}
+
+
+def ask(manager: ParallelEnvManager, *request: Any) -> Callable[[], Any]:
+    """What sends environment 1 a request and receives the reply."""
+
+    def receive() -> None:
+        if not waits:
+            manager.remotes[1].send(request)
+            waits.append(True)
+        assert manager.remotes[1].recv()[0] != "error"
+
+    waits: list[bool] = []
+    return receive
+
+
+# What a call does to a manager, in parts that may be repeated, and to the same environments here.
+CALLS: dict[str, tuple[Any, Any]] = {
+    "step all": (
+        lambda env, step: [lambda: env.step_lanes(LANES, step)],
+        lambda env, step: [lambda: env.step_lanes(LANES, step)],
+    ),
+    "step two": (
+        lambda env, step: [lambda: env.step_lanes([1, 2], step)],
+        lambda env, step: [lambda: env.step_lanes([1, 2], step)],
+    ),
+    "step some": (
+        lambda env, step: [lambda: env.step_some(3, [0, 1, 3], step)],
+        lambda env, step: [lambda: env.step_lanes([0, 1, 3], step)],
+    ),
+    "reset": (
+        lambda env, step: [lambda: env.reset_lanes([2], [5], [None])],
+        lambda env, step: [lambda: env.reset_lanes([2], [5], [None])],
+    ),
+    "announced": (
+        lambda env, step: [
+            lambda: env.announce_episodes([7, 8, 9, 10], {}),
+            lambda: env.reset_lanes([2], [9], [None]),
+        ],
+        lambda env, step: [lambda: None, lambda: env.reset_lanes([2], [9], [None])],
+    ),
+    "remote": (
+        lambda env, step: [
+            ask(env, "reset", {"seed": 7}),
+            ask(env, "step", {"action": step["action"][1]}),
+        ],
+        lambda env, step: [
+            lambda: env.reset_lanes([1], [7], [None]),
+            lambda: env.step_lanes([1], step),
+        ],
+    ),
+}
 
 
 @pytest.mark.parametrize("is_repeated", [True, False], ids=["repeated", "given up"])
-@pytest.mark.parametrize(
-    ("call", "lanes_reset", "lanes_stepped"),
-    [
-        (lambda env, step, do: do(lambda: env.step_lanes(LANES, step)), {}, LANES),
-        (lambda env, step, do: do(lambda: env.step_lanes([1, 2], step)), {}, [1, 2]),
-        (lambda env, step, do: do(lambda: env.step_some(3, [0, 1, 3], step)), {}, [0, 1, 3]),
-        (lambda env, step, do: do(lambda: env.reset_lanes([2], [5], [None])), {2: 5}, []),
-        (announced, {2: 9}, []),
-        (remote, {1: 7}, [1]),
-    ],
-    ids=["step all", "step two", "step some", "reset", "announced", "remote"],
-)
-@pytest.mark.usefixtures("alarms")
+@pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_is_interrupted_at_any_line_may_be_repeated_or_given_up(
-    manager: ParallelEnvManager,
-    call: Any,
-    lanes_reset: dict[int, int],
-    lanes_stepped: list[int],
-    is_repeated: bool,
+    manager: ParallelEnvManager, call: str, is_repeated: bool
 ) -> None:
-    other, number = twin(), 0
+    on_manager, here = CALLS[call]
+    other, number, reached = twin(), 0, set()
     tracer = Tracer(0)
-
-    def do(part: Callable[[], Any]) -> Any:
-        try:
-            return part()
-        except Alarm:
-            if not is_repeated:
-                raise
-            return part()
-
     while tracer.has_struck or not number:
-        for env in (manager, other):
-            env.reset_lanes(LANES, LANES, [None] * N_LANES)
-        tracer = Tracer(number)
-        before, start_s, is_done = sys.gettrace(), time.monotonic(), True
-        sys.settrace(tracer)
-        try:
-            call(manager, actions(number), do)
-        except Alarm:
-            is_done = False
-            with contextlib.suppress(UsageError):  # nothing was sent
-                manager.remotes[1].recv()
-            seeds = [number + lane for lane in LANES]
-            for env in (manager, other):
-                env.reset_lanes(LANES, seeds, [None] * N_LANES)
-        finally:
-            sys.settrace(before)
-        assert time.monotonic() - start_s < STALL_S
-        for lane, seed in lanes_reset.items() if is_done else ():
-            other.reset_lanes([lane], [seed], [None])
-        if lanes_stepped and is_done:
-            other.step_lanes(lanes_stepped, actions(number))
-        assert_same(manager, other, f"line {number}")
-        for env in (manager, other):
-            env.step_lanes(LANES, actions(number + 1))
-        assert_same(manager, other, f"after line {number}")
+        # Whatever was done whole: nothing, or the first parts of the call.
+        expected = []
+        for n_done in range(3):
+            other.reset_lanes(LANES, LANES, [None] * N_LANES)
+            for part in here(other, actions(number))[:n_done]:
+                part()
+            other.step_lanes(LANES, actions(number + 1))
+            expected.append(state_of(other))
+        manager.reset_lanes(LANES, LANES, [None] * N_LANES)
+        parts, tracer = on_manager(manager, actions(number)), Tracer(number)
+        for part in parts:
+            try:
+                with tracer:
+                    part()
+            except Alarm:
+                if not is_repeated:
+                    break
+                part()
+        else:
+            expected[:-1] = []
+        with contextlib.suppress(UsageError):  # nothing was sent
+            manager.remotes[1].recv()
+        if call == "step some":
+            manager.step_some(N_LANES)
+        manager.step_lanes(LANES, actions(number + 1))
+        assert state_of(manager) in expected, f"line {number}"
+        reached.add(len(expected) == 1 or expected.index(state_of(manager)))
         number += 1
     assert number > 30
+    assert is_repeated or {0, 1} <= reached
+
+
+def test_interrupted_calls_with_tensors_may_be_repeated(manager: ParallelEnvManager) -> None:
+    """Every second step ends all episodes, which restart."""
+    other, number = twin(), 0
+    tracer = Tracer(0)
+    manager._n_resets = 0
+    while tracer.has_struck or not number:
+        output = DictTensor({"action": torch.from_numpy(actions(number)["action"])})
+        tracer = Tracer(number)
+        for name, arguments in (("reset", ()), ("step", (output,)), ("step", (output,))):
+            call = getattr(manager, name)
+            try:
+                with tracer:
+                    result = call(*arguments)
+            except Alarm:
+                result = call(*arguments)
+            assert_equal(result, getattr(other, name)(*arguments))
+        number += 13
+
+
+def assert_equal(some: Any, other: Any) -> None:
+    """What ``reset`` or ``step`` returns is the same."""
+    if isinstance(some, tuple):
+        for mine, theirs in zip(some, other, strict=True):
+            assert_equal(mine, theirs)
+    elif isinstance(some, torch.Tensor):
+        assert torch.equal(some, other)
+    else:
+        assert_same_tensors(some, dict(other.items()))
+
+
+def test_a_batcher_over_a_manager_loses_the_request_and_works_on() -> None:
+    """What the handler raises comes out of ``get``, or out of the agent that it interrupted."""
+    env_args = {"make_env": make_cartpole, "n_lanes": 2}
+    batchers = [
+        EpisodeBatcher(16, 16, ConstantAgent, {}, create, env_args, n_threads=0, seeds=1)
+        for create in (create_manager, create_serial)
+    ]
+    n_lost = 0
+    with batchers[0] as batcher, batchers[1] as other:
+        for number in range(0, 4000, 97):
+            batcher.execute(3)
+            other.execute(3)
+            expected = other.get()
+            try:
+                with contextlib.suppress(Alarm), Tracer(number):
+                    batcher.get()
+                result = batcher.get()  # it was complete, or has yet to begin
+            except (WorkerError, AgentError):
+                n_lost += 1
+            except UsageError:  # it was not interrupted
+                continue
+            else:
+                assert_same_tensors(result, dict(expected.items()))
+        batcher.execute(3)
+        other.execute(3)
+        assert_same_tensors(batcher.get(), dict(other.get().items()))
+    assert n_lost > 10

@@ -211,7 +211,7 @@ def test_a_lane_that_is_lost_has_no_steps_until_its_next_reset() -> None:
     assert tapes.tape(2) is None
     tape = tapes.tape(1)
     assert tape is not None
-    assert (tape.why_lost, tape.n_steps, tape.without_last()[1]) == ("it broke", 0, {})
+    assert (tape.why_lost, tape.n_steps, tape.without_last()[1]) == ("it broke", 1, {})
     tapes.record_reset(1, 6, None)
     tapes.record_step([1])
     assert first_of(tapes, 1) == [0]
@@ -237,97 +237,30 @@ def arrays_of(layout: Layout) -> Arrays:
     return layout.arrays(Memory.local(layout.n_bytes).root())
 
 
-class Lanes:
-    """Lanes that act, some of which restart: their tapes are compared with plain lists.
-
-    The reward of every step is its action.
-
-    Args:
-        n_lanes: Number of lanes.
-        restarts: Whether they restart on their own.
-    """
-
-    def __init__(self, n_lanes: int, restarts: bool) -> None:
-        self.layout = make_layout(n_lanes, restarts)
-        self.windows = WindowTapes(n_lanes)
-        self.running = list(range(n_lanes))
-        self.expected: dict[int, list[int]] = {lane: [] for lane in self.running}
-        self.n_restarts = dict.fromkeys(self.running, 0)
-        self._next = 0
-
-    def window(self, ends: dict[int, int], gone: tuple[int, ...] = ()) -> None:
-        """Run a window.
-
-        Args:
-            ends: Lane to the step, within the window, with which its episode ends.
-            gone: Lanes that do not go on afterwards.
-        """
-        arrays, restarts = arrays_of(self.layout), self.layout.restarts
-        rows: dict[str, Any] = arrays.rows
-        control = arrays.control
-        for row, lane in enumerate(self.running):
-            control["steps_before"][0, lane] = len(self.expected[lane])
-            for step in range(T):
-                self._next += 1
-                rows["action"][row, step] = self._next
-                if step + 1 < T:
-                    rows["reward"][row, step + 1] = self._next
-                self.expected[lane].append(self._next)
-                if ends.get(lane) == step:
-                    self.expected[lane] = []
-                    self.n_restarts[lane] += 1
-                    control["steps_before"][0, lane] = -step - 1
-                    rows["_done"][row, step] = True
-            after = {"frame": 10.0 * self._next + lane, "reward": self._next, "memory": self._next}
-            for key, value in after.items():
-                if restarts:
-                    rows[f"_{key}"][row, T - 1] = value
-                else:
-                    arrays.finals[key][row] = value
-        left = [lane for lane in self.running if lane not in gone]
-        self.windows.record(self.layout, arrays, self.running, left)
-        self.running = left
-        rows["action"][:] = -1  # the block is used again
-
-    def check(self) -> None:
-        """Compare the tapes with the lists."""
-        assert list(self.windows.tapes) == self.running
-        for lane, tape in self.windows.tapes.items():
-            expected = self.expected[lane]
-            assert tape.n_steps == len(expected)
-            assert tape.n_restarts == self.n_restarts[lane]
-            if expected:
-                assert tape.actions.keys() == {"action"}
-                assert tape.actions["action"].tolist() == expected
-                assert tape.rewards.tolist() == expected
-                assert tape.state["memory"] == expected[-1]
-                assert tape.observation["frame"].tolist() == [10.0 * expected[-1] + lane] * 2
+def test_a_window_in_which_two_episodes_end_leaves_the_steps_of_the_third() -> None:
+    layout, windows = make_layout(1, True), WindowTapes(1)
+    arrays = arrays_of(layout)
+    rows: Any = arrays.rows
+    rows["action"][0] = range(1, T + 1)
+    rows["reward"][0, 1:] = range(1, T)
+    rows["_reward"][0, -1], rows["_memory"][0, -1] = T, 9
+    rows["_done"][0, :2] = True
+    arrays.control["steps_before"][0, 0] = -2  # its last episode begins at step 2
+    windows.record(layout, arrays, [0], [0])
+    rows["action"][:] = -1  # the block is used again
+    tape = windows.tapes[0]
+    assert (tape.n_restarts, tape.n_steps, tape.state["memory"]) == (2, 2, 9)
+    assert tape.actions["action"].tolist() == tape.rewards.tolist() == [3, 4]
+    windows.record(layout, arrays, [0], [])
+    assert not windows.tapes
 
 
-def test_windows_of_episodes_that_go_on() -> None:
-    lanes = Lanes(4, restarts=False)
-    for gone in [(), (), (1,), (0,), ()]:
-        lanes.window({}, gone)
-        lanes.check()
-    assert lanes.running == [2, 3]
-
-
-@pytest.mark.parametrize("step", range(T))
-def test_episodes_that_begin_anywhere_in_a_window(step: int) -> None:
-    lanes = Lanes(2, restarts=True)
-    for ends in [{0: step}, {}, {1: step}, {0: step, 1: 0}]:
-        lanes.window(ends)
-        lanes.check()
-
-
-def test_what_cannot_be_repeated_is_not_complete() -> None:
-    layout = make_layout(1, False, wants_history=True)
-    windows = WindowTapes(1)
-    assert windows.is_complete
-    windows.record(layout, arrays_of(layout), [0], [0])
-    assert not windows.is_complete  # the agent would have to be shown all steps again
-    lanes = Lanes(1, restarts=False)
-    lanes.windows = WindowTapes(1, most_bytes=0)
-    for _ in range(2000):
-        lanes.window({})
-    assert not lanes.windows.is_complete
+@pytest.mark.parametrize(("wants_history", "most_bytes"), [(True, 2**20), (False, 0)])
+def test_what_cannot_be_repeated_is_not_complete(wants_history: bool, most_bytes: int) -> None:
+    layout = make_layout(
+        1, False, wants_history
+    )  # the agent would have to be shown all steps again
+    windows = WindowTapes(1, most_bytes)
+    for _ in range(2000 if not wants_history else 1):
+        windows.record(layout, arrays_of(layout), [0], [0])
+    assert not windows.is_complete

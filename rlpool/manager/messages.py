@@ -1,8 +1,8 @@
-"""What the caller tells workers that hold environments, and what they say of it.
+"""What the caller tells workers that hold environments, and what they answer.
 
-A step is no message: it is asked for in the buffers, and both sides wake each other. Everything
-that is rare travels through the pipe. Steps and resets of lanes are numbered commands, of which a
-worker has one at a time: it notes in the buffers which one it has finished, and how.
+A step is not a message: the caller writes its number into the buffers and wakes the worker. Only
+rare things travel through the pipe. Steps and resets of lanes are numbered commands, of which a
+worker has one at a time: it writes into the buffers which one it has finished, and how.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 
 from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError
-from rlpool.manager.buffers import BufferLayout
 from rlpool.memory.storage import Array
-from rlpool.record.tape import Actions, Tape
+from rlpool.record.tape import Tape
 from rlpool.specs import Structure, TensorSpec
 from rlpool.workers.payload import Payload
 
@@ -39,57 +38,57 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class MapBuffers:
-    """Use these buffers from now on; their memory follows.
+class MapArrays:
+    """Use these arrays from now on; their memory follows.
 
     Attributes:
-        layout: How they are divided.
-        n_seen: Number of the last step that the worker, or its predecessor, was asked for.
-        is_successor: Whether ``Restore`` follows, before anything else is to be done.
+        specs: Their specs, with all lanes, in order.
+        structure: How an observation falls into keys, if no space says it.
     """
 
-    layout: BufferLayout
-    n_seen: int = 0
-    is_successor: bool = False
-
-    shares_memory: ClassVar[bool] = True
-
-
-@dataclass(frozen=True)
-class MapObservations:
-    """Observations are of this structure; keep them in these arrays, whose memory follows."""
-
-    structure: Structure
-    n_lanes: int
-
-    shares_memory: ClassVar[bool] = True
-
-
-@dataclass(frozen=True)
-class MapActions:
-    """Take actions from these arrays, whose memory follows."""
-
     specs: Mapping[str, TensorSpec]
-    n_lanes: int
+    structure: Structure | None
 
     shares_memory: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Begin:
+    """All arrays are mapped: carry out commands from now on.
+
+    Attributes:
+        n_seen: Number of the last step that was carried out.
+        payload: A ``Predecessor``, whose memory follows; ``None`` for a worker without one.
+    """
+
+    n_seen: int = 0
+    payload: Payload | None = None
+
+
+@dataclass(frozen=True)
+class Predecessor:
+    """Where the environments of a worker that is replaced were. Lanes count within the worker.
+
+    Attributes:
+        tapes: The episode of each lane, without a step that is not finished.
+        closed: Lanes that were closed.
+    """
+
+    tapes: Mapping[int, Tape]
+    closed: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Announce:
-    """Episodes that will come, in the order of each lane.
+    """The episodes to come, for each lane of the worker in order.
 
     Attributes:
-        stride: Episode *i* runs in lane ``i % stride`` of all lanes.
-        numbers: int64: the episodes of this worker's lanes, ascending.
-        seeds: int64: their seeds.
-        env_info: Their rows.
+        seeds: Their seeds, int64 ``[n]`` per lane.
+        env_info: Their rows, ``[n, ...]`` per key and lane.
     """
 
-    stride: int
-    numbers: Array
-    seeds: Array
-    env_info: Mapping[str, Array]
+    seeds: Sequence[Array]
+    env_info: Sequence[Mapping[str, Array]]
 
 
 @dataclass(frozen=True)
@@ -110,36 +109,8 @@ class Reset:
 
 
 @dataclass(frozen=True)
-class Restore:
-    """Bring the environments to where those of the predecessor were.
-
-    Attributes:
-        payload: A ``Predecessor``, whose memory follows.
-    """
-
-    payload: Payload
-
-
-@dataclass(frozen=True)
-class Predecessor:
-    """What a successor has to know. Lanes are numbered within the worker.
-
-    Attributes:
-        tapes: Per lane how it got to where it was, before a step that was not finished.
-        unfinished: Number of that step, 0 if there is none.
-        actions: Its actions ``[1, ...]`` per lane that takes part.
-        closed: Lanes that were closed.
-    """
-
-    tapes: Mapping[int, Tape]
-    unfinished: int
-    actions: Mapping[int, Actions]
-    closed: Sequence[int]
-
-
-@dataclass(frozen=True)
 class Call:
-    """A request of a remote, to be answered with a ``Reply``, except ``close``."""
+    """A request to one environment, to be answered with a ``Reply``, except ``close``."""
 
     lane: int
     command: str
@@ -154,7 +125,6 @@ class Report:
     """What a worker knows of its environments.
 
     Attributes:
-        n_lanes: Number of them.
         observation: How an observation falls into keys, ``None`` if no space says it and no reset
             without options could show it.
         is_declared: Whether a space says it.
@@ -166,7 +136,6 @@ class Report:
         all_tasks: The tasks that they know, ``None`` if they have none.
     """
 
-    n_lanes: int
     observation: Structure | None
     is_declared: bool
     action: Structure | None
@@ -179,15 +148,14 @@ class Report:
 
 @dataclass(frozen=True)
 class LaneFailed:
-    """An environment failed.
+    """An environment failed in a numbered command.
 
     Attributes:
         number: Number of the command.
         lane: The lane.
         call: ``"reset"`` or ``"step"``.
         error: What happened, its ``where`` without lane.
-        is_lost: Whether the lane could not be brought to where it was, so that it is of no use to
-            try again.
+        is_lost: Whether the lane could not be restored, so that a restart would not help.
     """
 
     number: int
@@ -203,12 +171,12 @@ class Reply:
 
     Attributes:
         lane: The lane.
+        command: The request.
         reply: The tuple that the remote receives, pickled by cloudpickle.
-        is_done: Whether the environment did what it was asked for.
         error: How the environment failed, if it did.
     """
 
     lane: int
+    command: str
     reply: bytes
-    is_done: bool
     error: EnvError | None = None

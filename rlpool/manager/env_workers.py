@@ -1,0 +1,422 @@
+"""The worker processes of a ``ParallelEnvManager``: what they are sent, and what they answer."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from rlpool.errors import EnvError, SpecError, UsageError, Where, WorkerError
+from rlpool.machine.limits import check_size
+from rlpool.machine.pickling import pickled, why_not
+from rlpool.machine.worker_limits import check_workers
+from rlpool.manager.buffers import Buffers, bookkeeping_specs
+from rlpool.manager.lane_failure import LaneFailure, lane_failure
+from rlpool.manager.messages import (
+    Announce,
+    Begin,
+    Call,
+    LaneFailed,
+    MapArrays,
+    Predecessor,
+    Reply,
+    Report,
+    Reset,
+    Setup,
+)
+from rlpool.manager.worker import main
+from rlpool.memory.storage import Memory, carved_bytes
+from rlpool.record.crash_files import CrashDir, CrashFiles
+from rlpool.record.failures import ENV_HINT
+from rlpool.record.tape import LaneTapes
+from rlpool.specs import Structure, TensorSpec
+from rlpool.workers.failure_policy import FailurePolicy
+from rlpool.workers.lifecycle import Workers
+from rlpool.workers.payload import pack
+from rlpool.workers.process_owner import refuse_forked_copy
+from rlpool.workers.process_start import memory_of
+from rlpool.workers.stack_dumps import note_source
+from rlpool.workers.stacks import described
+from rlpool.workers.wake import Wake
+from rlpool.workers.wire import Message
+
+_DESCRIPTORS_EACH = 4
+"""A worker's pipe, its wake, and two that multiprocessing keeps to notice its end and ours."""
+
+
+@dataclass
+class Request:
+    """A request to one environment, until the user has received its reply.
+
+    Attributes:
+        call: The request.
+        reply: The reply, pickled, once it is there.
+        error: How the environment failed, if it did.
+    """
+
+    call: Call
+    reply: bytes | None = None
+    error: LaneFailure | None = None
+
+
+class EnvWorkers:
+    """Worker processes with environments.
+
+    Args:
+        env_fns: Functions that make one environment each.
+        envs_per_worker: Environments of a worker; the last one may have fewer.
+        root: Root of all seeds.
+        options: Keyword arguments of the workers' ``GymEnv``.
+        timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
+            never.
+        policy: When workers that fail are replaced.
+        crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
+
+    Attributes:
+        root: Root of all seeds.
+        lanes_of: For each worker its lanes.
+        worker_of: For each lane its worker.
+        reports: What the workers reported when they were ready.
+        tapes: The episode of each lane.
+        buffers: The shared memory, empty until it is mapped.
+        issued: For each worker the number of its last command.
+        commanded: For each worker the lanes of its last command.
+        requests: Requests to single lanes whose replies the user has not received.
+        wakes: What each worker waits for, beside its pipe.
+        closed_lanes: Lanes that were closed one by one.
+        announced: For each worker the episodes that will come.
+        closed: Whether all are closed.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], Any]],
+        envs_per_worker: int,
+        root: int,
+        options: Mapping[str, Any],
+        timeout_s: float | None,
+        policy: FailurePolicy,
+        crash_dir: CrashDir,
+    ) -> None:
+        self.root = root
+        self.n_lanes = len(env_fns)
+        starts = range(0, self.n_lanes, envs_per_worker)
+        self.lanes_of = [range(s, min(s + envs_per_worker, self.n_lanes)) for s in starts]
+        self.worker_of = [w for w, lanes in enumerate(self.lanes_of) for _ in lanes]
+        self.n_workers = len(self.lanes_of)
+        advice = "use fewer workers, by more envs_per_worker or fewer environments"
+        check_workers(self.n_workers, _DESCRIPTORS_EACH, advice, memory_of(policy.start_method))
+        self.tapes = LaneTapes(self.n_lanes)
+        self.reports: dict[int, Report] = {}
+        self.buffers = Buffers()
+        self.issued = [0] * self.n_workers
+        self.commanded: list[Sequence[int]] = [()] * self.n_workers
+        self.requests: dict[int, Request] = {}
+        self.closed = False
+        self.closed_lanes: set[int] = set()
+        self.announced: dict[int, Announce] = {}
+        self._last_pids: list[int | None] = []
+        self._policy = policy
+        self._crash_files = CrashFiles(crash_dir)
+        self._owner_pid = os.getpid()
+        self._failures: dict[int, tuple[int, LaneFailure]] = {}  # with the number of the command
+        # What a successor has to be sent again:
+        self._mapped: dict[str, tuple[MapArrays, Memory]] = {}
+        self._resets: dict[int, Reset] = {}  # the last of each worker
+        self._setups = [
+            Setup(_pickled(env_fns, lanes), options, lanes.start) for lanes in self.lanes_of
+        ]
+        self._done = Wake()
+        self.wakes = [Wake() for _ in self.lanes_of]
+        runs = [partial(main, wake, self._done) for wake in self.wakes]
+        self.processes = Workers(runs, root, policy, timeout_s, self, ENV_HINT)
+        note_source(self)
+        try:
+            self.processes.start(self._done.fd)
+        except BaseException:
+            self.processes.abort()
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int | None]:
+        """The processes' ids; after ``close``, the last ones."""
+        return self._last_pids or self.processes.pids
+
+    def process(self, worker: int) -> SpawnProcess | None:
+        """A worker's process, ``None`` after ``close``."""
+        return None if self.closed else self.processes.processes[worker]
+
+    # Commands -----------------------------------------------------------------------------------
+
+    def begin(self, known: Mapping[str, TensorSpec], structure: Structure | None) -> None:
+        """Map the bookkeeping and what else is known, and let the workers carry out commands."""
+        self.map("all", {**bookkeeping_specs(self.n_lanes, self.n_workers), **known}, structure)
+        self.buffers.is_ahead[:] = -1
+        for worker in range(self.n_workers):
+            self.processes.send(worker, Begin())
+
+    def map(
+        self, what: str, specs: Mapping[str, TensorSpec], structure: Structure | None = None
+    ) -> None:
+        """Make shared arrays and let all workers use them.
+
+        Args:
+            what: What they are, for arrays that replace others.
+            specs: Their specs.
+            structure: How an observation falls into keys, if no space says it.
+        """
+        sizes = carved_bytes(specs, 1)
+        n_bytes = sum(sizes.values())
+        check_size(
+            sizes,
+            lambda n_free: f"use fewer environments ({self.n_lanes * n_free // n_bytes} would fit)",
+            "the observations",
+        )
+        memory = Memory.shared(n_bytes, "rlpool-buffers")
+        self.buffers.map(specs, memory)
+        self.tapes.bind(self.buffers.action)
+        message = MapArrays(specs, structure)
+        for worker in range(self.n_workers):
+            self.processes.send(worker, message, memory)
+        if not self._policy.may_restart:
+            memory.close_fd()
+            return
+        if what in self._mapped:
+            self._mapped[what][1].close_fd()
+        self._mapped[what] = message, memory
+
+    def send(self, worker: int, message: Message) -> None:
+        """Send a message to a worker; one that is being replaced is briefed with it later.
+
+        Raises:
+            SpecError: If something that the user passed cannot be pickled.
+        """
+        try:
+            if not self.processes.is_up(worker):
+                pickle.dumps(message)
+            self.processes.send(worker, message)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise SpecError(
+                why_not({"message": message}, error, kind=pickle.Pickler),
+                fix="pass numbers, arrays, or objects of classes at module level",
+            ) from error
+
+    def reset(self, worker: int, message: Reset) -> None:
+        """Let a worker reset lanes."""
+        self.send(worker, message)
+        self._resets[worker] = message
+        self.issued[worker] = message.number
+        self.commanded[worker] = [self.lanes_of[worker][lane] for lane in message.lanes]
+
+    def is_unanswered(self, lane: int) -> bool:
+        """Whether a lane's request has no reply yet."""
+        return lane in self.requests and self.requests[lane].reply is None
+
+    # Waiting ------------------------------------------------------------------------------------
+
+    def wait_until(self, is_over: Callable[[], bool]) -> None:
+        """Handle messages until a condition holds.
+
+        Raises:
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+        """
+        self.processes.look_from_now_on()
+        while not is_over():
+            self.look(self.processes.patience_s)
+
+    def look(self, timeout_s: float = 0.0) -> None:
+        """Handle what has happened, or happens within ``timeout_s``.
+
+        Raises:
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+        """
+        if self.processes.poll(timeout_s):
+            self._done.wait()
+        self.processes.look_for_hang()
+        self.processes.refuse_if_dead()
+
+    def wait_idle(self, workers: Sequence[int]) -> None:
+        """Wait until workers have carried out their commands.
+
+        Raises:
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+        """
+        processes, finished, issued = self.processes, self.buffers.finished, self.issued
+        processes.look_from_now_on()
+        for worker in workers:
+            while finished[worker] != issued[worker]:
+                if processes.poll(processes.patience_s):
+                    self._done.wait()
+                else:
+                    processes.look_for_hang()
+                processes.refuse_if_dead()
+
+    def failure(self, worker: int) -> LaneFailure:
+        """The error of a worker's last command, which failed."""
+        number = self.issued[worker]
+        self.wait_until(lambda: worker in self._failures and self._failures[worker][0] == number)
+        return self._failures[worker][1]
+
+    # The workers' client ------------------------------------------------------------------------
+
+    def setup(self, worker: int) -> tuple[Setup, None]:
+        """What a worker has to create."""
+        return self._setups[worker], None
+
+    def brief(self, worker: int, report: Report) -> None:
+        """Send a worker that has made its environments all outstanding work."""
+        self.processes.note_ready(worker)
+        first = self.reports.setdefault(worker, report)
+        if (first.observation, first.action) != (report.observation, report.action):
+            what = "and its environments have other spaces now"
+            self.processes.fail(SpecError(f"worker {worker} was replaced, {what}"))
+        if not self._mapped:
+            return
+        send, own = self.processes.send, self.lanes_of[worker]
+        for message, memory in self._mapped.values():
+            send(worker, message, memory)
+        if worker in self.announced:
+            send(worker, self.announced[worker])
+        tapes = {}
+        for lane in own:
+            tape, call = self.tapes.tape(lane), self._call_of(lane)
+            if tape is not None and call != "reset" and lane not in self.closed_lanes:
+                tapes[lane - own.start] = tape.without_last()[0] if call == "step" else tape
+        closed = [lane - own.start for lane in self.closed_lanes.intersection(own)]
+        packed = pack(Predecessor(tapes, closed), Memory.shared)
+        is_busy, step = self._is_busy(worker), self.buffers.step[worker]
+        is_step = is_busy and step == self.issued[worker]
+        send(worker, Begin(step - 1 if is_step else step, packed.payload), packed.memory)
+        packed.memory.close_fd()
+        if is_busy and not is_step:
+            send(worker, self._resets[worker])
+        for lane in filter(self.is_unanswered, own):
+            send(worker, self.requests[lane].call)
+
+    def _is_busy(self, worker: int) -> bool:
+        """Whether a worker has not finished its last command."""
+        return self.issued[worker] != self.buffers.finished[worker]
+
+    def _call_of(self, lane: int) -> str:
+        """What a lane is doing: ``"reset"``, ``"step"``, or neither."""
+        if self.is_unanswered(lane):
+            command = self.requests[lane].call.command
+            return "reset" if command == "describe" else command
+        worker = self.worker_of[lane]
+        if not self._is_busy(worker) or lane not in self.commanded[worker]:
+            return ""
+        return "step" if self.buffers.step[worker] == self.issued[worker] else "reset"
+
+    def lost(self, worker: int, failure: WorkerError | None) -> None:
+        """Forget the episodes that a worker has begun ahead of time: its successor has not."""
+        for lane in self.lanes_of[worker] if self._mapped else ():
+            if self.buffers.is_ahead[lane] >= 0:
+                self.buffers.is_ahead[lane] = -1
+                self.tapes.forget(lane)
+
+    def busy(self) -> Collection[int]:
+        """Workers that have something to do."""
+        busy = {self.worker_of[lane] for lane in filter(self.is_unanswered, self.requests)}
+        return busy.union(filter(self._is_busy, range(self.n_workers)))
+
+    def where(self, worker: int) -> Where:
+        """What a worker is doing, as far as shared memory shows."""
+        own = self.lanes_of[worker]
+        lane = own.start + min(self.processes.lane_in_use(worker), len(own) - 1)
+        if worker not in self.reports:
+            return Where(worker, lane)
+        return self._where(lane, self._call_of(lane)) if worker in self.busy() else Where(worker)
+
+    def _where(self, lane: int, call: str) -> Where:
+        """Where a lane is; if ``call`` is a step, it is not finished or has failed."""
+        tape, worker, seed = self.tapes.peek(lane), self.worker_of[lane], self.buffers.seed[lane]
+        if tape is None:
+            return Where(worker, lane, step=0, seed=int(seed))
+        step = self.tapes.n_steps(lane) - (call == "step")
+        if call == "reset":
+            seed = tape.seed
+        elif seed != tape.seed:  # that of an episode begun ahead of time
+            step = 0
+        return Where(worker, lane, step=step, seed=int(seed), env_info=tape.options or None)
+
+    def take(self, worker: int, message: Message) -> None:
+        """Take a worker's message."""
+        if isinstance(message, LaneFailed):
+            lane = self.lanes_of[worker][message.lane]
+            error = self._error_of(lane, message.call, message.error, message.is_lost)
+            if self._policy.restarts_on_env_errors and not message.is_lost:
+                self.processes.expect_end(worker, error)
+            else:
+                self._failures[worker] = message.number, error
+        elif isinstance(message, Reply):
+            lane = self.lanes_of[worker][message.lane]
+            request = self.requests.get(lane)
+            if request is None or request.call.command != message.command:
+                return  # it was given up
+            if message.error is not None:
+                call = self._call_of(lane)
+                request.error = self._error_of(lane, call, message.error)
+                if self._policy.restarts_on_env_errors:
+                    self.processes.expect_end(worker, request.error)  # its successor is asked again
+                    return
+                self.tapes.lose(lane, "there, an earlier request of its remote failed")
+            request.reply = message.reply
+
+    def _error_of(
+        self, lane: int, call: str, error: EnvError, is_lost: bool = False
+    ) -> LaneFailure:
+        """A worker's report about a lane, with all that is known about it."""
+        where = self._where(lane, call)
+        tape = None if is_lost else self.tapes.tape(lane)
+        return lane_failure(error, call, where, tape, self.n_lanes, self._crash_files)
+
+    # Life and end -------------------------------------------------------------------------------
+
+    def worker_stacks(self) -> str:
+        """What the worker processes are doing; a signal handler may ask, too."""
+        if self.closed or os.getpid() != self._owner_pid:
+            return ""
+        return described(self.processes.stacks(), self.where)
+
+    def check_open(self) -> None:
+        """Refuse to go on after ``close``, after a death, or in a forked copy.
+
+        Raises:
+            UsageError: If closed, or the workers are those of another process.
+            WorkerDiedError, WorkerTimeoutError: If a worker died.
+        """
+        if self.closed:
+            raise UsageError(
+                "the environments are closed", fix="make a new manager, or close it later"
+            )
+        self.refuse_forked_copy()
+        self.processes.deliver_logs()
+        self.processes.refuse_if_dead()
+
+    def refuse_forked_copy(self) -> None:
+        """Refuse to use the workers in a process that did not start them."""
+        refuse_forked_copy(self._owner_pid)
+
+    def close(self) -> None:
+        """End the workers. May be repeated."""
+        if self.closed:
+            return
+        self._last_pids = self.processes.pids
+        self.closed = True
+        if os.getpid() == self._owner_pid:  # else the workers are those of another process
+            self.processes.close()
+        for _, memory in self._mapped.values():
+            memory.close_fd()
+        for wake in (self._done, *self.wakes):
+            wake.close()
+
+
+def _pickled(env_fns: Sequence[Callable[[], Any]], lanes: range) -> bytes:
+    fix = "create it inside the function, which runs in the worker"
+    named = {f"env_fns[{lane}]": env_fns[lane] for lane in lanes}
+    return pickled(named, list(named.values()), fix=fix)
