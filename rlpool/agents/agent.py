@@ -26,15 +26,15 @@ class Agent:
     there under ``torch.inference_mode`` with one torch thread.
 
     A call always gets one row per lane of the worker, even when fewer episodes are left than
-    there are lanes: the rows of idle lanes are copies whose results are dropped, and an episode
-    keeps its row from beginning to end. Rounding in a matrix product depends on the number of rows
-    and on the position of a row; this makes results independent of the number of workers.
+    there are lanes: rows of idle lanes are copies whose results are dropped, and an episode keeps
+    its row from beginning to end. Rounding in a matrix product depends on the number of rows and on
+    the position of a row, so this makes results independent of the number of workers.
 
     Attributes:
         n_noise: How many random numbers per row and step the agent needs. They arrive as
-            ``observation["noise"]``, float32 ``[B, n_noise]``, uniform in [0, 1), a function of
-            the episode and its step alone. An agent that draws all its randomness from there
-            (see ``sample_normal``) gives bitwise the same episodes for any number of workers.
+            ``observation["noise"]``, float32 ``[B, n_noise]``, uniform in [0, 1), and depend only
+            on the episode and its step. An agent that takes all its randomness from them (see
+            ``sample_normal``) gives bitwise the same episodes for any number of workers.
     """
 
     n_noise: int = 0
@@ -49,13 +49,13 @@ class Agent:
         """Choose one action per row.
 
         Args:
-            state: What this agent returned as the new state one step before, row by row. ``None``
-                means that all these rows start an episode; rows that start get a call of their
-                own, unless the agent overrides ``initial_state`` or keeps no state.
+            state: The new state that this agent returned one step before, row by row. ``None``
+                means that all rows start an episode; rows that start get a separate call, unless
+                the agent overrides ``initial_state`` or keeps no state.
             observation: The environments' keys, ``reward``, ``terminated``, ``truncated``,
                 ``done``, ``initial_state``, ``last_action`` and ``noise`` if ``n_noise``, each
                 ``[B, ...]``. The tensors are buffers that are rewritten after the call: clone
-                what you keep outside the state.
+                anything you keep outside the state.
             agent_info: Each episode's row of ``execute(agent_info=...)``, ``None`` if it was not
                 given.
             history: All previous steps of the same episodes, if ``require_history()``: the keys
@@ -67,7 +67,7 @@ class Agent:
             ``action/...``), and the state after the step. Outputs and states are stored in the
             trajectory under their keys. Shapes and dtypes must never change.
         """
-        # A base class after this one, such as nn.Module, may know how.
+        # The next class in the order of bases, such as nn.Module, may have one.
         call = getattr(super(), "__call__", None)  # noqa: B004  (of the next class)
         if call is None:
             what = f"{type(self).__name__} does not say how to choose actions"
@@ -78,8 +78,8 @@ class Agent:
     def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor | None:
         """The state of rows that start an episode, for agents that override this.
 
-        Overriding it saves a call whenever lanes start at different times: the agent is then
-        never called with ``state=None``.
+        Overriding it saves a call whenever lanes start at different times, since the agent is
+        never called with ``state=None`` then.
 
         Args:
             agent_info: The rows' ``agent_info``, ``[n, ...]``, or ``None``.
@@ -93,17 +93,16 @@ class Agent:
     def makes_initial_states(self) -> bool:
         """Whether to call ``initial_state``: whether it is overridden.
 
-        An agent that passes all calls on to another one answers for that one:
-        ``return self.inner.makes_initial_states()``.
+        An agent that wraps another one returns ``self.inner.makes_initial_states()``.
         """
         return type(self).initial_state is not Agent.initial_state
 
     def require_history(self) -> bool:
-        """Whether ``__call__`` wants ``history``. Asked once."""
+        """Whether ``__call__`` needs ``history``. Called once."""
         return False
 
     def update(self, info: Any) -> None:
-        """Apply what ``batcher.update(info)`` sent, such as a state dict.
+        """Apply the object passed to ``batcher.update(info)``, such as a state dict.
 
         Args:
             info: The caller's object. Its tensors may be views of memory that is released after
@@ -122,13 +121,13 @@ class Agent:
         """
 
     def close(self) -> None:
-        """Free what the agent holds. Called once, when the worker ends."""
+        """Release the agent's resources. Called once, when the worker ends."""
 
 
 def call_problem(agent: Agent) -> str:
-    """Why an agent cannot be called as it has to be; empty if it can.
+    """Explain why an agent cannot be called with four arguments; empty if it can.
 
-    Its call is its class's ``__call__`` or, where that is left to ``nn.Module``, its ``forward``.
+    The method called is ``__call__`` or, if ``nn.Module`` provides that, ``forward``.
     """
     kind, method, fix = type(agent), "__call__", _DEFINE_CALL
     if kind.__call__ in (Agent.__call__, nn.Module.__call__):
@@ -141,7 +140,7 @@ def call_problem(agent: Agent) -> str:
             return compose(f"{kind.__name__} does not say how to choose actions", fix=fix)
     try:
         signature = inspect.signature(getattr(agent, method))
-    except ValueError:  # it cannot be known
+    except ValueError:  # unknown
         return ""
     try:
         signature.bind(None, None, None, None)

@@ -11,24 +11,24 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 
-_ALIGNMENT = 64  # bytes: what torch gives its own tensors
+_ALIGNMENT = 64  # bytes, as for tensors that torch allocates
 
-_Name = tuple[int, str]  # which of the batches, and its key
+_Name = tuple[int, str]  # number of the batch, key
 _Signature = list[tuple[_Name, torch.Size, torch.dtype]]
 
 
 class DeviceAgent(Agent):
     """Calls an agent whose parameters are on another device, such as a GPU.
 
-    All inputs go there in one transfer and all outputs come back in one, through page-locked memory
-    if the device is a CUDA GPU. On the CPU, calls are passed on as they are.
+    All inputs go to the device in one transfer, and all outputs come back in one; for a CUDA GPU
+    through page-locked memory. For ``device="cpu"``, calls are passed on unchanged.
 
     In a batcher with ``n_threads=0`` over a ``ParallelEnvManager`` this gives central inference:
-    one batch of all lanes per step. Outside of a batcher, without ``torch.inference_mode`` (as in
+    one batch of all lanes per step. Outside a batcher, without ``torch.inference_mode`` (as in
     ``replay_agent``), arguments are moved and results stay on the device.
 
     Args:
-        agent: The agent. It has to put its parameters on the device itself.
+        agent: The agent. It puts its parameters on the device itself.
         device: The device.
 
     Example::
@@ -41,12 +41,7 @@ class DeviceAgent(Agent):
         if not isinstance(agent, Agent):
             raise SpecError(f"agent should be an Agent, got {type(agent).__name__}")
         self.agent = agent
-        try:
-            self.device = torch.device(device)
-        except (TypeError, RuntimeError) as error:
-            raise SpecError(
-                f"device is {device!r}: {error}", fix="pass 'cuda', 'cuda:0' or 'cpu'"
-            ) from None
+        self.device = torch.device(device)
         self.n_noise = agent.n_noise
         self._passes_on = self.device.type == "cpu"
         self._there = _Transfer(torch.device("cpu"), self.device)
@@ -69,22 +64,20 @@ class DeviceAgent(Agent):
             return self.agent(given[0], observation.to(self.device), given[1], history)
         there_state, there, there_info = self._there.moved(state, observation, agent_info)
         result: Any = self.agent(there_state, there, there_info, history)
-        if isinstance(result, tuple | list) and len(result) == 3:  # else the caller refuses it
-            if state is not None:  # then it is known here already
+        if isinstance(result, tuple | list) and len(result) == 3:  # otherwise the caller raises
+            if state is not None:  # it need not come back
                 result = state, *self._back.moved(*result[1:])
             else:
                 result = self._back.moved(*result)
         return result  # type: ignore[no-any-return]
 
     def makes_initial_states(self) -> bool:
-        """Whether the agent makes its initial states itself, or a subclass of this one does."""
+        """Whether the agent, or a subclass of this class, makes its initial states itself."""
         is_own = type(self).initial_state is not DeviceAgent.initial_state
         return is_own or self.agent.makes_initial_states()
 
     def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor | None:
-        """Ask the agent for it."""
-        if self._passes_on:
-            return self.agent.initial_state(agent_info, n)
+        """The agent's initial state."""
         info = None if agent_info is None else agent_info.to(self.device)
         state = self.agent.initial_state(info, n)
         if state is None or not torch.is_inference_mode_enabled():
@@ -92,11 +85,11 @@ class DeviceAgent(Agent):
         return state.to(torch.device("cpu"))
 
     def require_history(self) -> bool:
-        """Whether the agent wants it."""
+        """Whether the agent requires a history."""
         return self.agent.require_history()
 
     def update(self, info: Any) -> None:
-        """Let the agent apply it."""
+        """Update the agent."""
         self.agent.update(info)
 
     def seed(self, seed: int) -> None:
@@ -109,11 +102,11 @@ class DeviceAgent(Agent):
 
 
 class _Transfer:
-    """Moves batches of tensors in one piece.
+    """Moves batches of tensors between two devices in one piece.
 
     Args:
-        source: The device that they come from.
-        target: The device that they go to.
+        source: The device that the tensors are on.
+        target: The device that they are moved to.
     """
 
     def __init__(self, source: torch.device, target: torch.device) -> None:
@@ -123,11 +116,11 @@ class _Transfer:
         self._there, self._arrived = self._carved(target)
 
     def __reduce__(self) -> tuple[type[_Transfer], tuple[torch.device, torch.device]]:
-        # Without its buffers: their views would not be views in a copy.
+        # Without the buffers: in a copy, their views would be separate tensors.
         return _Transfer, (self._source, self._target)
 
     def moved(self, *batches: DictTensor | None) -> tuple[Any, ...]:
-        """The same values on the target, ``None`` as it is; the next call overwrites them."""
+        """Batches with the same values on the target; the next call overwrites them."""
         given = [(n, batch) for n, batch in enumerate(batches) if batch is not None]
         tensors = {(n, key): tensor for n, batch in given for key, tensor in batch.items()}
         signature = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
@@ -146,7 +139,7 @@ class _Transfer:
         return tuple(moved)
 
     def _carved(self, device: torch.device) -> tuple[torch.Tensor, dict[_Name, torch.Tensor]]:
-        """A buffer on a device, and the tensors in it."""
+        """Make a buffer on a device; returns it and its views as tensors."""
         ends = [0]
         for _, shape, dtype in self._signature:
             ends.append(ends[-1] + -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT)

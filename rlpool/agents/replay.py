@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 import torch
@@ -21,13 +22,13 @@ _AGENT_INFO = join_key("agent_info", "")
 def replay_agent(
     agent: Agent, trajectories: TemporalDictTensor, *, state: StateSource = "recompute"
 ) -> TemporalDictTensor:
-    """Call an agent again on every step that it was called on, this time with gradients.
+    """Call an agent again on every step of collected trajectories, with gradients.
 
-    With the parameters that collected the trajectories, the outputs are the collected ones up to
-    rounding, because the batches have other sizes here. (Rounding can change a sampled action: for
-    log-probabilities, use the collected actions.) The agent gets what it got then: the
+    With the parameters that collected the trajectories, the outputs equal the collected ones up to
+    rounding, because batch sizes differ. (Rounding can change a sampled action: for
+    log-probabilities, use the collected actions.) The agent gets the same inputs as then: the
     observation's keys, ``noise`` if it has ``n_noise``, ``agent_info`` if there was any, and
-    ``history`` if it wants it. A row that has ended stays in the batch with a copy of its last
+    ``history`` if it requires it. A row that has ended stays in the batch with a copy of its last
     step: the agent never sees padding.
 
     Rows that start an episode, at the first step or inside the window of a ``Batcher``, start as
@@ -35,11 +36,11 @@ def replay_agent(
     ``state=None``. A row that continues an episode starts from its stored state, as a constant.
 
     Args:
-        agent: An agent with the outputs and states of the one that collected. If it keeps a state
-            without overriding ``initial_state``, it is also called with ``state=None``: once
-            without gradients, to learn the names of its state, and where episodes start.
-        trajectories: ``[B, T]`` as from ``get()``, or some of its rows or steps, with every key
-            that ``get()`` gave; additional keys are ignored.
+        agent: An agent with the same outputs and states as the one that collected. If it keeps a
+            state without overriding ``initial_state``, it is also called with ``state=None``: once
+            without gradients, to learn the keys of its state, and where episodes start.
+        trajectories: ``[B, T]`` from ``get()``, or some of its rows or steps, with all its keys;
+            additional keys are ignored.
         state: Where the recurrent state comes from. ``"recompute"`` calls the agent step by step
             from the start of each row: backpropagation through time. ``"stored"`` takes the
             collected state of every step as a constant, and all steps in one call (step by step
@@ -48,16 +49,16 @@ def replay_agent(
 
     Returns:
         The agent's outputs ``[B, T, ...]``, zero-padded past the lengths, with the same
-        ``lengths`` and ``info``. No gradient flows through padding. States are not included: if you
-        need them, let the agent return them among its outputs, under another name.
+        ``lengths`` and ``info``. No gradient flows through padding. States are not included; if you
+        need them, let the agent return them as outputs under another name.
 
     Raises:
-        SpecError: If there is no step at all, or ``state`` is not one of these two.
+        SpecError: If there is no step, or ``state`` is neither of the two.
         KeyError: If the trajectories lack the agent's state, or its noise.
 
     Note:
-        ``history`` consists of the collected steps, as constants, and goes back at most to the
-        row's first step: what came before a window is not known here.
+        ``history`` holds the collected steps as constants and starts at the row's first step at
+        the earliest: steps before a window are not available.
 
     Example::
 
@@ -85,15 +86,15 @@ class _Replay:
         agent_info = trajectories.info.truncate_key(_AGENT_INFO)
         self._agent_info = None if agent_info.empty() else agent_info
         self._n_rows = trajectories.n_elems()
-        self._is_step = trajectories.mask().bool()
-        self._is_first = trajectories["initial_state"] & self._is_step
-        self._is_full = trajectories.full()
-        # A row without any step is filled with the steps of another one.
+        is_step = trajectories.mask().bool()
+        self._is_first = trajectories["initial_state"] & is_step
+        self._places = is_step.nonzero(as_tuple=True)
+        # A row without steps gets the steps of another row.
         lengths = trajectories.lengths
         own = torch.arange(self._n_rows, device=lengths.device)
         self._rows = torch.where(lengths > 0, own, lengths.argmax())
         self._last = lengths[self._rows] - 1
-        # Unlike outputs, what the environment and the state gave has a value after the step.
+        # Unlike outputs, keys of the environment and the state also have a value after the step.
         self._observation_keys = [key for key in trajectories if f"_{key}" in trajectories]
         if agent.n_noise:
             self._observation_keys.append("noise")
@@ -102,34 +103,29 @@ class _Replay:
         self._observation_keys = [k for k in self._observation_keys if k not in self._state_keys]
 
     def at_once(self) -> TemporalDictTensor:
-        """One call on all transitions, from stored states."""
+        """Call the agent once on all transitions, from stored states."""
         trajectories = self._trajectories
-        places = self._is_step.nonzero(as_tuple=True)
-        agent_info = None if self._agent_info is None else self._agent_info.index(places[0])
+        rows = self._places[0]
+        agent_info = None if self._agent_info is None else self._agent_info.index(rows)
         state = trajectories.get(self._state_keys).flatten()
         observation = trajectories.get(self._observation_keys).flatten()
         _, output, _ = self._agent(state, observation, agent_info, None)
-        padded = {}
-        for key, tensor in output.items():
-            zeros = tensor.new_zeros((*self._is_step.shape, *tensor.shape[1:]))
-            padded[key] = zeros.index_put(places, tensor)
-        return TemporalDictTensor(padded, trajectories.lengths, trajectories.info)
+        return self._padded(dict(output.items()))
 
     def step_by_step(self, *, stored: bool) -> TemporalDictTensor:
-        """One call per step, each from the state after the one before it, or from stored states."""
+        """Call the agent once per step, from the state of the previous call or stored states."""
         some_start = self._is_first.any(0).tolist()
-        # Rows that have ended may start as well: their outputs are dropped.
-        all_start = (self._is_first | ~self._is_step).all(0).tolist()
         outputs = []
         for step in range(int(self._trajectories.lengths.max())):
             if stored or step == 0:
                 state = self._at(step, self._state_keys)
             if some_start[step] and self._state_keys and not stored:
-                initial, is_first = self._initial_state(step), self._is_first[:, step]
-                state = initial if all_start[step] else masked_dicttensor(state, initial, is_first)
+                initial = self._initial_state(step)
+                state = masked_dicttensor(state, initial, self._is_first[:, step])
             _, output, state = self._call(step, state)
             outputs.append(output)
-        return self._padded(outputs)
+        stacked = {key: torch.stack([each[key] for each in outputs], 1) for key in outputs[0]}
+        return self._padded({key: tensor[self._places] for key, tensor in stacked.items()})
 
     def _call(self, step: int, state: DictTensor | None) -> AgentStep:
         history = self._history(step) if self._agent.require_history() else None
@@ -144,19 +140,14 @@ class _Replay:
         return self._call(step, None)[0] if state is None else state
 
     def _at(self, step: int, keys: list[str]) -> DictTensor:
-        """Values ``[B, ...]`` of a step; rows that have ended stay at their last one."""
+        """Values ``[B, ...]`` of a step; rows that have ended repeat their last step."""
         tensors = {key: self._trajectories[key] for key in keys}
-        if self._is_full:
-            return DictTensor({key: tensor[:, step] for key, tensor in tensors.items()})
         times = self._last.clamp(max=step)
         return DictTensor({key: tensor[self._rows, times] for key, tensor in tensors.items()})
 
     def _history(self, step: int) -> TemporalDictTensor:
-        """Every row's steps before this one in the same episode, zero-padded past the lengths."""
+        """The previous steps of each row's episode, zero-padded past the lengths."""
         steps = self._trajectories
-        if not self._is_first[:, 1:].any():
-            before = steps.temporal_slice(0, step)
-            return TemporalDictTensor(dict(before.items()), before.lengths)
         numbers = torch.arange(step + 1, device=steps.device())
         began = torch.where(self._is_first[:, : step + 1], numbers, 0).amax(1)
         lengths = (steps.lengths.clamp(max=step) - began).clamp(min=0)
@@ -164,23 +155,15 @@ class _Replay:
         is_step = times < lengths.unsqueeze(1)
         places = (began.unsqueeze(1) + times).clamp(max=step)
         rows = torch.arange(self._n_rows, device=steps.device()).unsqueeze(1)
-        shifted = {key: _masked(tensor[rows, places], is_step) for key, tensor in steps.items()}
+        shifted = {key: tensor[rows, places] for key, tensor in steps.items()}
+        for tensor in shifted.values():
+            tensor[~is_step] = 0
         return TemporalDictTensor(shifted, lengths)
 
-    def _padded(self, outputs: list[DictTensor]) -> TemporalDictTensor:
-        """Outputs of consecutive steps as ``[B, T, ...]``, zero past the lengths."""
-        n_missing = self._trajectories.n_timesteps() - len(outputs)
+    def _padded(self, output: Mapping[str, Tensor]) -> TemporalDictTensor:
+        """Outputs of all transitions, ``[n, ...]``, as ``[B, T, ...]`` with zero padding."""
         padded = {}
-        for key in outputs[0]:
-            tensor = torch.stack([output[key] for output in outputs], 1)
-            if not self._is_full:
-                zeros = tensor.new_zeros((self._n_rows, n_missing, *tensor.shape[2:]))
-                tensor = _masked(torch.cat([tensor, zeros], 1), self._is_step)
-            padded[key] = tensor
+        for key, tensor in output.items():
+            zeros = tensor.new_zeros((*self._is_first.shape, *tensor.shape[1:]))
+            padded[key] = zeros.index_put(self._places, tensor)
         return TemporalDictTensor(padded, self._trajectories.lengths, self._trajectories.info)
-
-
-def _masked(tensor: Tensor, is_step: Tensor) -> Tensor:
-    """``tensor [B, T, ...]`` with zeros, and no gradient, where it is no step."""
-    mask = is_step.reshape(*is_step.shape, *[1] * (tensor.ndim - 2))
-    return torch.where(mask, tensor, tensor.new_zeros(()))

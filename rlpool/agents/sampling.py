@@ -30,7 +30,7 @@ def sample_categorical(
     log_probabilities = torch.log_softmax(logits, -1)
     with torch.no_grad():
         cumulative = log_probabilities.exp().cumsum(-1)
-        # Scaled by what the sum really is after rounding, so that no impossible category is hit.
+        # Scaled by the rounded sum, so that no impossible category is drawn.
         threshold = noise.reshape(-1, 1) * cumulative[:, -1:]
         samples = (cumulative[:, :-1] <= threshold).sum(-1)
     return samples, log_probabilities.gather(-1, samples.unsqueeze(-1)).squeeze(-1)

@@ -1,9 +1,8 @@
-"""What environments return, checked and written into one array per key.
+"""Observations, rewards and flags of a batch of lanes: checked, and written to one array per key.
 
-An environment returns one value at a time; a ``Column`` collects the values of a batch of lanes
-into its array with a constant number of NumPy calls where shapes and dtypes are as declared.
-What is not as declared is converted value by value, or refused with an error that names lane, key
-and both sides. Rewards and flags are checked in the same way.
+An environment returns one value at a time. A ``Column`` writes the values of all lanes with a
+constant number of NumPy calls if shapes and dtypes are as declared. Other values are converted one
+by one, or refused with an error that names lane, key and both sides.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from rlpool.memory.storage import Array, batch_array
 from rlpool.specs import Leaf, Structure, TensorSpec, flattener, leaves_of
 
 Results = tuple[Any, Sequence[Any], Sequence[Any]]
-"""Rewards, terminated and truncated of the lanes that made a step."""
+"""Rewards, terminated and truncated of the lanes that stepped."""
 
 _BOOLS = frozenset([bool, np.bool_])
 _ALL = slice(None)
@@ -41,16 +40,16 @@ class BadValue(SpecError):
 
 
 def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -> Array:
-    """A value as an array of the wanted shape and dtype.
+    """Convert a value to an array of a given shape and dtype.
 
-    Wider numbers are narrowed within their kind (float64 to float32); what would change the kind
-    or lose values is refused.
+    Numbers are narrowed within their kind (float64 to float32). A conversion that would change the
+    kind or lose values is refused.
 
     Args:
         value: The value.
-        spec: What it should be.
+        spec: The expected shape and dtype.
         key: Its name, for errors.
-        widens: Take every dtype whose values ``spec`` can hold, of whatever kind.
+        widens: Accept every dtype that can be cast safely, even of another kind.
 
     Raises:
         SpecError: Naming the key and both sides.
@@ -59,7 +58,7 @@ def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -
     if array.shape != spec.shape:
         raise SpecError(f"{key!r} should have shape {list(spec.shape)}, got {list(array.shape)}")
     source, target = array.dtype.kind, spec.dtype.kind
-    # Python numbers have no dtype of their own: any int may be taken for a float.
+    # Python numbers have no dtype: any int may become a float.
     has_dtype = isinstance(value, np.ndarray | np.generic)
     if array.dtype == spec.dtype:
         return array
@@ -74,15 +73,15 @@ def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -
 
 
 def as_array(value: Any) -> Array:
-    """A value as an array, tensors with gradients or of other devices, too."""
+    """Convert a value to an array, also tensors with gradients or on other devices."""
     return np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
 
 
 def checked_results(lanes: Sequence[int], results: Results) -> Results:
-    """What steps returned: rewards as numbers that float32 holds, flags as bools.
+    """Check the results of steps: rewards must be numbers that fit float32, flags bools.
 
     Raises:
-        BadValue: For a reward that is not a number, or finite and too large, and for a flag that is
+        BadValue: For a reward that is not a number or overflows float32, and for a flag that is
             neither true nor false.
     """
     rewards, terminated, truncated = results
@@ -94,8 +93,8 @@ def checked_results(lanes: Sequence[int], results: Results) -> Results:
         values = np.array(rewards)
     except (ValueError, TypeError, RuntimeError):  # not all of one shape, tensors
         values = _NO_NUMBERS
-    # One product for all lanes: as long as it is small, no reward is too large for float32.
-    # (Of the ways to compute it, vdot does not warn if it overflows.)
+    # If the sum of squares is small enough, no reward overflows float32. (vdot does not warn if
+    # the sum itself overflows.)
     if (
         values.ndim != 1
         or values.dtype.kind not in "fiub"
@@ -106,7 +105,7 @@ def checked_results(lanes: Sequence[int], results: Results) -> Results:
 
 
 def flag_of(key: str, flag: Any) -> bool:
-    """A flag as a bool; SpecError for what is neither true nor false, such as NaN and ``None``."""
+    """Convert a flag to a bool; SpecError if it is neither true nor false, such as NaN."""
     number = _number(flag)
     if number is None or number not in (0, 1):
         raise SpecError(f"{key!r} should be True or False, got {flag!r}", fix="return a bool")
@@ -120,13 +119,13 @@ def _reward_of(reward: Any) -> Any:
     with np.errstate(over="ignore"):
         stored = number.astype(np.float32)
     if np.isfinite(number) and not np.isfinite(stored):
-        what = f"'reward' should be a number that float32 holds, got {reward!r}"
+        what = f"'reward' should be a number that fits float32, got {reward!r}"
         raise SpecError(what, fix="scale the rewards")
     return stored
 
 
 def _number(value: Any) -> Array | None:
-    """A value as an array without dimensions, ``None`` if it is not a single number."""
+    """Convert a value to a 0-d array; ``None`` if it is not a single number."""
     if type(value) is int:
         value = float(max(-_HUGE, min(value, _HUGE)))
     try:
@@ -137,15 +136,15 @@ def _number(value: Any) -> Array | None:
 
 
 def _each(lanes: Sequence[int], values: Sequence[Any], convert: Callable[[Any], Any]) -> list[Any]:
-    """The value of every lane, converted.
+    """Convert the value of every lane.
 
     Raises:
-        BadValue: If one cannot be.
+        BadValue: If a conversion fails.
     """
     results: list[Any] = []
     try:
         for value in values:
-            results.append(convert(value))  # noqa: PERF401  (how far it got says which lane failed)
+            results.append(convert(value))  # noqa: PERF401  (its length tells which lane failed)
     except (SpecError, ValueError, TypeError) as error:
         raise BadValue(lanes[len(results)], str(error)) from error
     return results
@@ -156,7 +155,7 @@ class Column:
 
     Args:
         key: Name, for messages.
-        leaf: What the values are.
+        leaf: Shape and dtype of a value.
         n_lanes: Number of rows.
         widens: See ``converted``.
 
@@ -169,13 +168,13 @@ class Column:
         self.spec = leaf.spec
         self._n_lanes = n_lanes
         self._widens = widens
-        # Written without a detour: what float32 is most often narrowed from.
+        # Most float32 values arrive as float64: these are written directly, too.
         is_float32 = leaf.spec.dtype == np.float32
         self._wider = np.dtype(np.float64) if is_float32 else leaf.spec.dtype
         self.place(batch_array(leaf.spec, n_lanes))
 
     def place(self, array: Array) -> None:
-        """Keep the values in another array ``[n_lanes, *shape]`` from now on."""
+        """Use another array ``[n_lanes, *shape]`` from now on."""
         self.array = array
         self._rows = list(array)  # views, except of scalars
         shape = self.spec.shape
@@ -186,7 +185,7 @@ class Column:
 
         Args:
             lanes: Ascending lane numbers.
-            values: As many values.
+            values: One value per lane.
 
         Raises:
             BadValue: If a value does not fit.
@@ -218,7 +217,7 @@ class Column:
         return True
 
     def _wrote_scalars(self, lanes: Sequence[int], values: Sequence[Any]) -> bool:
-        """Write values if they are numbers as declared."""
+        """Write values of the declared dtype; False if they are not."""
         try:
             array = np.array(values)
         except (ValueError, TypeError, RuntimeError):  # one of them is not a scalar
@@ -233,22 +232,29 @@ class Columns:
     """All keys of the observations of a batch of lanes.
 
     Args:
-        structure: How an observation falls into keys.
+        structure: Structure of an observation.
         default_key: Key of an observation that is not a dict.
         n_lanes: Number of rows.
         widens: See ``converted``.
+        prefix: Prefix of all keys; without parts, the key itself.
 
     Attributes:
-        structure: How an observation falls into keys.
+        structure: Structure of an observation.
         leaves: Key to leaf, in the order of the structure.
         arrays: Key to array ``[n_lanes, *shape]``, rewritten in place.
     """
 
     def __init__(
-        self, structure: Structure, default_key: str, n_lanes: int, *, widens: bool = False
+        self,
+        structure: Structure,
+        default_key: str,
+        n_lanes: int,
+        *,
+        widens: bool = False,
+        prefix: str = "",
     ) -> None:
         self.structure = structure
-        self.leaves = leaves_of(structure, default_key)
+        self.leaves = leaves_of({prefix: structure} if prefix else structure, default_key)
         self._columns = [Column(key, leaf, n_lanes, widens) for key, leaf in self.leaves.items()]
         self.arrays: dict[str, Array] = {column.key: column.array for column in self._columns}
         self._flatten = flattener(structure, "observation")
@@ -256,7 +262,7 @@ class Columns:
             self.write = self._columns[0].write  # type: ignore[method-assign, assignment]
 
     def place(self, arrays: Mapping[str, Array]) -> None:
-        """Keep the values in other arrays from now on, by key; others than its own are ignored."""
+        """Use other arrays from now on; keys that are not its own are ignored."""
         for column in self._columns:
             column.place(arrays[column.key])
             self.arrays[column.key] = column.array

@@ -1,4 +1,4 @@
-"""A list of Gymnasium environments as a batch of lanes."""
+"""Gymnasium environments of this process as a batch of lanes."""
 
 from __future__ import annotations
 
@@ -31,30 +31,29 @@ _SPACES = ("observation_space", "action_space")
 
 
 class GymEnv(VecEnv):
-    """Environments stepped one after another in the process that holds them.
+    """Environments that are stepped one after another, in this process.
 
     Every Gymnasium space works for observations and actions, except ``Text``, ``Graph``,
     ``Sequence`` and ``OneOf``. A dict observation keeps its keys (nested ones joined with
     ``/``), any other is ``frame``. Environments written for the old ``gym`` interface work too.
 
     Args:
-        envs: The environments, all of one kind. They belong to this object from now on.
-        seed: Root of the seeds that ``reset(env_info)`` gives to the environments. A batcher
-            brings its own seeds.
-        max_episode_steps: Truncate episodes after so many steps.
-        keep_float64: Store float64 as it is. By default it becomes float32; every other dtype
-            is kept.
+        envs: The environments, all with the same spaces. This object closes them.
+        seed: Root of the seeds of ``reset(env_info)``. A batcher brings its own seeds.
+        max_episode_steps: Truncate episodes after this many steps.
+        keep_float64: Store float64 values as float64. By default they become float32; all other
+            dtypes are kept.
 
     Attributes:
-        observation_space, action_space: Those of the environments, ``None`` without one.
-        action_structure: How an action falls into keys, ``None`` without an action space.
-        is_declared: Whether a space says what observations look like.
-        keeps_results: Whether ``results`` is filled.
-        results: What the environments returned from the last call, one entry per lane that it
-            was for.
+        observation_space, action_space: The environments' spaces, ``None`` if they have none.
+        action_structure: Structure of an action, ``None`` without an action space.
+        is_declared: Whether a space declares the observations.
+        keeps_results: Whether to keep ``results``.
+        results: What the environments returned from the last call, one entry per lane.
 
     Raises:
-        SpecError: For no environments, spaces that have no tensors, or spaces that differ.
+        SpecError: Without environments, for spaces without a fixed shape, and for spaces that
+            differ.
     """
 
     @names_arguments
@@ -75,31 +74,33 @@ class GymEnv(VecEnv):
         self._keep_float64 = keep_float64
         self._steps: list[Callable[[Any], Any]] = [env.step for env in envs]
         self._resets: list[Callable[..., Any]] = [env.reset for env in envs]
-        self._wrapped_lanes = set(range(len(envs)))  # still called through all their wrappers
+        self._wrapped_lanes = set(range(len(envs)))  # whose checkers are still in place
         self._open_lanes = set(range(len(envs)))
         self._elapsed = np.zeros(len(envs), np.int64)  # steps of each lane's episode
-        self._limits = np.full(len(envs), _NO_LIMIT)  # of the lanes whose time limit is kept here
-        self._until_limit = _NO_LIMIT  # lower bound of the steps before a lane reaches its limit
+        self._limits = np.full(len(envs), _NO_LIMIT)  # time limits that are applied here
+        self._until_limit = _NO_LIMIT  # lower bound of the steps until a lane's limit
         self.keeps_results = False
         self.results: list[Any] = []
         self.observation_space, self.action_space = (_common_space(envs, name) for name in _SPACES)
-        self.is_declared = self.observation_space is not None and not _may_differ(envs[0])
+        self._may_differ = _may_differ(envs[0])
+        self.is_declared = self.observation_space is not None and not self._may_differ
         if self.is_declared:
             self._declare_structure(self._structure("observation_space"))
         self.action_structure: Structure | None = None
-        self._decode: Callable[[Mapping[str, Array]], list[Any]] = undeclared_actions
+        self._decode: Callable[[Mapping[str, Array]], list[Any]] = _undeclared_actions
         if self.action_space is not None:
             self.action_structure = self._structure("action_space")
             self._action_leaves = leaves_of({"action": self.action_structure}, "")
-            self._decode = action_decoder(self.action_space)
+            native = structure_of_space(self.action_space, keep_float64=True, name="action_space")
+            self._decode = _action_decoder(native)
 
     @property
     def shown_structure(self) -> Structure | None:
-        """How an observation falls into keys, ``None`` as long as that is not known."""
+        """Structure of an observation, ``None`` while it is unknown."""
         return self._columns.structure if self._columns is not None else None
 
     def declare_observations(self, structure: Structure) -> None:
-        """Adopt what observations of others of the same kind look like."""
+        """Adopt the structure that other environments of the same kind have shown."""
         self._declare_structure(structure)
 
     def forget(self) -> None:
@@ -109,12 +110,22 @@ class GymEnv(VecEnv):
             self._forget_columns()
 
     def close(self) -> None:
-        """Close all environments."""
+        """Close all environments.
+
+        Raises:
+            BaseException: The first exception of an environment, after all were closed.
+        """
+        failures: list[BaseException] = []
         for lane in range(self.n_lanes):
-            self.close_lane(lane)
+            try:
+                self.close_lane(lane)
+            except BaseException as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def close_lane(self, lane: int) -> None:
-        """Close one environment, once."""
+        """Close one environment, unless it is closed."""
         if lane in self._open_lanes:
             self._open_lanes.remove(lane)
             self._envs[lane].close()
@@ -187,22 +198,24 @@ class GymEnv(VecEnv):
         return rewards, terminated, self._with_limits(lanes, truncated)
 
     def _adapt(self, lane: int) -> None:
-        """Take an environment for one of the old gym, as its ``reset`` returned no pair."""
+        """Wrap an environment of the old gym, whose ``reset`` returned only the observation."""
         env = self._envs[lane] = modernised(self._envs[lane], returns_pair=False)
         self._steps[lane], self._resets[lane] = env.step, env.reset
 
     def _unwrap(self, lanes: Sequence[int]) -> None:
-        """Do the work of the wrappers of ``gymnasium.make`` here, when its checkers have passed.
+        """Bypass the wrappers of ``gymnasium.make`` once its checkers have passed.
 
-        ``PassiveEnvChecker`` checks the first reset and steps and then only passes calls on, as
-        ``OrderEnforcing`` does after the first reset; ``TimeLimit`` counts. Passing every call
-        through three wrappers is a fifth of a CartPole step.
+        ``PassiveEnvChecker`` checks the first reset and step, ``OrderEnforcing`` the first reset;
+        then both only pass calls on. The limit of an outermost ``TimeLimit`` is applied here.
+        Three wrappers take a fifth of a CartPole step.
         """
         for lane in self._wrapped_lanes.intersection(lanes):
-            if not all(map(_has_passed, _layers(self._envs[lane]))):
+            env = self._envs[lane]
+            checkers = (layer for layer in _layers(env) if type(layer) is PassiveEnvChecker)
+            if not all(checker.checked_step for checker in checkers):
                 continue
             self._wrapped_lanes.remove(lane)
-            self._envs[lane] = env = _without_checkers(self._envs[lane])
+            self._envs[lane] = env = _without_checkers(env)
             if type(env) is TimeLimit:
                 self._limits[lane] = env._max_episode_steps
                 self._until_limit = 1
@@ -210,7 +223,7 @@ class GymEnv(VecEnv):
             self._steps[lane], self._resets[lane] = env.step, env.reset
 
     def _with_limits(self, lanes: Sequence[int], truncated: Sequence[Any]) -> Sequence[Any]:
-        """The flags of a step, with those of the lanes that reached their limit."""
+        """The ``truncated`` flags of a step, True also for lanes that reached their time limit."""
         left = self._limits - self._elapsed
         self._until_limit = max(1, int(left[left > 0].min(initial=_NO_LIMIT)))
         return [
@@ -219,16 +232,17 @@ class GymEnv(VecEnv):
         ]
 
     def _learn(self, lanes: Sequence[int], observations: Sequence[Any]) -> None:
-        """Declare what the first observations look like, and write them.
+        """Declare the structure of the first observations, and write them.
 
-        A wrapper without a space of its own may keep to that of what it wraps.
+        A wrapper that declares no space may still follow the space of the wrapped environment.
         """
         if self.observation_space is not None:
             try:
                 columns = self._declare_structure(self._structure("observation_space"))
                 return columns.write(lanes, observations)
             except SpecError:
-                pass
+                if not self._may_differ:
+                    raise
         structure = structure_of_value(
             observations[0], keep_float64=self._keep_float64, name="observation"
         )
@@ -238,9 +252,9 @@ class GymEnv(VecEnv):
 class GymEnvInf(GymEnv):
     """A ``GymEnv`` whose environments restart on their own.
 
-    At the end of an episode a lane resets at once, with the same row of ``env_info``. With
-    ``step``, the terminal observation is in the first result, the first observation of the new
-    episode in the second. In a ``Batcher``, lanes never end.
+    At the end of an episode, the lane resets at once with the same row of ``env_info``. ``step``
+    returns the terminal observation in its first result and the first observation of the new
+    episode in its second. In a ``Batcher``, lanes never stop.
     """
 
     auto_reset = True
@@ -250,48 +264,40 @@ class GymEnvInf(GymEnv):
 
 
 def _common_space(envs: Sequence[Any], name: str) -> Any:
-    """The space that all environments have, bounds aside; ``None`` without one."""
+    """The common space of all environments, whose bounds may differ; ``None`` without one."""
     first, *others = (getattr(env, name, None) for env in envs)
     for number, space in enumerate(others, 1):
         if _native(first, name) != _native(space, name):
             raise SpecError(
-                f"{name} of environment {number} is {space}, that of environment 0 is {first}",
+                f"{name} of environment {number} is {space}, of environment 0 it is {first}",
                 fix="put only environments with equal spaces into one GymEnv",
             )
     return first
 
 
 def _native(space: Any, name: str) -> Structure | None:
-    """How a space falls into keys, with the dtypes that environments use."""
+    """The structure of a space, with the dtypes that environments use."""
     return None if space is None else structure_of_space(space, keep_float64=True, name=name)
 
 
 def _layers(env: Any) -> Iterator[Any]:
-    """The wrappers around an environment, from the outermost on."""
+    """The wrappers around an environment, outermost first."""
     while isinstance(env, gymnasium.Wrapper):
         yield env
         env = env.env
 
 
 def _may_differ(env: Any) -> bool:
-    """Whether a wrapper changes observations and declares no space of its own.
+    """Whether a wrapper changes observations but declares no space.
 
-    The space that it seems to have is that of what it wraps, which it may keep to or not.
+    Its ``observation_space`` is then the wrapped environment's, which may be wrong.
     """
     without_space = takewhile(lambda layer: layer._observation_space is None, _layers(env))
     return any(isinstance(layer, gymnasium.ObservationWrapper) for layer in without_space)
 
 
-def _has_passed(wrapper: Any) -> bool:
-    """Whether a checker has nothing left to check."""
-    checks = ("checked_reset", "checked_step", "checked_data_reuse")
-    return type(wrapper) is not PassiveEnvChecker or all(
-        getattr(wrapper, name, True) for name in checks
-    )
-
-
 def _without_checkers(env: Any) -> Any:
-    """The environment without its checkers; wrappers around them are linked to what is inside."""
+    """The environment with the checkers taken out of its chain of wrappers."""
     if not isinstance(env, gymnasium.Wrapper):
         return env
     inner = _without_checkers(env.env)
@@ -302,7 +308,7 @@ def _without_checkers(env: Any) -> Any:
 
 
 def _explained(results: Sequence[Any]) -> SpecError | None:
-    """The error for a step that did not return five values, if that is what happened."""
+    """The error for a step that did not return five values, ``None`` if all did."""
     for result in results:
         if not isinstance(result, tuple) or len(result) != 5:
             got = len(result) if isinstance(result, tuple) else type(result).__name__
@@ -311,14 +317,14 @@ def _explained(results: Sequence[Any]) -> SpecError | None:
 
 
 def all_tasks(attribute: Callable[[str], Any]) -> list[Any] | None:
-    """The tasks that an environment knows.
+    """List the tasks of an environment.
 
     Args:
-        attribute: Gives an attribute of the environment, ``None`` if it lacks it.
+        attribute: Returns an attribute of the environment by name, ``None`` if it is missing.
 
     Returns:
-        What its ``get_all_task_idx()`` lists, or the numbers below its ``n_tasks``; ``None`` if it
-        has neither.
+        The result of ``get_all_task_idx()``, or the numbers below ``n_tasks``; ``None`` if the
+        environment has neither.
     """
     listing = attribute("get_all_task_idx")
     tasks = listing() if callable(listing) else None
@@ -332,86 +338,66 @@ def all_tasks(attribute: Callable[[str], Any]) -> list[Any] | None:
 
 
 def _checked_environments(envs: Any) -> list[Any]:
-    """The environments of a list; refuses anything else, and what is not an environment."""
-    if isinstance(envs, str) or not isinstance(envs, Iterable) or is_environment(envs):
-        raise SpecError(
-            f"GymEnv got {_named(envs)}, not a list of environments",
-            fix="pass a list: GymEnv([env], seed)",
-        )
-    checked = list(envs)
-    if not checked:
-        raise SpecError("GymEnv got no environments", fix="pass at least one")
-    for number, env in enumerate(checked):
-        if not is_environment(env):
-            raise SpecError(
-                f"environment {number} of a GymEnv is {_named(env)}, not an environment",
-                fix=how_to_make_one(env),
-            )
+    """Check that the argument is a list of environments; returns a copy."""
+    is_list = isinstance(envs, Iterable) and not isinstance(envs, str) and not is_environment(envs)
+    checked = list(envs) if is_list else []
+    wrong = [env for env in checked if not is_environment(env)]
+    if wrong or not checked:
+        what = f"a list with {wrong[0]!r:.60}" if wrong else f"{envs!r:.60}"
+        fix = how_to_make_one(wrong[0] if wrong else envs)
+        raise SpecError(f"GymEnv got {what}, not a list of environments", fix=fix)
     return checked
 
 
 def is_environment(value: Any) -> bool:
-    """Whether a value is one environment, of whatever protocol, and can be a lane."""
+    """Whether a value is a single environment, of any protocol."""
     has_methods = callable(getattr(value, "reset", None)) and callable(getattr(value, "step", None))
-    return has_methods and not isinstance(value, type) and not _is_batch(value)
-
-
-def _is_batch(value: Any) -> bool:
-    """Whether a value holds several environments."""
-    if isinstance(value, VecEnv | gymnasium.vector.VectorEnv):
-        return True
-    # Those of other libraries, such as Stable-Baselines3; not their classes.
-    return isinstance(getattr(value, "num_envs", None), int) and hasattr(value, "step_async")
+    # Batches of environments have both methods as well; in other libraries also step_async.
+    is_batch = isinstance(value, VecEnv | gymnasium.vector.VectorEnv)
+    is_batch = is_batch or (hasattr(value, "num_envs") and hasattr(value, "step_async"))
+    return has_methods and not isinstance(value, type) and not is_batch
 
 
 def how_to_make_one(value: Any) -> str:
-    """What to do where an environment was expected, and this came."""
-    if _is_batch(value):
-        return "pass the environments one by one: GymEnv([make() for _ in range(n)], seed)"
-    if isinstance(value, str):
-        return f"make it: GymEnv([gymnasium.make({value!r})], seed)"
-    if callable(value):
-        return "call it: GymEnv([make() for make in functions], seed)"
-    return "pass objects with reset() and step(), such as gymnasium.make('CartPole-v1')"
-
-
-def _named(value: Any) -> str:
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    return type(value).__name__ if hasattr(value, "step") else f"{value!r:.60}"
+    """What to do about a value that is not an environment."""
+    made = f"gymnasium.make({value!r})" if isinstance(value, str) else "make()"
+    return (
+        "pass single environments, objects with reset() and step(), in a list: "
+        f"GymEnv([{made} for _ in range(n)], seed)"
+    )
 
 
 # Actions ---------------------------------------------------------------------------------------
 
 
-def action_decoder(space: Any) -> Callable[[Mapping[str, Array]], list[Any]]:
-    """Compile the way from action arrays ``[B, ...]`` to one action per lane.
+def _action_decoder(structure: Structure) -> Callable[[Mapping[str, Array]], list[Any]]:
+    """Compile a function from action arrays ``[B, ...]`` to a list of one action per lane.
 
-    Actions are NumPy arrays and scalars of the space's dtypes, as from Gymnasium's own vector
-    environments.
+    Actions are NumPy arrays and scalars of the space's dtypes, as from Gymnasium's vector
+    environments. They are copies: an environment may keep its action, and the agent may reuse its
+    tensor.
     """
-    structure = structure_of_space(space, keep_float64=True, name="action_space")
     if isinstance(structure, Leaf):
-        return _splitter("action", structure)
-    splitters = [_splitter(*item) for item in leaves_of({"action": structure}, "").items()]
+        split = _splitter(structure)
+        return lambda actions: split(actions["action"])
+    splitters = {k: _splitter(leaf) for k, leaf in leaves_of({"action": structure}, "").items()}
     nest = nester(structure)
 
     def decode(actions: Mapping[str, Array]) -> list[Any]:
-        parts = [split(actions) for split in splitters]
+        parts = (split(actions[key]) for key, split in splitters.items())
         return [nest(row) for row in zip(*parts, strict=True)]
 
     return decode
 
 
-def _splitter(key: str, leaf: Leaf) -> Callable[[Mapping[str, Array]], list[Any]]:
-    # Arrays are copied: environments may keep their action, and the agent may reuse its tensor.
+def _splitter(leaf: Leaf) -> Callable[[Array], list[Any]]:
     dtype = leaf.spec.dtype
     if leaf.is_scalar or leaf.spec.shape:
-        return lambda actions: list(np.array(actions[key], dtype))
-    return lambda actions: [np.asarray(value) for value in np.array(actions[key], dtype)]
+        return lambda array: list(np.array(array, dtype))
+    return lambda array: [np.asarray(value) for value in np.array(array, dtype)]
 
 
-def undeclared_actions(actions: Mapping[str, Array]) -> list[Any]:
-    """Actions for environments without an action space: Python numbers, or arrays."""
+def _undeclared_actions(actions: Mapping[str, Array]) -> list[Any]:
+    """Actions for environments without an action space: Python numbers or arrays."""
     array = np.array(actions["action"])
     return array.tolist() if array.ndim == 1 else list(array)

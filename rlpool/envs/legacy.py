@@ -1,14 +1,17 @@
-"""Environments with older or other signatures than Gymnasium's, made to look like Gymnasium's.
+"""Adapts environments with older or different signatures to Gymnasium's interface.
 
-Understood are: ``reset()`` without arguments that returns the observation alone, ``seed(seed)``,
-``step`` with four results, ``reset(env_info=...)``, ``reset(task=...)`` which gets the option of
-that name, ``reset_task(task)`` which gets it where ``reset`` takes none, missing spaces, and any
-subset of ``seed`` and ``options`` among the arguments of ``reset``. What a reset is not given, such
-as ``env_info``, is left to the default of the environment's own ``reset``.
+Supported are:
+
+- ``reset()`` that returns only the observation, ``step`` with four results, ``seed(seed)``;
+- ``reset`` with any subset of ``seed``, ``options``, ``env_info`` and ``task`` among its arguments;
+  arguments that are not given, such as ``env_info``, keep the default of the environment;
+- the option ``task``, passed to ``reset(task=...)`` or, without such an argument, to
+  ``reset_task(task)``;
+- missing spaces.
 
 Generators of Gymnasium are NumPy's ``Generator``. Environments written for the old gym draw with
-``self.np_random.rand()``, ``randn``, ``randint``: methods of NumPy's ``RandomState``, later of
-gym's ``RandomNumberGenerator``. They get a ``LegacyGenerator``, which has those names too.
+``self.np_random.rand()``, ``randn`` or ``randint``, methods of NumPy's ``RandomState``. They get a
+``LegacyGenerator``, which has the methods of both.
 """
 
 from __future__ import annotations
@@ -22,17 +25,17 @@ import numpy as np
 from gymnasium.utils import seeding
 
 _RESET_ARGUMENTS = ("seed", "options", "env_info", "task")
-_OWN_ARGUMENTS = {"env_info", "task"}  # those that no wrapper of Gymnasium's passes on
-# No name, but among the names: ``options`` has a default of its own, which None would replace.
+_OWN_ARGUMENTS = {"env_info", "task"}  # not passed on by Gymnasium's wrappers
+# Not an argument: marks that ``options`` has a default, which None would override.
 _OWN_OPTIONS = "options by default"
 
 
 class LegacyEnv(gymnasium.Env[Any, Any]):
-    """Gymnasium's interface around an environment with another one.
+    """Gymnasium's interface around an environment with a different one.
 
     Args:
         inner: The environment.
-        reset_arguments: What ``reset_arguments`` says of it.
+        reset_arguments: The result of ``reset_arguments(inner)``.
     """
 
     def __init__(self, inner: Any, reset_arguments: set[str]) -> None:
@@ -45,27 +48,44 @@ class LegacyEnv(gymnasium.Env[Any, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Seed the environment the way it wants, reset it, pass on ``options``."""
-        result = call_reset(self.inner, self._reset_arguments, seed, options)
-        return result if is_pair_with_info(result) else (result, {})
+        """Seed and reset the environment, with ``options`` as it takes them."""
+        result = self._called_reset(seed, options)
+        return result if is_pair(result) and isinstance(result[1], dict) else (result, {})
+
+    def _called_reset(self, seed: int | None, options: dict[str, Any] | None) -> Any:
+        """Seed and reset the environment; returns the result as it is."""
+        env, arguments = self.inner, self._reset_arguments
+        if seed is not None and "seed" not in arguments:
+            _seed_legacy(env, seed)
+        given: dict[str, Any] = {"seed": seed}
+        if _OWN_OPTIONS not in arguments:
+            given["options"] = None
+        if options:
+            given |= {"options": options, "env_info": options}
+            if "task" in arguments:
+                others = dict(options)
+                given |= {"task": others.pop("task", None), "options": others or None}
+            elif "task" in options and callable(getattr(env, "reset_task", None)):
+                env.reset_task(options["task"])
+        return env.reset(**{name: given[name] for name in arguments & given.keys()})
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step; of four results, ``done`` is a truncation if ``info`` says so."""
+        """Step; with four results, ``info`` tells whether ``done`` is a truncation."""
         result = self.inner.step(action)
-        if len(result) == 5:
-            return result  # type: ignore[no-any-return]
+        if not isinstance(result, tuple) or len(result) != 4:
+            return result
         observation, reward, done, info = result
         flags = (False, done) if info.get("TimeLimit.truncated", False) else (done, False)
         return observation, reward, *flags, info
 
     def close(self) -> None:
-        """Close the environment if it can be closed."""
+        """Close the environment, if it has ``close``."""
         close = getattr(self.inner, "close", None)
         if callable(close):
             close()
 
     def get_wrapper_attr(self, name: str) -> Any:
-        """An attribute of the environment or of what it wraps."""
+        """An attribute of the environment or of one that it wraps."""
         inner = getattr(self.inner, "get_wrapper_attr", None)
         return inner(name) if callable(inner) else getattr(self.inner, name)
 
@@ -78,20 +98,22 @@ class LegacyEnv(gymnasium.Env[Any, Any]):
 def modernised(env: Any, *, with_tasks: bool = True, returns_pair: bool = True) -> Any:
     """Make an environment take ``reset(seed=, options=)`` and return five values from ``step``.
 
-    Gymnasium's own wrappers are looked through: what is inside them is replaced within them.
+    An environment inside Gymnasium's wrappers is replaced within them.
 
     Args:
-        env: An environment of whatever age.
-        with_tasks: Whether an environment with ``reset_task`` gets the option ``task`` there.
-        returns_pair: Whether its ``reset`` is not known to return the observation alone, as in the
-            old gym, which took ``seed`` and ``options`` already in versions 0.22 to 0.25.
+        env: Any environment.
+        with_tasks: Whether to pass the option ``task`` to ``reset_task``, if there is one.
+        returns_pair: False if ``reset`` is known to return only the observation: gym 0.22 to 0.25
+            did so, although ``reset`` took ``seed`` and ``options``.
 
     Returns:
-        ``env`` itself where there is nothing to do.
+        ``env`` itself if nothing has to be adapted.
     """
     layer: Any = env
     wrapper: Any = None
-    while isinstance(layer, gymnasium.Wrapper) and not _takes_more(layer):
+    while isinstance(layer, gymnasium.Wrapper):
+        if not _OWN_ARGUMENTS.isdisjoint(inspect.signature(layer.reset).parameters):
+            break  # the wrapper itself takes what Gymnasium's do not
         layer, wrapper = layer.env, layer
     arguments = reset_arguments(layer)
     is_modern = isinstance(layer, gymnasium.Env) and arguments == {"seed", "options"}
@@ -105,49 +127,13 @@ def modernised(env: Any, *, with_tasks: bool = True, returns_pair: bool = True) 
     return env
 
 
-def is_pair_with_info(result: Any) -> bool:
-    """Whether this came from the ``reset`` of a Gymnasium environment."""
-    return isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
-
-
-def call_reset(
-    env: Any, arguments: set[str], seed: int | None, options: dict[str, Any] | None = None
-) -> Any:
-    """Seed an environment the way it wants, and reset it.
-
-    Args:
-        env: The environment.
-        arguments: What ``reset_arguments`` says of it.
-        seed: The seed; ``None`` for none.
-        options: Passed on as ``options`` or ``env_info``; ``"task"`` among them as ``task``
-            where there is such an argument, else to ``reset_task`` before, if there is that.
-            ``None`` or empty for none.
-
-    Returns:
-        Whatever its ``reset`` returns.
-    """
-    if seed is not None and "seed" not in arguments:
-        _seed_legacy(env, seed)
-    given: dict[str, Any] = {"seed": seed}
-    if _OWN_OPTIONS not in arguments:
-        given["options"] = None
-    if options:
-        given |= {"options": options, "env_info": options}
-        if "task" in arguments:
-            others = dict(options)
-            given |= {"task": others.pop("task", None), "options": others or None}
-        elif "task" in options and callable(getattr(env, "reset_task", None)):
-            env.reset_task(options["task"])
-    return env.reset(**{name: given[name] for name in arguments & given.keys()})
-
-
-def _takes_more(wrapper: Any) -> bool:
-    """Whether a wrapper's own ``reset`` takes what Gymnasium's does not."""
-    return not _OWN_ARGUMENTS.isdisjoint(inspect.signature(wrapper.reset).parameters)
+def is_pair(result: Any) -> bool:
+    """Whether a result is a tuple of two."""
+    return isinstance(result, tuple) and len(result) == 2
 
 
 def reset_arguments(env: Any) -> set[str]:
-    """Which arguments ``reset`` takes, by itself or by passing them on to what it wraps."""
+    """The arguments of ``reset``, including those that it passes on to a wrapped environment."""
     parameters = inspect.signature(env.reset).parameters
     arguments = {name for name in _RESET_ARGUMENTS if name in parameters}
     default = parameters["options"].default if "options" in parameters else None
@@ -160,12 +146,12 @@ def reset_arguments(env: Any) -> set[str]:
 
 
 def _seed_legacy(env: Any, seed: int) -> None:
-    """Seed an environment whose ``reset`` takes no seed, and give it the generator of its time."""
+    """Seed an environment whose ``reset`` takes no seed, and give it a ``LegacyGenerator``."""
     if callable(getattr(env, "seed", None)):
         env.seed(seed)
     elif isinstance(env, gymnasium.Env):
-        with suppress(AttributeError):  # where it has another idea of its generator
-            env.np_random = seeding.np_random(seed)[0]  # as the base class of that time did
+        with suppress(AttributeError):  # it may be read-only
+            env.np_random = seeding.np_random(seed)[0]  # as gym.Env did
     else:
         return
     layer = env
@@ -178,42 +164,18 @@ def _seed_legacy(env: Any, seed: int) -> None:
 
 
 class LegacyGenerator(np.random.Generator):
-    """A ``numpy.random.Generator`` that has the old names as well; they draw the same numbers.
+    """A ``numpy.random.Generator`` that also has the methods of ``numpy.random.RandomState``.
+
+    They draw from the same bits.
 
     Args:
         bit_generator: Where the bits come from.
     """
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(np.random.RandomState(self.bit_generator), name)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.bit_generator,)
-
-    random_sample = ranf = sample = np.random.Generator.random
-
-    def rand(self, *size: int) -> Any:
-        """Uniform in [0, 1), of the shape ``size``; a float without one."""
-        return self.random(size or None)
-
-    def randn(self, *size: int) -> Any:
-        """Normal, of the shape ``size``; a float without one."""
-        return self.standard_normal(size or None)
-
-    def randint(self, low: Any, high: Any = None, size: Any = None, dtype: Any = int) -> Any:
-        """Integers from ``low`` to below ``high``, or from 0 to below ``low``."""
-        return self.integers(low, high, size=size, dtype=dtype)
-
-    def random_integers(self, low: Any, high: Any = None, size: Any = None) -> Any:
-        """Integers from ``low`` to ``high``, or from 1 to ``low``, both included."""
-        low, high = (1, low) if high is None else (low, high)
-        return self.integers(low, high, size=size, endpoint=True)
-
-    def seed(self, seed: Any = None) -> None:
-        """Start again from a seed."""
-        self.bit_generator.state = type(self.bit_generator)(seed).state
-
-    def get_state(self) -> Any:
-        """What ``set_state`` takes to draw the same numbers again."""
-        return self.bit_generator.state
-
-    def set_state(self, state: Any) -> None:
-        """Go back to where ``get_state`` was called."""
-        self.bit_generator.state = state

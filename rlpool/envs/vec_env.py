@@ -35,7 +35,7 @@ Options = Mapping[str, Any] | None
 """One row of ``env_info`` as Python values: the ``options`` of a reset."""
 
 Observed = tuple[DictTensor, torch.Tensor]
-"""An observation ``[n, ...]``, and the numbers of the environments that it is of, int64 ``[n]``."""
+"""An observation ``[n, ...]`` and the numbers of its environments, int64 ``[n]``."""
 
 _ALL = slice(None)
 
@@ -57,8 +57,8 @@ class LaneError(Exception):
 class VecEnv(ABC):
     """A batch of environments.
 
-    Subclasses implement ``_reset_lanes`` and ``_step_lanes``; this class keeps what belongs to
-    every kind of environment: flags, rewards, last actions, and the rlstructures-style interface.
+    Subclasses implement ``_reset_lanes`` and ``_step_lanes``. This class does what all of them
+    share: flags, rewards, last actions and the rlstructures-style interface.
 
     Args:
         n_lanes: Number of environments.
@@ -69,17 +69,18 @@ class VecEnv(ABC):
         auto_reset: Whether lanes of a ``Batcher`` or of ``step`` restart on their own.
         current: Key to array ``[n_lanes, ...]``: each lane's current observation, ``reward``,
             ``terminated``, ``truncated``, ``done``, ``initial_state`` bool, and
-            ``last_action`` (or ``last_action/...``). Rewritten in place. Complete after the first
-            reset, the last actions after ``declare_actions``.
-        flags: bool ``[4, n_lanes]``: ``terminated``, ``truncated``, ``done`` and ``initial_state``
-            of ``current`` are its rows, as views.
+            ``last_action`` (or ``last_action/...``). Rewritten in place. Observations are present
+            after the first reset, last actions after ``declare_actions``.
+        flags: bool ``[4, n_lanes]``. Its rows are ``terminated``, ``truncated``, ``done`` and
+            ``initial_state`` of ``current``, as views.
         min_ready: How many lanes the rollout loop waits for at a time, ``None`` for all.
-        lane_in_use: One element that holds the lane whose environment is running, to explain the
-            death of this process.
+        lane_in_use: One element: the lane whose environment is running. It explains the death of
+            this process.
     """
 
     auto_reset = False
     min_ready: int | None = None
+    _widens, _prefix = False, ""  # of the observations' columns
     _columns: Columns | None = None
     _action_leaves: dict[str, Leaf] | None = None
 
@@ -92,24 +93,24 @@ class VecEnv(ABC):
         self._place_results(
             batch_array(REWARD_SPEC, n_lanes), np.zeros((len(FLAGS), n_lanes), bool)
         )
-        # Of reset() and step() only:
+        # Only for reset() and step():
         self._all_lanes = list(range(n_lanes))
         self._running: list[int] = []
         self._root = root_from(seed)
         self._n_resets = 0
         self._lane_seeds = LaneSeeds(self._root, 0)
         self._restarts = [0] * n_lanes  # since the reset
-        self._n_restarts_before = 0  # the most that any lane made before it
+        self._n_restarts_before = 0  # the most of any lane before that reset
         self._n_steps = np.zeros(n_lanes, np.int64)  # of each lane's episode
         self._env_options: list[Options] = [None] * n_lanes
 
     def place(self, arrays: Mapping[str, Array], reward: Array, flags: Array) -> None:
-        """Keep ``current`` in other memory from now on, such as memory shared with a process.
+        """Move ``current`` to other memory, for instance shared memory.
 
-        What it holds is lost: all lanes need a reset.
+        Its values are lost: all lanes need a reset.
 
         Args:
-            arrays: The observations' keys, ``[n_lanes, ...]``, as declared; empty to leave them.
+            arrays: Observation key to array ``[n_lanes, ...]``; empty to leave observations.
             reward: float32 ``[n_lanes]``.
             flags: bool ``[4, n_lanes]``.
         """
@@ -142,13 +143,13 @@ class VecEnv(ABC):
     def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> None:
-        """Reset lanes and write their observations into ``columns``."""
+        """Reset lanes and write their observations to ``columns``."""
 
     @abstractmethod
     def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Results:
-        """Step lanes, write their observations; return rewards, terminated, truncated."""
+        """Step lanes and write their observations; returns rewards, terminated, truncated."""
 
-    def close(self) -> None:  # noqa: B027  (not every environment has something to close)
+    def close(self) -> None:  # noqa: B027  (optional)
         """Close the environments."""
 
     def declare_actions(self, specs: Mapping[str, TensorSpec]) -> None:
@@ -162,20 +163,22 @@ class VecEnv(ABC):
             self.current |= {f"last_{key}": array for key, array in self._last_actions.items()}
             self._cleared += self._last_actions.values()
 
-    def forget(self) -> None:
+    def forget(self) -> None:  # noqa: B027  (optional)
         """Return to the state before the first reset, which failed.
 
-        The next one shows again what observations and actions look like, where no space says so.
+        Without a space, the next reset determines the keys of observations again.
         """
-        for key in self._last_actions:
-            del self.current[f"last_{key}"]
-        self._last_actions = {}
-        self._place_results(self._reward, self.flags)
 
     def _declare_structure(self, structure: Structure) -> Columns:
-        """Keep observations of this structure, in place of any other, under ``_columns``."""
+        """Make columns for observations of this structure, in place of any others."""
         self._forget_columns()
-        self._columns = columns = Columns(structure, DEFAULT_OBSERVATION_KEY, self.n_lanes)
+        self._columns = columns = Columns(
+            structure,
+            DEFAULT_OBSERVATION_KEY,
+            self.n_lanes,
+            widens=self._widens,
+            prefix=self._prefix,
+        )
         own = sorted({*self.current, "last_action"})
         refuse_collisions({"rlpool": own, "the observation": list(columns.leaves)})
         self.current = {**columns.arrays, **self.current}
@@ -187,23 +190,23 @@ class VecEnv(ABC):
         self._columns = None
 
     def _action_arrays(self, specs: Mapping[str, TensorSpec]) -> dict[str, Array]:
-        """Where the last actions are kept."""
+        """Arrays for the last actions."""
         return {key: batch_array(spec, self.n_lanes) for key, spec in specs.items()}
 
-    def announce_episodes(  # noqa: B027  (a hint that most have no use for)
+    def announce_episodes(  # noqa: B027  (optional)
         self, seeds: Sequence[int], env_info: Mapping[str, Array]
     ) -> None:
-        """Take note of which resets will come: episode *i* in lane *i* % n_lanes.
+        """Announce the next resets: episode *i* in lane *i* % n_lanes.
 
-        It is a hint: episodes of a lane may be given up, and other resets may come instead.
+        This is a hint. Episodes may be cancelled, and other resets may come instead.
 
         Args:
             seeds: Seed of each episode.
-            env_info: ``[len(seeds), ...]`` per key: what the options will be made of.
+            env_info: ``[len(seeds), ...]`` per key, one row per episode.
         """
 
     def seed_used(self, lane: int) -> int | None:
-        """The seed of a lane's episode, if it is not the one that its reset was given."""
+        """The seed of a lane's episode, if it differs from the one that was passed to reset."""
         return None
 
     def reset_lanes(
@@ -217,7 +220,7 @@ class VecEnv(ABC):
             options: One dict per lane, or ``None`` for none.
 
         Raises:
-            LaneError: If an environment raises or returns what does not fit.
+            LaneError: If an environment raises or returns an invalid value.
         """
         self._reset_lanes(lanes, seeds, options)
         for lane in lanes:
@@ -237,7 +240,7 @@ class VecEnv(ABC):
             The lanes whose episode ended with this step.
 
         Raises:
-            LaneError: If an environment raises or returns what does not fit.
+            LaneError: If an environment raises or returns an invalid value.
         """
         results = self._step_lanes(lanes, actions)
         try:
@@ -252,9 +255,12 @@ class VecEnv(ABC):
         if self._some_lane_is_initial:
             self._initial_state[rows] = False
             self._some_lane_is_initial = not all_step
-        if any(terminated) or any(truncated):
-            return self._note_ends(lanes, terminated, truncated)
-        return []
+        if not any(terminated) and not any(truncated):
+            return []
+        current = self.current
+        current["terminated"][rows], current["truncated"][rows] = terminated, truncated
+        current["done"][rows] = done = np.logical_or(terminated, truncated)
+        return [lane for lane, has_ended in zip(lanes, done, strict=True) if has_ended]
 
     def step_some(
         self,
@@ -262,37 +268,23 @@ class VecEnv(ABC):
         lanes: Sequence[int] = (),
         actions: Mapping[str, Array] | None = None,
     ) -> list[int]:
-        """Let some lanes step, and return whichever lanes are ready.
+        """Start steps of some lanes, and return the lanes that have finished theirs.
 
         Args:
-            min_ready: Wait until so many of the lanes that are stepping are ready, or all of them
-                if they are fewer.
-            lanes: Ascending numbers of lanes to step that are not stepping.
-            actions: Their actions as for ``step_lanes``.
+            min_ready: Wait for this many of the stepping lanes, or for all if they are fewer.
+            lanes: Ascending numbers of lanes to step; none of them may be stepping.
+            actions: Their actions, as for ``step_lanes``.
 
         Returns:
-            Lanes that have made their step, ascending. Environments of this process are ready
-            when the call returns, so that these are ``lanes``.
+            Lanes that have finished their step, ascending. Environments in this process finish
+            within the call, so these are ``lanes``.
         """
         if lanes:
             self.step_lanes(lanes, actions or {})
         return list(lanes)
 
-    def _note_ends(
-        self, lanes: Sequence[int], terminated: Sequence[Any], truncated: Sequence[Any]
-    ) -> list[int]:
-        ended = []
-        current = self.current
-        for lane, is_terminated, is_truncated in zip(lanes, terminated, truncated, strict=True):
-            if is_terminated or is_truncated:
-                current["terminated"][lane] = is_terminated
-                current["truncated"][lane] = is_truncated
-                current["done"][lane] = True
-                ended.append(lane)
-        return ended
-
     def _fail(self, call: str, error: BaseException) -> NoReturn:
-        """Raise a failure of an environment as one of its lane."""
+        """Raise an environment's exception as a ``LaneError``."""
         if isinstance(error, KeyboardInterrupt):
             raise error
         lane = error.lane if isinstance(error, BadValue) else self.lane_in_use[0]
@@ -309,23 +301,23 @@ class VecEnv(ABC):
 
         Args:
             env_info: ``[n_envs, ...]`` or empty: a ``DictTensor``, or a dict of tensors, NumPy
-                arrays, lists, or numbers for all environments. Row *n* reaches environment *n* as
-                ``reset(options={...})``, at automatic resets as well. Without one nothing is
-                passed on, so that the environment's own default applies.
+                arrays, lists, or numbers for all environments. Environment *n* gets row *n* as
+                ``reset(options={...})``, also at automatic resets. Without it nothing is passed,
+                so the environment's own default applies.
 
         Returns:
-            The observation ``[n_envs, ...]``, a copy, and the running environments' numbers,
-            int64 ``[n_envs]``.
+            The observation ``[n_envs, ...]``, a copy, and the numbers of the running
+            environments, int64 ``[n_envs]``.
 
         Raises:
-            SpecError: If a value of ``env_info`` is not numbers, or has another number of rows.
+            SpecError: If a value of ``env_info`` is not numeric or has the wrong number of rows.
         """
         rows = info_rows("env_info", env_info, self.n_lanes)
         lists = {key: value.tolist() for key, value in rows.items()}
         options = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
         self._env_options = [*options] or [None] * self.n_lanes
         n_before = self._n_restarts_before + max(self._restarts)
-        # Both at once: a reset that a signal's handler interrupts may be repeated.
+        # In one statement: a reset interrupted by a signal handler may be repeated.
         self._n_restarts_before, self._restarts = n_before, [0] * self.n_lanes
         self._lane_seeds = LaneSeeds(self._root, self._n_resets, n_before)
         self._n_resets += 1
@@ -342,16 +334,16 @@ class VecEnv(ABC):
 
         Returns:
             ``((observation, running), (next_observation, next_running))``: the result of this
-            step for the environments that ran, and what the next call starts from. Environments
-            that ended are only in the first, unless they restart on their own; then the second
-            holds the first observation of their new episode. All tensors are copies.
+            step, and what the next step starts from. Environments whose episode ended are only in
+            the first, unless they restart on their own; then the second has the first observation
+            of their new episode. All tensors are copies.
 
         Raises:
             UsageError: Before ``reset``, or when no environment is running.
             SpecError: If rows or keys do not fit.
-            EnvSpecError: If an environment returns what does not fit, such as a flag that is
-                neither true nor false, or a finite reward that is not finite in float32. ``where``
-                has its lane and the step of its episode.
+            EnvSpecError: If an environment returns an invalid value, such as a flag that is
+                neither true nor false, or a finite reward that overflows float32. ``where`` has
+                the lane and the step of the episode.
         """
         if not self._running:
             raise UsageError("step() with no running environment", fix="call reset() first")
@@ -371,8 +363,8 @@ class VecEnv(ABC):
         """Step the running environments.
 
         Returns:
-            What they are like after it, those that ended, and how often each has restarted when
-            these have.
+            Their observation, the lanes whose episode ended, and each lane's number of restarts
+            once these have restarted.
         """
         ended = self._call(self.step_lanes, self._running, actions)
         restarts = [n + (lane in ended) for lane, n in enumerate(self._restarts)]
@@ -418,7 +410,7 @@ class VecEnv(ABC):
         return actions
 
     def _call(self, method: Any, *arguments: Any) -> Any:
-        # Outside a batcher the user's own exception is worth more than its lane.
+        # Outside a batcher, the user's own exception says more than the lane.
         try:
             return method(*arguments)
         except LaneError as error:

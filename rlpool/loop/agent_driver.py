@@ -1,4 +1,4 @@
-"""Calls an agent on the batch of a worker's lanes and keeps the lanes' agent states."""
+"""Calls an agent on the batch of a worker's lanes, with their states, infos and history."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from rlpool.envs.vec_env import LaneError
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array, batch_array
 from rlpool.record.tape import is_action
+from rlpool.slots.blocks import Layout, StepSpecs
+from rlpool.slots.trajectories import Slice, trajectories_of
 from rlpool.specs import TensorSpec, row_specs
 
 Observed = tuple[Mapping[str, torch.Tensor], DictTensor | None, TemporalDictTensor | None]
@@ -28,18 +30,18 @@ class AgentFailure(LaneError):
 class AgentDriver:
     """One agent over the rows of one batch.
 
-    The agent always gets the whole batch, each lane in its own row. Rows that start an episode
-    get a call of their own with ``state=None``, in which every other row is a copy of one of
-    them, unless the agent makes its initial states itself or keeps none.
+    The agent always gets the whole batch, each lane in its own row. Rows that start an episode get
+    a separate call with ``state=None``, in which the other rows are copies of one of them. Agents
+    that make their initial states themselves, or keep no state, need no separate call.
 
     Args:
         agent: The agent.
         n_lanes: Rows of the batch.
 
     Attributes:
-        output_specs: Keys of the agent's outputs, ``None`` before the first call.
+        output_specs: The agent's outputs, ``None`` before the first call.
         state: Key to array ``[n_lanes, ...]``: each lane's state, rewritten in place.
-        starting: Lanes whose state at this step is known only after ``act``.
+        starting: Lanes whose state at this step is only known after ``act``.
     """
 
     def __init__(self, agent: Agent, n_lanes: int) -> None:
@@ -50,20 +52,20 @@ class AgentDriver:
         self.forget()
 
     def forget(self) -> None:
-        """Forget what the first call taught about keys, shapes and dtypes."""
+        """Forget the keys, shapes and dtypes that the first call has shown."""
         self.output_specs: dict[str, TensorSpec] | None = None
         self.starting: list[int] = []
         self.state.clear()
         self._new_state: dict[str, Array] = {}
-        # "output" or "state": key to shape of the batch and dtype of what the agent has to return.
+        # "output" or "state" -> key -> shape of the batch and dtype that the agent has to return
         self._expected: dict[str, dict[str, tuple[tuple[int, ...], np.dtype[Any]]]] = {}
 
     def start(self, lanes: Sequence[int], agent_info: DictTensor | None) -> None:
-        """Let the next call treat these lanes as starting an episode.
+        """Mark lanes that start an episode with the next call.
 
         Args:
             lanes: Lane numbers.
-            agent_info: The whole batch's ``agent_info``, with these lanes' new rows in it.
+            agent_info: The batch's ``agent_info``, including the new rows of these lanes.
 
         Raises:
             AgentFailure: If the agent's ``initial_state`` fails.
@@ -87,19 +89,19 @@ class AgentDriver:
         agent_info: DictTensor | None,
         history: TemporalDictTensor | None,
     ) -> dict[str, Array]:
-        """Call the agent; the state moves on with ``commit``.
+        """Call the agent; ``commit`` makes the new state current.
 
         Returns:
-            The outputs, ``[n_lanes, ...]``. After it, ``state`` holds what the step started from.
+            The outputs, ``[n_lanes, ...]``. ``state`` then holds the states before this step.
 
         Raises:
-            AgentFailure: If the agent raises, or a key, shape or dtype of a result is wrong.
+            AgentFailure: If the agent raises or returns a wrong key, shape or dtype.
         """
         seen = observation, agent_info, history
         try:
             if self.starting:
                 return self._act_with_starts(seen)
-            # A copy: the agent may change it, or return parts of it as its new state.
+            # A copy: the agent may change it in place, or return parts of it as its new state.
             state = DictTensor._wrap({k: torch.from_numpy(a.copy()) for k, a in self.state.items()})
             _, outputs, self._new_state = self._call(state, seen)
         except KeyboardInterrupt:
@@ -109,10 +111,10 @@ class AgentDriver:
         return outputs
 
     def commit(self, lanes: Sequence[int] | None = None) -> None:
-        """Make the new state of the last call the state.
+        """Make the new state of the last call current.
 
         Args:
-            lanes: Those that take this step, all by default.
+            lanes: The lanes that take this step, all by default.
         """
         self._put_state(self._new_state, slice(None) if lanes is None else lanes)
 
@@ -122,7 +124,7 @@ class AgentDriver:
         rows = _rows_repeating(starting, self.n_lanes)
         first, outputs, new = self._call(None, _at(rows, seen) if others else seen)
         if others:
-            # Copies: the agent may return the same buffers from its next call.
+            # Copies: the next call may return the same buffers.
             first, outputs, new = (
                 {key: np.array(array) for key, array in part.items()}
                 for part in (first, outputs, new)
@@ -140,7 +142,7 @@ class AgentDriver:
     def _call(
         self, state: DictTensor | None, seen: Observed
     ) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
-        """Call the agent; returns the state before if it was not given, outputs and new state."""
+        """Call the agent; returns its initial state if ``state`` is None, outputs, new state."""
         observation, agent_info, history = seen
         result: Any = self.agent(state, DictTensor._wrap(dict(observation)), agent_info, history)
         if not isinstance(result, tuple | list) or len(result) != 3:
@@ -159,9 +161,9 @@ class AgentDriver:
             self.state[key][lanes] = array[lanes]
 
     def _read(self, name: str, value: Any) -> dict[str, Array]:
-        """What the agent returned as arrays that share its memory, the same as at first.
+        """Convert a result of the agent to arrays, without a copy, and check keys and specs.
 
-        Twice per step, therefore as short as it can be as long as nothing is wrong.
+        This runs twice per step: the first part is the fast path for valid results.
         """
         expected = self._expected.get(name)
         if (
@@ -178,7 +180,7 @@ class AgentDriver:
                 else:
                     return arrays
             except (KeyError, RuntimeError, TypeError):
-                pass  # read below, or refused with a reason
+                pass  # converted or refused below
         arrays = _as_arrays(value, name, self.n_lanes)
         if expected is None:
             self._learn(name, arrays)
@@ -210,7 +212,7 @@ class AgentDriver:
 
 
 def _as_arrays(value: Any, name: str, n_lanes: int) -> dict[str, Array]:
-    """What the agent returned as arrays that share its memory, with ``n_lanes`` rows each."""
+    """Convert a result of the agent to arrays of ``n_lanes`` rows, without a copy."""
     if value is None:
         return {}
     if not isinstance(value, DictTensor | Mapping):
@@ -234,8 +236,8 @@ def _as_array(tensor: Any, name: str, n_lanes: int) -> Array:
         array: Array = tensor.detach().cpu().resolve_conj().resolve_neg().numpy()
     except (RuntimeError, TypeError):
         raise SpecError(
-            f"{name} has dtype {tensor.dtype}, which NumPy lacks",
-            fix="convert it, for instance to float32",
+            f"{name} has dtype {tensor.dtype}, which NumPy does not have",
+            fix="convert it, for example to float32",
         ) from None
     if array.shape[:1] != (n_lanes,):
         raise SpecError(
@@ -246,7 +248,7 @@ def _as_array(tensor: Any, name: str, n_lanes: int) -> Array:
 
 
 def _rows_repeating(lanes: Sequence[int], n_lanes: int) -> torch.Tensor:
-    """Row numbers that keep ``lanes`` in their places and fill the others with the first."""
+    """Row numbers that keep ``lanes`` in place and replace all other rows by the first of them."""
     rows = np.full(n_lanes, lanes[0])
     rows[list(lanes)] = list(lanes)
     return torch.from_numpy(rows)
@@ -259,3 +261,94 @@ def _at(rows: torch.Tensor, seen: Observed) -> Observed:
         None if agent_info is None else agent_info.index(rows),
         None if history is None else history.index(rows),
     )
+
+
+# What an agent is shown beside the observation ---------------------------------------------------
+
+
+class InfoRows:
+    """Each lane's row of ``agent_info``.
+
+    Args:
+        n_lanes: Number of lanes.
+
+    Attributes:
+        arrays: Key to array ``[n_lanes, ...]``, empty if the request has no ``agent_info``.
+        tensors: The same as tensors, ``None`` if it is empty.
+    """
+
+    def __init__(self, n_lanes: int) -> None:
+        self.arrays: dict[str, Array] = {}
+        self.tensors: DictTensor | None = None
+        self._n_lanes = n_lanes
+
+    def show(self, agent_info: Mapping[str, Array], rows: Mapping[int, int]) -> None:
+        """Give lanes the rows of their new episodes.
+
+        Args:
+            agent_info: ``[n, ...]`` by episode; may be empty.
+            rows: Lane to row.
+        """
+        specs = row_specs(agent_info)
+        if specs != row_specs(self.arrays):
+            self.arrays = {key: batch_array(spec, self._n_lanes) for key, spec in specs.items()}
+            for key, array in self.arrays.items():
+                # Idle lanes need a valid row, too.
+                array[:] = agent_info[key][next(iter(rows.values()))]
+            tensors = {key: torch.from_numpy(array) for key, array in self.arrays.items()}
+            self.tensors = DictTensor(tensors) if tensors else None
+        for key, array in self.arrays.items():
+            array[list(rows)] = agent_info[key][list(rows.values())]
+
+
+class History:
+    """The steps of each lane's episode so far, across slots, in memory that grows.
+
+    Args:
+        step: The keys of a step.
+    """
+
+    _FIRST_CAPACITY = 64  # steps
+
+    def __init__(self, step: StepSpecs) -> None:
+        # Without restarts: the history begins with the episode.
+        self._layout = Layout(step, n_slots=1, n_timesteps=1, n_workers=1)
+        n_lanes = step.n_lanes
+        self._lengths = np.zeros(n_lanes, np.int64)
+        self._rows = {
+            key: np.zeros((n_lanes, self._FIRST_CAPACITY, *spec.shape), spec.dtype)
+            for key, spec in self._layout.rows.items()
+        }
+
+    def restart(self, lane: int) -> None:
+        """Clear a lane's steps at the start of an episode."""
+        for array in self._rows.values():
+            array[lane, : self._lengths[lane]] = 0
+        self._lengths[lane] = 0
+
+    def view(self, current: Mapping[str, Array]) -> TemporalDictTensor:
+        """The steps so far, ``[n_lanes, longest, ...]``, as views.
+
+        Args:
+            current: Key to array ``[n_lanes, ...]``, the values after the last step.
+        """
+        longest = int(self._lengths.max())
+        rows = {key: array[:, :longest] for key, array in self._rows.items()}
+        finals = {key: np.array(current[key]) for key in self._layout.finals}
+        starts = np.ones_like(self._lengths)
+        return trajectories_of(self._layout, Slice(rows, finals, self._lengths.copy(), starts))
+
+    def record(self, values: Mapping[str, Array], lanes: Sequence[int]) -> None:
+        """Add one step.
+
+        Args:
+            values: Key to array ``[n_lanes, ...]``, for all keys of a row.
+            lanes: The lanes that take this step.
+        """
+        rows = np.asarray(lanes)
+        steps = self._lengths[rows]
+        for key, array in self._rows.items():
+            if steps.max() >= array.shape[1]:
+                array = self._rows[key] = np.concatenate([array, np.zeros_like(array)], 1)
+            array[rows, steps] = values[key][rows]
+        self._lengths[rows] += 1

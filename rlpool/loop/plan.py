@@ -1,4 +1,4 @@
-"""What a rollout runs: the contract between the step loop and whoever decides."""
+"""What a rollout runs: the contract between the step loop and its caller."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Episode:
         number: Row of the request.
         seed: Seed of its reset.
         options: Its row of ``env_info``.
-        noise: Its noise, if the agent wants any.
+        noise: Its noise, ``None`` if the agent needs none.
         slot: Slot of its first chunk.
-        n_restarts: How often its lane restarted on its own before it.
+        n_restarts: Number of automatic restarts of its lane before it.
     """
 
     number: int
@@ -43,8 +43,8 @@ class Lane:
         chunk: Number of the chunk within the episode.
         steps_before: Steps of the episode before row 0 of the slot; negative if the episode
             started later in the slot.
-        parked: Its rows of the batch while it has no slot; ``None`` while it steps.
-        tape: What the episode did in slots that it has left, ``None`` if it was in none.
+        parked: Its rows of the batch while it waits for a slot; ``None`` while it steps.
+        tape: Records the slots that the episode has left; ``None`` if it has left none.
     """
 
     episode: Episode
@@ -61,19 +61,19 @@ class Lane:
 
     @property
     def tape_so_far(self) -> Tape:
-        """The tape, a new one if the episode has not left a slot."""
+        """The tape; a new one is made if there is none."""
         self.tape = self.tape or Tape(self.episode.seed, self.episode.options)
         return self.tape
 
 
 class Plan(Protocol):
-    """Which episodes a rollout runs, and where it writes them.
+    """Decides which episodes a rollout runs and where it writes them.
 
     Attributes:
         worker: Number of the worker.
         layout: Layout of the block.
         arrays: The block.
-        agent_info: ``[n, ...]`` per key, by the episodes' numbers, or ``None``.
+        agent_info: ``[n, ...]`` per key, one row per episode, or ``None``.
     """
 
     worker: int
@@ -82,32 +82,32 @@ class Plan(Protocol):
     agent_info: dict[str, Array] | None
 
     def next_episode(self, lane: int) -> Episode | None:
-        """The next episode of a lane that is idle, ``None`` if there is none (for now)."""
+        """The next episode of an idle lane, ``None`` if there is none (for now)."""
 
     def restarted(self, lane: int, episode: Episode) -> Episode:
-        """The episode after one that ended inside a window, in the same slot."""
+        """The next episode of a lane whose episode ended within a window, in the same slot."""
 
     def next_slot(self, lane: int, episode: int) -> int | None:
         """A slot for the next chunk of a lane's episode, ``None`` if there is none (for now)."""
 
     def chunk_done(self, episode: int, slot: int, chunk: int, is_last: bool) -> None:
-        """A slot is complete: the episode ended, or it goes on in another slot."""
+        """Take a complete slot; unless ``is_last``, the episode continues in another slot."""
 
     def flush(self) -> None:
-        """Let others know of the chunks done since the last time."""
+        """Report the chunks completed since the last call."""
 
     def wait(self) -> bool:
-        """With nothing left to step: wait for slots; False if there is nothing to wait for."""
+        """Wait for slots when no lane can step; False if there is nothing to wait for."""
 
     def has_news(self) -> bool:
-        """Whether slots may have become available since a lane got none."""
+        """Whether slots may have become available since the last refusal."""
 
     def is_cancelled(self) -> bool:
-        """Whether the request was given up."""
+        """Whether the request was cancelled."""
 
 
 class ResumingPlan(Plan, Protocol):
-    """A plan whose episodes may have been begun by another worker."""
+    """A plan with episodes that another worker may have begun."""
 
     def resumed(self, lane: int, n_restarts: int) -> Episode:
-        """The episode that had been begun in a lane."""
+        """The episode that was running in a lane."""

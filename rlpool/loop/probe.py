@@ -1,4 +1,4 @@
-"""Finds out what a step consists of, by one reset and one call of the agent."""
+"""Determines the keys of a step by one reset and one call of the agent."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import SpecError
 from rlpool.loop.agent_driver import AgentDriver, AgentFailure
-from rlpool.loop.agent_inputs import History
 from rlpool.memory.storage import Array
 from rlpool.record.tape import is_action
-from rlpool.slots.blocks import NOISE_KEY, StepSpecs
+from rlpool.slots.blocks import NOISE_KEY, StepSpecs, successor_key
 from rlpool.specs import TensorSpec, row_specs
 
 
@@ -26,83 +25,76 @@ def probe(
     agent_info: DictTensor | None,
     noise: torch.Tensor | None,
 ) -> StepSpecs:
-    """Reset all lanes and call the agent once; nothing of it is kept but the keys.
+    """Reset all lanes and call the agent, to learn keys, shapes and dtypes.
 
     Args:
-        env: The environments; left reset.
-        driver: The agent; left with the states after that one call.
+        env: The environments; they are reset afterwards.
+        driver: The agent; it has the states after the call.
         seed: Seed of every lane's reset.
         options: Options of each lane's reset.
         agent_info: ``[n_lanes, ...]`` or ``None``.
         noise: ``[n_lanes, n_noise]`` or ``None``.
 
     Raises:
-        LaneError: If the user's code fails, or actions do not fit the action space.
+        LaneError: If the user's code fails, or the actions do not fit the action space.
         SpecError: If keys collide.
     """
-    driver.forget()
-    wants_history = driver.agent.require_history()
-    env.reset_lanes(range(env.n_lanes), [seed] * env.n_lanes, options)
-    actions = {key: leaf.spec for key, leaf in (env.action_leaves or {}).items()}
-    if env.action_leaves is not None:
-        env.declare_actions(actions)
+    lanes = range(env.n_lanes)
+    env.reset_lanes(lanes, [seed] * env.n_lanes, options)
+    leaves = env.action_leaves  # some are only known after a reset
+    if leaves is not None:
+        env.declare_actions({key: leaf.spec for key, leaf in leaves.items()})
     observation = {key: torch.from_numpy(array) for key, array in env.current.items()}
     if noise is not None:
         observation[NOISE_KEY] = noise
-    history = None
-    driver.start(range(env.n_lanes), agent_info)
-    if wants_history:
-        # Once to learn the outputs, and once more with a history that has them.
-        driver.act(observation, agent_info, _empty_history(env, actions, {}))
-        history = _empty_history(env, driver.output_specs or {}, dict(driver.state))
+    wants_history = bool(driver.agent.require_history())
+    known = dict(env.current)
+    for _ in range(1 + wants_history):  # the second history includes the agent's keys
         driver.forget()
-        driver.start(range(env.n_lanes), agent_info)
-    driver.act(observation, agent_info, history)
-    driver.commit()  # idle lanes keep a state that is valid
-    _declare_actions(env, driver)
+        driver.start(lanes, agent_info)
+        history = _no_history(known) if wants_history else None
+        known |= driver.act(observation, agent_info, history) | driver.state
+    driver.commit()  # idle lanes need a valid state
+    outputs = driver.output_specs or {}
+    actions = {key: spec for key, spec in outputs.items() if is_action(key)}
+    if leaves is None:
+        env.declare_actions(actions)
+    else:
+        _check_actions(actions, {key: leaf.spec for key, leaf in leaves.items()})
     return StepSpecs(
         n_lanes=env.n_lanes,
         auto_reset=env.auto_reset,
         observation=row_specs(env.current),
-        output=driver.output_specs or {},
+        output=outputs,
         state=row_specs(driver.state),
         n_noise=0 if noise is None else noise.shape[1],
-        wants_history=bool(wants_history),
+        wants_history=wants_history,
     )
 
 
-def _declare_actions(env: VecEnv, driver: AgentDriver) -> None:
-    """Hold the agent's actions against the action space; without one, they define it."""
-    actions = {key: spec for key, spec in (driver.output_specs or {}).items() if is_action(key)}
-    leaves = env.action_leaves
-    if leaves is None:
-        env.declare_actions(actions)
-        return
-    for key in sorted(leaves.keys() | actions.keys()):
-        given, wanted = actions.get(key), leaves[key].spec if key in leaves else None
-        if (
-            given is None
-            or wanted is None
-            or given.shape != wanted.shape
-            or (given.dtype.kind == "f") != (wanted.dtype.kind == "f")
-        ):
+def _check_actions(given: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec]) -> None:
+    """Check that the agent's actions fit the action space."""
+    for key in sorted(wanted.keys() | given.keys()):
+        mine, theirs = given.get(key), wanted.get(key)
+        kinds = {spec and (spec.shape, spec.dtype.kind == "f") for spec in (mine, theirs)}
+        if len(kinds) > 1:
             problem = SpecError(
-                f"action {key!r}: the agent gives {given or 'nothing'} per row, "
-                f"the action space wants {wanted or 'no such key'}",
+                f"action {key!r}: the agent gives {mine or 'nothing'} per row, "
+                f"the action space wants {theirs or 'no such key'}",
                 fix="return actions of the action space's shape and kind",
             )
             raise AgentFailure(0, "agent") from problem
 
 
 class _NoSteps(dict[str, torch.Tensor]):
-    """Keys of no steps at all; an agent may ask for outputs and states of its own among them.
+    """Tensors ``[n_lanes, 0, ...]``, also for keys that are not known yet: the agent's own.
 
     Args:
         known: Keys whose shapes are known.
-        n_lanes: Rows of the others, which are taken for numbers.
+        n_lanes: Rows of all other keys, which are assumed to be scalars.
     """
 
-    def __init__(self, known: dict[str, torch.Tensor], n_lanes: int) -> None:
+    def __init__(self, known: Mapping[str, torch.Tensor], n_lanes: int) -> None:
         super().__init__(known)
         self._n_lanes = n_lanes
 
@@ -110,12 +102,10 @@ class _NoSteps(dict[str, torch.Tensor]):
         return torch.zeros(self._n_lanes, 0, device="cpu")
 
 
-def _empty_history(
-    env: VecEnv, output: Mapping[str, TensorSpec], state: Mapping[str, Array]
-) -> TemporalDictTensor:
-    """A history without steps, with as many of the agent's own keys as are known."""
-    step = StepSpecs(env.n_lanes, False, row_specs(env.current), output, row_specs(state))
-    history = History(step).view({**env.current, **state})
-    return TemporalDictTensor._wrap(
-        _NoSteps(dict(history.items()), env.n_lanes), history.lengths, DictTensor()
-    )
+def _no_history(current: Mapping[str, Array]) -> TemporalDictTensor:
+    """A history without steps."""
+    known = {key: torch.from_numpy(array)[:, None][:, :0] for key, array in current.items()}
+    known |= {successor_key(key): tensor for key, tensor in known.items()}
+    n_lanes = len(current["reward"])
+    lengths = torch.zeros(n_lanes, dtype=torch.int64, device="cpu")
+    return TemporalDictTensor._wrap(_NoSteps(known, n_lanes), lengths, DictTensor())

@@ -1,14 +1,14 @@
 """The step loop: the only place where an agent is called on environments.
 
-One ``Rollout`` drives one agent over one ``VecEnv`` and writes into the slots of a block. What to
-run is decided by a ``Plan``: which episode a lane starts next, which slot it writes to, what
-happens to a finished chunk. Per step and batch it does::
+One ``Rollout`` runs one agent on one ``VecEnv`` and writes to the slots of a block. A ``Plan``
+decides which episode a lane starts next, which slot it writes to, and what happens to a complete
+chunk. Each step of the batch does::
 
     noise, observations, agent states  ->  row t of every lane's slot
     agent(state, observation)          ->  outputs into row t, new state
     env.step                           ->  observations of t + 1
-    ended lanes: final values into their slots, next episode
-    full lanes:  final values into their slots, next slot of the same episode
+    ended lanes: final values into their slots, then the next episode
+    full slots:  final values into them, then the next slot of the same episode
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import torch
 from rlpool.agents.agent import Agent
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import Where, WorkerError
-from rlpool.loop.agent_driver import AgentDriver
-from rlpool.loop.agent_inputs import History, InfoRows
+from rlpool.loop.agent_driver import AgentDriver, History, InfoRows
 from rlpool.loop.crash_scene import CrashScene
 from rlpool.loop.plan import Episode, Lane, Plan, ResumingPlan
 from rlpool.loop.probe import probe
@@ -44,7 +43,7 @@ class Rollout:
         agent: The agent.
         env: The environments.
         worker: Number of the worker, for error messages.
-        progress: One element that counts the steps, for whoever watches over this process.
+        progress: One element that counts the steps; the caller watches it.
         worker_seed: The ``seed`` that ``env`` was created with, for crash capsules.
     """
 
@@ -68,7 +67,7 @@ class Rollout:
         self._lanes: dict[int, Lane] = {}
         self._live: list[int] = []
         self._waiting: list[int] = []  # idle or parked
-        self._stepping: set[int] = set()  # those that were let step and are not ready yet
+        self._stepping: set[int] = set()  # lanes whose step is not finished
         self._rows = np.zeros(env.n_lanes, np.int64)
         self._strides = np.zeros(env.n_lanes, np.int64)
 
@@ -76,12 +75,13 @@ class Rollout:
     def probe(
         self, seed: int, options: Sequence[Options], agent_info: dict[str, Array] | None
     ) -> StepSpecs:
-        """Learn what a step consists of, see ``rlpool.loop.probe``.
+        """Determine the keys of a step, see ``rlpool.loop.probe``.
 
-        After a failure nothing is known; another probe, with other infos, may follow.
+        A failed probe leaves no trace; another one, with other infos, may follow.
 
         Raises:
-            EnvError, AgentError: If the user's code fails, or actions do not fit the action space.
+            EnvError, AgentError: If the user's code fails, or the actions do not fit the action
+                space.
         """
         env, infos = self._env, self._infos
         infos.show(agent_info or {}, {lane: lane for lane in range(self._n_lanes)})
@@ -92,7 +92,8 @@ class Rollout:
         except LaneError as error:
             lane = error.lane
             where = Where(self._worker, lane, lane, 0, seed, options[lane])
-            raise self._scene.of_probe(error, where, infos.arrays) from error.__cause__
+            both = infos.arrays, infos.arrays
+            raise self._scene.error(error, where, both) from error.__cause__
         finally:
             if steps is None:
                 env.forget()
@@ -101,9 +102,9 @@ class Rollout:
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> None:
-        """Run a plan to its end, or until it is cancelled, under ``torch.inference_mode``.
+        """Run a plan until it ends or is cancelled, under ``torch.inference_mode``.
 
-        Lanes whose episodes are unfinished at the end stay parked and go on with the next plan.
+        Lanes with unfinished episodes stay parked and continue with the next plan.
 
         Raises:
             EnvError, AgentError: If the user's code fails. All lanes are idle afterwards.
@@ -117,10 +118,10 @@ class Rollout:
         finally:
             if not is_at_end:
                 self.abandon()
-            del self._plan  # which may refer to whoever owns this rollout
+            del self._plan  # it may refer to this rollout
 
     def _run(self, plan: Plan) -> bool:
-        """Run the plan that is bound; False if it was cancelled."""
+        """Run the plan; False if it was cancelled."""
         waits_for_all = self._env.min_ready is None or self._history is not None
         step = self._step if waits_for_all else self._step_some
         self._fill_lanes()
@@ -137,11 +138,11 @@ class Rollout:
 
     @torch.inference_mode()
     def resume(self, plan: ResumingPlan, tapes: Mapping[int, Tape]) -> None:
-        """Take over episodes that another worker had begun, to go on with the next ``run``.
+        """Take over episodes of another worker; the next ``run`` continues them.
 
         Args:
-            plan: Says what episodes they are.
-            tapes: Lane to what its episode did, in windows; its seed and options are the plan's.
+            plan: Knows the episodes, with their seeds and options.
+            tapes: Lane to the tape of its episode.
 
         Raises:
             EnvError: If an environment does not repeat what it did. All lanes are idle then.
@@ -165,7 +166,7 @@ class Rollout:
             raise
 
     def abandon(self) -> None:
-        """Forget all episodes, finished or not."""
+        """Drop all unfinished episodes."""
         for lane, running in self._lanes.items():
             if running.parked is None:
                 self._writer.abandon(running.slot, self._steps_in_slot(lane))
@@ -174,14 +175,14 @@ class Rollout:
         self._stepping.clear()
 
     def _bind(self, plan: Plan) -> None:
-        """Prepare the views that a plan's steps read and write through."""
+        """Prepare the views through which the steps of a plan read and write."""
         self._plan = plan
         env, driver, layout = self._env, self._driver, plan.layout
         self._current = dict(env.current)
         if self._noise is not None:
             self._current[NOISE_KEY] = self._noise.tensor.numpy()
         self._observation = {key: torch.from_numpy(a) for key, a in self._current.items()}
-        # What a step does not rewrite is shown as a copy, in case the agent changes it.
+        # Steps do not rewrite all flags, so the agent gets copies that it may change.
         self._shown_flags = np.array(env.flags)
         for key, flags in zip(FLAGS, self._shown_flags, strict=True):
             self._observation[key] = torch.from_numpy(flags)
@@ -191,12 +192,12 @@ class Rollout:
             control[name][self._worker].data for name in ("running", "slot", "steps_before")
         )
         self._n_finished = control["n_finished"].data
-        # The rows' numbers themselves are shared: they tell how far a worker got that died.
+        # The row numbers are in shared memory: they tell how far a worker got that died.
         self._rows = control["row"][self._worker]
         self._scene.bind(plan.arrays.rows, self._current, driver.state, self._rows)
         self._n_timesteps = layout.n_timesteps
         self._restarts = layout.restarts
-        # Idle lanes write into the slot behind the last, each into a row of its own if it can.
+        # Idle lanes write to the spare slot after the last, to different rows if there are enough.
         spare = np.arange(self._n_lanes) % layout.n_timesteps
         self._spare_rows = layout.n_slots * layout.n_timesteps + spare
         self._waiting = list(range(self._n_lanes))
@@ -212,18 +213,18 @@ class Rollout:
         self._conclude(ended)
 
     def _step_some(self) -> None:
-        """Step lanes that are ready, without waiting for those that are slow.
+        """Step the lanes that are ready, without waiting for slow ones.
 
-        Every lane keeps its row of the batch, its noise and its state, and the rows of lanes that
-        are stepping go to the spare slot: an episode has the same bits as with ``_step``,
-        whichever lanes were ready at the same time.
+        Every lane keeps its row of the batch, its noise and its state. Rows of lanes that are
+        stepping go to the spare slot. So episodes have the same bits as with ``_step``, whichever
+        lanes are ready at the same time.
         """
         env = self._env
         free = [lane for lane in self._live if lane not in self._stepping]
         outputs = self._act(self._rows_of(free), free) if free else {}
         ready = env.step_some(env.min_ready or 1, free, outputs)
         self._stepping.update(free)
-        # A lane may still be stepping for a plan that was given up.
+        # A lane may still be stepping for a cancelled plan.
         ready = [lane for lane in ready if lane in self._stepping]
         self._stepping.difference_update(ready)
         self._writer.write_after(self._rows_of(ready))
@@ -232,7 +233,7 @@ class Rollout:
         self._conclude([lane for lane in ready if done[lane]])
 
     def _act(self, rows: Array, lanes: Sequence[int] | None = None) -> dict[str, Array]:
-        """Call the agent for lanes, all by default, and write what it was called with and gave."""
+        """Call the agent for lanes, all by default; write its inputs and outputs."""
         driver, writer = self._driver, self._writer
         if self._noise is not None:
             self._noise.draw(lanes)
@@ -255,7 +256,7 @@ class Rollout:
         return outputs
 
     def _rows_of(self, lanes: Sequence[int]) -> Array:
-        """The row of each lane: its own for some lanes, one of the spare slot for the others."""
+        """Row numbers of all lanes; those not in ``lanes`` get a row of the spare slot."""
         rows: Array = self._spare_rows.copy()
         rows[lanes] = self._rows[lanes]
         return rows
@@ -267,7 +268,7 @@ class Rollout:
             self._turn_over(ended)
 
     def _turn_over(self, ended: Sequence[int]) -> None:
-        """Complete the slots that are done, and give their lanes something new."""
+        """Complete full slots and ended episodes, and give their lanes new work."""
         if ended and self._restarts:
             self._restart(ended)
         else:
@@ -281,9 +282,9 @@ class Rollout:
         self._fill_lanes()
 
     def _leave_slot(self, lane: int, is_last: bool) -> None:
-        """Complete a slot; its lane is idle then, or parked if the episode goes on.
+        """Complete a slot; the lane becomes idle, or parked if the episode continues.
 
-        The rows of the batch of a lane that is parked may be overwritten, so they are kept.
+        A parked lane's rows of the batch may be overwritten, so they are saved.
         """
         running, length = self._lanes[lane], self._steps_in_slot(lane)
         slot, chunk = running.slot, running.chunk
@@ -292,7 +293,7 @@ class Rollout:
         self._writer.complete(slot, lane, length, running.steps_before == 0)
         self._waiting.append(lane)
         if is_last:
-            del self._lanes[lane]  # only now: what stops this before marks the slot as dirty
+            del self._lanes[lane]  # last: if interrupted before, the slot is marked as dirty
             self._running[lane] = -1
             self._n_finished[self._worker] += 1
         else:
@@ -302,7 +303,7 @@ class Rollout:
         self._plan.chunk_done(running.episode.number, slot, chunk, is_last)
 
     def _fill_lanes(self) -> None:
-        """Give every lane that does not step something to do, if there is anything."""
+        """Give waiting lanes an episode or a slot, if there is any."""
         starting: dict[int, Episode] = {}
         waiting: list[int] = []
         for lane in sorted(self._waiting):
@@ -322,8 +323,8 @@ class Rollout:
         self._waiting = waiting
         if starting:
             self._begin_episodes(starting)
-        # Mostly the lanes that ended are those that start: then nothing else changes, and
-        # _steps_until_full stays a lower bound.
+        # Usually the lanes that ended start again. Then nothing else changes, and
+        # _steps_until_full remains a lower bound.
         if waiting != self._waiting_at_stock or not self._steps_until_full:
             self._take_stock()
 
@@ -332,7 +333,7 @@ class Rollout:
         return [(array, np.array(array[lane])) for array in arrays]
 
     def _restart(self, lanes: Sequence[int]) -> None:
-        """Start the next episodes of lanes that go on in the same slot."""
+        """Start the next episodes of lanes that stay in their slots."""
         episodes: dict[int, Episode] = {}
         for lane in lanes:
             running = self._lanes[lane]
@@ -358,7 +359,7 @@ class Rollout:
                 self._history.restart(lane)
 
     def _enter_slot(self, lane: int, running: Lane, slot: int) -> None:
-        """Let a lane begin an episode in a slot, or go on with the one that it is parked in."""
+        """Let a lane begin an episode in a slot, or continue its parked one."""
         running.slot = slot
         if running.parked is not None:
             for array, row in running.parked:
@@ -373,7 +374,7 @@ class Rollout:
         self._steps_before[lane] = running.steps_before
 
     def _take_stock(self) -> None:
-        """Find the lanes that step, and for how long none of them fills its slot."""
+        """Find the lanes that step, and the number of steps until the first slot is full."""
         self._waiting_at_stock = list(self._waiting)
         self._live = [lane for lane in range(self._n_lanes) if lane not in self._waiting]
         self._strides[:] = 0
@@ -387,8 +388,8 @@ class Rollout:
         return int(self._rows[lane]) - self._lanes[lane].slot * self._n_timesteps
 
     def _failure(self, error: LaneError) -> WorkerError:
-        """The error for what the user's code raised."""
-        # Of the lanes that share a call of the agent, the first is named.
+        """The error for a failure of the user's code."""
+        # All lanes share a call of the agent: the first one is named.
         lane = self._live[0] if error.call == "agent" else error.lane
         running = self._lanes.get(lane)
         if running is None:
@@ -397,4 +398,4 @@ class Rollout:
         step = running.steps_before + row
         where = Where(self._worker, lane, episode.number, step, episode.seed, episode.options)
         infos = self._plan.agent_info or {}, self._infos.arrays
-        return self._scene.running(error, where, running, row, infos)
+        return self._scene.error(error, where, infos, running, row)

@@ -154,8 +154,6 @@ class DefaultEnv(CountingEnv):
 
 
 def test_in_processes_too_an_environments_own_default_applies(runs: MakeRuns) -> None:
-    run = runs(partial(create_needy, kind=DefaultEnv), n_threads=1)
-    assert run()["frame"][:, 0].tolist() == [[0, 8], [0, 8]]
     over = runs(lambda seed: ParallelEnvManager([DefaultEnv] * 2, seed=seed))
     over.batcher.execute(6)  # whose later episodes are begun ahead
     assert over.batcher.get()["frame"][:, 0].tolist() == [[0, 8]] * 6

@@ -67,16 +67,6 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         self.is_closed = True
 
 
-class SelfishCountingEnv(CountingEnv):
-    """Hands out one and the same array, updated in place."""
-
-    def observation(self) -> Any:
-        if not hasattr(self, "array"):
-            self.array = np.zeros(2, np.float32)
-        self.array[:] = self.t, self.number
-        return self.array
-
-
 class EchoEnv(CountingEnv):
     """The observation says what the environment was reset with.
 

@@ -76,14 +76,10 @@ def test_a_step_is_one_transfer_each_way(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(_Transfer, "moved", lambda *a: n_moved.append(len(a) - 1) or moved(*a))
     with torch.inference_mode():
         kept, _, first = agent(state, seen)
-        buffers = agent._there._here, agent._back._there
-        _, output, new_state = agent(state, seen)
+        _, _, second = agent(state, seen)
     assert n_moved == [3, 2] * 2  # batches; the state that was given does not come back
     assert kept is state
-    assert buffers[0] is agent._there._here
-    assert buffers[1] is agent._back._there
-    assert first["hidden"].data_ptr() == new_state["hidden"].data_ptr()
-    assert output["action"].dtype == torch.int64
+    assert first["hidden"].data_ptr() == second["hidden"].data_ptr()
 
 
 def test_gradients_flow_outside_of_inference_mode() -> None:
@@ -136,8 +132,6 @@ def test_the_agent_gets_updates_seeds_and_its_end() -> None:
 def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(SpecError, match="should be an Agent"):
         DeviceAgent(torch.nn.Linear(1, 1), "cpu")  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match="device is 'gpu'"):
-        DeviceAgent(StepCounter(), "gpu")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

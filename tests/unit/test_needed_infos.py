@@ -6,14 +6,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from rlpool import AgentError, Batcher, DictTensor, EnvError, EpisodeBatcher
-from rlpool.loop.rollout import Rollout
 
-from support.agents import StepCounter
 from support.needy import (
     GrowingEnv,
     NeedyAgent,
@@ -79,29 +76,6 @@ def test_an_agent_that_needs_agent_info_runs_with_it_and_says_so_without(
         run(env_info=env_info())
     assert "pass agent_info={" in caught.value.fix
     run.assert_right(env_info=env_info(), agent_info=agent_info())
-
-
-@each_kind
-@each_action
-@pytest.mark.parametrize("who", ["all", "one", "the agent"])
-def test_a_failed_probe_leaves_environments_as_if_they_had_not_been_asked(
-    observes: str, acts: bool, who: str
-) -> None:
-    create: Any = create_partly_needy if who == "one" else create_needy
-    needs = {"needs": False} if who == "the agent" else {}
-    env = create(0, observes=observes, acts=acts, **needs)
-
-    def state() -> Any:
-        leaves = env.columns and dict(env.columns.leaves)
-        return list(env.current), leaves, env.action_leaves
-
-    before = state()
-    rollout = Rollout(NeedyAgent() if needs else StepCounter(), env)
-    with pytest.raises((EnvError, AgentError)):
-        rollout.probe(3, [None, None], None)
-    assert state() == before
-    rollout.probe(3, [{"id": 1}, {"id": 2}], {"gain": np.ones(2)})
-    assert {*env.current} >= {"frame", "last_action"}
 
 
 @each_kind

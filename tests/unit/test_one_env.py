@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.utils import seeding
-from gymnasium.wrappers import TimeLimit
 
 from rlpool import AgentError, AgentSpecError, Batcher, DictTensor, EnvError, EnvSpecError
 from rlpool.envs.one_env import OneEnv
@@ -32,7 +28,7 @@ from support.acting_envs import (
     actions,
     states,
 )
-from support.envs import AncestorCountingEnv, CountingEnv, SpaceEnv
+from support.envs import COUNTING_SPACE, AncestorCountingEnv, CountingEnv, SpaceEnv, ValueEnv
 
 
 class Transitions(NamedTuple):
@@ -129,22 +125,18 @@ def test_the_very_action_object_goes_back_to_the_environment_and_is_copied() -> 
 
 VALUES = {
     "float64": [np.array([k, k / 3]) for k in range(3)],
-    "float16": [np.array([[k]], np.float16) for k in range(3)],
     "uint8": [np.full((2, 3), k, np.uint8) for k in range(3)],
     "uint16": [np.array([k], np.uint16) for k in range(3)],
     "bool": [np.array([k > 1, True]) for k in range(3)],
-    "a float": [0.1, 0.2, 0.3],
     "an int": [1, 2, 3],
-    "a NumPy number": [np.float32(0.1), np.float32(0.2), np.float32(0.3)],
     "a tuple": [(k, k + 1) for k in range(3)],
     "nested lists": [[[k, 1.0], [k, 2.0]] for k in range(3)],
     "no elements": [np.zeros((0, 2))] * 3,
 }
 
 
-@pytest.mark.parametrize("kind", VALUES)
-def test_states_and_actions_keep_shape_and_dtype(kind: str) -> None:
-    values = VALUES[kind]
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_states_and_actions_keep_shape_and_dtype(values: Any) -> None:
     episode = episode_of(states(*values))
     assert_same((episode.state, episode.next_state), (np.array(values[:2]), np.array(values[1:])))
     assert_same((episode_of(actions(*values)).action,), (np.array(values[1:]),))
@@ -191,10 +183,8 @@ DONE = (0, np.zeros(4), 0.0, True)
 GOOD = (0, np.zeros(4), 0.0, False)
 
 
-def refused(
-    env: Any, policy: Any = None, kind: type[Exception] = EnvSpecError, **options: Any
-) -> str:
-    with episodes_of(env, policy, **options) as run, pytest.raises(kind) as caught:
+def refused(env: Any, policy: Any = None, kind: type[Exception] = EnvSpecError) -> str:
+    with episodes_of(env, policy) as run, pytest.raises(kind) as caught:
         run()
     return str(caught.value)
 
@@ -203,8 +193,10 @@ def after_reset(*steps: Any) -> ScriptedEnv:
     return ScriptedEnv((np.zeros(4), 0), list(steps))
 
 
-def scripted(reward: Any = 0.0, done: Any = False) -> ScriptedEnv:
-    return ScriptedEnv((0.0, 0), [(0, 0.0, reward, done)])
+def gymnasium_but_for_its_step() -> CountingEnv:
+    env = CountingEnv()
+    env.step = lambda action: (0, 1, 2)  # type: ignore[method-assign, assignment, return-value]
+    return env
 
 
 BOTH = "(state, action) from reset()", "(observation, info)"
@@ -214,26 +206,23 @@ FOUR = "(action, next_state, reward, done)", "a tuple of 2"
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        (ScriptedEnv(np.zeros(4), [DONE]), ("env.reset", "ndarray of shape [4]", *BOTH)),
-        (ScriptedEnv(None, [DONE]), ("env.reset", "NoneType", *BOTH)),
+        (ScriptedEnv(np.zeros(4), [DONE]), ("env.reset", "ndarray", *BOTH)),
         (ScriptedEnv((np.zeros(4), 0, {}), [DONE]), ("env.reset", "a tuple of 3", *BOTH)),
-        (ScriptedEnv([np.zeros(4), 0], [DONE]), ("env.reset", "list", *BOTH)),
-        (AncestorCountingEnv(), ("env.reset", "neither protocol")),
+        (AncestorCountingEnv(), ("env.reset", "ndarray", *BOTH)),
         (after_reset((0, 1)), ("env.step", "step 0", *FOUR)),
         (after_reset(GOOD, (0, 1)), ("env.step", "step 1", *FOUR)),
+        (gymnasium_but_for_its_step(), ("env.step", "five values", "got 3")),
+        (ValueEnv([np.zeros(3)], COUNTING_SPACE), ("env.reset", "state", "[2]", "[3]")),
         (states(np.zeros(4), np.zeros(5)), ("state", "[4]", "[5]")),
         (states(np.zeros(4), np.zeros(4), np.zeros(5)), ("state", "[4]", "[5]")),
         (states({"a": 1}, {"b": 1}), ("state/a", "state/b")),
-        (states({"a": 1}, {"a": 1}, {"b": 1}), ("state", "'a'", "'b'")),
         (states((1, [1, 2]), [1, 2]), ("state", "structure")),
         (states(1, 1, 1.5), ("state", "int64", "float64")),
         (states("up", "down"), ("state", "str")),
         (actions(0, 0, [0, 1]), ("action", "[2]", "[]")),
         (actions(0, "left"), ("action", "str")),
-        *((scripted(done=done), ("done", str(done))) for done in ("no", [False], None, 0.5)),
-        (scripted(done=float("nan")), ("done", "nan")),
-        (scripted(reward=1e39), ("reward", "1e+39", "lane 0, episode 0")),
-        (scripted(reward=None), ("reward", "None")),
+        (after_reset((*GOOD[:3], None)), ("done", "None")),
+        (after_reset((*GOOD[:2], 1e39, False)), ("reward", "1e+39", "lane 0, episode 0")),
     ],
 )
 def test_what_does_not_fit_is_refused(env: Any, words: tuple[str, ...]) -> None:
@@ -241,25 +230,10 @@ def test_what_does_not_fit_is_refused(env: Any, words: tuple[str, ...]) -> None:
     assert all(word in message for word in words), message
 
 
-def test_a_gymnasium_reset_with_another_step_is_refused() -> None:
-    env = CountingEnv()
-    env.step = lambda action: (0, 1, 2)  # type: ignore[method-assign, assignment, return-value]
-    message = refused(env)
-    assert "five values" in message
-    assert "a tuple of 3" in message
-
-
-@pytest.mark.parametrize("step", [0, 2])
-def test_an_exception_says_where(step: int) -> None:
-    message = refused(after_reset(*[GOOD] * step, KeyError("goal")), kind=EnvError)
-    assert "env.step raised KeyError: 'goal'" in message
-    assert f"step {step}," in message
-
-
 def test_a_first_reset_that_fails_is_told_once_and_called_once() -> None:
     env = ScriptedEnv(KeyError("goal"), [DONE])
     with episodes_of(env) as run:
-        with pytest.raises(EnvError, match=re.escape("env.reset raised KeyError: 'goal'")):
+        with pytest.raises(EnvError, match="raised KeyError: 'goal'"):
             run()
         assert env.n_resets == 1
         env.result = (np.zeros(4), 0)
@@ -301,30 +275,6 @@ def test_an_environment_of_gymnasiums_type_may_choose_its_own_actions() -> None:
     assert_same(episode_of(TypedActingEnv(4)), ActingEnv.expected(4))
 
 
-class OldEnv(gymnasium.Env[Any, Any]):
-    """Old, without spaces, with a default of its own for ``env_info``; draws by old names."""
-
-    def seed(self, seed: Any = None) -> None:
-        self.np_random, _ = seeding.np_random(seed)
-
-    def reset(self, env_info: Any = {"id": 8}) -> Any:  # type: ignore[override]  # noqa: B006
-        self.state = {"id": env_info["id"], "x": self.np_random.rand()}  # type: ignore[attr-defined]
-        return self.state
-
-    def step(self, action: Any) -> tuple[Any, float, bool, dict[str, Any]]:  # type: ignore[override]
-        return self.state, float(action), action == 2, {}
-
-
-@pytest.mark.parametrize("limit", [None, 2])
-def test_an_old_environment_without_spaces_runs_if_it_is_a_gymnasium_env(limit: Any) -> None:
-    env = OldEnv() if limit is None else TimeLimit(OldEnv(), limit)
-    steps = iter(range(10))
-    episode = episode_of(env, lambda state: next(steps))
-    assert episode.reward.tolist() == [0, 1, 2][:limit]
-    assert episode.state["id"].tolist() == [8, 8, 8][:limit]
-    assert len(set(episode.state["x"].tolist())) == 1
-
-
 # Policies
 
 NESTED = spaces.Dict(
@@ -349,9 +299,7 @@ def test_a_policy_gets_states_and_gives_actions_as_the_environment_has_them() ->
     ("space", "action", "dtype"),
     [
         (spaces.Discrete(4), torch.tensor(2), np.int64),
-        (spaces.Discrete(4), np.int32(2), np.int64),
         (spaces.Box(-1, 1, (2,), np.float32), [0.5, 0.25], np.float32),
-        (spaces.Box(-1, 1, (2,), np.float64), torch.tensor([0.5, 0.25]), np.float64),
         (spaces.MultiDiscrete([3, 3]), np.array([1, 2]), np.int64),
     ],
 )
@@ -397,7 +345,6 @@ def test_every_episode_has_a_seed_of_its_own_below_2_to_the_31(kind: type[Seeded
     assert data(3, 0)[0] != data(3, 0)[1]
     assert data(3, 0)[0] != data(4, 0)[0]
     assert data(3, 0)[1] != data(3, 1)[1]
-    data(2**31 - 5, 0, 8)
 
 
 def test_sampled_actions_follow_the_seed_but_are_not_the_noise_of_the_environment() -> None:

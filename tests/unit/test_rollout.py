@@ -7,18 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 
 from rlpool import (
     DictTensor,
     EnvError,
-    EnvSpecError,
     EpisodeBatcher,
     GymEnv,
-    SpecError,
     WorkerError,
 )
 
@@ -27,7 +23,6 @@ from support.envs import (
     CountingEnv,
     EchoEnv,
     FailingEnv,
-    ValueEnv,
     assert_same_tensors,
     counting_trajectories,
 )
@@ -138,41 +133,6 @@ def test_the_agent_is_called_with_the_same_rows_whatever_the_slots() -> None:
     assert observed(100, 100) == observed(2, 100) == observed(1, 100) == observed(3, 8)
 
 
-# Keys that are only known later
-
-
-def test_an_environment_that_can_never_reset_says_so_in_every_get() -> None:
-    class Env(CountingEnv):
-        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-            raise OSError("no display")
-
-    with make([Env(), Env()]) as batcher:
-        batcher.execute(3)
-        batcher.execute(3)
-        for _ in range(2):
-            with pytest.raises(EnvError, match=r"env\.reset raised OSError: no display") as caught:
-                batcher.get()
-            assert caught.value.where.step == 0
-        batcher.execute(1)
-        with pytest.raises(EnvError, match="no display"):
-            batcher.get()
-
-
-def test_an_environment_that_resets_at_the_second_attempt_works() -> None:
-    class Env(CountingEnv):
-        n_attempts = 0
-
-        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-            Env.n_attempts += 1
-            if Env.n_attempts == 1:
-                raise OSError("not ready")
-            return super().reset(seed=seed, options=options)
-
-    with make([Env(), Env()]) as batcher:
-        batcher.execute(3, env_info=info_of([2, 9, 3]))
-        assert_same_tensors(batcher.get(), counting_trajectories([2, 9, 3], [0, 1, 2]))
-
-
 # Errors
 
 
@@ -204,20 +164,6 @@ def test_an_environments_error_says_where(call: str, n_timesteps: int) -> None:
         f"  where: worker 0, lane 1, episode 3, step {step}, seed {seed}, env_info {info}"
     )
     assert fix.startswith("  fix:   ")
-
-
-def test_a_bad_observation_is_an_environment_spec_error() -> None:
-    space = spaces.Box(-9, 9, (2,), np.float32)
-    good, bad = np.zeros(2, np.float32), np.zeros((2, 2), np.float32)
-    with make([ValueEnv([good, good, bad], space, length=9)]) as batcher:
-        batcher.execute(1)
-        with pytest.raises(EnvSpecError) as caught:
-            batcher.get()
-        assert isinstance(caught.value, SpecError)
-        assert caught.value.where.step == 1
-        lines = str(caught.value).splitlines()
-        assert lines[0] == "env.step: 'frame' should have shape [2], got [2, 2]"
-        assert len(lines) == 3
 
 
 @pytest.mark.parametrize("call", ["reset", "step", "agent"])
