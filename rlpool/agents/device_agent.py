@@ -41,7 +41,11 @@ class DeviceAgent(Agent):
         if not isinstance(agent, Agent):
             raise SpecError(f"agent should be an Agent, got {type(agent).__name__}")
         self.agent = agent
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+        except (TypeError, RuntimeError) as error:
+            fix = "pass 'cuda', 'cuda:0' or 'cpu'"
+            raise SpecError(f"device is {device!r}: {error}", fix=fix) from None
         self.n_noise = agent.n_noise
         self._passes_on = self.device.type == "cpu"
         self._there = _Transfer(torch.device("cpu"), self.device)

@@ -1,4 +1,4 @@
-"""What all views of one ``Array`` share: its memory, and how that memory is divided."""
+"""The memory that all views of an ``Array`` share, and its layout."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from rlpool.data.array_index import Region, Values
+from rlpool.data.array_view import Values, View
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
+from rlpool.memory.sequence_lock import SequenceLock
 from rlpool.memory.storage import Memory, allocate
-from rlpool.memory.versions import Version
 
 _T = TypeVar("_T")
 
 _WORD_BYTES = 8
-_N_WORDS = 2  # after the values: how far the window has moved, and the version
+_N_WORDS = 2  # after the values: the start of the window, and the version of the sequence lock
 
 
 class Layout(NamedTuple):
-    """How the memory of an array is divided.
+    """How the memory of an array is laid out.
 
     Attributes:
         sizes: ``(padding + full_size + padding, *batch_shape[1:], *feature_shape)``.
         dtype: Of the values, as a string.
-        n_batch_dims: How many dimensions belong to the batch.
-        padding: Rows before and after the others.
-        window: How many rows the whole array shows.
+        n_batch_dims: Number of batch dimensions.
+        padding: Extra rows at either end.
+        window: Number of visible rows.
     """
 
     sizes: tuple[int, ...]
@@ -49,19 +49,19 @@ class Layout(NamedTuple):
         """Size of the values."""
         return math.prod(self.sizes) * np.dtype(self.dtype).itemsize
 
-    def rows(self, start: int, n_rows: int) -> Region:
-        """The region of some rows, counted from the first of ``full_size``."""
+    def rows(self, start: int, n_rows: int) -> View:
+        """A view of some rows, counted from the first of ``full_size``."""
         start += self.padding
-        return Region(self.sizes, (range(start, start + n_rows), *map(range, self.sizes[1:])))
+        return View(self.sizes, (range(start, start + n_rows), *map(range, self.sizes[1:])))
 
 
 class Allocation:
-    """Values of a layout, and where the window is, for every process that maps the memory.
+    """Values and the position of the window, for every process that maps the memory.
 
     Attributes:
-        layout: How the memory is divided.
+        layout: How the memory is laid out.
         storage: Kind of the memory.
-        memory: Where the values are; ``None`` after ``close``.
+        memory: Holds the values; ``None`` after ``close``.
     """
 
     def __init__(self, memory: Memory, layout: Layout, directory: str | Path | None = None) -> None:
@@ -72,19 +72,20 @@ class Allocation:
         root = memory.root()
         self._values = root[: layout.n_bytes].view(layout.dtype).reshape(layout.sizes)
         self._words: Any = root[-_N_WORDS * _WORD_BYTES :].view(np.int64).data
+        self._version: Any = SequenceLock(self._words[1:], memory.shared_fd)
         self._shown = 0, layout.rows(0, layout.window)
 
     @classmethod
     def new(cls, storage: str, layout: Layout, directory: str | Path | None) -> Allocation:
-        """An allocation in new memory, all zero, with the window at its beginning."""
+        """An allocation in new memory, all zeros, with the window at the front."""
         n_bytes = layout.n_bytes + -layout.n_bytes % _WORD_BYTES + _N_WORDS * _WORD_BYTES
         memory = allocate(storage, n_bytes, directory=directory)
-        # A disk that turns out to be full when a page is written to would end the process.
+        # Writing to a page for which a disk has no space would kill the process.
         memory.reserve(0, n_bytes)
         return cls(memory, layout, directory)
 
     def open_memory(self) -> Memory:
-        """Where the values are; UsageError after ``close``."""
+        """The memory; UsageError after ``close``."""
         if self.memory is None:
             raise UsageError("this array was closed", fix="use it, or copy it, before close()")
         return self.memory
@@ -96,18 +97,14 @@ class Allocation:
         return self._values
 
     @property
-    def visible(self) -> Region:
+    def visible(self) -> View:
         """The rows that the window shows now."""
-        start, region = self._shown
+        start, view = self._shown
         if self._words[0] != start:
             start = self._words[0]
-            region = self.layout.rows(start, self.layout.window)
-            self._shown = start, region
-        return region
-
-    @property
-    def _version(self) -> Version:
-        return Version(self._words[1:], self.open_memory().shared_fd)
+            view = self.layout.rows(start, self.layout.window)
+            self._shown = start, view
+        return view
 
     def rotate(self) -> None:
         """Move the window on, as ``Array.rotate`` says; UsageError after ``close``."""
@@ -117,25 +114,28 @@ class Allocation:
             if start == full_size:
                 start = 0
                 values[: 2 * padding] = values[full_size:]
-            # Last, and in one store: who looks without asking sees the old window or the new one.
+            # Last, and in one store: readers without a lock see the old window or the new one.
             self._words[0] = start
 
     def go_to_end(self) -> None:
-        """Move the window to the last rows; UsageError after ``close``."""
+        """Move the window to the end; UsageError after ``close``."""
+        self.open_memory()
         with self._version.changing():
             self._words[0] = self.layout.full_size - self.layout.window
 
     def unrotated(self, look: Callable[[], _T]) -> _T:
-        """The result of looking at values while no process rotates; ``look`` may run repeatedly."""
-        return self._version.read(look)
+        """Call ``look`` while no process rotates, repeatedly if need be; returns its result."""
+        self.open_memory()
+        result: _T = self._version.read(look)
+        return result
 
     def close(self) -> None:
-        """Give the memory up; repeatable."""
+        """Release the memory; repeatable."""
         if self.memory is not None:
             self.memory.recall()
-            self.memory = None
+            self.memory = self._version = None
             self._values = self._values[:0].copy()
-            self._words = self._words.tolist()  # there still is a shape to be shown
+            self._words = self._words.tolist()  # closed arrays still have a shape
 
     def copied(self) -> Allocation:
         """Another allocation of the same kind, with the same values and window."""

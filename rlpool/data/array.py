@@ -1,15 +1,14 @@
-"""``Array``: storage for a batch of values over time, with rows before and after what is visible.
+"""``Array``: storage for a batch of values over time, padded at either end.
 
-An array never computes: it is where samples are written, by index, and where they are read as NumPy
-arrays or tensors, without a copy. Views remember which elements of which allocation they show, so
-that they can be asked for the time step after, and sent to other processes.
+An array does not compute: samples are written to it by index, and read from it as NumPy arrays or
+tensors without a copy. Views know which elements of the memory they show, so that they can be
+shifted in time and sent to other processes.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +17,41 @@ import torch
 from torch.utils import _pytree
 
 from rlpool.data.allocation import Allocation, layout_of
-from rlpool.data.array_index import Region, Selection, Values, as_numpy
+from rlpool.data.array_view import Values, View, as_numpy
 from rlpool.errors import SpecError, UsageError
 
 MAX_INDEX_BYTES = 256
-"""Larger index arrays travel in shared memory of their own: every pickle of a view is small."""
+"""Larger index arrays travel in shared memory, so that every pickle of a view is small."""
 
 
 class Array:
     """Zero-initialised storage of shape ``batch_shape + feature_shape``, time first.
 
-    Indices count from the start of a view and reach the rows around it: ``array[-1]`` is the
-    row before the first, ``array[array.last + 1]`` the one after the last. Slices are clamped to
-    the rows that there are; ``array[:]`` and ``array[...]`` are what is visible. In all other
-    dimensions indices mean what they mean to NumPy. Indexing copies nothing and always gives an
-    ``Array``, of single elements and after index arrays and masks too: writing to it writes here.
-    ``copy.copy`` gives a view as ``array[...]`` does; ``copy.deepcopy`` copies the values into
-    memory of the same kind, of which other processes know nothing.
+    Indices count from the start of a view and reach the rows around it: ``array[-1]`` is the row
+    before the first, ``array[array.last + 1]`` the one after the last. Slices are clipped to the
+    rows that exist; ``array[:]`` and ``array[...]`` are the visible rows. In all other dimensions
+    indices mean what they mean to NumPy. Indexing never copies and always gives an ``Array``, also
+    for single elements, index arrays and masks: writing to it writes to this array. ``copy.copy``
+    gives a view, like ``array[...]``; ``copy.deepcopy`` copies the values to new memory of the same
+    kind.
 
     Args:
-        batch_shape: Sizes of the batch dimensions; the first one is the time, of which this many
-            rows are visible.
+        batch_shape: Sizes of the batch dimensions. The first one is the time: this many rows are
+            visible.
         dtype: A number type or bool, of NumPy or of torch.
         feature_shape: Shape of one element of the batch.
         padding: Extra rows before the first and after the last row of ``full_size``.
-        full_size: Rows in all, a multiple of what is visible; ``rotate`` moves along them.
+        full_size: Number of rows without padding, a multiple of the visible ones; ``rotate`` moves
+            along them.
         storage: ``"local"`` memory of this process; ``"shared"`` memory, which other processes map
-            when they unpickle the array or any view of it; ``"memmap"``, the same on a disk.
-        directory: Where a ``"memmap"`` lies, by default where temporary files do.
+            when they unpickle the array or a view of it; or ``"memmap"``, the same in a file.
+        directory: Where the file of a ``"memmap"`` lies, by default where temporary files do.
 
     Attributes:
         dtype: The NumPy dtype.
 
     Raises:
-        SpecError: If an argument is wrong, or there is not enough memory or disk.
+        SpecError: If an argument is wrong, or there is not enough memory or disk space.
 
     Example:
         >>> array = Array((3,), "int64", padding=1)
@@ -67,8 +67,8 @@ class Array:
     __slots__ = ("__weakref__", "_allocation", "_bound")
 
     _allocation: Allocation
-    # What a view shows; None for the whole array, which follows the window.
-    _bound: Region | Selection | None
+    # What a view shows; None for the whole array, which shows the window.
+    _bound: View | None
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Array:
         self._bound = None
 
     @property
-    def _region(self) -> Region | Selection:
+    def _region(self) -> View:
         return self._allocation.visible if self._bound is None else self._bound
 
     # What it is ---------------------------------------------------------------------------------
@@ -102,12 +102,12 @@ class Array:
 
     @property
     def padding(self) -> int:
-        """Extra rows before the first and after the last row of ``full_size``."""
+        """Number of extra rows at either end of the memory."""
         return self._allocation.layout.padding
 
     @property
     def full_size(self) -> int:
-        """Rows in all, without padding."""
+        """Number of rows without padding."""
         return self._allocation.layout.full_size
 
     @property
@@ -117,12 +117,12 @@ class Array:
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions, of the batch and of the features."""
+        """Number of batch and feature dimensions."""
         return len(self._region.shape)
 
     @property
     def n_batch_dims(self) -> int:
-        """How many dimensions of the batch are left."""
+        """Number of batch dimensions that are left."""
         n_dims = self._allocation.layout.n_batch_dims
         from_batch = [at for at, origin in enumerate(self._region.origins) if origin < n_dims]
         return from_batch[-1] + 1 if from_batch else 0
@@ -157,18 +157,18 @@ class Array:
     def __getitem__(self, key: Any) -> Array:
         return self._view(self._region.index(key))
 
-    def _view(self, region: Region | Selection) -> Array:
-        """A view of these values; UsageError after ``close``."""
+    def _view(self, region: View) -> Array:
+        """Another view of the same memory; UsageError after ``close``."""
         self._allocation.open_memory()
         return _of(self._allocation, region)
 
     def __iter__(self) -> Iterator[Array]:
-        view = self[...]  # bound now: the window may move meanwhile
+        view = self[...]  # bound now, since the window may move
         return (view[row] for row in range(len(view)))
 
     @property
     def full(self) -> Array:
-        """All rows but the padding, whichever part this array shows.
+        """All rows without padding, also for a view of some of them.
 
         Returns:
             A view of shape ``(full_size, *batch_shape[1:], *feature_shape)`` of the whole array.
@@ -196,19 +196,19 @@ class Array:
     # The window ---------------------------------------------------------------------------------
 
     def rotate(self) -> None:
-        """Move on to the next ``batch_shape[0]`` rows.
+        """Move the window to the next ``batch_shape[0]`` rows.
 
-        At the end of ``full_size`` the window returns to the front and brings along the last
-        ``padding`` rows and the rows after them: what was written after the window becomes its
-        first rows, and its last rows come before them. Existing views stay where they are.
+        At the end of ``full_size`` the window returns to the front, and the last ``padding`` rows
+        and the padding after them are copied there: what was written after the window becomes its
+        first rows, and its last rows become the padding before it. Existing views do not move.
 
         The position of the window is stored with the values: with ``storage="shared"`` and
         ``"memmap"`` it moves in every process that has the whole array. Any of them may rotate; a
         process waits while another one rotates (threads of one process have to coordinate
-        themselves). The rows that are brought along are in place before the window moves, so that
-        readers see the old window or the new one. Whatever copies values (``copy=True``, comparing,
-        printing, index arrays) never sees a mixture of both. A NumPy view or a tensor sees its rows
-        being overwritten, like any other write.
+        themselves). The rows are copied before the window moves, so that readers see the old window
+        or the new one. Operations that copy values (``copy=True``, comparing, printing, index
+        arrays) never see a mixture of both. A NumPy view or a tensor sees its rows overwritten, as
+        by any other write.
 
         Raises:
             UsageError: On a view, or after ``close``.
@@ -217,9 +217,9 @@ class Array:
         self._allocation.rotate()
 
     def reset(self) -> None:
-        """Go to the end of ``full_size``, so that the next ``rotate`` goes to its beginning.
+        """Move the window to the end of ``full_size``; the next ``rotate`` goes to the front.
 
-        For samplers that rotate before every batch, the first one included. No value changes.
+        For samplers that rotate before every batch, including the first. No value changes.
 
         Raises:
             UsageError: On a view, or after ``close``.
@@ -237,20 +237,17 @@ class Array:
     # Values -------------------------------------------------------------------------------------
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        values = self._allocation.values
         region = self._region.index(key)
-        written = _plain(value)
+        target, place = region.place(self._allocation.values)
         try:
+            written = _plain(value)
             if getattr(written, "dtype", self.dtype).kind == "c" != self.dtype.kind:
-                raise TypeError("they are complex")  # NumPy would drop a part of them
-            target, place = region.place(values)
+                raise TypeError("they are complex")  # NumPy would drop the imaginary part
             target[place] = written
-        except (ValueError, TypeError, OverflowError) as error:
-            shape = getattr(written, "shape", None)
-            what = type(value).__name__ if shape is None else f"values of shape {tuple(shape)}"
+        except (ValueError, TypeError, OverflowError, RuntimeError) as error:
             raise SpecError(
-                f"cannot write {what} to elements of shape {region.shape} and dtype "
-                f"{self.dtype}: {error}"
+                f"cannot write {type(value).__name__} to elements of shape {region.shape} and "
+                f"dtype {self.dtype}: {error}"
             ) from error
 
     def to_ndarray(self) -> Values:
@@ -263,20 +260,19 @@ class Array:
         Raises:
             UsageError: After ``close``.
         """
-        if isinstance(self._bound, Selection):
-            selected: Values = self._looked_at(lambda values: values)
-            return selected
-        return self._elements()
+        values, place = self._region.place(self._allocation.values)
+        if place is not ...:
+            values = self._read(lambda copied: copied)
+        return values
 
-    def _elements(self) -> Values:
-        """A view, or a copy if index arrays selected them."""
-        target, key = self._region.place(self._allocation.values)
-        elements: Values = target[key]
-        return elements
+    def _read(self, look: Callable[[Values], Any]) -> Any:
+        """Apply a function to the values while no process rotates; it may run repeatedly."""
 
-    def _looked_at(self, look: Callable[[Values], Any]) -> Any:
-        """What somebody finds in the values, none of them moved by a rotation meanwhile."""
-        return self._allocation.unrotated(lambda: look(self._elements()))
+        def look_at_elements() -> Any:
+            target, place = self._region.place(self._allocation.values)
+            return look(target[place])
+
+        return self._allocation.unrotated(look_at_elements)
 
     def to_tensor(self) -> torch.Tensor:
         """The values as a tensor on the CPU.
@@ -292,7 +288,7 @@ class Array:
         """
         values = self.to_ndarray()
         if any(stride < 0 for stride in values.strides):
-            values = self._looked_at(np.copy)
+            values = self._read(np.copy)
         try:
             return torch.from_numpy(values)
         except TypeError as error:
@@ -300,15 +296,11 @@ class Array:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Values:
         is_other = dtype is not None and np.dtype(dtype) != self.dtype
-        if copy is False and (is_other or isinstance(self._bound, Selection)):
-            raise ValueError(
-                "these values cannot be had without a copy: index arrays selected them, or another "
-                "dtype is wanted"
-            )
-        if copy or is_other:
-            copied: Values = self._looked_at(lambda values: np.array(values, dtype))
-            return copied
-        return self.to_ndarray()
+        if copy is False and (is_other or self._region.axes):
+            raise ValueError("index arrays selected these values, or the dtype differs: copy them")
+        convert = np.array if copy else np.asarray
+        values: Values = self._read(lambda values: convert(values, dtype))
+        return values
 
     def __dlpack__(self, **options: Any) -> Any:
         return self.to_tensor().__dlpack__(**options)
@@ -320,32 +312,32 @@ class Array:
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Functions of torch take arrays for tensors, as those of NumPy take them for arrays."""
+        """Lets functions of torch accept arrays as tensors."""
         args, kwargs = _pytree.tree_map_only(cls, cls.to_tensor, (args, kwargs or {}))
         return function(*args, **kwargs)
 
     def __eq__(self, other: object) -> Any:
-        return self._looked_at(lambda values: values == _plain(other))
+        return self._read(lambda values: values == _plain(other))
 
     def __ne__(self, other: object) -> Any:
-        return self._looked_at(lambda values: values != _plain(other))
+        return self._read(lambda values: values != _plain(other))
 
     __hash__ = None  # type: ignore[assignment]
 
     def __contains__(self, value: object) -> bool:
-        return bool(self._looked_at(lambda values: value in values))
+        return bool(self._read(lambda values: value in values))
 
     def __bool__(self) -> bool:
-        return bool(self._looked_at(bool))
+        return bool(self._read(bool))
 
     def __int__(self) -> int:
-        return int(self._looked_at(int))
+        return int(self._read(int))
 
     def __float__(self) -> float:
-        return float(self._looked_at(float))
+        return float(self._read(float))
 
     def __index__(self) -> int:
-        return int(self._looked_at(operator.index))
+        return int(self._read(operator.index))
 
     def __repr__(self) -> str:
         suffix = f", storage={self.storage}, dtype={self.dtype}, padding={self.padding})"
@@ -357,23 +349,21 @@ class Array:
     # Lifetime -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give the memory up in this process, for this array and all its views.
+        """Release the memory in this process, for this array and all its views; repeatable.
 
         Reading and writing raise ``UsageError`` from then on. NumPy arrays and tensors that were
-        made before stay valid, and so do copies of the array that came out of a pickle, here and in
-        other processes. Without ``close`` the memory is given up with its last view. Repeatable.
+        made before stay valid, and so do unpickled copies of the array, here and in other
+        processes. Without ``close`` the memory is released with its last view.
         """
         self._allocation.close()
 
     def __reduce__(self) -> tuple[Callable[..., Array], tuple[Any, ...]]:
         bound = self._bound
-        if isinstance(bound, Selection) and bound.numbers.nbytes > MAX_INDEX_BYTES:
-            if bound.sent is None:  # kept until it was received
-                bound.sent = Array(bound.numbers.shape, np.int64, storage="shared")
-                bound.sent[...] = bound.numbers
-            rest = replace(bound, numbers=bound.numbers[:0], sent=None)
-            return _received, (self._allocation, rest, bound.sent)
-        return _of, (self._allocation, bound)
+        if bound is None:
+            return _of, (self._allocation, None)
+        # Kept with the view, so that any number of processes can receive it.
+        bound.sent = bound.sent or tuple(map(_sendable, bound.dims))
+        return _received, (self._allocation, bound.sizes, bound.sent, bound.axes)
 
     def __copy__(self) -> Array:
         return _of(self._allocation, self._region)
@@ -388,22 +378,28 @@ class Array:
 _new = object.__new__
 
 
-def _of(allocation: Allocation, bound: Region | Selection | None) -> Array:
+def _of(allocation: Allocation, bound: View | None) -> Array:
     array = _new(Array)
     array._allocation = allocation
     array._bound = bound
     return array
 
 
-def _received(allocation: Allocation, bound: Selection, numbers: Array) -> Array:
-    return _of(allocation, replace(bound, numbers=np.array(numbers)))
+def _sendable(dim: Any) -> Any:
+    if not isinstance(dim, np.ndarray) or dim.nbytes <= MAX_INDEX_BYTES:
+        return dim
+    shared = Array(dim.shape, np.int64, storage="shared")
+    shared[...] = dim
+    return shared
+
+
+def _received(
+    allocation: Allocation, sizes: tuple[int, ...], dims: tuple[Any, ...], axes: tuple[int, ...]
+) -> Array:
+    own = tuple(np.array(dim) if isinstance(dim, Array) else dim for dim in dims)
+    return _of(allocation, View(sizes, own, axes))
 
 
 def _plain(value: Any) -> Any:
-    """A value to be written or compared, as NumPy takes it."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    try:
-        return as_numpy(value)
-    except (TypeError, RuntimeError) as error:
-        raise SpecError(f"NumPy cannot take this tensor: {error}") from error
+    """A value to write or compare, in a form that NumPy accepts."""
+    return as_numpy(value) if isinstance(value, torch.Tensor) else value

@@ -1,7 +1,7 @@
 """Named tensors with one batch dimension.
 
-A ``DictTensor`` is a thin shell around a dict, because the rollout loop builds several per step: it
-checks what comes through its public door and trusts it afterwards.
+A ``DictTensor`` is a thin shell around a dict, because the rollout loop builds several per step.
+Its constructor checks the tensors; its methods trust them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from rlpool.data import named_tensors as named
-from rlpool.data.named_tensors import NamedTensors, Rows, instance, kind
+from rlpool.data import dict_tensor_base as base
+from rlpool.data.dict_tensor_base import DictTensorBase, Rows, instance, kind
 from rlpool.errors import SpecError
 
 
-class DictTensor(NamedTensors):
+class DictTensor(DictTensorBase):
     """Tensors by name, on one device, that share their first dimension: the batch.
 
-    The dict is copied, the tensors never are. 0-d tensors are accepted, so that losses can be
-    returned by name, but they have no rows: whatever works on rows refuses them. Iterating gives
-    keys. There is no ``len``, which could mean keys or rows.
+    The dict is copied, the tensors are not. 0-d tensors are accepted, so that losses can be
+    returned by name, but methods that work on rows refuse them. Iterating gives keys. There is no
+    ``len``, which could mean keys or rows.
 
     Args:
         tensors: Tensors ``[B, ...]`` of any dtype by name; ``None`` gives an empty ``DictTensor``.
@@ -46,11 +46,11 @@ class DictTensor(NamedTensors):
             self._tensors = {} if tensors is None else dict(tensors)
         except (TypeError, ValueError, RuntimeError):
             raise SpecError(f"tensors are {kind(tensors)}", fix="pass a dict of tensors") from None
-        named.check(self._tensors.items(), 1)
+        base.check(self._tensors.items())
 
     @staticmethod
     def _wrap(tensors: dict[str, Tensor]) -> DictTensor:
-        """A ``DictTensor`` that keeps this very dict, unchecked: for the library's own loops."""
+        """A ``DictTensor`` that keeps this dict itself, unchecked: for the library's own loops."""
         wrapped = _new(DictTensor)
         wrapped._tensors = tensors
         return wrapped
@@ -72,7 +72,7 @@ class DictTensor(NamedTensors):
     def n_elems(self) -> int:
         """Number of rows B; 0 without keys and where every tensor is 0-d.
 
-        It has no meaning for the result of ``index(int)``, which has no batch dimension any more.
+        It has no meaning for the result of ``index(int)``, which has no batch dimension.
         """
         return next((tensor.shape[0] for tensor in self._tensors.values() if tensor.ndim), 0)
 
@@ -97,7 +97,7 @@ class DictTensor(NamedTensors):
                 Without keys, any selection gives an empty ``DictTensor``.
 
         Raises:
-            IndexError: If a row does not exist (a slice is cut to what exists, as in Python).
+            IndexError: If a row does not exist (a slice is clipped, as in Python).
             SpecError: If ``rows`` is of another kind, a mask does not have B entries, or a tensor
                 is 0-d.
         """
@@ -112,13 +112,13 @@ class DictTensor(NamedTensors):
         """Concatenate batches, copying.
 
         Args:
-            parts: Batches with the same keys, dtypes, row shapes and device; none give an empty
-                ``DictTensor``.
+            parts: Batches with the same keys, dtypes, row shapes and device. An empty list gives
+                an empty ``DictTensor``.
 
         Raises:
             SpecError: If the parts differ, or a tensor is 0-d.
         """
-        return cat_named(named.listed(parts, DictTensor, "cat"), "part")
+        return cat_named(base.listed(parts, DictTensor, "cat"), "part")
 
     def set(self, key: str, tensor: Tensor) -> None:
         """Add or replace a tensor, in place; the tensor is not copied.
@@ -130,8 +130,7 @@ class DictTensor(NamedTensors):
         Raises:
             SpecError: If it is no tensor, or its first dimension or device differs.
         """
-        with_rows = next((item for item in self._tensors.items() if item[1].ndim), None)
-        named.check([(key, tensor)], 1, with_rows or next(iter(self._tensors.items()), None))
+        base.check([*self._tensors.items(), (key, tensor)])
         self._tensors[key] = tensor
 
     def prepend_key(self, prefix: str) -> DictTensor:
@@ -140,7 +139,7 @@ class DictTensor(NamedTensors):
         return DictTensor._wrap({prefix + key: t for key, t in self._tensors.items()})
 
     def truncate_key(self, prefix: str) -> DictTensor:
-        """Keep only keys that start with ``prefix``, and cut it off; the tensors are shared."""
+        """Keep only keys that start with ``prefix``, without it; the tensors are shared."""
         cut, own = len(instance(prefix, str, "the prefix")), self._tensors
         return DictTensor._wrap({k[cut:]: t for k, t in own.items() if k.startswith(prefix)})
 
@@ -166,13 +165,14 @@ class DictTensor(NamedTensors):
 
         Raises:
             IndexError: If a row does not exist.
-            SpecError: If the batches or the numbers of rows do not fit.
-            In both cases nothing is written. Without keys nothing is done.
+            SpecError: If the batches or the numbers of rows do not match.
+
+        If it raises, nothing is written. Without keys, it does nothing.
         """
-        named.check_alike(self, instance(source, DictTensor, "source"), 1, "source", subset=True)
+        base.check_alike(self, instance(source, DictTensor, "source"), 1, "source", subset=True)
         if self._tensors:
             sizes = source.n_elems(), self._n_rows()
-            rows = named.row_pair(source_indexes, destination_indexes, sizes, self.device())
+            rows = base.row_pair(source_indexes, destination_indexes, sizes, self.device())
             copy_rows_(self._tensors, source._tensors, *rows)
 
     def to_tensordict(self) -> Any:
@@ -181,22 +181,20 @@ class DictTensor(NamedTensors):
         Its batch size is ``[B]``, or ``[]`` if a tensor is 0-d or first dimensions differ.
         """
         sizes = {tensor.shape[:1] for tensor in self._tensors.values()} or {torch.Size([0])}
-        return named.to_tensordict(self._tensors, sizes.pop() if len(sizes) == 1 else [])
+        return base.to_tensordict(self._tensors, sizes.pop() if len(sizes) == 1 else [])
 
     @staticmethod
     def from_tensordict(tensordict: Any) -> DictTensor:
         """The tensors of a ``TensorDict``, not copied; nested keys are joined with ``/``."""
-        return DictTensor(named.from_tensordict(tensordict))
+        return DictTensor(base.from_tensordict(tensordict))
 
     def __reduce__(self) -> tuple[Callable[..., DictTensor], tuple[Any, ...]]:
-        return _rebuild, ({key: named.compact(tensor) for key, tensor in self._tensors.items()},)
+        return _rebuild, ({key: base.compact(tensor) for key, tensor in self._tensors.items()},)
 
     def __repr__(self) -> str:
-        return (
-            named.table("DictTensor", self._tensors.items())
-            if self._tensors
-            else "DictTensor(empty)"
-        )
+        if not self._tensors:
+            return "DictTensor(empty)"
+        return base.table("DictTensor", self._tensors.items())
 
 
 _new = object.__new__
@@ -206,7 +204,7 @@ def _rebuild(tensors: dict[str, Tensor]) -> DictTensor:
     return DictTensor._wrap(tensors)
 
 
-# For torch.load with weights_only=True, its default: this puts tensors together, and nothing else.
+# Lets torch.load read it with weights_only=True, the default.
 torch.serialization.add_safe_globals([_rebuild])
 
 _pytree.register_pytree_node(
@@ -247,37 +245,37 @@ def masked_dicttensor(dicttensor0: DictTensor, dicttensor1: DictTensor, mask: Te
     """``masked_tensor`` for every key; ``SpecError`` unless both have the same keys."""
     first = instance(dicttensor0, DictTensor, "the first")
     second = instance(dicttensor1, DictTensor, "the second")
-    named.check_alike(first, second, 0, "the second")
-    n_elems, device = first._n_rows(), first.device()
+    base.check_alike(first, second, 0, "the second")
     if first.empty():
-        device = instance(mask, Tensor, "the mask").device
-    elif not isinstance(mask, Tensor) or mask.shape != (n_elems,) or mask.device != device:
+        return DictTensor()
+    n_elems, device = first._n_rows(), first.device()
+    if not isinstance(mask, Tensor) or mask.shape != (n_elems,) or mask.device != device:
         raise SpecError(f"the mask is {kind(mask)}", fix=f"use a bool [{n_elems}] on {device}")
     takes_second = mask != 0
     if mask.dtype is not torch.bool and not bool((takes_second == mask).all()):
         raise SpecError("the mask holds values other than 0 and 1", fix="make it bool")
-    chosen = {}
-    for key, tensor in first.items():
-        row_mask = takes_second.view(-1, *[1] * (tensor.ndim - 1))
-        chosen[key] = torch.where(row_mask, second[key], tensor)
+    chosen = {
+        key: torch.where(takes_second.view(-1, *[1] * (tensor.ndim - 1)), second[key], tensor)
+        for key, tensor in first.items()
+    }
     return DictTensor._wrap(chosen)
 
 
 def copy_rows_(
     target: Mapping[str, Tensor], source: Mapping[str, Tensor], read: Tensor, write: Tensor
 ) -> None:
-    """Copy rows in place, all checked before; ``source`` may be ``target``."""
+    """Copy rows in place, unchecked; ``source`` may be ``target``."""
     for key, tensor in target.items():
         tensor.index_copy_(0, write, source[key].index_select(0, read))
 
 
 def cat_named(batches: list[DictTensor], name: str) -> DictTensor:
-    """Concatenate; ``name`` is what messages call a part."""
+    """Concatenate; ``name`` is what errors call a part."""
     if not batches:
         return DictTensor()
     first = batches[0]
     first._n_rows()
     for number, part in enumerate(batches):
-        named.check_alike(first, part, 1, f"{name} {number}")
+        base.check_alike(first, part, 1, f"{name} {number}")
     tensors = {key: torch.cat([part._tensors[key] for part in batches]) for key in first}
     return DictTensor._wrap(tensors)

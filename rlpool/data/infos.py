@@ -1,4 +1,4 @@
-"""What users give as ``agent_info`` and ``env_info``: named rows, one per episode or lane."""
+"""``agent_info`` and ``env_info``: named values, one row per episode or lane."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.errors import SpecError
 
 Info: TypeAlias = DictTensor | Mapping[str, Any] | None
-"""Tensors, NumPy arrays or (nested) lists of numbers by name, one row per row of the result.
+"""Tensors, NumPy arrays or (nested) lists of numbers by name, with one row per episode or lane.
 
 A number, a bool, or a tensor or array without dimensions holds for all rows. Python ints become
-int64, Python floats torch's default dtype (float32), bools bool; tensors and arrays keep theirs.
+int64, Python floats torch's default dtype (float32), bools bool; tensors and arrays keep their
+dtype.
 """
 
 
 def info_rows(name: str, info: Info, n_rows: int | None) -> DictTensor:
-    """An info as tensors ``[n_rows, ...]`` on the CPU, which share no memory with it.
+    """Copy an info to tensors ``[n_rows, ...]`` on the CPU.
 
     Args:
-        name: How errors call it.
-        info: What the user gave; ``None`` for nothing.
+        name: What errors call it.
+        info: The info, ``None`` for none.
         n_rows: Rows expected; ``None`` for any number, the same under every key.
 
     Raises:
-        SpecError: If it is no info, or a value is no numbers, has a dtype that NumPy lacks, or
-            another number of rows; the message names the key.
+        SpecError: If a value is not numeric, has a dtype that NumPy lacks, or has another number of
+            rows; the message names the key.
     """
     if info is None:
         return DictTensor()
@@ -48,27 +49,24 @@ def info_rows(name: str, info: Info, n_rows: int | None) -> DictTensor:
         elif tensor.shape[0] != n_rows:
             raise SpecError(
                 f"{key!r} in {name} has {tensor.shape[0]} rows, {n_rows} were expected",
-                fix=f"give one row per row of the result, one number for all of them, or leave "
-                f"{name} out",
+                fix=f"give one row for each, or one number for all; or leave {name} out",
             )
     return DictTensor(tensors)
 
 
 def _copied(name: str, key: Any, value: Any) -> Tensor:
-    """A value as a tensor of its own."""
+    """A copy of a value as a tensor."""
     if not isinstance(key, str):
         raise SpecError(f"key {key!r} in {name} is no string", fix="name values by strings")
     try:
         tensor = _tensor(value)
-        tensor.numpy()
+        tensor.numpy()  # fails for dtypes that NumPy lacks
     except (TypeError, ValueError, RuntimeError) as error:
-        what, _, _ = str(error).partition("\n")
-        if isinstance(value, Tensor):
-            what, fix = f"has dtype {value.dtype}, which NumPy lacks", "convert it, to float32 say"
-        else:
-            what = f"is {type(value).__name__} {value!r:.40}, not numbers ({what:.80})"
-            fix = "give numbers, with as many in every row: a tensor, an array, or a list"
-        raise SpecError(f"{key!r} in {name} {what}", fix=fix) from None
+        why, _, _ = str(error).partition("\n")
+        raise SpecError(
+            f"{key!r} in {name} is {type(value).__name__} {value!r:.40}, not numbers ({why:.80})",
+            fix="give a tensor, an array or a list of numbers, with as many in every row",
+        ) from None
     return tensor
 
 

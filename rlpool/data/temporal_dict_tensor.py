@@ -10,22 +10,23 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from rlpool.data import named_tensors as named
+from rlpool.data import dict_tensor_base as base
 from rlpool.data.dict_tensor import DictTensor, cat_named, copy_rows_
-from rlpool.data.named_tensors import NamedTensors, instance, kind
+from rlpool.data.dict_tensor_base import DictTensorBase, instance, kind
 from rlpool.errors import SpecError
+from rlpool.machine.arguments import whole_number
 
 
-class TemporalDictTensor(NamedTensors):
+class TemporalDictTensor(DictTensorBase):
     """B trajectories of up to T steps: tensors ``[B, T, ...]`` by name, on one device.
 
-    Row ``b`` has ``lengths[b]`` steps; what follows is padding. The methods pad with zeros, and
-    pass on the padding that they were given. ``info`` holds what belongs to a trajectory rather
-    than to a step; whatever selects, joins or copies rows takes it along. The dicts are copied,
-    the tensors never are. Iterating gives keys.
+    Row ``b`` has ``lengths[b]`` steps, followed by padding. Methods that add padding fill it with
+    zeros; the others keep the padding that they find. ``info`` holds one value per trajectory and
+    is selected, joined and copied together with the rows. The dicts are copied, the tensors are
+    not. Iterating gives keys.
 
     ``index(int)`` gives a single trajectory of views without the batch dimension: tensors
-    ``[T, ...]``, ``lengths`` 0-d, ``info`` one row. What needs rows refuses it.
+    ``[T, ...]``, ``lengths`` 0-d, ``info`` one row. Methods that need rows refuse it.
 
     Args:
         tensors: Tensors ``[B, T, ...]`` of any dtype by name.
@@ -33,7 +34,7 @@ class TemporalDictTensor(NamedTensors):
         info: Tensors ``[B, ...]``. By default an empty ``DictTensor``.
 
     Raises:
-        SpecError: If a value is no tensor, or shapes, devices, dtypes or lengths do not fit.
+        SpecError: If a value is no tensor, or shapes, devices, dtypes or lengths do not match.
 
     Example:
         >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
@@ -56,8 +57,7 @@ class TemporalDictTensor(NamedTensors):
         info: Mapping[str, Tensor] | DictTensor | None = None,
     ) -> None:
         self._tensors = DictTensor(tensors)._tensors
-        named.check(self._tensors.items(), 2)
-        first = next(iter(self._tensors.values()), None)
+        first = _check_steps(self._tensors.items())
         if lengths is None:
             n_elems, n_timesteps = (0, 0) if first is None else first.shape[:2]
             device = None if first is None else first.device
@@ -66,16 +66,13 @@ class TemporalDictTensor(NamedTensors):
             _check_lengths(lengths, first)
         self._lengths = lengths
         self._info = DictTensor(info)
-        for key, tensor in self._info.items():
-            if tensor.shape[:1] != lengths.shape or tensor.device != lengths.device:
-                raise SpecError(
-                    f"info key {key!r} is {kind(tensor)}, lengths are {kind(lengths)}",
-                    fix="info needs one row per trajectory, on the same device",
-                )
+        self._info._n_rows()
+        named_info = self._info.prepend_key("info/").items()
+        base.check([*self._tensors.items(), ("lengths", lengths), *named_info])
 
     @staticmethod
     def _wrap(tensors: dict[str, Tensor], lengths: Tensor, info: DictTensor) -> TemporalDictTensor:
-        """A ``TemporalDictTensor`` that keeps these very objects, unchecked."""
+        """A ``TemporalDictTensor`` that keeps these objects themselves, unchecked."""
         made = object.__new__(TemporalDictTensor)
         made._tensors, made._lengths, made._info = tensors, lengths, info
         return made
@@ -101,7 +98,7 @@ class TemporalDictTensor(NamedTensors):
         lengths: Tensor,
         info: Mapping[str, Tensor] | DictTensor | None = None,
     ) -> TemporalDictTensor:
-        """Trajectories from their steps one after the other: the inverse of ``flatten``.
+        """Trajectories from concatenated steps: the inverse of ``flatten``.
 
         Args:
             transitions: Tensors ``[sum(lengths), ...]`` in row-then-time order.
@@ -117,18 +114,17 @@ class TemporalDictTensor(NamedTensors):
         packed = DictTensor(transitions)
         _check_lengths(lengths, None)
         n_elems, n_timesteps, n_steps = len(lengths), _longest(lengths), int(lengths.sum())
+        if not packed.empty() and packed._n_rows() != n_steps:
+            what = f"{packed.n_elems()} transitions for lengths that add up to {n_steps}"
+            raise SpecError(what, fix="give one row per step of every trajectory")
         places = _is_step(lengths, n_timesteps).view(-1).nonzero().squeeze(1)
-        padded = {}
-        for key, tensor in packed.items():
-            if tensor.shape[:1] != (n_steps,) or tensor.device != lengths.device:
-                raise SpecError(
-                    f"key {key!r} is {kind(tensor)}, lengths {kind(lengths)} add up to {n_steps}",
-                    fix="give one row per step of every trajectory, all on one device",
-                )
+
+        def unpack(tensor: Tensor) -> Tensor:
             rows = tensor.new_zeros((n_elems * n_timesteps, *tensor.shape[1:]))
             rows.index_copy_(0, places, tensor)
-            padded[key] = rows.view(n_elems, n_timesteps, *tensor.shape[1:])
-        return cls(padded, lengths, info)
+            return rows.view(n_elems, n_timesteps, *tensor.shape[1:])
+
+        return cls(packed._map(unpack), lengths, info)
 
     @property
     def lengths(self) -> Tensor:
@@ -137,7 +133,7 @@ class TemporalDictTensor(NamedTensors):
 
     @property
     def info(self) -> DictTensor:
-        """What belongs to the rows: tensors ``[B, ...]``, empty if there is nothing."""
+        """Values per trajectory: tensors ``[B, ...]``."""
         return self._info
 
     def n_elems(self) -> int:
@@ -150,7 +146,7 @@ class TemporalDictTensor(NamedTensors):
         return self._lengths.shape[0]
 
     def n_timesteps(self) -> int:
-        """Number of steps T that the tensors have room for; without keys, the largest length."""
+        """Size T of the time dimension; without keys, the largest length."""
         for tensor in self._tensors.values():
             return tensor.shape[self._lengths.ndim]
         return _longest(self._lengths)
@@ -173,14 +169,15 @@ class TemporalDictTensor(NamedTensors):
         return bool((self._lengths == self.n_timesteps()).all())
 
     def shorten(self) -> TemporalDictTensor:
-        """Views of the first ``max(lengths)`` steps: the others are padding in every row."""
+        """Views of the first ``max(lengths)`` steps: drops steps that are padding in every row."""
         return self._with(self._in_time(0, _longest(self._lengths)))
 
     def slice(self, start: int, stop: int | None = None) -> TemporalDictTensor:
         """Views of rows ``start <= i < stop``, or of row ``start`` with B = 1."""
         if stop is None:
-            row = named.checked_row(named.int_of("start", start), self.n_elems())
-            start, stop = row, row + 1
+            n_elems = self.n_elems()
+            start = base.from_start(whole_number("start", start, -n_elems), n_elems)
+            stop = start + 1
         return self.index(slice(start, stop))
 
     def temporal_slice(self, start: int, stop: int) -> TemporalDictTensor:
@@ -201,11 +198,12 @@ class TemporalDictTensor(NamedTensors):
             >>> batch.temporal_slice(1, 3).lengths
             tensor([2, 0])
         """
-        start, stop = named.int_of("start", start), named.int_of("stop", stop)
-        if not 0 <= start <= stop <= self.n_timesteps():
+        start = whole_number("start", start, 0)
+        stop = whole_number("stop", stop, start)
+        if stop > self.n_timesteps():
             raise SpecError(
                 f"steps {start} to {stop} are not within 0 to {self.n_timesteps()}",
-                fix="give steps from the start: rows end at different steps",
+                fix="count steps from the start: rows end at different steps",
             )
         lengths = (self._lengths - start).clamp(0, stop - start)
         return TemporalDictTensor._wrap(self._in_time(start, stop), lengths, copy(self._info))
@@ -216,7 +214,7 @@ class TemporalDictTensor(NamedTensors):
         return self._steps._map(lambda tensor: tensor.select(dim, step))
 
     def temporal_multi_index(self, steps: Tensor) -> DictTensor:
-        """Copy another step of every row.
+        """Copy one step of every row, a different one for each.
 
         Args:
             steps: Int ``[B]``, each from 0 to T - 1.
@@ -233,7 +231,7 @@ class TemporalDictTensor(NamedTensors):
             tensor([2., 5.])
         """
         n_elems = self.n_elems()
-        is_int = isinstance(steps, Tensor) and steps.dtype in named.INDEX_DTYPES
+        is_int = isinstance(steps, Tensor) and steps.dtype in base.INDEX_DTYPES
         if not is_int or steps.shape != (n_elems,):
             raise SpecError(f"steps are {kind(steps)}", fix=f"use an int64 [{n_elems}]")
         for bound in steps.aminmax() if n_elems else ():
@@ -278,16 +276,16 @@ class TemporalDictTensor(NamedTensors):
 
     @staticmethod
     def cat(parts: Iterable[TemporalDictTensor]) -> TemporalDictTensor:
-        """Concatenate trajectories, copying; T becomes the largest, the new steps are zeros.
+        """Concatenate trajectories, copying; T becomes the largest T, padded with zeros.
 
         Args:
-            parts: Batches with the same keys, dtypes, step shapes, info and device; none give an
-                empty ``TemporalDictTensor``.
+            parts: Batches with the same keys, dtypes, step shapes, info keys and device. An empty
+                list gives an empty ``TemporalDictTensor``.
 
         Raises:
             SpecError: If the parts differ.
         """
-        batches = named.listed(parts, TemporalDictTensor, "cat")
+        batches = base.listed(parts, TemporalDictTensor, "cat")
         if not batches:
             return TemporalDictTensor({})
         for part in batches:
@@ -305,16 +303,17 @@ class TemporalDictTensor(NamedTensors):
         """Add rows of zeros with length 0, copying; dtypes are kept.
 
         Args:
-            n_elems: The new number of rows, at least the present one.
+            n_elems: The new number of rows, at least the current one.
 
         Raises:
             SpecError: If it is smaller.
         """
-        n_elems = named.int_of("n_elems", n_elems)
-        if n_elems < self.n_elems():
-            what = f"cannot expand {self.n_elems()} rows to {n_elems}"
-            raise SpecError(what, fix=f"slice(0, {n_elems}) takes rows away")
-        return self._map(_padded(0, n_elems))
+        fix = "slice(0, n) takes rows away"
+        n_elems = whole_number("n_elems", n_elems, self.n_elems(), fix=fix)
+        try:
+            return self._map(_padded(0, n_elems))
+        except (TypeError, RuntimeError) as error:
+            raise SpecError(f"cannot expand to {n_elems} rows: {error}", fix=fix) from error
 
     def set(self, key: str, tensor: Tensor) -> None:
         """Add or replace a tensor, in place; the tensor is not copied.
@@ -322,14 +321,14 @@ class TemporalDictTensor(NamedTensors):
         Args:
             key: Its name.
             tensor: ``[B, T, ...]`` on the same device. If there are neither keys nor rows, it
-                decides B and T, and every row is full.
+                sets B and T, and every row is full.
 
         Raises:
             SpecError: If it is no tensor, or its first two dimensions or its device differ.
         """
-        n_elems, first = self.n_elems(), next(iter(self._tensors.items()), None)
-        named.check([(key, tensor)], 2, first)
-        if first is None:
+        n_elems = self.n_elems()
+        _check_steps([*self._tensors.items(), (key, tensor)])
+        if not self._tensors:
             lengths = self._lengths if n_elems else None
             self._lengths = TemporalDictTensor({key: tensor}, lengths, self._info)._lengths
         self._tensors[key] = tensor
@@ -337,13 +336,12 @@ class TemporalDictTensor(NamedTensors):
     def __add__(self, other: TemporalDictTensor) -> TemporalDictTensor:
         """Union of the keys of the same trajectories, sharing tensors.
 
-        ``SpecError`` for common keys, other lengths, or ``info`` that contradicts.
+        ``SpecError`` for common keys, different lengths, or different values in ``info``.
         """
         if not isinstance(other, TemporalDictTensor):
             return NotImplemented
         if not torch.equal(self._lengths, other._lengths):
-            lengths = f"{self._lengths.tolist()} and {other._lengths.tolist()}"
-            raise SpecError(f"the lengths differ: {lengths:.200}", fix="add keys of the same rows")
+            raise SpecError("the lengths differ", fix="add keys of the same rows")
         for key in self._info:
             if key in other._info and not torch.equal(self._info[key], other._info[key]):
                 raise SpecError(f"info key {key!r} differs", fix="add keys of the same rows")
@@ -353,26 +351,27 @@ class TemporalDictTensor(NamedTensors):
     def copy_(
         self, source: TemporalDictTensor, source_indexes: Tensor, destination_indexes: Tensor
     ) -> None:
-        """Copy trajectories of ``source`` over those of ``self``; storage is kept.
+        """Copy trajectories of ``source`` over rows of ``self``; storage is kept.
 
-        Lengths and ``info`` are copied too. T may differ: if that of ``source`` is smaller, the
-        remaining steps become zeros.
+        Lengths and ``info`` are copied too. T may differ: if ``source`` has fewer time steps, the
+        remaining ones become zeros.
 
         Args:
-            source: Has at least the keys of ``self`` (of ``info`` too), with the same dtypes, step
-                shapes and device.
+            source: Has at least the keys of ``self`` (and of its ``info``), with the same dtypes,
+                step shapes and device.
             source_indexes: Rows to read, int ``[N]`` or a bool mask.
             destination_indexes: Rows to write, as many. If a row occurs twice, either may win.
 
         Raises:
             IndexError: If a row does not exist.
-            SpecError: If batches or numbers of rows do not fit, or a trajectory is longer than T.
-            In both cases nothing is written.
+            SpecError: If batches or numbers of rows do not match, or a trajectory is longer than T.
+
+        If it raises, nothing is written.
         """
         sizes = instance(source, TemporalDictTensor, "source").n_elems(), self.n_elems()
-        named.check_alike(self, source, 2, "source", subset=True)
-        named.check_alike(self._info, source._info, 1, "the info of source", subset=True)
-        read, write = named.row_pair(source_indexes, destination_indexes, sizes, self.device())
+        base.check_alike(self, source, 2, "source", subset=True)
+        base.check_alike(self._info, source._info, 1, "the info of source", subset=True)
+        read, write = base.row_pair(source_indexes, destination_indexes, sizes, self.device())
         lengths, n_timesteps = source._lengths[read], self.n_timesteps()
         if _longest(lengths) > n_timesteps:
             what = f"a trajectory of {_longest(lengths)} steps does not fit into {n_timesteps}"
@@ -391,21 +390,21 @@ class TemporalDictTensor(NamedTensors):
         ``lengths`` and ``info`` (a ``TensorDict`` ``[B]``).
         """
         size = [self.n_elems()]
-        steps = named.to_tensordict(self._tensors, [*size, self.n_timesteps()])
-        info = named.to_tensordict(self._info._tensors, size)
-        return named.to_tensordict({"steps": steps, "lengths": self._lengths, "info": info}, size)
+        steps = base.to_tensordict(self._tensors, [*size, self.n_timesteps()])
+        info = base.to_tensordict(self._info._tensors, size)
+        return base.to_tensordict({"steps": steps, "lengths": self._lengths, "info": info}, size)
 
     @staticmethod
     def from_tensordict(tensordict: Any) -> TemporalDictTensor:
         """The tensors of a ``TensorDict`` as ``to_tensordict`` makes it, not copied."""
-        entries = {key.partition("/")[0] for key in named.from_tensordict(tensordict)}
+        entries = {key.partition("/")[0] for key in base.from_tensordict(tensordict)}
         if not {"steps", "lengths"} <= entries:
             raise SpecError(
                 f"the TensorDict has the entries {sorted(entries)}",
                 fix="it needs steps [B, T], lengths [B] and optionally info [B]",
             )
-        info = named.from_tensordict(tensordict["info"]) if "info" in entries else None
-        steps = named.from_tensordict(tensordict["steps"])
+        info = base.from_tensordict(tensordict["info"]) if "info" in entries else None
+        steps = base.from_tensordict(tensordict["steps"])
         return TemporalDictTensor(steps, tensordict["lengths"], info)
 
     def _in_time(self, start: int, stop: int) -> dict[str, Tensor]:
@@ -413,20 +412,18 @@ class TemporalDictTensor(NamedTensors):
         return {key: t.narrow(dim, start, stop - start) for key, t in self.items()}
 
     def _checked_step(self, step: Any) -> int:
-        number = named.int_of("step", step)
-        if not 0 <= number < self.n_timesteps():
-            raise SpecError(
-                f"step {number} is not within 0 to {self.n_timesteps() - 1}",
-                fix="temporal_multi_index(lengths - 1) gives the last step of every row",
-            )
+        fix = "temporal_multi_index(lengths - 1) gives the last step of every row"
+        number = whole_number("step", step, 0, fix=fix)
+        if number >= self.n_timesteps():
+            raise SpecError(f"step {number} of {self.n_timesteps()} steps", fix=fix)
         return number
 
     def __reduce__(self) -> tuple[Callable[..., TemporalDictTensor], tuple[Any, ...]]:
-        return _from_parts, (self._steps, named.compact(self._lengths), self._info)
+        return _from_parts, (self._steps, base.compact(self._lengths), self._info)
 
     def __repr__(self) -> str:
         info = self._info.prepend_key("info/").items()
-        return named.table("TemporalDictTensor", [*self.items(), ("lengths", self._lengths), *info])
+        return base.table("TemporalDictTensor", [*self.items(), ("lengths", self._lengths), *info])
 
 
 def _from_parts(steps: DictTensor, lengths: Tensor, info: DictTensor) -> TemporalDictTensor:
@@ -451,7 +448,7 @@ _pytree.register_pytree_node(
 
 
 def _is_step(lengths: Tensor, n_timesteps: int) -> Tensor:
-    """Bool ``[B, T]``: whether it is a step, not padding (``[T]`` for a single trajectory)."""
+    """Bool ``[B, T]``: true for steps, false for padding (``[T]`` for a single trajectory)."""
     return torch.arange(n_timesteps, device=lengths.device) < lengths.unsqueeze(-1)
 
 
@@ -460,7 +457,7 @@ def _longest(lengths: Tensor) -> int:
 
 
 def _padded(dim: int, size: int) -> Callable[[Tensor], Tensor]:
-    """Copies a tensor, with zeros at the end so that dimension ``dim`` has ``size`` entries."""
+    """A function that copies a tensor, padded with zeros to ``size`` entries in one dimension."""
 
     def pad(tensor: Tensor) -> Tensor:
         shape = list(tensor.shape)
@@ -483,13 +480,21 @@ def _take(tensor: Tensor, rows: Tensor, times: Tensor) -> Tensor:
     return entries.index_select(0, rows * pitch + times)
 
 
+def _check_steps(tensors: Iterable[tuple[str, Tensor]]) -> Tensor | None:
+    """The first tensor; refuses tensors that do not share batch and time dimension."""
+    pairs = list(tensors)
+    base.check(pairs)
+    for pair in pairs:
+        if pair[1].ndim < 2 or pair[1].shape[1] != pairs[0][1].shape[1]:
+            raise base.unlike(pair, pairs[0])
+    return pairs[0][1] if pairs else None
+
+
 def _check_lengths(lengths: Tensor, first: Tensor | None) -> None:
     """Refuse lengths that are not int64 ``[B]`` within 0 and T, ``first`` being ``[B, T, ...]``."""
-    fix = "lengths are int64 [B], each from 0 to T, on the device of the tensors"
+    fix = "lengths are int64 [B], each from 0 to T"
     if not isinstance(lengths, Tensor) or lengths.dtype is not torch.int64 or lengths.ndim != 1:
         raise SpecError(f"lengths are {kind(lengths)}", fix=fix)
-    if first is not None and (len(first) != len(lengths) or first.device != lengths.device):
-        raise SpecError(f"lengths are {kind(lengths)} for {kind(first)}", fix=fix)
     low, high = (int(bound) for bound in lengths.aminmax()) if len(lengths) else (0, 0)
     if low < 0 or (first is not None and high > first.shape[1]):
         size = "" if first is None else f", T is {first.shape[1]}"

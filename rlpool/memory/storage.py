@@ -4,13 +4,13 @@
 kind        what it is                                                    other processes
 ==========  ============================================================  ==================
 ``local``   ordinary memory of this process                               cannot see it
-``shared``  a ``memfd``: it has no name, so that nothing can be left      map the same pages
-            behind, and does not count against the size of ``/dev/shm``
-``memmap``  an unlinked file on a disk, for more than the memory holds    map the same pages
+``shared``  a ``memfd``: has no name, so that nothing can be left         map the same pages
+            behind, and does not count towards the size of ``/dev/shm``
+``memmap``  an unlinked file on disk, for more than the memory holds      map the same pages
 ==========  ============================================================  ==================
 
-Untouched pages cost nothing. Memory that is sent to another process, in whatever pickle, arrives as
-a mapping of the same pages; see ``rlpool.memory.transfer`` for how.
+Untouched pages cost nothing. Pickled memory arrives in another process as a mapping of the same
+pages; ``rlpool.memory.descriptors`` says how.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.limits import human, machine_bytes
-from rlpool.memory.transfer import Descriptor, Ticket
+from rlpool.memory.descriptors import Descriptor, Ticket
 from rlpool.specs import TensorSpec
 
 PAGE_BYTES = 4096
@@ -41,24 +41,24 @@ Array = np.ndarray[Any, Any]
 
 
 def allocate(storage: str, n_bytes: int, *, directory: str | Path | None = None) -> Memory:
-    """Zeroed memory of a kind that the user chose.
+    """Zeroed memory of a kind.
 
     Args:
         storage: ``"local"``, ``"shared"`` or ``"memmap"``.
         n_bytes: Its size.
-        directory: Where the file of ``"memmap"`` lies, by default where temporary files do.
+        directory: Of the file of a ``"memmap"``, by default that of temporary files.
 
     Raises:
-        SpecError: If there is no such kind, or the machine or the disk cannot hold that much.
+        SpecError: If there is no such kind, or not enough memory or disk space.
     """
     if not isinstance(storage, str) or storage not in KINDS:
         choices = ", ".join(f'"{kind}"' for kind in KINDS)
         raise SpecError(f"there is no storage {storage!r}", fix=f"choose from {choices}")
     if storage == "memmap":
         try:
-            # A number would be taken for a descriptor.
+            # Path refuses numbers, which open() takes for descriptors.
             where = Path(tempfile.gettempdir() if directory is None else directory)
-            # Sparse, and without a name: nothing of it is left behind.
+            # Sparse, and without a name, so that nothing is left behind.
             with tempfile.TemporaryFile(dir=where) as file:
                 return Memory.over(os.dup(file.fileno()), n_bytes, "memmap")
         except TypeError:
@@ -84,7 +84,7 @@ class Memory:
 
     The mapping lives as long as this object or any array or tensor made from ``root()``. Shared and
     memmap memory can be pickled: every process that unpickles it maps the same pages, and within
-    one process all pickles of it give the same object. A pickle works as long as its sender lives.
+    one process all pickles of it give the same object. A pickle is valid while its sender lives.
 
     Attributes:
         n_bytes: Size in bytes.
@@ -94,7 +94,7 @@ class Memory:
     def __init__(
         self, mapped: torch.Tensor, descriptor: Descriptor | None = None, kind: str = "shared"
     ) -> None:
-        self._mapped: torch.Tensor | None = mapped
+        self._mapped = mapped
         self._descriptor = descriptor or Descriptor(-1, 0, b"none")
         self.n_bytes = mapped.numel()
         self.kind = kind
@@ -113,7 +113,7 @@ class Memory:
 
     @classmethod
     def over(cls, fd: int, n_bytes: int, kind: str) -> Memory:
-        """A new file, which gets its size from what ``Descriptor`` writes after its contents."""
+        """Memory over a new file, whose size comes from what ``Descriptor`` writes after it."""
         descriptor = Descriptor(fd, _round_up(n_bytes))
         return cls(_map(fd, n_bytes), descriptor, kind)
 
@@ -124,7 +124,7 @@ class Memory:
         Args:
             fd: Its descriptor.
             n_bytes: Its size.
-            private: Keep what this process writes to itself.
+            private: Whether other processes do not see what this one writes.
         """
         try:
             return cls(_map(fd, n_bytes, private=private))
@@ -133,7 +133,7 @@ class Memory:
 
     @property
     def fd(self) -> int:
-        """The descriptor, to be sent to other processes."""
+        """The descriptor, to send to other processes."""
         if self._descriptor.fd < 0:
             raise SpecError("this memory has no descriptor: it is local, or close_fd() was called")
         return self._descriptor.fd
@@ -144,44 +144,31 @@ class Memory:
         return None if self.kind == "local" else self.fd
 
     def close_fd(self) -> None:
-        """Close the descriptor; the mapping stays."""
+        """Close the descriptor, so that the memory can no longer be sent; the mapping stays."""
         self._descriptor.close()
 
-    def close(self) -> None:
-        """Give the memory up; arrays and tensors made from it keep their mapping."""
-        self.close_fd()
-        self._mapped = None
-
     def recall(self) -> None:
-        """Stop keeping the memory for those who have not received it yet."""
+        """Keep nothing for pickles that have not arrived yet."""
         self._descriptor.recall()
 
     def root(self) -> Array:
         """A new uint8 array over the whole block.
 
-        Everything carved out of it keeps this very object alive, so that a weak reference to it
-        tells when the last user is gone.
-
-        Raises:
-            UsageError: After ``close``.
+        Everything carved out of it keeps this array object alive, so a weak reference to it tells
+        when the last user is gone.
         """
-        if self._mapped is None:
-            raise UsageError("this memory was closed")
         return self._mapped.numpy()
 
     def reserve(self, start: int, stop: int) -> None:
-        """Make sure that bytes ``start <= i < stop`` can be written, before they are.
+        """Reserve space for bytes ``start <= i < stop`` of a memmap; does nothing for other kinds.
 
-        The disk under a memmap may be full, and writing to a page that it has no room for ends the
-        process. Other kinds need no reservation.
+        Writing to a page for which the disk has no space would kill the process.
 
         Raises:
-            SpecError: If the disk, or what may be used of it, is full. Nothing was written.
-            UsageError: After ``close``.
+            SpecError: If the disk or a quota is full. Nothing was written.
         """
         if self.kind != "memmap" or start == stop:
             return
-        self.root()  # raises after close
         try:
             os.posix_fallocate(self.fd, start, stop - start)
         except OSError as error:
@@ -193,7 +180,7 @@ class Memory:
                 'what has storage="local" belongs to one process and cannot be sent',
                 fix='use storage="shared", or send a copy: to_ndarray()',
             )
-        if self._mapped is None or self._descriptor.fd < 0:
+        if self._descriptor.fd < 0:
             raise UsageError("this memory was closed", fix="send it before it is closed")
         return _received, (self._descriptor.ticket(), self.n_bytes, self.kind)
 
@@ -207,8 +194,8 @@ def _received(ticket: Ticket, n_bytes: int, kind: str) -> Memory:
     return Memory(_map(descriptor.fd, n_bytes), descriptor, kind)
 
 
-# Memory that was made or received here, by the name of its file: one mapping and one descriptor,
-# however many pickles of it are read. Forked copies know it, too.
+# Memory that this process made or received, by the name of its file: one mapping and one descriptor
+# for any number of pickles. Forked children inherit it.
 _mapped_here: WeakValueDictionary[bytes, Memory] = WeakValueDictionary()
 
 
@@ -221,24 +208,24 @@ def _refused(error: OSError, what: str) -> SpecError:
 
 
 def anonymous_file(name: str) -> int:
-    """Descriptor of a new file in memory, without a name."""
+    """Descriptor of a new, unnamed file in memory."""
     return os.memfd_create(name, os.MFD_CLOEXEC)
 
 
 def _map(fd: int, n_bytes: int, *, private: bool = False) -> torch.Tensor:
-    # torch closes its own descriptor after mapping, mmap.mmap() would keep one open per block.
-    path, size = f"/proc/self/fd/{fd}", max(1, n_bytes)  # nothing cannot be mapped
+    # torch closes its descriptor after mapping; mmap.mmap() would keep one open per block.
+    path, size = f"/proc/self/fd/{fd}", max(1, n_bytes)  # zero bytes cannot be mapped
     mapped = torch.from_file(path, shared=not private, size=size, dtype=torch.uint8, device="cpu")
     return mapped[:n_bytes]
 
 
 def carved_bytes(specs: Mapping[str, TensorSpec], n_rows: int) -> dict[str, int]:
-    """Bytes that each key takes in a block, padding to whole pages included."""
+    """Bytes that each key takes in a block, in whole pages."""
     return {key: _round_up(spec.n_bytes * n_rows) for key, spec in specs.items()}
 
 
 def carve(root: Array, specs: Mapping[str, TensorSpec], n_rows: int) -> dict[str, Array]:
-    """Named arrays ``[n_rows, *shape]`` that lie in a block one after another, no copy.
+    """Named arrays ``[n_rows, *shape]``, one after another in a block, not copied.
 
     Args:
         root: uint8 array of at least ``sum(carved_bytes(...).values())`` bytes.

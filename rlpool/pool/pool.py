@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.named_tensors import listed_keys
+from rlpool.data.dict_tensor_base import listed
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import names_arguments, whole_number
@@ -117,7 +117,7 @@ class Pool(Sampler):
         if seed is not None:
             seed = whole_number("seed", seed, 0)
         if keys is not None:
-            keys = list(dict.fromkeys(listed_keys(keys)))
+            keys = list(dict.fromkeys(listed(keys, str, "keys")))
             if not keys:
                 raise SpecError("keys are empty", fix="leave keys out to store all")
         if priority_exponent is not None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.named_tensors import listed_keys
+from rlpool.data.dict_tensor_base import listed
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import NotEnoughDataError, SpecError, UsageError
 from rlpool.machine.arguments import whole_number
@@ -92,7 +92,7 @@ class Sampler:
         if self._store is None:
             return DictTensor()
         known, store = self.specs, self._store
-        wanted = list(known) if keys is None else listed_keys(keys)
+        wanted = list(known) if keys is None else listed(keys, str, "keys")
         unknown = [key for key in wanted if key not in known]
         if unknown:
             raise SpecError(f"the pool has no {unknown}, it has {list(known)}")

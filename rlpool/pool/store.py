@@ -23,8 +23,8 @@ import numpy as np
 
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.memory.sequence_lock import SequenceLock
 from rlpool.memory.storage import Array, Memory, carve, carved_bytes
-from rlpool.memory.versions import Version
 from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.window import SubPool, WindowRules
 from rlpool.slots.blocks import successor_key
@@ -169,7 +169,7 @@ class Store:
         self._n_free = 0
         self._is_whole = True  # no change is under way, or was interrupted
         self._reserved = dict.fromkeys(self._layout, 0)
-        self.version = Version(table[-1].data, memory.shared_fd)
+        self.version = SequenceLock(table[-1].data, memory.shared_fd)
         self._writer_pid = None if is_reader else os.getpid()
         memory.reserve(0, self._n_control)
 

@@ -11,7 +11,6 @@ import gc
 import os
 import pickle
 import weakref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,9 @@ def counted(n_rows: int = 5, **options: Any) -> Array:
     return array
 
 
+PLAIN = np.arange(12).reshape(4, 3)
+
+
 def values(array: Array) -> Any:
     return array.to_ndarray().tolist()
 
@@ -39,9 +41,10 @@ def values(array: Array) -> Any:
 # Making one -------------------------------------------------------------------------------------
 
 
-@each_storage
-@pytest.mark.parametrize(("padding", "full_size"), [(0, None), (1, 5), (5, 15)])
-def test_a_new_array_is_zero_and_has_the_attributes_that_were_asked_for(
+@pytest.mark.parametrize(
+    ("storage", "padding", "full_size"), [("local", 0, None), ("shared", 1, 5), ("memmap", 5, 15)]
+)
+def test_a_new_array_is_zero_and_has_the_given_attributes(
     storage: str, padding: int, full_size: int | None
 ) -> None:
     options: Any = {"storage": storage, "padding": padding, "full_size": full_size}
@@ -62,16 +65,7 @@ REFUSED: dict[str, list[Any]] = {
     "padding": [-1, 5, 1.0, None],
     "full_size": [3, 0, 10, "8"],
     "storage": ["disk", None],
-    "dtype": [
-        object,
-        list,
-        str,
-        "no such type",
-        None,
-        "datetime64[s]",
-        [("a", int)],
-        torch.bfloat16,
-    ],
+    "dtype": [object, str, "no such type", None, "datetime64[s]", [("a", int)], torch.bfloat16],
     "directory": ["/tmp"],
 }
 
@@ -91,15 +85,7 @@ def test_wrong_arguments_are_refused_by_name(arguments: dict[str, Any], named: s
         Array(**{"batch_shape": (4, 2), "dtype": np.float32, **arguments})
 
 
-def test_a_memmap_leaves_nothing_in_its_directory_and_reserves_its_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    array = Array((3,), "int64", storage="memmap", directory=tmp_path)
-    array[...] = 1
-    assert list(tmp_path.iterdir()) == []
-    assert values(copy.deepcopy(array)) == [1, 1, 1]
-    assert Array(4, bool, feature_shape=torch.Size([4])).shape == (4, 4)
-
+def test_a_memmap_reserves_its_space(monkeypatch: pytest.MonkeyPatch) -> None:
     def is_full(fd: int, start: int, n_bytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -112,20 +98,16 @@ DTYPES = [bool, "uint8", np.int8, "int16", np.int32, "int64", np.float16, "float
 TORCH_DTYPES = [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32]
 
 
-@each_storage
 @pytest.mark.parametrize("dtype", DTYPES + TORCH_DTYPES, ids=str)
-def test_every_number_type_and_bool_is_stored_and_read_back(storage: str, dtype: Any) -> None:
-    array = Array((2, 3), dtype, storage=storage)
+def test_every_number_type_and_bool_is_stored_and_read_back(dtype: Any) -> None:
+    array = Array((2, 3), dtype)
     given = np.array([[1, 0, 1], [0, 1, 1]]).astype(array.dtype)
     array[...] = given
-    assert array.to_ndarray().dtype == given.dtype
-    assert (array.to_ndarray() == given).all()
     array[0] = torch.from_numpy(given[1])
+    assert array.to_ndarray().dtype == given.dtype
     assert array.to_tensor()[0].equal(torch.from_numpy(given[1]))
-    assert array.to_tensor().dtype == torch.from_numpy(given).dtype
     if isinstance(dtype, torch.dtype):
         assert array.to_tensor().dtype == dtype
-    array.close()
 
 
 # Indices of the time ----------------------------------------------------------------------------
@@ -166,8 +148,7 @@ def test_single_elements_are_arrays() -> None:
         element.to_tensor().add_(1)
         assert values(array) == [0, 1, 8, 3]
         element[:] = 9
-        element[()] = element.to_ndarray() + 1
-        assert values(array) == [0, 1, 10, 3]
+        assert values(array) == [0, 1, 9, 3]
         for index in (0, slice(1, None), [0]):
             with pytest.raises(IndexError, match="too many"):
                 element[index] = 1
@@ -183,69 +164,50 @@ def test_single_elements_are_arrays() -> None:
 # Other kinds of indices -------------------------------------------------------------------------
 
 
-def test_index_arrays_lists_masks_and_numpy_ints_give_arrays_that_write_here() -> None:
-    plain = np.arange(12).reshape(4, 3)
-    for key in [
-        [3, 1],
-        np.array([[0, 1], [2, 2]]),
-        torch.tensor([3, 0]),
-        range(2),
-        (slice(None), [2, 0]),
-        [False, True, False, False],
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(np.array([[0, 1], [2, 2]]), torch.tensor([3, 0]), range(2), [], np.uint8(3)),
+        *(torch.tensor(2), np.array(1), [False, True, False, False], PLAIN % 2 == 0),
         torch.tensor([True, False, False, False]),
-        plain % 2 == 0,
-        [],
-        np.uint8(3),
-        torch.tensor(2),
-        np.array(1),
-    ]:
-        array = Array((4, 3), np.int64)
-        array[...] = expected = plain.copy()
-        numpy_key = key
-        if isinstance(key, torch.Tensor | range):
-            numpy_key = np.asarray(key)
-        view = array[key]
-        assert isinstance(view, Array)
-        assert (view == plain[numpy_key]).all()
-        assert view.shape == plain[numpy_key].shape
-        view[...] = -1
-        expected[numpy_key] = -1
-        assert (array == expected).all()
-        array[key] = -2
-        expected[numpy_key] = -2
-        assert (array == expected).all()
+    ],
+    ids=repr,
+)
+def test_every_kind_of_index_gives_an_array_that_writes_here(key: Any) -> None:
+    array, expected = Array((4, 3), np.int64), PLAIN.copy()
+    array[...] = PLAIN
+    numpy_key = np.asarray(key) if isinstance(key, torch.Tensor | range) else key
+    view = array[key]
+    assert isinstance(view, Array)
+    assert view.to_ndarray().tolist() == PLAIN[numpy_key].tolist()
+    view[...] = expected[numpy_key] = -1
+    assert (array == expected).all()
+    array[key] = expected[numpy_key] = -2
+    assert (array == expected).all()
 
 
 @pytest.mark.parametrize(
     ("index", "text"),
     [
-        (None, "new dimensions"),
-        (1.0, "no index"),
-        ("a", "no index"),
-        (True, "no index"),
-        ([0.5], "no index"),
-        ([[1], [1, 2]], "no index"),
+        *((entry, "no index") for entry in (None, 1.0, "a", True, [0.5], [[1], [1, 2]])),
         (torch.tensor([1.0], dtype=torch.bfloat16), "no index"),
         (slice(0.5, 2), "no index"),
         ((0, 0, 0), "too many indices"),
         ((..., 0, ...), "only one ellipsis"),
         ([True, False], "mask of shape"),
         (np.ones((4, 3, 1), bool), "too many indices"),
-        (np.ones((3, 4), bool), "mask of shape"),
         (([0, 1], [0, 1, 2]), "shape mismatch"),
     ],
     ids=str,
 )
-def test_what_is_no_index_is_refused(index: Any, text: str) -> None:
-    array = Array((4, 3), np.int64)
+def test_other_objects_are_refused_as_an_index(index: Any, text: str) -> None:
     with pytest.raises(IndexError, match=text):
-        array[index]
-    with pytest.raises(IndexError, match=text):
-        array[index] = 1
+        Array((4, 3), np.int64)[index] = 1
 
 
 def test_shapes_tell_the_batch_from_the_features() -> None:
     array = Array((5, 4), "float32", feature_shape=(2, 3))
+    array[...] = np.arange(120).reshape(5, 4, 2, 3)
     for key, batch_shape, feature_shape in [
         (0, (4,), (2, 3)),
         ((0, 0), (), (2, 3)),
@@ -257,8 +219,10 @@ def test_shapes_tell_the_batch_from_the_features() -> None:
         (np.ones((5, 4), bool), (20,), (2, 3)),
         ((slice(2), slice(1, None), [1, 0, 1]), (2, 3), (3, 3)),
         (([1, 2], slice(None), [0, 1]), (2, 4), (3,)),
+        ((slice(None), [0, 1], slice(None), [0, 1]), (2, 5), (2,)),
     ]:
         view = array[key]
+        assert (view == array.to_ndarray()[key]).all()
         assert view.batch_shape == batch_shape
         assert view.feature_shape == feature_shape
         assert view.n_batch_dims == len(batch_shape)
@@ -274,25 +238,16 @@ def test_values_of_every_kind_can_be_written(destination: Any) -> None:
     expected = Array((3, 2), np.float32)
     expected[destination] = source.to_ndarray()
     for value in (
-        source,
-        source.to_ndarray(),
-        source.to_tensor(),
-        source.to_tensor().to(torch.bfloat16),
-        source.to_tensor().float().requires_grad_(),
-        values(source),
+        *(source, source.to_ndarray(), source.to_tensor(), values(source)),
+        *(source.to_tensor().to(torch.bfloat16), source.to_tensor().float().requires_grad_()),
         list(source.to_tensor()),
     ):
         array = Array((3, 2), np.float32)
         array[destination] = value
         assert (array == expected).all()
-    array[destination] = 3
-    assert (array == 3).all()
-    array[destination] = np.float64(2.5)
-    assert (array == 2.5).all()
-    array[destination] = torch.tensor([1.0, 2.0])
-    assert (array == [1, 2]).all()
-    array[destination] = np.ones((1, 1, 2))
-    assert (array == 1).all()
+    for value, row in [(3, [3, 3]), (torch.tensor([1.0, 2.0]), [1, 2]), (np.ones((1, 1, 2)), 1)]:
+        array[destination] = value
+        assert (array == row).all()
 
 
 def test_overlapping_values_are_written_as_if_copied_first() -> None:
@@ -311,17 +266,9 @@ def test_overlapping_values_are_written_as_if_copied_first() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        (slice(None), [1, 2, 3]),
-        ([0, 1], np.zeros((3, 2))),
-        (0, torch.zeros(5)),
-        (0, "text"),
-        (0, {"a": 1}),
-        (0, None),
-        (0, 10**30),
-        ([0, 1], 10**30),
-        ([0, 1], None),
-        ((slice(None), [0, 1]), np.zeros(3)),
-        (0, [[1], [1, 2]]),
+        *((slice(None), [1, 2, 3]), ([0, 1], np.zeros((3, 2))), (0, torch.zeros(5))),
+        *((0, "text"), (0, {"a": 1}), (0, None), (0, 10**30), ([0, 1], 10**30), ([0, 1], None)),
+        *(((slice(None), [0, 1]), np.zeros(3)), (0, [[1], [1, 2]])),
     ],
     ids=str,
 )
@@ -336,9 +283,8 @@ def test_values_that_do_not_fit_are_refused_and_nothing_is_written(key: Any, val
 # Reading ----------------------------------------------------------------------------------------
 
 
-@each_storage
-def test_reading_gives_views_or_after_index_arrays_copies(storage: str) -> None:
-    array = Array((3, 2), np.float32, storage=storage)
+def test_reading_gives_views_or_after_index_arrays_copies() -> None:
+    array = Array((3, 2), np.float32)
     array.to_ndarray()[0, 0] = 1
     array[1:].to_tensor()[1, 0] = 3
     array[2, 1].to_ndarray()[...] = 4
@@ -394,18 +340,6 @@ def test_printing_shows_values_storage_dtype_and_padding() -> None:
 # Windows ----------------------------------------------------------------------------------------
 
 
-def test_reset_makes_the_next_rotation_begin_at_the_front() -> None:
-    array = counted(2, full_size=6)
-    array.reset()
-    assert values(array) == [4, 5]
-    array.rotate()
-    assert values(array) == [0, 1]
-    array.rotate()
-    array.reset()
-    array.rotate()
-    assert values(array) == [0, 1]
-
-
 @pytest.mark.parametrize("method", ["rotate", "reset"])
 def test_only_a_whole_array_moves_its_window(method: str) -> None:
     array = counted(2, padding=1, full_size=4)
@@ -414,11 +348,8 @@ def test_only_a_whole_array_moves_its_window(method: str) -> None:
             getattr(view, method)()
 
 
-@pytest.mark.parametrize("storage", ["shared", "memmap"])
-def test_whole_arrays_on_the_same_memory_move_together_views_and_copies_do_not(
-    storage: str,
-) -> None:
-    array = counted(2, padding=1, full_size=4, storage=storage)
+def test_the_window_moves_in_every_pickle_of_the_array_and_in_no_copy() -> None:
+    array = counted(2, padding=1, full_size=4, storage="shared")
     view, rows, copied = array[...], iter(array), copy.deepcopy(array)
     again, sent_view = pickle.loads(pickle.dumps((array, view)))
     again.rotate()
@@ -428,57 +359,40 @@ def test_whole_arrays_on_the_same_memory_move_together_views_and_copies_do_not(
     copied[0] = 7
     assert values(copy.deepcopy(copied)) == [7, 3]  # with its window
     assert values(array) == [2, 3]
-    again.reset()
-    again.rotate()
-    assert values(array) == [4, 1]  # what was behind the last window
 
 
-def test_neighbours_that_do_not_exist_are_refused() -> None:
+def test_neighbours_of_selected_rows() -> None:
     array = counted(6, padding=1)
-    array[2].next[...] = 30
-    assert int(array[3]) == 30
-    for view in (array[6], array.next, array[::-1].next, array[[2, 6]], array[[6]]):
+    rows = array[[2, 0]]
+    assert (values(rows.next), values(rows.previous)) == ([3, 1], [1, -1])
+    for view in (array[6], array.next, array[[2, 6]]):
         with pytest.raises(IndexError, match="later"):
             _ = view.next
-    for view in (array[-1], array.previous, array[[-1, 3]]):
+    for view in (array[-1], array.previous, rows.previous):
         with pytest.raises(IndexError, match="earlier"):
             _ = view.previous
 
 
 # The end ----------------------------------------------------------------------------------------
 
-ACCESSES: dict[str, Any] = {
-    "int": lambda array: array[0],
-    "slice": lambda array: array[:],
-    "write": lambda array: array.__setitem__(0, 1),
-    "to_ndarray": lambda array: array.to_ndarray(),
-    "to_tensor": lambda array: array.to_tensor(),
-    "asarray": lambda array: np.asarray(array),
-    "==": lambda array: array == 1,
-    "iter": lambda array: list(array),
-    "in": lambda array: 1 in array,
-    "full": lambda array: array.full,
-    "next": lambda array: array.next,
-    "previous": lambda array: array.previous,
-    "rotate": lambda array: array.rotate(),
-    "reset": lambda array: array.reset(),
-    "pickle": lambda array: pickle.dumps(array),
-    "deepcopy": lambda array: copy.deepcopy(array),
-}
+ACCESSES: list[Any] = [
+    *(lambda array: array[0], lambda array: array[:], lambda array: array.__setitem__(0, 1)),
+    *(Array.to_ndarray, Array.to_tensor, np.asarray, lambda array: array == 1, list),
+    *(lambda array: 1 in array, lambda array: array.full, lambda array: array.next),
+    *(Array.rotate, Array.reset, pickle.dumps, copy.deepcopy),
+]
 
 
-@each_storage
-@pytest.mark.parametrize("access", ACCESSES.values(), ids=ACCESSES)
-def test_access_after_close_raises(storage: str, access: Any) -> None:
-    array = counted(3, padding=1, storage=storage)
+@pytest.mark.parametrize("access", ACCESSES)
+def test_access_after_close_raises(access: Any) -> None:
+    array = counted(3, padding=1, storage="shared")
     view = array[1:2]
     array.close()
     array.close()
     for closed in (array, view):
         with pytest.raises(UsageError, match=r"closed|is a view"):
             access(closed)
-    assert array.shape == (3,)
-    assert view.last == 0
+    assert (array.shape, view.last) == ((3,), 0)
 
 
 @each_storage

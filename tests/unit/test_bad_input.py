@@ -152,9 +152,9 @@ def test_what_does_not_fit_is_refused_with_an_error_of_rlpool(use: str) -> None:
 
 def test_a_key_is_never_taken_for_a_row() -> None:
     for keys in ([0], [slice(0, 1)], [torch.tensor([0])]):
-        with pytest.raises(RlpoolError, match="no string"):
+        with pytest.raises(RlpoolError, match="pass a str"):
             batch().get(keys)  # type: ignore[arg-type]
-        with pytest.raises(RlpoolError, match="no string"):
+        with pytest.raises(RlpoolError, match="pass a str"):
             steps().get(keys)  # type: ignore[arg-type]
 
 

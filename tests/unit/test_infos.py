@@ -8,16 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from rlpool import (
-    Batcher,
-    DictTensor,
-    GymEnv,
-    MonoThreadEpisodeBatcher,
-    SpecError,
-)
+from rlpool import Batcher, DictTensor, GymEnv, MonoThreadEpisodeBatcher, SpecError
+from rlpool.data.infos import info_rows
 from rlpool.testing import CountingEnv, check_agent
 
-from support.agents import ConstantAgent, InfoEcho
+from support.agents import InfoEcho
 
 N = 4
 TENSORS = {
@@ -26,24 +21,21 @@ TENSORS = {
     "goal": torch.arange(2.0 * N).view(N, 2),
     "is_easy": torch.tensor([True, False, True, False]),
 }
-SAME = {
-    "DictTensor": lambda: DictTensor(TENSORS),
-    "tensors": lambda: dict(TENSORS),
-    "arrays": lambda: {key: tensor.numpy() for key, tensor in TENSORS.items()},
-    "lists": lambda: {key: tensor.tolist() for key, tensor in TENSORS.items()},
-    "tuples": lambda: {key: tuple(tensor.tolist()) for key, tensor in TENSORS.items()},
-    "lists of tensors": lambda: {key: list(tensor) for key, tensor in TENSORS.items()},
-    "lists of arrays": lambda: {key: list(tensor.numpy()) for key, tensor in TENSORS.items()},
+SAME: dict[str, Any] = {
+    "DictTensor": DictTensor(TENSORS),
+    "arrays": {key: tensor.numpy() for key, tensor in TENSORS.items()},
+    "lists": {key: tensor.tolist() for key, tensor in TENSORS.items()},
+    "tuples": {key: tuple(tensor.tolist()) for key, tensor in TENSORS.items()},
+    "lists of tensors": {key: list(tensor) for key, tensor in TENSORS.items()},
+    "lists of arrays": {key: list(tensor.numpy()) for key, tensor in TENSORS.items()},
 }
 NOT_NUMBERS: dict[str, list[Any]] = {
     "'key' in env_info is .*, not numbers": [
         *("easy", ["a"] * N, ["text"] * 10_000, np.array(["a"] * N), np.array([None] * N), None),
         *([[1], [1, 2], [1], [1]], [np.zeros(1), np.zeros(2)], {"x": 1}, [2**70] * N),
     ],
-    "'key' in env_info has dtype torch.bfloat": [torch.zeros(N, dtype=torch.bfloat16)],
-    "'key' in env_info has [0135] rows, 4 were expected": [
-        *([1, 2, 3], torch.zeros(5, 2), np.zeros(1), []),
-    ],
+    "'key' in env_info is Tensor .*BFloat16": [torch.zeros(N, dtype=torch.bfloat16)],
+    "'key' in env_info has [0135] rows": [[1, 2, 3], torch.zeros(5, 2), np.zeros(1), []],
 }
 REFUSED: list[tuple[Any, str]] = [
     *(({"length": 1, "key": value}, text) for text, bad in NOT_NUMBERS.items() for value in bad),
@@ -66,45 +58,37 @@ class OptionsEnv(CountingEnv):
         return super().reset(seed=seed, options=options)
 
 
-def create_env(seed: int, n_envs: int = 2) -> GymEnv:
-    return GymEnv([CountingEnv() for _ in range(n_envs)], seed)
+def create_env(seed: int) -> GymEnv:
+    return GymEnv([CountingEnv(), CountingEnv()], seed)
 
 
-@pytest.mark.parametrize("kind", SAME)
-def test_every_kind_of_info_is_the_same(kind: str) -> None:
-    info = SAME[kind]()
-    with MonoThreadEpisodeBatcher(InfoEcho, {}, create_env, {}, seeds=1) as batcher:
-        batcher.execute(N, agent_info=info, env_info=info)
-        result = batcher.get()
-        assert result is not None
-    assert result.lengths.tolist() == TENSORS["length"].tolist()
-    assert result["_reward"][:, 0].tolist() == [1, 1001, 2001, 3001]
-    assert result["info_id"][:, 0].tolist() == [0, 1, 2, 3]
-    for name in ("agent_info", "env_info"):
-        for key, tensor in TENSORS.items():
-            got = result.info[f"{name}/{key}"]
-            assert got.dtype == tensor.dtype, key
-            assert torch.equal(got, tensor), key
+@pytest.mark.parametrize("info", SAME.values(), ids=SAME)
+def test_every_kind_of_info_is_the_same(info: Any) -> None:
+    rows = info_rows("env_info", info, N)
+    assert rows.specs() == DictTensor(TENSORS).specs()
+    assert all(torch.equal(rows[key], tensor) for key, tensor in TENSORS.items())
 
 
-def test_a_number_holds_for_all_episodes_and_keeps_its_dtype() -> None:
+def test_a_number_holds_for_all_rows_and_keeps_its_dtype() -> None:
     values = {
         torch.int64: 3,
         torch.float32: 2.5,
         torch.bool: True,
-        torch.int32: torch.tensor(3, dtype=torch.int32),
         torch.float64: np.float64(2.5),
+        torch.int32: torch.tensor(3, dtype=torch.int32),
         torch.uint8: np.array(7, np.uint8),
     }
-    with MonoThreadEpisodeBatcher(ConstantAgent, {}, create_env, {}, seeds=1) as batcher:
-        batcher.execute(N, {str(k): value for k, value in values.items()}, {"length": 2})
-        result = batcher.get()
-        assert result is not None
+    rows = info_rows("env_info", {str(dtype): value for dtype, value in values.items()}, N)
     for dtype, value in values.items():
-        info = result.info[f"agent_info/{dtype}"]
-        assert info.dtype == dtype
-        assert info.tolist() == [float(value)] * N
-    assert result.lengths.tolist() == [2] * N
+        assert rows[str(dtype)].dtype == dtype
+        assert rows[str(dtype)].tolist() == [float(value)] * N
+
+
+@pytest.mark.parametrize(("info", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_other_objects_are_refused_by_name(info: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message) as caught:
+        info_rows("env_info", info, N)
+    assert len(str(caught.value)) < 500  # quotes the beginning only
 
 
 def test_windows_environments_and_checks_take_dicts_too() -> None:
@@ -126,23 +110,12 @@ def test_windows_environments_and_checks_take_dicts_too() -> None:
     assert check_agent(InfoEcho, CountingEnv, agent_info={"id": 1}, strict=False).ok
 
 
-@pytest.mark.parametrize(("info", "message"), REFUSED, ids=range(len(REFUSED)))
-def test_what_is_no_info_is_refused_by_name(info: Any, message: str) -> None:
-    with MonoThreadEpisodeBatcher(InfoEcho, {}, create_env, {}, seeds=1) as batcher:
-        for name in ("env_info", "agent_info"):
-            with pytest.raises(SpecError, match=message.replace("env_info", name)) as caught:
-                batcher.execute(N, **{name: info})
-            assert len(str(caught.value)) < 500  # quotes the beginning only
-        batcher.execute(1, env_info={"length": 1})  # nothing was requested
-        result = batcher.get()
-        assert result is not None
-        assert result.n_elems() == 1
-
-
 @pytest.mark.parametrize("convert", [torch.as_tensor, np.asarray, list])
-def test_later_changes_do_not_reach_a_request(convert: Any) -> None:
-    info = {"id": convert([1, 2]), "length": convert([1, 1])}
+def test_rows_follow_their_episodes_and_later_changes_do_not_reach_a_request(convert: Any) -> None:
+    info = {"id": convert([1, 2]), "length": convert([3, 1])}
     with MonoThreadEpisodeBatcher(InfoEcho, {}, create_env, {}, seeds=1) as batcher:
+        with pytest.raises(SpecError, match="'id' in agent_info has 3 rows, 2 were expected"):
+            batcher.execute(2, {"id": [1, 2, 3]}, info)
         batcher.execute(2, info, info)
         for values in info.values():
             values[0] = 9
@@ -153,7 +126,8 @@ def test_later_changes_do_not_reach_a_request(convert: Any) -> None:
         for result in (first, batcher.get()):
             assert result is not None
             assert result["info_id"][:, 0].tolist() == [1, 2]
-            assert result.lengths.tolist() == [1, 1]
+            assert result["_reward"][:, 0].tolist() == [1001, 2001]
+            assert result.lengths.tolist() == [3, 1]
 
 
 def test_options_are_python_values_and_an_empty_info_is_none_at_all() -> None:
@@ -164,12 +138,9 @@ def test_options_are_python_values_and_an_empty_info_is_none_at_all() -> None:
     ) as batcher:
         for info in ({}, DictTensor(), None):
             batcher.execute(1, info, info)
-            result = batcher.get()
-            assert result is not None
-            assert result["info_id"].tolist() == [[-1]]
+            assert batcher.get()["info_id"].tolist() == [[-1]]  # type: ignore[index]
         assert set(map(repr, env.seen)) == {"None"}
         batcher.execute(1, {"id": 0}, {"task": task, "x": np.float32(0.5), "length": 1})
         batcher.get()
-    assert env.seen[-1] == {"task": 4, "x": 0.5, "length": 1}
-    assert [type(value) for value in env.seen[-1].values()] == [int, float, int]
+    assert repr(env.seen[-1]) == "{'task': 4, 'x': 0.5, 'length': 1}"
     assert task.tolist() == [4]

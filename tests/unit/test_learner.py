@@ -111,6 +111,18 @@ def test_dict_observations_and_actions_are_dicts_of_arrays_with_numbers_as_colum
         assert observation["image"].dtype == np.uint8
 
 
+def test_a_storage_with_other_names_gets_the_columns_in_order() -> None:
+    class Other(Storage):
+        def add_episode(self, o: Any, a: Any, r: Any, d: Any, n: Any) -> None:  # type: ignore[override]
+            self.episodes.append((o, a, r, d, n))
+
+    learner = learner_of(StepCounter(), MEMORY, CountingEnv(2))
+    learner.policy_storage = Other()
+    ((observations, _, _, _, following),) = episodes(learner)
+    assert observations.tolist() == [[0, 0], [1, 0]]
+    assert following.tolist() == [[1, 0], [2, 0]]
+
+
 # How many, where -----------------------------------------------------------------------------
 
 

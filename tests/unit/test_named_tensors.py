@@ -17,13 +17,7 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlpool import (
-    DictTensor,
-    SpecError,
-    TemporalDictTensor,
-    masked_dicttensor,
-    masked_tensor,
-)
+from rlpool import DictTensor, SpecError, TemporalDictTensor, masked_dicttensor, masked_tensor
 
 LENGTHS = [3, 1, 0, 5]
 T = 5
@@ -71,7 +65,6 @@ def test_constructors_and_copies_take_the_dict_and_share_the_tensors(make: Any) 
         other.set("new", ZERO(4, T))
         assert "new" in other
         assert "new" not in batch
-    assert next(iter(batch.values())) is dict(batch.items())["frame"]
     assert 0 not in batch
     assert not hasattr(batch, "__dict__")
     with pytest.raises(KeyError, match=r"no key 'reward', there are \['frame', 'action'"):
@@ -93,12 +86,9 @@ def test_lengths_and_info_belong_to_the_batch() -> None:
 
 
 def test_without_keys() -> None:
-    for empty in (DictTensor(), DictTensor(None), DictTensor({}), DictTensor.cat([])):
+    for empty in (DictTensor(), DictTensor({}), DictTensor.cat([])):
         assert empty.empty()
-        assert empty.n_elems() == 0
-        assert empty.device() is None
-        assert empty.specs() == {}
-        assert empty.unfold() == []
+        assert (empty.n_elems(), empty.device(), empty.specs(), empty.unfold()) == (0, None, {}, [])
         for rows in (0, slice(0, 2), torch.tensor([5]), torch.ones(3, dtype=torch.bool)):
             assert empty[rows].empty()
     keyless = steps_of().get([])  # there are still rows
@@ -116,36 +106,25 @@ def test_without_keys() -> None:
 def test_what_is_a_view_and_what_a_copy() -> None:
     batch, steps = batch_of(), steps_of()
     row, frame = address(batch["frame"][2]), steps["frame"]
-    views = [(part, row) for part in (batch[2], batch[-2], batch.slice(2), batch[2:], batch[2::2])]
-    views += [(batch.unfold()[2], row), (batch[np.int64(2)], row), (batch[torch.tensor(2)], row)]
-    views += [(part, address(frame[1])) for part in (steps[1], steps.slice(1), steps[1:3])]
-    views += [(steps.unfold()[1], address(frame[1])), (steps.shorten(), address(frame))]
-    views += [(steps.temporal_slice(1, 4), address(frame[0, 1]))]
-    views += [(steps.temporal_index(1), address(frame[0, 1]))]
-    for part, expected in views:
+    second, later = address(frame[1]), address(frame[0, 1])
+    for part, expected in [
+        *((part, row) for part in (batch[-2], batch.slice(2), batch[2::2], batch.unfold()[2])),
+        *((batch[index], row) for index in (2, np.int64(2), torch.tensor(2))),
+        *((part, second) for part in (steps[1], steps.slice(1), steps[1:3], steps.unfold()[1])),
+        *((part, later) for part in (steps.temporal_slice(1, 4), steps.temporal_index(1))),
+        (steps.shorten(), address(frame)),
+    ]:
         assert address(part["frame"]) == expected
-    rows = torch.tensor([0, 1, 2, 3], dtype=torch.int32)
-    copies: list[Any] = [part[rows] for part in (batch, steps)]
-    copies += [part[rows >= 0] for part in (batch, steps)]
-    copies += [part.clone() for part in (batch, steps)]
-    copies += [copy.deepcopy(part) for part in (batch, steps)]
+    rows, full = torch.tensor([0, 1, 2, 3], dtype=torch.int32), steps_of([5, 5])
+    copies: list[Any] = [copied for part in (batch, steps) for copied in (part[rows], part.clone())]
+    copies += [batch[rows >= 0], steps[rows >= 0], copy.deepcopy(batch), copy.deepcopy(steps)]
     copies += [DictTensor.cat([batch]), TemporalDictTensor.cat([steps]), steps.expand(4)]
-    for copied in copies:
-        copied["frame"].zero_()
-        if isinstance(copied, TemporalDictTensor):
-            copied.lengths.zero_()
-            copied.info["task"].zero_()
-    full = steps_of([5, 5])
-    for flat in (full.flatten(), full.temporal_multi_index(full.lengths - 1)):
-        flat["frame"].zero_()
-    packed = {"x": torch.ones(3)}
-    TemporalDictTensor.from_packed(packed, torch.tensor([1, 2]))["x"].zero_()
-    assert torch.equal(batch["frame"], batch_of()["frame"])
-    assert torch.equal(steps["frame"], steps_of()["frame"])
-    assert torch.equal(steps.info["task"], steps_of().info["task"])
-    assert steps.lengths.tolist() == LENGTHS
-    assert full["frame"].all()
-    assert packed["x"].all()
+    copies += [full.flatten(), full.temporal_multi_index(full.lengths - 1)]
+    for leaf in _pytree.tree_leaves(copies):
+        leaf.zero_()
+    for part, unchanged in ((batch, batch_of()), (steps, steps_of()), (full, steps_of([5, 5]))):
+        pairs = zip(_pytree.tree_leaves(part), _pytree.tree_leaves(unchanged), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_copying_rows_keeps_the_storage_and_reads_before_it_writes() -> None:
@@ -155,8 +134,7 @@ def test_copying_rows_keeps_the_storage_and_reads_before_it_writes() -> None:
     assert steps["action"].tolist() == steps_of()["action"].flip(0).tolist()
     assert steps.lengths.tolist() == LENGTHS[::-1]
     assert (address(steps["frame"]), address(steps.lengths)) == before
-    batch, source = batch_of(), batch_of(2)
-    source.set("more", ZERO(2))  # further keys of the source do not matter
+    batch, source = batch_of(), batch_of(2) + DictTensor({"more": ZERO(2)})
     batch.copy_(source, torch.tensor([True, True]), torch.tensor([False, False, True, True]))
     assert batch["action"].tolist() == [0, 1, 0, 1]
     DictTensor().copy_(batch, ONE, ONE)
@@ -198,95 +176,50 @@ def test_scalars_are_accepted_and_have_no_rows() -> None:
 
 X = DictTensor({"x": ZERO(2, 3)})
 XT = TemporalDictTensor({"x": ZERO(2, 3)})
+Y = DictTensor({"x": ZERO(2, 4)})
 
-
-def lengths_are(*lengths: Any, **options: Any) -> Callable[[], Any]:
-    return lambda: TemporalDictTensor({"a": ZERO(2, 3)}, torch.tensor(lengths, **options))
-
-
-def info_is(tensor: Any) -> Callable[[], Any]:
-    return lambda: TemporalDictTensor({"a": ZERO(2, 3)}, None, {"w": tensor})
-
-
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "rows": (
-        lambda: DictTensor({"a": ZERO(2, 5), "b": ZERO(3)}),
-        r"'b' is float32 \[3\], key 'a' is float32 \[2, 5\]",
-    ),
-    "device": (lambda: DictTensor({"a": ZERO(2), "b": META}), r"'b' .* on meta, key 'a'"),
-    "number": (lambda: DictTensor({"a": 1.0}), r"key 'a' is float 1.0"),  # type: ignore[dict-item]
-    "no time": (lambda: TemporalDictTensor({"a": ZERO(2)}), r"'a' is float32 \[2\]"),
-    "int32 lengths": (lengths_are(1, 2, dtype=torch.int32), "are int32"),
-    "few lengths": (lengths_are(1), r"int64 \[1\] for"),
-    "long lengths": (lengths_are(0, 4), "from 0 to 4, T is 3"),
-    "negative lengths": (lengths_are(-1, 3), "from -1 to 3"),
-    "rows of info": (info_is(ZERO(3)), r"info key 'w' is float32 \[3\], lengths are int64 \[2\]"),
-    "packed": (
-        lambda: TemporalDictTensor.from_packed({"x": ZERO(3)}, torch.tensor([1, 1])),
-        "add up to 2",
-    ),
-    "get": (lambda: X.get("x"), r"pass \['x'\]"),
-    "copy keys": (lambda: X.copy_(X.get([]), ONE, ONE), "'x': source has"),
-    "set rows": (lambda: batch_of().set("r", ZERO(5)), "'r' is .* key 'frame' is"),
-    "set steps": (lambda: XT.clone().set("x", ZERO(2, 4)), "'x'"),
-    "set first steps": (lambda: XT.get([]).set("y", ZERO(2, 2)), "from 3 to 3, T is 2"),
-    "cat keys": (lambda: DictTensor.cat([X, X.get([])]), "'x': part 1 has"),
-    "cat shape": (
-        lambda: DictTensor.cat([X, DictTensor({"x": ZERO(2, 4)})]),
-        r"'x' is float32 \[2, 4\] in part 1",
-    ),
-    "cat dtype": (lambda: DictTensor.cat([X, DictTensor({"x": ZERO(2, 3).int()})]), "int32"),
-    "cat of others": (lambda: DictTensor.cat([XT]), "pass a list of DictTensor"),  # type: ignore[list-item]
-    "cat of info": (
-        lambda: TemporalDictTensor.cat([XT, TemporalDictTensor({"x": ZERO(2, 3)}, None, X)]),
-        "'x': the info of part 1",
-    ),
-    "sum": (lambda: X + X, r"both sides have the keys \['x'\]"),
-    "sum of lengths": (
-        lambda: XT + TemporalDictTensor({"y": ZERO(2, 3)}, torch.tensor([3, 1])),
-        "lengths differ",
-    ),
-    "sum of infos": (
-        lambda: (
-            steps_of() + TemporalDictTensor({}, torch.tensor(LENGTHS), {"task": torch.arange(4)})
-        ),
-        "info key 'task' differs",
-    ),
-    "copy of fewer rows": (
-        lambda: X.copy_(X, ONE, torch.tensor([0, 1])),
-        "1 source rows for 2 destination rows",
-    ),
-    "copy by int": (lambda: X.copy_(X, 0, ONE), "use an int64 tensor"),  # type: ignore[arg-type]
-    "copy without info": (
-        lambda: steps_of().copy_(TemporalDictTensor(steps_of(), None), ONE, ONE),
-        "'task': the info of source has",
-    ),
-    "copy of longer ones": (
-        lambda: steps_of().copy_(steps_of([8], 9), ONE, ONE),
-        "a trajectory of 8 steps does not fit into 5",
-    ),
-    "expand": (lambda: XT.expand(1), "cannot expand 2 rows to 1"),
-    "slice of time": (lambda: XT.temporal_slice(1, 4), "steps 1 to 4 are not within 0 to 3"),
-    "step": (lambda: XT.temporal_index(-1), "step -1 is not within 0 to 2"),
-    "steps": (lambda: XT.temporal_multi_index(torch.tensor([0, 3])), "step 3 is not within"),
-    "too few steps": (lambda: XT.temporal_multi_index(ONE), r"use an int64 \[2\]"),
-    "flat keys": (
-        lambda: TemporalDictTensor({"x": ZERO(2, 3)}, None, X).flatten(with_info=True),
-        "both sides",
-    ),
-    "masked shape": (lambda: masked_tensor(ZERO(2, 3), ZERO(2, 1), torch.ones(2)), "'tensor'"),
-    "masked keys": (lambda: masked_dicttensor(X, X.get([]), torch.ones(2)), "'x': the second has"),
-    "mask rows": (lambda: masked_tensor(ZERO(2), ZERO(2), torch.ones(1)), "the mask is"),
-    "mask numbers": (lambda: masked_tensor(ZERO(2), ZERO(2), torch.tensor([2, 1])), "other than 0"),
-    "mask list": (lambda: masked_tensor(ZERO(2), ZERO(2), [True, False]), "the mask is list"),  # type: ignore[arg-type]
+# Expressions, and what the error of each says.
+REFUSED = {
+    "DictTensor({'a': ZERO(2, 5), 'b': ZERO(3)})": r"'b' is float32 \[3\], key 'a' is float32 \[2",
+    "DictTensor({'a': ZERO(2), 'b': META})": "'b' .* on meta, key 'a'",
+    "TemporalDictTensor({'a': ZERO(2)})": r"'a' is float32 \[2\]",
+    "TemporalDictTensor(X, torch.tensor([1, 2], dtype=torch.int32))": "are int32",
+    "TemporalDictTensor(X, torch.tensor([1]))": r"'lengths' is int64 \[1\]",
+    "TemporalDictTensor(X, torch.tensor([0, 4]))": "from 0 to 4, T is 3",
+    "TemporalDictTensor(X, torch.tensor([-1, 3]))": "from -1 to 3",
+    "TemporalDictTensor(X, None, {'w': ZERO(3)})": r"'info/w' is float32 \[3\]",
+    "TemporalDictTensor.from_packed({'x': ZERO(3)}, torch.tensor([1, 1]))": "add up to 2",
+    "X.get('x')": r"pass a list: \['x'\]",
+    "X.set('r', ZERO(5))": "'r' is .* key 'x' is",
+    "XT.set('x', ZERO(2, 4))": "'x'",
+    "XT.get([]).set('y', ZERO(2, 2))": "from 3 to 3, T is 2",
+    "DictTensor.cat([X, X.get([])])": "part 1 has the keys",
+    "DictTensor.cat([X, Y])": r"'x' is float32 \[2, 4\] in part 1",
+    "DictTensor.cat([X, DictTensor({'x': ZERO(2, 3).int()})])": "int32",
+    "TemporalDictTensor.cat([XT, TemporalDictTensor(X, None, X)])": "the info of part 1 has",
+    "X + X": r"both sides have the keys \['x'\]",
+    "XT + TemporalDictTensor({'y': ZERO(2, 3)}, torch.tensor([3, 1]))": "lengths differ",
+    "TemporalDictTensor({}, XT.lengths, X) + TemporalDictTensor({}, XT.lengths, Y)": "info key 'x'",
+    "X.copy_(X.get([]), ONE, ONE)": "source has the keys",
+    "X.copy_(X, ONE, torch.tensor([0, 1]))": "1 source rows for 2 destination rows",
+    "steps_of().copy_(TemporalDictTensor(steps_of(), None), ONE, ONE)": "the info of source has",
+    "steps_of().copy_(steps_of([8], 9), ONE, ONE)": "a trajectory of 8 steps does not fit into 5",
+    "XT.expand(1)": "n_elems should be an int of at least 2",
+    "XT.temporal_slice(1, 4)": "steps 1 to 4 are not",
+    "XT.temporal_index(-1)": "step should be an int of at least 0",
+    "XT.temporal_multi_index(torch.tensor([0, 3]))": "step 3 of 3 steps",
+    "XT.temporal_multi_index(ONE)": r"use an int64 \[2\]",
+    "masked_tensor(ZERO(2, 3), ZERO(2, 1), torch.ones(2))": "'tensor'",
+    "masked_tensor(ZERO(2), ZERO(2), torch.ones(1))": "the mask is",
+    "masked_tensor(ZERO(2), ZERO(2), torch.tensor([2, 1]))": "other than 0",
+    "masked_dicttensor(X, X.get([]), torch.ones(2))": "the second has",
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused_by_name(case: str) -> None:
-    call, message = REFUSED[case]
-    with pytest.raises(SpecError, match=message):
-        call()
+@pytest.mark.parametrize("expression", REFUSED)
+def test_unsuitable_arguments_are_refused_by_name(expression: str) -> None:
+    with pytest.raises(SpecError, match=REFUSED[expression]):
+        eval(expression)
     assert list(X) == list(XT) == ["x"]
     assert X["x"].shape == XT["x"].shape == (2, 3)
 
@@ -379,8 +312,6 @@ def test_to_moves_everything_or_is_the_same_object(make: Any) -> None:
     assert all(leaf.is_meta for leaf in _pytree.tree_leaves(moved))
     assert moved.specs() == batch.specs()
     assert steps_of().get([]).to("meta").lengths.is_meta
-    with pytest.raises(SpecError, match="cannot move to the device 'nowhere'"):
-        batch.to("nowhere")
 
 
 # Pickles, pytrees, printing -----------------------------------------------------------------------
@@ -412,7 +343,6 @@ def test_pickles_keep_gradients_rows_and_what_tree_map_made() -> None:
     weights = ZERO(10, requires_grad=True)
     assert pickle.loads(pickle.dumps(DictTensor({"w": weights[:2]})))["w"].requires_grad
     assert pickle.loads(pickle.dumps(batch_of()[3]))["frame"].tolist() == [3, 3, 3]
-    assert pickle.loads(pickle.dumps(DictTensor())).empty()
     shapes = _pytree.tree_map(lambda tensor: tensor.ndim, batch_of())
     assert "int" in repr(shapes)
     assert dict(pickle.loads(pickle.dumps(shapes))) == {"frame": 2, "action": 1, "is_new": 1}
@@ -437,13 +367,12 @@ def test_both_are_pytrees() -> None:
 def test_printing_shows_key_shape_and_dtype() -> None:
     assert repr(steps_of()).splitlines() == [
         "TemporalDictTensor",
-        "  key        shape      dtype",
-        "  frame      [4, 5, 2]  float32",
-        "  action     [4, 5]     int64",
-        "  lengths    [4]        int64",
-        "  info/task  [4]        int64",
+        "  frame      float32 [4, 5, 2]",
+        "  action     int64 [4, 5]",
+        "  lengths    int64 [4]",
+        "  info/task  int64 [4]",
     ]
-    assert repr(batch_of()).splitlines()[3] == "  action  [4]     int64"
+    assert repr(batch_of()).splitlines()[2] == "  action  int64 [4]"
     assert repr(DictTensor()) == "DictTensor(empty)"
 
 
@@ -478,12 +407,11 @@ class CountingOps(TorchDispatchMode):
     "method",
     [
         lambda batch: (batch.mask(), batch.full(), batch.shorten(), batch.expand(100)),
-        lambda batch: (batch.flatten(with_info=True), batch[batch.lengths > 2]),
+        lambda batch: TemporalDictTensor.from_packed(batch.flatten(), batch.lengths),
         lambda batch: (batch.temporal_slice(1, 3), batch.masked_temporal_index(1)),
         lambda batch: batch.temporal_multi_index(batch.lengths - 1),
         lambda batch: TemporalDictTensor.cat([batch, batch.shorten()]),
         lambda batch: batch.copy_(batch, batch.lengths > 2, batch.lengths > 2),
-        lambda batch: TemporalDictTensor.from_packed(batch.flatten(), batch.lengths),
     ],
 )
 def test_cost_is_in_tensor_operations_whatever_the_size(method: Callable[[Any], Any]) -> None:

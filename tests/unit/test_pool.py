@@ -352,7 +352,7 @@ def test_trajectories_that_do_not_fit_are_refused_and_nothing_is_lost(
 
 def test_keys_and_sub_pools_that_are_not_there_are_named() -> None:
     pool = filled()
-    for keys, name in (["frame", "nothing_like_it"], "nothing_like_it"), ("frame", "is the string"):
+    for keys, name in (["frame", "nothing_like_it"], "nothing_like_it"), ("frame", "keys is str"):
         with pytest.raises(SpecError, match=name):
             pool.transitions(keys)
     for index in (1, -1, 0.0, True, [0]):

@@ -1,18 +1,25 @@
-"""Memory: zeroed, aligned, anonymous, limited."""
+"""Memory: its kinds, arrays carved out of it, and how it gets to other processes."""
 
 from __future__ import annotations
 
+import errno
 import gc
+import multiprocessing
 import os
+import pickle
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from rlpool.errors import SpecError
-from rlpool.memory.storage import PAGE_BYTES, Memory, batch_array, carve, carved_bytes
+from rlpool.errors import SpecError, UsageError
+from rlpool.machine.limits import machine_bytes
+from rlpool.memory import descriptors
+from rlpool.memory.storage import PAGE_BYTES, Memory, allocate, batch_array, carve, carved_bytes
 from rlpool.specs import TensorSpec
 
 SPECS = {
@@ -23,66 +30,61 @@ SPECS = {
 }
 
 
+def open_descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def drop_kept() -> None:
+    """Close what waits for a receiver: tests send without anybody to receive."""
+    gc.collect()
+    while descriptors._kept:
+        descriptors._kept.pop().close()
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_left() -> Iterator[None]:
+    drop_kept()
+    before = open_descriptors()
+    yield
+    drop_kept()
+    assert open_descriptors() == before
+
+
 def address(array: np.ndarray) -> int:  # type: ignore[type-arg]
     return int(array.__array_interface__["data"][0])
 
 
-def descriptors() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
+# Arrays in a block --------------------------------------------------------------------------------
 
 
-def test_carved_arrays_share_no_page() -> None:
+def test_carved_arrays_have_the_shapes_of_their_specs_and_share_no_page() -> None:
     n_bytes = carved_bytes(SPECS, 7)
-    root = Memory.shared(sum(n_bytes.values())).root()
-    start = address(root)
-    pages: list[set[int]] = []
-    for array in carve(root, SPECS, 7).values():
-        first = address(array) - start
-        if array.nbytes:
-            assert first % PAGE_BYTES == 0
-            pages.append(
-                set(range(first // PAGE_BYTES, (first + array.nbytes - 1) // PAGE_BYTES + 1))
-            )
-    assert sum(map(len, pages)) == len(set().union(*pages))
-    assert all(size % PAGE_BYTES == 0 and size > 0 for size in n_bytes.values())
-
-
-def test_carved_arrays_are_views_of_the_shapes_and_dtypes_of_their_specs() -> None:
-    root = Memory.local(sum(carved_bytes(SPECS, 7).values())).root()
+    root = Memory.local(sum(n_bytes.values())).root()
     arrays = carve(root, SPECS, 7)
-    assert list(arrays) == list(SPECS)
+    pages: list[int] = []
     for key, spec in SPECS.items():
-        assert arrays[key].shape == (7, *spec.shape)
-        assert arrays[key].dtype == spec.dtype
+        assert (arrays[key].shape, arrays[key].dtype) == ((7, *spec.shape), spec.dtype)
+        first = address(arrays[key]) - address(root)
+        assert first % PAGE_BYTES == 0
+        pages += range(first // PAGE_BYTES, -(-(first + arrays[key].nbytes) // PAGE_BYTES))
+    assert len(pages) == len(set(pages))
+    assert all(size % PAGE_BYTES == 0 and size > 0 for size in n_bytes.values())
     arrays["pose"][:] = 1.0
     assert root.any()
-    assert not arrays["flag"].any()
     assert not arrays["frame"].any()
 
 
-def test_attached_memory_is_the_same_memory_unless_it_is_private() -> None:
-    before, in_shm = descriptors(), set(os.listdir("/dev/shm"))
-    memory = Memory.shared(100)
-    other = Memory.attach(os.dup(memory.fd), 100)
-    private = Memory.attach(os.dup(memory.fd), 100, private=True)
-    memory.root()[5] = 9
-    other.root()[6] = 8
-    assert private.root()[5:7].tolist() == other.root()[5:7].tolist() == [9, 8]
-    private.root()[:] = 2
-    assert memory.root()[4:7].tolist() == [0, 9, 8]
-    memory.close_fd()
-    memory.close_fd()
-    assert descriptors() == before  # mappings keep none
-    assert set(os.listdir("/dev/shm")) == in_shm
-    root = memory.root()
-    del memory
-    gc.collect()
-    assert torch.from_numpy(root)[6] == 8
+@pytest.mark.parametrize("n_lanes", [1, 17])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_batch_arrays_are_zero_and_aligned_as_tensors_are(spec: TensorSpec, n_lanes: int) -> None:
+    array = batch_array(spec, n_lanes)
+    assert (array.shape, array.dtype) == ((n_lanes, *spec.shape), spec.dtype)
+    assert not array.any()
+    assert address(array) % 64 == 0 or not array.size
 
 
 def test_a_root_is_gone_when_its_last_user_is_gone() -> None:
-    memory = Memory.local(sum(carved_bytes(SPECS, 2).values()))
-    root = memory.root()
+    root = Memory.local(sum(carved_bytes(SPECS, 2).values())).root()
     reference = weakref.ref(root)
     tensor = torch.from_numpy(carve(root, SPECS, 2)["frame"])[1, 3:5]
     del root
@@ -93,11 +95,40 @@ def test_a_root_is_gone_when_its_last_user_is_gone() -> None:
     assert reference() is None
 
 
-@pytest.mark.parametrize("memory", [Memory.local(10), Memory.shared(10)], ids=["local", "closed"])
-def test_memory_without_a_descriptor_says_so(memory: Memory) -> None:
+# Kinds --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("disk", 10, None), r"'disk'(.|\n)*\"local\", \"shared\", \"memmap\""),
+        (("local", machine_bytes() + 1, None), "in all"),
+        (("shared", 10, "/tmp"), "directory"),
+        (("memmap", 10, "/nowhere"), r"nowhere.*ENOENT"),
+        (("memmap", 1 << 62, None), "EFBIG"),
+    ],
+)
+def test_memory_that_is_not_available_is_refused_with_the_reason(arguments: Any, text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        allocate(*arguments[:2], directory=arguments[2])
+
+
+def test_attached_memory_is_the_same_memory_unless_it_is_private() -> None:
+    before, in_shm = open_descriptors(), set(os.listdir("/dev/shm"))
+    memory = Memory.shared(100)
+    other = Memory.attach(os.dup(memory.fd), 100)
+    private = Memory.attach(os.dup(memory.fd), 100, private=True)
+    memory.root()[5] = 9
+    other.root()[6] = 8
+    assert private.root()[5:7].tolist() == other.root()[5:7].tolist() == [9, 8]
+    private.root()[:] = 2
+    assert memory.root()[4:7].tolist() == [0, 9, 8]
     memory.close_fd()
-    with pytest.raises(SpecError, match="descriptor"):
-        _ = memory.fd
+    memory.close_fd()
+    assert (open_descriptors(), set(os.listdir("/dev/shm"))) == (before, in_shm)
+    for without_descriptor in (memory, Memory.local(10)):
+        with pytest.raises(SpecError, match="descriptor"):
+            _ = without_descriptor.fd
 
 
 def test_untouched_shared_memory_costs_nothing() -> None:
@@ -112,11 +143,83 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("n_lanes", [1, 3, 17])
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_batch_arrays_are_zero_and_aligned_as_tensors_are(spec: TensorSpec, n_lanes: int) -> None:
-    array = batch_array(spec, n_lanes)
-    assert array.shape == (n_lanes, *spec.shape)
-    assert array.dtype == spec.dtype
-    assert not array.any()
-    assert address(array) % 64 == 0 or not array.size
+def test_a_memmap_is_sparse_leaves_no_file_and_can_be_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_full(fd: int, start: int, n_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    memory = allocate("memmap", 1 << 20, directory=tmp_path)
+    assert os.stat(memory.fd).st_dev == os.stat(tmp_path).st_dev
+    memory.root()[:10] = 5
+    assert os.fstat(memory.fd).st_blocks * 512 < 1 << 17
+    assert list(tmp_path.iterdir()) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", is_full)
+        with pytest.raises(SpecError, match="ENOSPC"):
+            memory.reserve(0, 1 << 20)
+    memory.reserve(0, 1 << 20)
+    assert os.fstat(memory.fd).st_blocks * 512 >= 1 << 20
+    assert memory.root().sum() == 50
+
+
+# Sending ------------------------------------------------------------------------------------------
+
+
+def _write(memory: Memory, sent: bytes) -> None:
+    memory.close_fd()  # else the forked child would know the memory already
+    pickle.loads(sent).root()[5] += 1
+
+
+@pytest.mark.promise("I5")
+@pytest.mark.parametrize("kind", ["shared", "memmap"])
+def test_one_pickle_is_received_any_number_of_times_and_costs_no_descriptor(kind: str) -> None:
+    memory = allocate(kind, 100)
+    before = open_descriptors()
+    sent = pickle.dumps(memory)
+    for _ in range(1000):
+        assert len(pickle.dumps(memory)) < 300
+    for _ in range(2):
+        assert pickle.loads(sent) is memory  # in the same process
+    for _ in range(2):
+        process = multiprocessing.get_context("fork").Process(target=_write, args=(memory, sent))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0
+        process.close()
+    assert memory.root()[5] == 2
+    assert open_descriptors() == before
+
+
+def test_memory_on_its_way_is_kept_until_it_arrives_within_bounds() -> None:
+    memory = allocate("shared", 100)
+    memory.root()[:] = 7
+    sent = pickle.dumps(memory)
+    before = open_descriptors()
+    del memory
+    gc.collect()
+    assert open_descriptors() == before
+    assert (pickle.loads(sent).root() == 7).all()
+    descriptors.let_go_of_received()
+    assert not descriptors._kept
+    for _ in range(3 * descriptors.MAX_KEPT):
+        pickle.dumps(allocate("shared", 100))
+    assert len(descriptors._kept) <= descriptors.MAX_KEPT + 1
+
+
+@pytest.mark.promise("I7")
+@pytest.mark.parametrize("opened", ["nothing", "a pipe", "other memory"])
+def test_another_file_with_the_same_descriptor_is_not_taken_for_the_memory(opened: str) -> None:
+    memory = allocate("memmap", 100)
+    sent, fd = pickle.dumps(memory), memory.fd
+    memory.close_fd()
+    another = allocate("memmap", 100)
+    source = {"a pipe": os.pipe, "other memory": lambda: (os.dup(another.fd),)}
+    ends = source.get(opened, tuple)()
+    if ends and str(fd) not in open_descriptors():
+        os.dup2(ends[0], fd)
+        ends = (*ends, fd)
+    with pytest.raises(UsageError, match="is gone"):
+        pickle.loads(sent)
+    for end in ends:
+        os.close(end)

@@ -1,13 +1,13 @@
-"""Open files that travel to other processes: what a pickle of shared memory carries.
+"""Descriptors of shared memory that travel to other processes in pickles.
 
-A pickle names the sender and its descriptor, and whoever unpickles it opens the file by way of
-``/proc``: no thread, no server and no further descriptor per pickle in the sender, and one pickle
-can be opened any number of times.
+A pickle names the sending process and its descriptor, and the receiver opens the file through
+``/proc``. This needs no server, no thread and no further descriptor per pickle, and a pickle can be
+received any number of times.
 
-A page after the contents of the file holds a random name, by which a receiver knows that it opened
-the right file, and one byte per pickle, which the receiver sets. A descriptor that is dropped while
-a pickle is on its way is kept until that byte is set, so that what was put into a queue arrives
-although the sender went on. At most ``MAX_KEPT`` are kept.
+A page after the contents of the file holds a random name, by which a receiver recognises the file,
+and one byte per pickle, which the receiver sets. A descriptor that is dropped while a pickle is on
+its way is kept until that byte is set, so that what was put into a queue arrives even if the sender
+drops it. At most ``MAX_KEPT`` descriptors are kept.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from typing import NamedTuple
 from rlpool.errors import UsageError
 
 NAME_BYTES = 16
-"""Length of the random name: no two files ever get the same."""
+"""Length of the random name."""
 
 N_TICKETS = 4096 - NAME_BYTES
-"""Pickles that can be told apart: their bytes share a page with the name."""
+"""Pickles that are told apart: their bytes share a page with the name."""
 
 MAX_KEPT = 32
-"""Dropped descriptors that are kept for pickles on their way; a descriptor keeps its memory."""
+"""Dropped descriptors, and with them their memory, that are kept for pickles on their way."""
 
 
 class Descriptor:
-    """Owner of the descriptor of an anonymous file; closes it when it is dropped.
+    """The descriptor of an anonymous file; closes it when it is dropped.
 
     Args:
         fd: The descriptor.
-        page: Where in the file the page with the name starts.
-        name: The name of a file that was received; a new file gets one.
+        page: Offset in the file of the page with the name.
+        name: The name of a received file; a new file gets one.
 
     Attributes:
         fd: The descriptor; -1 once closed.
@@ -54,9 +54,9 @@ class Descriptor:
         let_go_of_received()
 
     def ticket(self) -> Ticket:
-        """What one pickle carries; the descriptor has to be open."""
+        """What a pickle carries; the descriptor has to be open."""
         let_go_of_received()
-        # Different numbers in processes that send the same file.
+        # Processes that send the same file begin with different numbers.
         number = (next(_numbers) + os.getpid() * 61) % N_TICKETS
         self._mark(number, b"\0")
         self._sent.add(number)
@@ -75,11 +75,11 @@ class Descriptor:
         return any(not marks[number] for number in self._sent)
 
     def recall(self) -> None:
-        """Forget tickets on their way: nothing is kept for them."""
+        """Keep nothing for tickets on their way."""
         self._sent.clear()
 
     def close(self) -> None:
-        """Close the descriptor; tickets on their way become worthless."""
+        """Close the descriptor; tickets on their way become invalid."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -98,9 +98,9 @@ class Ticket(NamedTuple):
     Attributes:
         pid: The sender.
         fd: Its descriptor.
-        page: Where the page with the name starts.
+        page: Offset in the file of the page with the name.
         name: Name of the file.
-        number: Which byte says that the ticket arrived.
+        number: Of the byte that says that the ticket arrived.
     """
 
     pid: int
@@ -113,21 +113,21 @@ class Ticket(NamedTuple):
         """Open the file in this process.
 
         Raises:
-            UsageError: If the sender does not have it any more.
+            UsageError: If the sender no longer has it.
         """
         path = f"/proc/{self.pid}/fd/{self.fd}"
         try:
-            # Opening anything else, a pipe for one, could block or have effects.
+            # Opening anything else, such as a pipe, could block or have side effects.
             if not stat.S_ISREG(os.stat(path).st_mode):
                 raise FileNotFoundError(f"{path} is another file")
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             if os.pread(fd, NAME_BYTES, self.page) != self.name:
                 os.close(fd)
-                raise FileNotFoundError(f"{path} has another meaning now")
+                raise FileNotFoundError(f"{path} is another file")
         except OSError as error:
             raise UsageError(
                 f"the memory that process {self.pid} sent is gone ({error})",
-                fix="keep the array and its process alive until it was received",
+                fix="keep the array and its process alive until it is received",
             ) from error
         descriptor = Descriptor(fd, self.page, self.name)
         descriptor.confirm(self)
@@ -138,10 +138,10 @@ def let_go_of_received() -> None:
     """Close kept descriptors whose tickets arrived, and the oldest beyond ``MAX_KEPT``."""
     for _ in range(len(_kept)):
         try:
-            kept = _kept.popleft()  # nobody else has it from here on: no lock is needed
+            kept = _kept.popleft()  # no other thread can take it now, so no lock is needed
         except IndexError:
             return
-        # Called while objects are dropped: somebody may have closed all descriptors before.
+        # Runs while objects are dropped: at exit, all descriptors may already be closed.
         with contextlib.suppress(OSError):
             if len(_kept) < MAX_KEPT and kept.is_awaited():
                 _kept.append(kept)

@@ -1,8 +1,8 @@
-"""Changes of shared memory that others see as a whole or not at all.
+"""Changes of shared memory that readers see completely or not at all: a sequence lock.
 
-Whoever changes something counts it: the version is odd meanwhile. A reader looks without asking,
-and looks again if the version has changed. If that goes on, it takes the lock that is held during
-changes. The lock is the kernel's: it is free again when its owner dies.
+A version number in the memory is odd while a process changes it. A reader copies without locking,
+and again if the version has changed meanwhile. After some attempts it takes the file lock that
+writers hold. The kernel releases this lock when its owner dies.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-_N_OPTIMISTIC = 8  # reads before the lock is taken; a read takes microseconds, a change too
+_N_OPTIMISTIC = 8  # attempts before a reader takes the lock; both sides take microseconds
 
 _T = TypeVar("_T")
 
 
-class Version:
-    """Lets one process at a time change some memory, and others read it between the changes.
+class SequenceLock:
+    """Lets one process at a time change shared memory, while others read it.
 
     Args:
-        cell: One int64 of the memory, for the version.
-        fd: Descriptor of the memory, which has to stay open; ``None`` if no other process sees the
-            memory and nothing has to be done.
+        cell: An int64 of the memory, for the version.
+        fd: Descriptor of the memory, which has to stay open; ``None`` for memory that no other
+            process sees, which is not locked.
     """
 
     def __init__(self, cell: memoryview, fd: int | None) -> None:
@@ -32,19 +32,19 @@ class Version:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Change the memory within this; waits while another process does."""
+        """Change the memory in this context; waits while another process does."""
         if self._fd is None:
             yield
             return
         with _locked(self._fd):
-            self._cell[0] |= 1  # odd already if somebody died during a change
+            self._cell[0] |= 1  # odd already if a process died during a change
             try:
                 yield
             finally:
                 self._cell[0] += 1
 
     def read(self, look: Callable[[], _T]) -> _T:
-        """The result of ``look``, during which the memory did not change; may call it again."""
+        """Call ``look`` until the memory does not change meanwhile; returns its result."""
         if self._fd is None:
             return look()
         for _ in range(_N_OPTIMISTIC):

@@ -1,0 +1,313 @@
+"""Which elements of its memory an array shows, and what an index of that view means.
+
+Indices of the first dimension, the time, count from the start of the view and reach every row of
+the memory: -1 is the row before the first. In all other dimensions they mean what they mean to
+NumPy.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from rlpool.errors import compose
+
+Values: TypeAlias = np.ndarray[Any, Any]
+
+# The index of one dimension. Masks have become index arrays.
+Part: TypeAlias = "int | slice | Values"
+
+EVERYTHING = slice(None)
+
+
+@dataclass(slots=True)
+class View:
+    """The places that a view shows in each dimension of the memory.
+
+    Index arrays and masks turn the leading dimensions, as far as they reach, into index arrays that
+    NumPy broadcasts; the time stays a range until they select rows.
+
+    Attributes:
+        sizes: Shape of the memory.
+        dims: For each of its dimensions one place, a range of places, or an index array.
+        axes: For each dimension of the index arrays the (first) one of the memory that it is from.
+            Where the time is a range, they have size 1 in its dimension.
+        sent: The same as ``dims``, with large index arrays in shared memory, once it was sent.
+    """
+
+    sizes: tuple[int, ...]
+    dims: tuple[Any, ...]
+    axes: tuple[int, ...] = ()
+    sent: tuple[Any, ...] = ()
+
+    @property
+    def arrays(self) -> dict[int, Values]:
+        """The index arrays, by dimension of the memory."""
+        return {n: dim for n, dim in enumerate(self.dims) if isinstance(dim, np.ndarray)}
+
+    @property
+    def origins(self) -> list[int]:
+        """For each dimension of the view the first one of the memory that it is from."""
+        if not self.axes:
+            return [number for number, dim in enumerate(self.dims) if type(dim) is range]
+        tail = range(max(self.arrays) + 1, len(self.dims))
+        return [*self.axes, *(number for number in tail if type(self.dims[number]) is range)]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the view."""
+        if not self.axes:
+            return tuple([len(dim) for dim in self.dims if type(dim) is range])
+        selected = np.broadcast_shapes(*(array.shape for array in self.arrays.values()))
+        shape = [*selected, *(len(self.dims[n]) for n in self.origins[len(self.axes) :])]
+        if type(self.dims[0]) is range:
+            shape[self.axes.index(0)] = len(self.dims[0])
+        return tuple(shape)
+
+    def index(self, key: Any) -> View:
+        """What an indexed view shows.
+
+        Raises:
+            IndexError: If the key is no index, or leaves the memory.
+        """
+        if not self.axes and (element := self._at_ints(key if type(key) is tuple else (key,))):
+            return element
+        parts = read_key(key, self.shape)
+        if self.axes or any(isinstance(part, np.ndarray) for part in parts):
+            return self._gathered(parts)
+        return View(self.sizes, self._selected(self.origins, parts))
+
+    def _at_ints(self, key: tuple[Any, ...]) -> View | None:
+        """Indexed with ints that exist, as at every time step; ``None`` for anything else."""
+        dims = [*self.dims]
+        number = -1
+        for entry in key:
+            number += 1
+            while number < len(dims) and type(dims[number]) is int:
+                number += 1
+            if number == len(dims) or type(entry) is not int:
+                return None
+            dim = dims[number]
+            place = dim.start + dim.step * (entry if entry >= 0 or not number else entry + len(dim))
+            if not 0 <= place < self.sizes[number] or (number and place not in dim):
+                return None
+            dims[number] = place
+        return View(self.sizes, tuple(dims))
+
+    def _selected(self, origins: list[int], parts: list[Part]) -> tuple[Any, ...]:
+        """All places after ints and slices selected some of these dimensions."""
+        dims = [*self.dims]
+        for number, part in zip(origins, parts, strict=True):
+            if number:
+                dims[number] = dims[number][part]
+            else:
+                dims[0] = _rows(dims[0], self.sizes[0], part)
+        return tuple(dims)
+
+    def _gathered(self, parts: list[Any]) -> View:
+        """What a view shows that is, or was, indexed with arrays; NumPy indexes their places."""
+        origins, n_axes = self.origins, len(self.axes)
+        with_arrays = [at + 1 for at, part in enumerate(parts) if isinstance(part, np.ndarray)]
+        n_leading = max([n_axes, *with_arrays])
+        dims = [*self._selected(origins[n_leading:], parts[n_leading:])]
+        leading, parts = origins[:n_leading], parts[:n_leading]
+        sources = {
+            number: array.reshape(array.shape + (1,) * (n_leading - n_axes))
+            for number, array in self.arrays.items()
+        }
+        for at, number in enumerate(leading):
+            if not number:
+                rows, parts[at] = self._rows_and_part(at, parts[at])
+                dims[0] = rows
+                if isinstance(rows, np.ndarray):
+                    sources.setdefault(0, _along(at, rows, n_leading))
+            elif at >= n_axes:
+                sources[number] = _along(at, np.array(dims[number], np.int64), n_leading)
+        places = [array[tuple(parts)] for array in np.broadcast_arrays(*sources.values())]
+        axes = _axes_after(leading, parts, places[0].ndim)
+        for number, place in zip(sources, places, strict=True):
+            dims[number] = place if axes else int(place)  # nothing more to select
+        return View(self.sizes, tuple(dims), tuple(axes))
+
+    def _rows_and_part(self, at: int, part: Part) -> tuple[Any, Part]:
+        """Rows that an index of the time means, and which of them NumPy has to select."""
+        rows = self.dims[0]
+        if type(rows) is range:
+            found = _rows(rows, self.sizes[0], part)
+            if type(found) is range:
+                return found, EVERYTHING  # the index arrays are the same for every row
+            numbers = np.array(found)
+            which = np.arange(numbers.size).reshape(numbers.shape) if numbers.ndim else 0
+            return numbers.ravel(), which
+        n_visible = self.shape[at]
+        found = _rows(range(n_visible), n_visible, part)
+        return rows, _as_index(found) if isinstance(found, range) else found
+
+    def shifted(self, n_steps: int) -> View:
+        """The same rows some time steps later.
+
+        Raises:
+            IndexError: If the memory has no such rows.
+        """
+        rows = self.dims[0]
+        if type(rows) is range:
+            later: Any = range(rows.start + n_steps, rows.stop + n_steps, rows.step)
+            ends = [*later[:1], *later[-1:]]
+        else:
+            later = rows + n_steps
+            ends = [np.min(later), np.max(later)] if np.size(later) else []
+        if ends and not 0 <= min(ends) <= max(ends) < self.sizes[0]:
+            raise IndexError(
+                compose(
+                    f"some rows have no row one time step {'later' if n_steps > 0 else 'earlier'}",
+                    fix="give the array padding, or ask for the neighbours of fewer rows",
+                )
+            )
+        return View(self.sizes, (later, *self.dims[1:]), self.axes)
+
+    def place(self, values: Values) -> tuple[Values, Any]:
+        """A NumPy view of the memory, and the index that gives the elements of it."""
+        if not self.axes:
+            key: list[Any] = [_as_index(dim) if type(dim) is range else dim for dim in self.dims]
+            key.append(...)  # with an ellipsis, a single element is a view as well
+            return values[tuple(key)], ...
+        dims, arrays = [*self.dims], tuple(self.arrays.values())
+        if type(dims[0]) is range:
+            rows = _along(self.axes.index(0), np.array(dims[0], np.int64), len(self.axes))
+            dims[0], arrays = rows, (rows, *arrays)
+        return values[tuple(map(_as_index, dims))], arrays
+
+
+def _along(axis: int, numbers: Values, n_dims: int) -> Values:
+    """Numbers that lie along one of some dimensions."""
+    return numbers.reshape([-1 if axis == other else 1 for other in range(n_dims)])
+
+
+def _as_index(dim: Any) -> Any:
+    """Places in one dimension as an int or a slice; all of them for index arrays."""
+    if type(dim) is range:
+        return slice(dim.start, dim.stop if dim.stop >= 0 else None, dim.step) if dim else slice(0)
+    return EVERYTHING if isinstance(dim, np.ndarray) else dim
+
+
+def _axes_after(axes: list[int], parts: list[Part], n_dims: int) -> list[int]:
+    """Which dimension of the memory each of the dimensions is from that an index leaves."""
+    selecting = [axis for axis, part in enumerate(parts) if not isinstance(part, slice)]
+    arrays = [axis for axis in selecting if isinstance(parts[axis], np.ndarray)]
+    after = [number for axis, number in enumerate(axes) if axis not in selecting]
+    if arrays:
+        # As in NumPy, what arrays select comes first unless all of them stand together.
+        is_together = selecting[-1] - selecting[0] + 1 == len(selecting)
+        at = selecting[0] if is_together else 0
+        after[at:at] = [min(axes[axis] for axis in arrays)] * (n_dims - len(after))
+    return after
+
+
+def _rows(dim: range, n_rows: int, part: Part) -> int | range | Values:
+    """Rows that a part means: ints and arrays checked, slices clamped to the rows that exist.
+
+    Args:
+        dim: The rows that a view shows.
+        n_rows: Rows that exist.
+        part: Counts from the start of the view.
+    """
+    lowest, highest = sorted((-dim.start / dim.step, (n_rows - 1 - dim.start) / dim.step))
+    low, high = math.ceil(lowest), math.floor(highest) + 1
+    if not isinstance(part, slice):
+        rows = [part] if isinstance(part, int) else [part.min(), part.max()] if part.size else []
+        outside = [row for row in rows if not low <= row < high]
+        if outside:
+            exist = f"rows {low} to {high - 1} exist" if low < high else "no row exists"
+            raise IndexError(
+                compose(
+                    f"row {outside[0]} is outside of the array: counted from its start, {exist}",
+                    fix=f"{len(dim)} rows are visible; padding or a larger full_size give more",
+                )
+            )
+        return dim.start + dim.step * part
+    step = 1 if part.step is None else part.step
+    first, last = 0, len(dim)
+    if step < 0:
+        low, high, first, last = low - 1, high - 1, last - 1, -1
+    start, stop = (
+        min(max(default if bound is None else bound, low), high)
+        for bound, default in ((part.start, first), (part.stop, last))
+    )
+    return range(dim.start + dim.step * start, dim.start + dim.step * stop, dim.step * step)
+
+
+# What users write between brackets --------------------------------------------------------------
+
+
+def read_key(key: Any, shape: tuple[int, ...]) -> list[Part]:
+    """One part for each dimension of a view.
+
+    Raises:
+        IndexError: If the key is no index for it.
+    """
+    entries = [_entry(entry) for entry in (key if isinstance(key, tuple) else (key,))]
+    if not shape and isinstance(key, slice) and key == EVERYTHING:
+        return []  # [:] is all, of an element too
+    ellipses = [at for at, entry in enumerate(entries) if entry is Ellipsis]
+    if len(ellipses) > 1:
+        raise IndexError("an index can have only one ellipsis ('...')")
+    n_indexed = sum(entry.ndim if _is_mask(entry) else 1 for entry in entries) - len(ellipses)
+    if n_indexed > len(shape):
+        raise IndexError(
+            f"too many indices: the array has {len(shape)} dimensions, {n_indexed} were indexed"
+        )
+    at = ellipses[0] if ellipses else len(entries)
+    entries[at : at + 1] = [EVERYTHING] * (len(shape) - n_indexed)
+    parts: list[Part] = []
+    for entry in entries:
+        if not _is_mask(entry):
+            parts.append(entry)
+            continue
+        sizes = shape[len(parts) : len(parts) + entry.ndim]
+        if entry.shape != sizes:
+            raise IndexError(f"a mask of shape {entry.shape} cannot select from shape {sizes}")
+        parts.extend(entry.nonzero())
+    return parts
+
+
+def _is_mask(entry: Any) -> bool:
+    return isinstance(entry, np.ndarray) and entry.dtype == np.bool_
+
+
+def _entry(entry: Any) -> Any:
+    """An int, a slice of ints, an array of ints or bools, or an ellipsis."""
+    if type(entry) is int or isinstance(entry, EllipsisType):
+        return entry
+    try:
+        if isinstance(entry, slice):
+            bounds = (entry.start, entry.stop, entry.step)
+            return slice(*(None if bound is None else operator.index(bound) for bound in bounds))
+        array = as_numpy(entry) if isinstance(entry, torch.Tensor) else np.asarray(entry)
+    except (TypeError, ValueError, RuntimeError):
+        array = np.empty((), object)
+    if not array.size and not hasattr(entry, "__array__"):
+        array = array.astype(np.int64)  # an empty list is one of floats to NumPy
+    if array.dtype.kind in "iu":
+        return array.astype(np.int64) if array.ndim else int(array)
+    if array.dtype.kind == "b" and array.ndim:
+        return array
+    raise IndexError(
+        compose(
+            f"{type(entry).__name__} {str(entry)[:60]!r} is no index",
+            fix="index with ints, slices of ints, '...', arrays of ints or masks, or a tuple of "
+            "these; to_ndarray() and to_tensor() can get new dimensions",
+        )
+    )
+
+
+def as_numpy(tensor: torch.Tensor) -> Values:
+    """A tensor's values; TypeError or RuntimeError for a sparse tensor, or one without values."""
+    values = tensor.detach().cpu().resolve_conj().resolve_neg()
+    array: Values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    return array
