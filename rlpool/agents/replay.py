@@ -115,13 +115,16 @@ class _Replay:
     def step_by_step(self, *, stored: bool) -> TemporalDictTensor:
         """Call the agent once per step, from the state of the previous call or stored states."""
         some_start = self._is_first.any(0).tolist()
+        # Rows that have ended may start as well: their outputs are dropped.
+        all_start = (self._is_first | ~self._trajectories.mask().bool()).all(0).tolist()
         outputs = []
         for step in range(int(self._trajectories.lengths.max())):
             if stored or step == 0:
                 state = self._at(step, self._state_keys)
             if some_start[step] and self._state_keys and not stored:
                 initial = self._initial_state(step)
-                state = masked_dicttensor(state, initial, self._is_first[:, step])
+                is_first = self._is_first[:, step]
+                state = initial if all_start[step] else masked_dicttensor(state, initial, is_first)
             _, output, state = self._call(step, state)
             outputs.append(output)
         stacked = {key: torch.stack([each[key] for each in outputs], 1) for key in outputs[0]}
@@ -130,7 +133,15 @@ class _Replay:
     def _call(self, step: int, state: DictTensor | None) -> AgentStep:
         history = self._history(step) if self._agent.require_history() else None
         observation = self._at(step, self._observation_keys)
-        return self._agent(state, observation, self._agent_info, history)
+        returned = self._agent(state, observation, self._agent_info, history)
+        is_step = isinstance(returned, tuple) and len(returned) == 3
+        if not is_step or returned[1].n_elems() != self._n_rows:
+            n = f"{returned[1].n_elems()} rows" if is_step else type(returned).__name__
+            raise SpecError(
+                f"the agent returned {n} for {self._n_rows} rows",
+                fix="return (state before the step, output, state after it), one row per lane",
+            )
+        return returned
 
     def _initial_state(self, step: int) -> DictTensor:
         """The state of episodes that start at a step, for all rows."""

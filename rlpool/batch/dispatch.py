@@ -29,7 +29,7 @@ from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Memory
 from rlpool.record.crash_files import CrashDir, CrashFiles
 from rlpool.record.failures import DEBUG_HINT
-from rlpool.slots.blocks import BlockPool, Layout, StepSpecs
+from rlpool.slots.blocks import Block, BlockPool, Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.lifecycle import Workers
 from rlpool.workers.payload import Packed, pack
@@ -370,9 +370,13 @@ class Dispatcher:
         """Send a request to all workers that take part and are ready."""
         request.remaining.update(request.takers(self._workers.n_workers))
         self._running.append(request)
-        for worker in request.remaining.intersection(self._workers.up):
-            self._send_to(worker, request, gone)
-        if not self.repeats:  # no successor will need what all of them have now
+        for worker in self._workers.up:
+            if worker in request.remaining:
+                self._send_to(worker, request, gone)
+            elif gone:
+                self._map(worker, request.running_block, gone)
+        # Neither a successor nor a worker that was left out will need what all of them have now.
+        if not self.repeats and len(request.remaining) == self._workers.n_workers:
             request.running_block.memory.close_fd()
             for packed in request.payloads:
                 packed.memory.close_fd()
@@ -384,11 +388,8 @@ class Dispatcher:
         if update is not None and sent.policy != version:
             sent.policy = version
             send(worker, Update(update.payload), update.memory)
-        is_new = block.number not in sent.blocks
-        if gone or is_new:
-            sent.blocks.add(block.number)
-            message = MapBlock(block.number, block.layout, gone)
-            send(worker, message, block.memory if is_new else None)
+        if gone or block.number not in sent.blocks:
+            self._map(worker, block, gone)
         payload, memory = request.packed or (None, None)
         if sent.is_successor:
             sent.is_successor = False
@@ -396,6 +397,15 @@ class Dispatcher:
             if contents[-1]:
                 payload, memory = self._pack(contents)
         send(worker, request.message(worker, payload), memory)
+
+    def _map(self, worker: int, block: Block, gone: list[int]) -> None:
+        """Let a worker forget blocks, and map this one if it takes part and lacks it."""
+        known = self._sent[worker].blocks
+        known.difference_update(gone)
+        is_new = block.number not in known
+        known.add(block.number)
+        message = MapBlock(block.number, block.layout, gone)
+        self._workers.send(worker, message, block.memory if is_new else None)
 
     def _pack(self, value: Any) -> Packed:
         """Put an object where all workers can read it.

@@ -182,6 +182,7 @@ class Array:
         Raises:
             IndexError: If one of them would be after the last row that exists.
         """
+        self._allocation.open_memory()  # a closed array says so first
         return self._view(self._region.shifted(1))
 
     @property
@@ -191,6 +192,7 @@ class Array:
         Raises:
             IndexError: If one of them would be before the first row that exists.
         """
+        self._allocation.open_memory()
         return self._view(self._region.shifted(-1))
 
     # The window ---------------------------------------------------------------------------------
@@ -237,17 +239,19 @@ class Array:
     # Values -------------------------------------------------------------------------------------
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        values = self._allocation.values  # first: a closed array says so
         region = self._region.index(key)
-        target, place = region.place(self._allocation.values)
+        target, place = region.place(values)
         try:
             written = _plain(value)
             if getattr(written, "dtype", self.dtype).kind == "c" != self.dtype.kind:
                 raise TypeError("they are complex")  # NumPy would drop the imaginary part
             target[place] = written
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+            shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
             raise SpecError(
-                f"cannot write {type(value).__name__} to elements of shape {region.shape} and "
-                f"dtype {self.dtype}: {error}"
+                f"cannot write {type(value).__name__}{shape} to elements of shape "
+                f"{list(region.shape)} and dtype {self.dtype}: {error}"
             ) from error
 
     def to_ndarray(self) -> Values:

@@ -105,7 +105,13 @@ class View:
         dims = [*self.dims]
         for number, part in zip(origins, parts, strict=True):
             if number:
-                dims[number] = dims[number][part]
+                try:
+                    dims[number] = dims[number][part]
+                except IndexError:
+                    n = len(dims[number])
+                    raise IndexError(
+                        f"index {part} is out of bounds for a dimension of size {n}"
+                    ) from None
             else:
                 dims[0] = _rows(dims[0], self.sizes[0], part)
         return tuple(dims)
@@ -122,12 +128,12 @@ class View:
             for number, array in self.arrays.items()
         }
         for at, number in enumerate(leading):
-            if not number:
+            if not number and 0 not in leading[:at]:
                 rows, parts[at] = self._rows_and_part(at, parts[at])
                 dims[0] = rows
                 if isinstance(rows, np.ndarray):
                     sources.setdefault(0, _along(at, rows, n_leading))
-            elif at >= n_axes:
+            elif number and at >= n_axes:
                 sources[number] = _along(at, np.array(dims[number], np.int64), n_leading)
         places = [array[tuple(parts)] for array in np.broadcast_arrays(*sources.values())]
         axes = _axes_after(leading, parts, places[0].ndim)

@@ -62,11 +62,13 @@ def _copied(name: str, key: Any, value: Any) -> Tensor:
         tensor = _tensor(value)
         tensor.numpy()  # fails for dtypes that NumPy lacks
     except (TypeError, ValueError, RuntimeError) as error:
-        why, _, _ = str(error).partition("\n")
-        raise SpecError(
-            f"{key!r} in {name} is {type(value).__name__} {value!r:.40}, not numbers ({why:.80})",
-            fix="give a tensor, an array or a list of numbers, with as many in every row",
-        ) from None
+        what, _, _ = str(error).partition("\n")
+        if isinstance(value, Tensor):
+            what, fix = f"has dtype {value.dtype}, which NumPy lacks", "convert it, to float32 say"
+        else:
+            what = f"is {type(value).__name__} {value!r:.40}, not numbers ({what:.80})"
+            fix = "give a tensor, an array or a list of numbers, with as many in every row"
+        raise SpecError(f"{key!r} in {name} {what}", fix=fix) from None
     return tensor
 
 

@@ -341,11 +341,16 @@ def _checked_environments(envs: Any) -> list[Any]:
     """Check that the argument is a list of environments; returns a copy."""
     is_list = isinstance(envs, Iterable) and not isinstance(envs, str) and not is_environment(envs)
     checked = list(envs) if is_list else []
-    wrong = [env for env in checked if not is_environment(env)]
-    if wrong or not checked:
-        what = f"a list with {wrong[0]!r:.60}" if wrong else f"{envs!r:.60}"
-        fix = how_to_make_one(wrong[0] if wrong else envs)
-        raise SpecError(f"GymEnv got {what}, not a list of environments", fix=fix)
+    for number, env in enumerate(checked):
+        if not is_environment(env):
+            raise SpecError(
+                f"environment {number} of a GymEnv is {env!r:.60}, not an environment",
+                fix=how_to_make_one(env),
+            )
+    if not checked:
+        what = "no environments" if is_list else f"{envs!r:.60}, not a list of environments"
+        fix = "pass at least one" if is_list else how_to_make_one(envs)
+        raise SpecError(f"GymEnv got {what}", fix=fix)
     return checked
 
 

@@ -300,7 +300,8 @@ class EnvWorkers:
 
     def _is_busy(self, worker: int) -> bool:
         """Whether a worker has not finished its last command."""
-        return self.issued[worker] != self.buffers.finished[worker]
+        issued = self.issued[worker]  # 0 before the buffers are mapped
+        return bool(issued) and issued != self.buffers.finished[worker]
 
     def _call_of(self, lane: int) -> str:
         """What a lane is doing: ``"reset"``, ``"step"``, or neither."""
@@ -360,10 +361,11 @@ class EnvWorkers:
                 return  # it was given up
             if message.error is not None:
                 call = self._call_of(lane)
-                request.error = self._error_of(lane, call, message.error)
+                error = self._error_of(lane, call, message.error)
                 if self._policy.restarts_on_env_errors:
-                    self.processes.expect_end(worker, request.error)  # its successor is asked again
+                    self.processes.expect_end(worker, error)  # its successor is asked again
                     return
+                request.error = error
                 self.tapes.lose(lane, "there, an earlier request of its remote failed")
             request.reply = message.reply
 

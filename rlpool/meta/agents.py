@@ -76,6 +76,11 @@ class ActingAgent(Agent):
                 f"agent_arch is Memory, but {name}.act takes no prev_internal_state",
                 fix="use AGENT_ARCHS.Markov or Memory_Markov, or give act() a memory",
             )
+        if self._has_memory and not callable(getattr(agent, "get_initial_info", None)):
+            raise UsageError(
+                f"{name}.act takes prev_internal_state, but there is no get_initial_info()",
+                fix="define get_initial_info() -> (previous action, reward, internal state)",
+            )
         parameters = agent.parameters() if isinstance(agent, torch.nn.Module) else iter(())
         self._device = next((parameter.device for parameter in parameters), torch.device("cpu"))
         self._mode = {"deterministic": False} if takes_keyword(agent.act, "deterministic") else {}

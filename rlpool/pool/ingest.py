@@ -224,7 +224,13 @@ def specs_of(trajectories: TemporalDictTensor, keys: Sequence[str] | None) -> di
         # A derived value after a step is like the value before it.
         is_derived = isinstance(_derivation(tensors, key), Successor)
         tensor = tensors[key.removeprefix("_") if is_derived else key]
-        specs[key] = TensorSpec(tuple(tensor.shape[2:]), _numpy_dtype(tensor.dtype))
+        dtype = _numpy_dtype(tensor.dtype)
+        if dtype.kind == "O":
+            raise SpecError(
+                f"a pool cannot hold {key!r}, which is {tensor.dtype}, unknown to NumPy",
+                fix="convert it, to float32 say",
+            )
+        specs[key] = TensorSpec(tuple(tensor.shape[2:]), dtype)
     return specs
 
 

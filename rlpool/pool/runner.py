@@ -426,7 +426,10 @@ class ActionChooser(Agent):
         try:
             self._columns.write((0,), ({ACTION_KEY: action},))
         except ValueError as error:
-            raise SpecError(f"'action' should fit {space}, got {action!r} ({error})") from error
+            raise SpecError(
+                f"'action' should fit {space}, got {action!r} ({error})",
+                fix="return actions of the action space's shape and kind",
+            ) from error
         return {key: torch.from_numpy(array.copy()) for key, array in self._columns.arrays.items()}
 
 

@@ -213,7 +213,13 @@ class CrashCapsule:
         if (header["format"], header["version"]) != (_FORMAT, _VERSION):
             raise ValueError(f"version {header['version']}, this rlpool reads {_VERSION}")
         plain, options = {name: header[name] for name in _PLAIN}, header["options"]
-        if plain["call"] not in CALLS:
+        integers = (*header["where"].values(), plain["seed"], plain["worker_seed"])
+        if (
+            plain["call"] not in CALLS
+            or not all(isinstance(number, int | None) for number in integers)
+            or not isinstance(options, dict | None)
+            or not isinstance(plain["n_lanes"], int)
+        ):
             raise ValueError("its header is damaged")
         groups: dict[str, Any] = {group: {} for group in _GROUPS}
         for name, array in arrays.items():

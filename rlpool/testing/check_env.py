@@ -148,7 +148,8 @@ def misfits(space: Any, value: Any, name: str) -> Findings:
         stored = part if isinstance(part, np.ndarray | np.generic) else array
         if not _has(np.isnan, array) and not inner.contains(stored):
             bounds = f" from {array.min()} to {array.max()}" if array.size else ""
-            what = f"{key!r} is {leaf.spec}{bounds}, which is not in {inner}"
+            given = f"{stored.dtype}{list(stored.shape)}"
+            what = f"{key!r} is {given}{bounds}, which is not in {inner}"
             yield warning(what, fix) if isinstance(inner, gym_spaces.Box) else error(what, fix)
 
 

@@ -16,6 +16,7 @@ A few differences remain:
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -43,6 +44,9 @@ IMPORT_S = 120.0
 
 _FORK_S = 20.0
 """How long it may take to fork: far longer than it does, unless memory is short."""
+
+_LOOK_S = 0.5
+"""How long to wait for it before it is told to continue, in case somebody stopped it."""
 
 _MAX_TRIES = 3
 """How often a template is started, or asked for a worker, before workers are spawned."""
@@ -151,8 +155,6 @@ class Template:
                     return self._fork([0, 1, 2, *fds])
                 except TemplateLostError:
                     continue
-                except UnsafeError as error:
-                    self._refuse(self._fits, error)
             raise UnsafeError(self.reason)
 
     def _fork(self, fds: Sequence[int]) -> int:
@@ -169,7 +171,12 @@ class Template:
             self.end()
             raise
         if answer < 0:
-            raise UnsafeError(f"the system does not fork for it: {os.strerror(-answer)}")
+            refusal = UnsafeError(f"the system does not fork for it: {os.strerror(-answer)}")
+            if -answer in (errno.EPERM, errno.ENOSYS):
+                self._refuse(self._fits, refusal)
+            else:  # for want of memory or descriptors: the next one may be forked again
+                _LOG.warning("a worker is spawned, not forked: %s", refusal)
+            raise refusal
         return int(answer)
 
     def _refuse(self, wanted: Any, error: UnsafeError) -> None:
@@ -240,8 +247,12 @@ class Template:
     def _received(self, timeout_s: float) -> Any:
         poller = select.poll()
         poller.register(self._connection, select.POLLIN)
-        if not poller.poll(timeout_s * 1000):
-            raise TemplateLostError(f"it takes longer than {timeout_s:g} s")
+        n_left = int(timeout_s / _LOOK_S)
+        while not poller.poll(_LOOK_S * 1000):
+            n_left -= 1
+            if not n_left or self._process is None:
+                raise TemplateLostError(f"it takes longer than {timeout_s:g} s")
+            self._process.send_signal(signal.SIGCONT)  # it may have been stopped
         words = b""
         with InterruptsHeld(), suppress(OSError):
             words = self._connection.recv(MAX_MESSAGE_BYTES)

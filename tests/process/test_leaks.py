@@ -6,7 +6,7 @@ import gc
 import io
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,10 @@ def fail(batcher: EpisodeBatcher) -> None:
         batcher.get()
 
 
-def n_blocks_mapped() -> int:
-    """Mappings of anonymous shared memory in this process."""
+def n_blocks_mapped(pids: Iterable[int] = (os.getpid(),)) -> int:
+    """Mappings of anonymous shared memory in processes, by default in this one."""
     gc.collect()
-    return Path("/proc/self/maps").read_text().count("memfd:")
+    return sum(Path(f"/proc/{pid}/maps").read_text().count("memfd:") for pid in pids)
 
 
 def held() -> dict[str, float]:
@@ -162,6 +162,20 @@ def test_more_episodes_than_slots_are_drained_from_bounded_shared_memory() -> No
         shared = worker.memory_info().shared
         run(batcher, 1000)
         assert worker.memory_info().shared < shared + 2**20
+
+
+@pytest.mark.parametrize("how", ["raise", "restart"])
+def test_workers_that_a_small_request_leaves_out_forget_its_blocks_and_map_later_ones(
+    how: str,
+) -> None:
+    others = worker_pids()
+    with open_batcher(n_threads=2, n_slots=1, on_worker_failure=how) as batcher:
+        for _ in range(4):
+            kept = [run(batcher, 1) for _ in range(8)]
+            kept.clear()
+            assert run(batcher, 3).n_elems() == 3  # in one slot, so that one worker takes part
+            assert run(batcher, 1).n_elems() == 1
+        assert n_blocks_mapped(worker_pids() - others) < 20
 
 
 # Results --------------------------------------------------------------------------------------

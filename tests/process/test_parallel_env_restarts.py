@@ -31,7 +31,9 @@ from support.fragile import (
     FragileEnv,
     UndeclaredEnv,
     assert_same_rows,
+    dies_once_it_is_made,
     failing,
+    made_after_a_death,
     played,
 )
 from support.parallel import create_manager, create_serial, no_actions, open_manager
@@ -77,6 +79,16 @@ def ask(manager: ParallelEnvManager, lane: int, *request: Any) -> Any:
 
 
 # Deaths and hangs -----------------------------------------------------------------------------
+
+
+def test_a_worker_that_dies_while_others_still_start_is_replaced(tmp_path: Path) -> None:
+    functions = [
+        partial(dies_once_it_is_made, str(tmp_path)),
+        partial(made_after_a_death, str(tmp_path)),
+    ]
+    with ParallelEnvManager(functions, seed=1) as manager:
+        manager.reset()
+        assert len(pids(manager)) == 2
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,11 @@ All at module level, so that worker processes can unpickle them by name.
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +211,19 @@ def assert_same_rows(got: Rows, expected: Rows) -> None:
         for key, values in theirs.items():
             assert mine[key].dtype == values.dtype, (number, key)
             assert mine[key].tobytes() == values.tobytes(), (number, key, mine[key], values)
+
+
+def dies_once_it_is_made(marks: str) -> FragileEnv:
+    """The first of these environments kills its process soon after it was made."""
+    with suppress(FileExistsError), open(Path(marks, "pid"), "x") as file:
+        file.write(str(os.getpid()))
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return FragileEnv()
+
+
+def made_after_a_death(marks: str) -> FragileEnv:
+    """An environment that is made when the process of ``dies_once_it_is_made`` has ended."""
+    path = Path(marks, "pid")
+    while not path.exists() or not path.read_text() or Path("/proc", path.read_text()).exists():
+        time.sleep(0.02)
+    return FragileEnv()

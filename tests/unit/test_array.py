@@ -164,6 +164,14 @@ def test_single_elements_are_arrays() -> None:
 # Other kinds of indices -------------------------------------------------------------------------
 
 
+def test_only_the_first_dimension_of_a_view_of_a_table_of_steps_is_time() -> None:
+    array, table = Array((4, 3), np.int64), np.array([[0, 1, 2], [1, 2, 3]])
+    array[...] = PLAIN
+    view, expected = array[table], PLAIN[table]
+    for key in ((slice(None), -1), (slice(None), slice(-2, None)), (0, -1), ([0], slice(-1, None))):
+        np.testing.assert_array_equal(view[key], expected[key])
+
+
 @pytest.mark.parametrize(
     "key",
     [
@@ -376,7 +384,7 @@ def test_neighbours_of_selected_rows() -> None:
 # The end ----------------------------------------------------------------------------------------
 
 ACCESSES: list[Any] = [
-    *(lambda array: array[0], lambda array: array[:], lambda array: array.__setitem__(0, 1)),
+    *(lambda array: array[0], lambda array: array[:], lambda array: array.__setitem__(9, 1)),
     *(Array.to_ndarray, Array.to_tensor, np.asarray, lambda array: array == 1, list),
     *(lambda array: 1 in array, lambda array: array.full, lambda array: array.next),
     *(Array.rotate, Array.reset, pickle.dumps, copy.deepcopy),

@@ -258,6 +258,7 @@ class Explosive:
 def test_what_is_no_capsule_is_refused(tmp_path: Path) -> None:
     path = capsule().save(tmp_path / "x.npz")
     headers = ({"format": "other"}, {"version": 2}, {"call": "close"}, {"where": {"x": 3}})
+    headers += ({"seed": "one"}, {"n_lanes": "two"}, {"options": [1]}, {"where": {"lane": "x"}})
     damaged = [b"", b"no capsule", pickle.dumps(Explosive()), path.read_bytes()[:-60]]
     for words in [*damaged, *(changed(path, **header) for header in headers)]:
         path.write_bytes(words)

@@ -463,7 +463,7 @@ TWO_PARTS = SpaceEnv(BOX, spaces.Dict({"move": BOX, "jump": spaces.Discrete(2)})
     ("changes", "arguments", "error", "message"),
     [
         ({}, {"num_rollouts": -1}, SpecError, "num_rollouts should be an int of at least 0, got"),
-        ({"agent": NoInitialInfo()}, {}, AgentError, "no attribute 'get_initial_info'"),
+        ({"agent": NoInitialInfo()}, {}, UsageError, r"there is no get_initial_info\(\)"),
         ({"agent_arch": "lstm"}, {}, SpecError, r"agent_arch is 'lstm'\n  fix:   use one of AGENT"),
         ({"agent": object()}, {}, SpecError, r"the agent is a object without act\(\)"),
         ({"agent": MarkovActor()}, {}, UsageError, "takes no prev_internal_state"),

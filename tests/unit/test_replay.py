@@ -256,6 +256,35 @@ def test_the_agent_gets_keys_and_batch_as_in_collection_or_all_transitions_at_on
     assert at_once.seen == [({"hidden"}, keys, int(collected.lengths.sum()))]
 
 
+class PreciseStartAgent(RecurrentAgent):
+    """Starts, in replay, from a state of another dtype than the stored one, as under autocast."""
+
+    def initial_state(self, agent_info, n):
+        return DictTensor({"hidden": self.start(agent_info, n)["hidden"].to(self.dtype)})
+
+    dtype = torch.float32
+
+
+def test_a_state_of_another_dtype_replaces_the_stored_one_where_all_rows_start():
+    collected = collect_episodes(PreciseStartAgent)
+    agent = PreciseStartAgent()
+    agent.dtype = torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        replayed = replay_agent(agent, collected)
+    assert torch.equal(replayed.lengths, collected.lengths)
+
+
+@pytest.mark.parametrize("wrong", ["one row", "one value"])
+def test_an_agent_that_returns_something_else_is_refused(wrong):
+    class WrongAgent(FeedForwardAgent):
+        def __call__(self, state, observation, agent_info=None, history=None):
+            result = super().__call__(state, observation, agent_info, history)
+            return result[1] if wrong == "one value" else tuple(part[:1] for part in result)
+
+    with pytest.raises(SpecError, match=r"the agent returned (1 rows|DictTensor) for 8 rows"):
+        replay_agent(WrongAgent(), collect_episodes(FeedForwardAgent))
+
+
 def test_what_cannot_be_replayed_is_refused():
     collected = collect_episodes(RecurrentAgent, n_episodes=1)
     with pytest.raises(SpecError, match="no steps"):

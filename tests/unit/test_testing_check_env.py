@@ -276,6 +276,14 @@ def test_what_is_doubtful_is_a_warning(name: str, env: Any) -> None:
     assert name in {finding.check for finding in report.warnings}, str(report)
 
 
+def test_an_observation_outside_its_space_is_described_as_it_was_returned() -> None:
+    def reset(self: Any, *, seed: Any = None, options: Any = None) -> Any:
+        return np.full(1, 2.0), {}  # float64, where the space says float32
+
+    findings = check_env(bad(reset=reset), strict=False).findings
+    assert any("is float64[1] from 2.0 to 2.0, which is not in" in each.what for each in findings)
+
+
 def test_every_check_is_broken_by_one_of_the_above() -> None:
     assert {name for name, _ in ERRORS + WARNINGS} == NAMES
 
