@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlpool.batch.local import LocalWorker
+from rlpool.batch.local_worker import LocalWorker
 from rlpool.batch.messages import Probe, Report
 from rlpool.errors import RlpoolError, SpecError, WorkerError
 from rlpool.slots.blocks import StepSpecs

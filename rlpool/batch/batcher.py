@@ -14,7 +14,7 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError
 from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.record.crash_files import CrashDir
+from rlpool.record.capsule_files import CrashDir
 from rlpool.record.tape import WindowTapes
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.failure_policy import (

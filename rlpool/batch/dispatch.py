@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlpool.batch.agreement import Agreement
-from rlpool.batch.collect import main
-from rlpool.batch.local import LocalWorker
+from rlpool.batch.local_worker import LocalWorker
 from rlpool.batch.messages import ChunksDone, Credit, MapBlock, Probed, Report, Setup, Update
 from rlpool.batch.requests import Policy, Request
+from rlpool.batch.worker import main
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import EnvError, RlpoolError, SpecError, UsageError, Where, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Memory
-from rlpool.record.crash_files import CrashDir, CrashFiles
+from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.record.failures import DEBUG_HINT
 from rlpool.slots.blocks import Block, BlockPool, Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy

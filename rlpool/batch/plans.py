@@ -13,8 +13,8 @@ from rlpool.envs.vec_env import Options
 from rlpool.loop.plan import Episode
 from rlpool.seeding import NoiseStarts, episode_seeds, noise_keys
 from rlpool.slots.blocks import Block
-from rlpool.workers.child import Control, Place
 from rlpool.workers.recycling import Recycling
+from rlpool.workers.worker_process import Control, Place
 
 
 @dataclass(frozen=True)

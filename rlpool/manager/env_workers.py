@@ -30,7 +30,7 @@ from rlpool.manager.messages import (
 )
 from rlpool.manager.worker import main
 from rlpool.memory.storage import Memory, carved_bytes
-from rlpool.record.crash_files import CrashDir, CrashFiles
+from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.record.failures import ENV_HINT
 from rlpool.record.tape import LaneTapes
 from rlpool.specs import Structure, TensorSpec

@@ -6,8 +6,8 @@ from typing import Any
 
 from rlpool.envs.vec_env import LaneError
 from rlpool.errors import EnvError, EnvSpecError, SpecError, Where
+from rlpool.record.capsule_files import CrashFiles
 from rlpool.record.crash_capsule import CrashCapsule
-from rlpool.record.crash_files import CrashFiles
 from rlpool.record.failures import DEBUG_HINT, ENV_HINT, attempted
 from rlpool.record.tape import Tape
 

@@ -25,7 +25,7 @@ from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.remotes import Remote, WorkerHandle
 from rlpool.manager.stepper import Kind, Stepper
 from rlpool.memory.storage import Array
-from rlpool.record.crash_files import CrashDir
+from rlpool.record.capsule_files import CrashDir
 from rlpool.specs import (
     Leaf,
     TensorSpec,

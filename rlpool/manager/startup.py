@@ -16,7 +16,7 @@ from rlpool.errors import SpecError, Where, WorkerStartupError
 from rlpool.manager.messages import Report, Setup
 from rlpool.record.failures import env_error, text_of
 from rlpool.seeding import probe_seed, root_from, seed_generators, worker_seed
-from rlpool.workers.child import Control, Place, called
+from rlpool.workers.worker_process import Control, Place, called
 
 _LOG = logging.getLogger("rlpool")
 

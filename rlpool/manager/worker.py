@@ -32,12 +32,12 @@ from rlpool.record.failures import env_error, text_of
 from rlpool.record.repeat import batch_of, take_over
 from rlpool.record.tape import action_row
 from rlpool.specs import Structure
-from rlpool.workers.child import Control, Place, run, settle_in
 from rlpool.workers.payload import unpack
 from rlpool.workers.recycling import Recycling
 from rlpool.workers.speedups import FastSeeding
 from rlpool.workers.wake import Wake
 from rlpool.workers.wire import Close, Failed, Message, Pipe, Ready, Retiring
+from rlpool.workers.worker_process import Control, Place, run, settle_in
 
 _LOST = (
     "the environment could not be brought back to where it was when its process ended or was "

@@ -13,7 +13,7 @@ from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.machine.worker_limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.meta.trials import VariBadWrapper
-from rlpool.record.crash_files import CrashDir
+from rlpool.record.capsule_files import CrashDir
 from rlpool.seeding import root_from, seed_from, worker_seed
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
 

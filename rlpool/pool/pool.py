@@ -23,7 +23,7 @@ from rlpool.pool import checkpoint, ingest
 from rlpool.pool.runner import EpisodeRunner
 from rlpool.pool.sampling import RESULT_KEYS, PoolReader, Sampler, check_number
 from rlpool.pool.store import Schema, Store
-from rlpool.pool.window import WindowRules
+from rlpool.pool.sub_pool import WindowRules
 from rlpool.seeding import root_from
 from rlpool.slots.blocks import successor_key
 from rlpool.specs import TensorSpec

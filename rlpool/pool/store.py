@@ -26,7 +26,7 @@ from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.sequence_lock import SequenceLock
 from rlpool.memory.storage import Array, Memory, carve, carved_bytes
 from rlpool.pool.priorities import PriorityTree
-from rlpool.pool.window import SubPool, WindowRules
+from rlpool.pool.sub_pool import SubPool, WindowRules
 from rlpool.slots.blocks import successor_key
 from rlpool.specs import TensorSpec
 

@@ -39,7 +39,6 @@ from rlpool.machine.limits import process_activity
 from rlpool.machine.main_guard import missing_guard_error
 from rlpool.machine.worker_limits import refuse_small_limit
 from rlpool.memory.storage import Array, Memory
-from rlpool.workers.child import CONTROL_COLUMNS, Place, WorkerMain
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
 from rlpool.workers.hang_watch import HangWatch
 from rlpool.workers.logs import Logs
@@ -47,6 +46,7 @@ from rlpool.workers.process_end import end_all, reap, signal_name
 from rlpool.workers.process_start import launch, prepare, reap_template, starting_processes
 from rlpool.workers.stacks import Stacks, ask
 from rlpool.workers.wire import CallerPipe, Failed, Message, Ready, Retiring
+from rlpool.workers.worker_process import CONTROL_COLUMNS, Place, WorkerMain
 
 _LOG = logging.getLogger("rlpool")
 

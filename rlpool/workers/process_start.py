@@ -34,12 +34,12 @@ from typing import Any
 from rlpool.errors import SpecError
 from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
 from rlpool.machine.worker_limits import FORKED_WORKER_BYTES, WORKER_BYTES
-from rlpool.workers.child import Place, WorkerMain, run_connected
 from rlpool.workers.logs import WorkerLogs
 from rlpool.workers.parent_death import kill_when_closed
 from rlpool.workers.stacks import WorkerStacks
 from rlpool.workers.template_handle import LIMITS, Template, UnsafeError, why_impossible
 from rlpool.workers.wire import CallerPipe, Inherited
+from rlpool.workers.worker_process import Place, WorkerMain, run_connected
 
 
 def preload(*modules: str) -> None:

@@ -35,11 +35,11 @@ from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT, agent_error, describe
 from rlpool.record.tape import Tape
 from rlpool.seeding import probe_seed, seed_generators, worker_seed
 from rlpool.slots.blocks import Block
-from rlpool.workers.child import Control, Place, called, run, settle_in
 from rlpool.workers.payload import Payload, unpack
 from rlpool.workers.recycling import Recycling
 from rlpool.workers.speedups import FastSeeding, install_fast_checks
 from rlpool.workers.wire import Close, Done, Failed, Message, Pipe, Ready, Retiring
+from rlpool.workers.worker_process import Control, Place, called, run, settle_in
 
 
 def main(place: Place, connection: Connection, control_fd: int) -> None:

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlpool.batch.collect import Collector
 from rlpool.batch.messages import Execute, Window
+from rlpool.batch.worker import Collector
 from rlpool.errors import RlpoolError, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Memory
 from rlpool.record.failures import described
 from rlpool.seeding import OwnGenerators
-from rlpool.workers.child import CONTROL_COLUMNS, Control, Place
 from rlpool.workers.lifecycle import Client
 from rlpool.workers.stacks import Stacks, own_stacks
 from rlpool.workers.wire import Done, Failed, Message, Ready
+from rlpool.workers.worker_process import CONTROL_COLUMNS, Control, Place
 
 
 class LocalWorker:
