@@ -119,8 +119,11 @@ class View:
     def _gathered(self, parts: list[Any]) -> View:
         """What a view shows that is, or was, indexed with arrays; NumPy indexes their places."""
         origins, n_axes = self.origins, len(self.axes)
-        with_arrays = [at + 1 for at, part in enumerate(parts) if isinstance(part, np.ndarray)]
-        n_leading = max([n_axes, *with_arrays])
+        n_leading = n_axes
+        if any(isinstance(part, np.ndarray) for part in parts):
+            # Beside arrays, ints are arrays of one element: they say where the result has these.
+            selecting = [at for at, part in enumerate(parts) if not isinstance(part, slice)]
+            n_leading = max(n_axes, selecting[-1] + 1)
         dims = [*self._selected(origins[n_leading:], parts[n_leading:])]
         leading, parts = origins[:n_leading], parts[:n_leading]
         sources = {

@@ -164,6 +164,14 @@ def test_single_elements_are_arrays() -> None:
 # Other kinds of indices -------------------------------------------------------------------------
 
 
+def test_an_int_apart_from_an_index_array_puts_the_selection_first() -> None:
+    array, expected = Array((4, 3, 2), np.int64, feature_shape=(2,)), np.arange(48)
+    array[...] = expected = expected.reshape(4, 3, 2, 2)
+    for key in ((slice(None), [0, 2], slice(None), 0), (slice(1, 3), [0, 2], 1)):
+        assert array[key].shape == expected[key].shape
+        np.testing.assert_array_equal(array[key], expected[key])
+
+
 def test_only_the_first_dimension_of_a_view_of_a_table_of_steps_is_time() -> None:
     array, table = Array((4, 3), np.int64), np.array([[0, 1, 2], [1, 2, 3]])
     array[...] = PLAIN
