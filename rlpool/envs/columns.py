@@ -193,28 +193,27 @@ class Column:
         if self._joined is None:
             if self._wrote_scalars(lanes, values):
                 return
-        elif self._are_as_declared(values):
-            if len(values) == self._n_lanes:
-                np.concatenate(values, out=self._joined)
-            else:
-                for lane, value in zip(lanes, values, strict=True):
-                    self._rows[lane][...] = value
-            return
+        else:
+            shape, dtype, wider = self.spec.shape, self.spec.dtype, self._wider
+            try:
+                for value in values:
+                    kind = value.dtype
+                    if value.shape != shape or (kind is not dtype and kind is not wider):
+                        break
+                else:
+                    if len(values) == self._n_lanes:
+                        np.concatenate(values, out=self._joined)
+                    else:
+                        for lane, value in zip(lanes, values, strict=True):
+                            self._rows[lane][...] = value
+                    return
+            except AttributeError:
+                pass  # not an array: converted, or refused, below
         for lane, row in zip(lanes, _each(lanes, values, self._converted), strict=True):
             self.array[lane] = row
 
     def _converted(self, value: Any) -> Array:
         return converted(value, self.spec, self.key, widens=self._widens)
-
-    def _are_as_declared(self, values: Sequence[Any]) -> bool:
-        shape, dtype, wider = self.spec.shape, self.spec.dtype, self._wider
-        try:
-            for value in values:
-                if value.shape != shape or (value.dtype is not dtype and value.dtype is not wider):
-                    return False
-        except AttributeError:  # not an array
-            return False
-        return True
 
     def _wrote_scalars(self, lanes: Sequence[int], values: Sequence[Any]) -> bool:
         """Write values of the declared dtype; False if they are not."""

@@ -257,10 +257,14 @@ class VecEnv(ABC):
             self._some_lane_is_initial = not all_step
         if not any(terminated) and not any(truncated):
             return []
-        current = self.current
-        current["terminated"][rows], current["truncated"][rows] = terminated, truncated
-        current["done"][rows] = done = np.logical_or(terminated, truncated)
-        return [lane for lane, has_ended in zip(lanes, done, strict=True) if has_ended]
+        ended, current = [], self.current
+        for lane, is_terminated, is_truncated in zip(lanes, terminated, truncated, strict=True):
+            if is_terminated or is_truncated:
+                current["terminated"][lane] = is_terminated
+                current["truncated"][lane] = is_truncated
+                current["done"][lane] = True
+                ended.append(lane)
+        return ended
 
     def step_some(
         self,

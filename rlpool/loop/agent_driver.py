@@ -169,12 +169,12 @@ class AgentDriver:
         if (
             expected is not None
             and type(value) is DictTensor
-            and len(value.keys()) == len(expected)
+            and len(value._tensors) == len(expected)
         ):
-            arrays = {}
+            arrays, tensors = {}, value._tensors
             try:
                 for key, (shape, dtype) in expected.items():
-                    array = arrays[key] = value[key].numpy()
+                    array = arrays[key] = tensors[key].numpy()
                     if array.dtype is not dtype or array.shape != shape:
                         break
                 else:
