@@ -4,9 +4,10 @@ It creates no environment, computes nothing with torch, starts no thread, and kn
 user's program. So a fork of it is like a freshly spawned process, except that all forks share the
 memory of the imports. ``template_handle`` is the caller's side.
 
-For each worker the caller sends descriptors. The new worker answers with its process number, or the
-template with a negative error number. In the worker, ``serve`` returns what runs next: the same as
-in a process that multiprocessing spawned.
+For each worker the caller sends descriptors. The new worker and the template both answer with its
+process number, so that the caller learns of it whichever of them is killed at once; the template
+answers with a negative number if it cannot fork. In the worker, ``serve`` returns what runs next:
+the same as in a process that multiprocessing spawned.
 """
 
 from __future__ import annotations
@@ -238,15 +239,15 @@ def _serve_requests(
         try:
             if len(fds) < n_fds:
                 raise OSError(errno.EMFILE, "")
-            is_worker = forks.fork() == 0
+            answer = forks.fork()
         except OSError as error:
-            is_worker = False
-            _tell(caller, -(error.errno or errno.EAGAIN))
-        if is_worker:
+            answer = -(error.errno or errno.EAGAIN)
+        if not answer:
             set_title("rlpool-worker")
             _tell(caller, os.getpid())
             caller.close()
             return _begin_worker(fds, blocked)
+        _tell(caller, answer)
         for fd in fds:
             os.close(fd)
     return None

@@ -110,6 +110,7 @@ class Template:
         self._socket: socket.socket | None = None
         self._fits: Any = None  # the identity and modules for which it was started
         self._refused: Any = None  # those for which there can be none
+        self._last = 0  # the last worker: each is announced twice
 
     def is_up(self) -> bool:
         """Whether it runs, even if it no longer fits; reaps one that has died."""
@@ -166,10 +167,13 @@ class Template:
                     socket.send_fds(self._connection, [request], fds)
                 except OSError as error:
                     raise TemplateLostError(str(error)) from error
-            (answer,) = self._received(_FORK_S)
+            answer = self._last
+            while answer == self._last:  # the second answer about the worker before
+                (answer,) = self._received(_FORK_S)
         except BaseException:
             self.end()
             raise
+        self._last = max(answer, 0)
         if answer < 0:
             refusal = UnsafeError(f"the system does not fork for it: {os.strerror(-answer)}")
             if -answer in (errno.EPERM, errno.ENOSYS):

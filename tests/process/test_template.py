@@ -234,6 +234,35 @@ def test_workers_are_spawned_where_the_system_does_not_fork_for_the_template(
     assert caplog.text.count(why_spawned()) == 1
 
 
+DYING_FORK = """
+import os, signal
+from rlpool.workers.clone_parent import ParentForks
+
+fork, pids = ParentForks.fork, []
+
+def fork_to_die(self):
+    pids.append(fork(self))
+    if pids == [0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return pids[-1]
+
+ParentForks.fork = fork_to_die
+"""
+
+
+def test_a_worker_that_is_killed_before_it_runs_anything_is_replaced_and_reaped(
+    own_templates: None, write_module: WriteModule
+) -> None:
+    rlpool.preload(write_module("dies", DYING_FORK))
+    start_s = time.monotonic()
+    with open_batcher(1) as batcher:
+        batcher.execute(1)
+        assert batcher.get() is not None
+        assert time.monotonic() - start_s < 15.0
+        children = psutil.Process().children()
+        assert not [child for child in children if child.status() == psutil.STATUS_ZOMBIE]
+
+
 # What else goes on in the caller ---------------------------------------------------------------
 
 
