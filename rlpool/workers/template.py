@@ -235,7 +235,7 @@ def _serve_requests(
         words, fds, _, _ = socket.recv_fds(caller, MAX_MESSAGE_BYTES, _MAX_FDS)
         if not words:
             return None
-        n_fds, blocked = pickle.loads(words)
+        n_fds, blocked, number = pickle.loads(words)
         try:
             if len(fds) < n_fds:
                 raise OSError(errno.EMFILE, "")
@@ -244,10 +244,10 @@ def _serve_requests(
             answer = -(error.errno or errno.EAGAIN)
         if not answer:
             set_title("rlpool-worker")
-            _tell(caller, os.getpid())
+            _tell(caller, number, os.getpid())
             caller.close()
             return _begin_worker(fds, blocked)
-        _tell(caller, answer)
+        _tell(caller, number, answer)
         for fd in fds:
             os.close(fd)
     return None

@@ -110,7 +110,7 @@ class Template:
         self._socket: socket.socket | None = None
         self._fits: Any = None  # the identity and modules for which it was started
         self._refused: Any = None  # those for which there can be none
-        self._last = 0  # the last worker: each is announced twice
+        self._n_requests = 0  # for workers
 
     def is_up(self) -> bool:
         """Whether it runs, even if it no longer fits; reaps one that has died."""
@@ -160,20 +160,20 @@ class Template:
 
     def _fork(self, fds: Sequence[int]) -> int:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        request = pickle.dumps((len(fds), list(map(int, blocked))))
+        self._n_requests += 1
+        request = pickle.dumps((len(fds), list(map(int, blocked)), self._n_requests))
         try:
             with InterruptsHeld():
                 try:
                     socket.send_fds(self._connection, [request], fds)
                 except OSError as error:
                     raise TemplateLostError(str(error)) from error
-            answer = self._last
-            while answer == self._last:  # the second answer about the worker before
-                (answer,) = self._received(_FORK_S)
+            number, answer = 0, 0
+            while number != self._n_requests:  # but a second answer to an earlier one
+                number, answer = self._received(_FORK_S)
         except BaseException:
             self.end()
             raise
-        self._last = max(answer, 0)
         if answer < 0:
             refusal = UnsafeError(f"the system does not fork for it: {os.strerror(-answer)}")
             if -answer in (errno.EPERM, errno.ENOSYS):
