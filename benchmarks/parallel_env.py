@@ -1,4 +1,4 @@
-"""How fast environments in processes step, beside what other libraries have for that.
+"""How fast environments in processes step, compared with what other libraries have for that.
 
     python benchmarks/parallel_env.py [--parts step loop] [--windows 7] [--seconds 2]
 

@@ -1,4 +1,4 @@
-"""How fast the pool is beside other replay buffers, and what memory it takes.
+"""How fast the pool is compared with other replay buffers, and what memory it takes.
 
     python benchmarks/pool.py [--sizes 10000 1000000] [--rounds 15] [--threads 1] [--frames 200000]
 
@@ -18,12 +18,12 @@ trajectory batch, so flattening it counts for everybody; see ``pool_peers.py`` f
   and then new priorities for them.
 
 In each round every contender does every operation, one after the other in an order that is drawn
-anew, each for ``--window`` seconds. ``ratio`` is the time of the peer by that of the pool in the
-same round, so the pool is faster above 1. Samples are torch tensors or NumPy arrays, whichever the
-contender returns.
+anew, each for ``--window`` seconds. ``ratio`` is the time of the peer divided by that of the pool
+in the same round, so the pool is faster above 1. Samples are torch tensors or NumPy arrays,
+whichever the contender returns.
 
 - ``memory``: a pool of image frames 84 × 84 of uint8 in episodes of 100 steps, filled. Its
-  ``nbytes``, and the growth of this process, by the bytes of one frame per transition.
+  ``nbytes``, and the growth of this process, divided by the bytes of one frame per transition.
 
 Prints JSON lines.
 """
@@ -163,7 +163,7 @@ def compare(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def memory(n_frames: int) -> dict[str, Any]:
-    """What a pool of frames takes, by the bytes of its frames."""
+    """What a pool of frames takes, divided by the bytes of its frames."""
     # One step more than there are, as the frame after each step is the one before the next.
     shape = (10, EPISODE_FRAMES + 1, 84, 84)
     frames = torch.from_numpy(np.random.default_rng(SEED).integers(0, 256, shape, dtype=np.uint8))

@@ -15,7 +15,8 @@ little more than ``--seconds``. ``ratio`` compares each window of the batcher wi
 two windows of the bare loop around it, ``bare_to_bare`` does the same with windows of the bare
 loop: what it deviates from 1 is noise.
 
-W4: ``efficiency`` is the sleep of all steps, by 8, by the time from ``execute`` to ``get``.
+W4: ``efficiency`` is the sleep of all steps, divided by 8 times the time from ``execute`` to
+``get``.
 
 Prints one JSON line per workload, and every window to stderr.
 """

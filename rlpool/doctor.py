@@ -105,7 +105,7 @@ def examine(
     return [*checks, _worker()] if start_worker else checks
 
 
-def would_bite(checks: Sequence[Check]) -> bool:
+def has_problems(checks: Sequence[Check]) -> bool:
     """Whether any check failed."""
     return any(check.status == FAIL for check in checks)
 
@@ -134,11 +134,11 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
     except SpecError as error:
         parser.error(str(error))
     if as_json:
-        report = {"ok": not would_bite(checks), "checks": [asdict(check) for check in checks]}
+        report = {"ok": not has_problems(checks), "checks": [asdict(check) for check in checks]}
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
         sys.stdout.write(_as_text(checks))
-    return 1 if would_bite(checks) else 0
+    return 1 if has_problems(checks) else 0
 
 
 def _as_text(checks: Sequence[Check]) -> str:
@@ -149,8 +149,7 @@ def _as_text(checks: Sequence[Check]) -> str:
         if check.fix:
             lines.append(f"{'':<{width + 8}}fix: {check.fix}")
     n_failed, n_warned = (sum(c.status == status for c in checks) for status in (FAIL, WARN))
-    warned = f", {n_warned} to know about" if n_warned else ""
-    return "\n".join([*lines, f"{n_failed or 'nothing'} would bite{warned}\n"])
+    return "\n".join([*lines, f"problems: {n_failed}, warnings: {n_warned}\n"])
 
 
 # The checks ----------------------------------------------------------------------------------

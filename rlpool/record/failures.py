@@ -12,7 +12,15 @@ from functools import wraps
 from typing import Any, ParamSpec
 
 from rlpool.envs.vec_env import LaneError
-from rlpool.errors import AgentError, AgentSpecError, EnvError, EnvSpecError, SpecError, Where
+from rlpool.errors import (
+    AgentError,
+    AgentSpecError,
+    EnvError,
+    EnvSpecError,
+    SpecError,
+    UsageError,
+    Where,
+)
 from rlpool.record.crash_capsule import CrashCapsule
 
 _P = ParamSpec("_P")
@@ -150,7 +158,7 @@ def described(error: BaseException) -> str:
 
 def _what_and_fix(who: str, error: BaseException) -> tuple[str, str]:
     """What happened and what to do, in one line each."""
-    if isinstance(error, SpecError):
+    if isinstance(error, SpecError | UsageError):
         what, _, fix = str(error).partition("\n  fix:   ")
         return f"{who}: {what}", fix or DEBUG_HINT
     return f"{who} raised {described(error)}", DEBUG_HINT

@@ -31,8 +31,8 @@ class ParentForks:
 
     def __init__(self) -> None:
         machine = platform.machine()
-        if sys.platform != "linux" or machine not in _SYSCALLS or sys.maxsize < 2**32:
-            raise OSError(f"forks on {sys.platform}, {machine} cannot be children of the caller")
+        if machine not in _SYSCALLS or sys.maxsize < 2**32:
+            raise OSError(f"forks on {machine} cannot be children of the caller")
         self._clone, self._set_robust_list, get_robust_list = _SYSCALLS[machine]
         self._libc = ctypes.PyDLL(None, use_errno=True)  # does not release Python's lock
         self._robust_list = ctypes.c_void_p(), ctypes.c_size_t()

@@ -175,7 +175,7 @@ class LogFile:
     def _free(self, stop: int) -> None:
         """Free the pages before a place in the file."""
         length = (stop - self._freed) // PAGE_BYTES * PAGE_BYTES
-        if length >= _FREE_BYTES and hasattr(mmap, "MADV_REMOVE"):
+        if length >= _FREE_BYTES:
             with suppress(OSError), mmap.mmap(self._fd, length, offset=self._freed) as pages:
                 pages.madvise(mmap.MADV_REMOVE)
             self._freed += length

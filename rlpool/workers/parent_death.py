@@ -1,8 +1,7 @@
 """Ends a worker with its caller, whatever either of them is doing.
 
 The kernel kills the worker when the caller's end of a pipe is closed, even while an environment
-keeps Python's lock. A thread does so on other platforms, and where a process that the caller forked
-keeps that end open.
+keeps Python's lock. A thread does so where a process that the caller forked keeps that end open.
 """
 
 from __future__ import annotations
@@ -11,28 +10,23 @@ import fcntl
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from multiprocessing.connection import wait
-
-CAN_KILL = sys.platform == "linux" and hasattr(fcntl, "F_SETSIG")
-"""Whether the kernel can send any signal when a pipe is closed."""
 
 _PARENT_CHECK_S = 1.0
 """How often a worker checks that its parent is still the same."""
 
 
 def kill_when_closed(fd: int, pid: int) -> None:
-    """Let the kernel kill a process when the other end of a pipe is closed, where it can.
+    """Let the kernel kill a process when the other end of a pipe is closed.
 
     Args:
         fd: One end of a pipe that carries no data from now on.
         pid: The process, whoever has the descriptor; a negative number means a process group.
     """
-    if CAN_KILL:
-        fcntl.fcntl(fd, fcntl.F_SETOWN, pid)
-        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | fcntl.FASYNC)
+    fcntl.fcntl(fd, fcntl.F_SETOWN, pid)
+    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | fcntl.FASYNC)
 
 
 def end_with_parent() -> None:

@@ -272,10 +272,9 @@ class _ForkingPopen(_Popen):
 
 _template = Template()
 atexit.register(_template.shutdown)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_one_at_a_time.acquire,
-        after_in_parent=_one_at_a_time.release,
-        after_in_child=_one_at_a_time.release,
-    )
-    os.register_at_fork(after_in_child=_template.after_fork)
+os.register_at_fork(
+    before=_one_at_a_time.acquire,
+    after_in_parent=_one_at_a_time.release,
+    after_in_child=_one_at_a_time.release,
+)
+os.register_at_fork(after_in_child=_template.after_fork)

@@ -296,8 +296,6 @@ class Template:
 
 def why_impossible() -> str:
     """Why this platform allows no template; ``""`` where it does."""
-    if sys.platform != "linux":
-        return f"that needs Linux, this is {sys.platform}"
     if getattr(sys, "frozen", False):
         return "this program is frozen, its interpreter cannot be started for that"
     try:

@@ -9,50 +9,43 @@ from typing import Any
 from rlpool.workers.wire import Inherited
 
 _ONE = (1).to_bytes(8, "little")
-_N_WAKES = 64
-"""Wakes read at once from a pipe; more are read the next time."""
 
 
 class Wake:
     """Something to wait for: ``signal`` in one process ends ``wait`` in another.
 
-    An ``eventfd`` where there is one, else a pipe. A child gets it when it starts.
+    A child gets it when it starts.
 
     Args:
-        fds: Descriptors to read from and to write to; new ones by default.
+        fd: Descriptor of an ``eventfd``; a new one by default.
     """
 
-    def __init__(self, *fds: int) -> None:
-        if not fds:
-            fds = (os.eventfd(0, os.EFD_CLOEXEC),) if hasattr(os, "eventfd") else os.pipe()
-        self._fds = fds
-        self.fd = fds[0]
+    fd = -1
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC) if fd is None else fd
 
     def signal(self) -> None:
         """Wake the process that waits, or the next that does."""
-        os.write(self._fds[-1], _ONE)
+        os.write(self.fd, _ONE)
 
     def wait(self) -> int:
         """Wait for a signal; returns how many came since the last time."""
-        words = os.read(self.fd, 8 * _N_WAKES)
-        return len(words) // 8 if len(self._fds) > 1 else int.from_bytes(words, "little")
+        return int.from_bytes(os.read(self.fd, 8), "little")
 
     def close(self) -> None:
-        """Close the descriptors. May be repeated."""
-        fds, self._fds = self._fds, (-1,)  # the numbers may soon be those of other files
-        self.fd = -1
-        for fd in fds:
-            with suppress(OSError):
-                os.close(fd)
+        """Close the descriptor. May be repeated."""
+        fd, self.fd = self.fd, -1  # the number may soon be that of another file
+        with suppress(OSError):
+            os.close(fd)
 
     def __del__(self) -> None:
-        if hasattr(self, "_fds"):
-            self.close()
+        self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, tuple(map(Inherited, self._fds))
+        return _received, (Inherited(self.fd),)
 
 
-def _received(*fds: Any) -> Wake:
+def _received(fd: Any) -> Wake:
     """The same wake, in a process that was started with it."""
-    return Wake(*(fd.detach() for fd in fds))
+    return Wake(fd.detach())

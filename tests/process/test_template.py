@@ -42,7 +42,6 @@ pytestmark = [
     pytest.mark.promise("I10"),
     pytest.mark.usefixtures("no_shared_memory_left"),
     pytest.mark.timeout(120),
-    pytest.mark.skipif(sys.platform != "linux", reason="workers are spawned elsewhere"),
 ]
 
 RunScript = Callable[..., Script]

@@ -3,11 +3,10 @@
     python tests/stress/soak.py --minutes 60 [--seed 0] [--kill-every 20]
 
 In each of many lives batchers are opened, collect, keep some of their results, and are closed or
-dropped: an ``EpisodeBatcher`` of short episodes, one of episodes of several
-chunks with a new policy for every request, a ``Batcher``, and every fourth time a
-``ParallelEnvManager``. With ``--kill-every`` a random worker gets SIGKILL about every so many
-seconds, and the batchers replace it. Between two rounds the script sleeps, so that all of
-it takes about one core.
+dropped: an ``EpisodeBatcher`` of short episodes, one of episodes of several chunks with a new
+policy for every request, a ``Batcher``, and every fourth time a ``ParallelEnvManager``. With
+``--kill-every`` a random worker gets SIGKILL about every so many seconds, and the batchers replace
+it. Between two rounds the script sleeps, so that all of it takes about one core.
 
 Looked at between two lives, when no batcher is open and all results are dropped: resident memory
 of the caller, descriptors, threads, mappings of shared memory, processes and files in ``/dev/shm``.

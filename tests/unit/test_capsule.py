@@ -34,6 +34,8 @@ from rlpool.record import tape as tapes
 from support.agents import FunctionAgent, InitialStateCounter, StepCounter
 from support.envs import CountingEnv, FailingEnv
 
+pytestmark = pytest.mark.promise("I9")
+
 WHERE = Where(worker=3, lane=1, episode=27, step=2, seed=99, env_info={"task": 5, "goal": [1.5]})
 
 

@@ -37,6 +37,8 @@ from support.envs import AncestorCountingEnv, CountingEnv, FailingEnv
 from support.meta import Storage
 from support.unlucky import UnluckyEnv, UnluckyError, create_unlucky
 
+pytestmark = pytest.mark.promise("I9")
+
 
 def frames(error: BaseException) -> list[str]:
     """Names of the functions that an exception went through, the innermost last."""

@@ -129,13 +129,13 @@ def test_the_report_as_text(
     assert main(["doctor", "--workers", "2"], root=root) == 0
     *lines, summary = capsys.readouterr().out.splitlines()
     assert [line[:3] for line in lines] == ["ok "] * len(examine(2, root=root))
-    assert summary == "nothing would bite"
+    assert summary == "problems: 0, warnings: 0"
     limit_to(monkeypatch, RLIMIT_NOFILE=32)
     assert main(["doctor", "--workers", "20"], root=root) == 1
     lines = capsys.readouterr().out.splitlines()
     (number,) = [n for n, line in enumerate(lines) if line.startswith("FAIL  file descriptors")]
     assert lines[number + 1].strip().startswith("fix: ")
-    assert lines[-1] == "2 would bite, 1 to know about"
+    assert lines[-1] == "problems: 2, warnings: 1"
 
 
 def test_the_report_as_json(capsys: pytest.CaptureFixture[str], root: Path) -> None:
