@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.envs.gym_env import GymEnv
+from rlpool.envs.gym_env import GymEnv, is_environment
 from rlpool.envs.one_env import OneEnv
 from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerError
@@ -196,7 +196,7 @@ def _environment(
             with made:
                 return made.in_this_process(lane), 0
         return made, lane
-    if not callable(getattr(made, "reset", None)) or not callable(getattr(made, "step", None)):
+    if not is_environment(made):
         raise SpecError(
             f"create_env returned {type(made).__name__}, not an environment",
             fix="return a GymEnv, or one environment with reset() and step()",

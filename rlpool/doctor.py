@@ -243,5 +243,6 @@ def _seconds_of_a_worker() -> float:
 
 def _parts(error: Exception) -> tuple[str, str]:
     """What an error says, and its fix."""
-    what, _, fix = (str(error) or type(error).__name__).partition("\n  fix:")
-    return what.splitlines()[0], fix.strip()
+    if isinstance(error, RlpoolError):
+        return error.what.splitlines()[0], error.fix
+    return (str(error) or type(error).__name__).splitlines()[0], ""

@@ -59,9 +59,14 @@ class RlpoolError(Exception):
         what: One line that says what happened.
         where: Where it happened, empty if obvious.
         fix: One line that says what to do about it, empty if unknown.
+
+    Attributes:
+        what, fix: As given.
     """
 
     def __init__(self, what: str, *, where: Where | str = "", fix: str = "") -> None:
+        self.what = what
+        self.fix = fix
         super().__init__(compose(what, where=str(where), fix=fix))
 
 
@@ -118,9 +123,7 @@ class WorkerError(RlpoolError, RuntimeError):
         traceback_text: str = "",
         capsule: Any = None,
     ) -> None:
-        self.what = what
         self.where = where or Where()
-        self.fix = fix
         self.traceback_text = traceback_text
         self.capsule = capsule
         super().__init__(what, where=self.where, fix=fix)

@@ -255,6 +255,11 @@ def nester(structure: Structure) -> Callable[[Sequence[Any]], Any]:
     return lambda leaves: _pytree.tree_unflatten(leaves, tree)
 
 
+def is_action(key: str) -> bool:
+    """Whether a key belongs to an action."""
+    return key == "action" or key.startswith("action/")
+
+
 def row_specs(arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, TensorSpec]:
     """Specs of the rows of batch arrays ``[B, ...]``."""
     return {key: TensorSpec(array.shape[1:], array.dtype) for key, array in arrays.items()}

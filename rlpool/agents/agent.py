@@ -124,10 +124,11 @@ class Agent:
         """Release the agent's resources. Called once, when the worker ends."""
 
 
-def call_problem(agent: Agent) -> str:
-    """Explain why an agent cannot be called with four arguments; empty if it can.
+def call_problem(agent: Agent) -> tuple[str, str] | None:
+    """Explain why an agent cannot be called with four arguments, and what to do.
 
-    The method called is ``__call__`` or, if ``nn.Module`` provides that, ``forward``.
+    The method called is ``__call__`` or, if ``nn.Module`` provides that, ``forward``. ``None`` if
+    it can be called.
     """
     kind, method, fix = type(agent), "__call__", _DEFINE_CALL
     if kind.__call__ in (Agent.__call__, nn.Module.__call__):
@@ -137,14 +138,14 @@ def call_problem(agent: Agent) -> str:
             agents = (k for k in kind.__mro__ if issubclass(k, Agent) and k is not Agent)
             if any("__call__" in vars(k) for k in agents):
                 fix += ", or put nn.Module last in its bases: its __call__ hides the agent's"
-            return compose(f"{kind.__name__} does not say how to choose actions", fix=fix)
+            return f"{kind.__name__} does not say how to choose actions", fix
     try:
         signature = inspect.signature(getattr(agent, method))
     except ValueError:  # unknown
-        return ""
+        return None
     try:
         signature.bind(None, None, None, None)
     except TypeError:
         what = f"{kind.__name__}.{method} takes {signature}, and agents are called with four"
-        return compose(f"{what} arguments", fix=fix)
-    return ""
+        return f"{what} arguments", fix
+    return None

@@ -314,9 +314,8 @@ def _agent_problem(agent: Any) -> tuple[str, str]:
         what = f"create_agent returned {type(agent).__name__}, not an Agent"
         advice = "let create_agent return an instance of a subclass of rlpool.Agent"
         return what, f"{advice}, such as class MyAgent(Agent, nn.Module)"
-    what, _, fix = (call_problem(agent) or "").partition("\n  fix:   ")
-    if what:
-        return what, fix
+    if problem := call_problem(agent):
+        return problem
     n_noise = agent.n_noise
     if isinstance(n_noise, bool) or not isinstance(n_noise, int) or n_noise < 0:
         what = f"n_noise of the agent is {n_noise!r}, not a number of random numbers per step"

@@ -295,7 +295,7 @@ class Array:
             values = self._read(np.copy)
         try:
             return torch.from_numpy(values)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise SpecError(f"torch has no dtype for {self.dtype}: {error}") from error
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Values:

@@ -175,8 +175,7 @@ class TemporalDictTensor(DictTensorBase):
     def slice(self, start: int, stop: int | None = None) -> TemporalDictTensor:
         """Views of rows ``start <= i < stop``, or of row ``start`` with B = 1."""
         if stop is None:
-            n_elems = self.n_elems()
-            start = base.from_start(whole_number("start", start, -n_elems), n_elems)
+            start = instance(base.resolve_rows(start, self.n_elems()), int, "start")
             stop = start + 1
         return self.index(slice(start, stop))
 

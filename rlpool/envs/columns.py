@@ -34,8 +34,8 @@ class BadValue(SpecError):
         lane: The lane.
     """
 
-    def __init__(self, lane: int, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, lane: int, what: str, fix: str = "") -> None:
+        super().__init__(what, fix=fix)
         self.lane = lane
 
 
@@ -145,7 +145,9 @@ def _each(lanes: Sequence[int], values: Sequence[Any], convert: Callable[[Any], 
     try:
         for value in values:
             results.append(convert(value))  # noqa: PERF401  (its length tells which lane failed)
-    except (SpecError, ValueError, TypeError) as error:
+    except SpecError as error:
+        raise BadValue(lanes[len(results)], error.what, error.fix) from error
+    except (ValueError, TypeError) as error:
         raise BadValue(lanes[len(results)], str(error)) from error
     return results
 
@@ -178,7 +180,7 @@ class Column:
         self.array = array
         self._rows = list(array)  # views, except of scalars
         shape = self.spec.shape
-        self._joined = array.reshape(-1, *shape[1:]) if shape else None
+        self._joined = array.reshape(len(array) * shape[0], *shape[1:]) if shape else None
 
     def write(self, lanes: Sequence[int], values: Sequence[Any]) -> None:
         """Write one value per lane.

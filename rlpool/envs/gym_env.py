@@ -47,7 +47,6 @@ class GymEnv(VecEnv):
     Attributes:
         observation_space, action_space: The environments' spaces, ``None`` if they have none.
         action_structure: Structure of an action, ``None`` without an action space.
-        is_declared: Whether a space declares the observations.
         keeps_results: Whether to keep ``results``.
         results: What the environments returned from the last call, one entry per lane.
 
@@ -102,12 +101,6 @@ class GymEnv(VecEnv):
     def declare_observations(self, structure: Structure) -> None:
         """Adopt the structure that other environments of the same kind have shown."""
         self._declare_structure(structure)
-
-    def forget(self) -> None:
-        """Return to the state before the first reset, see ``VecEnv.forget``."""
-        super().forget()
-        if not self.is_declared:
-            self._forget_columns()
 
     def close(self) -> None:
         """Close all environments.

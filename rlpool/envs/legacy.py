@@ -75,7 +75,7 @@ class LegacyEnv(gymnasium.Env[Any, Any]):
         if not isinstance(result, tuple) or len(result) != 4:
             return result
         observation, reward, done, info = result
-        flags = (False, done) if info.get("TimeLimit.truncated", False) else (done, False)
+        flags = (False, done) if (info or {}).get("TimeLimit.truncated", False) else (done, False)
         return observation, reward, *flags, info
 
     def close(self) -> None:
@@ -134,7 +134,10 @@ def is_pair(result: Any) -> bool:
 
 def reset_arguments(env: Any) -> set[str]:
     """The arguments of ``reset``, including those that it passes on to a wrapped environment."""
-    parameters = inspect.signature(env.reset).parameters
+    try:
+        parameters = inspect.signature(env.reset).parameters
+    except (TypeError, ValueError):  # compiled code need not tell
+        return set()
     arguments = {name for name in _RESET_ARGUMENTS if name in parameters}
     default = parameters["options"].default if "options" in parameters else None
     if default is not None and default is not inspect.Parameter.empty:

@@ -127,7 +127,7 @@ class OneEnv(GymEnv):
     The first reset determines keys, shapes and dtypes; an environment of the pool's own protocol
     makes its first step then as well, ahead of time. The step loop resets once before the first
     episode, to learn the keys. The reset after that continues the episode that has begun, so the
-    environment sees one reset per episode.
+    environment sees one reset per episode. A ``seed`` among an episode's options replaces its seed.
 
     Args:
         env: The environment. This object closes it.
@@ -198,7 +198,8 @@ class OneEnv(GymEnv):
         if self.is_fresh:
             return
         is_first = self._columns is None
-        self._seed = seeds[0] if self._first_seed is None else self._first_seed
+        given = (options[0] or {}).get("seed", seeds[0])
+        self._seed = given if self._first_seed is None else self._first_seed
         self._first_seed = None
         if self._owns_process:
             seed_generators(stream_seed(self._seed, _PROCESS))

@@ -28,6 +28,7 @@ from rlpool.specs import (
     Leaf,
     Structure,
     TensorSpec,
+    is_action,
     refuse_collisions,
 )
 
@@ -73,12 +74,14 @@ class VecEnv(ABC):
             after the first reset, last actions after ``declare_actions``.
         flags: bool ``[4, n_lanes]``. Its rows are ``terminated``, ``truncated``, ``done`` and
             ``initial_state`` of ``current``, as views.
+        is_declared: Whether spaces declare the observations; else the first reset shows their keys.
         min_ready: How many lanes the rollout loop waits for at a time, ``None`` for all.
         lane_in_use: One element: the lane whose environment is running. It explains the death of
             this process.
     """
 
     auto_reset = False
+    is_declared = True
     min_ready: int | None = None
     _widens, _prefix = False, ""  # of the observations' columns
     _columns: Columns | None = None
@@ -163,11 +166,13 @@ class VecEnv(ABC):
             self.current |= {f"last_{key}": array for key, array in self._last_actions.items()}
             self._cleared += self._last_actions.values()
 
-    def forget(self) -> None:  # noqa: B027  (optional)
+    def forget(self) -> None:
         """Return to the state before the first reset, which failed.
 
         Without a space, the next reset determines the keys of observations again.
         """
+        if not self.is_declared:
+            self._forget_columns()
 
     def _declare_structure(self, structure: Structure) -> Columns:
         """Make columns for observations of this structure, in place of any others."""
@@ -391,7 +396,7 @@ class VecEnv(ABC):
 
     def _actions_of(self, policy_output: DictTensor) -> dict[str, Array]:
         """Actions of the running environments as ``step_lanes`` takes them."""
-        keys = [k for k in policy_output if k == "action" or k.startswith("action/")]
+        keys = [key for key in policy_output if is_action(key)]
         leaves = self.action_leaves
         expected = list(leaves) if leaves is not None else keys
         if not expected or sorted(keys) != sorted(expected):
@@ -424,6 +429,5 @@ class VecEnv(ABC):
             if not isinstance(cause, SpecError):
                 raise cause from None
             step = int(self._n_steps[error.lane]) if error.call == "step" else 0
-            what, _, fix = str(cause).partition("\n  fix:   ")
-            where = Where(lane=error.lane, step=step)
-            raise EnvSpecError(f"env.{error.call}: {what}", where=where, fix=fix) from cause
+            what, where = f"env.{error.call}: {cause.what}", Where(lane=error.lane, step=step)
+            raise EnvSpecError(what, where=where, fix=cause.fix) from cause

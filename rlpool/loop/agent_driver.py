@@ -14,10 +14,9 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import LaneError
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array, batch_array
-from rlpool.record.tape import is_action
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.slots.trajectories import Slice, trajectories_of
-from rlpool.specs import TensorSpec, row_specs
+from rlpool.specs import TensorSpec, is_action, row_specs
 
 Observed = tuple[Mapping[str, torch.Tensor], DictTensor | None, TemporalDictTensor | None]
 """Observation, ``agent_info`` and history."""

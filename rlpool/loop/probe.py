@@ -12,9 +12,8 @@ from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import SpecError
 from rlpool.loop.agent_driver import AgentDriver, AgentFailure
 from rlpool.memory.storage import Array
-from rlpool.record.tape import is_action
 from rlpool.slots.blocks import NOISE_KEY, StepSpecs, successor_key
-from rlpool.specs import TensorSpec, row_specs
+from rlpool.specs import TensorSpec, is_action, row_specs
 
 
 def probe(

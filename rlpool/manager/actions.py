@@ -9,7 +9,7 @@ import numpy as np
 
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
-from rlpool.specs import TensorSpec
+from rlpool.specs import TensorSpec, is_action
 
 Actions = Mapping[str, Array]
 
@@ -52,7 +52,7 @@ def specs_of(actions: Actions) -> dict[str, TensorSpec]:
         return {
             key: TensorSpec(array.shape[1:], array.dtype)
             for key, array in actions.items()
-            if key == "action" or key.startswith("action/")
+            if is_action(key)
         }
     except (AttributeError, TypeError) as error:
         raise _refused("[n_lanes, ...]", error) from error

@@ -288,7 +288,9 @@ class EnvWorkers:
             if tape is not None and call != "reset" and lane not in self.closed_lanes:
                 tapes[lane - own.start] = tape.without_last()[0] if call == "step" else tape
         closed = [lane - own.start for lane in self.closed_lanes.intersection(own)]
-        packed = pack(Predecessor(tapes, closed), Memory.shared)
+        unanswered = filter(self.is_unanswered, own)
+        doubtful = [n - own.start for n in unanswered if self.requests[n].call.command == "step"]
+        packed = pack(Predecessor(tapes, closed, doubtful), Memory.shared)
         is_busy, step = self._is_busy(worker), self.buffers.step[worker]
         is_step = is_busy and step == self.issued[worker]
         send(worker, Begin(step - 1 if is_step else step, packed.payload), packed.memory)

@@ -72,10 +72,12 @@ class Predecessor:
     Attributes:
         tapes: The episode of each lane, without a step that is not finished.
         closed: Lanes that were closed.
+        doubtful: Lanes whose observation may be that of a remote's step without a reply.
     """
 
     tapes: Mapping[int, Tape]
     closed: Sequence[int]
+    doubtful: Sequence[int]
 
 
 @dataclass(frozen=True)

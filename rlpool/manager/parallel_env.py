@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlpool.envs.columns import Columns
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import EnvError, SpecError
@@ -27,7 +26,6 @@ from rlpool.manager.stepper import Kind, Stepper
 from rlpool.memory.storage import Array
 from rlpool.record.capsule_files import CrashDir
 from rlpool.specs import (
-    Leaf,
     TensorSpec,
     leaves_of,
 )
@@ -195,8 +193,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         self.observation_space, self.action_space = pickle.loads(first.spaces)
         self.n_tasks, self.horizon_bamdp = first.n_tasks, first.horizon_bamdp
         self.all_tasks = first.all_tasks
-        self._is_declared = first.is_declared
-        self._action_leaves = None
+        self.is_declared = first.is_declared
         if first.action is not None:
             self._action_leaves = leaves_of({"action": first.action}, "")
         known = action_specs(first.native_action or {}, self.n_lanes)
@@ -226,22 +223,6 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             self.current.update(columns.arrays)
 
     # The lane contract ---------------------------------------------------------------------
-
-    @property
-    def columns(self) -> Columns | None:
-        """The observations' columns, ``None`` before the first reset of undeclared spaces."""
-        return self._columns
-
-    def forget(self) -> None:
-        """Be as before the first reset, see ``VecEnv.forget``."""
-        super().forget()
-        if not self._is_declared:
-            self._forget_columns()
-
-    @property
-    def action_leaves(self) -> dict[str, Leaf] | None:
-        """Keys of the actions, ``None`` if the environments declare no action space."""
-        return self._action_leaves
 
     def announce_episodes(self, seeds: Sequence[int], env_info: Mapping[str, Array]) -> None:
         """Announce the next episodes, so that the workers can begin them ahead of time."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import operator
+import math
 import pickle
 import time
 from collections.abc import Iterator, Mapping
@@ -13,10 +13,10 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import gymnasium
-import numpy as np
 
 from rlpool.envs.vec_env import Options
 from rlpool.errors import SpecError, UsageError
+from rlpool.machine.arguments import whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.manager.env_workers import EnvWorkers, Request
 from rlpool.manager.messages import Call
@@ -139,11 +139,12 @@ class Remote:
         del workers.requests[lane]
         return reply
 
-    def poll(self, timeout: float = 0.0) -> bool:
-        """Whether a reply has arrived, after waiting up to ``timeout`` seconds."""
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        """Whether a reply has arrived, after waiting up to ``timeout`` seconds or for ever."""
         workers, lane = self._workers, self._lane
         workers.check_open()
-        left_s, until_s = timeout, time.monotonic() + timeout
+        left_s = math.inf if timeout is None else timeout
+        until_s = time.monotonic() + left_s
         workers.processes.look_from_now_on()
         while workers.is_unanswered(lane):
             workers.look(min(max(0.0, left_s), workers.processes.patience_s))
@@ -282,13 +283,7 @@ def _named(data: Any, key: str, command: str) -> Any:
 
 
 def _checked_seed(seed: Any) -> int:
-    try:
-        number = operator.index(seed)
-    except (TypeError, RuntimeError):
-        number = -1
-    if number < 0 or number > np.iinfo(np.int64).max:
-        raise SpecError(f"a seed should be an int in [0, 2**63), got {seed!r}")
-    return seed_from(number)
+    return seed_from(whole_number("a seed", seed, 0))
 
 
 def _seeds_from(seed: int) -> Iterator[int]:

@@ -10,8 +10,8 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from rlpool.envs.gym_env import GymEnv, all_tasks
-from rlpool.envs.vec_env import LaneError, VecEnv
+from rlpool.envs.gym_env import GymEnv, all_tasks, is_environment
+from rlpool.envs.vec_env import LaneError
 from rlpool.errors import SpecError, Where, WorkerStartupError
 from rlpool.manager.messages import Report, Setup
 from rlpool.record.failures import env_error, text_of
@@ -41,7 +41,7 @@ def made_environments(setup: Setup, place: Place, control: Control) -> GymEnv:
         lane = setup.first_lane + number
         control.lane[0] = number
         env = called(where._replace(lane=lane), f"env_fns[{lane}]", create)
-        if isinstance(env, VecEnv) or not hasattr(env, "step"):
+        if not is_environment(env):
             raise WorkerStartupError(
                 f"env_fns[{lane}] returned {type(env).__name__}, not an environment",
                 where=where._replace(lane=lane),
@@ -51,9 +51,9 @@ def made_environments(setup: Setup, place: Place, control: Control) -> GymEnv:
     try:
         batch = GymEnv(envs, root_from(seed), **setup.options)
     except SpecError as error:
-        what, _, fix = str(error).partition("\n  fix:   ")
-        text = text_of(error)
-        raise WorkerStartupError(what, where=where, fix=fix, traceback_text=text) from error
+        raise WorkerStartupError(
+            error.what, where=where, fix=error.fix, traceback_text=text_of(error)
+        ) from error
     batch.lane_in_use = control.lane
     if not batch.is_declared:
         _learn_observation(batch, setup, place)

@@ -200,7 +200,7 @@ class EnvServer:
         torn = self._asked_lanes() if is_torn else []
         for lane, tape in predecessor.tapes.items():
             self._coming.note_begin(lane, tape.seed)
-            if lane not in torn:
+            if lane not in torn and lane not in predecessor.doubtful:
                 tape.observation = {key: array[lane] for key, array in buffers.observation.items()}
             try:
                 take_over(self._env, lane, tape, Where(), self._control.steps, may_end=True)

@@ -223,4 +223,4 @@ def _batch_dim(leaf: Any, is_first: bool) -> int:
 
 
 def _first(result: Any) -> Tensor:
-    return torch.as_tensor(result[0] if isinstance(result, tuple | list) else result)
+    return torch.as_tensor(result[0] if isinstance(result, tuple) else result)

@@ -13,7 +13,7 @@ from rlpool.loop.plan import Episode
 from rlpool.memory.storage import Array, Memory
 from rlpool.seeding import NoiseStarts, Words
 from rlpool.slots.blocks import Layout
-from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec
+from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec, is_action
 
 
 class RolloutColumns(NamedTuple):
@@ -167,7 +167,7 @@ class RolloutPlan:
         self._complete: dict[int, RolloutColumns] = {}
         self._n_delivered = 0
         self._observed = list(self.rows.columns.leaves) if self.rows.columns is not None else []
-        self._acted = [k for k in step.output if k == "action" or k.startswith("action/")]
+        self._acted = [key for key in step.output if is_action(key)]
 
     def next_episode(self, lane: int) -> Episode | None:
         """The rollout that starts in this row, if its lane is idle."""

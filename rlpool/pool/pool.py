@@ -48,7 +48,7 @@ class Pool(Sampler):
     Not for use by several threads at once. Other processes may read a pool with
     ``storage="shared"``: send it through a pipe, a queue or the arguments of a process, once it
     holds a transition, and what arrives is a ``PoolReader``. In a forked process it is the pool
-    itself, which only reads there.
+    itself, which only reads there, and samples uniformly.
 
     Args:
         env: Environments for ``store()``, one per process; see ``store``.
@@ -291,6 +291,8 @@ class Pool(Sampler):
             )
         given, powers = ingest.checked_priorities(index, priorities, alpha)
         store = self._store
+        if store is not None:
+            store.refuse_others()
         if store is None or store.tree is None or not given.size:
             return
         numbers, sub_pools = np.divmod(given, self._n_sub_pools)

@@ -23,8 +23,8 @@ from rlpool.batch.batcher import Batcher
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.columns import Columns
+from rlpool.envs.gym_env import is_environment
 from rlpool.envs.one_env import ACTION_KEY, STATE_KEY, OneEnv
-from rlpool.envs.vec_env import Options
 from rlpool.errors import AgentError, SpecError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from rlpool.machine.arguments import check_timeout
 from rlpool.machine.pickling import pickled
@@ -308,10 +308,9 @@ def _check_environments(envs: Any, processes: int) -> None:
             fix="pass one environment per process",
         )
     for number, env in enumerate(envs):
-        has_methods = all(callable(getattr(env, name, None)) for name in ("reset", "step"))
-        if isinstance(env, type) or not has_methods:
+        if not is_environment(env):
             raise SpecError(
-                f"environment {number} is {env!r}, not an object with reset() and step()",
+                f"environment {number} is {env!r:.60}, not one environment with reset() and step()",
                 fix="pass what gymnasium.make(...) returns, for instance",
             )
 
@@ -341,27 +340,12 @@ class WorkerFactory:
         root = root_from(self.root)
         process = [worker_seed(root, worker) for worker in range(len(self.envs))].index(seed)
         env = pickle.loads(self.envs[process])
-        self._env = PoolEnv(env, self.seeds[process], owns_process=True)
+        self._env = OneEnv(env, self.seeds[process], owns_process=True)
         return self._env
 
     def create_agent(self) -> ActionChooser:
         """The agent of that environment."""
         return ActionChooser(self._env, pickle.loads(self.policy))
-
-
-class PoolEnv(OneEnv):
-    """An environment whose episodes have the seeds that the runner draws."""
-
-    def _reset_lanes(
-        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
-    ) -> None:
-        given = [
-            seed if row is None else row["seed"] for seed, row in zip(seeds, options, strict=True)
-        ]
-        super()._reset_lanes(lanes, given, options)
-
-
-PoolEnv.__name__ = OneEnv.__name__  # by which crash capsules know how to make it
 
 
 class ActionChooser(Agent):

@@ -162,7 +162,7 @@ class Store:
         self.offsets = np.cumsum(self.capacities) - self.capacities
         places = zip(self.offsets.tolist(), self.capacities.tolist(), self.numbers, strict=True)
         self.sub_pools = [SubPool(start, size, numbers.data) for start, size, numbers in places]
-        self.tree = PriorityTree(pool_size) if with_priorities else None
+        self._tree = PriorityTree(pool_size) if with_priorities else None
         self.n_finals = 0
         # Rows of finals that were given back, a stack of the first _n_free.
         self._free = np.empty(pool_size, np.int32)
@@ -204,6 +204,11 @@ class Store:
     def is_writer(self) -> bool:
         """Whether this process may write: the one that made it, if others see the memory too."""
         return self.memory.kind == "local" or os.getpid() == self._writer_pid
+
+    @property
+    def tree(self) -> PriorityTree | None:
+        """The priorities; ``None`` without any, and for readers, who do not see them change."""
+        return self._tree if self.is_writer else None
 
     def refuse_others(self) -> None:
         """Raise ``UsageError`` in a process that was forked from the writer's."""

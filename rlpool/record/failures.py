@@ -159,6 +159,5 @@ def described(error: BaseException) -> str:
 def _what_and_fix(who: str, error: BaseException) -> tuple[str, str]:
     """What happened and what to do, in one line each."""
     if isinstance(error, SpecError | UsageError):
-        what, _, fix = str(error).partition("\n  fix:   ")
-        return f"{who}: {what}", fix or DEBUG_HINT
+        return f"{who}: {error.what}", error.fix or DEBUG_HINT
     return f"{who} raised {described(error)}", DEBUG_HINT

@@ -30,7 +30,7 @@ from rlpool.envs.columns import converted
 from rlpool.envs.vec_env import Options
 from rlpool.memory.storage import Array
 from rlpool.slots.blocks import Arrays, Layout, successor_key
-from rlpool.specs import FLAGS, Structure, TensorSpec, flattener
+from rlpool.specs import FLAGS, Structure, TensorSpec, flattener, is_action
 
 Actions = dict[str, Array]
 """Action key to array ``[k, ...]``: what was done in ``k`` steps."""
@@ -50,11 +50,6 @@ _CHUNK_BYTES = 2**14
 _BLOCK_BYTES = 2**18
 _FEWEST_ROWS, _MOST_ROWS = 16, 1024
 """Steps of a manager in a block that is divided among its lanes: as many as fit into the bytes."""
-
-
-def is_action(key: str) -> bool:
-    """Whether a key belongs to an action."""
-    return key == "action" or key.startswith("action/")
 
 
 def slot_steps(

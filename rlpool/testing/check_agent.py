@@ -33,7 +33,6 @@ from torch.utils import _pytree as pytree
 
 from rlpool.data.infos import Info
 from rlpool.errors import AgentSpecError
-from rlpool.machine.arguments import whole_number
 from rlpool.seeding import seeded_generators
 from rlpool.testing import report
 from rlpool.testing.check_env import misfits
@@ -292,8 +291,6 @@ def check_agent(
         AgentSpecError: If ``strict`` and there are errors, with all of them.
         SpecError: For arguments that make no sense, or an environment that gives no observations.
     """
-    whole_number("n_steps", n_steps, 2)
-    whole_number("the smallest of batch_sizes", min(batch_sizes, default=0), 1)
     observations = observations_of(env, env_args, options, action_space, seed)
     subject = AgentSubject(
         agent, agent_args, observations, agent_info, update_info, seed, batch_sizes, n_steps

@@ -38,7 +38,6 @@ from rlpool.envs.columns import checked_results, converted
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.legacy import LegacyEnv, reset_arguments
 from rlpool.errors import EnvSpecError, SpecError
-from rlpool.machine.arguments import whole_number
 from rlpool.record.failures import described, reset_advice
 from rlpool.seeding import seeded_generators
 from rlpool.specs import flattener, leaves_of, structure_of_space
@@ -85,7 +84,7 @@ def spaces(subject: EnvSubject) -> Findings:
     try:
         _ = made if isinstance(made, GymEnv) else GymEnv([made])
     except SpecError as refusal:
-        yield error(*report.what_and_fix(refusal, "wrap the environment"))
+        yield error(refusal.what, refusal.fix or "wrap the environment")
 
 
 def reset_takes_arguments(subject: EnvSubject) -> Findings:
@@ -167,8 +166,8 @@ def rewards_are_numbers(subject: EnvSubject) -> Findings:
         try:
             checked_results([0], ([step.reward], [False], [False]))
         except SpecError as refusal:
-            what, fix = report.what_and_fix(refusal, "return one number, such as float(reward)")
-            yield error(f"{where}: {what}", fix)
+            fix = refusal.fix or "return one number, such as float(reward)"
+            yield error(f"{where}: {refusal.what}", fix)
             return
 
 
@@ -341,10 +340,6 @@ def check_env(
         >>> check_env(CountingEnv).ok
         True
     """
-    whole_number("n_episodes", n_episodes, 1)
-    whole_number("n_steps", n_steps, 1)
-    if actions is not None and not len(actions):
-        raise SpecError("actions is empty", fix="give at least one action, or None")
     subject = EnvSubject(env, env_args, options, actions, seed, n_episodes, n_steps)
     found = report.run_checks(subject, ENV_CHECKS, skip)
     if strict and not found.ok:

@@ -19,7 +19,8 @@ import torch
 from rlpool.envs.gym_env import GymEnv, is_environment
 from rlpool.envs.legacy import modernised
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.machine.arguments import takes_keyword
+from rlpool.errors import SpecError
+from rlpool.machine.arguments import takes_keyword, whole_number
 from rlpool.seeding import episode_seeds, generator_states, seeded_generators
 from rlpool.specs import flattener, leaves_of, row_specs, structure_of_value
 from rlpool.testing.report import CannotCheck, Failed, Subject, user_code
@@ -143,6 +144,10 @@ class EnvSubject(Subject):
         n_episodes: int = 3,
         n_steps: int = 100,
     ) -> None:
+        whole_number("n_episodes", n_episodes, 1)
+        whole_number("n_steps", n_steps, 1)
+        if actions is not None and not len(actions):
+            raise SpecError("actions is empty", fix="give at least one action, or None")
         source = functools.partial(gymnasium.make, env) if isinstance(env, str) else env
         super().__init__(source, env_args, seed, _is_environment(source), _takes_seed(source))
         self.name = env if isinstance(env, str) else self.name

@@ -141,12 +141,6 @@ def warning(what: str, fix: str) -> Finding:
     return Finding("", WARNING, what, fix)
 
 
-def what_and_fix(message: object, fix: str = _FIX) -> tuple[str, str]:
-    """The parts of an error's message; ``fix`` is for those without one."""
-    what, _, own_fix = str(message).partition("\n  fix:   ")
-    return what, own_fix or fix
-
-
 class Subject:
     """What is checked: an instance, or a function that makes one.
 

@@ -18,11 +18,13 @@ import torch
 from gymnasium import spaces
 
 from rlpool.agents.agent import Agent, call_problem
+from rlpool.batch.batcher import EpisodeBatcher
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import Info, info_rows
 from rlpool.envs.columns import Columns
 from rlpool.envs.gym_env import GymEnv
-from rlpool.errors import RlpoolError, SpecError, WorkerError
+from rlpool.errors import RlpoolError, SpecError
+from rlpool.machine.arguments import whole_number
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
 from rlpool.seeding import seeded_generators, worker_seed
 from rlpool.specs import (
@@ -33,7 +35,7 @@ from rlpool.specs import (
     structure_of_space,
 )
 from rlpool.testing.episodes import EnvSubject, Lane, bits
-from rlpool.testing.report import CannotCheck, Failed, Subject, user_code, what_and_fix
+from rlpool.testing.report import CannotCheck, Failed, Subject, user_code
 
 _N_EPISODES, _N_STEPS = 16, 5  # that are collected; what the last step shows is left out
 _CALL_FIX = (
@@ -162,6 +164,8 @@ class AgentSubject(Subject):
         batch_sizes: Sequence[int] = (1, 2, 5),
         n_steps: int = 4,
     ) -> None:
+        whole_number("n_steps", n_steps, 2)
+        whole_number("the smallest of batch_sizes", min(batch_sizes, default=0), 1)
         super().__init__(agent, agent_args, seed, isinstance(agent, Agent))
         self.observations, self.update_info = observations, update_info
         self.agent_info = info_rows("agent_info", agent_info, None)
@@ -176,7 +180,7 @@ class AgentSubject(Subject):
             what = f"{self.name} returned {type(made).__name__}, not an Agent"
             raise Failed(what, "subclass rlpool.Agent")
         if problem := call_problem(made):
-            raise Failed(*what_and_fix(problem))
+            raise Failed(*problem)
         with contextlib.suppress(Exception):  # a check of its own complains
             made.seed(worker_seed(self.root, number))
         return made
@@ -220,8 +224,6 @@ class AgentSubject(Subject):
 
     def _rollout_over(self, n: int, action_space: Any) -> Rollout:
         """Run episodes that start together, then episodes that start at different times."""
-        from rlpool.batch.batcher import EpisodeBatcher  # which stands above this package
-
         recorder = Recorder(self.agent())
         actions: list[Any] = []
         lengths = [2, *[self.n_steps] * n]
@@ -254,9 +256,7 @@ class AgentSubject(Subject):
 
 def _failure_of(refusal: RlpoolError, n: int) -> Failed:
     """Why the library refused a rollout of ``n`` lanes."""
-    what, fix = what_and_fix(refusal, _CALL_FIX)
-    if isinstance(refusal, WorkerError):
-        what, fix = refusal.what.removeprefix("the agent: "), refusal.fix
+    what, fix = refusal.what.removeprefix("the agent: "), refusal.fix
     if fix in ("", DEBUG_HINT, LOCAL_HINT):
         fix = _CALL_FIX
     return Failed(f"{what} (in a batch of {n})", fix)

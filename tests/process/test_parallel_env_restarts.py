@@ -23,6 +23,7 @@ from rlpool import (
     UsageError,
     WorkerDiedError,
 )
+from rlpool.testing import FaultyEnv
 
 from support.agents import StepCounter
 from support.envs import assert_same_tensors
@@ -293,6 +294,17 @@ def test_a_request_in_the_middle_of_which_a_worker_dies_is_sent_again(
         manager.reset_lanes([0], [1], [None])
         with pytest.raises(UsageError, match="closed"):
             other.send(("reset", None))
+
+
+def test_a_remotes_step_whose_observation_was_written_before_the_failure_is_repeated(
+    tmp_path: Path,
+) -> None:
+    function = partial(FaultyEnv, "wrong_reward", at_step=1, once=tmp_path / "struck")
+    with ParallelEnvManager([function], seed=1, on_env_error="restart") as manager:
+        ask(manager, 0, "reset", {"seed": 7, "options": {}})
+        answers = [ask(manager, 0, "step", 0) for _ in range(3)]
+    assert [command for command, _ in answers] == ["transition"] * 3
+    assert [float(transition[0].flat[0]) for _, transition in answers] == [1.0, 2.0, 3.0]
 
 
 # Recycling ------------------------------------------------------------------------------------

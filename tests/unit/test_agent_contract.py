@@ -462,5 +462,5 @@ def test_an_update_without_a_method_for_it_surfaces_in_get() -> None:
     with make(ConstantAgent) as batcher:
         batcher.update({})
         batcher.execute(2)
-        with pytest.raises(AgentError, match=r"does not implement update\(info\)"):
+        with pytest.raises(AgentError, match=r"not implement update\(info\)\n.*\n  fix:   define"):
             batcher.get()

@@ -87,6 +87,7 @@ SPACES = {
     "box float64": spaces.Box(-1, 1, (2, 2), np.float64),
     "box float16": spaces.Box(-1, 1, (2,), np.float16),
     "box scalar": spaces.Box(-1, 1, (), np.float32),
+    "box without elements": spaces.Box(-1, 1, (3, 0), np.float32),
     "box uint8 image": spaces.Box(0, 255, (8, 6, 3), np.uint8),
     "box int64": spaces.Box(-9, 9, (2,), np.int64),
     "discrete with start": spaces.Discrete(5, start=-7),

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from functools import partial
+from itertools import repeat
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -83,12 +86,11 @@ def test_every_reset_is_seeded_before_and_by_hand_they_restart_and_close(kind: A
     assert inner.is_closed
 
 
-def test_an_environment_may_have_nothing_but_reset_and_step() -> None:
-    class Env:
-        reset = staticmethod(lambda: 0.5)
-        step = staticmethod(lambda action: (1.5, 1, True, {}))
-
-    env = GymEnv([Env()], seed=0)
+@pytest.mark.parametrize("info", [{}, None])
+@pytest.mark.parametrize("reset", [lambda: 0.5, partial(next, repeat(0.5))], ids=["", "compiled"])
+def test_an_environment_may_have_nothing_but_reset_and_step(reset: Any, info: Any) -> None:
+    inner = SimpleNamespace(reset=reset, step=lambda action: (1.5, 1, True, info))
+    env = GymEnv([inner], seed=0)
     observation, _ = env.reset()
     assert observation["frame"].tolist() == [0.5]
     assert observation["frame"].dtype == torch.float32

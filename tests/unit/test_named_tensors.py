@@ -245,6 +245,9 @@ def test_a_row_that_does_not_exist_raises_and_nothing_is_written(row: Any) -> No
     for batch in (batch_of(), DictTensor({"x": ZERO(4, 0)}), steps_of(), steps_of().get([])):
         with pytest.raises(IndexError):
             batch[row]
+        if isinstance(row, int):
+            with pytest.raises(IndexError):
+                batch.slice(row)
     if isinstance(row, torch.Tensor):
         batch, good = batch_of(), torch.arange(len(row))
         for read, write in ((row, good), (good, row)):

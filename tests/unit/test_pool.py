@@ -313,6 +313,7 @@ def test_the_next_frame_is_stored_once_and_room_for_last_ones_is_used_again() ->
         ({"env": [1]}, "environment 0"),
         ({"env": [CountingEnv()], "processes": 2}, "1 environments, processes is 2"),
         ({"env": [CountingEnv]}, "environment 0"),
+        ({"env": [GymEnv([CountingEnv()])]}, "environment 0"),
         ({"env": [CountingEnv()], "policy": 3}, "policy is 3"),
         ({"env": [CountingEnv()], "timeout": -1.0}, "timeout"),
         ({"start_method": "fork"}, "start_method"),
@@ -391,6 +392,20 @@ def test_a_forked_copy_of_a_shared_pool_only_reads(monkeypatch: pytest.MonkeyPat
         with pytest.raises(UsageError, match="filled by the process that made it"):
             change()
     assert len(pool.transitions()["frame"]) == len(pool.sample(6)["frame"]) == 6
+
+
+def test_a_forked_copy_does_not_draw_by_priorities_that_it_cannot_see_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = filled(storage="shared", priority_exponent=1.0)
+    pool.update_priorities([0, 1, 2, 3, 4, 5], [1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    assert set(pool.sample(6)["index"].tolist()) == {0}
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    copy = pool.sample(6)
+    assert "index" not in copy
+    assert len(copy["frame"].unique(dim=0)) > 1
+    with pytest.raises(UsageError, match="filled by the process that made it"):
+        pool.update_priorities([0], [2.0])
 
 
 @pytest.mark.parametrize("key", ["_done", "_terminated", "_truncated", "initial_state"])

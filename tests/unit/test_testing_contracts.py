@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlpool import DictTensor, GymEnv
+from rlpool import DictTensor, GymEnv, SpecError
 from rlpool.testing import AgentContract, CountingEnv, EnvContract, FaultyEnv
 
 from support.agents import ConstantAgent, FunctionAgent
@@ -89,6 +89,24 @@ def test_what_is_made_must_be_new_and_reach_a_worker() -> None:
     assert "creation" in outcome(env_contract(lambda self: env))["failed"]
     captures = agent_contract(lambda self: lock and ConstantAgent())
     assert outcome(captures)["failed"].keys() == {"picklable"}
+
+
+@pytest.mark.parametrize(
+    ("check", "wrong"),
+    [
+        ("runs", {"n_steps": 0}),
+        ("runs", {"actions": []}),
+        ("action_fits", {"n_steps": 0}),
+        ("action_fits", {"batch_sizes": ()}),
+    ],
+)
+def test_attributes_that_make_no_sense_are_refused(check: str, wrong: dict[str, Any]) -> None:
+    if check == "runs":
+        case = type("Case", (EnvContract,), {"make_env": lambda self: CountingEnv(), **wrong})
+    else:
+        case = agent_contract(lambda self: ConstantAgent(), **wrong)
+    with pytest.raises(SpecError, match=next(iter(wrong))):
+        getattr(case(), f"test_{check}")()
 
 
 def test_attributes_reach_the_checks() -> None:
