@@ -207,7 +207,12 @@ class EpisodeBatcher(BatcherBase):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Episodes finished and requested, of the oldest request that was not handed out."""
+        """Episodes finished and requested, of the oldest request that was not handed out.
+
+        Raises:
+            RlpoolError: If that request failed, or a worker died or hangs for good; ``get`` raises
+                the same.
+        """
         return self._open().finished_episodes()
 
     @classmethod

@@ -58,10 +58,10 @@ class BatcherBase(ProcessOwner, DumpsStacks):
     ) -> None:
         self._dispatcher: Dispatcher | None = None
         refuse_during_import()
-        whole_number("n_timesteps", n_timesteps, 1)
-        whole_number("n_threads", n_threads, 0)
+        n_timesteps = whole_number("n_timesteps", n_timesteps, 1)
+        n_threads = whole_number("n_threads", n_threads, 0)
         if n_slots is not None:
-            whole_number("n_slots", n_slots, 1)
+            n_slots = whole_number("n_slots", n_slots, 1)
         check_timeout(timeout)
         for name, function in (("create_agent", create_agent), ("create_env", create_env)):
             _refuse_no_factory(name, function)

@@ -40,8 +40,7 @@ from rlpool.workers.wire import Done, Failed, Message
 _LOG = logging.getLogger("rlpool")
 
 _MAX_RUNNING = 8
-"""Requests that workers may have at once. Enough to keep them busy; few enough that all messages
-about them fit into the pipes, so that neither side ever waits for the other to read."""
+"""Requests that workers may have at once: enough to keep them busy."""
 
 _LARGE_BYTES = 2**14
 """Larger pickled functions travel in shared memory, once for all workers."""
@@ -110,6 +109,7 @@ class Dispatcher:
         self._queued: deque[Request] = deque()  # not sent yet
         self._running: list[Request] = []  # sent, and not yet done in every worker
         self._pending: deque[Request] = deque()  # not yet handed to the user
+        self._probing: Request | None = None  # whose infos the workers are probed with
         self._blocks: BlockPool | None = None
         self.n_lanes = 0
         self.policy = Policy()
@@ -202,7 +202,8 @@ class Dispatcher:
             request.release()
             self._advance()
             return
-        self._pending.popleft()
+        if request in self._pending:  # close() has dropped it already
+            self._pending.remove(request)
         error = request.error or self._workers.fatal
         self._forget(request)
         self._advance()
@@ -231,6 +232,10 @@ class Dispatcher:
             return 0, 0
         request = self._pending[0]
         self._workers.poll(0.0)
+        self._workers.look_for_hang()
+        error = request.error or self._workers.fatal
+        if error is not None and not request.is_complete:
+            raise error
         if request.block is None:
             return 0, request.n_rows
         # An episode whose worker died just after its end is counted again when it is repeated.
@@ -266,9 +271,9 @@ class Dispatcher:
         self.is_closed = True
         if os.getpid() != self._owner_pid:
             return  # a forked copy: workers, pipes and blocks belong to the original process
+        # For a get() that a signal handler or another thread interrupts by closing.
+        self._workers.fail(UsageError("the batcher was closed meanwhile"))
         for request in self._running:
-            # Also for a get() that waits in another thread.
-            request.error = request.error or UsageError("the batcher was closed meanwhile")
             request.cancel()
         self._workers.close()
         packed = [self.policy.packed, self._agreement.infos]
@@ -319,8 +324,10 @@ class Dispatcher:
         except SpecError as error:
             problem = error
             self._agreement.specs = self._agreement.infos = None  # the next request asks again
-        if problem is not None and self._queued:
-            self._queued.popleft().error = self._crash_files.with_file(problem)
+        probing = self._probing
+        if problem is not None and probing in self._queued and probing is not None:
+            self._queued.remove(probing)  # unless it was given up
+            probing.error = self._crash_files.with_file(problem)
         self._advance()
 
     def _make_blocks(self) -> None:
@@ -334,8 +341,12 @@ class Dispatcher:
         """Send queued requests as far as slots allow."""
         if self._workers.fatal is not None:
             return
-        if self._queued and self._blocks is None and self._agreement.infos is None:
-            self._agreement.probe(self._pack((*self._queued[0].infos, {})))
+        while self._queued and self._blocks is None and self._agreement.infos is None:
+            self._probing = request = self._queued[0]
+            try:
+                self._agreement.probe(self._pack((*request.infos, {})))
+            except SpecError as error:
+                self._queued.popleft().error = error
         while self._queued and self._blocks is not None:
             request = self._queued[0]
             n_slots = self._blocks.layout.n_slots
@@ -358,13 +369,13 @@ class Dispatcher:
         Raises:
             RlpoolError: If it did; the request is not sent.
         """
-        successors = [sent for sent in self._sent.values() if sent.is_successor]
+        successors = {n: sent.replaces for n, sent in self._sent.items() if sent.is_successor}
         if successors and not request.can_be_repeated():
-            failure = next((sent.replaces for sent in successors if sent.replaces), None)
-            raise failure or UsageError("a worker was replaced, and the lanes need a reset()")
+            failure = next(filter(None, successors.values()), None)
+            raise failure or _cannot_go_on(min(successors))
         request.block = blocks.take()
         if any(request.infos):
-            request.packed = self._pack(request.contents(0, is_successor=False))
+            request.packed = self._pack((*request.infos, {}))
 
     def _send(self, request: Request, gone: list[int]) -> None:
         """Send a request to all workers that take part and are ready."""
@@ -393,9 +404,9 @@ class Dispatcher:
         payload, memory = request.packed or (None, None)
         if sent.is_successor:
             sent.is_successor = False
-            contents = request.contents(worker, is_successor=True)
-            if contents[-1]:
-                payload, memory = self._pack(contents)
+            tapes = request.tapes_for(worker)
+            if tapes:
+                payload, memory = self._pack((*request.infos, tapes))
         send(worker, request.message(worker, payload), memory)
 
     def _map(self, worker: int, block: Block, gone: list[int]) -> None:
@@ -473,7 +484,7 @@ class Dispatcher:
         self._agreement.forget(worker)
         for request in self._owed_by(worker):
             if not request.error and not request.can_be_repeated():
-                request.error = failure or UsageError("a worker was replaced in its midst")
+                request.error = failure or _cannot_go_on(worker)
                 request.cancel()
             if not request.give_back(worker) or request.error:
                 self._note_done(worker, request.number)
@@ -531,3 +542,10 @@ class Dispatcher:
             request.cancel()
         else:
             request.release()
+
+
+def _cannot_go_on(worker: int) -> WorkerError:
+    """The error for episodes in the middle of which a worker was replaced for its age."""
+    what = f"worker {worker} was replaced, and what its lanes have done so far is not known"
+    fix = "call reset(); an agent that needs its history cannot go on in another worker"
+    return WorkerError(what, where=Where(worker=worker), fix=fix)

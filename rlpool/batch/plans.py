@@ -164,7 +164,6 @@ class EpisodePlan(_RequestPlan):
         if self._chunks:
             self._site.send(ChunksDone(self._number, self._chunks))
             self._chunks = []
-            # Read what came back, needed or not: a pipe that fills up would block both sides.
             self._take_credit(blocking=False)
 
     def wait(self) -> bool:

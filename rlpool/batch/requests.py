@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from rlpool.data.infos import Info, info_rows
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError
 from rlpool.memory.storage import Array
-from rlpool.record.tape import WindowTapes
+from rlpool.record.tape import Tape, WindowTapes
 from rlpool.seeding import LaneSeeds, episode_seeds
 from rlpool.slots.blocks import Block
 from rlpool.slots.trajectories import Glue, slots_of, trajectories_of
@@ -113,14 +113,9 @@ class Request(ABC):
     def message(self, worker: int, payload: Payload | None) -> Execute | Window:
         """What to send to a worker, whether or not another had its number before."""
 
-    def contents(self, worker: int, is_successor: bool) -> tuple[Any, ...]:
-        """What the message's payload holds: ``(agent_info, env_info, tapes)``.
-
-        Args:
-            worker: The worker.
-            is_successor: Whether it took the place of another and has run nothing yet.
-        """
-        return (*self.infos, {})
+    def tapes_for(self, worker: int) -> dict[int, Tape]:
+        """By lane, what its episode has done so far, for the successor of a worker."""
+        return {}
 
     def can_be_repeated(self) -> bool:
         """Whether the successor of a worker that died can do its part."""
@@ -144,8 +139,8 @@ class Request(ABC):
         control["running"][worker] = -1
 
     @abstractmethod
-    def seed_of(self, row: int) -> int:
-        """The seed of a row's episode."""
+    def seed_of(self, row: int) -> int | None:
+        """The seed of the episode that a row is in, ``None`` if it is not known."""
 
     @abstractmethod
     def result(self) -> TemporalDictTensor:
@@ -312,13 +307,12 @@ class WindowRequest(Request):
         first, stop = worker * self.n_lanes, (worker + 1) * self.n_lanes
         return [(row, lane) for row, lane in enumerate(self.lanes) if first <= lane < stop]
 
-    def contents(self, worker: int, is_successor: bool) -> tuple[Any, ...]:
-        """Infos, and for a successor what its lanes have done so far."""
-        if self.tapes is None or self.is_first or not is_successor:
-            return super().contents(worker, is_successor)
+    def tapes_for(self, worker: int) -> dict[int, Tape]:
+        """See ``Request.tapes_for``."""
+        if self.tapes is None or self.is_first:
+            return {}
         lanes = [lane for _, lane in self._rows_of(worker)]
-        tapes = self.tapes.tapes
-        return (*self.infos, {lane % self.n_lanes: tapes[lane] for lane in lanes})
+        return {lane % self.n_lanes: self.tapes.tapes[lane] for lane in lanes}
 
     def can_be_repeated(self) -> bool:
         """Whether it is known what all lanes have done."""
@@ -329,9 +323,9 @@ class WindowRequest(Request):
         self._note_writing(worker)
         return bool(self._rows_of(worker))
 
-    def seed_of(self, row: int) -> int:
-        """The seed of a lane's first episode since the reset."""
-        return self._seeds.seed(row, 0)
+    def seed_of(self, row: int) -> int | None:
+        """See ``Request.seed_of``; only the worker knows how often a lane has restarted."""
+        return None if self.running_block.layout.restarts else self._seeds.seed(row, 0)
 
     def result(self) -> TemporalDictTensor:
         """Views of the block."""

@@ -140,6 +140,11 @@ class Collector:
             return self._run(message, memory)
         return True
 
+    def fail(self, error: Exception) -> None:
+        """Tell the caller why this worker ends."""
+        what, text = f"the worker failed with {described(error)}", text_of(error)
+        self._fail(WorkerError(what, where=self._here, traceback_text=text))
+
     def close(self) -> None:
         """Close environments and agent, whatever they raise."""
         for part in self._created:

@@ -390,7 +390,9 @@ class Rollout:
     def _failure(self, error: LaneError) -> WorkerError:
         """The error for a failure of the user's code."""
         # All lanes share a call of the agent: the first one is named.
-        lane = self._live[0] if error.call == "agent" else error.lane
+        lane = error.lane
+        if error.call == "agent":
+            lane = next(lane for lane in self._live if lane not in self._stepping)
         running = self._lanes.get(lane)
         if running is None:
             return env_error(error, Where(self._worker, lane))

@@ -413,6 +413,7 @@ class EnvWorkers:
         self._last_pids = self.processes.pids
         self.closed = True
         if os.getpid() == self._owner_pid:  # else the workers are those of another process
+            self.processes.fail(UsageError("the environments were closed meanwhile"))
             self.processes.close()
         for _, memory in self._mapped.values():
             memory.close_fd()

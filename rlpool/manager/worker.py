@@ -28,7 +28,7 @@ from rlpool.manager.messages import (
 )
 from rlpool.manager.startup import made_environments, report_of
 from rlpool.memory.storage import Array, Memory
-from rlpool.record.failures import env_error, text_of
+from rlpool.record.failures import described, env_error, text_of
 from rlpool.record.repeat import batch_of, take_over
 from rlpool.record.tape import action_row
 from rlpool.specs import Structure
@@ -130,6 +130,12 @@ class EnvServer:
                         self._step(self._n_seen, self._asked_lanes())
                 elif not self._handle(*pipe.receive()):
                     return
+
+    def fail(self, error: Exception) -> None:
+        """Tell the caller why this worker ends."""
+        what, text = f"the worker failed with {described(error)}", text_of(error)
+        failure = WorkerError(what, where=Where(worker=self._me), traceback_text=text)
+        self._pipe.send(Failed(failure))
 
     def close(self) -> None:
         """Close the environments, whatever they say to it."""

@@ -36,7 +36,6 @@ from rlpool.machine.limits import check_size
 from rlpool.memory.storage import Array, Memory, carve, carved_bytes
 from rlpool.specs import FLAGS, TensorSpec, refuse_collisions
 
-FINAL = "final/"  # prefix of the values after a slot's last step
 NOISE_KEY = "noise"
 
 _INT64 = np.dtype(np.int64)

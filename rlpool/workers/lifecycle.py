@@ -57,8 +57,8 @@ _UNKILLABLE_S = 10.0
 """A process that is still there this long after it was killed will not end soon."""
 
 _OUT_OF_MEMORY = (
-    "most likely the system ran out of memory (dmesg shows it): run fewer workers, lower "
-    "n_slots, or set max_rss_bytes"
+    "most likely the system ran out of memory (dmesg shows it): run fewer workers, "
+    "or set max_rss_bytes"
 )
 
 
@@ -242,8 +242,14 @@ class Workers:
 
         It does not wait for the worker: ``poll`` sends what its pipe does not take.
         """
-        if self._lives[worker].state is State.UP:
-            self._send(self._lives[worker], message, memory)
+        life = self._lives[worker]
+        if life.state is State.UP:
+            try:
+                self._send(life, message, memory)
+            except OSError as error:
+                what = f"worker {worker} cannot be sent a message: {error}"
+                fix = "raise the limit of file descriptors (ulimit -n), and start anew"
+                self.fail(WorkerDiedError(what, exitcode=None, fix=fix))
 
     def _send(self, life: Life, message: Message, memory: Memory | None = None) -> None:
         pipe = life.pipe
@@ -288,7 +294,9 @@ class Workers:
         ready = poller.poll(timeout_s * 1000)
         if len(ready) == 1 and ready[0][0] == self._wake_fd and self.all_up:
             return True
-        self._rest_at_exit()
+        if not self._end.still_active():
+            self._rest_at_exit()
+            return False
         self._deliver_all(ready)
         self.deliver_logs()
         if not self.all_up:
@@ -557,7 +565,7 @@ class Workers:
     def abort(self) -> None:
         """End all workers at once; none is replaced, and ``close`` does not wait."""
         what = "the workers were ended after an interruption"
-        self.fail(WorkerDiedError(what, exitcode=None, fix="make a new batcher"))
+        self.fail(WorkerDiedError(what, exitcode=None, fix="make a new one"))
         for process in self.processes:
             process.kill()
 

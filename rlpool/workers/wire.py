@@ -13,6 +13,7 @@ written by a later call, and a partial message is kept until the rest arrives::
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import select
@@ -256,7 +257,7 @@ class Pipe:
         with socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate:
             _, descriptors, _, _ = socket.recv_fds(duplicate, 1, 1)
         if not descriptors:
-            raise EOFError("the descriptor of a message is missing")
+            raise OSError(errno.EMFILE, "no descriptor left for what a message brings")
         is_private = not getattr(message, "shares_memory", False)
         return message, Memory.attach(descriptors[0], size, private=is_private)
 

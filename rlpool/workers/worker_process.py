@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
 
@@ -90,6 +91,9 @@ class Server(Protocol):
     def serve(self) -> None:
         """Carry out messages until told to end."""
 
+    def fail(self, error: Exception) -> None:
+        """Tell the caller why this worker ends."""
+
     def close(self) -> None:
         """Close environments and agent."""
 
@@ -148,8 +152,11 @@ def run(server: Server) -> None:
             # Modules, environments and agent stay: the garbage collector can skip them.
             gc.freeze()
             server.serve()
-    except (EOFError, OSError):
+    except (EOFError, ConnectionError):
         pass  # the caller is gone or has closed its end: there is nobody left to tell
+    except Exception as error:  # such as no descriptor left, or no memory to map a block
+        with suppress(OSError):
+            server.fail(error)
     finally:
         server.close()
 

@@ -5,19 +5,30 @@ from __future__ import annotations
 import gc
 import os
 import random
+import resource
 import signal
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from process.watching import Script, Struck, wait_until, worker_pids
 
-from rlpool import DictTensor, EpisodeBatcher, UsageError, WorkerDiedError
+from rlpool import (
+    DictTensor,
+    EpisodeBatcher,
+    GymEnv,
+    UsageError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+)
 
+from support.envs import CountingEnv
 from support.faults import create_agent, create_env, faults_at
 from support.variants import variants
 
@@ -275,3 +286,52 @@ def test_a_notebook_cell_with_classes_of_its_own_may_be_run_again(
         "2 0",
     ]
     assert (script.returncode, script.left_after(CLOSE_S)) == (0, [])
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_a_get_that_waits_when_a_handler_closes_the_batcher_says_so(is_queued: bool) -> None:
+    batcher = open_batcher(2)
+    batcher.execute(8, env_info=faults_at(8, 1, "hang", 1))
+    if is_queued:
+        batcher.execute(8)
+    before = signal.signal(signal.SIGALRM, lambda *_: batcher.close())
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(UsageError, match="closed meanwhile"):
+            batcher.get()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_progress_raises_what_get_would_when_nothing_will_be_finished_any_more() -> None:
+    with open_batcher(timeout=0.5, on_worker_failure="raise") as batcher:
+        batcher.execute(3, env_info=faults_at(3, 1, "hang", 1))
+        with pytest.raises(WorkerTimeoutError):
+            wait_until(lambda: batcher.progress == (3, 3))
+
+
+class LeakingEnv(CountingEnv):
+    """Opens files until no further one may be opened."""
+
+    def reset(self, **arguments: Any) -> Any:
+        result = super().reset(**arguments)
+        if result[0][1] >= 0 and self.number:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+            with suppress(OSError):
+                self.opened = []
+                while True:
+                    self.opened.append(os.open("/dev/null", os.O_RDONLY))
+        return result
+
+
+def test_a_worker_without_a_descriptor_left_says_why_it_ends() -> None:
+    def create_env(seed: int) -> GymEnv:
+        return GymEnv([LeakingEnv()], seed)
+
+    with EpisodeBatcher(4, 8, create_agent, {}, create_env, {}, 1, max_restarts=0) as batcher:
+        batcher.execute(1, env_info={"id": [1]})
+        batcher.get()
+        batcher.execute(1, env_info={"id": [1]})
+        with pytest.raises(WorkerError, match="Too many open files"):
+            batcher.get()

@@ -159,6 +159,13 @@ def test_reexecute_repeats_the_last_execute_with_new_episodes() -> None:
     assert len({str(result["noise"].tolist()) for result in results}) == 3
 
 
+@pytest.mark.parametrize("number", [np.int64, torch.tensor])
+def test_sizes_may_be_integers_of_numpy_and_torch(number: Any) -> None:
+    with make(n_timesteps=number(2), n_slots=number(4)) as batcher:
+        batcher.execute(number(5), env_info={"length": [3] * 5})
+        assert batcher.get().lengths.tolist() == [3] * 5
+
+
 def test_progress_counts_finished_and_requested_episodes() -> None:
     with make() as batcher:
         assert batcher.progress == (0, 0)

@@ -12,6 +12,8 @@ import torch
 from rlpool import AgentError, Batcher, DictTensor, EnvError, EpisodeBatcher
 
 from support.needy import (
+    IDS,
+    LENGTHS,
     GrowingEnv,
     NeedyAgent,
     OldNeedyEnv,
@@ -92,3 +94,14 @@ def test_by_hand_too_a_reset_with_env_info_follows_one_that_failed(
     assert observation["frame"].tolist() == [[1, 5], [1, 6]]
     assert observation["last_action"].tolist() == [1, 2]
     assert running.tolist() == [0]
+
+
+@pytest.mark.parametrize("n_threads", [0, 1])
+def test_infos_of_a_reset_that_another_follows_are_not_blamed(n_threads: int) -> None:
+    with Batcher(
+        4, create_agent=NeedyAgent, create_env=create_needy, n_threads=n_threads
+    ) as batcher:
+        for ids in ([-1, 6], IDS):
+            batcher.reset(agent_info(), env_info(ids))
+            batcher.execute()
+        assert batcher.get().lengths.tolist() == LENGTHS
