@@ -20,7 +20,16 @@ from typing import Any
 
 from rlpool.batch.agreement import Agreement
 from rlpool.batch.local_worker import LocalWorker
-from rlpool.batch.messages import ChunksDone, Credit, MapBlock, Probed, Report, Setup, Update
+from rlpool.batch.messages import (
+    BeginsAgain,
+    ChunksDone,
+    Credit,
+    MapBlock,
+    Probed,
+    Report,
+    Setup,
+    Update,
+)
 from rlpool.batch.requests import Policy, Request
 from rlpool.batch.worker import main
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
@@ -450,6 +459,10 @@ class Dispatcher:
                 # Answered in any case: the worker may be waiting, and has to see a cancellation.
                 slots = [] if request.error else request.empty_slots(message.chunks)
                 self._workers.send(worker, Credit(message.number, slots))
+        elif isinstance(message, BeginsAgain):
+            request = self._find(message.number)
+            if request is not None:
+                request.drop_chunks([message.episode])
         elif isinstance(message, Probed):
             if self._agreement.take(worker, message.report):
                 self._begin()
@@ -498,21 +511,24 @@ class Dispatcher:
 
     def where(self, worker: int) -> Where:
         """What a worker is doing, as far as shared memory tells."""
+        place: tuple[Request, int] | None = None
         for request in self._owed_by(worker):
             lane = self._workers.lane_in_use(worker)
-            control, layout = request.running_block.arrays.control, request.running_block.layout
-            running = control["running"][worker]
-            if running[lane] < 0:
-                busy = (running >= 0).nonzero()[0]
-                if not len(busy):
-                    continue
-                lane = int(busy[0])
-            row = int(running[lane])
-            env_info = {key: array[row].tolist() for key, array in request.infos[1].items()}
-            step = int(layout.steps_in_slot(control, worker)[lane])
-            step += int(control["steps_before"][worker, lane])
-            return Where(worker, lane, row, step, request.seed_of(row), env_info or None)
-        return Where(worker)
+            lanes = (request.running_block.arrays.control["running"][worker] >= 0).nonzero()[0]
+            if lane in lanes:
+                place = request, lane
+                break
+            if len(lanes) and place is None:
+                place = request, int(lanes[0])
+        if place is None:
+            return Where(worker)
+        request, lane = place
+        control, layout = request.running_block.arrays.control, request.running_block.layout
+        row = int(control["running"][worker, lane])
+        env_info = {key: array[row].tolist() for key, array in request.infos[1].items()}
+        step = int(layout.steps_in_slot(control, worker)[lane])
+        step += int(control["steps_before"][worker, lane])
+        return Where(worker, lane, row, step, request.seed_of(row), env_info or None)
 
     # Ending a request ------------------------------------------------------------------------
 

@@ -100,9 +100,9 @@ class LocalWorker:
 
         If it is interrupted, a request is lost; anything else is carried out by the next call.
         """
-        if self._message is None and self._collector.has_messages():
+        if self._message is None and self._collector.inbox.peek() is not None:
             with InterruptsHeld():
-                self._message = self._collector.next_message()
+                self._message = self._collector.inbox.receive()
         if self._message is not None:
             try:
                 with self._at_work():

@@ -142,6 +142,14 @@ class Probed:
 
 
 @dataclass(frozen=True)
+class BeginsAgain:
+    """An episode begins again: what was reported of it is to be dropped."""
+
+    number: int
+    episode: int
+
+
+@dataclass(frozen=True)
 class ChunksDone:
     """Slots that are complete and have to be emptied: ``(episode, slot, chunk, is_last)``."""
 

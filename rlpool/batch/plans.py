@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from rlpool.batch.claims import Claims
-from rlpool.batch.messages import ChunksDone, Execute, Infos, Window
+from rlpool.batch.messages import BeginsAgain, ChunksDone, Execute, Infos, Window
 from rlpool.envs.vec_env import Options
-from rlpool.loop.plan import Episode
+from rlpool.loop.plan import Episode, Plan
+from rlpool.record.tape import Tape
 from rlpool.seeding import NoiseStarts, episode_seeds, noise_keys
 from rlpool.slots.blocks import Block
 from rlpool.workers.recycling import Recycling
@@ -27,8 +28,8 @@ class Site:
         control: Its shared numbers.
         recycling: Says when it should begin no further episode.
         send: Sends a message to the caller.
-        receive_credit: ``(number, blocking)`` to slots that were emptied, ``None`` if there was no
-            message.
+        read: Reads messages of the caller, waiting for one if told so; False if there was none.
+            Slots that were emptied are given to their plans.
     """
 
     place: Place
@@ -36,16 +37,20 @@ class Site:
     control: Control
     recycling: Recycling
     send: Callable[[object], None]
-    receive_credit: Callable[[int, bool], list[int] | None]
+    read: Callable[[bool], bool]
 
 
-class _RequestPlan:
-    """What both plans share; most hooks of a rollout do nothing by default."""
+class _RequestPlan(Plan):
+    """What both plans share.
 
-    def __init__(self, block: Block, infos: Infos | None, site: Site) -> None:
+    Attributes:
+        env_info: ``env_info`` of the request.
+    """
+
+    def __init__(self, number: int, block: Block, infos: Infos | None, site: Site) -> None:
         agent_info, self.env_info = infos or ({}, {})
         self.agent_info = agent_info or None
-        self.worker = site.place.worker
+        self.number, self.worker = number, site.place.worker
         self.layout, self.arrays = block.layout, block.arrays
         self._site = site
         self._env_columns = {key: array.tolist() for key, array in self.env_info.items()}
@@ -56,24 +61,6 @@ class _RequestPlan:
         if not self._env_columns:
             return None
         return {key: column[row] for key, column in self._env_columns.items()}
-
-    def restarted(self, lane: int, episode: Episode) -> Episode:
-        """The episode that follows in the same slot; only windows have one."""
-        raise NotImplementedError
-
-    def chunk_done(self, episode: int, slot: int, chunk: int, is_last: bool) -> None:
-        """Do nothing: the caller reads the block when all workers are done."""
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-    def wait(self) -> bool:
-        """Whether there was anything to wait for: no."""
-        return False
-
-    def has_news(self) -> bool:
-        """Whether slots have arrived: never."""
-        return False
 
     def is_cancelled(self) -> bool:
         """Whether the caller gave the request up."""
@@ -98,7 +85,7 @@ class EpisodePlan(_RequestPlan):
     """
 
     def __init__(self, message: Execute, block: Block, infos: Infos | None, site: Site) -> None:
-        super().__init__(block, infos, site)
+        super().__init__(message.number, block, infos, site)
         root, n_episodes = site.place.root, message.n_episodes
         step = self.layout.step
         self.seeds = episode_seeds(root, message.first, n_episodes)
@@ -106,7 +93,7 @@ class EpisodePlan(_RequestPlan):
         if step.n_noise:
             keys = noise_keys(root, message.execution, n_episodes)
             self._noise = NoiseStarts(keys, step.n_noise)
-        self._number, self._in_place = message.number, message.in_place
+        self._in_place = message.in_place
         self._free = message.slots[::-1]
         self._whole = self.arrays.control["whole"].data
         self._claims = Claims(self.arrays.control, n_episodes, site.lock_fd)
@@ -151,6 +138,22 @@ class EpisodePlan(_RequestPlan):
         self._lacks_slots = True
         return None
 
+    def is_over(self) -> bool:
+        """Whether all episodes are claimed, here or elsewhere, and no lane waits for a slot."""
+        if self._lacks_slots:
+            return False
+        return self._recycling.is_due() or len(self._exhausted) == len(self._claimed)
+
+    def take_back(self, lane: int, episode: Episode, slot: int | None, chunk: int) -> None:
+        """Let an episode begin again, here; the caller drops what it has of it."""
+        self._claimed[lane].append(episode.number)
+        self._exhausted.discard(lane)
+        if slot is not None and not (self._in_place and slot == episode.number):
+            self._free.append(slot)
+        if chunk:
+            self.flush()
+            self._site.send(BeginsAgain(self.number, episode.number))
+
     def chunk_done(self, episode: int, slot: int, chunk: int, is_last: bool) -> None:
         """Record a complete slot; one that is its row's whole episode stays where it is."""
         self._site.control.done[0] += is_last
@@ -162,25 +165,22 @@ class EpisodePlan(_RequestPlan):
     def flush(self) -> None:
         """Report the slots that have to be emptied."""
         if self._chunks:
-            self._site.send(ChunksDone(self._number, self._chunks))
+            self._site.send(ChunksDone(self.number, self._chunks))
             self._chunks = []
-            self._take_credit(blocking=False)
+            self._site.read(False)  # slots that came back
 
     def wait(self) -> bool:
         """Wait for slots, if any lane lacks one."""
-        return self._lacks_slots and self._take_credit(blocking=True)
+        return self._lacks_slots and self._site.read(True)
 
     def has_news(self) -> bool:
-        """Take slots that came back meanwhile."""
-        return self._lacks_slots and self._take_credit(blocking=False)
+        """Whether slots that a lane lacks came back meanwhile."""
+        return self._lacks_slots and self._site.read(False)
 
-    def _take_credit(self, blocking: bool) -> bool:
-        slots = self._site.receive_credit(self._number, blocking)
-        if slots is None:
-            return False
+    def take_slots(self, slots: Sequence[int]) -> None:
+        """Take slots that the caller has emptied."""
         self._free.extend(slots)
         self._lacks_slots = False
-        return True
 
 
 class WindowPlan(_RequestPlan):
@@ -190,11 +190,20 @@ class WindowPlan(_RequestPlan):
         message: The window.
         block: The window's block.
         infos: Infos of all lanes of all workers.
+        tapes: Lane to the tape of an episode that another worker has begun.
         site: Where it runs.
     """
 
-    def __init__(self, message: Window, block: Block, infos: Infos | None, site: Site) -> None:
-        super().__init__(block, infos, site)
+    def __init__(
+        self,
+        message: Window,
+        block: Block,
+        infos: Infos | None,
+        tapes: Mapping[int, Tape],
+        site: Site,
+    ) -> None:
+        super().__init__(message.number, block, infos, site)
+        self.tapes = tapes
         self._seeds = message.seeds
         self._slots = dict(message.slots)
         self._starts = message.is_first

@@ -150,6 +150,12 @@ class Request(ABC):
         """Copy complete chunks out of their slots; returns the slots."""
         raise LookupError("this request's slots are never emptied")
 
+    def drop_chunks(self, episodes: Sequence[int]) -> None:  # noqa: B027  (windows have none)
+        """Drop the chunks of episodes that begin again.
+
+        Two runs of an environment that is not deterministic must not be mixed.
+        """
+
     def _info(self, episodes: Array, seeds: Array) -> dict[str, torch.Tensor]:
         """The result's ``info``, given the number and the seed of each row's episode."""
         columns = {"episode": episodes, "seed": seeds}
@@ -219,10 +225,7 @@ class EpisodeRequest(Request):
         if self._in_place:
             is_there |= control["whole"][: self.n_rows] > 0
         self._owed[worker] = again = [row for row in sorted(claimed) if not is_there[row]]
-        # Chunks of episodes that begin again are dropped: two runs of an environment that is not
-        # deterministic must not be mixed.
-        if self._glue is not None:
-            self._glue.drop(np.asarray(again, np.int64))
+        self.drop_chunks(again)
         return bool(again) or not claims.all_made
 
     def seed_of(self, row: int) -> int:
@@ -241,6 +244,11 @@ class EpisodeRequest(Request):
         self._arrived[episodes[is_last > 0]] = True
         emptied: list[int] = slots.tolist()
         return emptied
+
+    def drop_chunks(self, episodes: Sequence[int]) -> None:
+        """See ``Request.drop_chunks``."""
+        if self._glue is not None:
+            self._glue.drop(np.asarray(episodes, np.int64))
 
     def result(self) -> TemporalDictTensor:
         """Views of the block; copies if any chunk was copied out of it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,6 +28,7 @@ from rlpool.batch.plans import EpisodePlan, Site, WindowPlan
 from rlpool.envs.gym_env import how_to_make_one, is_environment
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import EnvError, RlpoolError, Where, WorkerError, WorkerStartupError
+from rlpool.loop.plan import Plan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
 from rlpool.memory.storage import Memory
@@ -56,21 +57,63 @@ def main(place: Place, connection: Connection, control_fd: int) -> None:
     fast_seeding = FastSeeding()
     fast_seeding.install()
     install_fast_checks()
-    run(Collector(place, Pipe(connection), control, lock_fd, fast_seeding.announce))
+    run(Collector(place, Pipe(connection), control, lock_fd, fast_seeding))
+
+
+class Inbox:
+    """What the caller has sent, in order.
+
+    Args:
+        link: The line to the caller.
+        take_slots: Is given each ``Credit`` as soon as it is read.
+    """
+
+    def __init__(self, link: Pipe, take_slots: Callable[[Credit], None]) -> None:
+        self._link = link
+        self._take_slots = take_slots
+        self._kept: deque[tuple[Message, Memory | None]] = deque()
+
+    def peek(self) -> Message | None:
+        """The next message, which stays here; ``None`` if there is none yet."""
+        if not self._kept:
+            self.read()
+        return self._kept[0][0] if self._kept else None
+
+    def receive(self) -> tuple[Message, Memory | None]:
+        """The next message and its memory, waiting for it if need be."""
+        while not self._kept:
+            self.read(blocking=True)
+        return self._kept.popleft()
+
+    def read(self, blocking: bool = False) -> bool:
+        """Read what has arrived, and wait for something if told so; False if there was nothing."""
+        n_read = 0
+        while self._link.poll() or (blocking and not n_read):
+            message, memory = self._link.receive()
+            n_read += 1
+            if isinstance(message, Credit):
+                self._take_slots(message)
+            else:
+                self._kept.append((message, memory))
+        return n_read > 0
 
 
 class Collector:
     """Owns a worker's environments and agent, and carries out the caller's commands.
+
+    It is also the queue of the rollout's plans: lanes that the requests so far leave idle begin
+    with the next request, unless something else has to be done before it.
 
     Args:
         place: Which worker it is.
         link: The line to the caller.
         control: The worker's shared numbers.
         lock_fd: What workers lock to claim episodes, see ``Claims``.
-        announce_seeds: Called with the seeds of the episodes to come.
+        seeding: Is told the seeds of the episodes to come.
 
     Attributes:
         env: The environments, once they are created.
+        inbox: What the caller has sent.
     """
 
     def __init__(
@@ -79,14 +122,14 @@ class Collector:
         link: Pipe,
         control: Control,
         lock_fd: int | None = None,
-        announce_seeds: Callable[[Sequence[int]], None] | None = None,
+        seeding: FastSeeding | None = None,
     ) -> None:
         self._place = place
-        self._link = link
+        self._send = link.send
         self._control = control
-        self._announce_seeds = announce_seeds
+        self._seeding = seeding
         self._in_process = False
-        self._inbox: deque[tuple[Message, Memory | None]] = deque()
+        self.inbox = Inbox(link, self._take_slots)
         self._blocks: dict[int, Block] = {}
         self.env: VecEnv
         self._agent: Agent
@@ -94,11 +137,13 @@ class Collector:
         self._created: list[VecEnv | Agent] = []
         self._failed_update: WorkerError | None = None
         self._recycling = Recycling(place.policy)
-        self._site = Site(place, lock_fd, control, self._recycling, link.send, self._receive_credit)
+        self._next: tuple[Execute | Window, Memory | None] | None = None  # to be run
+        self._plans: dict[int, Plan | None] = {}  # that run, by the number of their request
+        self._site = Site(place, lock_fd, control, self._recycling, link.send, self.inbox.read)
 
     def start(self) -> bool:
         """Create environments and agent and report; False if that failed."""
-        setup, memory = self._link.receive()
+        setup, memory = self.inbox.receive()
         if not isinstance(setup, Setup):
             return False  # told to close
         self._in_process = setup.in_process
@@ -107,28 +152,20 @@ class Collector:
         except WorkerError as error:
             self._fail(error)
             return False
-        self._link.send(Ready(self._probed(None)))
+        self._send(Ready(self._probed(None)))
         return True
 
     def serve(self) -> None:
         """Carry out messages until told to close."""
-        while self.handle(*self.next_message()):
+        while self.handle(*self.inbox.receive()):
             pass
-
-    def has_messages(self) -> bool:
-        """Whether ``next_message`` would return at once."""
-        return bool(self._inbox) or self._link.poll()
-
-    def next_message(self) -> tuple[Message, Memory | None]:
-        """The next message, waiting for it if need be."""
-        return self._inbox.popleft() if self._inbox else self._link.receive()
 
     def handle(self, message: Message, memory: Memory | None) -> bool:
         """Carry out one message; False if this worker is to end now."""
         if isinstance(message, Close):
             return False
         if isinstance(message, Probe):
-            self._link.send(Probed(self._probed(_infos(message.payload, memory)[0])))
+            self._send(Probed(self._probed(_infos(message.payload, memory)[0])))
         elif isinstance(message, MapBlock):
             for number in message.unmap:
                 self._blocks.pop(number, None)
@@ -216,32 +253,86 @@ class Collector:
             self._failed_update = None
 
     def _run(self, message: Execute | Window, memory: Memory | None) -> bool:
-        """Run a request's share; False if this worker has to end, finished or not."""
-        number, send = message.number, self._link.send
+        """Run a request's share, and of those that follow; False if this worker has to end."""
         if self._failed_update is not None:
             # The policy that the request needs could not be loaded.
-            self._fail(self._failed_update, number)
-            send(Done(number))
+            self._fail(self._failed_update, message.number)
+            self._send(Done(message.number))
             return True
+        self._next = message, memory
         try:
-            self._carry_out(message, memory)
-        except WorkerError as error:
-            self._fail(error, number)
-            if isinstance(error, EnvError) and self._place.policy.restarts_on_env_errors:
-                return False  # its successor will finish what is left
-        except BaseException as error:
-            if self._in_process:
-                raise  # most likely from a handler of one of the caller's signals
-            what, text = f"the worker failed with {described(error)}", text_of(error)
-            self._fail(WorkerError(what, where=self._here, traceback_text=text), number)
-        if self._recycling.is_due():
-            if isinstance(message, Window):
-                send(Done(number))  # windows are never left half-way
-            send(Retiring(str(self._recycling)))
+            self._run_plans()
+        except _WorkerEnds:
             return False
-        self._control.done[0] += 1
-        send(Done(number))
+        finally:
+            self._plans.clear()
+        if self._recycling.is_due():
+            self._send(Retiring(str(self._recycling)))
+            return False
         return True
+
+    def _run_plans(self) -> None:
+        try:
+            self._rollout.run(self)
+        except _WorkerEnds:
+            raise
+        except BaseException as error:
+            failure = error
+            if not isinstance(failure, WorkerError):
+                if self._in_process:
+                    raise  # most likely from a handler of one of the caller's signals
+                what, text = f"the worker failed with {described(error)}", text_of(error)
+                failure = WorkerError(what, where=self._here, traceback_text=text)
+            for number in list(self._plans):
+                self._report(number, failure)
+
+    # The queue of plans --------------------------------------------------------------------------
+
+    def has_next(self) -> bool:
+        """Whether there may be a request that can run beside the others."""
+        return not self._in_process and isinstance(self.inbox.peek(), Execute | MapBlock)
+
+    def next_plan(self) -> Plan | None:
+        """The plan of the next request, unless something else has to be done before it."""
+        while self._next is None and self.has_next() and not self._recycling.is_due():
+            message, memory = self.inbox.receive()
+            if isinstance(message, MapBlock):
+                self.handle(message, memory)
+            else:
+                self._next = message, memory
+        if self._next is None:
+            return None
+        (message, memory), self._next = self._next, None
+        self._plans[message.number] = None
+        self._plans[message.number] = plan = self._plan_of(message, memory)
+        return plan
+
+    def done(self, plan: Plan) -> None:
+        """Tell the caller that a request's share is done, unless a successor has to go on."""
+        # Windows are never left half-way.
+        if isinstance(plan, WindowPlan) or not self._recycling.is_due():
+            self._control.done[0] += 1
+            self._conclude(plan.number)
+
+    def failed(self, plan: Plan, error: WorkerError) -> None:
+        """Report the failure of a request.
+
+        Raises:
+            _WorkerEnds: If a successor is to repeat it.
+        """
+        self._report(plan.number, error)
+
+    def _report(self, number: int, error: WorkerError) -> None:
+        self._fail(error, number)
+        if isinstance(error, EnvError) and self._place.policy.restarts_on_env_errors:
+            raise _WorkerEnds
+        self._conclude(number)
+
+    def _conclude(self, number: int) -> None:
+        del self._plans[number]
+        if self._seeding is not None:
+            self._seeding.forget(number)
+        self._send(Done(number))
 
     @property
     def _here(self) -> Where:
@@ -249,7 +340,7 @@ class Collector:
 
     def _fail(self, error: WorkerError, number: int | None = None) -> None:
         """Report a failure, of a request or of the worker as a whole."""
-        self._link.send(Failed(self._advised(error), number))
+        self._send(Failed(self._advised(error), number))
 
     def _advised(self, error: Any) -> Any:
         """The error, with other advice if it happened in the caller's process."""
@@ -258,38 +349,29 @@ class Collector:
             return error.reworded(what=error.what, fix=fix)
         return error
 
-    def _carry_out(self, message: Execute | Window, memory: Memory | None) -> None:
-        rollout = self._rollout
+    def _plan_of(self, message: Execute | Window, memory: Memory | None) -> Plan:
         infos, tapes = _infos(message.payload, memory)
         block = self._blocks[message.block]
-        if isinstance(message, Execute):
-            plan = EpisodePlan(message, block, infos, self._site)
-            if self._announce_seeds is not None:
-                self._announce_seeds(plan.seeds)
-            if self._place.n_workers == 1:  # nobody else takes any of them
-                self.env.announce_episodes(plan.seeds, plan.env_info)
-            rollout.run(plan)
-            return
-        if message.is_first:
-            rollout.abandon()
-        window = WindowPlan(message, block, infos, self._site)
-        if tapes:
-            rollout.resume(window, tapes)
-        rollout.run(window)
+        if isinstance(message, Window):
+            if message.is_first:
+                self._rollout.abandon()
+            return WindowPlan(message, block, infos, tapes, self._site)
+        plan = EpisodePlan(message, block, infos, self._site)
+        if self._seeding is not None:
+            self._seeding.announce(plan.seeds, plan.number)
+        # Nobody else takes any of them, and no others are under way.
+        if self._place.n_workers == 1 and len(self._plans) == 1:
+            self.env.announce_episodes(plan.seeds, plan.env_info)
+        return plan
 
-    def _receive_credit(self, number: int, blocking: bool) -> list[int] | None:
-        """Slots that were emptied; other messages are kept for later."""
-        slots: list[int] = []
-        n_seen = 0
-        while self._link.poll() or (blocking and not n_seen):
-            message, memory = self._link.receive()
-            n_seen += 1
-            if isinstance(message, Credit):
-                if message.number == number:
-                    slots.extend(message.slots)
-            else:
-                self._inbox.append((message, memory))
-        return slots if n_seen else None
+    def _take_slots(self, credit: Credit) -> None:
+        plan = self._plans.get(credit.number)
+        if isinstance(plan, EpisodePlan):
+            plan.take_slots(credit.slots)
+
+
+class _WorkerEnds(Exception):
+    """A successor has to take over."""
 
 
 def _infos(

@@ -6,14 +6,14 @@ slots of a long episode on the lane's tape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.errors import Where, WorkerError
 from rlpool.loop.agent_driver import AgentFailure
-from rlpool.loop.plan import Lane
+from rlpool.loop.bound_plan import BoundPlan, Lane
 from rlpool.memory.storage import Array
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.failures import agent_error, attempted, env_error
@@ -35,21 +35,20 @@ class CrashScene:
         self._worker_seed = worker_seed
         self._most_bytes = MOST_BYTES // env.n_lanes
 
-    def bind(self, rows: Named, shown: Named, state: Named, numbers: Array) -> None:
-        """Read from another block from now on.
+    def bind(self, bound: Sequence[BoundPlan], shown: Named, state: Named) -> None:
+        """Read from other arrays from now on, all of which are rewritten in place.
 
         Args:
-            rows: Its rows by key, ``[n_slots + 1, T, ...]``.
-            shown: Key to array ``[n_lanes, ...]``: the agent's observation, rewritten in place.
-            state: Key to array ``[n_lanes, ...]``: the agent's state, rewritten in place.
-            numbers: Each lane's row number, ``slot * T + step``, rewritten in place.
+            bound: The plans that run.
+            shown: Key to array ``[n_lanes, ...]``: the agent's observation.
+            state: Key to array ``[n_lanes, ...]``: the agent's state.
         """
-        self._rows, self._shown, self._state, self._numbers = rows, shown, state, numbers
+        self._bound, self._shown, self._state = bound, shown, state
 
     def leave_slot(self, running: Lane, lane: int) -> None:
         """Record a full slot on the tape before the lane leaves it."""
-        n_timesteps, last_reward = self._rows[REWARD].shape[1], self._env.current[REWARD][lane]
-        chunk = slot_steps(self._rows, running.slot, running.start, n_timesteps, last_reward)
+        rows, last_reward = running.bound.plan.arrays.rows, self._env.current[REWARD][lane]
+        chunk = slot_steps(rows, running.slot, running.start, rows[REWARD].shape[1], last_reward)
         running.tape_so_far.add(chunk, self._most_bytes)
 
     def error(
@@ -91,13 +90,12 @@ class CrashScene:
         failing: dict[str, Array] = {}
         batch: dict[str, Array] = {}
         if running is not None:
-            slot, tape = running.slot, running.tape_so_far
-            reward = env.current[REWARD][lane]
-            tape.add(slot_steps(self._rows, slot, running.start, row, reward))
+            slot, tape, rows = running.slot, running.tape_so_far, running.bound.plan.arrays.rows
+            tape.add(slot_steps(rows, slot, running.start, row, env.current[REWARD][lane]))
             if call in ("step", "agent"):
                 shown, state = map(self._before_the_call, (self._shown, self._state))
             if call == "step":
-                steps = slot_steps(self._rows, slot, row, row + 1, 0)
+                steps = slot_steps(rows, slot, row, row + 1, 0)
                 failing = {key: array for key, array in steps.items() if key != REWARD}
         if call != "reset":
             tape.observation = _row(shown, lane)
@@ -121,11 +119,14 @@ class CrashScene:
 
     def _before_the_call(self, arrays: Named) -> Named:
         """The agent's inputs before it could change them: all but the flags are in the block."""
-        slots, steps = np.divmod(self._numbers, self._rows[REWARD].shape[1])
-        return {
-            key: self._rows[key][slots, steps] if key in self._rows else array
-            for key, array in arrays.items()
-        }
+        before = {key: np.array(array) for key, array in arrays.items()}
+        for bound in self._bound:
+            rows = bound.plan.arrays.rows
+            lanes = np.flatnonzero(bound.strides)
+            slots, steps = np.divmod(bound.rows[lanes], rows[REWARD].shape[1])
+            for key in before.keys() & rows.keys():
+                before[key][lanes] = rows[key][slots, steps]
+        return before
 
 
 def _row(arrays: Named, number: int) -> dict[str, Array]:

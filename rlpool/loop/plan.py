@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from rlpool.envs.vec_env import Options
+from rlpool.errors import WorkerError
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape
 from rlpool.seeding import NoiseStart
@@ -33,81 +36,109 @@ class Episode:
     n_restarts: int = 0
 
 
-@dataclass(slots=True)
-class Lane:
-    """A lane that runs an episode.
-
-    Attributes:
-        episode: Its episode.
-        slot: The slot it writes to.
-        chunk: Number of the chunk within the episode.
-        steps_before: Steps of the episode before row 0 of the slot; negative if the episode
-            started later in the slot.
-        parked: Its rows of the batch while it waits for a slot; ``None`` while it steps.
-        tape: Records the slots that the episode has left; ``None`` if it has left none.
-    """
-
-    episode: Episode
-    slot: int
-    chunk: int = 0
-    steps_before: int = 0
-    parked: list[tuple[Array, Array]] | None = None
-    tape: Tape | None = None
-
-    @property
-    def start(self) -> int:
-        """The first row of the slot that belongs to the episode."""
-        return max(0, -self.steps_before)
-
-    @property
-    def tape_so_far(self) -> Tape:
-        """The tape; a new one is made if there is none."""
-        self.tape = self.tape or Tape(self.episode.seed, self.episode.options)
-        return self.tape
-
-
-class Plan(Protocol):
+class Plan(ABC):
     """Decides which episodes a rollout runs and where it writes them.
 
     Attributes:
+        number: Number of the request.
         worker: Number of the worker.
         layout: Layout of the block.
         arrays: The block.
         agent_info: ``[n, ...]`` per key, one row per episode, or ``None``.
+        tapes: Lane to the tape of an episode that another worker has begun.
     """
 
-    worker: int
+    number = worker = 0
     layout: Layout
     arrays: Arrays
-    agent_info: dict[str, Array] | None
+    agent_info: dict[str, Array] | None = None
+    tapes: Mapping[int, Tape] = {}
 
+    @abstractmethod
     def next_episode(self, lane: int) -> Episode | None:
         """The next episode of an idle lane, ``None`` if there is none (for now)."""
 
-    def restarted(self, lane: int, episode: Episode) -> Episode:
-        """The next episode of a lane whose episode ended within a window, in the same slot."""
-
+    @abstractmethod
     def next_slot(self, lane: int, episode: int) -> int | None:
         """A slot for the next chunk of a lane's episode, ``None`` if there is none (for now)."""
 
-    def chunk_done(self, episode: int, slot: int, chunk: int, is_last: bool) -> None:
+    def chunk_done(self, episode: int, slot: int, chunk: int, is_last: bool) -> None:  # noqa: B027
         """Take a complete slot; unless ``is_last``, the episode continues in another slot."""
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027
         """Report the chunks completed since the last call."""
 
     def wait(self) -> bool:
         """Wait for slots when no lane can step; False if there is nothing to wait for."""
+        return False
 
     def has_news(self) -> bool:
         """Whether slots may have become available since the last refusal."""
+        return False
+
+    def is_over(self) -> bool:
+        """Whether no lane will get an episode or a slot any more, now that none runs any of it."""
+        return True
 
     def is_cancelled(self) -> bool:
         """Whether the request was cancelled."""
+        return False
 
-
-class ResumingPlan(Plan, Protocol):
-    """A plan with episodes that another worker may have begun."""
+    # Of windows:
 
     def resumed(self, lane: int, n_restarts: int) -> Episode:
-        """The episode that was running in a lane."""
+        """The episode on a lane's tape."""
+        raise NotImplementedError
+
+    def restarted(self, lane: int, episode: Episode) -> Episode:
+        """The next episode of a lane whose episode ended within a window, in the same slot."""
+        raise NotImplementedError
+
+    # Of plans that run at the same time as others:
+
+    def take_back(self, lane: int, episode: Episode, slot: int | None, chunk: int) -> None:
+        """Let an episode begin again, which was in chunk ``chunk`` and in a slot, if any."""
+        raise NotImplementedError
+
+
+class PlanQueue(Protocol):
+    """Where a rollout takes its plans from, one after the other."""
+
+    def has_next(self) -> bool:
+        """Whether ``next_plan`` may have one, at little cost."""
+
+    def next_plan(self) -> Plan | None:
+        """A further plan for lanes that the plans so far leave idle, ``None`` if there is none."""
+
+    def done(self, plan: Plan) -> None:
+        """Take note that a plan is over or was cancelled: no lane runs any of it."""
+
+    def failed(self, plan: Plan, error: WorkerError) -> None:
+        """Take note that a plan has failed; raise to stop all others as well."""
+
+
+class OnePlan:
+    """A queue of one plan, whose failure is raised.
+
+    Args:
+        plan: The plan.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan: Plan | None = plan
+
+    def has_next(self) -> bool:
+        """Whether the plan was not taken yet."""
+        return self._plan is not None
+
+    def next_plan(self) -> Plan | None:
+        """The plan, once."""
+        plan, self._plan = self._plan, None
+        return plan
+
+    def done(self, plan: Plan) -> None:
+        """Nothing follows."""
+
+    def failed(self, plan: Plan, error: WorkerError) -> None:
+        """Raise the error."""
+        raise error

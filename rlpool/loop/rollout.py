@@ -1,8 +1,8 @@
 """The step loop: the only place where an agent is called on environments.
 
-One ``Rollout`` runs one agent on one ``VecEnv`` and writes to the slots of a block. A ``Plan``
-decides which episode a lane starts next, which slot it writes to, and what happens to a complete
-chunk. Each step of the batch does::
+One ``Rollout`` runs one agent on one ``VecEnv``. A ``Plan`` decides which episode a lane starts
+next, which slot of its block the lane writes to, and what happens to a complete chunk. Lanes that a
+plan leaves idle begin with the next one, so that several may be under way. Each step does::
 
     noise, observations, agent states  ->  row t of every lane's slot
     agent(state, observation)          ->  outputs into row t, new state
@@ -13,7 +13,7 @@ chunk. Each step of the batch does::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableSequence, Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,17 +23,17 @@ from rlpool.agents.agent import Agent
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import Where, WorkerError
 from rlpool.loop.agent_driver import AgentDriver, History, InfoRows
+from rlpool.loop.bound_plan import BoundPlan, Lane
 from rlpool.loop.crash_scene import CrashScene
-from rlpool.loop.plan import Episode, Lane, Plan, ResumingPlan
+from rlpool.loop.plan import Plan, PlanQueue
 from rlpool.loop.probe import probe
 from rlpool.memory.storage import Array
 from rlpool.record.failures import env_error
 from rlpool.record.repeat import take_over
-from rlpool.record.tape import Tape
 from rlpool.seeding import NoiseStream
 from rlpool.slots.blocks import NOISE_KEY, StepSpecs
 from rlpool.slots.writer import SlotWriter
-from rlpool.specs import FLAGS
+from rlpool.specs import FLAGS, row_specs
 
 
 class Rollout:
@@ -64,12 +64,12 @@ class Rollout:
         self._noise = NoiseStream(env.n_lanes, agent.n_noise) if agent.n_noise else None
         self._history: History | None = None
         self._infos = InfoRows(env.n_lanes)
+        self._bound: list[BoundPlan] = []  # the oldest first
+        self._held: Plan | None = None  # follows when all of these are over
         self._lanes: dict[int, Lane] = {}
         self._live: list[int] = []
         self._waiting: list[int] = []  # idle or parked
         self._stepping: set[int] = set()  # lanes whose step is not finished
-        self._rows = np.zeros(env.n_lanes, np.int64)
-        self._strides = np.zeros(env.n_lanes, np.int64)
 
     @torch.inference_mode()
     def probe(
@@ -101,83 +101,67 @@ class Rollout:
         return steps
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> None:
-        """Run a plan until it ends or is cancelled, under ``torch.inference_mode``.
+    def run(self, queue: PlanQueue) -> None:
+        """Run plans until the queue has no further one, under ``torch.inference_mode``.
 
-        Lanes with unfinished episodes stay parked and continue with the next plan.
+        Lanes with unfinished episodes of a window stay parked and continue with the next one.
+        If the user's code fails, the plan of the lane that failed is dropped. Episodes of other
+        plans begin again, since their lanes may have made half a step.
 
         Raises:
-            EnvError, AgentError: If the user's code fails. All lanes are idle afterwards.
+            EnvError: If an environment does not repeat what is on its tape.
+            BaseException: What ``queue.failed`` raises. Either way all lanes are idle then.
         """
-        self._bind(plan)
+        self._queue = queue
+        self._bind_batch()
         is_at_end = False
         try:
-            is_at_end = self._run(plan)
-        except LaneError as error:
-            raise self._failure(error) from error.__cause__
+            while not is_at_end:
+                try:
+                    self._go_on()
+                    is_at_end = True
+                except LaneError as error:
+                    self._drop_failed(error)
         finally:
             if not is_at_end:
                 self.abandon()
-            del self._plan  # it may refer to this rollout
+            self._bound.clear()
+            self._held = None
+            del self._queue  # it may refer to this rollout
 
-    def _run(self, plan: Plan) -> bool:
-        """Run the plan; False if it was cancelled."""
+    def _go_on(self) -> None:
+        """Step until there is no further plan."""
         waits_for_all = self._env.min_ready is None or self._history is not None
         step = self._step if waits_for_all else self._step_some
+        if not self._bound:
+            self._bind_next()
         self._fill_lanes()
-        while not plan.is_cancelled():
+        while True:
+            for bound in self._bound:
+                if bound.plan.is_cancelled():
+                    self._drop_cancelled(bound)
+                    break
             if self._live:
                 step()
-                if self._waiting and plan.has_news():
+                if self._waiting and self._has_news():
                     self._fill_lanes()
-            elif plan.wait():
+            elif any(bound.plan.wait() for bound in self._bound) or self._bind_next() is not None:
                 self._fill_lanes()
             else:
-                return True
-        return False
-
-    @torch.inference_mode()
-    def resume(self, plan: ResumingPlan, tapes: Mapping[int, Tape]) -> None:
-        """Take over episodes of another worker; the next ``run`` continues them.
-
-        Args:
-            plan: Knows the episodes, with their seeds and options.
-            tapes: Lane to the tape of its episode.
-
-        Raises:
-            EnvError: If an environment does not repeat what it did. All lanes are idle then.
-        """
-        try:
-            for lane, tape in tapes.items():
-                episode = plan.resumed(lane, tape.n_restarts)
-                tape = replace(tape, seed=episode.seed, options=episode.options)
-                where = Where(self._worker, lane, episode.number, 0, tape.seed, tape.options)
-                take_over(self._env, lane, tape, where, self._progress)
-                self._infos.show(plan.agent_info or {}, {lane: episode.number})
-                if tape.n_steps:
-                    for key, value in tape.state.items():
-                        self._driver.state[key][lane] = value
-                else:
-                    self._driver.start([lane], self._infos.tensors)
-                parked = self._kept_rows(lane)
-                self._lanes[lane] = Lane(episode, episode.slot, 0, tape.n_steps, parked, tape)
-        except BaseException:
-            self.abandon()
-            raise
+                return
 
     def abandon(self) -> None:
         """Drop all unfinished episodes."""
         for lane, running in self._lanes.items():
-            if running.parked is None:
-                self._writer.abandon(running.slot, self._steps_in_slot(lane))
-                self._running[lane] = -1
+            running.bound.abandon(lane, running)
         self._lanes.clear()
         self._stepping.clear()
 
-    def _bind(self, plan: Plan) -> None:
-        """Prepare the views through which the steps of a plan read and write."""
-        self._plan = plan
-        env, driver, layout = self._env, self._driver, plan.layout
+    # Plans ---------------------------------------------------------------------------------------
+
+    def _bind_batch(self) -> None:
+        """Prepare the views of the batch, which all plans share."""
+        env, driver = self._env, self._driver
         self._current = dict(env.current)
         if self._noise is not None:
             self._current[NOISE_KEY] = self._noise.tensor.numpy()
@@ -186,30 +170,101 @@ class Rollout:
         self._shown_flags = np.array(env.flags)
         for key, flags in zip(FLAGS, self._shown_flags, strict=True):
             self._observation[key] = torch.from_numpy(flags)
-        self._writer = SlotWriter(layout, plan.arrays, self._current, driver.state)
-        control = plan.arrays.control
-        self._running, self._slots, self._steps_before = (
-            control[name][self._worker].data for name in ("running", "slot", "steps_before")
-        )
-        self._n_finished = control["n_finished"].data
-        # The row numbers are in shared memory: they tell how far a worker got that died.
-        self._rows = control["row"][self._worker]
-        self._scene.bind(plan.arrays.rows, self._current, driver.state, self._rows)
-        self._n_timesteps = layout.n_timesteps
-        self._restarts = layout.restarts
-        # Idle lanes write to the spare slot after the last, to different rows if there are enough.
-        spare = np.arange(self._n_lanes) % layout.n_timesteps
-        self._spare_rows = layout.n_slots * layout.n_timesteps + spare
+        self._scene.bind(self._bound, self._current, driver.state)
         self._waiting = list(range(self._n_lanes))
         self._take_stock()
 
+    def _has_news(self) -> bool:
+        """Whether lanes that wait may get something."""
+        has_slots = [bound.plan.has_news() for bound in self._bound]
+        return any(has_slots) or (self._held is None and self._queue.has_next())
+
+    def _bind_next(self) -> BoundPlan | None:
+        """Begin a further plan, if there is one that fits to those that run.
+
+        A batch has one set of keys, so ``agent_info`` with others has to wait.
+        """
+        plan = self._held or self._queue.next_plan()
+        self._held = None
+        if plan is None:
+            return None
+        if self._bound and row_specs(plan.agent_info or {}) != row_specs(self._infos.arrays):
+            self._held = plan
+            return None
+        bound = BoundPlan(plan, self._current, self._driver.state, self._n_lanes)
+        if not self._bound:  # lanes that are parked continue with it
+            for running in self._lanes.values():
+                running.bound = bound
+        self._bound.append(bound)
+        self._take_over(bound)
+        return bound
+
+    def _take_over(self, bound: BoundPlan) -> None:
+        """Bring lanes to where another worker was with a plan's episodes.
+
+        Raises:
+            EnvError: If an environment does not repeat what it did.
+        """
+        plan = bound.plan
+        for lane, tape in plan.tapes.items():
+            episode = plan.resumed(lane, tape.n_restarts)
+            tape = replace(tape, seed=episode.seed, options=episode.options)
+            where = Where(self._worker, lane, episode.number, 0, tape.seed, tape.options)
+            take_over(self._env, lane, tape, where, self._progress)
+            self._infos.show(plan.agent_info or {}, {lane: episode.number})
+            if tape.n_steps:
+                for key, value in tape.state.items():
+                    self._driver.state[key][lane] = value
+            else:
+                self._driver.start([lane], self._infos.tensors)
+            parked = self._kept_rows(lane)
+            self._lanes[lane] = Lane(episode, bound, episode.slot, 0, tape.n_steps, parked, tape)
+
+    def _drop_finished(self) -> None:
+        """Drop plans of which nothing is left to do."""
+        for bound in list(self._bound):
+            if not bound.n_lanes and bound.plan.is_over():
+                self._bound.remove(bound)
+                self._queue.done(bound.plan)
+
+    def _drop_cancelled(self, cancelled: BoundPlan) -> None:
+        """Drop a plan that nobody waits for; its lanes get other work."""
+        self._bound.remove(cancelled)
+        for lane, running in list(self._lanes.items()):
+            if running.bound is cancelled:
+                cancelled.abandon(lane, running)
+                del self._lanes[lane]
+                self._stepping.discard(lane)
+        self._waiting = [n for n in range(self._n_lanes) if not self._is_live(n)]
+        self._queue.done(cancelled.plan)
+        self._fill_lanes()
+
+    def _drop_failed(self, error: LaneError) -> None:
+        """Drop the plan of a lane that failed; episodes of other plans begin again."""
+        failure = self._failure(error)
+        failure.__cause__ = error.__cause__
+        running = self._lanes.get(self._lane_of(error))
+        failed = self._bound[0] if running is None else running.bound
+        self._bound.remove(failed)
+        for lane, running in self._lanes.items():
+            slot = running.slot if running.parked is None else None
+            running.bound.abandon(lane, running)
+            if running.bound is not failed:
+                running.bound.plan.take_back(lane, running.episode, slot, running.chunk)
+        self._lanes.clear()
+        self._stepping.clear()
+        self._waiting = list(range(self._n_lanes))
+        self._queue.failed(failed.plan, failure)
+
+    # Steps ---------------------------------------------------------------------------------------
+
     def _step(self) -> None:
         """Step all live lanes together."""
-        rows = self._rows
-        outputs = self._act(rows)
+        outputs = self._act()
         ended = self._env.step_lanes(self._live, outputs)
-        self._writer.write_after(rows)
-        np.add(rows, self._strides, out=rows)
+        for bound in self._bound:
+            bound.writer.write_after(bound.rows)
+            np.add(bound.rows, bound.strides, out=bound.rows)
         self._conclude(ended)
 
     def _step_some(self) -> None:
@@ -221,23 +276,25 @@ class Rollout:
         """
         env = self._env
         free = [lane for lane in self._live if lane not in self._stepping]
-        outputs = self._act(self._rows_of(free), free) if free else {}
+        outputs = self._act(free) if free else {}
         ready = env.step_some(env.min_ready or 1, free, outputs)
         self._stepping.update(free)
         # A lane may still be stepping for a cancelled plan.
         ready = [lane for lane in ready if lane in self._stepping]
         self._stepping.difference_update(ready)
-        self._writer.write_after(self._rows_of(ready))
-        self._rows[ready] += 1
+        for bound in self._bound:
+            bound.writer.write_after(bound.rows_of(ready))
+            bound.rows[ready] += bound.strides[ready]
         done = env.current["done"]
         self._conclude([lane for lane in ready if done[lane]])
 
-    def _act(self, rows: Array, lanes: Sequence[int] | None = None) -> dict[str, Array]:
+    def _act(self, lanes: Sequence[int] | None = None) -> dict[str, Array]:
         """Call the agent for lanes, all by default; write its inputs and outputs."""
-        driver, writer = self._driver, self._writer
+        driver, targets = self._driver, self._targets(lanes)
         if self._noise is not None:
             self._noise.draw(lanes)
-        writer.write_before(rows)
+        for writer, rows in targets:
+            writer.write_before(rows)
         np.copyto(self._shown_flags, self._env.flags)
         starting = driver.starting
         history, before = None, {}
@@ -248,18 +305,20 @@ class Rollout:
         outputs = driver.act(self._observation, self._infos.tensors, history)
         if driver.state:
             for lane in starting:
-                writer.write_state(int(self._rows[lane]), lane)
+                for bound in self._bound:
+                    bound.writer.write_state(int(bound.rows[lane]), lane)
         if self._history is not None:
             self._history.record({**before, **driver.state, **outputs}, self._live)
-        writer.write_outputs(rows, outputs)
+        for writer, rows in targets:
+            writer.write_outputs(rows, outputs)
         driver.commit(lanes)
         return outputs
 
-    def _rows_of(self, lanes: Sequence[int]) -> Array:
-        """Row numbers of all lanes; those not in ``lanes`` get a row of the spare slot."""
-        rows: Array = self._spare_rows.copy()
-        rows[lanes] = self._rows[lanes]
-        return rows
+    def _targets(self, lanes: Sequence[int] | None) -> list[tuple[SlotWriter, Array]]:
+        """Each plan's writer, and the rows to which it writes what lanes do, all by default."""
+        if lanes is None:
+            return [(bound.writer, bound.rows) for bound in self._bound]
+        return [(bound.writer, bound.rows_of(lanes)) for bound in self._bound]
 
     def _conclude(self, ended: Sequence[int]) -> None:
         self._progress[0] += 1
@@ -267,18 +326,23 @@ class Rollout:
         if ended or not self._steps_until_full:
             self._turn_over(ended)
 
+    # Slots and episodes --------------------------------------------------------------------------
+
     def _turn_over(self, ended: Sequence[int]) -> None:
         """Complete full slots and ended episodes, and give their lanes new work."""
-        if ended and self._restarts:
-            self._restart(ended)
+        restarting = [n for n in ended if self._lanes[n].bound.plan.layout.restarts]
+        if restarting:
+            self._restart(restarting)
         else:
             for lane in ended:
                 self._leave_slot(lane, is_last=True)
         if not self._steps_until_full:
             for lane in self._live:
-                if lane in self._lanes and self._steps_in_slot(lane) == self._n_timesteps:
+                running = self._lanes.get(lane)
+                if running is not None and running.bound.is_full(lane, running):
                     self._leave_slot(lane, is_last=False)
-        self._plan.flush()
+        for bound in self._bound:
+            bound.plan.flush()
         self._fill_lanes()
 
     def _leave_slot(self, lane: int, is_last: bool) -> None:
@@ -286,47 +350,60 @@ class Rollout:
 
         A parked lane's rows of the batch may be overwritten, so they are saved.
         """
-        running, length = self._lanes[lane], self._steps_in_slot(lane)
-        slot, chunk = running.slot, running.chunk
+        running = self._lanes[lane]
+        bound, slot, chunk = running.bound, running.slot, running.chunk
+        length = bound.steps_in_slot(lane, running)
         if not is_last and running.start < length:
             self._scene.leave_slot(running, lane)
-        self._writer.complete(slot, lane, length, running.steps_before == 0)
+        bound.complete_slot(lane, running, length)
         self._waiting.append(lane)
         if is_last:
             del self._lanes[lane]  # last: if interrupted before, the slot is marked as dirty
-            self._running[lane] = -1
-            self._n_finished[self._worker] += 1
+            bound.finish_episode(lane)
         else:
             running.steps_before += length
             running.chunk += 1
             running.parked = self._kept_rows(lane)
-        self._plan.chunk_done(running.episode.number, slot, chunk, is_last)
+        bound.plan.chunk_done(running.episode.number, slot, chunk, is_last)
 
     def _fill_lanes(self) -> None:
         """Give waiting lanes an episode or a slot, if there is any."""
-        starting: dict[int, Episode] = {}
+        starting: dict[int, Lane] = {}
         waiting: list[int] = []
         for lane in sorted(self._waiting):
             running = self._lanes.get(lane)
             if running is None:
-                episode = self._plan.next_episode(lane)
-                slot = None if episode is None else episode.slot
+                running = self._next_episode(lane)
+                if running is not None:
+                    starting[lane] = running
+            elif (slot := running.bound.plan.next_slot(lane, running.episode.number)) is not None:
+                running.slot = slot
             else:
-                episode, slot = None, self._plan.next_slot(lane, running.episode.number)
-            if episode is not None:
-                starting[lane] = episode
-                running = Lane(episode, episode.slot)
-            if running is None or slot is None:
+                running = None
+            if running is None:
                 waiting.append(lane)
             else:
-                self._enter_slot(lane, running, slot)
+                self._enter_slot(lane, running)
         self._waiting = waiting
         if starting:
             self._begin_episodes(starting)
+        self._drop_finished()
         # Usually the lanes that ended start again. Then nothing else changes, and
         # _steps_until_full remains a lower bound.
         if waiting != self._waiting_at_stock or not self._steps_until_full:
             self._take_stock()
+
+    def _next_episode(self, lane: int) -> Lane | None:
+        """The next episode of an idle lane, of the oldest plan that has one."""
+        for bound in self._bound:
+            episode = bound.plan.next_episode(lane)
+            if episode is not None:
+                return Lane(episode, bound, episode.slot)
+        while self._bound and (further := self._bind_next()) is not None:
+            episode = further.plan.next_episode(lane)
+            if episode is not None:
+                return Lane(episode, further, episode.slot)
+        return None
 
     def _kept_rows(self, lane: int) -> list[tuple[Array, Array]]:
         arrays = [*self._env.current.values(), *self._driver.state.values()]
@@ -334,33 +411,37 @@ class Rollout:
 
     def _restart(self, lanes: Sequence[int]) -> None:
         """Start the next episodes of lanes that stay in their slots."""
-        episodes: dict[int, Episode] = {}
+        episodes: dict[int, Lane] = {}
         for lane in lanes:
-            running = self._lanes[lane]
-            running.episode = episodes[lane] = self._plan.restarted(lane, running.episode)
+            episodes[lane] = running = self._lanes[lane]
+            bound = running.bound
+            running.episode = bound.plan.restarted(lane, running.episode)
             running.tape = None
-            running.steps_before = -self._steps_in_slot(lane)
-            self._steps_before[lane] = running.steps_before
+            running.steps_before = -bound.steps_in_slot(lane, running)
+            bound.restart_in_slot(lane, running)
         self._begin_episodes(episodes)
 
-    def _begin_episodes(self, episodes: dict[int, Episode]) -> None:
-        lanes = list(episodes)
-        seeds = [episode.seed for episode in episodes.values()]
-        options = [episode.options for episode in episodes.values()]
+    def _begin_episodes(self, starting: dict[int, Lane]) -> None:
+        lanes = list(starting)
+        episodes = [running.episode for running in starting.values()]
+        seeds = [episode.seed for episode in episodes]
+        options = [episode.options for episode in episodes]
         self._env.reset_lanes(lanes, seeds, options)
-        if self._plan.agent_info or self._infos.arrays:
-            rows = {lane: episode.number for lane, episode in episodes.items()}
-            self._infos.show(self._plan.agent_info or {}, rows)
+        for bound in self._bound:
+            agent_info = bound.plan.agent_info or {}
+            if agent_info or self._infos.arrays:
+                mine = {n: r.episode.number for n, r in starting.items() if r.bound is bound}
+                if mine:
+                    self._infos.show(agent_info, mine)
         self._driver.start(lanes, self._infos.tensors)
-        for lane, episode in episodes.items():
+        for lane, episode in zip(lanes, episodes, strict=True):
             if self._noise is not None and episode.noise is not None:
                 self._noise.start(lane, episode.noise)
             if self._history is not None:
                 self._history.restart(lane)
 
-    def _enter_slot(self, lane: int, running: Lane, slot: int) -> None:
-        """Let a lane begin an episode in a slot, or continue its parked one."""
-        running.slot = slot
+    def _enter_slot(self, lane: int, running: Lane) -> None:
+        """Let a lane begin an episode in its slot, or continue its parked one."""
         if running.parked is not None:
             for array, row in running.parked:
                 array[lane] = row
@@ -368,36 +449,34 @@ class Rollout:
             if self._noise is not None and running.episode.noise is not None:
                 self._noise.start(lane, running.episode.noise, running.steps_before)
         self._lanes[lane] = running
-        self._slots[lane] = slot
-        self._rows[lane] = slot * self._n_timesteps
-        self._running[lane] = running.episode.number
-        self._steps_before[lane] = running.steps_before
+        running.bound.enter_slot(lane, running)
+
+    def _is_live(self, lane: int) -> bool:
+        running = self._lanes.get(lane)
+        return running is not None and running.parked is None
 
     def _take_stock(self) -> None:
         """Find the lanes that step, and the number of steps until the first slot is full."""
         self._waiting_at_stock = list(self._waiting)
         self._live = [lane for lane in range(self._n_lanes) if lane not in self._waiting]
-        self._strides[:] = 0
-        self._strides[self._live] = 1
-        self._rows[self._waiting] = self._spare_rows[self._waiting]
-        slots = [self._lanes[lane].slot for lane in self._live]
-        steps = self._rows[self._live] - np.array(slots, np.int64) * self._n_timesteps
-        self._steps_until_full = self._n_timesteps - int(steps.max(initial=0))
+        self._steps_until_full = min((b.steps_until_full for b in self._bound), default=0)
 
-    def _steps_in_slot(self, lane: int) -> int:
-        return int(self._rows[lane]) - self._lanes[lane].slot * self._n_timesteps
+    # Failures ------------------------------------------------------------------------------------
+
+    def _lane_of(self, error: LaneError) -> int:
+        """The lane that failed. All lanes share a call of the agent: the first one is named."""
+        if error.call != "agent":
+            return error.lane
+        return next(lane for lane in self._live if lane not in self._stepping)
 
     def _failure(self, error: LaneError) -> WorkerError:
         """The error for a failure of the user's code."""
-        # All lanes share a call of the agent: the first one is named.
-        lane = error.lane
-        if error.call == "agent":
-            lane = next(lane for lane in self._live if lane not in self._stepping)
+        lane = self._lane_of(error)
         running = self._lanes.get(lane)
         if running is None:
             return env_error(error, Where(self._worker, lane))
-        episode, row = running.episode, self._steps_in_slot(lane)
+        episode, row = running.episode, running.bound.steps_in_slot(lane, running)
         step = running.steps_before + row
         where = Where(self._worker, lane, episode.number, step, episode.seed, episode.options)
-        infos = self._plan.agent_info or {}, self._infos.arrays
+        infos = running.bound.plan.agent_info or {}, self._infos.arrays
         return self._scene.error(error, where, infos, running, row)

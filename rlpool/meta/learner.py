@@ -14,7 +14,7 @@ from rlpool.agents.agent import Agent
 from rlpool.envs.gym_env import GymEnv, all_tasks
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import AgentError, EnvError, SpecError, UsageError, WorkerError
-from rlpool.loop.plan import Episode
+from rlpool.loop.plan import Episode, OnePlan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import takes_keyword, whole_number
 from rlpool.manager.parallel_env import ParallelEnvManager
@@ -180,7 +180,7 @@ def _run(learner: Any, n_rollouts: int, agent: Agent, rows: RowsEnv, deliver: De
     layout = Layout(steps, rows.n_lanes, min(horizon, MAX_CHUNK), 1)
     plan = RolloutPlan(layout, rows, episodes, keys, deliver)
     try:
-        rollout.run(plan)
+        rollout.run(OnePlan(plan))
     finally:
         plan.deliver_rest()
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
-from rlpool.loop.plan import Episode
+from rlpool.loop.plan import Episode, Plan
 from rlpool.memory.storage import Array, Memory
 from rlpool.seeding import NoiseStarts, Words
 from rlpool.slots.blocks import Layout
@@ -134,7 +134,7 @@ class RowsEnv(VecEnv):
 
 
 @dataclass
-class RolloutPlan:
+class RolloutPlan(Plan):
     """Deals rollouts out to lanes: rollout *i* runs on lane ``i % n_lanes``.
 
     In the batch it has row ``i % n_rows``, whatever the number of lanes. If that row is still in
@@ -154,8 +154,6 @@ class RolloutPlan:
     episodes: Sequence[Episode]
     noise_keys: Words
     deliver: Deliver
-    worker: int = 0
-    agent_info: dict[str, Array] | None = None
 
     def __post_init__(self) -> None:
         self.arrays = self.layout.arrays(Memory.local(self.layout.n_bytes).root())
@@ -204,19 +202,6 @@ class RolloutPlan:
         """Deliver what is complete although an earlier rollout failed."""
         for number in sorted(self._complete):
             self.deliver(self._complete.pop(number))
-
-    def restarted(self, lane: int, episode: Episode) -> Episode:
-        """Never called: a rollout that has ended is complete."""
-        raise NotImplementedError
-
-    def flush(self) -> None:
-        """Nobody waits for reports."""
-
-    def wait(self) -> bool:
-        """Nothing arrives from outside."""
-        return False
-
-    has_news = is_cancelled = wait
 
     def _joined(self, chunks: Sequence[dict[str, Array]], slot: int) -> RolloutColumns:
         finals = self.arrays.finals

@@ -53,7 +53,7 @@ class FastSeeding:
 
     def __init__(self) -> None:
         self._original = seeding.np_random
-        self._words_of: dict[int, Words] = {}
+        self._announced: dict[int, dict[int, Words]] = {}
 
     def install(self) -> bool:
         """Replace Gymnasium's function; returns whether it could be."""
@@ -66,17 +66,22 @@ class FastSeeding:
             seeding.np_random = self.np_random
         return agrees
 
-    def announce(self, seeds: Sequence[int]) -> None:
-        """Hash seeds that will be used; forgets those announced before."""
-        self._words_of = dict(zip(seeds, hashed(np.asarray(seeds, np.uint64)), strict=True))
+    def announce(self, seeds: Sequence[int], number: int = 0) -> None:
+        """Hash seeds that will be used; forgets those announced before by the same number."""
+        words = hashed(np.asarray(seeds, np.uint64))
+        self._announced[number] = dict(zip(seeds, words, strict=True))
+
+    def forget(self, number: int) -> None:
+        """Forget seeds that were announced."""
+        self._announced.pop(number, None)
 
     def np_random(self, seed: int | None = None) -> tuple[np.random.Generator, int]:
         """A generator for a seed, and the seed, as ``gymnasium.utils.seeding.np_random``."""
-        words = None if seed is None else self._words_of.get(seed)
-        if words is None or seed is None:
-            return self._original(seed)
-        hashed_seed: Any = HashedSeed(seed, words)
-        return np.random.Generator(np.random.PCG64(hashed_seed)), seed
+        for words_of in self._announced.values() if seed is not None else ():
+            if seed in words_of:
+                hashed_seed: Any = HashedSeed(seed, words_of[seed])
+                return np.random.Generator(np.random.PCG64(hashed_seed)), seed
+        return self._original(seed)
 
 
 def _state_of(made: tuple[np.random.Generator, int]) -> Any:

@@ -1,0 +1,142 @@
+"""A plan that lanes of a rollout run, and the views through which they write into its block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlpool.loop.plan import Episode, Plan
+from rlpool.memory.storage import Array
+from rlpool.record.tape import Tape
+from rlpool.slots.writer import SlotWriter
+
+
+@dataclass(slots=True)
+class Lane:
+    """A lane that runs an episode.
+
+    Attributes:
+        episode: Its episode.
+        bound: The plan that the episode belongs to.
+        slot: The slot it writes to.
+        chunk: Number of the chunk within the episode.
+        steps_before: Steps of the episode before row 0 of the slot; negative if the episode
+            started later in the slot.
+        parked: Its rows of the batch while it waits for a slot; ``None`` while it steps.
+        tape: Records the slots that the episode has left; ``None`` if it has left none.
+    """
+
+    episode: Episode
+    bound: BoundPlan
+    slot: int
+    chunk: int = 0
+    steps_before: int = 0
+    parked: list[tuple[Array, Array]] | None = None
+    tape: Tape | None = None
+
+    @property
+    def start(self) -> int:
+        """The first row of the slot that belongs to the episode."""
+        return max(0, -self.steps_before)
+
+    @property
+    def tape_so_far(self) -> Tape:
+        """The tape; a new one is made if there is none."""
+        self.tape = self.tape or Tape(self.episode.seed, self.episode.options)
+        return self.tape
+
+
+class BoundPlan:
+    """A plan, its block, and the rows of the block that lanes write to.
+
+    All lanes write in every step. Those that run nothing of this plan write to the spare slot after
+    the last, to different rows if there are enough.
+
+    Args:
+        plan: The plan.
+        current: Key to array ``[n_lanes, ...]``: the environments' buffers and the noise.
+        state: Key to array ``[n_lanes, ...]``: the agent's state.
+        n_lanes: Number of lanes.
+
+    Attributes:
+        plan: The plan.
+        writer: Writes into its block.
+        rows: int64 ``[n_lanes]``: ``slot * n_timesteps + step`` of each lane, in shared memory:
+            they tell how far a worker got that died.
+        strides: int64 ``[n_lanes]``: 1 for lanes that write into a slot, 0 for the others.
+        n_lanes: Number of lanes that do.
+    """
+
+    def __init__(
+        self, plan: Plan, current: Mapping[str, Array], state: Mapping[str, Array], n_lanes: int
+    ) -> None:
+        self.plan = plan
+        self.writer = SlotWriter(plan.layout, plan.arrays, current, state)
+        control, worker = plan.arrays.control, plan.worker
+        self._running, self._slots, self._steps_before = (
+            control[name][worker] for name in ("running", "slot", "steps_before")
+        )
+        self._n_finished = control["n_finished"][worker : worker + 1]
+        self._n_timesteps = n_timesteps = plan.layout.n_timesteps
+        self._spare_rows = plan.layout.n_slots * n_timesteps + np.arange(n_lanes) % n_timesteps
+        self.rows: Array = control["row"][worker]
+        self.rows[:] = self._spare_rows
+        self.strides = np.zeros(n_lanes, np.int64)
+        self.n_lanes = 0
+
+    def enter_slot(self, lane: int, running: Lane) -> None:
+        """Let a lane write into the slot of what it runs, from the first row."""
+        self._slots[lane] = running.slot
+        self.rows[lane] = running.slot * self._n_timesteps
+        self.strides[lane] = 1
+        self.n_lanes += 1
+        self._running[lane] = running.episode.number
+        self._steps_before[lane] = running.steps_before
+
+    def restart_in_slot(self, lane: int, running: Lane) -> None:
+        """Let a lane go on writing into its slot, with its next episode."""
+        self._steps_before[lane] = running.steps_before
+
+    def complete_slot(self, lane: int, running: Lane, length: int) -> None:
+        """Complete the slot of a lane, which leaves it."""
+        self.writer.complete(running.slot, lane, length, running.steps_before == 0)
+        self._leave(lane)
+
+    def finish_episode(self, lane: int) -> None:
+        """Count the episode of a lane as finished."""
+        self._running[lane] = -1
+        self._n_finished[0] += 1
+
+    def abandon(self, lane: int, running: Lane) -> None:
+        """Let a lane leave its slot, if it is in one, whose contents are lost."""
+        if running.parked is None:
+            self.writer.abandon(running.slot, self.steps_in_slot(lane, running))
+            self._leave(lane)
+        self._running[lane] = -1
+
+    def _leave(self, lane: int) -> None:
+        self.rows[lane] = self._spare_rows[lane]
+        self.strides[lane] = 0
+        self.n_lanes -= 1
+
+    def rows_of(self, lanes: Sequence[int]) -> Array:
+        """Row numbers of all lanes; those not in ``lanes`` get a row of the spare slot."""
+        rows: Array = self._spare_rows.copy()
+        rows[lanes] = self.rows[lanes]
+        return rows
+
+    def steps_in_slot(self, lane: int, running: Lane) -> int:
+        """Rows of its slot that a lane has filled."""
+        return int(self.rows[lane]) - running.slot * self._n_timesteps
+
+    def is_full(self, lane: int, running: Lane) -> bool:
+        """Whether a lane has filled its slot."""
+        return self.steps_in_slot(lane, running) == self._n_timesteps
+
+    @property
+    def steps_until_full(self) -> int:
+        """Steps until the first slot is full, at most ``n_timesteps``."""
+        steps = (self.rows - self._slots * self._n_timesteps) * self.strides
+        return self._n_timesteps - int(steps.max(initial=0))
