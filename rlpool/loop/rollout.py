@@ -147,6 +147,8 @@ class Rollout:
                     self._fill_lanes()
             elif any(bound.plan.wait() for bound in self._bound) or self._bind_next() is not None:
                 self._fill_lanes()
+            elif self._bound:
+                raise RuntimeError("no lane runs any of the plans, and they are not over")
             else:
                 return
 
@@ -369,6 +371,20 @@ class Rollout:
     def _fill_lanes(self) -> None:
         """Give waiting lanes an episode or a slot, if there is any."""
         starting: dict[int, Lane] = {}
+        self._deal(starting)
+        # Every lane is asked about every plan: only then it is known when a plan is over.
+        while any(n not in self._lanes for n in self._waiting) and self._bind_next() is not None:
+            self._deal(starting)
+        if starting:
+            self._begin_episodes(starting)
+        self._drop_finished()
+        # Usually the lanes that ended start again. Then nothing else changes, and
+        # _steps_until_full remains a lower bound.
+        if self._waiting != self._waiting_at_stock or not self._steps_until_full:
+            self._take_stock()
+
+    def _deal(self, starting: dict[int, Lane]) -> None:
+        """Deal out what there is to waiting lanes; notes those that start an episode."""
         waiting: list[int] = []
         for lane in sorted(self._waiting):
             running = self._lanes.get(lane)
@@ -385,13 +401,6 @@ class Rollout:
             else:
                 self._enter_slot(lane, running)
         self._waiting = waiting
-        if starting:
-            self._begin_episodes(starting)
-        self._drop_finished()
-        # Usually the lanes that ended start again. Then nothing else changes, and
-        # _steps_until_full remains a lower bound.
-        if waiting != self._waiting_at_stock or not self._steps_until_full:
-            self._take_stock()
 
     def _next_episode(self, lane: int) -> Lane | None:
         """The next episode of an idle lane, of the oldest plan that has one."""
@@ -399,10 +408,6 @@ class Rollout:
             episode = bound.plan.next_episode(lane)
             if episode is not None:
                 return Lane(episode, bound, episode.slot)
-        while self._bound and (further := self._bind_next()) is not None:
-            episode = further.plan.next_episode(lane)
-            if episode is not None:
-                return Lane(episode, further, episode.slot)
         return None
 
     def _kept_rows(self, lane: int) -> list[tuple[Array, Array]]:
