@@ -49,7 +49,7 @@ class Request(ABC):
         infos: Its infos, per row.
         policy: What it runs with.
         root: Root of all seeds.
-        packed: ``contents`` as sent to all workers.
+        packed: Its infos as sent to all workers.
         block: Where it is written, once it runs.
         n_slots: Slots in use; 0 while it is queued and after its block was released.
         remaining: Workers that are not done with it.
