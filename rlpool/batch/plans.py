@@ -111,17 +111,18 @@ class EpisodePlan(_RequestPlan):
             return None
         if not self._claimed[lane] and (lane in self._exhausted or not self._claim(lane)):
             return None
-        if not self._in_place and not self._free:
-            self._lacks_slots = True
+        number = self._claimed[lane][-1]
+        slot = number if self._in_place else self._free_slot()
+        if slot is None:
             return None
-        number = self._claimed[lane].pop()
+        self._claimed[lane].pop()
         self._recycling.n_begun += 1
         return Episode(
             number,
             self.seeds[number],
             self._options(number),
             self._noise[number] if self._noise is not None else None,
-            number if self._in_place else self._free.pop(),
+            slot,
         )
 
     def _claim(self, lane: int) -> bool:
@@ -133,10 +134,11 @@ class EpisodePlan(_RequestPlan):
 
     def next_slot(self, lane: int, episode: int) -> int | None:
         """A slot for the next chunk of an episode."""
-        if self._free:
-            return self._free.pop()
-        self._lacks_slots = True
-        return None
+        return self._free_slot()
+
+    def _free_slot(self) -> int | None:
+        self._lacks_slots = not self._free
+        return self._free.pop() if self._free else None
 
     def is_over(self) -> bool:
         """Whether all episodes are claimed, here or elsewhere, and no lane waits for a slot."""
@@ -171,16 +173,19 @@ class EpisodePlan(_RequestPlan):
 
     def wait(self) -> bool:
         """Wait for slots, if any lane lacks one."""
-        return self._lacks_slots and self._site.read(True)
+        if self._lacks_slots and not self._free:
+            self._site.read(True)
+        return self._lacks_slots
 
     def has_news(self) -> bool:
         """Whether slots that a lane lacks came back meanwhile."""
-        return self._lacks_slots and self._site.read(False)
+        if self._lacks_slots and not self._free:
+            self._site.read(False)
+        return self._lacks_slots and bool(self._free)
 
     def take_slots(self, slots: Sequence[int]) -> None:
         """Take slots that the caller has emptied."""
         self._free.extend(slots)
-        self._lacks_slots = False
 
 
 class WindowPlan(_RequestPlan):
