@@ -17,6 +17,7 @@ from rlpool.data.dict_tensor import DictTensor, masked_dicttensor, masked_tensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.gym_env import GymEnv, GymEnvInf
 from rlpool.envs.vec_env import VecEnv
+from rlpool.envs.vector_gym_env import VectorGymEnv
 from rlpool.errors import (
     AgentError,
     AgentSpecError,
@@ -71,6 +72,7 @@ __all__ = [
     "UsageError",
     "VariBadWrapper",
     "VecEnv",
+    "VectorGymEnv",
     "Where",
     "WorkerDiedError",
     "WorkerError",

@@ -17,6 +17,7 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.gym_env import GymEnv, is_environment
 from rlpool.envs.one_env import OneEnv
 from rlpool.envs.vec_env import LaneError, VecEnv
+from rlpool.envs.vector_gym_env import VectorGymEnv, as_vec_env
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerError
 from rlpool.machine.arguments import called_with_seed
 from rlpool.manager.parallel_env import ParallelEnvManager
@@ -183,7 +184,7 @@ def _environment(
 ) -> tuple[VecEnv, int]:
     """The environment, and which of its lanes to use."""
     seed = capsule.worker_seed if capsule.worker_seed is not None else capsule.seed
-    made = called_with_seed(create_env, seed, env_args)
+    made = as_vec_env(called_with_seed(create_env, seed, env_args), seed)
     lane = capsule.where.lane or 0
     if isinstance(made, VecEnv):
         if lane >= made.n_lanes:
@@ -195,7 +196,7 @@ def _environment(
         if isinstance(made, ParallelEnvManager):  # a debugger sees the frames of this process only
             with made:
                 return made.in_this_process(lane), 0
-        return made, lane
+        return made.in_this_process(lane) if isinstance(made, VectorGymEnv) else (made, lane)
     if not is_environment(made):
         raise SpecError(
             f"create_env returned {type(made).__name__}, not an environment",

@@ -27,6 +27,7 @@ from rlpool.batch.messages import (
 from rlpool.batch.plans import EpisodePlan, Site, WindowPlan
 from rlpool.envs.gym_env import how_to_make_one, is_environment
 from rlpool.envs.vec_env import Options, VecEnv
+from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import EnvError, RlpoolError, Where, WorkerError, WorkerStartupError
 from rlpool.loop.plan import Plan
 from rlpool.loop.rollout import Rollout
@@ -200,7 +201,11 @@ class Collector:
         # Only now: modules that were imported to load the functions may have seeded generators. In
         # the caller's process these are not the caller's generators, see LocalWorker.
         seed_generators(seed)
-        env = called(self._here, "create_env", called_with_seed, create_env, seed, env_args)
+        env = called(
+            self._here,
+            "create_env",
+            lambda: as_vec_env(called_with_seed(create_env, seed, env_args), seed),
+        )
         if not isinstance(env, VecEnv):
             what = f"create_env returned {type(env).__name__}, not a VecEnv"
             raise WorkerStartupError(what, where=self._here, fix=_how_to_return(env))

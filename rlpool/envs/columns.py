@@ -17,8 +17,8 @@ from rlpool.errors import SpecError
 from rlpool.memory.storage import Array, batch_array
 from rlpool.specs import Leaf, Structure, TensorSpec, flattener, leaves_of
 
-Results = tuple[Any, Sequence[Any], Sequence[Any]]
-"""Rewards, terminated and truncated of the lanes that stepped."""
+Results = tuple[Any, Any, Any]
+"""Rewards, terminated and truncated of the lanes that stepped: sequences or arrays."""
 
 _BOOLS = frozenset([bool, np.bool_])
 _ALL = slice(None)
@@ -85,12 +85,12 @@ def checked_results(lanes: Sequence[int], results: Results) -> Results:
             neither true nor false.
     """
     rewards, terminated, truncated = results
-    if not _BOOLS.issuperset(map(type, terminated)):
+    if not _are_bools(terminated):
         terminated = _each(lanes, terminated, lambda flag: flag_of("terminated", flag))
-    if not _BOOLS.issuperset(map(type, truncated)):
+    if not _are_bools(truncated):
         truncated = _each(lanes, truncated, lambda flag: flag_of("truncated", flag))
     try:
-        values = np.array(rewards)
+        values = np.asarray(rewards)
     except (ValueError, TypeError, RuntimeError):  # not all of one shape, tensors
         values = _NO_NUMBERS
     # If the sum of squares is small enough, no reward overflows float32. (vdot does not warn if
@@ -102,6 +102,22 @@ def checked_results(lanes: Sequence[int], results: Results) -> Results:
     ):
         return _each(lanes, rewards, _reward_of), terminated, truncated
     return values, terminated, truncated
+
+
+def _are_bools(flags: Any) -> bool:
+    if isinstance(flags, np.ndarray):
+        return flags.dtype == np.bool_
+    return _BOOLS.issuperset(map(type, flags))
+
+
+def ended_rows(terminated: Any, truncated: Any) -> list[int]:
+    """The positions at which one of two checked flags is true."""
+    if isinstance(terminated, np.ndarray) and isinstance(truncated, np.ndarray):
+        rows: list[int] = np.flatnonzero(terminated | truncated).tolist()
+        return rows
+    if not any(terminated) and not any(truncated):
+        return []
+    return [row for row, flags in enumerate(zip(terminated, truncated, strict=True)) if any(flags)]
 
 
 def flag_of(key: str, flag: Any) -> bool:
@@ -214,6 +230,28 @@ class Column:
         for lane, row in zip(lanes, _each(lanes, values, self._converted), strict=True):
             self.array[lane] = row
 
+    def write_batch(self, lanes: Sequence[int], values: Any) -> None:
+        """Write rows of an array of all lanes.
+
+        Args:
+            lanes: Ascending lane numbers, at least one.
+            values: ``[n_lanes, *shape]``; only the rows of ``lanes`` are read.
+
+        Raises:
+            BadValue: If they do not fit.
+        """
+        values, spec = as_array(values), self.spec
+        rows: Any = _ALL if len(lanes) == self._n_lanes else np.asarray(lanes)
+        if values.shape[:1] == (self._n_lanes,):
+            values = values[rows]  # what other lanes hold does not matter
+        if values.shape[1:] != spec.shape or values.dtype not in (spec.dtype, self._wider):
+            try:
+                whole = TensorSpec((len(lanes), *spec.shape), spec.dtype)
+                values = converted(values, whole, self.key, widens=self._widens)
+            except SpecError as error:
+                raise BadValue(lanes[0], error.what, error.fix) from error
+        self.array[rows] = values
+
     def _converted(self, value: Any) -> Array:
         return converted(value, self.spec, self.key, widens=self._widens)
 
@@ -277,3 +315,20 @@ class Columns:
         rows = _each(lanes, observations, self._flatten)
         for column, values in zip(self._columns, zip(*rows, strict=True), strict=True):
             column.write(lanes, values)
+
+    def write_batch(self, lanes: Sequence[int], observations: Any) -> None:
+        """Write rows of one observation of all lanes, batched as by Gymnasium's vector spaces.
+
+        Args:
+            lanes: Ascending lane numbers, at least one.
+            observations: The structure of an observation, with arrays ``[n_lanes, ...]``.
+
+        Raises:
+            BadValue: If it does not fit, naming its key and both sides.
+        """
+        try:
+            parts = self._flatten(observations)
+        except SpecError as error:
+            raise BadValue(lanes[0], error.what, error.fix) from error
+        for column, values in zip(self._columns, parts, strict=True):
+            column.write_batch(lanes, values)

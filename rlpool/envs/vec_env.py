@@ -17,7 +17,7 @@ import torch
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import Info, info_rows
-from rlpool.envs.columns import BadValue, Columns, Results, checked_results
+from rlpool.envs.columns import BadValue, Columns, Results, checked_results, ended_rows
 from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where
 from rlpool.memory.storage import Array, batch_array
 from rlpool.seeding import LaneSeeds, root_from
@@ -75,6 +75,8 @@ class VecEnv(ABC):
         flags: bool ``[4, n_lanes]``. Its rows are ``terminated``, ``truncated``, ``done`` and
             ``initial_state`` of ``current``, as views.
         is_declared: Whether spaces declare the observations; else the first reset shows their keys.
+        steps_all_lanes: Whether every step steps all lanes. A lane that is left out goes on unseen,
+            and needs a reset before it can be stepped again.
         min_ready: How many lanes the rollout loop waits for at a time, ``None`` for all.
         lane_in_use: One element: the lane whose environment is running. It explains the death of
             this process.
@@ -82,6 +84,7 @@ class VecEnv(ABC):
 
     auto_reset = False
     is_declared = True
+    steps_all_lanes = False
     min_ready: int | None = None
     _widens, _prefix = False, ""  # of the observations' columns
     _columns: Columns | None = None
@@ -260,15 +263,13 @@ class VecEnv(ABC):
         if self._some_lane_is_initial:
             self._initial_state[rows] = False
             self._some_lane_is_initial = not all_step
-        if not any(terminated) and not any(truncated):
-            return []
         ended, current = [], self.current
-        for lane, is_terminated, is_truncated in zip(lanes, terminated, truncated, strict=True):
-            if is_terminated or is_truncated:
-                current["terminated"][lane] = is_terminated
-                current["truncated"][lane] = is_truncated
-                current["done"][lane] = True
-                ended.append(lane)
+        for row in ended_rows(terminated, truncated):
+            lane = lanes[row]
+            current["terminated"][lane] = terminated[row]
+            current["truncated"][lane] = truncated[row]
+            current["done"][lane] = True
+            ended.append(lane)
         return ended
 
     def step_some(

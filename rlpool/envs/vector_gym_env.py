@@ -1,0 +1,366 @@
+"""A vector environment of Gymnasium as a batch of lanes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+
+from rlpool.envs.columns import Results, as_array
+from rlpool.envs.gym_env import GymEnv
+from rlpool.envs.vec_env import LaneError, Options, VecEnv
+from rlpool.envs.vector_seeding import SEEDINGS, Seeding, autoreset_mode, detected_seeding
+from rlpool.errors import SpecError, UsageError
+from rlpool.machine.arguments import names_arguments, whole_number
+from rlpool.memory.storage import Array
+from rlpool.specs import leaves_of, nester, structure_of_space
+
+_ALL = slice(None)
+
+
+class VectorGymEnv(VecEnv):
+    """A ``gymnasium.vector.VectorEnv``: one lane per sub-environment, one call per batch step.
+
+    Keys, dtypes, time limits, ``env_info`` and errors are those of ``GymEnv``. What differs is
+    how far episodes can be repeated, which depends on how the vector environment is reset:
+
+    - ``"episode"``: single lanes, each with a seed of its own, by ``reset(seed=[...],
+      options={"reset_mask": ...})``: Gymnasium's ``SyncVectorEnv`` and ``AsyncVectorEnv``, and
+      others with ``AutoresetMode.DISABLED``. Everything that rlpool promises for a ``GymEnv``
+      holds. Lanes with different options are reset one after another, by one call for each.
+    - ``"request"``: only all lanes together, as Gymnasium's ``CartPoleVectorEnv``.
+    - ``"stream"``: not at all, ``reset(seed=...)`` changes nothing.
+
+    A vector environment steps all lanes at once. Lanes without an episode take another lane's
+    action, are reset with their last seed and options when they end, and are in no result.
+
+    Options of a reset are a dict, an empty one without ``env_info``. If a step or reset raises,
+    the error names the sub-environment of a ``SyncVectorEnv`` or ``AsyncVectorEnv`` that failed,
+    for others the first lane that was to step. An ``AsyncVectorEnv`` cannot be used afterwards:
+    Gymnasium has ended the process. Let the batcher replace the worker, by
+    ``on_env_error="restart"``.
+
+    Args:
+        vector_env: The vector environment, wrapped or not. This object closes it.
+        seed: Root of the seeds of ``reset(env_info)``. A batcher brings its own seeds.
+        seeding: How it can be seeded; by default, that is found out by resetting and stepping it
+            a few times.
+        auto_reset: Whether lanes of a ``Batcher`` or of ``step`` restart on their own, as those of
+            a ``GymEnvInf``.
+        max_episode_steps: Truncate episodes after this many steps.
+        keep_float64: Store float64 values as float64. By default they become float32; all other
+            dtypes are kept.
+
+    Attributes:
+        vector_env: The vector environment.
+        seeding: ``"episode"``, ``"request"`` or ``"stream"``.
+        observation_space, action_space: The spaces of one lane.
+
+    Raises:
+        SpecError: For anything but a vector environment, for spaces without a fixed shape, for an
+            ``AsyncVectorEnv`` that forgets what was reset, and if the seeding cannot be found out.
+    """
+
+    steps_all_lanes = True
+
+    @names_arguments
+    def __init__(
+        self,
+        vector_env: VectorEnv[Any, Any, Any],
+        seed: int | Sequence[int] | None = None,
+        *,
+        seeding: Seeding | None = None,
+        auto_reset: bool = False,
+        max_episode_steps: int | None = None,
+        keep_float64: bool = False,
+    ) -> None:
+        _refuse_others(vector_env)
+        if seeding not in (None, *SEEDINGS):
+            raise SpecError(f"seeding should be one of {SEEDINGS}, got {seeding!r}")
+        n_lanes = vector_env.num_envs
+        super().__init__(n_lanes, seed)
+        self.auto_reset, self._keep_float64 = auto_reset, keep_float64
+        self._limit = max_episode_steps
+        if max_episode_steps is not None:
+            self._limit = whole_number("max_episode_steps", max_episode_steps, 1)
+        self.vector_env: Any = vector_env
+        self._base: Any = vector_env.unwrapped
+        self.observation_space = vector_env.single_observation_space
+        self.action_space = vector_env.single_action_space
+        observed = structure_of_space(
+            self.observation_space, keep_float64=keep_float64, name="single_observation_space"
+        )
+        self._observations = self._declare_structure(observed)
+        stored, native = (
+            structure_of_space(self.action_space, keep_float64=wide, name="single_action_space")
+            for wide in (keep_float64, True)
+        )
+        self._action_leaves = leaves_of({"action": stored}, "")
+        self._native_actions = leaves_of({"action": native}, "")
+        self._nest_action = nester(native)
+        _prepare(self._base, self)
+        self._mode = autoreset_mode(vector_env)
+        self.seeding: Seeding = seeding or detected_seeding(vector_env)
+        self._was_reset = False  # all lanes, at least once, by this object
+        self._in_episode = np.zeros(n_lanes, bool)  # lanes that took all steps since their reset
+        self._has_ended = np.zeros(n_lanes, bool)  # lanes that refuse another step
+        self._elapsed = np.zeros(n_lanes, np.int64)  # steps of each lane's episode
+        self._seeds = [0] * n_lanes  # of each lane's last reset
+        self._options: list[Options] = [None] * n_lanes
+        self._is_broken = False
+
+    def close(self) -> None:
+        """Close the vector environment."""
+        if not self._is_broken:
+            self.vector_env.close()
+            return
+        for process in self._base.processes:  # whose pipes are in an unknown state
+            process.kill()
+        with suppress(Exception):
+            self.vector_env.close(terminate=True)
+
+    def in_this_process(self, lane: int) -> tuple[VecEnv, int]:
+        """Bring a sub-environment into this process, where a debugger sees it.
+
+        Args:
+            lane: Which one.
+
+        Returns:
+            Environments and the lane: this object and ``lane``, except for an ``AsyncVectorEnv``.
+            That is closed, and a ``GymEnv`` of the one sub-environment is returned with lane 0.
+        """
+        if not isinstance(self.vector_env, AsyncVectorEnv):
+            return self, lane
+        env_fn = self.vector_env.env_fns[lane]
+        self.close()
+        limit, wide = self._limit, self._keep_float64
+        return GymEnv([env_fn()], max_episode_steps=limit, keep_float64=wide), 0
+
+    # Resets --------------------------------------------------------------------------------
+
+    def _reset_lanes(
+        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
+    ) -> None:
+        if self.seeding != "episode":
+            raise UsageError(
+                f"{self.vector_env} cannot reset single lanes with seeds of their own "
+                f"(seeding is {self.seeding!r})",
+                fix="use SyncVectorEnv or AsyncVectorEnv over single environments",
+            )
+        self._in_episode[list(lanes)] = False
+        self.lane_in_use[0] = lanes[0]
+        try:
+            for rows in _with_equal_options(options):
+                some = [lanes[row] for row in rows]
+                observation = self._reset_some(some, [seeds[row] for row in rows], options[rows[0]])
+                self._observations.write_batch(some, observation)
+        except BaseException as error:
+            self._fail("reset", error)
+        self._in_episode[list(lanes)] = True
+
+    def _reset_some(self, lanes: Sequence[int], seeds: Sequence[int], options: Options) -> Any:
+        """Reset lanes with the same options, by one call; returns the observation of all lanes."""
+        given = dict(options or {})
+        if self._was_reset:
+            changed = lanes
+            # New in each call: Gymnasium takes the mask out of the dict.
+            given["reset_mask"] = np.zeros(self.n_lanes, bool)
+            given["reset_mask"][lanes] = True
+        else:
+            # Vector environments have no observation for a lane that was never reset.
+            changed = self._all_lanes
+            self._seeds, self._options = [seeds[0]] * self.n_lanes, [options] * self.n_lanes
+        for lane, seed in zip(lanes, seeds, strict=True):
+            self._seeds[lane], self._options[lane] = seed, options
+        result = self.vector_env.reset(seed=list(self._seeds), options=given)
+        self._was_reset = True
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise SpecError(f"reset() should return two values, got {_count_of(result)}")
+        self._has_ended[changed] = False
+        self._elapsed[changed] = 0
+        return result[0]
+
+    def _reset_idle(self) -> None:
+        """Reset lanes that ended and got no new episode: they would refuse the next step."""
+        lanes = np.flatnonzero(self._has_ended).tolist()
+        for rows in _with_equal_options([self._options[lane] for lane in lanes]):
+            some = [lanes[row] for row in rows]
+            self._reset_some(some, [self._seeds[lane] for lane in some], self._options[some[0]])
+
+    # Steps ---------------------------------------------------------------------------------
+
+    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Results:
+        all_step = len(lanes) == self.n_lanes
+        rows: Any = _ALL if all_step else np.asarray(lanes)
+        try:
+            self._refuse_left_out(lanes, rows)
+            if self._has_ended.any():
+                self._reset_idle()
+            batch = self._batch(lanes, actions)
+            self._in_episode[:] = False  # until the step is over
+            self.lane_in_use[0] = lanes[0]
+            result = self.vector_env.step(batch)
+            if not isinstance(result, tuple) or len(result) != 5:
+                raise SpecError(f"step() should return five values, got {_count_of(result)}")
+            observation, *results, infos = result
+            names = ("reward", "terminated", "truncated")
+            rewards, terminated, truncated = map(self._per_lane, names, results)
+            ended = terminated.astype(bool) | truncated.astype(bool)
+            self._observations.write_batch(lanes, observation)
+            if self._mode is AutoresetMode.SAME_STEP:
+                self._write_final([lane for lane in lanes if ended[lane]], infos)
+            else:
+                self._has_ended = ended
+        except BaseException as error:
+            self._fail("step", error)
+        self._elapsed += 1
+        if self._limit is not None:
+            truncated = np.where(self._elapsed >= self._limit, True, truncated)
+            ended = ended | (self._elapsed >= self._limit)
+        self._in_episode[rows] = ~ended[rows]
+        return rewards[rows], terminated[rows], truncated[rows]
+
+    def _refuse_left_out(self, lanes: Sequence[int], rows: Any) -> None:
+        """Lanes that a step left out have gone on: their episodes must not be continued."""
+        if not self._in_episode[rows].all():
+            lane = next(lane for lane in lanes if not self._in_episode[lane])
+            self.lane_in_use[0] = lane
+            raise UsageError(
+                f"lane {lane} has ended, or was left out of a step, and a vector environment "
+                "steps all its lanes",
+                fix="reset the lane, or step all lanes whose episodes go on together",
+            )
+
+    def _batch(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Any:
+        """The actions of all lanes, as the vector environment takes them: copies."""
+        parts = [np.array(actions[k], leaf.spec.dtype) for k, leaf in self._native_actions.items()]
+        if len(lanes) < self.n_lanes:
+            idle = np.ones(self.n_lanes, bool)
+            idle[lanes] = False
+            for array in parts:
+                array[idle] = array[lanes[0]]  # their own row may hold anything
+        return self._nest_action(parts)
+
+    def _per_lane(self, name: str, values: Any) -> Array:
+        array = as_array(values)
+        if array.shape != (self.n_lanes,):
+            raise SpecError(
+                f"{name!r} should have shape [{self.n_lanes}], got {list(array.shape)}",
+                fix="return one value per lane",
+            )
+        return array
+
+    def _write_final(self, ended: Sequence[int], infos: Any) -> None:
+        """Write the last observations of lanes that have restarted within the step."""
+        if not ended:
+            return
+        final = infos.get("final_obs") if isinstance(infos, Mapping) else None
+        if final is None:
+            raise SpecError(
+                "a lane restarted in the step that ended its episode, and the infos have no "
+                "'final_obs'",
+                fix="use AutoresetMode.NEXT_STEP or AutoresetMode.DISABLED",
+            )
+        if isinstance(final, np.ndarray) and final.dtype == object:  # one observation per lane
+            self._observations.write(ended, [final[lane] for lane in ended])
+        else:
+            self._observations.write_batch(ended, final)
+
+    # Failures ------------------------------------------------------------------------------
+
+    def _fail(self, call: str, error: BaseException) -> NoReturn:
+        failed = _failed_processes(self._base) if isinstance(error, Exception) else []
+        if failed:
+            if not self._is_broken:
+                self._is_broken = True
+                raise LaneError(failed[0], call) from error
+            self.lane_in_use[0] = failed[0]
+            error = UsageError(
+                "a sub-environment of this AsyncVectorEnv has failed, and Gymnasium has ended its "
+                "process",
+                fix='let a new worker continue: on_env_error="restart"; or make a new batcher',
+            )
+        super()._fail(call, error)
+
+
+def as_vec_env(made: Any, seed: int | Sequence[int] | None) -> Any:
+    """What ``create_env`` returned, a vector environment of Gymnasium as a ``VectorGymEnv``.
+
+    Args:
+        made: Anything.
+        seed: See ``VectorGymEnv``.
+    """
+    return VectorGymEnv(made, seed) if isinstance(made, VectorEnv) else made
+
+
+class _Marked(list[Any]):
+    """Sub-environments of a ``SyncVectorEnv``; whoever iterates sets ``lane_in_use``.
+
+    It steps and resets them while it iterates, so this tells which one fails or dies.
+    """
+
+    def __init__(self, envs: Sequence[Any], owner: VecEnv) -> None:
+        super().__init__(envs)
+        self._owner = owner
+
+    def __iter__(self) -> Iterator[Any]:
+        lane_in_use = self._owner.lane_in_use
+        first = lane_in_use[0]
+        for lane, env in enumerate(list.__iter__(self)):
+            lane_in_use[0] = lane
+            yield env
+        lane_in_use[0] = first
+
+
+def _prepare(base: Any, owner: VecEnv) -> None:
+    """Adapt Gymnasium's own vector environments."""
+    if isinstance(base, SyncVectorEnv):
+        base.envs = _Marked(base.envs, owner)
+        # No restarts without the episode's options, and no final observations in the infos.
+        base.autoreset_mode = base.metadata["autoreset_mode"] = AutoresetMode.DISABLED
+        return
+    is_next_step = autoreset_mode(base) is AutoresetMode.NEXT_STEP
+    if isinstance(base, AsyncVectorEnv) and is_next_step and not base.shared_memory:
+        raise SpecError(
+            "an AsyncVectorEnv with AutoresetMode.NEXT_STEP and without shared memory resets "
+            "lanes again after they were reset",
+            fix="make it with autoreset_mode=AutoresetMode.DISABLED; with make_vec(..., "
+            'vector_kwargs={"autoreset_mode": AutoresetMode.DISABLED})',
+        )
+
+
+def _failed_processes(base: Any) -> list[int]:
+    """Lanes of an ``AsyncVectorEnv`` whose processes have failed."""
+    if not isinstance(base, AsyncVectorEnv):
+        return []
+    parts = zip(base.parent_pipes, base.processes, strict=True)
+    return [
+        lane for lane, (pipe, process) in enumerate(parts) if pipe is None or not process.is_alive()
+    ]
+
+
+def _with_equal_options(options: Sequence[Options]) -> list[list[int]]:
+    """The positions of equal options, together."""
+    if len(options) == 1 or not any(options):
+        return [list(range(len(options)))] if options else []
+    groups: dict[bytes, list[int]] = {}
+    for row, option in enumerate(options):
+        # Bytes tell 1 from True, and compare arrays as well.
+        groups.setdefault(pickle.dumps(option), []).append(row)
+    return list(groups.values())
+
+
+def _refuse_others(value: Any) -> None:
+    if not isinstance(value, VectorEnv):
+        raise SpecError(
+            f"VectorGymEnv got {value!r:.60}, not a gymnasium.vector.VectorEnv",
+            fix="pass what gymnasium.make_vec returns; single environments go into a GymEnv",
+        )
+
+
+def _count_of(result: Any) -> Any:
+    return len(result) if isinstance(result, tuple) else type(result).__name__
