@@ -148,7 +148,7 @@ def _repeated(
             sys.breakpointhook()  # noqa: T100  (step into the next line)
         if capsule.call == "step":
             failing = {key: array[n_steps] for key, array in capsule.actions.items()}
-            env.step_lanes([lane], batch_of(failing, lane, env))
+            env.step_lanes([lane], batch_of({lane: failing}, env))
     except LaneError as error:
         is_own = error.__cause__ is None or isinstance(error, RlpoolError)
         return reached, error if is_own else error.__cause__

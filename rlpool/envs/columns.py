@@ -106,7 +106,7 @@ def checked_results(lanes: Sequence[int], results: Results) -> Results:
 
 def _are_bools(flags: Any) -> bool:
     if isinstance(flags, np.ndarray):
-        return flags.dtype == np.bool_
+        return bool(flags.dtype == np.bool_)
     return _BOOLS.issuperset(map(type, flags))
 
 
@@ -244,9 +244,9 @@ class Column:
         rows: Any = _ALL if len(lanes) == self._n_lanes else np.asarray(lanes)
         if values.shape[:1] == (self._n_lanes,):
             values = values[rows]  # what other lanes hold does not matter
-        if values.shape[1:] != spec.shape or values.dtype not in (spec.dtype, self._wider):
+        whole = TensorSpec((len(lanes), *spec.shape), spec.dtype)
+        if values.shape != whole.shape or values.dtype not in (spec.dtype, self._wider):
             try:
-                whole = TensorSpec((len(lanes), *spec.shape), spec.dtype)
                 values = converted(values, whole, self.key, widens=self._widens)
             except SpecError as error:
                 raise BadValue(lanes[0], error.what, error.fix) from error

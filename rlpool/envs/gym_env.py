@@ -358,6 +358,8 @@ def is_environment(value: Any) -> bool:
 
 def how_to_make_one(value: Any) -> str:
     """What to do about a value that is not an environment."""
+    if isinstance(value, gymnasium.vector.VectorEnv):
+        return "use VectorGymEnv(vector_env, seed) for a vector environment"
     made = f"gymnasium.make({value!r})" if isinstance(value, str) else "make()"
     return (
         "pass single environments, objects with reset() and step(), in a list: "

@@ -256,7 +256,7 @@ class VecEnv(ABC):
         except BadValue as error:
             self._fail("step", error)
         all_step = len(lanes) == self.n_lanes
-        rows: Any = _ALL if all_step else lanes
+        rows: Any = _ALL if all_step else np.asarray(lanes)
         self._reward[rows] = rewards
         for key, array in self._last_actions.items():
             array[rows] = actions[key][rows]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from rlpool.envs.columns import Results, as_array
 from rlpool.envs.gym_env import GymEnv
-from rlpool.envs.vec_env import LaneError, Options, VecEnv
-from rlpool.envs.vector_seeding import SEEDINGS, Seeding, autoreset_mode, detected_seeding
+from rlpool.envs.gymnasium_vector import adapt, autoreset_mode, failed_processes, kill
+from rlpool.envs.vec_env import Options, VecEnv
+from rlpool.envs.vector_seeding import SEEDINGS, Seeding, detected_seeding
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.memory.storage import Array
@@ -102,7 +102,7 @@ class VectorGymEnv(VecEnv):
         self._action_leaves = leaves_of({"action": stored}, "")
         self._native_actions = leaves_of({"action": native}, "")
         self._nest_action = nester(native)
-        _prepare(self._base, self)
+        adapt(self._base, self)
         self._mode = autoreset_mode(vector_env)
         self.seeding: Seeding = seeding or detected_seeding(vector_env)
         self._was_reset = False  # all lanes, at least once, by this object
@@ -115,13 +115,10 @@ class VectorGymEnv(VecEnv):
 
     def close(self) -> None:
         """Close the vector environment."""
-        if not self._is_broken:
+        if self._is_broken:
+            kill(self.vector_env)
+        else:
             self.vector_env.close()
-            return
-        for process in self._base.processes:  # whose pipes are in an unknown state
-            process.kill()
-        with suppress(Exception):
-            self.vector_env.close(terminate=True)
 
     def in_this_process(self, lane: int) -> tuple[VecEnv, int]:
         """Bring a sub-environment into this process, where a debugger sees it.
@@ -200,7 +197,7 @@ class VectorGymEnv(VecEnv):
             self._refuse_left_out(lanes, rows)
             if self._has_ended.any():
                 self._reset_idle()
-            batch = self._batch(lanes, actions)
+            batch = self._batch(rows, actions)
             self._in_episode[:] = False  # until the step is over
             self.lane_in_use[0] = lanes[0]
             result = self.vector_env.step(batch)
@@ -235,14 +232,14 @@ class VectorGymEnv(VecEnv):
                 fix="reset the lane, or step all lanes whose episodes go on together",
             )
 
-    def _batch(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Any:
+    def _batch(self, rows: Any, actions: Mapping[str, Array]) -> Any:
         """The actions of all lanes, as the vector environment takes them: copies."""
         parts = [np.array(actions[k], leaf.spec.dtype) for k, leaf in self._native_actions.items()]
-        if len(lanes) < self.n_lanes:
+        if rows is not _ALL:
             idle = np.ones(self.n_lanes, bool)
-            idle[lanes] = False
+            idle[rows] = False
             for array in parts:
-                array[idle] = array[lanes[0]]  # their own row may hold anything
+                array[idle] = array[rows[0]]  # their own row may hold anything
         return self._nest_action(parts)
 
     def _per_lane(self, name: str, values: Any) -> Array:
@@ -273,17 +270,15 @@ class VectorGymEnv(VecEnv):
     # Failures ------------------------------------------------------------------------------
 
     def _fail(self, call: str, error: BaseException) -> NoReturn:
-        failed = _failed_processes(self._base) if isinstance(error, Exception) else []
-        if failed:
-            if not self._is_broken:
-                self._is_broken = True
-                raise LaneError(failed[0], call) from error
+        if failed := failed_processes(self._base, error):
             self.lane_in_use[0] = failed[0]
-            error = UsageError(
-                "a sub-environment of this AsyncVectorEnv has failed, and Gymnasium has ended its "
-                "process",
-                fix='let a new worker continue: on_env_error="restart"; or make a new batcher',
-            )
+            if self._is_broken:
+                error = UsageError(
+                    "a process of this AsyncVectorEnv has failed and ended",
+                    fix='let new workers replace those that failed: on_env_error="restart"; or '
+                    "make a new batcher",
+                )
+            self._is_broken = True
         super()._fail(call, error)
 
 
@@ -295,52 +290,6 @@ def as_vec_env(made: Any, seed: int | Sequence[int] | None) -> Any:
         seed: See ``VectorGymEnv``.
     """
     return VectorGymEnv(made, seed) if isinstance(made, VectorEnv) else made
-
-
-class _Marked(list[Any]):
-    """Sub-environments of a ``SyncVectorEnv``; whoever iterates sets ``lane_in_use``.
-
-    It steps and resets them while it iterates, so this tells which one fails or dies.
-    """
-
-    def __init__(self, envs: Sequence[Any], owner: VecEnv) -> None:
-        super().__init__(envs)
-        self._owner = owner
-
-    def __iter__(self) -> Iterator[Any]:
-        lane_in_use = self._owner.lane_in_use
-        first = lane_in_use[0]
-        for lane, env in enumerate(list.__iter__(self)):
-            lane_in_use[0] = lane
-            yield env
-        lane_in_use[0] = first
-
-
-def _prepare(base: Any, owner: VecEnv) -> None:
-    """Adapt Gymnasium's own vector environments."""
-    if isinstance(base, SyncVectorEnv):
-        base.envs = _Marked(base.envs, owner)
-        # No restarts without the episode's options, and no final observations in the infos.
-        base.autoreset_mode = base.metadata["autoreset_mode"] = AutoresetMode.DISABLED
-        return
-    is_next_step = autoreset_mode(base) is AutoresetMode.NEXT_STEP
-    if isinstance(base, AsyncVectorEnv) and is_next_step and not base.shared_memory:
-        raise SpecError(
-            "an AsyncVectorEnv with AutoresetMode.NEXT_STEP and without shared memory resets "
-            "lanes again after they were reset",
-            fix="make it with autoreset_mode=AutoresetMode.DISABLED; with make_vec(..., "
-            'vector_kwargs={"autoreset_mode": AutoresetMode.DISABLED})',
-        )
-
-
-def _failed_processes(base: Any) -> list[int]:
-    """Lanes of an ``AsyncVectorEnv`` whose processes have failed."""
-    if not isinstance(base, AsyncVectorEnv):
-        return []
-    parts = zip(base.parent_pipes, base.processes, strict=True)
-    return [
-        lane for lane, (pipe, process) in enumerate(parts) if pipe is None or not process.is_alive()
-    ]
 
 
 def _with_equal_options(options: Sequence[Options]) -> list[list[int]]:

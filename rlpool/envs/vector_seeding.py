@@ -11,6 +11,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from torch.utils import _pytree as pytree
 
 from rlpool.envs.columns import as_array
+from rlpool.envs.gymnasium_vector import autoreset_mode
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
 
@@ -23,14 +24,6 @@ _N_STEPS = 8  # looked at after each reset, where lanes restart by themselves
 
 Rows = list[Array]
 """The parts of an observation, or of what a step returned: arrays ``[n_lanes, ...]``."""
-
-
-def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode | None:
-    """When lanes of a vector environment restart by themselves, ``None`` if it does not say."""
-    try:
-        return AutoresetMode(env.metadata.get("autoreset_mode"))
-    except ValueError:
-        return None
 
 
 def detected_seeding(env: VectorEnv[Any, Any, Any]) -> Seeding:

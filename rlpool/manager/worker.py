@@ -350,7 +350,7 @@ class EnvServer:
         row = action_row(env.action_structure, env.native_action_specs() or {}, action)
         values = {key: array[0, ...] for key, array in row.items()}  # arrays, of objects too
         if env.action_structure is None or not batch:
-            return batch_of(values, lane, env)
+            return batch_of({lane: values}, env)
         for key, value in values.items():
             batch[key][lane] = value
         return batch

@@ -48,36 +48,87 @@ class Reached(NamedTuple):
 def repeat(env: VecEnv, lane: int, tape: Tape) -> Iterator[Reached]:
     """Reset one lane and repeat a tape in it, step by step as the caller iterates.
 
-    It continues, whatever differs or ends: the caller judges. No other lane is touched.
+    See ``repeat_together``, whose only lane this is.
+    """
+    for reached in repeat_together(env, {lane: tape}):
+        yield reached[lane]
+
+
+def repeat_together(env: VecEnv, tapes: Mapping[int, Tape]) -> Iterator[dict[int, Reached]]:
+    """Reset lanes and repeat their tapes, so that all of them get to the end at the same time.
+
+    The longest tape begins, the others join it: no lane is left out of a step that another one
+    takes, as environments want that step all their lanes. It continues, whatever differs or ends:
+    the caller judges. No other lane is touched.
 
     Args:
         env: The environments.
-        lane: The lane.
-        tape: The episode. Rewards that it holds (NaN stands for one that is not known) and the
-            observation after the last step are compared bit by bit with what the environment
+        tapes: Lane to its episode. Rewards that it holds (NaN stands for one that is not known) and
+            the observation after the last step are compared bit by bit with what the environment
             gives.
 
     Yields:
-        How far it is, after the reset and after every step.
+        How far lanes are, after their reset and after every step.
 
     Raises:
-        LaneError: If the environment raises.
+        LaneError: If an environment raises.
     """
-    env.reset_lanes([lane], [tape.seed], [tape.options])
-    step, n_steps = tape.first_step, tape.n_steps
-    found = _other_observation(env, lane, tape) if step == n_steps else None
-    yield Reached(step, False, found)
+    runs = {lane: _Repetition(env, lane, tape) for lane, tape in sorted(tapes.items())}
+    for n_left in range(max((run.n_steps for run in runs.values()), default=-1), -1, -1):
+        if joining := [lane for lane, run in runs.items() if run.n_steps == n_left]:
+            seeds = [tapes[lane].seed for lane in joining]
+            env.reset_lanes(joining, seeds, [tapes[lane].options for lane in joining])
+            yield {lane: runs[lane].begun() for lane in joining}
+        if n_left:
+            running = {lane: run for lane, run in runs.items() if run.n_steps >= n_left}
+            actions = {lane: run.next_action() for lane, run in running.items()}
+            ended = set(env.step_lanes(list(running), batch_of(actions, env)))
+            yield {lane: run.stepped(has_ended=lane in ended) for lane, run in running.items()}
+
+
+class _Repetition:
+    """A lane's way through its tape.
+
+    Attributes:
+        n_steps: How many steps it is to make.
+    """
+
+    def __init__(self, env: VecEnv, lane: int, tape: Tape) -> None:
+        self._env, self._lane, self._tape = env, lane, tape
+        self.n_steps = tape.n_steps - tape.first_step
+        self._step = tape.first_step
+        self._rows = _rows_of(tape)
+        self._row: Actions = {}
+        self._found: Divergence | None = None
+
+    def begun(self) -> Reached:
+        """Compare after the reset."""
+        return self._compared(has_ended=False)
+
+    def next_action(self) -> Actions:
+        """The action of the next step."""
+        self._row = next(self._rows)
+        return {key: value for key, value in self._row.items() if key != REWARD}
+
+    def stepped(self, *, has_ended: bool) -> Reached:
+        """Compare after a step."""
+        if self._found is None and REWARD in self._row:
+            reward = self._env.current[REWARD][self._lane]
+            self._found = _other_reward(reward, self._row[REWARD], self._step)
+        self._step += 1
+        return self._compared(has_ended=has_ended)
+
+    def _compared(self, *, has_ended: bool) -> Reached:
+        if self._found is None and self._step == self._tape.n_steps:
+            self._found = _other_observation(self._env, self._lane, self._tape)
+        return Reached(self._step, has_ended, self._found)
+
+
+def _rows_of(tape: Tape) -> Iterator[Actions]:
+    """The steps of a tape, ``[...]`` per key."""
     for chunk in tape.chunks:
-        actions = {key: array for key, array in chunk.items() if key != REWARD}
         for row in range(len(next(iter(chunk.values())))):
-            batch = batch_of({k: array[row, ...] for k, array in actions.items()}, lane, env)
-            has_ended = bool(env.step_lanes([lane], batch))
-            if found is None and REWARD in chunk:
-                found = _other_reward(env.current[REWARD][lane], chunk[REWARD][row], step)
-            step += 1
-            if found is None and step == n_steps:
-                found = _other_observation(env, lane, tape)
-            yield Reached(step, has_ended, found)
+            yield {key: array[row, ...] for key, array in chunk.items()}
 
 
 def take_over(
@@ -89,46 +140,68 @@ def take_over(
     *,
     may_end: bool = False,
 ) -> None:
-    """Bring a lane to where an episode was in a worker that died.
+    """Bring one lane to where an episode was in a worker that died, see ``take_over_together``."""
+    take_over_together(env, {lane: tape}, {lane: where}, progress, may_end=may_end)
+
+
+def take_over_together(
+    env: VecEnv,
+    tapes: Mapping[int, Tape],
+    wheres: Mapping[int, Where],
+    progress: MutableSequence[int] | memoryview,
+    *,
+    may_end: bool = False,
+) -> None:
+    """Bring lanes to where their episodes were in a worker that died.
 
     Args:
         env: The environments.
-        lane: The lane.
-        tape: The episode.
-        where: Worker, lane and episode, for errors.
+        tapes: Lane to its episode.
+        wheres: Worker, lane and episode of each lane, for errors.
         progress: Its first element counts the steps.
-        may_end: Whether the recorded steps may have ended the episode.
+        may_end: Whether the recorded steps may have ended the episodes.
 
     Raises:
-        EnvError: If the tape is not complete, or the environment raises or does not lead to where
-            it led before.
+        EnvError: If a tape is not complete, or an environment raises or does not lead to where it
+            led before.
     """
-    if tape.why_lost:
-        raise EnvError(tape.why_lost, where=where)
-    n_steps = 0
+    for lane, tape in tapes.items():
+        if tape.why_lost:
+            raise EnvError(tape.why_lost, where=wheres[lane])
+    n_steps = dict.fromkeys(tapes, 0)
     try:
-        for n_steps, has_ended, divergence in repeat(env, lane, tape):
+        for moved in repeat_together(env, tapes):
             progress[0] += 1
-            if has_ended and not may_end:
-                divergence = divergence or Divergence(n_steps - 1, "done", "the episode ended")
-            if divergence is not None:
-                raise EnvError(
-                    f"the environment did not repeat an episode: {divergence.what}, after "
-                    f"reset(seed={tape.seed}) and the same {n_steps} actions: it is not "
-                    "deterministic given its seed",
-                    where=where._replace(step=divergence.step),
-                    fix="after a worker's death, the same seed and actions have to lead to the "
-                    "same observations",
-                )
+            for lane, reached in moved.items():
+                n_steps[lane] = reached.n_steps
+                _refuse_divergence(reached, tapes[lane], wheres[lane], may_end)
     except LaneError as error:
-        raise env_error(error, where._replace(step=n_steps)) from error.__cause__
+        lane = error.lane if error.lane in tapes else next(iter(tapes))
+        raise env_error(error, wheres[lane]._replace(step=n_steps[lane])) from error.__cause__
 
 
-def batch_of(action: Mapping[str, Array], lane: int, env: VecEnv) -> Actions:
-    """One lane's action, ``[...]`` per key, as actions of all lanes."""
-    batch = {key: np.zeros((env.n_lanes, *a.shape), a.dtype) for key, a in action.items()}
-    for key, array in batch.items():
-        array[lane] = action[key]
+def _refuse_divergence(reached: Reached, tape: Tape, where: Where, may_end: bool) -> None:
+    n_steps, has_ended, divergence = reached
+    if has_ended and not may_end:
+        divergence = divergence or Divergence(n_steps - 1, "done", "the episode ended")
+    if divergence is not None:
+        raise EnvError(
+            f"the environment did not repeat an episode: {divergence.what}, after "
+            f"reset(seed={tape.seed}) and the same {n_steps} actions: it is not "
+            "deterministic given its seed",
+            where=where._replace(step=divergence.step),
+            fix="after a worker's death, the same seed and actions have to lead to the "
+            "same observations",
+        )
+
+
+def batch_of(actions: Mapping[int, Actions], env: VecEnv) -> Actions:
+    """Actions of some lanes, ``[...]`` per key, as actions of all lanes."""
+    first = next(iter(actions.values()))
+    batch = {key: np.zeros((env.n_lanes, *a.shape), a.dtype) for key, a in first.items()}
+    for lane, action in actions.items():
+        for key, array in batch.items():
+            array[lane] = action[key]
     return batch
 
 

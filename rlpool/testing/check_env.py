@@ -10,6 +10,7 @@ those that only give warnings:
 - ``runs``: ``reset`` and ``step`` do not raise, and return two and five values.
 - ``observations_fit``: keys, shapes, dtypes and bounds are those of the space.
 - ``rewards_are_numbers``, ``flags_are_bools``, ``values_are_finite``.
+- ``seeding``: a vector environment can be seeded as its ``VectorGymEnv`` says.
 - ``repeats``: the same seed and the same actions give the same bits, whatever ran in between,
   finished or not, and whatever the state of the global random generators.
 - ``fresh_instance_repeats``: so does another instance, made with another ``seed`` of
@@ -37,12 +38,14 @@ from torch.utils import _pytree as pytree
 from rlpool.envs.columns import checked_results, converted
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.legacy import LegacyEnv, reset_arguments
+from rlpool.envs.vector_gym_env import VectorGymEnv
+from rlpool.envs.vector_seeding import SEEDINGS, detected_seeding
 from rlpool.errors import EnvSpecError, SpecError
 from rlpool.record.failures import described, reset_advice
 from rlpool.seeding import seeded_generators
 from rlpool.specs import flattener, leaves_of, structure_of_space
 from rlpool.testing import report
-from rlpool.testing.episodes import EnvSubject, Lane, bits, difference, place, shortly
+from rlpool.testing.episodes import EnvSubject, Lane, bits, difference, lanes_of, place, shortly
 from rlpool.testing.report import CannotCheck, Failed, Finding, error, user_code, warning
 
 Findings = Iterator[Finding]
@@ -189,6 +192,20 @@ def values_are_finite(subject: EnvSubject) -> Findings:
         yield warning(f"{where}: the reward is infinite", "bound the reward")
 
 
+def seeding(subject: EnvSubject) -> Findings:
+    """A vector environment can be seeded as its ``VectorGymEnv`` says."""
+    with subject.opened() as instance:
+        if not isinstance(instance.vec, VectorGymEnv):
+            return  # nothing is said
+        claimed, found = instance.vec.seeding, detected_seeding(instance.vec.vector_env)
+        if SEEDINGS.index(claimed) < SEEDINGS.index(found):
+            yield error(
+                f"VectorGymEnv has seeding={claimed!r}, but its resets show only {found!r}",
+                "leave out the argument; or let reset() seed what it says: single lanes, by "
+                'seed=[...] and options={"reset_mask": ...}, for "episode"',
+            )
+
+
 def repeats(subject: EnvSubject) -> Findings:
     """The same seed and actions give the same bits, whatever ran in between."""
     with subject.opened() as instance:
@@ -235,10 +252,10 @@ def lanes_agree(subject: EnvSubject) -> Findings:
     _refuse_no_copy(subject)
     with subject.opened(0) as first, subject.opened(1) as second, seeded_generators(1):
         vec = first.vec or GymEnv([first.made, second.made])
-        lanes = [Lane(vec, number) for number in range(vec.n_lanes)]
+        lanes = lanes_of(vec)
         seeds = [subject.seeds[number % len(subject.seeds)] for number in range(vec.n_lanes)]
         for number, episode in enumerate(subject.run_together(lanes, seeds)):
-            alone = subject.run_together(lanes[:1], [episode.seed])[0]
+            alone = subject.run_together([Lane(vec)], [episode.seed])[0]
             if what := difference(alone, episode.unless_failed()):
                 what = f"an episode alone in lane 0, and in lane {number} beside others: {what}"
                 yield error(what, "let environments be alike and share nothing that changes")
@@ -283,6 +300,7 @@ ENV_CHECKS: tuple[report.Check, ...] = (
     rewards_are_numbers,
     flags_are_bools,
     values_are_finite,
+    seeding,
     repeats,
     fresh_instance_repeats,
     no_global_generators,

@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 import gymnasium
 import numpy as np
 import torch
+from gymnasium.vector import VectorEnv
 
 from rlpool.envs.gym_env import GymEnv, is_environment
 from rlpool.envs.legacy import modernised
 from rlpool.envs.vec_env import Options, VecEnv
+from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import takes_keyword, whole_number
-from rlpool.seeding import episode_seeds, generator_states, seeded_generators
+from rlpool.seeding import episode_seeds, generator_states, seeded_generators, worker_seed
 from rlpool.specs import flattener, leaves_of, row_specs, structure_of_value
 from rlpool.testing.report import CannotCheck, Failed, Subject, user_code
 
@@ -72,29 +74,59 @@ class Episode:
 
 
 class Lane:
-    """One lane of a ``VecEnv`` with Gymnasium's interface; observations are dicts of arrays."""
+    """One lane of a ``VecEnv`` with Gymnasium's interface; observations are dicts of arrays.
 
-    def __init__(self, vec: VecEnv, number: int = 0) -> None:
+    Args:
+        vec: The environments.
+        number: Which lane.
+        others: The lanes whose episodes run beside this one's; those that step together take the
+            action of the first that is called, and the calls of the others return what they got.
+    """
+
+    def __init__(self, vec: VecEnv, number: int = 0, others: Sequence[Lane] = ()) -> None:
         self.vec, self.number = vec, number
+        self._others = others if vec.steps_all_lanes else ()
+        self._is_running = False
+        self._result: tuple[Any, ...] | None = None  # of a step that another lane's call made
 
     def reset(self, *, seed: int, options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
         """Reset the lane."""
         self.vec.reset_lanes([self.number], [seed], [options])
+        self._is_running, self._result = True, None
         return self._observation(), {}
 
     def step(self, action: Any) -> tuple[Any, ...]:
         """Step the lane."""
+        if self._result is None:
+            together = [lane for lane in self._others if lane._is_running] or [self]
+            self._step([lane.number for lane in together], action)
+            for lane in together:
+                lane._result = lane._results()
+                lane._is_running = not any(lane._result[2:4])
+        result, self._result = self._result, None
+        return result or ()
+
+    def _step(self, lanes: Sequence[int], action: Any) -> None:
         structure = structure_of_value(action, keep_float64=True, name="action")
         keys, values = leaves_of({"action": structure}, ""), flattener(structure, "action")(action)
         n_lanes = self.vec.n_lanes
         rows = {k: np.stack([np.asarray(v)] * n_lanes) for k, v in zip(keys, values, strict=True)}
         self.vec.declare_actions(row_specs(rows))
-        self.vec.step_lanes([self.number], rows)
+        self.vec.step_lanes(lanes, rows)
+
+    def _results(self) -> tuple[Any, ...]:
         return self._observation(), *(self.vec.current[k][self.number] for k in _COMPARED[1:]), {}
 
     def _observation(self) -> dict[str, Any]:
         keys = self.vec.columns.arrays if self.vec.columns is not None else ()
         return {key: np.array(self.vec.current[key][self.number]) for key in keys}
+
+
+def lanes_of(vec: VecEnv) -> list[Lane]:
+    """All lanes of a ``VecEnv``, for episodes that run at the same time."""
+    lanes: list[Lane] = []
+    lanes.extend(Lane(vec, number, lanes) for number in range(vec.n_lanes))
+    return lanes
 
 
 class Instance(NamedTuple):
@@ -119,8 +151,8 @@ class EnvSubject(Subject):
     """An environment, or a function that makes one, and how to run it.
 
     Args:
-        env: A Gymnasium environment, an older one, a ``VecEnv``, an id for ``gymnasium.make``, or
-            a function that returns one of them.
+        env: A Gymnasium environment or vector environment, an older one, a ``VecEnv``, an id for
+            ``gymnasium.make``, or a function that returns one of them.
         env_args: Arguments of the function.
         options: ``options`` of every reset.
         actions: Actions to take in turn; sampled from the action space by default.
@@ -162,7 +194,8 @@ class EnvSubject(Subject):
         Args:
             number: Instances with different numbers are made as by different workers.
         """
-        made = self.make(number)
+        with user_code(self.name):
+            made = as_vec_env(self.make(number), worker_seed(self.root, number))
         if not _is_environment(made):
             raise Failed(
                 f"{self.name} returned {type(made).__name__}, not an environment",
@@ -311,7 +344,7 @@ def shortly(value: Any) -> str:
 
 def _is_environment(value: Any) -> bool:
     """Whether a value is an environment, or several, rather than a function that makes one."""
-    return isinstance(value, VecEnv) or is_environment(value)
+    return isinstance(value, VecEnv | VectorEnv) or is_environment(value)
 
 
 def _takes_seed(function: Any) -> bool:

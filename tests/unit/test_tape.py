@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.vector import SyncVectorEnv
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpool import GymEnv
+from rlpool import EnvError, GymEnv, VectorGymEnv, Where
 from rlpool.envs.vec_env import LaneError
 from rlpool.memory.storage import Memory
-from rlpool.record.repeat import repeat
+from rlpool.record.repeat import repeat, take_over_together
 from rlpool.record.tape import LaneTapes, Tape, WindowTapes
 from rlpool.slots.blocks import Arrays, Layout, StepSpecs
 from rlpool.specs import TensorSpec
@@ -107,6 +108,26 @@ def test_it_goes_on_after_an_end_and_stops_where_the_environment_raises() -> Non
     tape.options = {"length": "two"}
     with pytest.raises(LaneError):
         list(repeat(make_env(), 0, tape))
+
+
+@pytest.mark.parametrize(
+    "makes", [make_env, lambda: VectorGymEnv(SyncVectorEnv([CountingEnv] * 2))]
+)
+def test_lanes_are_repeated_together_and_get_to_the_end_at_the_same_time(makes: Any) -> None:
+    env, tapes = makes(), {0: recorded(2), 1: recorded(5)}
+    where = {lane: Where(0, lane) for lane in tapes}
+    progress = [0]
+    take_over_together(env, tapes, where, progress)
+    for lane, tape in tapes.items():
+        for key in ("frame", "reward", "initial_state"):
+            assert env.current[key][lane].tobytes() == tape.observation[key].tobytes()
+    assert progress == [2 + 5]  # resets of both, and steps of the longest
+    env.step_lanes([0, 1], {"action": np.zeros(2, np.int64)})
+    assert env.current["frame"][:, 0].tolist() == [3, 6]
+    tapes[0].chunks[0]["reward"][1] += 1
+    with pytest.raises(EnvError, match="did not repeat") as caught:
+        take_over_together(env, tapes, where, progress)
+    assert (caught.value.where.lane, caught.value.where.step) == (0, 1)
 
 
 @pytest.mark.parametrize("step", [0, 3, 4])

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
-from rlpool import EnvSpecError, GymEnv, GymEnvInf, SpecError, VecEnv
+from rlpool import EnvSpecError, GymEnv, GymEnvInf, SpecError, VecEnv, VectorGymEnv
 from rlpool.seeding import generator_states
 from rlpool.specs import Leaf, TensorSpec
 from rlpool.testing import CountingEnv, FaultyEnv, check_env
@@ -23,6 +24,7 @@ from rlpool.testing.check_env import ENV_CHECKS
 from rlpool.testing.episodes import bits
 
 from support.envs import AncestorCountingEnv, EchoEnv, SpacedLegacyEnv, SpaceEnv
+from support.vector_envs import ArrayEnv
 
 NAMES = {check.__name__ for check in ENV_CHECKS}
 ONE = CountingEnv()
@@ -97,10 +99,17 @@ def test_good_environments_pass_without_a_word(env: Any) -> None:
 
 
 def test_lanes_of_any_other_kind_are_checked_as_far_as_possible() -> None:
-    report = check_env(lambda: OfArrays())
-    assert report.findings == ()
     of_a_gym_env = {"reset_takes_arguments", "observations_fit", "gymnasium_checker"}
-    assert set(report.not_checked) == of_a_gym_env
+    for create_env in (
+        lambda: OfArrays(),
+        lambda: SyncVectorEnv([RandomEnv] * 3),
+        lambda: AsyncVectorEnv([RandomEnv] * 2),
+        lambda: ArrayEnv(3),
+        lambda seed: VectorGymEnv(ArrayEnv(3), seed),
+    ):
+        report = check_env(create_env)
+        assert report.findings == ()
+        assert set(report.not_checked) == of_a_gym_env
 
 
 def test_environments_for_old_gym_pass() -> None:
@@ -236,6 +245,7 @@ ERRORS: list[tuple[str, Any]] = [
     ("flags_are_bools", stepping(lambda o, r, end, cut, i: (o, r, end, None, i))),
     ("values_are_finite", partial(FaultyEnv, "nan_reward", at_step=3)),
     ("values_are_finite", partial(FaultyEnv, "nan_observation", at="reset")),
+    ("seeding", lambda: VectorGymEnv(ArrayEnv(2, seeds="nothing"), seeding="episode")),
     ("repeats", EchoEnv),
     ("repeats", of_global(random.random)),
     ("repeats", of_global(draw_numpy)),
@@ -245,6 +255,7 @@ ERRORS: list[tuple[str, Any]] = [
     ("fresh_instance_repeats", lambda seed: GymEnv([Offset(seed)], seed)),
     ("lanes_agree", SharesItsState),
     ("lanes_agree", lambda seed: GymEnv([CountingEnv(length=n) for n in (5, 6)], seed)),
+    ("lanes_agree", lambda: SyncVectorEnv([partial(CountingEnv, length=n) for n in (5, 6)])),
     ("closes", bad(close=raises)),
 ]
 

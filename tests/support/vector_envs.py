@@ -1,0 +1,150 @@
+"""Vector environments: Gymnasium's own over single ones, and one that computes in arrays."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
+from gymnasium.vector.utils import batch_space
+
+from rlpool import GymEnv, GymEnvInf, VectorGymEnv
+
+from support.fragile import FragileEnv
+
+MODES = tuple(AutoresetMode)
+
+
+class ArrayEnv(VectorEnv[Any, Any, Any]):
+    """Lanes that return what a ``FragileEnv`` returns, without an object for each.
+
+    Args:
+        n_lanes: Number of lanes.
+        mode: When lanes restart by themselves, then with another length and without a seed.
+        seeds: What ``reset`` seeds: ``"lanes"``, ``"all"`` with one generator for all lanes, or
+            ``"nothing"``.
+        wrong: Result of ``step`` to replace, by its position, and what with.
+    """
+
+    single_observation_space = FragileEnv.observation_space
+    single_action_space = FragileEnv.action_space
+
+    def __init__(
+        self,
+        n_lanes: int,
+        mode: AutoresetMode | None = AutoresetMode.DISABLED,
+        seeds: str = "lanes",
+        wrong: tuple[int, Any] | None = None,
+    ) -> None:
+        self.num_envs = n_lanes
+        self.metadata = {"autoreset_mode": mode}
+        self.observation_space = batch_space(self.single_observation_space, n_lanes)
+        self.action_space = batch_space(self.single_action_space, n_lanes)
+        self._mode, self._seeds, self._wrong = mode, seeds, wrong
+        self._rngs = [np.random.default_rng(1)] * n_lanes
+        self._t, self._total, self._length = np.zeros((3, n_lanes), np.int64)
+        self._seen = np.zeros((n_lanes, 3))
+        self._ended = np.zeros(n_lanes, bool)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        options = dict(options or {})
+        mask = options.pop("reset_mask", np.ones(self.num_envs, bool))
+        if self._seeds == "all":
+            assert mask.all()
+            assert isinstance(seed, int | None)
+            self._rngs = [np.random.default_rng(seed)] * self.num_envs
+        for lane in np.flatnonzero(mask):
+            own = seed[lane] if isinstance(seed, list) else seed
+            if self._seeds == "lanes" and own is not None:
+                self._rngs[lane] = np.random.default_rng(own)
+            self._begin(lane, options.get("length", 3 + (own or 0) % 5))
+        return self._seen.copy(), {}
+
+    def step(self, actions: Any) -> Any:
+        assert self.action_space.contains(actions)
+        assert not (self._ended.any() and self._mode is AutoresetMode.DISABLED)
+        steps = ~self._ended
+        self._t += steps
+        self._total += np.where(steps, actions, 0)
+        reward = np.zeros(self.num_envs)
+        for lane in np.flatnonzero(steps):
+            reward[lane] = self._rngs[lane].random() + self._total[lane]
+            self._show(lane)
+        for lane in np.flatnonzero(self._ended):
+            self._begin(lane, 7)
+        ended = steps & (self._t >= self._length)
+        infos: dict[str, Any] = {}
+        if self._mode is AutoresetMode.SAME_STEP:
+            infos["final_obs"] = self._seen.copy()
+            for lane in np.flatnonzero(ended):
+                self._begin(lane, 7)
+        else:
+            self._ended = ended.copy()
+        results = [self._seen.copy(), reward, ended, np.zeros(self.num_envs, bool), infos]
+        if self._wrong is not None:
+            results[self._wrong[0]] = self._wrong[1]
+        return tuple(results)
+
+    def _begin(self, lane: int, length: int) -> None:
+        self._t[lane] = self._total[lane] = 0
+        self._length[lane], self._ended[lane] = length, False
+        self._show(lane)
+
+    def _show(self, lane: int) -> None:
+        self._seen[lane] = self._t[lane], self._rngs[lane].random(), self._total[lane]
+
+
+class Noted(VectorWrapper):  # type: ignore[type-arg]
+    """Notes the arguments of resets in ``resets`` and the number of steps in ``n_steps``."""
+
+    def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
+        super().__init__(env)
+        self.resets: list[tuple[Any, Any]] = []
+        self.n_steps = 0
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.resets.append((seed, dict(options or {})))
+        return super().reset(seed=seed, options=options)
+
+    def step(self, actions: Any) -> Any:
+        self.n_steps += 1
+        return super().step(actions)
+
+
+def create_lanes(
+    seed: int,
+    over: str = "sync",
+    n_lanes: int = 3,
+    mode: str = "NextStep",
+    restarts: bool = False,
+    kind: Any = FragileEnv,
+    limit: int | None = None,
+    **arguments: Any,
+) -> Any:
+    """Lanes of ``FragileEnv``, or of another kind.
+
+    Args:
+        seed: See ``VectorGymEnv``.
+        over: ``"gym"`` for a ``GymEnv``; ``"sync"``, ``"async"`` and ``"array"`` for the vector
+            environments; ``"raw"`` for one that is not wrapped.
+        n_lanes: Number of lanes.
+        mode: ``AutoresetMode`` of the vector environment.
+        restarts: Whether lanes of windows restart on their own.
+        kind: The single environment.
+        limit: ``max_episode_steps``.
+        **arguments: Of ``kind``.
+    """
+    fns = [partial(kind, **arguments) for _ in range(n_lanes)]
+    if over == "gym":
+        envs = [make() for make in fns]
+        return (GymEnvInf if restarts else GymEnv)(envs, seed, max_episode_steps=limit)
+    if over == "array":
+        env: Any = ArrayEnv(n_lanes, AutoresetMode(mode))
+    else:
+        env = (AsyncVectorEnv if over == "async" else SyncVectorEnv)(fns, autoreset_mode=mode)
+    if over == "raw":
+        return env
+    return VectorGymEnv(
+        Noted(env), seed, seeding="episode", auto_reset=restarts, max_episode_steps=limit
+    )

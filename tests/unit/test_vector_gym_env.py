@@ -1,0 +1,409 @@
+"""VectorGymEnv: the bits of a GymEnv, by one call per step; errors, and what can be seeded."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import traceback
+from functools import cache, partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import psutil
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers.vector import RecordEpisodeStatistics, RescaleAction
+from process.watching import assert_equal
+
+from rlpool import (
+    Batcher,
+    DictTensor,
+    EnvError,
+    EnvSpecError,
+    EpisodeBatcher,
+    GymEnv,
+    SpecError,
+    TemporalDictTensor,
+    UsageError,
+    VectorGymEnv,
+    WorkerStartupError,
+    replay_crash,
+)
+from rlpool.envs.vec_env import LaneError
+from rlpool.testing.episodes import bits
+
+from support.agents import ConstantAgent, FunctionAgent, StepCounter
+from support.envs import CountingEnv, EchoEnv, FailingEnv, SpaceEnv
+from support.fragile import FragileEnv, RecurrentAgent
+from support.vector_envs import MODES, ArrayEnv, Noted, create_lanes
+
+ALL = [0, 1, 2]
+BOUNDS = np.float32(-1), np.float32(1)
+ZEROS = {"action": np.zeros(3, np.int64)}
+
+
+def lanes_of(env: Any, **arguments: Any) -> VectorGymEnv:
+    """Three lanes, reset with the seeds 0, 1, 2."""
+    vec = VectorGymEnv(env, 0, **arguments)
+    vec.reset_lanes(ALL, ALL, [None] * 3)
+    return vec
+
+
+def counting(*lengths: int, kind: Any = CountingEnv, **arguments: Any) -> SyncVectorEnv:
+    return SyncVectorEnv([partial(kind, length) for length in lengths], **arguments)
+
+
+# The bits of a GymEnv -----------------------------------------------------------------------
+
+
+def collect(create_env: Any = create_lanes, **env_args: Any) -> list[TemporalDictTensor | None]:
+    """Requests of lanes that are busy, idle, and idle for several episodes of another lane."""
+    with EpisodeBatcher(
+        16, 24, RecurrentAgent, {}, create_env, env_args, n_threads=0, seeds=5
+    ) as batcher:
+        batcher.execute(1, env_info={"length": [15]})
+        lengths = 1 + torch.arange(20) % 13
+        batcher.execute(20, {"gain": torch.linspace(0.5, 2.0, 20)}, {"length": lengths})
+        batcher.execute(7)
+        return [batcher.get() for _ in range(3)]
+
+
+serial = cache(lambda limit=None: collect(over="gym", limit=limit))
+
+
+@pytest.mark.parametrize("mode", [mode.value for mode in MODES])
+@pytest.mark.parametrize(
+    ("over", "limit"), [*itertools.product(["sync", "async", "array"], [None, 4]), ("raw", None)]
+)
+def test_episodes_have_the_bits_of_a_gym_env(over: str, mode: str, limit: int | None) -> None:
+    results = collect(over=over, mode=mode, limit=limit)
+    for mine, theirs in zip(results, serial(limit), strict=True):
+        assert_equal(mine, theirs)
+
+
+def test_lanes_of_windows_restart_with_the_bits_of_a_gym_env() -> None:
+    def windows(**env_args: Any) -> list[Any]:
+        with Batcher(
+            8,
+            create_agent=RecurrentAgent,
+            create_env=create_lanes,
+            env_args=env_args,
+            n_threads=0,
+            seeds=5,
+        ) as batcher:
+            found = []
+            for _ in range(2):
+                batcher.reset(env_info={"length": [3, 20, 1]})
+                for _ in range(3):
+                    batcher.execute()
+                    found.append(batcher.get())
+            return found
+
+    for restarts in (False, True):
+        theirs = windows(over="gym", restarts=restarts)
+        for over, mode in (("sync", "NextStep"), ("array", "SameStep"), ("array", "NextStep")):
+            for one, other in zip(
+                windows(over=over, mode=mode, restarts=restarts), theirs, strict=True
+            ):
+                assert one is other is None or assert_equal(one, other) is None
+
+
+SPACES = [
+    spaces.Box(-1, 1, (2, 3), np.float64),
+    spaces.Box(0, 255, (4, 4), np.uint8),
+    spaces.Discrete(3, start=5),
+    spaces.MultiDiscrete([2, 3]),
+    spaces.MultiBinary(3),
+    spaces.Tuple((spaces.Discrete(2), spaces.Box(-1, 1, (1,)))),
+    spaces.Dict(
+        b=spaces.Dict(c=spaces.Discrete(4), a=spaces.Box(-1, 1, ())), a=spaces.MultiBinary(2)
+    ),
+]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_every_space_is_batched_as_in_a_gym_env(space: Any, keeps: bool) -> None:
+    def played(vec: Any, single: Any) -> tuple[Any, Any]:
+        vec.reset_lanes(ALL, [4, 5, 6], [None] * 3)
+        rng, seen = np.random.default_rng(0), []
+        for lanes in (ALL, [0, 2], [2]):
+            actions = {
+                key: rng.integers(0, 2, (3, *leaf.spec.shape)).astype(leaf.spec.dtype)
+                for key, leaf in vec.action_leaves.items()
+            }
+            vec.step_lanes(lanes, actions)
+            seen.append({k: np.array(vec.current[k][lanes]) for k in vec.columns.leaves})
+        given = [
+            [env.actions[t] for t in range(n)] for env, n in zip(single, (2, 1, 3), strict=True)
+        ]
+        return seen, given
+
+    def make() -> SpaceEnv:
+        return SpaceEnv(copy.deepcopy(space), copy.deepcopy(space), length=9)
+
+    envs = [make() for _ in ALL]
+    sync = SyncVectorEnv([make] * 3)
+    seen, given = played(VectorGymEnv(sync, keep_float64=keeps), sync.envs)
+    expected, expected_given = played(GymEnv(envs, keep_float64=keeps), envs)
+    for mine, theirs in zip(seen, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, values in theirs.items():
+            assert (mine[key].dtype, mine[key].tobytes()) == (values.dtype, values.tobytes())
+    assert bits(given) == bits(expected_given)
+
+
+def test_a_batch_step_is_one_step_and_a_reset_one_call_for_each_kind_of_options() -> None:
+    noted = Noted(counting(3, 3, 3, kind=EchoEnv))
+    vec = VectorGymEnv(noted, 0)
+    options = [{"id": 4, "length": 2}, {"id": 5}, {"id": 4, "length": 2}]
+    vec.reset_lanes(ALL, [7, 8, 9], options)
+    assert vec.current["seed"].tolist() == [7, 8, 9]
+    assert vec.current["id"].tolist() == [4, 5, 4]
+    assert len(noted.resets) == 2
+    assert vec.step_lanes(ALL, ZEROS) == []
+    assert vec.step_lanes(ALL, ZEROS) == [0, 2]
+    assert (vec.current["terminated"].tolist(), noted.n_steps) == ([True, False, True], 2)
+    vec.reset_lanes([0, 2], [10, 11], [None, None])
+    assert vec.current["seed"].tolist() == [10, 8, 11]
+    assert vec.current["step"].tolist() == [0, 2, 0]
+    assert len(noted.resets) == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_lanes_without_an_episode_are_never_seen_and_stop_nobody(mode: AutoresetMode) -> None:
+    vec = lanes_of(ArrayEnv(3, mode), seeding="episode")
+    vec.reset_lanes([1], [9], [{"length": 30}])
+    alone = GymEnv([FragileEnv() for _ in ALL])
+    alone.reset_lanes([1], [9], [{"length": 30}])
+    for step in range(30):
+        actions = {"action": np.array([10**9, step, -1])}  # others' rows may hold anything
+        others = {key: np.array(array[[0, 2]]) for key, array in vec.current.items()}
+        for env in (vec, alone):
+            assert env.step_lanes([1], actions) == ([1] if step == 29 else [])
+        for key in ("frame", "reward", "done"):
+            assert vec.current[key][1].tobytes() == alone.current[key][1].tobytes()
+            assert np.array_equal(vec.current[key][[0, 2]], others[key])
+
+
+def test_the_options_of_idle_lanes_are_kept() -> None:
+    class Demanding(CountingEnv):
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            self.default["length"] = options["length"]
+            return super().reset(seed=seed, options=options)
+
+    sync = SyncVectorEnv([Demanding] * 3)
+    vec = VectorGymEnv(sync, 0)
+    vec.reset_lanes(ALL, ALL, [{"length": n} for n in (1, 2, 9)])
+    assert [vec.step_lanes([2], ZEROS) for _ in range(9)] == [[]] * 8 + [[2]]
+    assert [env.length for env in sync.envs] == [1, 2, 9]
+
+
+def test_a_lane_that_was_left_out_of_a_step_cannot_go_on() -> None:
+    vec = lanes_of(counting(5, 5, 5))
+    vec.step_lanes([0, 2], ZEROS)
+    with pytest.raises(LaneError) as caught:
+        vec.step_lanes(ALL, ZEROS)
+    assert caught.value.lane == 1
+    assert isinstance(caught.value.__cause__, UsageError)
+    vec.reset_lanes([1], [3], [None])
+    vec.step_lanes(ALL, ZEROS)
+    assert vec.current["frame"][:, 0].tolist() == [2, 1, 2]
+
+
+def test_reset_and_step_with_tensors_work_as_for_a_gym_env() -> None:
+    vec = VectorGymEnv(counting(2, 3, 3), 0, auto_reset=True)
+    vec.reset({"id": [4, 5, 6]})
+    for expected in ([1, 1, 1], [0, 2, 2], [1, 0, 0]):
+        _, (observation, running) = vec.step(
+            DictTensor({"action": torch.zeros(3, dtype=torch.int64)})
+        )
+        assert observation["frame"].tolist() == [[t, 4 + n] for n, t in enumerate(expected)]
+        assert running.tolist() == ALL
+
+
+def test_wrapped_vector_environments_work() -> None:
+    def create(seed: int) -> Any:
+        env = gymnasium.make_vec("Pendulum-v1", num_envs=2, vectorization_mode="sync")
+        return RecordEpisodeStatistics(RescaleAction(env, *BOUNDS))
+
+    def single(seed: int) -> GymEnv:
+        envs = [gymnasium.make("Pendulum-v1") for _ in range(2)]
+        return GymEnv([gymnasium.wrappers.RescaleAction(env, *BOUNDS) for env in envs], seed)
+
+    def act(state: Any, observation: DictTensor, *_: Any) -> Any:
+        return (
+            DictTensor(),
+            DictTensor({"action": observation["noise"].float() - 0.5}),
+            DictTensor(),
+        )
+
+    def episodes(create_env: Any) -> Any:
+        agent = lambda: FunctionAgent(act, n_noise=1)  # noqa: E731
+        with EpisodeBatcher(200, 3, agent, {}, create_env, n_threads=0, seeds=2) as batcher:
+            batcher.execute(3)
+            return batcher.get()
+
+    assert_equal(episodes(create), episodes(single))
+
+
+# Errors -----------------------------------------------------------------------------------------
+
+
+def create_failing(seed: int, over: str, call: str = "step", number: int = 1) -> Any:
+    """One sub-environment fails in the episode with the id 1, in lane 1."""
+    fns = [partial(FailingEnv, KeyError("goal"), call, step=7, length=20) for _ in ALL]
+    return (AsyncVectorEnv if over == "async" else SyncVectorEnv)(fns)
+
+
+@pytest.mark.promise("I9")
+@pytest.mark.parametrize("call", ["step", "reset"])
+@pytest.mark.parametrize("over", ["sync", "async"])
+def test_the_sub_environment_that_fails_is_named_and_its_episode_is_repeated(
+    over: str, call: str
+) -> None:
+    env_args = {"over": over, "call": call}
+    info = {"id": torch.arange(3), "length": torch.full((3,), 20)}
+    with EpisodeBatcher(
+        20, 9, StepCounter, {}, create_failing, env_args, n_threads=0, seeds=1
+    ) as batcher:
+        batcher.execute(3, env_info=info)
+        with pytest.raises(EnvError, match="goal") as caught:
+            batcher.get()
+        where = caught.value.where
+        assert (where.lane, where.episode, where.step) == (1, 1, 7 if call == "step" else 0)
+        batcher.execute(3, env_info=info)
+        if over == "async":
+            with pytest.raises(EnvError, match="has failed and ended"):
+                batcher.get()
+        else:
+            with pytest.raises(EnvError, match="goal"):
+                batcher.get()
+    assert not psutil.Process().children()
+    with pytest.raises(KeyError, match="goal") as again:
+        replay_crash(caught.value, create_failing, env_args)
+    names = [frame.name for frame in traceback.extract_tb(again.value.__traceback__)]
+    assert names[-1] == call, names
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ((0, np.zeros((3, 4))), "'frame' should have shape .3, 3., got .3, 4."),
+        ((0, np.zeros((2, 3))), "'frame' should have shape .3, 3., got .2, 3."),
+        ((0, np.full((3, 3), "a")), "'frame' should have dtype float32"),
+        ((1, np.zeros((3, 1))), "'reward' should have shape .3., got .3, 1."),
+        ((1, np.full(3, 1e300)), "fits float32"),
+        ((1, np.full(3, None)), "'reward' should be a number"),
+        ((2, np.full(3, np.nan)), "'terminated' should be True or False"),
+        ((3, np.full(3, 2)), "'truncated' should be True or False"),
+        ((3, False), "'truncated' should have shape .3."),
+    ],
+)
+def test_results_that_do_not_fit_are_refused(wrong: Any, words: str) -> None:
+    def create(seed: int) -> Any:
+        return VectorGymEnv(ArrayEnv(3, wrong=wrong), seed, seeding="episode", max_episode_steps=5)
+
+    with EpisodeBatcher(5, 3, ConstantAgent, {}, create, n_threads=0) as batcher:
+        batcher.execute(3)
+        with pytest.raises(EnvSpecError, match=words) as caught:
+            batcher.get()
+    assert caught.value.where.step == 0
+
+
+def test_an_error_of_a_vector_environment_names_the_first_lane_that_was_to_step() -> None:
+    vec = lanes_of(ArrayEnv(3))
+    vec.vector_env.step = lambda actions: 1 / 0
+    with pytest.raises(LaneError) as caught:
+        vec.step_lanes([1, 2], ZEROS)
+    assert (caught.value.lane, type(caught.value.__cause__)) == (1, ZeroDivisionError)
+
+
+# What can be seeded -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "seeding"),
+    [
+        (lambda: counting(3, 3), "episode"),
+        (lambda: Noted(counting(3, 3)), "episode"),
+        (lambda: AsyncVectorEnv([CountingEnv] * 2), "episode"),
+        (lambda: ArrayEnv(2), "episode"),
+        (lambda: Noted(ArrayEnv(2)), "episode"),
+        (lambda: ArrayEnv(1), "episode"),
+        (lambda: ArrayEnv(2, seeds="all"), "request"),
+        (lambda: ArrayEnv(2, AutoresetMode.NEXT_STEP, "all"), "request"),
+        (lambda: ArrayEnv(2, None, "all"), "request"),
+        (lambda: gymnasium.make_vec("CartPole-v1", num_envs=2), "request"),
+        (lambda: ArrayEnv(2, seeds="nothing"), "stream"),
+        (lambda: ArrayEnv(2, AutoresetMode.NEXT_STEP, "nothing"), "stream"),
+    ],
+)
+def test_what_can_be_seeded_is_found_out(make: Any, seeding: str) -> None:
+    vec = VectorGymEnv(make(), 0)
+    assert vec.seeding == seeding
+    vec.close()
+    assert VectorGymEnv(make(), 0, seeding="stream").seeding == "stream"
+
+
+def test_finding_it_out_leaves_no_trace() -> None:
+    def episodes(**arguments: Any) -> Any:
+        return collect(lambda seed: VectorGymEnv(ArrayEnv(3), seed, **arguments))
+
+    for mine, theirs in zip(episodes(), episodes(seeding="episode"), strict=True):
+        assert_equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("make", "words", "fix"),
+    [
+        (lambda: VectorGymEnv([CountingEnv()]), "not a gymnasium.vector.VectorEnv", "GymEnv"),
+        (lambda: VectorGymEnv(CountingEnv()), "not a gymnasium.vector.VectorEnv", "make_vec"),
+        (lambda: VectorGymEnv(ArrayEnv(2), seeding="lane"), "seeding should be one of", ""),
+        (lambda: VectorGymEnv(ArrayEnv(2), max_episode_steps=0), "at least 1", ""),
+        (lambda: GymEnv(counting(2)), "not a list of environments", "VectorGymEnv"),
+        (
+            lambda: VectorGymEnv(
+                SyncVectorEnv([partial(SpaceEnv, spaces.Text(3), spaces.Discrete(2))])
+            ),
+            "Text",
+            "",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(make: Any, words: str, fix: str) -> None:
+    with pytest.raises(SpecError, match=words) as caught:
+        make()
+    assert fix in caught.value.fix
+
+
+def test_an_async_vector_env_that_forgets_resets_is_refused() -> None:
+    env = AsyncVectorEnv([CountingEnv] * 2, shared_memory=False)
+    with pytest.raises(SpecError, match="without shared memory") as caught:
+        VectorGymEnv(env, 0)
+    assert "AutoresetMode.DISABLED" in caught.value.fix
+    env.close()
+
+
+def test_a_vector_environment_that_needs_options_has_to_say_how_it_is_seeded() -> None:
+    class Demanding(ArrayEnv):
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            assert "length" in options
+            return super().reset(seed=seed, options=options)
+
+    with EpisodeBatcher(
+        9, 9, ConstantAgent, {}, lambda: VectorGymEnv(Demanding(2), seeding="episode"), n_threads=0
+    ) as batcher:
+        batcher.execute(2, env_info={"length": [2, 3]})
+        result = batcher.get()
+        assert result is not None
+        assert result.lengths.tolist() == [2, 3]
+    with (
+        pytest.raises(WorkerStartupError, match="cannot be reset") as caught,
+        EpisodeBatcher(9, 9, ConstantAgent, {}, lambda: Demanding(2), n_threads=0),
+    ):
+        pass
+    assert "seeding=" in str(caught.value)
