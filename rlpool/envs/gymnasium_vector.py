@@ -104,19 +104,32 @@ def _raiser(base: Any) -> Callable[[Iterable[bool]], None]:
     return raise_if_errors
 
 
-def failed_processes(base: Any, error: BaseException) -> list[int]:
-    """Lanes of an ``AsyncVectorEnv`` whose processes have failed, after a call that raised.
+def failed_process(base: Any, error: BaseException) -> tuple[int | None, BaseException]:
+    """Which process of an ``AsyncVectorEnv`` has failed, after a call that raised.
 
     Args:
-        base: A vector environment, not wrapped; others than an ``AsyncVectorEnv`` have none.
+        base: A vector environment, not wrapped; only an ``AsyncVectorEnv`` has processes.
         error: What the call raised.
+
+    Returns:
+        Its lane, ``None`` if all processes are well, and the error, which says so if it has died.
     """
     if not isinstance(base, AsyncVectorEnv) or not isinstance(error, Exception):
-        return []
-    if isinstance(error, EOFError | OSError):  # a process has closed its pipe, and ends
-        wait([process.sentinel for process in base.processes], _LAST_WORDS_S)
+        return None, error
+    has_died = isinstance(error, EOFError | OSError)  # the other end of a pipe is closed
+    if has_died:
+        ending = wait([process.sentinel for process in base.processes], _LAST_WORDS_S)
+        for process in base.processes:
+            if process.sentinel in ending:
+                process.join(_LAST_WORDS_S)
     parts = enumerate(zip(base.parent_pipes, base.processes, strict=True))
-    return [lane for lane, (pipe, process) in parts if pipe is None or not process.is_alive()]
+    for lane, (pipe, process) in parts:
+        if pipe is None or not process.is_alive():
+            if has_died:
+                what = f"the process of the sub-environment died (exit code {process.exitcode})"
+                error = RuntimeError(what)
+            return lane, error
+    return None, error
 
 
 def kill(env: Any) -> None:

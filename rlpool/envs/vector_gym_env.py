@@ -11,7 +11,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from rlpool.envs.columns import Results, as_array
 from rlpool.envs.gym_env import GymEnv
-from rlpool.envs.gymnasium_vector import adapt, autoreset_mode, failed_processes, kill
+from rlpool.envs.gymnasium_vector import adapt, autoreset_mode, failed_process, kill
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.envs.vector_seeding import SEEDINGS, Seeding, detected_seeding
 from rlpool.errors import SpecError, UsageError
@@ -270,8 +270,9 @@ class VectorGymEnv(VecEnv):
     # Failures ------------------------------------------------------------------------------
 
     def _fail(self, call: str, error: BaseException) -> NoReturn:
-        if failed := failed_processes(self._base, error):
-            self.lane_in_use[0] = failed[0]
+        failed, error = failed_process(self._base, error)
+        if failed is not None:
+            self.lane_in_use[0] = failed
             if self._is_broken:
                 error = UsageError(
                     "a process of this AsyncVectorEnv has failed and ended",

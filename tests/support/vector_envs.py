@@ -141,10 +141,10 @@ def create_lanes(
         return (GymEnvInf if restarts else GymEnv)(envs, seed, max_episode_steps=limit)
     if over == "array":
         env: Any = ArrayEnv(n_lanes, AutoresetMode(mode))
+    elif over == "async":  # forked: workers spawn by default, which takes seconds
+        env = AsyncVectorEnv(fns, context="fork", autoreset_mode=mode)
     else:
-        env = (AsyncVectorEnv if over == "async" else SyncVectorEnv)(fns, autoreset_mode=mode)
+        env = SyncVectorEnv(fns, autoreset_mode=mode)
     if over == "raw":
         return env
-    return VectorGymEnv(
-        Noted(env), seed, seeding="episode", auto_reset=restarts, max_episode_steps=limit
-    )
+    return VectorGymEnv(env, seed, seeding="episode", auto_reset=restarts, max_episode_steps=limit)
