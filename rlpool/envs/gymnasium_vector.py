@@ -26,21 +26,26 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode | None:
         return None
 
 
-def adapt(base: Any, owner: VecEnv) -> None:
+def adapt(env: VectorEnv[Any, Any, Any], owner: VecEnv) -> None:
     """Let one of Gymnasium's own vector environments say which lane fails.
 
     Args:
-        base: A vector environment, not wrapped. Others are left as they are.
-        owner: Its ``lane_in_use`` tells.
+        env: A vector environment, wrapped or not. Others than Gymnasium's are left as they are.
+        owner: Its ``lane_in_use`` tells. It copies observations before the next call.
 
     Raises:
         SpecError: For an ``AsyncVectorEnv`` that forgets what was reset.
     """
-    if isinstance(base, SyncVectorEnv):
+    base: Any = env.unwrapped
+    is_wrapped = base is not env
+    is_sync, is_async = isinstance(base, SyncVectorEnv), isinstance(base, AsyncVectorEnv)
+    if (is_sync or is_async) and not is_wrapped:
+        base.copy = False
+    if is_sync:
         base.envs = _Marked(base.envs, owner)
         # No restarts without the episode's options, and no final observations in the infos.
         base.autoreset_mode = base.metadata["autoreset_mode"] = AutoresetMode.DISABLED
-    elif isinstance(base, AsyncVectorEnv):
+    elif is_async:
         if autoreset_mode(base) is AutoresetMode.NEXT_STEP and not base.shared_memory:
             raise SpecError(
                 "an AsyncVectorEnv with AutoresetMode.NEXT_STEP and without shared memory resets "
@@ -48,7 +53,7 @@ def adapt(base: Any, owner: VecEnv) -> None:
                 fix="make it with autoreset_mode=AutoresetMode.DISABLED; with make_vec(..., "
                 'vector_kwargs={"autoreset_mode": AutoresetMode.DISABLED})',
             )
-        base._raise_if_errors = _raiser(base)  # type: ignore[method-assign, assignment]
+        base._raise_if_errors = _raiser(base)
 
 
 class _Marked(list[Any]):

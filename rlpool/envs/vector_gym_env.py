@@ -102,7 +102,7 @@ class VectorGymEnv(VecEnv):
         self._action_leaves = leaves_of({"action": stored}, "")
         self._native_actions = leaves_of({"action": native}, "")
         self._nest_action = nester(native)
-        adapt(self._base, self)
+        adapt(vector_env, self)
         self._mode = autoreset_mode(vector_env)
         self.seeding: Seeding = seeding or detected_seeding(vector_env)
         self._was_reset = False  # all lanes, at least once, by this object
@@ -163,13 +163,11 @@ class VectorGymEnv(VecEnv):
         """Reset lanes with the same options, by one call; returns the observation of all lanes."""
         given = dict(options or {})
         if self._was_reset:
-            changed = lanes
             # New in each call: Gymnasium takes the mask out of the dict.
             given["reset_mask"] = np.zeros(self.n_lanes, bool)
             given["reset_mask"][lanes] = True
         else:
             # Vector environments have no observation for a lane that was never reset.
-            changed = self._all_lanes
             self._seeds, self._options = [seeds[0]] * self.n_lanes, [options] * self.n_lanes
         for lane, seed in zip(lanes, seeds, strict=True):
             self._seeds[lane], self._options[lane] = seed, options
@@ -177,8 +175,8 @@ class VectorGymEnv(VecEnv):
         self._was_reset = True
         if not isinstance(result, tuple) or len(result) != 2:
             raise SpecError(f"reset() should return two values, got {_count_of(result)}")
-        self._has_ended[changed] = False
-        self._elapsed[changed] = 0
+        self._has_ended[lanes] = False
+        self._elapsed[lanes] = 0
         return result[0]
 
     def _reset_idle(self) -> None:

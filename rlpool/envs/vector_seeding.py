@@ -61,16 +61,16 @@ def _attempt(question: Callable[[Any], bool], env: VectorEnv[Any, Any, Any]) -> 
 
 def _lanes_repeat(env: Any) -> bool:
     """Whether the reset of one lane leaves the others alone, and repeats that lane's episode."""
-    n_lanes = env.num_envs
-    first, action = list(range(n_lanes)), _action(env)
-    started = _parts(env.reset(seed=first)[0])
+    n_lanes, action = env.num_envs, _action(env)
+    seeds = list(range(n_lanes))
+    started = _parts(env.reset(seed=seeds)[0])
     stepped = _parts(env.step(action)[:4])
-    others = _parts(env.reset(seed=[seed + n_lanes for seed in first])[0])
+    others = _parts(env.reset(seed=[seed + n_lanes for seed in seeds])[0])
     mask = np.arange(n_lanes) == 0
-    again = _parts(env.reset(seed=first, options={"reset_mask": mask})[0])
-    if not (_same(again, started, 0, 1) and _same(again, others, 1, n_lanes)):
-        return False
-    return _same(_parts(env.step(action)[:4]), stepped, 0, 1)
+    restarted = _parts(env.reset(seed=seeds, options={"reset_mask": mask})[0])
+    repeated = restarted + _parts(env.step(action)[:4])
+    is_alone = _same(restarted, others, 1, n_lanes)
+    return is_alone and _same(repeated, started + stepped, 0, 1)
 
 
 def _all_repeat(env: VectorEnv[Any, Any, Any]) -> bool:

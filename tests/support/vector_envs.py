@@ -22,8 +22,8 @@ class ArrayEnv(VectorEnv[Any, Any, Any]):
     Args:
         n_lanes: Number of lanes.
         mode: When lanes restart by themselves, then with another length and without a seed.
-        seeds: What ``reset`` seeds: ``"lanes"``, ``"all"`` with one generator for all lanes, or
-            ``"nothing"``.
+        seeds: What ``reset`` seeds: ``"lanes"``; ``"unmasked"`` lanes as well; ``"starts"``, but
+            not what follows; ``"all"`` by one generator for all lanes; or ``"nothing"``.
         wrong: Result of ``step`` to replace, by its position, and what with.
     """
 
@@ -42,7 +42,8 @@ class ArrayEnv(VectorEnv[Any, Any, Any]):
         self.observation_space = batch_space(self.single_observation_space, n_lanes)
         self.action_space = batch_space(self.single_action_space, n_lanes)
         self._mode, self._seeds, self._wrong = mode, seeds, wrong
-        self._rngs = [np.random.default_rng(1)] * n_lanes
+        self._unseeded = np.random.default_rng(1)
+        self._rngs = [self._unseeded] * n_lanes
         self._t, self._total, self._length = np.zeros((3, n_lanes), np.int64)
         self._seen = np.zeros((n_lanes, 3))
         self._ended = np.zeros(n_lanes, bool)
@@ -50,15 +51,19 @@ class ArrayEnv(VectorEnv[Any, Any, Any]):
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         options = dict(options or {})
         mask = options.pop("reset_mask", np.ones(self.num_envs, bool))
+        if self._seeds == "unmasked":
+            mask[:] = True
         if self._seeds == "all":
             assert mask.all()
             assert isinstance(seed, int | None)
             self._rngs = [np.random.default_rng(seed)] * self.num_envs
         for lane in np.flatnonzero(mask):
             own = seed[lane] if isinstance(seed, list) else seed
-            if self._seeds == "lanes" and own is not None:
+            if self._seeds in ("lanes", "unmasked", "starts") and own is not None:
                 self._rngs[lane] = np.random.default_rng(own)
             self._begin(lane, options.get("length", 3 + (own or 0) % 5))
+            if self._seeds == "starts":
+                self._rngs[lane] = self._unseeded
         return self._seen.copy(), {}
 
     def step(self, actions: Any) -> Any:

@@ -334,6 +334,8 @@ def test_an_error_of_a_vector_environment_names_the_first_lane_that_was_to_step(
         (lambda: ArrayEnv(2), "episode"),
         (lambda: Noted(ArrayEnv(2)), "episode"),
         (lambda: ArrayEnv(1), "episode"),
+        (lambda: ArrayEnv(2, seeds="unmasked"), "request"),
+        (lambda: ArrayEnv(2, seeds="starts"), "stream"),
         (lambda: ArrayEnv(2, seeds="all"), "request"),
         (lambda: ArrayEnv(2, AutoresetMode.NEXT_STEP, "all"), "request"),
         (lambda: ArrayEnv(2, None, "all"), "request"),
