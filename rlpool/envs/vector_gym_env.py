@@ -35,8 +35,8 @@ class VectorGymEnv(VecEnv):
     - ``"request"``: only all lanes together, as Gymnasium's ``CartPoleVectorEnv``.
     - ``"stream"``: not at all, ``reset(seed=...)`` changes nothing.
 
-    A vector environment steps all lanes at once. Lanes without an episode take another lane's
-    action, are reset with their last seed and options when they end, and are in no result.
+    A vector environment steps all lanes at once. Lanes without an episode repeat an earlier one
+    with the actions of another lane, and are in no result.
 
     Options of a reset are a dict, an empty one without ``env_info``. If a step or reset raises,
     the error names the sub-environment of a ``SyncVectorEnv`` or ``AsyncVectorEnv`` that failed,
@@ -109,8 +109,8 @@ class VectorGymEnv(VecEnv):
         self._in_episode = np.zeros(n_lanes, bool)  # lanes that took all steps since their reset
         self._has_ended = np.zeros(n_lanes, bool)  # lanes that refuse another step
         self._elapsed = np.zeros(n_lanes, np.int64)  # steps of each lane's episode
-        self._seeds = [0] * n_lanes  # of each lane's last reset
-        self._options: list[Options] = [None] * n_lanes
+        self._episodes: list[tuple[int, Options]] = [(0, None)] * n_lanes  # seed, options
+        self._idle_episode: tuple[int, Options] = (0, None)  # the last one that ended
         self._is_broken = False
 
     def close(self) -> None:
@@ -148,7 +148,8 @@ class VectorGymEnv(VecEnv):
                 f"(seeding is {self.seeding!r})",
                 fix="use SyncVectorEnv or AsyncVectorEnv over single environments",
             )
-        self._in_episode[list(lanes)] = False
+        # Until they are reset: if that fails, nobody knows in which state they are.
+        self._in_episode[list(lanes)], self._has_ended[list(lanes)] = False, True
         self.lane_in_use[0] = lanes[0]
         try:
             for rows in _with_equal_options(options):
@@ -161,30 +162,33 @@ class VectorGymEnv(VecEnv):
 
     def _reset_some(self, lanes: Sequence[int], seeds: Sequence[int], options: Options) -> Any:
         """Reset lanes with the same options, by one call; returns the observation of all lanes."""
-        given = dict(options or {})
+        every, given = [seeds[0]] * self.n_lanes, dict(options or {})
+        for lane, seed in zip(lanes, seeds, strict=True):
+            every[lane] = seed
+        # At first all: there is no observation of a lane that was never reset.
         if self._was_reset:
             # New in each call: Gymnasium takes the mask out of the dict.
             given["reset_mask"] = np.zeros(self.n_lanes, bool)
             given["reset_mask"][lanes] = True
-        else:
-            # Vector environments have no observation for a lane that was never reset.
-            self._seeds, self._options = [seeds[0]] * self.n_lanes, [options] * self.n_lanes
-        for lane, seed in zip(lanes, seeds, strict=True):
-            self._seeds[lane], self._options[lane] = seed, options
-        result = self.vector_env.reset(seed=list(self._seeds), options=given)
-        self._was_reset = True
+        result = self.vector_env.reset(seed=every, options=given)
         if not isinstance(result, tuple) or len(result) != 2:
             raise SpecError(f"reset() should return two values, got {_count_of(result)}")
+        if not self._was_reset:
+            self._was_reset, self._idle_episode = True, (seeds[0], options)
+        for lane, seed in zip(lanes, seeds, strict=True):
+            self._episodes[lane] = seed, options
         self._has_ended[lanes] = False
         self._elapsed[lanes] = 0
         return result[0]
 
     def _reset_idle(self) -> None:
-        """Reset lanes that ended and got no new episode: they would refuse the next step."""
+        """Reset lanes that ended and got no new episode: they would refuse the next step.
+
+        They repeat an episode that is known not to fail, with other actions.
+        """
         lanes = np.flatnonzero(self._has_ended).tolist()
-        for rows in _with_equal_options([self._options[lane] for lane in lanes]):
-            some = [lanes[row] for row in rows]
-            self._reset_some(some, [self._seeds[lane] for lane in some], self._options[some[0]])
+        seed, options = self._idle_episode
+        self._reset_some(lanes, [seed] * len(lanes), options)
 
     # Steps ---------------------------------------------------------------------------------
 
@@ -196,7 +200,7 @@ class VectorGymEnv(VecEnv):
             if self._has_ended.any():
                 self._reset_idle()
             batch = self._batch(rows, actions)
-            self._in_episode[:] = False  # until the step is over
+            self._in_episode[:], self._has_ended[:] = False, True  # until the step is over
             self.lane_in_use[0] = lanes[0]
             result = self.vector_env.step(batch)
             if not isinstance(result, tuple) or len(result) != 5:
@@ -208,8 +212,9 @@ class VectorGymEnv(VecEnv):
             self._observations.write_batch(lanes, observation)
             if self._mode is AutoresetMode.SAME_STEP:
                 self._write_final([lane for lane in lanes if ended[lane]], infos)
-            else:
-                self._has_ended = ended
+            self._has_ended[:] = ended & (self._mode is not AutoresetMode.SAME_STEP)
+            if ended.any():
+                self._idle_episode = self._episodes[int(np.flatnonzero(ended)[0])]
         except BaseException as error:
             self._fail("step", error)
         self._elapsed += 1
@@ -288,7 +293,13 @@ def as_vec_env(made: Any, seed: int | Sequence[int] | None) -> Any:
         made: Anything.
         seed: See ``VectorGymEnv``.
     """
-    return VectorGymEnv(made, seed) if isinstance(made, VectorEnv) else made
+    if not isinstance(made, VectorEnv):
+        return made
+    try:
+        return VectorGymEnv(made, seed)
+    except BaseException:
+        made.close()
+        raise
 
 
 def _with_equal_options(options: Sequence[Options]) -> list[list[int]]:

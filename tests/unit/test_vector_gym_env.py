@@ -6,6 +6,7 @@ import copy
 import itertools
 import traceback
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -37,6 +38,7 @@ from rlpool.testing.episodes import bits
 
 from support.agents import ConstantAgent, FunctionAgent, StepCounter
 from support.envs import CountingEnv, EchoEnv, FailingEnv, SpaceEnv
+from support.faults import faults
 from support.fragile import FragileEnv, RecurrentAgent
 from support.vector_envs import MODES, ArrayEnv, Noted, create_lanes
 
@@ -189,17 +191,35 @@ def test_lanes_without_an_episode_are_never_seen_and_stop_nobody(mode: Autoreset
             assert np.array_equal(vec.current[key][[0, 2]], others[key])
 
 
-def test_the_options_of_idle_lanes_are_kept() -> None:
-    class Demanding(CountingEnv):
-        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-            self.default["length"] = options["length"]
-            return super().reset(seed=seed, options=options)
+class NeedsLength(FragileEnv):
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return super().reset(seed=seed, options={**options, "length": options["length"]})
 
-    sync = SyncVectorEnv([Demanding] * 3)
-    vec = VectorGymEnv(sync, 0)
-    vec.reset_lanes(ALL, ALL, [{"length": n} for n in (1, 2, 9)])
-    assert [vec.step_lanes([2], ZEROS) for _ in range(9)] == [[]] * 8 + [[2]]
-    assert [env.length for env in sync.envs] == [1, 2, 9]
+
+@pytest.mark.parametrize(
+    ("hits", "lengths"),
+    [
+        ({1: ("raise", -1)}, [9, 9, 9]),
+        ({1: ("raise", 1), 2: ("raise", 4)}, [9, 9, 9]),
+        ({0: ("raise", 4)}, [9, 2, 2]),
+    ],
+)
+def test_an_episode_that_failed_is_not_repeated_in_an_idle_lane(
+    hits: Any, lengths: list[int], tmp_path: Path
+) -> None:
+    env_args = {"marks": str(tmp_path), "times": 99, "kind": NeedsLength}
+    with EpisodeBatcher(
+        16, 9, RecurrentAgent, {}, create_lanes, env_args, n_threads=0, seeds=1
+    ) as batcher:
+        batcher.execute(3, env_info=faults(3, hits, length=lengths))
+        with pytest.raises(EnvError, match="struck") as caught:
+            batcher.get()
+        assert caught.value.where.lane == min(hits)
+        for n_episodes in (1, 3):
+            batcher.execute(n_episodes, env_info={"length": 12})
+            result = batcher.get()
+            assert result is not None
+            assert result.lengths.tolist() == [12] * n_episodes
 
 
 def test_a_lane_that_was_left_out_of_a_step_cannot_go_on() -> None:
@@ -382,12 +402,12 @@ def test_what_does_not_fit_is_refused(make: Any, words: str, fix: str) -> None:
     assert fix in caught.value.fix
 
 
-def test_an_async_vector_env_that_forgets_resets_is_refused() -> None:
-    env = AsyncVectorEnv([CountingEnv] * 2, shared_memory=False)
-    with pytest.raises(SpecError, match="without shared memory") as caught:
-        VectorGymEnv(env, 0)
-    assert "AutoresetMode.DISABLED" in caught.value.fix
-    env.close()
+def test_an_async_vector_env_that_forgets_resets_is_refused_and_closed() -> None:
+    make = partial(AsyncVectorEnv, [CountingEnv] * 2, shared_memory=False)
+    with pytest.raises(WorkerStartupError, match="without shared memory") as caught:
+        EpisodeBatcher(9, 9, ConstantAgent, {}, make, n_threads=0)
+    assert "AutoresetMode.DISABLED" in str(caught.value)
+    assert not psutil.Process().children()
 
 
 def test_a_vector_environment_that_needs_options_has_to_say_how_it_is_seeded() -> None:
