@@ -57,9 +57,10 @@ def adapt(env: VectorEnv[Any, Any, Any], owner: VecEnv) -> None:
 
 
 class _Marked(list[Any]):
-    """Sub-environments of a ``SyncVectorEnv``; whoever iterates sets ``lane_in_use``.
+    """Sub-environments of a ``SyncVectorEnv``; whoever takes one sets ``lane_in_use``.
 
-    It steps and resets them while it iterates, so this tells which one fails or dies.
+    It takes them one after another, by iteration or by index, to step or reset them. So this tells
+    which one fails or dies.
     """
 
     def __init__(self, envs: Sequence[Any], owner: VecEnv) -> None:
@@ -73,6 +74,11 @@ class _Marked(list[Any]):
             lane_in_use[0] = lane
             yield env
         lane_in_use[0] = first
+
+    def __getitem__(self, lane: Any) -> Any:
+        if type(lane) is int:
+            self._owner.lane_in_use[0] = lane
+        return list.__getitem__(self, lane)
 
 
 class _RemoteTraceback(Exception):
