@@ -29,7 +29,7 @@ from rlpool.loop.plan import Plan, PlanQueue
 from rlpool.loop.probe import probe
 from rlpool.memory.storage import Array
 from rlpool.record.failures import env_error
-from rlpool.record.repeat import take_over
+from rlpool.record.repeat import take_over_together
 from rlpool.seeding import NoiseStream
 from rlpool.slots.blocks import NOISE_KEY, StepSpecs
 from rlpool.slots.writer import SlotWriter
@@ -141,7 +141,7 @@ class Rollout:
                 if bound.plan.is_cancelled():
                     self._drop_cancelled(bound)
                     break
-            if self._live:
+            if self._live and not self._must_wait():
                 step()
                 if self._waiting and self._has_news():
                     self._fill_lanes()
@@ -208,11 +208,18 @@ class Rollout:
             EnvError: If an environment does not repeat what it did.
         """
         plan = bound.plan
-        for lane, tape in plan.tapes.items():
-            episode = plan.resumed(lane, tape.n_restarts)
-            tape = replace(tape, seed=episode.seed, options=episode.options)
-            where = Where(self._worker, lane, episode.number, 0, tape.seed, tape.options)
-            take_over(self._env, lane, tape, where, self._progress)
+        episodes = {n: plan.resumed(n, tape.n_restarts) for n, tape in plan.tapes.items()}
+        tapes = {
+            lane: replace(tape, seed=episodes[lane].seed, options=episodes[lane].options)
+            for lane, tape in plan.tapes.items()
+        }
+        wheres = {
+            lane: Where(self._worker, lane, episodes[lane].number, 0, tape.seed, tape.options)
+            for lane, tape in tapes.items()
+        }
+        take_over_together(self._env, tapes, wheres, self._progress)
+        for lane, tape in tapes.items():
+            episode = episodes[lane]
             self._infos.show(plan.agent_info or {}, {lane: episode.number})
             if tape.n_steps:
                 for key, value in tape.state.items():
@@ -386,7 +393,8 @@ class Rollout:
     def _deal(self, starting: dict[int, Lane]) -> None:
         """Deal out what there is to waiting lanes; notes those that start an episode."""
         waiting: list[int] = []
-        for lane in sorted(self._waiting):
+        # Parked lanes first: a slot that one of them lacks may hold up all others.
+        for lane in sorted(self._waiting, key=lambda lane: (lane not in self._lanes, lane)):
             running = self._lanes.get(lane)
             if running is None:
                 running = self._next_episode(lane)
@@ -400,7 +408,11 @@ class Rollout:
                 waiting.append(lane)
             else:
                 self._enter_slot(lane, running)
-        self._waiting = waiting
+        self._waiting = sorted(waiting)
+
+    def _must_wait(self) -> bool:
+        """Whether a lane that lacks a slot would be stepped as well."""
+        return self._env.steps_all_lanes and any(lane in self._lanes for lane in self._waiting)
 
     def _next_episode(self, lane: int) -> Lane | None:
         """The next episode of an idle lane, of the oldest plan that has one."""
