@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape, WindowTapes
 from rlpool.seeding import LaneSeeds, episode_seeds
 from rlpool.slots.blocks import Block
-from rlpool.slots.trajectories import Glue, slots_of, trajectories_of
+from rlpool.slots.trajectories import Derivation, Glue, slots_of, trajectories_of
 from rlpool.specs import join_key
 from rlpool.workers.payload import Packed, Payload
 
@@ -156,13 +157,24 @@ class Request(ABC):
         Two runs of an environment that is not deterministic must not be mixed.
         """
 
-    def _info(self, episodes: Array, seeds: Array) -> dict[str, torch.Tensor]:
-        """The result's ``info``, given the number and the seed of each row's episode."""
-        columns = {"episode": episodes, "seed": seeds}
-        columns["policy_version"] = np.full(len(seeds), self.policy.version)
+    def _info(
+        self, episodes: Sequence[int], seeds: Callable[[], Sequence[int]]
+    ) -> dict[str, Derivation]:
+        """The result's ``info``, computed when it is looked at.
+
+        Args:
+            episodes: The number of each row's episode.
+            seeds: Returns their seeds.
+        """
+        info: dict[str, Derivation] = {
+            "episode": lambda: torch.tensor(episodes),
+            "seed": lambda: torch.tensor(seeds()),
+            "policy_version": partial(torch.full, (len(episodes),), self.policy.version),
+        }
         for prefix, arrays in zip(("agent_info", "env_info"), self.infos, strict=True):
-            columns |= {join_key(prefix, key): array[episodes] for key, array in arrays.items()}
-        return {key: torch.from_numpy(column) for key, column in columns.items()}
+            for key, array in arrays.items():
+                info[join_key(prefix, key)] = partial(_rows_of, array, episodes)
+        return info
 
 
 @dataclass(eq=False, kw_only=True)
@@ -260,8 +272,8 @@ class EpisodeRequest(Request):
             if self._in_place and at_home.size:
                 self._glue.add(at_home, 0, slots_of(block.arrays, at_home))
             part = self._glue.join()
-        seeds = np.asarray(episode_seeds(self.root, self.first, self.n_rows), np.int64)
-        info = self._info(np.arange(self.n_rows), seeds)
+        seeds = partial(episode_seeds, self.root, self.first, self.n_rows)
+        info = self._info(range(self.n_rows), seeds)
         return trajectories_of(block.layout, part, info)
 
 
@@ -343,10 +355,13 @@ class WindowRequest(Request):
         if self.tapes is not None:
             self.tapes.record(block.layout, block.arrays, self.lanes, self.lanes_left)
         part = slots_of(block.arrays, slice(self.n_rows))
-        lane_seeds = self._seeds
-        seeds = [lane_seeds.seed(lane, 0) for lane in self.lanes]
-        info = self._info(np.asarray(self.lanes, np.int64), np.asarray(seeds, np.int64))
+        lane_seeds, lanes = self._seeds, self.lanes
+        info = self._info(lanes, lambda: [lane_seeds.seed(lane, 0) for lane in lanes])
         return trajectories_of(block.layout, part, info)
+
+
+def _rows_of(array: Array, rows: Sequence[int]) -> torch.Tensor:
+    return torch.from_numpy(array[np.asarray(rows)])
 
 
 def as_infos(agent_info: Info, env_info: Info, n_rows: int) -> Infos:

@@ -28,12 +28,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
 from rlpool.errors import SpecError
 from rlpool.machine.limits import check_size
-from rlpool.memory.storage import Array, Memory, carve, carved_bytes
+from rlpool.memory.storage import Array, Memory, carved_bytes
 from rlpool.specs import FLAGS, TensorSpec, refuse_collisions
 
 NOISE_KEY = "noise"
@@ -193,12 +195,25 @@ class Layout:
 
     def arrays(self, root: Array) -> Arrays:
         """The arrays of a block that starts at ``root[0]``, no copy."""
+        control, rows, finals = (
+            {key: np.ndarray(shape, dtype, root, start) for key, shape, dtype, start in area}
+            for area in self._places
+        )
+        return Arrays(rows, finals, control)
+
+    @cached_property
+    def _places(self) -> list[list[tuple[str, tuple[int, ...], np.dtype[Any], int]]]:
+        """Key, shape, dtype and first byte of every array, by area."""
         areas, start = [], 0
         for specs, n in self._areas:
-            areas.append(carve(root[start:], specs, n))
-            start += sum(carved_bytes(specs, n).values())
-        control, rows, finals = areas
-        return Arrays(rows, finals, {key: array[0] for key, array in control.items()})
+            sizes = carved_bytes(specs, n)
+            starts = accumulate(sizes.values(), initial=start)
+            places = zip(specs.items(), starts, strict=False)  # the last start is the end
+            areas.append([(key, (n, *s.shape), s.dtype, place) for (key, s), place in places])
+            start += sum(sizes.values())
+        # There is one set of control arrays.
+        areas[0] = [(key, shape[1:], dtype, place) for key, shape, dtype, place in areas[0]]
+        return areas
 
     @property
     def _areas(self) -> tuple[tuple[dict[str, TensorSpec], int], ...]:

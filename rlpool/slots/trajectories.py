@@ -150,16 +150,16 @@ class Glue:
 
 
 def trajectories_of(
-    layout: Layout, part: Slice, info: Mapping[str, Tensor] | None = None
+    layout: Layout, part: Slice, info: Mapping[str, Derivation] | None = None
 ) -> TemporalDictTensor:
     """Make the user's trajectories, without copying.
 
-    Values after a step (``_frame`` and so on) and flags are computed on first access.
+    Values after a step (``_frame`` and so on), flags and ``info`` are computed on first access.
 
     Args:
         layout: Layout of the block the values come from.
         part: Rows and finals.
-        info: Per-row information, each ``[B, ...]``.
+        info: Functions that compute the per-row information, each ``[B, ...]``.
     """
     rows = {key: torch.from_numpy(array) for key, array in part.rows.items()}
     derived: dict[str, Derivation] = {}
@@ -178,7 +178,8 @@ def trajectories_of(
                 derived[successor_key(key)] = _flags(lengths, lengths - 1, final)
     ordered = {key: derived.get(key) for key in layout.step.succeeded if key in derived}
     tensors = DerivedTensors(rows, {**ordered, **derived})  # type: ignore[dict-item]
-    return TemporalDictTensor._wrap(tensors, torch.from_numpy(part.lengths), DictTensor(info))
+    told = DictTensor._wrap(DerivedTensors({}, info or {}))
+    return TemporalDictTensor._wrap(tensors, torch.from_numpy(part.lengths), told)
 
 
 def _version(tensor: Tensor) -> int:

@@ -53,6 +53,9 @@ _LOG = logging.getLogger("rlpool")
 LEAVE_S = 3.0
 """How long one that is replaced may take to close its environments before it is killed."""
 
+_LOOK_EVERY_S = 0.05
+"""How often to ask the system for ended workers that their descriptors do not show."""
+
 _UNKILLABLE_S = 10.0
 """A process that is still there this long after it was killed will not end soon."""
 
@@ -171,6 +174,7 @@ class Workers:
         self._has_started = False
         self._lives = [Life(worker) for worker in range(n_workers)]
         self._poller: select.poll | None = None
+        self._look_for_ends_s = 0.0
         self._worker_of: dict[int, int] = {}  # descriptor: worker
         self._wake_fd = -1
         n_bytes = n_workers * CONTROL_COLUMNS * np.dtype(np.int64).itemsize
@@ -327,8 +331,12 @@ class Workers:
     def _deliver_all(self, events: Sequence[tuple[int, int]]) -> None:
         """Handle messages and ends of workers, and send what a pipe did not take before."""
         ready = {self._worker_of[fd] for fd, _ in events if fd in self._worker_of}
-        # A process that a dead worker had forked may keep its descriptors open.
-        ready |= {life.worker for life in self._lives if life.pipe is not None and life.has_ended}
+        now_s = time.monotonic()
+        if not events or now_s > self._look_for_ends_s:
+            # A process that a dead worker had forked may keep its descriptors open.
+            self._look_for_ends_s = now_s + _LOOK_EVERY_S
+            lives = [life for life in self._lives if life.pipe is not None]
+            ready |= {life.worker for life in lives if life.has_ended}
         if not ready:
             return
         with InterruptsHeld():
@@ -346,16 +354,16 @@ class Workers:
                 life.pipe.flush()
             self._poller = None  # it watches whether there is something to be written
         while life.pipe is not None and life.process is not None:
-            # Asked in this order: what was sent before the death is in the pipe by then.
-            is_alive = life.process.is_alive()
             try:
                 message = life.pipe.receive()
+                if message is None and life.process.is_alive():
+                    return
+                if message is None:
+                    message = life.pipe.receive()  # sent just before the death
             except (EOFError, OSError):
-                message, is_alive = None, False
+                message = None
             if message is not None:
                 self._take(life, message)
-            elif is_alive:
-                return
             else:
                 self._bury(life, life.pipe, life.process)
 

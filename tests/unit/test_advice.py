@@ -248,7 +248,6 @@ def vector_env() -> gymnasium.vector.SyncVectorEnv:
         (CountingEnv, "returned CountingEnv, not", "return GymEnv([env], seed)"),
         (lambda: [CountingEnv()] * 2, "returned list, not", "return GymEnv(environments, seed)"),
         (lambda: None, "returned NoneType, not", "end create_env with return GymEnv("),
-        (vector_env, "returned SyncVectorEnv, not", "single environments"),
     ],
 )
 def test_what_create_env_returned_instead_is_told(make: Any, what: str, fix: str) -> None:
