@@ -9,6 +9,7 @@ own lanes, the caller sees all of them::
     action/action  [n_lanes]          written by the caller
     seed, ahead, asked                bookkeeping per lane
     step, finished, ...               bookkeeping per worker
+    asleep                            who has to be woken: every worker, then the caller
 
 There are no locks: a worker touches its rows between a command and its end, the caller otherwise.
 Observations or actions that no space declares are mapped later, in memory of their own.
@@ -47,7 +48,8 @@ def bookkeeping_specs(n_lanes: int, n_workers: int) -> dict[str, TensorSpec]:
     """Specs of everything but observations and actions."""
     flags = TensorSpec((len(FLAGS), n_lanes), _BOOL.dtype)
     per_worker = {name: TensorSpec((n_workers,), _INT64.dtype) for name in _PER_WORKER}
-    return {**_of_lanes("", _PER_LANE, n_lanes), "flags": flags, **per_worker}
+    asleep = TensorSpec((n_workers + 1,), _INT64.dtype)
+    return {**_of_lanes("", _PER_LANE, n_lanes), "flags": flags, **per_worker, "asleep": asleep}
 
 
 def observation_specs(leaves: Mapping[str, Leaf], n_lanes: int) -> dict[str, TensorSpec]:
@@ -80,6 +82,7 @@ class Buffers:
         seed, is_ahead, asked: ``[lanes]``.
         step, partial, finished, outcome, writing: One int64 per worker, as memoryviews, which
             are read faster than arrays.
+        asleep: One int64 per worker, and a last one for the caller: see ``Wake.share``.
     """
 
     reward: Array
@@ -92,6 +95,7 @@ class Buffers:
     finished: memoryview
     outcome: memoryview
     writing: memoryview
+    asleep: memoryview
 
     def __init__(self, lanes: slice = slice(None)) -> None:
         self._lanes = lanes
@@ -113,5 +117,5 @@ class Buffers:
         self.flags = arrays["flags"][:, self._lanes]
         for name in _PER_LANE:
             setattr(self, "is_ahead" if name == "ahead" else name, arrays[name][self._lanes])
-        for name in _PER_WORKER:
+        for name in (*_PER_WORKER, "asleep"):
             setattr(self, name, arrays[name].data)

@@ -157,6 +157,8 @@ class EnvWorkers:
         """Map the bookkeeping and what else is known, and let the workers carry out commands."""
         self.map("all", {**bookkeeping_specs(self.n_lanes, self.n_workers), **known}, structure)
         self.buffers.is_ahead[:] = -1
+        for cell, wake in enumerate((*self.wakes, self._done)):
+            wake.share(self.buffers.asleep[cell : cell + 1])
         for worker in range(self.n_workers):
             self.processes.send(worker, Begin())
 
@@ -240,21 +242,37 @@ class EnvWorkers:
         self.processes.look_for_hang()
         self.processes.refuse_if_dead()
 
+    def wait_finished(self, is_over: Callable[[], bool]) -> None:
+        """Wait until workers have finished commands, on which a condition depends.
+
+        Raises:
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+        """
+        if is_over():
+            return
+        done, processes = self._done, self.processes
+        processes.look_from_now_on()
+        done.begin()
+        while not is_over():
+            sleep_s = done.pause(processes.patience_s)
+            if sleep_s:
+                self.look(sleep_s)
+
     def wait_idle(self, workers: Sequence[int]) -> None:
         """Wait until workers have carried out their commands.
 
         Raises:
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
-        processes, finished, issued = self.processes, self.buffers.finished, self.issued
-        processes.look_from_now_on()
-        for worker in workers:
-            while finished[worker] != issued[worker]:
-                if processes.poll(processes.patience_s):
-                    self._done.wait()
-                else:
-                    processes.look_for_hang()
-                processes.refuse_if_dead()
+        finished, issued = self.buffers.finished, self.issued
+
+        def are_idle() -> bool:
+            for worker in workers:
+                if finished[worker] != issued[worker]:
+                    return False
+            return True
+
+        self.wait_finished(are_idle)
 
     def failure(self, worker: int) -> LaneFailure:
         """The error of a worker's last command, which failed."""

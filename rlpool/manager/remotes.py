@@ -89,6 +89,7 @@ class Remote:
         self._stepper.refuse_bad_lanes([self._lane])
         self._stepper.refuse_stepping([self._lane])
         self._stepper.settle([self._lane])
+        self._stepper.divide_anew()
         try:
             command, data = request
         except (TypeError, ValueError):

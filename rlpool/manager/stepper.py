@@ -144,6 +144,8 @@ class Stepper:
         for key, array in buffers.observation.items() if begun else ():
             array[begun] = buffers.ahead[key][begun]
         buffers.is_ahead[begun] = -1
+        if rows:
+            self.divide_anew()
         for worker, mine in rows.items():
             first = workers.lanes_of[worker].start
             message = Reset(
@@ -176,11 +178,13 @@ class Stepper:
 
     def settle(self, lanes: Sequence[int]) -> None:
         """Wait for commands on lanes that the user has given up, and forget their outcome."""
-        self.close_open()
-        self._last_lanes = None
+        if self.open is not None:
+            self.close_open()
         workers = {self._workers.worker_of[lane] for lane in lanes}
-        with suppress(EnvError):
-            self.finish([w for w in workers if self._issued[w] != self._finished[w]])
+        busy = [w for w in workers if self._issued[w] != self._finished[w]]
+        if busy:
+            with suppress(EnvError):
+                self.finish(busy)
         if self._pending:
             self._collect()
             for pending in self._pending:
@@ -227,9 +231,13 @@ class Stepper:
             raise failures[0]
         return True
 
+    def divide_anew(self) -> None:
+        """Let the next step look again at which workers have its lanes, and whether they may."""
+        self._last_lanes = None
+
     def _note_failure(self, worker: int) -> None:
         """What the lanes of a failed command have done is unknown: they need a reset."""
-        self._last_lanes = None
+        self.divide_anew()
         for lane in self._workers.commanded[worker]:
             self._workers.tapes.forget(lane)
 
@@ -306,7 +314,7 @@ class Stepper:
 
     def begin_some(self, lanes: list[int]) -> None:
         """Let lanes step with the actions in the buffers, while others may be stepping."""
-        self._last_lanes = None
+        self.divide_anew()
         self._issue("some", lanes, self._divide(lanes))
 
     def look(self) -> None:
@@ -326,11 +334,15 @@ class Stepper:
                 call.
         """
         wanted = min(min_ready, sum(len(pending.lanes) for pending in self._pending))
-        ready, failed = self._collect()
-        self._workers.processes.look_from_now_on()
-        while len(ready) < wanted and not failed:
-            self._workers.look(self._workers.processes.patience_s)
+        ready: list[int] = []
+        failed: list[tuple[Pending, LaneFailure]] = []
+
+        def are_enough() -> bool:
+            nonlocal ready, failed
             ready, failed = self._collect()
+            return len(ready) >= wanted or bool(failed)
+
+        self._workers.wait_finished(are_enough)
         if failed:
             pending, failure = failed[0]
             self._pending.remove(pending)

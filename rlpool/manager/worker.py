@@ -39,6 +39,9 @@ from rlpool.workers.wake import Wake
 from rlpool.workers.wire import Close, Failed, Message, Pipe, Ready, Retiring
 from rlpool.workers.worker_process import Control, Place, run, settle_in
 
+_LONGEST_SLEEP_S = 3600.0
+"""Of a worker that waits; nothing happens at the end of it."""
+
 _LOST = (
     "the environment could not be brought back to where it was when its process ended or was "
     "replaced: {}"
@@ -116,20 +119,24 @@ class EnvServer:
                 return
         wake, pipe, me, step = self._wake, self._pipe, self._me, self._buffers.step
         poller = select.poll()
-        # Messages come first: they were sent before the step that both may be there for.
         poller.register(pipe.fileno(), select.POLLIN)
         poller.register(wake.fd, select.POLLIN)
-        if self._n_seen != step[me]:
-            wake.signal()  # only the predecessor was woken for a step that it did not finish
+        wake.begin()
         while self._open_lanes and not self._is_over:
-            for fd, _ in poller.poll():
+            number = step[me]
+            is_new = number != self._n_seen
+            events = poller.poll(0 if is_new else wake.pause(_LONGEST_SLEEP_S) * 1000)
+            for fd, _ in events:
                 if fd == wake.fd:
                     wake.wait()
-                    if step[me] != self._n_seen:
-                        self._n_seen = step[me]
-                        self._step(self._n_seen, self._asked_lanes())
                 elif not self._handle(*pipe.receive()):
                     return
+            # After the messages: they were sent before the step that both may be there for.
+            if is_new and not self._is_over:
+                self._n_seen = number
+                self._step(number, self._asked_lanes())
+            if is_new or events:
+                wake.begin()
 
     def fail(self, error: Exception) -> None:
         """Tell the caller why this worker ends."""
@@ -160,6 +167,9 @@ class EnvServer:
             self._fast_seeding.announce(np.concatenate(message.seeds).tolist())
         elif isinstance(message, MapArrays) and memory is not None:
             self._buffers.map(message.specs, memory)
+            asleep = self._buffers.asleep
+            self._wake.share(asleep[self._me : self._me + 1])
+            self._done.share(asleep[-1:])
             if message.structure is not None:
                 self._env.declare_observations(message.structure)
                 if self._has_begun:

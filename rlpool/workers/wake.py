@@ -1,8 +1,22 @@
-"""Wakes another process that waits, at the cost of one system call on each side."""
+"""Waiting for another process: look for a moment, then sleep until it wakes you.
+
+Waking a process that sleeps costs far more than a short step of an environment. So whoever waits
+looks at shared memory first, and says there when it sleeps; only then is a system call made::
+
+    one that waits                             one that signals
+      look, for half a millisecond               change what the other looks at
+      asleep = 1                                 asleep?
+      look again, sleep  <------ eventfd ------    yes: write
+
+Either may not see yet what the other has just written: then both go on, and nobody is woken. So
+the first sleep is short, and each is followed by another look.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -10,9 +24,19 @@ from rlpool.workers.wire import Inherited
 
 _ONE = (1).to_bytes(8, "little")
 
+_LOOK_S = 0.0005
+"""How long to look: most steps of a batch of environments take less."""
+
+_REST = 50
+"""If a program that does not wait has taken the core between two looks, it is so many times longer
+until the next look: whoever sleeps gets the core back sooner than one that yields it."""
+
+_FIRST_SLEEP_S = 0.01
+"""Long after every write has become visible, and seldom enough to cost nothing."""
+
 
 class Wake:
-    """Something to wait for: ``signal`` in one process ends ``wait`` in another.
+    """Something to wait for: ``signal`` in one process ends the sleep of another.
 
     A child gets it when it starts.
 
@@ -24,10 +48,51 @@ class Wake:
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC) if fd is None else fd
+        self._asleep: Any = [1]  # until it is shared, the other process has to assume it
+        self._look_until_s = 0.0
+        self._rest_until_s = 0.0
+        self._sleep_s = 0.0  # next
+
+    def share(self, asleep: memoryview) -> None:
+        """Say from now on in shared memory whether the one that waits sleeps.
+
+        Args:
+            asleep: One element, the same in both processes; the one that waits writes it.
+        """
+        self._asleep = asleep
 
     def signal(self) -> None:
-        """Wake the process that waits, or the next that does."""
-        os.write(self.fd, _ONE)
+        """Wake the process that waits, if it sleeps, or will without another look."""
+        if self._asleep[0]:
+            os.write(self.fd, _ONE)
+
+    def begin(self) -> None:
+        """Begin to wait: look for a moment before sleeping."""
+        self._asleep[0] = 0
+        now_s = time.perf_counter()
+        self._look_until_s = now_s + _LOOK_S if now_s >= self._rest_until_s else 0.0
+
+    def pause(self, longest_s: float) -> float:
+        """Let other processes run; to be called between two looks.
+
+        Args:
+            longest_s: Longest sleep.
+
+        Returns:
+            How long to wait for the descriptor before the next look, in seconds; 0 for not at all.
+        """
+        if self._asleep[0]:
+            sleep_s, self._sleep_s = min(self._sleep_s, longest_s), math.inf
+            return sleep_s
+        now_s = time.perf_counter()
+        if now_s < self._look_until_s:
+            os.sched_yield()
+            away_s = time.perf_counter() - now_s
+            if away_s > _LOOK_S:
+                self._rest_until_s = now_s + _REST * away_s
+        else:
+            self._asleep[0], self._sleep_s = 1, _FIRST_SLEEP_S
+        return 0.0
 
     def wait(self) -> int:
         """Wait for a signal; returns how many came since the last time."""
