@@ -265,14 +265,7 @@ class EnvWorkers:
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
         finished, issued = self.buffers.finished, self.issued
-
-        def are_idle() -> bool:
-            for worker in workers:
-                if finished[worker] != issued[worker]:
-                    return False
-            return True
-
-        self.wait_finished(are_idle)
+        self.wait_finished(lambda: all(finished[worker] == issued[worker] for worker in workers))
 
     def failure(self, worker: int) -> LaneFailure:
         """The error of a worker's last command, which failed."""
