@@ -47,6 +47,10 @@ from rlpool.workers.wire import Message
 _DESCRIPTORS_EACH = 4
 """A worker's pipe, its wake, and two that multiprocessing keeps to notice its end and ours."""
 
+_WAITS_PER_LOOK = 100
+"""How often a caller whose waits are all short looks whether a worker has died, beside those that
+it waits for."""
+
 
 @dataclass
 class Request:
@@ -130,6 +134,7 @@ class EnvWorkers:
         self._setups = [
             Setup(_pickled(env_fns, lanes), options, lanes.start) for lanes in self.lanes_of
         ]
+        self._n_waits = 0
         self._done = Wake()
         self.wakes = [Wake() for _ in self.lanes_of]
         runs = [partial(main, wake, self._done) for wake in self.wakes]
@@ -248,14 +253,17 @@ class EnvWorkers:
         Raises:
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
+        done, processes = self._done, self.processes
+        self._n_waits += 1
+        if self._n_waits % _WAITS_PER_LOOK == 0:
+            self.look()
         if is_over():
             return
-        done, processes = self._done, self.processes
         processes.look_from_now_on()
         done.begin()
         while not is_over():
             sleep_s = done.pause(processes.patience_s)
-            if sleep_s:
+            if sleep_s or not processes.all_up:
                 self.look(sleep_s)
 
     def wait_idle(self, workers: Sequence[int]) -> None:

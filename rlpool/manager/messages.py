@@ -1,8 +1,8 @@
 """What the caller tells workers that hold environments, and what they answer.
 
-A step is not a message: the caller writes its number into the buffers and wakes the worker. Only
-rare things travel through the pipe. Steps and resets of lanes are numbered commands, of which a
-worker has one at a time: it writes into the buffers which one it has finished, and how.
+A step is not a message: the caller writes its number where the worker looks for it. Only rare
+things travel through the pipe. Steps and resets of lanes are numbered commands, of which a worker
+has one at a time: it writes into the buffers which one it has finished, and how.
 """
 
 from __future__ import annotations

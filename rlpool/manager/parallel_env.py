@@ -1,7 +1,7 @@
 """Environments in worker processes, the policy in the caller's.
 
 The caller's rollout loop runs over a ``ParallelEnvManager`` as over any other ``VecEnv``: a step
-of all lanes is one wake-up of each worker and one back, and everything else lies in shared memory.
+of all lanes is a number written for each worker and one back, all else lies in shared memory, too.
 """
 
 from __future__ import annotations

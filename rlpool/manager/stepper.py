@@ -2,8 +2,8 @@
 
 Each worker has one command at a time, a step or a reset of some of its lanes. It is busy while the
 number of its last command differs from the number of the last one it has finished. A step is
-issued by writing into the buffers and waking the worker; a reset travels through its pipe. Either
-way the worker reports the end with a number in the buffers and a wake, so that a wait that was
+issued by writing into the buffers, and waking the worker if it sleeps; a reset travels through its
+pipe. Either way the worker reports the end with a number in the buffers, so that a wait that was
 interrupted can be resumed.
 
 Commands are issued while signal handlers are held back, so that they are issued and recorded as a

@@ -56,8 +56,8 @@ def main(wake: Wake, done: Wake, place: Place, connection: Connection, control_f
     """Run a worker process with environments.
 
     Args:
-        wake: Is signalled when a step is issued.
-        done: Is signalled when a command is carried out.
+        wake: Is signalled when a step is issued while this process sleeps.
+        done: Is signalled when a command is carried out, for a caller that sleeps.
         place: Which worker it is.
         connection: The worker's end of its pipe.
         control_fd: Descriptor of the shared numbers.

@@ -8,8 +8,8 @@ looks at shared memory first, and says there when it sleeps; only then is a syst
       asleep = 1                                 asleep?
       look again, sleep  <------ eventfd ------    yes: write
 
-Either may not see yet what the other has just written: then both go on, and nobody is woken. So
-the first sleep is short, and each is followed by another look.
+If either does not see yet what the other has just written, nobody is woken. So the first sleep is
+short, and another look follows it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _LOOK_S = 0.0005
 """How long to look: most steps of a batch of environments take less."""
 
 _REST = 50
-"""If a program that does not wait has taken the core between two looks, it is so many times longer
-until the next look: whoever sleeps gets the core back sooner than one that yields it."""
+"""If another program keeps the core between two looks, nobody looks for so many times as long: one
+that is woken gets the core sooner than one that has yielded it."""
 
 _FIRST_SLEEP_S = 0.01
 """Long after every write has become visible, and seldom enough to cost nothing."""
@@ -62,7 +62,7 @@ class Wake:
         self._asleep = asleep
 
     def signal(self) -> None:
-        """Wake the process that waits, if it sleeps, or will without another look."""
+        """Wake the process that waits, unless it will look again before it sleeps."""
         if self._asleep[0]:
             os.write(self.fd, _ONE)
 
@@ -73,7 +73,7 @@ class Wake:
         self._look_until_s = now_s + _LOOK_S if now_s >= self._rest_until_s else 0.0
 
     def pause(self, longest_s: float) -> float:
-        """Let other processes run; to be called between two looks.
+        """Let other processes run; call it between two looks, the last of which is never skipped.
 
         Args:
             longest_s: Longest sleep.

@@ -231,6 +231,36 @@ def test_environments_step_at_the_same_time_and_waiting_costs_no_processor_time(
         assert (after - spent) / passed_s < 0.1
 
 
+def test_workers_that_wait_for_the_caller_cost_no_processor_time(
+    in_pairs: ParallelEnvManager,
+) -> None:
+    manager = in_pairs
+    manager.reset_lanes(range(3), [0] * 3, [None] * 3)
+    manager.step_lanes(range(3), no_actions(manager))
+    processes = [psutil.Process(worker.pid) for worker in manager.workers]
+    before = [sum(process.cpu_times()[:2]) for process in processes]
+    time.sleep(0.6)  # as long as the caller learns
+    for process, spent in zip(processes, before, strict=True):
+        # Time that was spent before may be counted late.
+        assert sum(process.cpu_times()[:2]) - spent < 0.15
+
+
+def test_no_step_is_lost_however_long_either_side_takes(manager_of: OpenManager) -> None:
+    """Pauses of all lengths around the moment when a side that has waited falls asleep."""
+    manager = manager_of(SleepyEnv, timeout=2, on_worker_failure="raise")
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        sleep_ms = rng.uniform(0, 0.8, 2).tolist()
+        manager.reset_lanes([0, 1], [0, 0], [{"sleep_ms": ms, "length": 99} for ms in sleep_ms])
+        time.sleep(0.03)  # long enough for a worker to be sound asleep
+        for step in range(1, 16):
+            until_s = time.perf_counter() + rng.uniform(0, 0.0008)
+            while time.perf_counter() < until_s:
+                pass
+            manager.step_lanes([0, 1], no_actions(manager))
+            assert manager.current["frame"][:, 0].tolist() == [step, step]
+
+
 @pytest.mark.parametrize("lanes", [[1, 0], [0, 0], [3], [-1], []], ids=str)
 def test_lanes_and_actions_that_do_not_exist_are_refused(
     in_pairs: ParallelEnvManager, lanes: list[int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import signal
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from process.watching import Struck, is_running, n_descriptors
+from process.watching import Struck, is_running, n_descriptors, wait_until
 
 from rlpool import (
     DictTensor,
@@ -202,6 +203,17 @@ def test_a_death_raises_worker_died_error(
         for call in (manager.reset, lambda: manager.remotes[0].send(("reset", None))):
             with pytest.raises(WorkerDiedError):
                 call()
+
+
+def test_a_death_is_noticed_by_a_caller_that_waits_for_other_workers_only() -> None:
+    with open_manager(CountingEnv, 2, on_worker_failure="raise") as manager:
+        manager.reset_lanes([0, 1], [0, 0], [{"length": 10**6}] * 2)
+        pid = manager.workers[1].pid
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not is_running(pid))
+        with pytest.raises(WorkerDiedError, match="worker 1 died"):
+            for _ in range(110):
+                manager.step_lanes([0], no_actions(manager))
 
 
 @pytest.mark.promise("I4")
