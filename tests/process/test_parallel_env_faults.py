@@ -211,9 +211,13 @@ def test_a_death_is_noticed_by_a_caller_that_waits_for_other_workers_only() -> N
         pid = manager.workers[1].pid
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not is_running(pid))
-        with pytest.raises(WorkerDiedError, match="worker 1 died"):
+
+        def step_often() -> None:
             for _ in range(110):
                 manager.step_lanes([0], no_actions(manager))
+
+        with pytest.raises(WorkerDiedError, match="worker 1 died"):
+            step_often()
 
 
 @pytest.mark.promise("I4")
