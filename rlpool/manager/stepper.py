@@ -181,10 +181,8 @@ class Stepper:
         if self.open is not None:
             self.close_open()
         workers = {self._workers.worker_of[lane] for lane in lanes}
-        busy = [w for w in workers if self._issued[w] != self._finished[w]]
-        if busy:
-            with suppress(EnvError):
-                self.finish(busy)
+        with suppress(EnvError):
+            self.finish([w for w in workers if self._issued[w] != self._finished[w]])
         if self._pending:
             self._collect()
             for pending in self._pending:
@@ -213,6 +211,8 @@ class Stepper:
             LaneFailure: If an environment failed.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
+        if not workers:
+            return False  # all lanes of a reset had begun ahead of time
         outcome = self._buffers.outcome
         self._workers.wait_idle(workers)
         some_ended = False
