@@ -67,6 +67,7 @@ class BoundPlan:
             they tell how far a worker got that died.
         strides: int64 ``[n_lanes]``: 1 for lanes that write into a slot, 0 for the others.
         n_lanes: Number of lanes that do.
+        restarts: Whether lanes restart inside a slot.
     """
 
     def __init__(
@@ -75,22 +76,27 @@ class BoundPlan:
         self.plan = plan
         self.writer = SlotWriter(plan.layout, plan.arrays, current, state)
         control, worker = plan.arrays.control, plan.worker
-        self._running, self._slots, self._steps_before = (
-            control[name][worker] for name in ("running", "slot", "steps_before")
-        )
-        self._n_finished = control["n_finished"][worker : worker + 1]
+        self.restarts = plan.layout.restarts
         self._n_timesteps = n_timesteps = plan.layout.n_timesteps
         self._spare_rows = plan.layout.n_slots * n_timesteps + np.arange(n_lanes) % n_timesteps
+        self._slots: Array = control["slot"][worker]
         self.rows: Array = control["row"][worker]
         self.rows[:] = self._spare_rows
         self.strides = np.zeros(n_lanes, np.int64)
         self.n_lanes = 0
+        # As memoryviews: single numbers are read and written faster that way.
+        self._n_finished = control["n_finished"][worker : worker + 1].data
+        self._running = control["running"][worker].data
+        self._steps_before = control["steps_before"][worker].data
+        self._slot, self._row, self._stride = self._slots.data, self.rows.data, self.strides.data
+        self._spare_row = self._spare_rows.data
 
     def enter_slot(self, lane: int, running: Lane) -> None:
         """Let a lane write into the slot of what it runs, from the first row."""
-        self._slots[lane] = running.slot
-        self.rows[lane] = running.slot * self._n_timesteps
-        self.strides[lane] = 1
+        slot = running.slot
+        self._slot[lane] = slot
+        self._row[lane] = slot * self._n_timesteps
+        self._stride[lane] = 1
         self.n_lanes += 1
         self._running[lane] = running.episode.number
         self._steps_before[lane] = running.steps_before
@@ -117,8 +123,8 @@ class BoundPlan:
         self._running[lane] = -1
 
     def _leave(self, lane: int) -> None:
-        self.rows[lane] = self._spare_rows[lane]
-        self.strides[lane] = 0
+        self._row[lane] = self._spare_row[lane]
+        self._stride[lane] = 0
         self.n_lanes -= 1
 
     def rows_of(self, lanes: Sequence[int]) -> Array:
@@ -129,7 +135,8 @@ class BoundPlan:
 
     def steps_in_slot(self, lane: int, running: Lane) -> int:
         """Rows of its slot that a lane has filled."""
-        return int(self.rows[lane]) - running.slot * self._n_timesteps
+        steps: int = self._row[lane] - running.slot * self._n_timesteps
+        return steps
 
     def is_full(self, lane: int, running: Lane) -> bool:
         """Whether a lane has filled its slot."""

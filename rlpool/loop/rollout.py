@@ -141,7 +141,7 @@ class Rollout:
                 if bound.plan.is_cancelled():
                     self._drop_cancelled(bound)
                     break
-            if self._live and not self._must_wait():
+            if self._live and not (self._waiting and self._must_wait()):
                 step()
                 if self._waiting and self._has_news():
                     self._fill_lanes()
@@ -339,9 +339,8 @@ class Rollout:
 
     def _turn_over(self, ended: Sequence[int]) -> None:
         """Complete full slots and ended episodes, and give their lanes new work."""
-        restarting = [n for n in ended if self._lanes[n].bound.plan.layout.restarts]
-        if restarting:
-            self._restart(restarting)
+        if ended and self._lanes[ended[0]].bound.restarts:
+            self._restart(ended)
         else:
             for lane in ended:
                 self._leave_slot(lane, is_last=True)
@@ -380,7 +379,7 @@ class Rollout:
         starting: dict[int, Lane] = {}
         self._deal(starting)
         # Every lane is asked about every plan: only then it is known when a plan is over.
-        while any(n not in self._lanes for n in self._waiting) and self._bind_next() is not None:
+        while self._waiting and self._has_idle() and self._bind_next() is not None:
             self._deal(starting)
         if starting:
             self._begin_episodes(starting)
@@ -394,7 +393,10 @@ class Rollout:
         """Deal out what there is to waiting lanes; notes those that start an episode."""
         waiting: list[int] = []
         # Parked lanes first: a slot that one of them lacks may hold up all others.
-        for lane in sorted(self._waiting, key=lambda lane: (lane not in self._lanes, lane)):
+        lanes = self._waiting
+        if len(lanes) > 1:
+            lanes = sorted(lanes, key=lambda lane: (lane not in self._lanes, lane))
+        for lane in lanes:
             running = self._lanes.get(lane)
             if running is None:
                 running = self._next_episode(lane)
@@ -408,7 +410,11 @@ class Rollout:
                 waiting.append(lane)
             else:
                 self._enter_slot(lane, running)
-        self._waiting = sorted(waiting)
+        waiting.sort()
+        self._waiting = waiting
+
+    def _has_idle(self) -> bool:
+        return any(lane not in self._lanes for lane in self._waiting)
 
     def _must_wait(self) -> bool:
         """Whether a lane that lacks a slot would be stepped as well."""
