@@ -1,6 +1,6 @@
 """How fast episodes arrive, compared with the bare loop (see ``bare_loop.py``).
 
-    python benchmarks/throughput.py [--workloads W1 W2 W3 W4] [--windows 10] [--seconds 3]
+    python benchmarks/throughput.py [--workloads W1 W2 W3 W4 requests] [--windows 10] [--seconds 3]
 
 - W1: CartPole-v1, network 4-64-64-2, 2 workers of 16 environments
 - W2: HalfCheetah-v5, network 17-256-256-6, 2 workers of 8 environments
@@ -18,13 +18,22 @@ loop: what it deviates from 1 is noise.
 W4: ``efficiency`` is the sleep of all steps, divided by 8 times the time from ``execute`` to
 ``get``.
 
-Prints one JSON line per workload, and every window to stderr.
+``requests``: W1 again, as training loops ask for it: small requests, of which one or two are
+pending, and windows of 128 steps of 8 lanes that restart; each without and with an ``update``
+before every request. ``request_us`` is the time of a ``get`` and an ``execute`` when the result is
+complete already: what a request costs the caller apart from waiting for its steps.
+
+Prints one JSON line per workload, and every window to stderr; for ``requests`` a line per row of
+the table.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -35,16 +44,23 @@ from workloads import (
     Workload,
     in_turns,
     make_batcher,
+    make_window_batcher,
     noise_of,
     note,
     parser_of,
     quartiles,
+    seeded_policy,
     show,
 )
 
 from rlpool import EpisodeBatcher
 
 STEP_SLEEP_S = 1e-3  # of W4
+
+REQUESTS = ((32, 2), (128, 2), (512, 1), (512, 2), (8000, 1))
+"""Episodes per request, and requests pending."""
+
+N_WINDOW_STEPS, N_WINDOW_LANES = 128, 8
 
 
 def batcher_window(batcher: EpisodeBatcher, n_episodes: int, seconds: float) -> float:
@@ -85,6 +101,84 @@ def compare(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def pending_window(
+    batcher: Any, request: Callable[[], None], n_pending: int, update: Any, seconds: float
+) -> float:
+    """Collect with requests pending; returns steps per second.
+
+    Args:
+        batcher: A batcher with nothing pending.
+        request: Makes a request.
+        n_pending: How many are pending while one is waited for.
+        update: What the agents are updated with before each request, ``None`` for nothing.
+        seconds: No request is made after this long.
+    """
+    for _ in range(n_pending):
+        request()
+    n_steps = 0
+    start = now = time.perf_counter()
+    while now - start < seconds:
+        n_steps += int(batcher.get().lengths.sum())
+        if update is not None:
+            batcher.update(update)
+        request()
+        now = time.perf_counter()
+    for _ in range(n_pending):
+        batcher.get()
+    return n_steps / (now - start)
+
+
+def request_us(batcher: Any, request: Callable[[], None], request_s: float) -> float:
+    """Median time of a ``get`` and an ``execute`` if the result is complete, in microseconds.
+
+    Args:
+        batcher: A batcher with nothing pending.
+        request: Makes a request.
+        request_s: How long the workers take for a request.
+    """
+    times = []
+    request()
+    for _ in range(20):
+        time.sleep(2 * request_s + 0.01)
+        start = time.perf_counter()
+        batcher.get()
+        request()
+        times.append(time.perf_counter() - start)
+    batcher.get()
+    return 1e6 * statistics.median(times)
+
+
+def small_requests(workload: Workload, args: argparse.Namespace) -> None:
+    """Requests as training loops make them, and the bare loop in turns; prints the table."""
+    update = seeded_policy(workload.make_policy).state_dict()
+    with BareLoop(workload) as bare_loop, ExitStack() as stack:
+        makers: dict[str, tuple[Any, Callable[[], None], int]] = {}
+        for n_episodes, n_pending in REQUESTS:
+            batcher = stack.enter_context(make_batcher(workload, n_episodes, n_pending=n_pending))
+            name = f"{n_episodes} episodes, {n_pending} pending"
+            makers[name] = batcher, partial(batcher.execute, n_episodes), n_pending
+        windows = stack.enter_context(make_window_batcher(workload, N_WINDOW_STEPS, N_WINDOW_LANES))
+        windows.reset()
+        name = f"windows of {N_WINDOW_LANES} lanes x {N_WINDOW_STEPS} steps"
+        makers[name] = windows, windows.execute, 1
+        turns = {
+            f"{name}{suffix}": partial(pending_window, *maker, given)
+            for name, maker in makers.items()
+            for suffix, given in (("", None), (", updates", update))
+        }
+        _, others = in_turns(bare_loop.window, turns, args.windows, args.seconds)
+        costs = {}
+        for name, (batcher, request, _) in makers.items():
+            start = time.perf_counter()
+            request()
+            batcher.get()
+            costs[name] = request_us(batcher, request, time.perf_counter() - start)
+    for name, (_, ratios) in others.items():
+        ratio = quartiles(ratios)
+        row = {"requests": name, "ratio": ratio["median"], "quartiles": ratio["quartiles"]}
+        show({**row, "request_us": round(costs[name.removesuffix(", updates")])})
+
+
 def stragglers(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
     """Efficiency over requests of episodes that sleep."""
     n_episodes = args.n_episodes or workload.n_episodes
@@ -122,7 +216,8 @@ def measured_sleep_s(n: int = 500) -> float:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    names = [*WORKLOADS, "requests"]
+    parser.add_argument("--workloads", nargs="+", choices=names, default=names)
     parser.add_argument(
         "--windows", type=int, default=10, help="windows of the batcher; W4: requests"
     )
@@ -131,6 +226,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.workloads:
+        if name == "requests":
+            small_requests(WORKLOADS["W1"], args)
+            continue
         measure = stragglers if name == "W4" else compare
         show(measure(WORKLOADS[name], args), *(["mujoco"] if name == "W2" else []))
 

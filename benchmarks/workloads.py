@@ -25,9 +25,11 @@ import torch
 
 from rlpool import (
     Agent,
+    Batcher,
     DictTensor,
     EpisodeBatcher,
     GymEnv,
+    GymEnvInf,
     TemporalDictTensor,
     sample_categorical,
     sample_tanh_normal,
@@ -231,6 +233,9 @@ class PolicyAgent(Agent):
         output = self.policy(observation["frame"], observation["noise"])
         return self._no_state, DictTensor(output), self._no_state
 
+    def update(self, info: Mapping[str, torch.Tensor]) -> None:
+        self.policy.load_state_dict(info)
+
 
 def seeded_policy(make_policy: Callable[[], Any]) -> Any:
     """The policy, with the same parameters in every process."""
@@ -245,7 +250,10 @@ def create_env(
 
 
 def make_batcher(
-    workload: Workload, n_episodes: int | None = None, n_threads: int | None = None
+    workload: Workload,
+    n_episodes: int | None = None,
+    n_threads: int | None = None,
+    n_pending: int = 1,
 ) -> EpisodeBatcher:
     """A batcher with one slot for every episode.
 
@@ -253,15 +261,45 @@ def make_batcher(
         workload: What to run.
         n_episodes: Episodes per request, instead of the workload's own.
         n_threads: Worker processes, instead of the workload's own.
+        n_pending: Requests at a time.
     """
     return EpisodeBatcher(
         n_timesteps=workload.n_timesteps,
-        n_slots=n_episodes or workload.n_episodes,
+        n_slots=n_pending * (n_episodes or workload.n_episodes),
         create_agent=PolicyAgent,
         agent_args={"make_policy": workload.make_policy},
         create_env=create_env,
         env_args={"make_env": workload.make_env, "n_lanes": workload.n_lanes},
         n_threads=workload.n_workers if n_threads is None else n_threads,
+        seeds=SEED,
+    )
+
+
+def create_restarting_env(
+    make_env: Callable[[], gymnasium.Env[Any, Any]], n_lanes: int, seed: int | None = None
+) -> GymEnvInf:
+    return GymEnvInf([make_env() for _ in range(n_lanes)], seed)
+
+
+def make_window_batcher(
+    workload: Workload, n_timesteps: int, n_lanes: int, n_threads: int | None = None
+) -> Batcher:
+    """A batcher of windows of lanes that restart, divided among the workers.
+
+    Args:
+        workload: What to run.
+        n_timesteps: Steps of a window.
+        n_lanes: Lanes of all workers together.
+        n_threads: Worker processes, instead of the workload's own.
+    """
+    n_workers = workload.n_workers if n_threads is None else n_threads
+    return Batcher(
+        n_timesteps=n_timesteps,
+        create_agent=PolicyAgent,
+        agent_args={"make_policy": workload.make_policy},
+        create_env=create_restarting_env,
+        env_args={"make_env": workload.make_env, "n_lanes": n_lanes // (n_workers or 1)},
+        n_threads=n_workers,
         seeds=SEED,
     )
 
