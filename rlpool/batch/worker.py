@@ -67,7 +67,12 @@ class Inbox:
     Args:
         link: The line to the caller.
         take_slots: Is given each ``Credit`` as soon as it is read.
+
+    Attributes:
+        is_broken: Whether a message could not be read as a whole, and is lost.
     """
+
+    is_broken = False
 
     def __init__(self, link: Pipe, take_slots: Callable[[Credit], None]) -> None:
         self._link = link
@@ -90,7 +95,9 @@ class Inbox:
         """Read what has arrived, and wait for something if told so; False if there was nothing."""
         n_read = 0
         while self._link.poll() or (blocking and not n_read):
+            self.is_broken = True
             message, memory = self._link.receive()
+            self.is_broken = False
             n_read += 1
             if isinstance(message, Credit):
                 self._take_slots(message)
@@ -284,8 +291,9 @@ class Collector:
         except BaseException as error:
             failure = error
             if not isinstance(failure, WorkerError):
-                if self._in_process:
-                    raise  # most likely from a handler of one of the caller's signals
+                # In process it is most likely from a handler of one of the caller's signals.
+                if self._in_process or self.inbox.is_broken:
+                    raise
                 what, text = f"the worker failed with {described(error)}", text_of(error)
                 failure = WorkerError(what, where=self._here, traceback_text=text)
             for number in list(self._plans):

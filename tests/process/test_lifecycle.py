@@ -325,13 +325,19 @@ class LeakingEnv(CountingEnv):
         return result
 
 
-def test_a_worker_without_a_descriptor_left_says_why_it_ends() -> None:
+@pytest.mark.parametrize("n_pending", [1, 2])
+def test_a_worker_without_a_descriptor_left_says_why_it_ends(n_pending: int) -> None:
     def create_env(seed: int) -> GymEnv:
         return GymEnv([LeakingEnv()], seed)
 
-    with EpisodeBatcher(4, 8, create_agent, {}, create_env, {}, 1, max_restarts=0) as batcher:
+    def request_two(batcher: EpisodeBatcher) -> None:
         batcher.execute(1, env_info={"id": [1]})
-        batcher.get()
-        batcher.execute(1, env_info={"id": [1]})
-        with pytest.raises(WorkerError, match="Too many open files"):
+        for _ in range(2 - n_pending):
             batcher.get()
+        batcher.execute(1, env_info={"id": [1]})
+        for _ in range(n_pending):
+            batcher.get()
+
+    with EpisodeBatcher(4, 8, create_agent, {}, create_env, {}, 1, max_restarts=0) as batcher:
+        with pytest.raises(WorkerError, match="Too many open files"):
+            request_two(batcher)
