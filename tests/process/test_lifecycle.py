@@ -325,19 +325,16 @@ class LeakingEnv(CountingEnv):
         return result
 
 
-@pytest.mark.parametrize("n_pending", [1, 2])
-def test_a_worker_without_a_descriptor_left_says_why_it_ends(n_pending: int) -> None:
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_worker_without_a_descriptor_left_says_why_it_ends(is_busy: bool) -> None:
     def create_env(seed: int) -> GymEnv:
         return GymEnv([LeakingEnv()], seed)
 
-    def request_two(batcher: EpisodeBatcher) -> None:
-        batcher.execute(1, env_info={"id": [1]})
-        for _ in range(2 - n_pending):
+    with EpisodeBatcher(9000, 8, create_agent, {}, create_env, {}, 1, max_restarts=0) as batcher:
+        batcher.execute(2, env_info={"id": 1, "length": [1, 9000 if is_busy else 1]})
+        wait_until(lambda: batcher.progress[0] >= 1)
+        if not is_busy:
             batcher.get()
-        batcher.execute(1, env_info={"id": [1]})
-        for _ in range(n_pending):
-            batcher.get()
-
-    with EpisodeBatcher(4, 8, create_agent, {}, create_env, {}, 1, max_restarts=0) as batcher:
+        batcher.execute(1, env_info={"id": 1})
         with pytest.raises(WorkerError, match="Too many open files"):
-            request_two(batcher)
+            batcher.get()
