@@ -103,7 +103,9 @@ class EpisodePlan(_RequestPlan):
         self._exhausted: set[int] = set()  # lanes whose episodes are all claimed
         self._recycling = site.recycling
         self._chunks: list[tuple[int, int, int, bool]] = []
-        self._lacks_slots = False
+        self._withdrawn: list[int] = []  # slots that go to no other episode when they come back
+        self._lacking: set[int] = set()  # lanes without a slot
+        self._has_new_slots = False
 
     def next_episode(self, lane: int) -> Episode | None:
         """The lane's next episode, if it has a slot to write to."""
@@ -112,7 +114,7 @@ class EpisodePlan(_RequestPlan):
         if not self._claimed[lane] and (lane in self._exhausted or not self._claim(lane)):
             return None
         number = self._claimed[lane][-1]
-        slot = number if self._in_place else self._free_slot()
+        slot = self._slot_for(lane, number if self._in_place else None)
         if slot is None:
             return None
         self._claimed[lane].pop()
@@ -134,27 +136,42 @@ class EpisodePlan(_RequestPlan):
 
     def next_slot(self, lane: int, episode: int) -> int | None:
         """A slot for the next chunk of an episode."""
-        return self._free_slot()
+        return self._slot_for(lane)
 
-    def _free_slot(self) -> int | None:
-        self._lacks_slots = not self._free
-        return self._free.pop() if self._free else None
+    def _slot_for(self, lane: int, own: int | None = None) -> int | None:
+        """A slot for a lane, or its episode's own one, unless others have not left that yet."""
+        if own is None and self._free:
+            own = self._free.pop()
+        elif own is None or own in self._withdrawn:
+            self._lacking.add(lane)
+            self._has_new_slots = False
+            return None
+        self._lacking.discard(lane)
+        return own
 
     def is_over(self) -> bool:
         """Whether all episodes are claimed, here or elsewhere, and no lane waits for a slot."""
-        if self._lacks_slots:
+        if self._lacking:
             return False
         return self._recycling.is_due() or len(self._exhausted) == len(self._claimed)
 
     def take_back(self, lane: int, episode: Episode, slot: int | None, chunk: int) -> None:
         """Let an episode begin again, here; the caller drops what it has of it."""
-        self._claimed[lane].append(episode.number)
+        number = episode.number
+        self._claimed[lane].append(number)
         self._exhausted.discard(lane)
-        if slot is not None and not (self._in_place and slot == episode.number):
-            self._free.append(slot)
+        self._lacking.discard(lane)
+        if slot is not None and (chunk or not self._in_place):
+            self.take_slots([slot])
         if chunk:
             self.flush()
-            self._site.send(BeginsAgain(self.number, episode.number))
+            self._site.send(BeginsAgain(self.number, number))
+        if chunk and self._in_place:
+            # It begins in its own slot, which was given to others when it had left it.
+            if number in self._free:
+                self._free.remove(number)
+            else:
+                self._withdrawn.append(number)
 
     def chunk_done(self, episode: int, slot: int, chunk: int, is_last: bool) -> None:
         """Record a complete slot; one that is its row's whole episode stays where it is."""
@@ -173,19 +190,24 @@ class EpisodePlan(_RequestPlan):
 
     def wait(self) -> bool:
         """Wait for slots, if any lane lacks one."""
-        if self._lacks_slots and not self._free:
+        if self._lacking and not self._has_new_slots:
             self._site.read(True)
-        return self._lacks_slots
+        return bool(self._lacking)
 
     def has_news(self) -> bool:
         """Whether slots that a lane lacks came back meanwhile."""
-        if self._lacks_slots and not self._free:
+        if self._lacking and not self._has_new_slots:
             self._site.read(False)
-        return self._lacks_slots and bool(self._free)
+        return bool(self._lacking) and self._has_new_slots
 
     def take_slots(self, slots: Sequence[int]) -> None:
         """Take slots that the caller has emptied."""
-        self._free.extend(slots)
+        self._has_new_slots = True
+        for slot in slots:
+            if slot in self._withdrawn:
+                self._withdrawn.remove(slot)
+            else:
+                self._free.append(slot)
 
 
 class WindowPlan(_RequestPlan):

@@ -445,8 +445,8 @@ class Rollout:
         self._begin_episodes(episodes)
 
     def _begin_episodes(self, starting: dict[int, Lane]) -> None:
-        lanes = list(starting)
-        episodes = [running.episode for running in starting.values()]
+        lanes = sorted(starting)  # plans may have been asked in turns
+        episodes = [starting[lane].episode for lane in lanes]
         seeds = [episode.seed for episode in episodes]
         options = [episode.options for episode in episodes]
         self._env.reset_lanes(lanes, seeds, options)
