@@ -15,6 +15,7 @@ from rlpool.crash_replay import Replay, replay_crash
 from rlpool.data.array import Array
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor, masked_tensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.envs.envpool_env import EnvPoolEnv
 from rlpool.envs.gym_env import GymEnv, GymEnvInf
 from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import VectorGymEnv
@@ -56,6 +57,7 @@ __all__ = [
     "DeviceAgent",
     "DictTensor",
     "EnvError",
+    "EnvPoolEnv",
     "EnvSpecError",
     "EpisodeBatcher",
     "GymEnv",

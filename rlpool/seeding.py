@@ -31,7 +31,7 @@ import random
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -41,6 +41,11 @@ from rlpool.machine.interrupts import InterruptsHeld
 
 Words = np.ndarray[Any, np.dtype[Any]]
 States = tuple[Any, Any, torch.Tensor]
+
+Seeding = Literal["episode", "request", "stream"]
+"""What can be seeded, from most to least; ``VectorGymEnv`` explains them."""
+
+SEEDINGS: tuple[Seeding, ...] = get_args(Seeding)
 
 N_SEEDS = 2**31
 """Seeds are in ``[0, N_SEEDS)``."""

@@ -11,7 +11,7 @@ from rlpool.batch.dispatch import Dispatcher
 from rlpool.batch.requests import EpisodeRequest, Policy, WindowRequest, as_infos
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import RlpoolError, UsageError
+from rlpool.errors import RlpoolError, SpecError, UsageError
 from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.record.capsule_files import CrashDir
@@ -144,7 +144,9 @@ class EpisodeBatcher(BatcherBase):
                 ``env_info`` nothing is passed, so that the environment's own default applies.
 
         Raises:
-            SpecError: If an info holds anything but numbers, or has another number of rows.
+            SpecError: If an info holds anything but numbers, or has another number of rows; or if
+                rows of ``env_info`` differ, or there are fewer slots than lanes, for environments
+                that can only be reset together (see ``VectorGymEnv``).
             UsageError: If the batcher is closed.
             WorkerDiedError: If a worker died meanwhile.
         """
@@ -162,6 +164,7 @@ class EpisodeBatcher(BatcherBase):
                 first=self._n_episodes,
                 root=self._root,
             )
+            dispatcher.check(request)
             self._n_executions += 1
             self._n_episodes += n_episodes
             self._last = (n_episodes, *infos)
@@ -384,7 +387,8 @@ class Batcher(BatcherBase):
 
         Returns:
             Tensors ``[lanes that ran, T, ...]`` as from ``EpisodeBatcher.get``, lengths from 1 to
-            ``n_timesteps``; ``None`` once all lanes have stopped (see ``all_stopped``).
+            ``n_timesteps`` (from 0 where lanes cannot be reset one by one: the steps in which they
+            restart are missing); ``None`` once all lanes have stopped (see ``all_stopped``).
 
         Raises:
             UsageError: If nothing was requested.
@@ -435,6 +439,11 @@ class Batcher(BatcherBase):
     def _layout(
         cls, n_timesteps: int, n_slots: int | None, n_workers: int, specs: StepSpecs
     ) -> Layout:
+        if specs.depends_on_timing:
+            raise SpecError(
+                "windows need lanes that step together, not those of an asynchronous EnvPool",
+                fix="make the pool without batch_size, or use EpisodeBatcher",
+            )
         n_lanes = specs.n_lanes * n_workers
         layout = Layout(specs, n_lanes, n_timesteps, n_workers, specs.auto_reset)
         return layout.checked(("n_timesteps",))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,6 +122,7 @@ class Dispatcher:
         self._blocks: BlockPool | None = None
         self.n_lanes = 0
         self.policy = Policy()
+        self._strays: set[int] = set()  # workers whose streams are not where they should be
         self._sent = {worker: _Sent() for worker in range(n_workers or 1)}
         self._owner_pid = os.getpid()
         self._n_requests = 0
@@ -166,6 +167,15 @@ class Dispatcher:
         """A number for a new request."""
         self._n_requests += 1
         return self._n_requests
+
+    def check(self, request: Request) -> None:
+        """Refuse what workers cannot run, as far as it is known what they can.
+
+        Raises:
+            SpecError: See ``Request.check``.
+        """
+        if self._blocks is not None:
+            request.check(self._blocks.layout)
 
     def submit(self, request: Request) -> None:
         """Queue a request and send it if its slots are free.
@@ -382,6 +392,7 @@ class Dispatcher:
         if successors and not request.can_be_repeated():
             failure = next(filter(None, successors.values()), None)
             raise failure or _cannot_go_on(min(successors))
+        request.check(blocks.layout)
         request.block = blocks.take()
         if any(request.infos):
             request.packed = self._pack((*request.infos, {}))
@@ -404,6 +415,7 @@ class Dispatcher:
     def _send_to(self, worker: int, request: Request, gone: list[int]) -> None:
         """Send a request to one worker, after the policy and the block if it lacks them."""
         block, sent, send = request.running_block, self._sent[worker], self._workers.send
+        request.strays.update({worker} & self._strays)
         version, update = request.policy
         if update is not None and sent.policy != version:
             sent.policy = version
@@ -490,11 +502,29 @@ class Dispatcher:
         if request is not None and request.error is None:
             request.error = self._crash_files.with_file(error)
             request.cancel()
+            self._note_strays(request.remaining, "its episodes were cancelled")
+
+    def _note_strays(self, workers: Iterable[int], why: str) -> None:
+        """Note that unseeded environments are not where they would be in an undisturbed run."""
+        if self._blocks is None or self._blocks.layout.step.seeding != "stream":
+            return
+        for worker in sorted(workers):
+            if worker not in self._strays:
+                _LOG.warning(
+                    "worker %d: %s, and its environments cannot be seeded: its rows cannot be "
+                    "reproduced from here on (info['reproducible'] is False)",
+                    worker,
+                    why,
+                )
+            self._strays.add(worker)
+            for request in self._owed_by(worker):
+                request.strays.add(worker)
 
     def lost(self, worker: int, failure: WorkerError | None) -> None:
         """Take back what a worker had begun, for its successor."""
         self._sent[worker] = _Sent(replaces=failure, is_successor=True)
         self._agreement.forget(worker)
+        self._note_strays([worker], "it was replaced")
         for request in self._owed_by(worker):
             if not request.error and not request.can_be_repeated():
                 request.error = failure or _cannot_go_on(worker)
@@ -556,6 +586,7 @@ class Dispatcher:
             self._queued.remove(request)
         if request in self._running:
             request.cancel()
+            self._note_strays(request.remaining, "its episodes were cancelled")
         else:
             request.release()
 

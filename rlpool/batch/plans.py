@@ -9,6 +9,7 @@ import numpy as np
 
 from rlpool.batch.claims import Claims
 from rlpool.batch.messages import BeginsAgain, ChunksDone, Execute, Infos, Window
+from rlpool.batch.shares import Shares
 from rlpool.envs.vec_env import Options
 from rlpool.loop.plan import Episode, Plan
 from rlpool.record.tape import Tape
@@ -71,7 +72,8 @@ class EpisodePlan(_RequestPlan):
     """A worker's share of the episodes of an ``execute``.
 
     Episode *i* always runs in row ``i % n_lanes`` of the batch: the bits of a matrix product
-    depend on a row's position. Any idle worker takes the next episode of that row.
+    depend on a row's position. Any idle worker takes the next episode of that row, unless lanes
+    cannot be seeded one by one: then each worker has its share beforehand, see ``Shares``.
 
     Args:
         message: The request.
@@ -101,20 +103,33 @@ class EpisodePlan(_RequestPlan):
         for number in reversed(message.again):
             self._claimed[number % step.n_lanes].append(number)
         self._exhausted: set[int] = set()  # lanes whose episodes are all claimed
+        self.stays_whole = step.seeding != "episode"
+        if self.stays_whole:
+            self._take_share(Shares(self.layout, n_episodes))
         self._recycling = site.recycling
+        self._moved: set[int] = set()  # that begin again, when others may have got their slots
         self._chunks: list[tuple[int, int, int, bool]] = []
-        self._withdrawn: list[int] = []  # slots that go to no other episode when they come back
-        self._lacking: set[int] = set()  # lanes without a slot
-        self._has_new_slots = False
+        self.lacks_slots = False
+
+    def _take_share(self, shares: Shares) -> None:
+        """Take all that this worker is to run."""
+        share = shares.of(self.worker)
+        n_lanes = self.layout.step.n_lanes
+        for number in reversed(share):
+            self._claimed[number % n_lanes].append(number)
+        self._exhausted.update(range(n_lanes))
+        self.begins_anew = bool(share)
+        self.seeds = [self.seeds[shares.seeding_episode(n)] for n in range(len(self.seeds))]
 
     def next_episode(self, lane: int) -> Episode | None:
         """The lane's next episode, if it has a slot to write to."""
-        if self._recycling.is_due():
+        if self._must_stop():
             return None
         if not self._claimed[lane] and (lane in self._exhausted or not self._claim(lane)):
             return None
         number = self._claimed[lane][-1]
-        slot = self._slot_for(lane, number if self._in_place else None)
+        is_at_home = self._in_place and number not in self._moved
+        slot = number if is_at_home else self._free_slot()
         if slot is None:
             return None
         self._claimed[lane].pop()
@@ -136,47 +151,40 @@ class EpisodePlan(_RequestPlan):
 
     def next_slot(self, lane: int, episode: int) -> int | None:
         """A slot for the next chunk of an episode."""
-        return self._slot_for(lane)
+        return self._free_slot()
 
-    def _slot_for(self, lane: int, own: int | None = None) -> int | None:
-        """A slot for a lane, or its episode's own one, unless others have not left that yet."""
-        if own is None and self._free:
-            own = self._free.pop()
-        elif own is None or own in self._withdrawn:
-            self._lacking.add(lane)
-            self._has_new_slots = False
-            return None
-        self._lacking.discard(lane)
-        return own
+    def _free_slot(self) -> int | None:
+        self.lacks_slots = not self._free
+        return self._free.pop() if self._free else None
 
     def is_over(self) -> bool:
         """Whether all episodes are claimed, here or elsewhere, and no lane waits for a slot."""
-        if self._lacking:
+        if self.lacks_slots:
             return False
-        return self._recycling.is_due() or len(self._exhausted) == len(self._claimed)
+        is_claimed = len(self._exhausted) == len(self._claimed) and not any(self._claimed)
+        return is_claimed or self._must_stop()
+
+    def _must_stop(self) -> bool:
+        """Whether a successor runs the rest."""
+        return not self.stays_whole and self._recycling.is_due()
 
     def take_back(self, lane: int, episode: Episode, slot: int | None, chunk: int) -> None:
         """Let an episode begin again, here; the caller drops what it has of it."""
-        number = episode.number
-        self._claimed[lane].append(number)
+        self._claimed[lane].append(episode.number)
         self._exhausted.discard(lane)
-        self._lacking.discard(lane)
-        if slot is not None and (chunk or not self._in_place):
-            self.take_slots([slot])
+        if chunk:
+            self._moved.add(episode.number)
+        is_at_home = self._in_place and episode.number not in self._moved
+        if slot is not None and not is_at_home:
+            self._free.append(slot)
         if chunk:
             self.flush()
-            self._site.send(BeginsAgain(self.number, number))
-        if chunk and self._in_place:
-            # It begins in its own slot, which was given to others when it had left it.
-            if number in self._free:
-                self._free.remove(number)
-            else:
-                self._withdrawn.append(number)
+            self._site.send(BeginsAgain(self.number, episode.number))
 
     def chunk_done(self, episode: int, slot: int, chunk: int, is_last: bool) -> None:
         """Record a complete slot; one that is its row's whole episode stays where it is."""
         self._site.control.done[0] += is_last
-        if self._in_place and is_last and chunk == 0:
+        if self._in_place and is_last and chunk == 0 and slot == episode:
             self._whole[episode] = 1  # the last thing that is written about it
         else:
             self._chunks.append((episode, slot, chunk, is_last))
@@ -190,24 +198,19 @@ class EpisodePlan(_RequestPlan):
 
     def wait(self) -> bool:
         """Wait for slots, if any lane lacks one."""
-        if self._lacking and not self._has_new_slots:
+        if self.lacks_slots and not self._free:
             self._site.read(True)
-        return bool(self._lacking)
+        return self.lacks_slots
 
     def has_news(self) -> bool:
         """Whether slots that a lane lacks came back meanwhile."""
-        if self._lacking and not self._has_new_slots:
+        if self.lacks_slots and not self._free:
             self._site.read(False)
-        return bool(self._lacking) and self._has_new_slots
+        return self.lacks_slots and bool(self._free)
 
     def take_slots(self, slots: Sequence[int]) -> None:
         """Take slots that the caller has emptied."""
-        self._has_new_slots = True
-        for slot in slots:
-            if slot in self._withdrawn:
-                self._withdrawn.remove(slot)
-            else:
-                self._free.append(slot)
+        self._free.extend(slots)
 
 
 class WindowPlan(_RequestPlan):
@@ -221,6 +224,8 @@ class WindowPlan(_RequestPlan):
         site: Where it runs.
     """
 
+    stays_whole = True
+
     def __init__(
         self,
         message: Window,
@@ -231,6 +236,8 @@ class WindowPlan(_RequestPlan):
     ) -> None:
         super().__init__(message.number, block, infos, site)
         self.tapes = tapes
+        self._has_one_seed = self.layout.step.seeding != "episode"
+        self.begins_anew = self._has_one_seed and message.is_first
         self._seeds = message.seeds
         self._slots = dict(message.slots)
         self._starts = message.is_first
@@ -257,7 +264,10 @@ class WindowPlan(_RequestPlan):
         return self._slots.pop(lane, None)
 
     def _episode(self, number: int, slot: int, n_restarts: int) -> Episode:
-        seed = self._seeds.seed(number, n_restarts)
+        if self._has_one_seed:
+            seed = self._seeds.seed(self._first_lane, 0)
+        else:
+            seed = self._seeds.seed(number, n_restarts)
         n_noise = self.layout.step.n_noise
         noise = None
         if n_noise:

@@ -13,13 +13,14 @@ import torch
 
 from rlpool.batch.claims import Claims
 from rlpool.batch.messages import Execute, Infos, Window
+from rlpool.batch.shares import Shares
 from rlpool.data.infos import Info, info_rows
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import RlpoolError
+from rlpool.errors import RlpoolError, SpecError
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape, WindowTapes
 from rlpool.seeding import LaneSeeds, episode_seeds
-from rlpool.slots.blocks import Block
+from rlpool.slots.blocks import Block, Layout
 from rlpool.slots.trajectories import Derivation, Glue, slots_of, trajectories_of
 from rlpool.specs import join_key
 from rlpool.workers.payload import Packed, Payload
@@ -56,6 +57,8 @@ class Request(ABC):
         remaining: Workers that are not done with it.
         error: Why it cannot be completed.
         trajectories: Its result, once the caller has waited for it.
+        strays: Workers whose unseeded environments are not where they would have been, had none
+            failed.
     """
 
     number: int
@@ -69,6 +72,7 @@ class Request(ABC):
     remaining: set[int] = field(default_factory=set)
     error: RlpoolError | None = None
     trajectories: TemporalDictTensor | None = None
+    strays: set[int] = field(default_factory=set)
 
     @property
     def is_complete(self) -> bool:
@@ -101,6 +105,22 @@ class Request(ABC):
     def drop_payloads(self) -> None:
         """Free what was packed: no worker will read it again."""
         self.packed, self.policy = None, self.policy._replace(packed=None)
+
+    def check(self, layout: Layout) -> None:
+        """Refuse what workers with this layout cannot run.
+
+        Raises:
+            SpecError: If lanes are reset together and have different ``env_info``, or there are
+                too few slots for them.
+        """
+        for key, array in self.infos[1].items() if layout.step.seeding != "episode" else ():
+            if len({row.tobytes() for row in array}) > 1:
+                raise SpecError(
+                    f"env_info[{key!r}] has different rows, and one reset serves all lanes "
+                    f"(seeding is {layout.step.seeding!r})",
+                    fix="give all rows the same value, or use a vector environment whose lanes "
+                    "can be reset one by one, such as SyncVectorEnv",
+                )
 
     @abstractmethod
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
@@ -158,19 +178,25 @@ class Request(ABC):
         """
 
     def _info(
-        self, episodes: Sequence[int], seeds: Callable[[], Sequence[int]]
+        self, episodes: Sequence[int], seeds: Callable[[], Sequence[int]], workers: Sequence[int]
     ) -> dict[str, Derivation]:
         """The result's ``info``, computed when it is looked at.
 
         Args:
             episodes: The number of each row's episode.
             seeds: Returns their seeds.
+            workers: The worker of each row, which matters only where nothing can be seeded.
         """
         info: dict[str, Derivation] = {
             "episode": lambda: torch.tensor(episodes),
             "seed": lambda: torch.tensor(seeds()),
-            "policy_version": partial(torch.full, (len(episodes),), self.policy.version),
         }
+        step = self.running_block.layout.step
+        if step.seeding == "stream":
+            is_stray = np.isin(workers, list(self.strays))
+            reproducible = ~is_stray & (not step.depends_on_timing)
+            info["reproducible"] = partial(torch.from_numpy, reproducible)
+        info["policy_version"] = partial(torch.full, (len(episodes),), self.policy.version)
         for prefix, arrays in zip(("agent_info", "env_info"), self.infos, strict=True):
             for key, array in arrays.items():
                 info[join_key(prefix, key)] = partial(_rows_of, array, episodes)
@@ -194,6 +220,17 @@ class EpisodeRequest(Request):
         self._arrived = np.zeros(self.n_rows, bool)  # whether an episode's last chunk was
         self._owed: dict[int, list[int]] = {}  # worker: episodes of an earlier one to run again
         self._in_place = True
+
+    def check(self, layout: Layout) -> None:
+        """See ``Request.check``."""
+        super().check(layout)
+        n_lanes = layout.step.n_lanes * layout.n_workers
+        if layout.step.seeding != "episode" and layout.n_slots < min(n_lanes, self.n_rows):
+            raise SpecError(
+                f"n_slots is {layout.n_slots}, and {n_lanes} lanes run at the same time: none of "
+                f"them can wait for a slot (seeding is {layout.step.seeding!r})",
+                fix=f"give n_slots={n_lanes} or more",
+            )
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
         """One slot per episode, and spare ones for episodes that are longer than a slot.
@@ -230,6 +267,8 @@ class EpisodeRequest(Request):
     def give_back(self, worker: int) -> bool:
         """Find the episodes that a dead worker had claimed and not finished."""
         control = self.running_block.arrays.control
+        if self._has_shares:
+            return self._give_back_share(worker)
         claims = Claims(control, self.n_rows)
         claimed = {*claims.give_back(worker), *self._owed.get(worker, [])}
         self._note_writing(worker)
@@ -240,8 +279,29 @@ class EpisodeRequest(Request):
         self.drop_chunks(again)
         return bool(again) or not claims.all_made
 
+    def _give_back_share(self, worker: int) -> bool:
+        """Let a successor run all that a dead worker had to run."""
+        control = self.running_block.arrays.control
+        share = self._shares.of(worker)
+        self._note_writing(worker)
+        control["n_finished"][worker] = 0
+        self._arrived[share] = False
+        self.drop_chunks(share)
+        return bool(share)
+
+    @property
+    def _has_shares(self) -> bool:
+        """Whether it is fixed which worker runs what, since its lanes are reset together."""
+        return self.running_block.layout.step.seeding != "episode"
+
+    @property
+    def _shares(self) -> Shares:
+        return Shares(self.running_block.layout, self.n_rows)
+
     def seed_of(self, row: int) -> int:
         """The seed of an episode."""
+        if self._has_shares:
+            row = self._shares.seeding_episode(row)
         return episode_seeds(self.root, self.first + row, 1)[0]
 
     def empty_slots(self, chunks: Sequence[Chunk]) -> list[int]:
@@ -273,7 +333,13 @@ class EpisodeRequest(Request):
                 self._glue.add(at_home, 0, slots_of(block.arrays, at_home))
             part = self._glue.join()
         seeds = partial(episode_seeds, self.root, self.first, self.n_rows)
-        info = self._info(range(self.n_rows), seeds)
+        workers: list[int] = []
+        if self._has_shares:
+            shares, all_seeds = self._shares, seeds()
+            workers = [shares.worker(row) for row in range(self.n_rows)]
+            own = [all_seeds[shares.seeding_episode(row)] for row in range(self.n_rows)]
+            seeds = partial(list, own)
+        info = self._info(range(self.n_rows), seeds, workers)
         return trajectories_of(block.layout, part, info)
 
 
@@ -345,6 +411,8 @@ class WindowRequest(Request):
 
     def seed_of(self, row: int) -> int | None:
         """See ``Request.seed_of``; only the worker knows how often a lane has restarted."""
+        if self.running_block.layout.step.seeding != "episode":
+            return self._seeds.seed(row - row % self.n_lanes, 0)
         return None if self.running_block.layout.restarts else self._seeds.seed(row, 0)
 
     def result(self) -> TemporalDictTensor:
@@ -356,7 +424,12 @@ class WindowRequest(Request):
             self.tapes.record(block.layout, block.arrays, self.lanes, self.lanes_left)
         part = slots_of(block.arrays, slice(self.n_rows))
         lane_seeds, lanes = self._seeds, self.lanes
-        info = self._info(lanes, lambda: [lane_seeds.seed(lane, 0) for lane in lanes])
+        workers = [lane // self.n_lanes for lane in lanes]
+        seeded = lanes
+        if block.layout.step.seeding != "episode":
+            seeded = [worker * self.n_lanes for worker in workers]
+        seeds = partial(list, [lane_seeds.seed(lane, 0) for lane in seeded])
+        info = self._info(lanes, seeds, workers)
         return trajectories_of(block.layout, part, info)
 
 

@@ -43,6 +43,7 @@ def adapt(env: VectorEnv[Any, Any, Any], owner: VecEnv) -> None:
         base.copy = False
     if is_sync:
         base.envs = _Marked(base.envs, owner)
+    if is_sync and owner.seeding == "episode":
         # No restarts without the episode's options, and no final observations in the infos.
         base.autoreset_mode = base.metadata["autoreset_mode"] = AutoresetMode.DISABLED
     elif is_async:

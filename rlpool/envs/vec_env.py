@@ -20,7 +20,7 @@ from rlpool.data.infos import Info, info_rows
 from rlpool.envs.columns import BadValue, Columns, Results, checked_results, ended_rows
 from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where
 from rlpool.memory.storage import Array, batch_array
-from rlpool.seeding import LaneSeeds, root_from
+from rlpool.seeding import LaneSeeds, Seeding, root_from
 from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
     FLAGS,
@@ -77,6 +77,8 @@ class VecEnv(ABC):
         is_declared: Whether spaces declare the observations; else the first reset shows their keys.
         steps_all_lanes: Whether every step steps all lanes. A lane that is left out goes on unseen,
             and needs a reset before it can be stepped again.
+        seeding: What can be seeded, see ``VectorGymEnv``.
+        depends_on_timing: Whether other data may come from the same environments and actions.
         min_ready: How many lanes the rollout loop waits for at a time, ``None`` for all.
         lane_in_use: One element: the lane whose environment is running. It explains the death of
             this process.
@@ -85,6 +87,8 @@ class VecEnv(ABC):
     auto_reset = False
     is_declared = True
     steps_all_lanes = False
+    seeding: Seeding = "episode"
+    depends_on_timing = False
     min_ready: int | None = None
     _widens, _prefix = False, ""  # of the observations' columns
     _columns: Columns | None = None
@@ -105,6 +109,7 @@ class VecEnv(ABC):
         self._root = root_from(seed)
         self._n_resets = 0
         self._lane_seeds = LaneSeeds(self._root, 0)
+        self._restarting: list[int] = []  # lanes that ended and cannot be reset yet
         self._restarts = [0] * n_lanes  # since the reset
         self._n_restarts_before = 0  # the most of any lane before that reset
         self._n_steps = np.zeros(n_lanes, np.int64)  # of each lane's episode
@@ -216,6 +221,21 @@ class VecEnv(ABC):
     def seed_used(self, lane: int) -> int | None:
         """The seed of a lane's episode, if it differs from the one that was passed to reset."""
         return None
+
+    def begin_anew(self) -> None:  # noqa: B027  (optional)
+        """Let the next ``reset_lanes`` reset all lanes, with its first seed and its options.
+
+        That is how lanes begin which cannot be reset one by one: without it ``reset_lanes`` lets
+        lanes begin the episodes at whose start they are, see ``is_ready``.
+        """
+
+    def is_ready(self, lane: int) -> bool:
+        """Whether a lane can begin an episode: it can be reset, or has restarted by itself."""
+        return True
+
+    def advance(self) -> bool:
+        """Step lanes that run nothing, until some restart; False if that is no use."""
+        return False
 
     def reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
@@ -331,7 +351,8 @@ class VecEnv(ABC):
         self._n_restarts_before, self._restarts = n_before, [0] * self.n_lanes
         self._lane_seeds = LaneSeeds(self._root, self._n_resets, n_before)
         self._n_resets += 1
-        self._running = []
+        self._running, self._restarting = [], []
+        self.begin_anew()
         self._restart(self._all_lanes)
         self._running = list(self._all_lanes)
         return self._observation(self._running)
@@ -362,7 +383,7 @@ class VecEnv(ABC):
         self._n_steps[running] += 1
         if self.auto_reset:
             self._restarts = restarts
-            self._restart(ended)
+            running = self._restart_those_ready(ended)
         else:
             running = [lane for lane in running if lane not in ended]
         result = stepped, self._observation(running)
@@ -379,6 +400,16 @@ class VecEnv(ABC):
         ended = self._call(self.step_lanes, self._running, actions)
         restarts = [n + (lane in ended) for lane, n in enumerate(self._restarts)]
         return self._observation(self._running), ended, restarts
+
+    def _restart_those_ready(self, ended: Sequence[int]) -> list[int]:
+        """Restart lanes that ended, now or as soon as they can be; returns those that run."""
+        lanes = sorted({*self._restarting, *ended})
+        while len(lanes) == self.n_lanes and not any(map(self.is_ready, lanes)):
+            self._call(self.advance)
+        ready = [lane for lane in lanes if self.is_ready(lane)]
+        self._restart(ready)
+        self._restarting = [lane for lane in lanes if lane not in ready]
+        return [lane for lane in self._all_lanes if lane not in self._restarting]
 
     def _restart(self, lanes: Sequence[int]) -> None:
         if not lanes:

@@ -10,13 +10,15 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from rlpool.envs.columns import Results, as_array
+from rlpool.envs.envpool_lanes import EnvPoolLanes, is_envpool
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.gymnasium_vector import adapt, autoreset_mode, failed_process, kill
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.envs.vector_seeding import SEEDINGS, Seeding, detected_seeding
+from rlpool.envs.vector_seeding import detected_seeding
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.memory.storage import Array
+from rlpool.seeding import SEEDINGS, Seeding, stream_seed
 from rlpool.specs import leaves_of, nester, structure_of_space
 
 _ALL = slice(None)
@@ -32,11 +34,23 @@ class VectorGymEnv(VecEnv):
       options={"reset_mask": ...})``: Gymnasium's ``SyncVectorEnv`` and ``AsyncVectorEnv``, and
       others with ``AutoresetMode.DISABLED``. Everything that rlpool promises for a ``GymEnv``
       holds. Lanes with different options are reset one after another, by one call for each.
-    - ``"request"``: only all lanes together, as Gymnasium's ``CartPoleVectorEnv``.
-    - ``"stream"``: not at all, ``reset(seed=...)`` changes nothing.
+    - ``"request"``: only all lanes together, as Gymnasium's ``CartPoleVectorEnv``. Every request
+      begins with one reset of all lanes, seeded; later episodes begin by the environment's own
+      auto-reset. The same requests give the same bits for the same number of workers and lanes,
+      whatever ran before. What a worker did for a request that it dies in is repeated, with the
+      same bits.
+    - ``"stream"``: not at all, ``reset(seed=...)`` changes nothing. Only a whole run gives the same
+      bits again, from the construction on. After a worker's death a new instance does its part of
+      the request anew: a warning is logged, and ``info["reproducible"]`` is False in those rows,
+      and in later ones of the new instance.
 
-    A vector environment steps all lanes at once. Lanes without an episode repeat an earlier one
-    with the actions of another lane, and are in no result.
+    With ``"request"`` and ``"stream"`` all rows of ``env_info`` have to be equal, since one reset
+    serves all lanes; ``info["seed"]`` is its seed. Errors carry no capsule, and windows cannot go
+    on after a worker's death: call ``reset``.
+
+    A vector environment steps all lanes at once. Lanes without an episode step as well, with the
+    actions of another lane, and are in no result; nor are the steps in which lanes restart
+    (``AutoresetMode.NEXT_STEP``).
 
     Options of a reset are a dict, an empty one without ``env_info``. If a step or reset raises,
     the error names the sub-environment of a ``SyncVectorEnv`` or ``AsyncVectorEnv`` that failed,
@@ -51,7 +65,9 @@ class VectorGymEnv(VecEnv):
             a few times.
         auto_reset: Whether lanes of a ``Batcher`` or of ``step`` restart on their own, as those of
             a ``GymEnvInf``.
-        max_episode_steps: Truncate episodes after this many steps.
+        max_episode_steps: Truncate episodes after this many steps. Lanes that cannot be reset step
+            on until they restart by themselves, unseen: there a limit of the vector environment
+            costs less.
         keep_float64: Store float64 values as float64. By default they become float32; all other
             dtypes are kept.
 
@@ -79,6 +95,13 @@ class VectorGymEnv(VecEnv):
         keep_float64: bool = False,
     ) -> None:
         _refuse_others(vector_env)
+        if is_envpool(vector_env):
+            vector_env = EnvPoolLanes(vector_env)
+            if vector_env.batch_size < vector_env.num_envs:
+                raise SpecError(
+                    "VectorGymEnv steps all lanes together, and this EnvPool is asynchronous",
+                    fix="use EnvPoolEnv(pool), or leave out batch_size",
+                )
         if seeding not in (None, *SEEDINGS):
             raise SpecError(f"seeding should be one of {SEEDINGS}, got {seeding!r}")
         n_lanes = vector_env.num_envs
@@ -102,9 +125,9 @@ class VectorGymEnv(VecEnv):
         self._action_leaves = leaves_of({"action": stored}, "")
         self._native_actions = leaves_of({"action": native}, "")
         self._nest_action = nester(native)
+        self.seeding: Seeding = seeding or detected_seeding(vector_env)
         adapt(vector_env, self)
         self._mode = autoreset_mode(vector_env)
-        self.seeding: Seeding = seeding or detected_seeding(vector_env)
         self._was_reset = False  # all lanes, at least once, by this object
         self._in_episode = np.zeros(n_lanes, bool)  # lanes that took all steps since their reset
         self._has_ended = np.zeros(n_lanes, bool)  # lanes that refuse another step
@@ -112,6 +135,12 @@ class VectorGymEnv(VecEnv):
         self._episodes: list[tuple[int, Options]] = [(0, None)] * n_lanes  # seed, options
         self._idle_episode: tuple[int, Options] = (0, None)  # the last one that ended
         self._is_broken = False
+        # Only where lanes cannot be reset one by one:
+        self._is_anew = True  # whether the next reset is one of all lanes
+        self._begun: tuple[int, int, Options] = 0, 0, None  # seed, number and options of the last
+        self._at_start = np.zeros(n_lanes, bool)  # lanes that have just restarted
+        self._shown: Any = None  # the last observation of all lanes
+        self._last_batch: Any = None
 
     def close(self) -> None:
         """Close the vector environment."""
@@ -142,16 +171,13 @@ class VectorGymEnv(VecEnv):
     def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> None:
-        if self.seeding != "episode":
-            raise UsageError(
-                f"{self.vector_env} cannot reset single lanes with seeds of their own "
-                f"(seeding is {self.seeding!r})",
-                fix="use SyncVectorEnv or AsyncVectorEnv over single environments",
-            )
-        # Until they are reset: if that fails, nobody knows in which state they are.
-        self._in_episode[list(lanes)], self._has_ended[list(lanes)] = False, True
         self.lane_in_use[0] = lanes[0]
         try:
+            if self.seeding != "episode":
+                self._begin(list(lanes), seeds, options)
+                return
+            # Until they are reset: if that fails, nobody knows in which state they are.
+            self._in_episode[list(lanes)], self._has_ended[list(lanes)] = False, True
             for rows in _with_equal_options(options):
                 some = [lanes[row] for row in rows]
                 observation = self._reset_some(some, [seeds[row] for row in rows], options[rows[0]])
@@ -159,6 +185,57 @@ class VectorGymEnv(VecEnv):
         except BaseException as error:
             self._fail("reset", error)
         self._in_episode[list(lanes)] = True
+
+    def begin_anew(self) -> None:
+        """See ``VecEnv.begin_anew``."""
+        self._is_anew = True
+
+    def is_ready(self, lane: int) -> bool:
+        """See ``VecEnv.is_ready``."""
+        return self.seeding == "episode" or self._is_anew or bool(self._at_start[lane])
+
+    def advance(self) -> bool:
+        """See ``VecEnv.advance``."""
+        if self.seeding == "episode":
+            return False
+        self._step_lanes([], {})
+        return True
+
+    def _begin(self, lanes: list[int], seeds: Sequence[int], options: Sequence[Options]) -> None:
+        """Begin episodes in lanes that are at the start of one."""
+        if self._is_anew:
+            if len(_with_equal_options(options)) > 1:
+                raise SpecError(
+                    "the lanes have different options, and one reset serves all of them "
+                    f"(seeding is {self.seeding!r})",
+                    fix="give all rows of env_info the same values",
+                )
+            self._reset_all(seeds[0], 0, options[0])
+        if not self._at_start[lanes].all():
+            raise UsageError(
+                f"{self.vector_env} cannot reset single lanes (seeding is {self.seeding!r})",
+                fix="begin anew with all of them, or step until they restart by themselves",
+            )
+        self._elapsed[lanes] = 0
+        self._observations.write_batch(lanes, self._shown)
+        self._in_episode[lanes] = True
+
+    def _reset_all(self, seed: int, number: int, options: Options) -> None:
+        """Reset all lanes, for the ``number``-th time with this seed."""
+        if self._mode not in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):
+            raise SpecError(
+                f"the lanes of {self.vector_env} cannot be reset one by one, and do not restart "
+                f'by themselves (metadata["autoreset_mode"] is {self._mode})',
+                fix="make it with AutoresetMode.NEXT_STEP or AutoresetMode.SAME_STEP, and say so "
+                "in its metadata",
+            )
+        self._is_anew = True  # until that is done
+        used = stream_seed(seed, number) if number else seed
+        result = self.vector_env.reset(seed=used, options=dict(options or {}))
+        self._shown = _observation_of(result)
+        self._begun = seed, number, options
+        self._in_episode[:] = self._has_ended[:] = self._is_anew = False
+        self._at_start[:] = True
 
     def _reset_some(self, lanes: Sequence[int], seeds: Sequence[int], options: Options) -> Any:
         """Reset lanes with the same options, by one call; returns the observation of all lanes."""
@@ -171,15 +248,14 @@ class VectorGymEnv(VecEnv):
             given["reset_mask"] = np.zeros(self.n_lanes, bool)
             given["reset_mask"][lanes] = True
         result = self.vector_env.reset(seed=every, options=given)
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise SpecError(f"reset() should return two values, got {_count_of(result)}")
+        observation = _observation_of(result)
         if not self._was_reset:
             self._was_reset, self._idle_episode = True, (seeds[0], options)
         for lane, seed in zip(lanes, seeds, strict=True):
             self._episodes[lane] = seed, options
         self._has_ended[lanes] = False
         self._elapsed[lanes] = 0
-        return result[0]
+        return observation
 
     def _reset_idle(self) -> None:
         """Reset lanes that ended and got no new episode: they would refuse the next step.
@@ -194,35 +270,56 @@ class VectorGymEnv(VecEnv):
 
     def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Results:
         all_step = len(lanes) == self.n_lanes
-        rows: Any = _ALL if all_step else np.asarray(lanes)
+        rows: Any = _ALL if all_step else np.asarray(lanes, np.int64)
+        in_episode = np.array(self._in_episode[rows])
+        self.lane_in_use[0] = lanes[0] if lanes else 0
         try:
-            self._refuse_left_out(lanes, rows)
-            if self._has_ended.any():
-                self._reset_idle()
-            batch = self._batch(rows, actions)
-            self._in_episode[:], self._has_ended[:] = False, True  # until the step is over
-            self.lane_in_use[0] = lanes[0]
-            result = self.vector_env.step(batch)
-            if not isinstance(result, tuple) or len(result) != 5:
-                raise SpecError(f"step() should return five values, got {_count_of(result)}")
-            observation, *results, infos = result
-            names = ("reward", "terminated", "truncated")
-            rewards, terminated, truncated = map(self._per_lane, names, results)
-            ended = terminated.astype(bool) | truncated.astype(bool)
-            self._observations.write_batch(lanes, observation)
-            if self._mode is AutoresetMode.SAME_STEP:
-                self._write_final([lane for lane in lanes if ended[lane]], infos)
-            self._has_ended[:] = ended & (self._mode is not AutoresetMode.SAME_STEP)
-            if ended.any():
-                self._idle_episode = self._episodes[int(np.flatnonzero(ended)[0])]
+            if self.seeding == "episode":
+                self._refuse_left_out(lanes, rows)
+                if self._has_ended.any():
+                    self._reset_idle()
+            elif not self._in_episode.any() and not self._has_ended.any():
+                # All were truncated here, and none of them would restart soon by itself.
+                seed, number, options = self._begun
+                self._reset_all(seed, number + 1, options)
+                nothing = np.zeros(len(lanes), bool)
+                return nothing, nothing, nothing
+            if lanes:
+                self._last_batch = self._batch(rows, actions)
+            rewards, terminated, truncated = self._step_all(lanes, self._last_batch)
         except BaseException as error:
             self._fail("step", error)
         self._elapsed += 1
         if self._limit is not None:
             truncated = np.where(self._elapsed >= self._limit, True, truncated)
-            ended = ended | (self._elapsed >= self._limit)
-        self._in_episode[rows] = ~ended[rows]
-        return rewards[rows], terminated[rows], truncated[rows]
+        results = rewards[rows], terminated[rows], truncated[rows]
+        if not in_episode.all():  # they are about to restart
+            rewards, terminated, truncated = (np.where(in_episode, r, False) for r in results)
+            results = rewards, terminated, truncated
+        self._in_episode[rows] = in_episode & ~(results[1].astype(bool) | results[2].astype(bool))
+        return results
+
+    def _step_all(self, lanes: Sequence[int], batch: Any) -> tuple[Array, Array, Array]:
+        """Step the vector environment; write the observations of some lanes."""
+        restarting = self._has_ended.copy()
+        self._in_episode[:], self._has_ended[:] = False, True  # until the step is over
+        result = self.vector_env.step(batch)
+        if not isinstance(result, tuple) or len(result) != 5:
+            raise SpecError(f"step() should return five values, got {_count_of(result)}")
+        self._shown, *results, infos = result
+        names = ("reward", "terminated", "truncated")
+        rewards, terminated, truncated = map(self._per_lane, names, results)
+        ended = terminated.astype(bool) | truncated.astype(bool)
+        if lanes:
+            self._observations.write_batch(lanes, self._shown)
+        if self._mode is AutoresetMode.SAME_STEP:
+            self._write_final([lane for lane in lanes if ended[lane]], infos)
+            self._at_start, self._has_ended[:] = ended, False
+        else:
+            self._at_start, self._has_ended = restarting, ended
+        if ended.any():
+            self._idle_episode = self._episodes[int(np.flatnonzero(ended)[0])]
+        return rewards, terminated, truncated
 
     def _refuse_left_out(self, lanes: Sequence[int], rows: Any) -> None:
         """Lanes that a step left out have gone on: their episodes must not be continued."""
@@ -319,6 +416,13 @@ def _refuse_others(value: Any) -> None:
             f"VectorGymEnv got {value!r:.60}, not a gymnasium.vector.VectorEnv",
             fix="pass what gymnasium.make_vec returns; single environments go into a GymEnv",
         )
+
+
+def _observation_of(result: Any) -> Any:
+    """The observation that ``reset`` returned."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise SpecError(f"reset() should return two values, got {_count_of(result)}")
+    return result[0]
 
 
 def _count_of(result: Any) -> Any:

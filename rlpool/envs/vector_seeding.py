@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from torch.utils import _pytree as pytree
 
 from rlpool.envs.columns import as_array
+from rlpool.envs.envpool_lanes import EnvPoolLanes
 from rlpool.envs.gymnasium_vector import autoreset_mode
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
-
-Seeding = Literal["episode", "request", "stream"]
-"""What can be seeded, from most to least; ``VectorGymEnv`` explains them."""
-
-SEEDINGS: tuple[Seeding, ...] = get_args(Seeding)
+from rlpool.seeding import SEEDINGS, Seeding
 
 _N_STEPS = 8  # looked at after each reset, where lanes restart by themselves
 
@@ -29,8 +26,8 @@ Rows = list[Array]
 def detected_seeding(env: VectorEnv[Any, Any, Any]) -> Seeding:
     """Find out what can be seeded; afterwards all lanes need a reset.
 
-    Gymnasium's ``SyncVectorEnv`` and ``AsyncVectorEnv`` are known. Others are reset and stepped a
-    few times, with the same seeds.
+    Gymnasium's ``SyncVectorEnv`` and ``AsyncVectorEnv`` and EnvPool are known. Others are reset and
+    stepped a few times, with the same seeds.
 
     Args:
         env: The vector environment, wrapped or not.
@@ -40,6 +37,8 @@ def detected_seeding(env: VectorEnv[Any, Any, Any]) -> Seeding:
     """
     if isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
         return "episode"
+    if isinstance(env.unwrapped, EnvPoolLanes):
+        return "stream"
     if autoreset_mode(env) is AutoresetMode.DISABLED and _attempt(_lanes_repeat, env):
         return "episode"
     try:

@@ -47,6 +47,8 @@ class CrashScene:
 
     def leave_slot(self, running: Lane, lane: int) -> None:
         """Record a full slot on the tape before the lane leaves it."""
+        if self._env.seeding != "episode":
+            return  # it cannot be repeated
         rows, last_reward = running.bound.plan.arrays.rows, self._env.current[REWARD][lane]
         chunk = slot_steps(rows, running.slot, running.start, rows[REWARD].shape[1], last_reward)
         running.tape_so_far.add(chunk, self._most_bytes)
@@ -68,7 +70,9 @@ class CrashScene:
             running: The lane's episode, whose tape is extended; ``None`` for the probe.
             row: The row of the slot in which it failed.
         """
-        capsule = self._capsule(failure.call, where, infos, running, row)
+        capsule = None
+        if self._env.seeding == "episode":
+            capsule = self._capsule(failure.call, where, infos, running, row)
         if not isinstance(failure, AgentFailure):
             return env_error(failure, where, capsule)
         who = "the agent" if failure.call == "agent" else "agent.initial_state"

@@ -46,6 +46,9 @@ class Plan(ABC):
         arrays: The block.
         agent_info: ``[n, ...]`` per key, one row per episode, or ``None``.
         tapes: Lane to the tape of an episode that another worker has begun.
+        begins_anew: Whether it begins with one reset of all lanes; it runs alone then.
+        stays_whole: Whether a worker that is to be replaced runs all of it before.
+        lacks_slots: Whether an idle lane has an episode and lacks a slot for it.
     """
 
     number = worker = 0
@@ -53,6 +56,7 @@ class Plan(ABC):
     arrays: Arrays
     agent_info: dict[str, Array] | None = None
     tapes: Mapping[int, Tape] = {}
+    begins_anew = stays_whole = lacks_slots = False
 
     @abstractmethod
     def next_episode(self, lane: int) -> Episode | None:

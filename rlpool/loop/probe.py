@@ -39,6 +39,7 @@ def probe(
         SpecError: If keys collide.
     """
     lanes = range(env.n_lanes)
+    env.begin_anew()
     env.reset_lanes(lanes, [seed] * env.n_lanes, options)
     leaves = env.action_leaves  # some are only known after a reset
     if leaves is not None:
@@ -68,6 +69,8 @@ def probe(
         state=row_specs(driver.state),
         n_noise=0 if noise is None else noise.shape[1],
         wants_history=wants_history,
+        seeding=env.seeding,
+        depends_on_timing=env.depends_on_timing,
     )
 
 

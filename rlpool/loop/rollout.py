@@ -70,6 +70,7 @@ class Rollout:
         self._live: list[int] = []
         self._waiting: list[int] = []  # idle or parked
         self._stepping: set[int] = set()  # lanes whose step is not finished
+        self._restarting: list[int] = []  # lanes of a window whose next episode has yet to begin
 
     @torch.inference_mode()
     def probe(
@@ -147,6 +148,9 @@ class Rollout:
                     self._fill_lanes()
             elif any(bound.plan.wait() for bound in self._bound) or self._bind_next() is not None:
                 self._fill_lanes()
+            elif self._bound and self._env.advance():
+                self._progress[0] += 1
+                self._fill_lanes()
             elif self._bound:
                 raise RuntimeError("no lane runs any of the plans, and they are not over")
             else:
@@ -156,8 +160,12 @@ class Rollout:
         """Drop all unfinished episodes."""
         for lane, running in self._lanes.items():
             running.bound.abandon(lane, running)
+        self._clear_lanes()
+
+    def _clear_lanes(self) -> None:
         self._lanes.clear()
         self._stepping.clear()
+        self._restarting.clear()
 
     # Plans ---------------------------------------------------------------------------------------
 
@@ -179,20 +187,26 @@ class Rollout:
     def _has_news(self) -> bool:
         """Whether lanes that wait may get something."""
         has_slots = [bound.plan.has_news() for bound in self._bound]
-        return any(has_slots) or (self._held is None and self._queue.has_next())
+        if any(has_slots) or (self._held is None and self._queue.has_next()):
+            return True
+        return self._env.seeding != "episode" and any(map(self._env.is_ready, self._waiting))
 
     def _bind_next(self) -> BoundPlan | None:
         """Begin a further plan, if there is one that fits to those that run.
 
-        A batch has one set of keys, so ``agent_info`` with others has to wait.
+        A batch has one set of keys, so ``agent_info`` with others has to wait; and so has a plan
+        that begins with a reset of all lanes.
         """
         plan = self._held or self._queue.next_plan()
         self._held = None
         if plan is None:
             return None
-        if self._bound and row_specs(plan.agent_info or {}) != row_specs(self._infos.arrays):
+        has_other_keys = row_specs(plan.agent_info or {}) != row_specs(self._infos.arrays)
+        if self._bound and (plan.begins_anew or has_other_keys):
             self._held = plan
             return None
+        if plan.begins_anew:
+            self._env.begin_anew()
         bound = BoundPlan(plan, self._current, self._driver.state, self._n_lanes)
         if not self._bound:  # lanes that are parked continue with it
             for running in self._lanes.values():
@@ -244,6 +258,7 @@ class Rollout:
                 cancelled.abandon(lane, running)
                 del self._lanes[lane]
                 self._stepping.discard(lane)
+        self._restarting = [lane for lane in self._restarting if lane in self._lanes]
         self._waiting = [n for n in range(self._n_lanes) if not self._is_live(n)]
         self._queue.done(cancelled.plan)
         self._fill_lanes()
@@ -260,8 +275,7 @@ class Rollout:
             running.bound.abandon(lane, running)
             if running.bound is not failed:
                 running.bound.plan.take_back(lane, running.episode, slot, running.chunk)
-        self._lanes.clear()
-        self._stepping.clear()
+        self._clear_lanes()
         self._waiting = list(range(self._n_lanes))
         self._queue.failed(failed.plan, failure)
 
@@ -274,6 +288,8 @@ class Rollout:
         for bound in self._bound:
             bound.writer.write_after(bound.rows)
             np.add(bound.rows, bound.strides, out=bound.rows)
+        if self._restarting:
+            self._take_back_restarts()
         self._conclude(ended)
 
     def _step_some(self) -> None:
@@ -340,18 +356,29 @@ class Rollout:
     def _turn_over(self, ended: Sequence[int]) -> None:
         """Complete full slots and ended episodes, and give their lanes new work."""
         if ended and self._lanes[ended[0]].bound.restarts:
-            self._restart(ended)
+            self._restart_when_ready(ended)
         else:
             for lane in ended:
                 self._leave_slot(lane, is_last=True)
         if not self._steps_until_full:
-            for lane in self._live:
-                running = self._lanes.get(lane)
-                if running is not None and running.bound.is_full(lane, running):
-                    self._leave_slot(lane, is_last=False)
+            live = [(n, self._lanes[n]) for n in self._live if n in self._lanes]
+            full = [lane for lane, running in live if running.bound.is_full(lane, running)]
+            if full and self._env.seeding != "episode" and live[0][1].bound.plan.layout.restarts:
+                full = self._whole_window(live)
+            for lane in full:
+                self._leave_slot(lane, is_last=False)
         for bound in self._bound:
             bound.plan.flush()
         self._fill_lanes()
+
+    @staticmethod
+    def _whole_window(live: Sequence[tuple[int, Lane]]) -> list[int]:
+        """All lanes: a window is over for those as well that have restarted, and did less."""
+        for lane, running in live:
+            # The step in which one restarts may be written already.
+            bound = running.bound
+            bound.writer.abandon(running.slot, bound.steps_in_slot(lane, running))
+        return [lane for lane, _ in live]
 
     def _leave_slot(self, lane: int, is_last: bool) -> None:
         """Complete a slot; the lane becomes idle, or parked if the episode continues.
@@ -399,7 +426,7 @@ class Rollout:
         for lane in lanes:
             running = self._lanes.get(lane)
             if running is None:
-                running = self._next_episode(lane)
+                running = self._next_episode(lane) if self._env.is_ready(lane) else None
                 if running is not None:
                     starting[lane] = running
             elif (slot := running.bound.plan.next_slot(lane, running.episode.number)) is not None:
@@ -418,7 +445,10 @@ class Rollout:
 
     def _must_wait(self) -> bool:
         """Whether a lane that lacks a slot would be stepped as well."""
-        return self._env.steps_all_lanes and any(lane in self._lanes for lane in self._waiting)
+        if not self._env.steps_all_lanes:
+            return False
+        lacks_slots = [bound.plan.lacks_slots for bound in self._bound if bound.plan.begins_anew]
+        return any(lacks_slots) or any(lane in self._lanes for lane in self._waiting)
 
     def _next_episode(self, lane: int) -> Lane | None:
         """The next episode of an idle lane, of the oldest plan that has one."""
@@ -431,6 +461,20 @@ class Rollout:
     def _kept_rows(self, lane: int) -> list[tuple[Array, Array]]:
         arrays = [*self._env.current.values(), *self._driver.state.values()]
         return [(array, np.array(array[lane])) for array in arrays]
+
+    def _restart_when_ready(self, lanes: Sequence[int]) -> None:
+        """Start the next episodes of lanes that stay in their slots, as soon as they can."""
+        ready = [lane for lane in lanes if self._env.is_ready(lane)]
+        self._restarting += [lane for lane in lanes if lane not in ready]
+        if ready:
+            self._restart(ready)
+
+    def _take_back_restarts(self) -> None:
+        """Let lanes write over the step that they just made: it was none of an episode."""
+        restarting, self._restarting = self._restarting, []
+        for lane in restarting:
+            self._lanes[lane].bound.rows[lane] -= 1
+        self._restart_when_ready(restarting)
 
     def _restart(self, lanes: Sequence[int]) -> None:
         """Start the next episodes of lanes that stay in their slots."""

@@ -265,15 +265,16 @@ class WindowTapes:
     def __init__(self, n_lanes: int, most_bytes: int = MOST_BYTES_TO_RESTORE) -> None:
         self.tapes: dict[int, Tape] = {}
         self._most_bytes = most_bytes // n_lanes
-        self._wants_history = False
+        self._is_enough = True
 
     @property
     def is_complete(self) -> bool:
         """Whether all episodes can be repeated.
 
-        Those of an agent that needs a history cannot: earlier observations are not kept.
+        Those of an agent that needs a history cannot: earlier observations are not kept. Nor can
+        those of lanes that are not seeded one by one.
         """
-        return not self._wants_history and not any(t.why_lost for t in self.tapes.values())
+        return self._is_enough and not any(t.why_lost for t in self.tapes.values())
 
     def record(
         self, layout: Layout, arrays: Arrays, lanes: Sequence[int], lanes_left: Iterable[int]
@@ -287,8 +288,8 @@ class WindowTapes:
             lanes_left: Lanes that continue; they have filled their slots.
         """
         step, n_rows = layout.step, len(lanes)
-        self._wants_history = step.wants_history
-        if self._wants_history:
+        self._is_enough = not step.wants_history and step.seeding == "episode"
+        if not self._is_enough:
             return
         after, ends = arrays.finals, np.zeros(n_rows, bool)
         if layout.restarts:

@@ -36,6 +36,7 @@ import numpy as np
 from rlpool.errors import SpecError
 from rlpool.machine.limits import check_size
 from rlpool.memory.storage import Array, Memory, carved_bytes
+from rlpool.seeding import Seeding
 from rlpool.specs import FLAGS, TensorSpec, refuse_collisions
 
 NOISE_KEY = "noise"
@@ -61,6 +62,8 @@ class StepSpecs:
         state: The agent's state.
         n_noise: Random numbers per step.
         wants_history: Whether the agent asks for all previous steps.
+        seeding: What can be seeded, see ``VectorGymEnv``.
+        depends_on_timing: Whether not even a whole run gives the same data again.
     """
 
     n_lanes: int
@@ -70,6 +73,8 @@ class StepSpecs:
     state: Mapping[str, TensorSpec]
     n_noise: int = 0
     wants_history: bool = False
+    seeding: Seeding = "episode"
+    depends_on_timing: bool = False
 
     def __post_init__(self) -> None:
         succeeded = [*self.observation, *self.state]

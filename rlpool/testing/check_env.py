@@ -14,7 +14,8 @@ those that only give warnings:
 - ``repeats``: the same seed and the same actions give the same bits, whatever ran in between,
   finished or not, and whatever the state of the global random generators.
 - ``fresh_instance_repeats``: so does another instance, made with another ``seed`` of
-  ``create_env``. Running an episode again after a crash needs that.
+  ``create_env``. Running an episode again after a crash needs that. Both are left out for vector
+  environments that nothing seeds, ``lanes_agree`` also for those whose lanes are reset together.
 - ``no_global_generators`` *: nothing is drawn from ``random``, ``numpy.random`` or ``torch``.
 - ``own_buffers`` *: an observation that was handed out is not changed later.
 - ``lanes_agree``: an episode has the same bits in every lane and beside any other episodes.
@@ -38,11 +39,12 @@ from torch.utils import _pytree as pytree
 from rlpool.envs.columns import checked_results, converted
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.legacy import LegacyEnv, reset_arguments
+from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import VectorGymEnv
-from rlpool.envs.vector_seeding import SEEDINGS, detected_seeding
+from rlpool.envs.vector_seeding import detected_seeding
 from rlpool.errors import EnvSpecError, SpecError
 from rlpool.record.failures import described, reset_advice
-from rlpool.seeding import seeded_generators
+from rlpool.seeding import SEEDINGS, Seeding, seeded_generators
 from rlpool.specs import flattener, leaves_of, structure_of_space
 from rlpool.testing import report
 from rlpool.testing.episodes import EnvSubject, Lane, bits, difference, lanes_of, place, shortly
@@ -208,6 +210,7 @@ def seeding(subject: EnvSubject) -> Findings:
 
 def repeats(subject: EnvSubject) -> Findings:
     """The same seed and actions give the same bits, whatever ran in between."""
+    _refuse_unseeded(subject, "episode", "request")
     with subject.opened() as instance:
         with seeded_generators(1):
             first = subject.run(instance, 0).unless_failed()
@@ -223,6 +226,7 @@ def repeats(subject: EnvSubject) -> Findings:
 def fresh_instance_repeats(subject: EnvSubject) -> Findings:
     """Another instance gives the same bits, as after a worker was replaced."""
     _refuse_no_copy(subject)
+    _refuse_unseeded(subject, "episode", "request")
     first = subject.episodes[0].unless_failed()
     with subject.opened(1) as instance, seeded_generators(1):
         what = difference(first, subject.run(instance, 0))
@@ -250,6 +254,7 @@ def own_buffers(subject: EnvSubject) -> Findings:
 def lanes_agree(subject: EnvSubject) -> Findings:
     """An episode is the same in every lane of a ``GymEnv``, and beside any others."""
     _refuse_no_copy(subject)
+    _refuse_unseeded(subject, "episode")
     with subject.opened(0) as first, subject.opened(1) as second, seeded_generators(1):
         vec = first.vec or GymEnv([first.made, second.made])
         lanes = lanes_of(vec)
@@ -375,6 +380,12 @@ def _single_env(subject: EnvSubject) -> Any:
 def _refuse_no_copy(subject: EnvSubject) -> None:
     if why := subject.why_no_copy:
         raise CannotCheck(f"the instance cannot be copied ({why}): pass what makes it")
+
+
+def _refuse_unseeded(subject: EnvSubject, *enough: Seeding) -> None:
+    made = subject.closed.made
+    if isinstance(made, VecEnv) and made.seeding not in enough:
+        raise CannotCheck(f"nothing is promised: its seeding is {made.seeding!r}")
 
 
 def _steps(subject: EnvSubject, *, with_resets: bool = True) -> Iterator[tuple[str, Any]]:

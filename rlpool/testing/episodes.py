@@ -90,7 +90,8 @@ class Lane:
         self._result: tuple[Any, ...] | None = None  # of a step that another lane's call made
 
     def reset(self, *, seed: int, options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Reset the lane."""
+        """Reset the lane, and all of them where one cannot be reset alone."""
+        self.vec.begin_anew()
         self.vec.reset_lanes([self.number], [seed], [options])
         self._is_running, self._result = True, None
         return self._observation(), {}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode
 from process.watching import assert_equal
 
 from rlpool import (
@@ -15,14 +17,15 @@ from rlpool import (
     EnvError,
     EpisodeBatcher,
     TemporalDictTensor,
+    VectorGymEnv,
     WorkerDiedError,
     replay_crash,
 )
 
-from support.faults import faults
+from support.faults import faults, strike
 from support.fragile import RecurrentAgent
 from support.variants import variants
-from support.vector_envs import create_lanes
+from support.vector_envs import ArrayEnv, create_lanes
 
 pytestmark = [
     pytest.mark.usefixtures("no_shared_memory_left"),
@@ -33,10 +36,17 @@ pytestmark = [
 Hits = dict[int, tuple[str, int]]
 
 
-def collect(n_threads: int, env_args: Any, hits: Hits | None = None, **options: Any) -> list[Any]:
+def collect(
+    n_threads: int,
+    env_args: Any,
+    hits: Hits | None = None,
+    n_timesteps: int = 16,
+    n_slots: int = 30,
+    **options: Any,
+) -> list[Any]:
     """Two requests, with hits in the first one."""
     with EpisodeBatcher(
-        16, 30, RecurrentAgent, {}, create_lanes, env_args, n_threads, 5, **options
+        n_timesteps, n_slots, RecurrentAgent, {}, create_lanes, env_args, n_threads, 5, **options
     ) as batcher:
         infos = faults(23, hits or {}, length=1 + torch.arange(23) % 13)
         batcher.execute(23, {"gain": torch.linspace(0.5, 2.0, 23)}, infos)
@@ -68,6 +78,14 @@ def test_any_number_of_workers_gives_the_bits_of_a_gym_env(
 ) -> None:
     env_args = {"over": over, "mode": mode}
     assert_all_equal(collect(n_threads, env_args, start_method=start_method), serial())
+
+
+@pytest.mark.parametrize(("n_threads", "n_slots"), [(2, 7), (1, 4)])
+def test_episodes_that_wait_for_slots_stop_the_others_and_keep_their_bits(
+    n_threads: int, n_slots: int
+) -> None:
+    mine = collect(n_threads, {"over": "sync"}, n_timesteps=4, n_slots=n_slots)
+    assert_all_equal(mine, serial())
 
 
 @pytest.mark.promise("I3")
@@ -108,16 +126,181 @@ def test_a_crash_in_a_worker_is_repeated_here(tmp_path: Path) -> None:
         replay_crash(caught.value, create_lanes, env_args)
 
 
-def test_windows_have_the_bits_of_a_gym_env() -> None:
-    def windows(n_threads: int, over: str) -> list[Any]:
-        options = {"create_agent": RecurrentAgent, "create_env": create_lanes, "seeds": 5}
-        options["env_args"] = {"over": over, "restarts": True}
-        with Batcher(8, n_threads=n_threads, **options) as batcher:
-            batcher.reset()
-            found = []
-            for _ in range(3):
-                batcher.execute()
-                found.append(batcher.get())
-        return found
+@pytest.mark.promise("I3")
+@pytest.mark.parametrize(("over", "restarts"), [("async", True), ("sync", False), ("sync", True)])
+def test_windows_have_the_bits_of_a_gym_env_after_deaths(
+    tmp_path: Path, over: str, restarts: bool
+) -> None:
+    hits = {1: ("sigkill", 18), 4: ("sigkill", 10)} if over == "sync" else {}
 
-    assert_all_equal(windows(2, "async"), windows(2, "gym"))
+    def windows(over: str, marks: str | None = None) -> list[Any]:
+        options = {"create_agent": RecurrentAgent, "create_env": create_lanes, "seeds": 5}
+        options["env_args"] = {"over": over, "restarts": restarts, "marks": marks}
+        with Batcher(8, n_threads=2, **options) as batcher:
+            batcher.reset(env_info=faults(6, hits, length=[30, 20, 11, 9, 25, 30]))
+            for _ in range(4):
+                batcher.execute()
+            return [batcher.get() for _ in range(4)]
+
+    assert_all_equal(windows(over, str(tmp_path)), windows("gym"))
+    assert len(list(tmp_path.iterdir())) == len(hits)
+
+
+# Lanes that are reset together, or not at all ------------------------------------------------
+
+
+class Struck(ArrayEnv):
+    """Restarts by itself, and fails once in its ``n_left``-th step in a worker.
+
+    Args:
+        mark: A file that tells that it has failed.
+        kind: How.
+        n_left: In which step since its creation.
+        **arguments: Of ``ArrayEnv``.
+    """
+
+    def __init__(self, mark: str, kind: str, n_left: int, **arguments: Any) -> None:
+        super().__init__(3, AutoresetMode.NEXT_STEP, **arguments)
+        self._mark, self._kind, self._n_left = Path(mark), kind, n_left
+
+    def step(self, actions: Any) -> Any:
+        self._n_left -= 1
+        if not self._n_left:
+            with suppress(FileExistsError):
+                self._mark.touch(exist_ok=False)
+                strike(self._kind)
+        return super().step(actions)
+
+
+def create_struck(
+    seed: int, seeds: str, mark: str = "/dev/null", kind: str = "none", n_left: int = 0
+) -> VectorGymEnv:
+    seeding: Any = "request" if seeds == "all" else "stream"
+    return VectorGymEnv(Struck(mark, kind, n_left, seeds=seeds), seed, seeding=seeding)
+
+
+def share(n_threads: int, seeds: str = "all", n_slots: int = 60, **options: Any) -> list[Any]:
+    """Two requests at the same time, and a further one."""
+    struck = {key: options.pop(key) for key in ("mark", "kind", "n_left") if key in options}
+    env_args = {"seeds": seeds, **struck}
+    with EpisodeBatcher(
+        4, n_slots, RecurrentAgent, {}, create_struck, env_args, n_threads, 5, **options
+    ) as batcher:
+        results = []
+        for requests in ((31, 20), (7,)):
+            for n_episodes in requests:
+                batcher.execute(n_episodes, {"gain": torch.linspace(0.5, 2.0, n_episodes)})
+            results += [batcher.get() for _ in requests]
+        return results
+
+
+def test_one_worker_and_this_process_give_the_same_bits_with_any_number_of_slots() -> None:
+    here = share(0)
+    assert_all_equal(share(1), here)
+    assert_all_equal(share(1, n_slots=4), here)
+
+
+def test_every_worker_resets_its_lanes_with_one_seed() -> None:
+    result = share(2)[0]
+    assert result.info["seed"].unique(sorted=False).numel() == 2
+    workers = torch.arange(31) // 3 % 2
+    for worker in range(2):
+        assert result.info["seed"][workers == worker].unique().numel() == 1
+
+
+@pytest.mark.promise("I3")
+@pytest.mark.parametrize(
+    ("n_slots", "kind", "n_left"),
+    variants(
+        [(60, "sigkill", 12), (6, "sigkill", 30), (60, "raise", 12), (60, "sigkill", 45)],
+        [(60, "os_exit", 1), (8, "raise", 40), (60, "hang", 12)],
+    ),
+)
+def test_the_share_of_a_dead_worker_is_run_again_with_the_same_bits(
+    tmp_path: Path, n_slots: int, kind: str, n_left: int
+) -> None:
+    options = {"on_env_error": "restart", "timeout": 1.0 if kind == "hang" else 60.0}
+    options |= {"mark": str(tmp_path / "mark"), "kind": kind, "n_left": n_left}
+    assert_all_equal(share(2, n_slots=n_slots, **options), share(2))
+    assert (tmp_path / "mark").exists()
+
+
+def test_a_worker_that_is_replaced_for_its_age_runs_its_share_before() -> None:
+    assert_all_equal(share(2, max_episodes_per_worker=5), share(2))
+
+
+def test_a_request_has_the_same_bits_after_one_that_failed(tmp_path: Path) -> None:
+    with EpisodeBatcher(
+        4,
+        60,
+        RecurrentAgent,
+        {},
+        create_struck,
+        {"seeds": "all", "mark": str(tmp_path / "mark"), "kind": "raise", "n_left": 12},
+        2,
+        5,
+    ) as batcher:
+        for n_episodes in (31, 20):
+            batcher.execute(n_episodes, {"gain": torch.linspace(0.5, 2.0, n_episodes)})
+        with pytest.raises(EnvError, match="struck") as caught:
+            batcher.get()
+        assert caught.value.capsule is None
+        assert_equal(batcher.get(), share(2)[1])
+
+
+@pytest.mark.promise("I3")
+def test_rows_of_a_stream_that_was_replaced_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    undisturbed = share(2, "nothing")
+    results = share(2, "nothing", mark=str(tmp_path / "mark"), kind="sigkill", n_left=44)
+    assert_equal(results[0], undisturbed[0])  # it was over
+    for result, expected in zip(results[1:], undisturbed[1:], strict=True):
+        n_rows, is_same = len(result.lengths), result.info["reproducible"]
+        workers = torch.arange(n_rows) // 3 % 2
+        assert sorted({(int(w), bool(s)) for w, s in zip(workers, is_same, strict=True)}) in (
+            [(0, False), (1, True)],
+            [(0, True), (1, False)],
+        )
+        assert expected.info["reproducible"].all()
+        assert result["_done"][torch.arange(n_rows), result.lengths - 1].all()
+        for row in range(n_rows):
+            n = int(result.lengths[row])
+            one, other = (part["frame"][row, :n].numpy().tobytes() for part in (result, expected))
+            assert (one == other) == bool(is_same[row])
+    assert "cannot be seeded" in caplog.text
+
+
+def test_rows_of_a_stream_that_was_cancelled_say_so(tmp_path: Path) -> None:
+    env_args = {"seeds": "nothing", "mark": str(tmp_path / "mark"), "kind": "raise", "n_left": 12}
+    with EpisodeBatcher(
+        4, 60, RecurrentAgent, {}, create_struck, env_args, n_threads=1, seeds=5
+    ) as batcher:
+        for _ in range(2):
+            batcher.execute(20)
+        with pytest.raises(EnvError, match="struck"):
+            batcher.get()
+        result = batcher.get()
+    assert result is not None
+    assert not result.info["reproducible"].any()
+
+
+def test_windows_of_lanes_reset_together(tmp_path: Path) -> None:
+    def windows(n_threads: int, **env_args: Any) -> list[Any]:
+        options = {"create_agent": RecurrentAgent, "create_env": create_struck, "seeds": 5}
+        env_args |= {"seeds": "all"}
+        with Batcher(4, n_threads=n_threads, env_args=env_args, **options) as batcher:
+            found = []
+            for _ in range(2):
+                batcher.reset()
+                for _ in range(2):
+                    batcher.execute()
+                    found.append(batcher.get())
+            return found
+
+    assert_all_equal(windows(1), windows(0))
+    in_the_first = {"mark": str(tmp_path / "mark"), "kind": "sigkill", "n_left": 3}
+    assert_all_equal(windows(2, **in_the_first), windows(2))
+    assert (tmp_path / "mark").exists()
+    with pytest.raises(WorkerDiedError):
+        windows(2, mark=str(tmp_path / "other"), kind="sigkill", n_left=6)

@@ -21,7 +21,7 @@ class ArrayEnv(VectorEnv[Any, Any, Any]):
 
     Args:
         n_lanes: Number of lanes.
-        mode: When lanes restart by themselves, then with another length and without a seed.
+        mode: When lanes restart by themselves, then with a length that they draw.
         seeds: What ``reset`` seeds: ``"lanes"``; ``"unmasked"`` lanes as well; ``"starts"``, but
             not what follows; ``"all"`` by one generator for all lanes; or ``"nothing"``.
         wrong: Result of ``step`` to replace, by its position, and what with.
@@ -58,7 +58,7 @@ class ArrayEnv(VectorEnv[Any, Any, Any]):
             assert isinstance(seed, int | None)
             self._rngs = [np.random.default_rng(seed)] * self.num_envs
         for lane in np.flatnonzero(mask):
-            own = seed[lane] if isinstance(seed, list) else seed
+            own = seed[lane] if isinstance(seed, list) else seed and seed + lane
             if self._seeds in ("lanes", "unmasked", "starts") and own is not None:
                 self._rngs[lane] = np.random.default_rng(own)
             self._begin(lane, options.get("length", 3 + (own or 0) % 5))
@@ -77,13 +77,13 @@ class ArrayEnv(VectorEnv[Any, Any, Any]):
             reward[lane] = self._rngs[lane].random() + self._total[lane]
             self._show(lane)
         for lane in np.flatnonzero(self._ended):
-            self._begin(lane, 7)
+            self._begin(lane, 2 + int(self._rngs[lane].integers(7)))
         ended = steps & (self._t >= self._length)
         infos: dict[str, Any] = {}
         if self._mode is AutoresetMode.SAME_STEP:
             infos["final_obs"] = self._seen.copy()
             for lane in np.flatnonzero(ended):
-                self._begin(lane, 7)
+                self._begin(lane, 2 + int(self._rngs[lane].integers(7)))
         else:
             self._ended = ended.copy()
         results = [self._seen.copy(), reward, ended, np.zeros(self.num_envs, bool), infos]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from rlpool import EnvSpecError, GymEnv, GymEnvInf, SpecError, VecEnv, VectorGymEnv
 from rlpool.seeding import generator_states
@@ -25,6 +25,8 @@ from rlpool.testing.episodes import bits
 
 from support.envs import AncestorCountingEnv, EchoEnv, SpacedLegacyEnv, SpaceEnv
 from support.vector_envs import ArrayEnv
+
+RESTARTS = AutoresetMode.NEXT_STEP
 
 NAMES = {check.__name__ for check in ENV_CHECKS}
 ONE = CountingEnv()
@@ -110,6 +112,18 @@ def test_lanes_of_any_other_kind_are_checked_as_far_as_possible() -> None:
         report = check_env(create_env)
         assert report.findings == ()
         assert set(report.not_checked) == of_a_gym_env
+
+
+def test_what_cannot_be_seeded_one_by_one_is_checked_for_what_it_promises() -> None:
+    beside = {"reset_takes_arguments", "observations_fit", "gymnasium_checker", "lanes_agree"}
+    for create_env, not_checked in (
+        (lambda: gymnasium.make_vec("CartPole-v1", 3, "vector_entry_point"), set()),
+        (lambda: ArrayEnv(3, RESTARTS, "all"), set()),
+        (lambda: ArrayEnv(3, RESTARTS, "nothing"), {"repeats", "fresh_instance_repeats"}),
+    ):
+        report = check_env(create_env)
+        assert report.findings == ()
+        assert set(report.not_checked) == beside | not_checked
 
 
 def test_environments_for_old_gym_pass() -> None:
@@ -246,6 +260,10 @@ ERRORS: list[tuple[str, Any]] = [
     ("values_are_finite", partial(FaultyEnv, "nan_reward", at_step=3)),
     ("values_are_finite", partial(FaultyEnv, "nan_observation", at="reset")),
     ("seeding", lambda: VectorGymEnv(ArrayEnv(2, seeds="nothing"), seeding="episode")),
+    (
+        "seeding",
+        lambda: VectorGymEnv(ArrayEnv(2, RESTARTS, seeds="nothing"), seeding="request"),
+    ),
     ("repeats", EchoEnv),
     ("repeats", of_global(random.random)),
     ("repeats", of_global(draw_numpy)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import multiprocessing
 import traceback
 from functools import cache, partial
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics, RescaleAction
-from process.watching import assert_equal
+from process.watching import assert_equal, worker_pids
 
 from rlpool import (
     Batcher,
@@ -302,7 +301,7 @@ def test_the_sub_environment_that_fails_is_named_and_its_episode_is_repeated(
         else:
             with pytest.raises(EnvError, match="goal"):
                 batcher.get()
-    assert not multiprocessing.active_children()
+    assert not worker_pids()
     with pytest.raises(KeyError, match="goal") as again:
         replay_crash(caught.value, create_failing, env_args)
     names = [frame.name for frame in traceback.extract_tb(again.value.__traceback__)]
@@ -407,7 +406,7 @@ def test_an_async_vector_env_that_forgets_resets_is_refused_and_closed() -> None
     with pytest.raises(WorkerStartupError, match="without shared memory") as caught:
         EpisodeBatcher(9, 9, ConstantAgent, {}, make, n_threads=0)
     assert "AutoresetMode.DISABLED" in str(caught.value)
-    assert not multiprocessing.active_children()
+    assert not worker_pids()
 
 
 def test_a_vector_environment_that_needs_options_has_to_say_how_it_is_seeded() -> None:

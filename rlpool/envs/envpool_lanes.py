@@ -1,0 +1,80 @@
+"""EnvPool, which steps environments in threads of C++, as a vector environment of Gymnasium."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+from torch.utils import _pytree as pytree
+
+from rlpool.errors import SpecError
+
+
+def is_envpool(value: Any) -> bool:
+    """Whether this is what ``envpool.make`` returns."""
+    return callable(getattr(value, "async_reset", None))
+
+
+class EnvPoolLanes(VectorEnv[Any, Any, Any]):
+    """EnvPool with the interface of a vector environment, results in the order of lanes.
+
+    Args:
+        pool: What ``envpool.make(..., env_type="gymnasium")`` returns.
+
+    Attributes:
+        batch_size: How many lanes ``receive`` waits for.
+
+    Raises:
+        SpecError: For anything else, and for actions that are not one array.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        if not is_envpool(pool):
+            raise SpecError(
+                f"{pool!r:.60} is not an EnvPool",
+                fix='pass what envpool.make(..., env_type="gymnasium") returns',
+            )
+        arrays = {k: v for k, v in pool.spec.action_array_spec.items() if "env_id" not in k}
+        if list(arrays) != ["action"]:
+            raise SpecError(f"its actions have the parts {list(arrays)}, not one array")
+        self._dtype = arrays["action"].dtype
+        self.num_envs = pool.config["num_envs"]
+        self.batch_size = pool.config["batch_size"]
+        self.single_observation_space = pool.single_observation_space
+        self.single_action_space = pool.single_action_space
+        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        """Reset all; the seed is ignored."""
+        if options:
+            raise SpecError(f"EnvPool takes no options, got {options}", fix="leave out env_info")
+        self._pool.async_reset()
+        n_batches = self.num_envs // self.batch_size
+        parts = [self.receive() for _ in range(n_batches)]
+        order = np.argsort(np.concatenate([lanes for lanes, *_ in parts]))
+        leaves = [pytree.tree_leaves(observation) for _, observation, *_ in parts]
+        joined = [np.concatenate(each)[order] for each in zip(*leaves, strict=True)]
+        return pytree.tree_unflatten(joined, pytree.tree_structure(parts[0][1])), {}
+
+    def step(self, actions: Any) -> Any:
+        """Step all."""
+        self.send(actions, range(self.num_envs))
+        return *self.receive()[1:], {}
+
+    def send(self, actions: Any, lanes: Sequence[int]) -> None:
+        """Start steps of lanes."""
+        self._pool.send(np.asarray(actions, self._dtype), np.asarray(lanes, np.int32))
+
+    def receive(self) -> tuple[Any, ...]:
+        """Wait for a batch; returns lanes, ascending, and their results."""
+        *results, infos = self._pool.recv()
+        order = np.argsort(infos["env_id"])
+        ordered = pytree.tree_map(lambda values: np.asarray(values)[order], tuple(results))
+        return infos["env_id"][order], *ordered
+
+    def close(self, **kwargs: Any) -> None:
+        """Close it."""
+        self._pool.close()

@@ -1,0 +1,169 @@
+"""EnvPoolEnv: episodes of EnvPool, in step and asynchronous. Skipped where it is not installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from process.watching import assert_equal
+
+from rlpool import (
+    AgentError,
+    Batcher,
+    DictTensor,
+    EnvPoolEnv,
+    EpisodeBatcher,
+    SpecError,
+    VectorGymEnv,
+)
+from rlpool.testing import check_env
+
+from support.agents import FunctionAgent
+
+envpool = pytest.importorskip("envpool", reason="EnvPool is not installed", exc_type=ImportError)
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def make(name: str = "CartPole-v1", n_lanes: int = 4, **arguments: Any) -> Any:
+    return envpool.make(name, env_type="gymnasium", num_envs=n_lanes, **{"seed": 3, **arguments})
+
+
+def policy(frame: Any) -> Any:
+    return (abs(frame).sum(-1) * 1e3 % 2 > 1) * 1
+
+
+def create_agent() -> FunctionAgent:
+    def act(state: Any, observation: Any, *_: Any) -> Any:
+        return None, DictTensor({"action": policy(observation["frame"])}), None
+
+    return FunctionAgent(act)
+
+
+def create(seed: int, **arguments: Any) -> EnvPoolEnv:
+    return EnvPoolEnv(make(**arguments))
+
+
+def collect(n_threads: int, n_slots: int = 40, **env_args: Any) -> list[Any]:
+    with EpisodeBatcher(
+        16, n_slots, create_agent, {}, create, env_args, n_threads, seeds=1
+    ) as batcher:
+        for n_episodes in (18, 7):
+            batcher.execute(n_episodes)
+        return [batcher.get() for _ in range(2)]
+
+
+def of_one_lane(lane: int, n_episodes: int, **arguments: Any) -> list[Any]:
+    """The episodes of a lane, by hand: what other lanes do does not matter to it."""
+    pool = make(n_lanes=lane + 1, **arguments)
+    pool.reset()  # the probe
+    frames, _ = pool.reset()
+    episodes: list[Any] = [[frames[lane]]]
+    is_over = False
+    while True:
+        actions = np.repeat(policy(frames[lane]), lane + 1).astype(np.int32)
+        frames, _, terminated, truncated, _ = pool.step(actions)
+        if is_over:
+            episodes.append([])
+        episodes[-1].append(frames[lane])
+        is_over = terminated[lane] or truncated[lane]
+        if is_over and len(episodes) == n_episodes:
+            return episodes
+
+
+@pytest.mark.parametrize("batch_size", [4, 2, 1])
+def test_episodes_are_those_of_each_environment(batch_size: int) -> None:
+    result = collect(0, batch_size=batch_size)[0]
+    for lane in range(4):
+        rows = range(lane, 18, 4)
+        for row, frames in zip(rows, of_one_lane(lane, len(rows)), strict=True):
+            n = int(result.lengths[row])
+            assert n == len(frames) - 1
+            assert result["frame"][row, :n].numpy().tobytes() == np.stack(frames[:-1]).tobytes()
+            assert result["_frame"][row, n - 1].numpy().tobytes() == frames[-1].tobytes()
+            assert bool(result["_done"][row, n - 1])
+    assert result.info["reproducible"].tolist() == [batch_size == 4] * 18
+
+
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_workers_limits_and_few_slots(batch_size: int) -> None:
+    first = collect(2, 8, batch_size=batch_size)
+    second = collect(2, 40, batch_size=batch_size)
+    assert_equal(first[0], second[0])
+    if batch_size == 4:
+        assert_equal(first[1], second[1])
+    assert [len(result.lengths) for result in first] == [18, 7]
+
+
+def test_a_pool_that_create_env_returns_is_a_stream() -> None:
+    with EpisodeBatcher(
+        16, 40, create_agent, {}, lambda seed: make(), n_threads=0, seeds=1
+    ) as batcher:
+        batcher.execute(18)
+        assert_equal(batcher.get(), collect(0)[0])
+
+
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_a_request_follows_one_that_failed(batch_size: int) -> None:
+    calls = iter(range(1000))
+
+    def act(state: Any, observation: Any, *_: Any) -> Any:
+        assert next(calls) != 9
+        return None, DictTensor({"action": policy(observation["frame"])}), None
+
+    env_args = {"batch_size": batch_size}
+    with EpisodeBatcher(
+        16, 40, FunctionAgent, {"function": act}, create, env_args, n_threads=0
+    ) as batcher:
+        batcher.execute(18)
+        with pytest.raises(AgentError):
+            batcher.get()
+        batcher.execute(18)
+        result = batcher.get()
+    assert result is not None
+    assert result["_done"][np.arange(18), result.lengths - 1].all()
+    assert not result.info["reproducible"].any()
+
+
+def test_lanes_of_windows_restart() -> None:
+    def create(seed: int) -> EnvPoolEnv:
+        return EnvPoolEnv(make(), auto_reset=True, max_episode_steps=9)
+
+    with Batcher(30, create_agent=create_agent, create_env=create, n_threads=0) as batcher:
+        batcher.reset()
+        batcher.execute()
+        window = batcher.get()
+    assert window is not None
+    assert window["_done"].sum() > 4
+    assert int(window.lengths.max()) == 30
+
+
+def test_continuous_actions_and_check_env() -> None:
+    report = check_env(lambda seed: EnvPoolEnv(make("Pendulum-v1", seed=seed)))
+    assert report.ok
+    assert {"repeats", "fresh_instance_repeats", "lanes_agree"} <= set(report.not_checked)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda: EnvPoolEnv(3), "3 is not an EnvPool"),
+        (lambda: VectorGymEnv(make(batch_size=2)), "asynchronous"),
+        (lambda: EnvPoolEnv(make(batch_size=3)), "batches of 3"),
+        (lambda: EnvPoolEnv(make(batch_size=2), auto_reset=True), "within windows"),
+        (
+            lambda: Batcher(
+                9,
+                create_agent=create_agent,
+                create_env=create,
+                env_args={"batch_size": 2},
+                n_threads=0,
+            ),
+            "windows need lanes",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(wrong: Any, words: str) -> None:
+    with pytest.raises(SpecError, match=words) as caught:
+        wrong()
+    assert caught.value.fix
