@@ -428,8 +428,7 @@ class WindowRequest(Request):
         seeded = lanes
         if block.layout.step.seeding != "episode":
             seeded = [worker * self.n_lanes for worker in workers]
-        seeds = partial(list, [lane_seeds.seed(lane, 0) for lane in seeded])
-        info = self._info(lanes, seeds, workers)
+        info = self._info(lanes, lambda: [lane_seeds.seed(lane, 0) for lane in seeded], workers)
         return trajectories_of(block.layout, part, info)
 
 
