@@ -53,9 +53,6 @@ N_SEEDS = 2**31
 NOISE_CHUNK = 128
 """Steps of noise computed at once: enough that lanes seldom need the next chunk."""
 
-_HEAD = 32
-"""Steps of an episode whose noise is computed before it begins: many are not much longer."""
-
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: a full-period increment
 _MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _STREAM_SALT = np.uint64(0xD1B54A32D192ED03)  # keeps noise apart from the seeds themselves
@@ -215,7 +212,7 @@ class NoiseStart(NamedTuple):
 
     Attributes:
         key: What all of it derives from.
-        head: float32 ``[_HEAD, n_noise]``.
+        head: float32 ``[NOISE_CHUNK, n_noise]``.
     """
 
     key: np.uint64
@@ -238,13 +235,13 @@ class NoiseStarts:
     _KEPT_NUMBERS = 2**20  # of all blocks: 4 MiB
 
     def __init__(self, keys: Words, n_noise: int) -> None:
-        numbers = _HEAD * n_noise  # per episode
+        numbers = NOISE_CHUNK * n_noise  # per episode
         n = min(max(self._BLOCK_NUMBERS // numbers, 1), self._MAX_EPISODES)
         self._keys, self._n_episodes = keys, n
 
         @functools.lru_cache(max(self._KEPT_NUMBERS // (n * numbers), 1))
         def heads(block: int) -> Words:
-            return _chunks(keys[block * n : (block + 1) * n], 0, n_noise, _HEAD)
+            return _chunks(keys[block * n : (block + 1) * n], 0, n_noise)
 
         self._heads = heads
 
@@ -281,15 +278,12 @@ class NoiseStream:
     def start(self, lane: int, noise: NoiseStart, step: int = 0) -> None:
         """Let a lane draw the numbers of an episode from ``step`` on."""
         self._keys[lane] = noise.key
+        self._next_rows[lane] = self._chunk_rows[lane]
+        self._steps[lane] = step
         if step:
-            self._steps[lane] = step
-            self._next_rows[lane] = self._chunk_rows[lane]
             self._fill(np.array([lane]))
-        else:  # the end of a chunk that begins before the episode
-            self._steps[lane] = _HEAD - NOISE_CHUNK
-            self._next_rows[lane] = self._chunk_rows[lane] + NOISE_CHUNK - _HEAD
-            self._chunks[lane, -_HEAD:] = noise.head
-            self._n_left = min(self._n_left, _HEAD)
+        else:
+            self._chunks[lane] = noise.head
 
     def draw(self, lanes: Sequence[int] | None = None) -> None:
         """Write the next step's numbers of every lane into ``tensor``.
@@ -321,15 +315,15 @@ class NoiseStream:
         self._chunks[lanes] = _chunks(self._keys[lanes], self._steps[lanes], n_noise)
 
 
-def _chunks(keys: Words, steps: Any, n_noise: int, n_steps: int = NOISE_CHUNK) -> Words:
-    """Noise float32 ``[E, n_steps, n_noise]`` of E episodes, each from one of its steps on."""
+def _chunks(keys: Words, steps: Any, n_noise: int) -> Words:
+    """Noise float32 ``[E, NOISE_CHUNK, n_noise]`` of E episodes, each from one of its steps on."""
     keys = keys.reshape(-1, 1)
     first = np.asarray(steps, np.uint64).reshape(-1, 1) * np.uint64(n_noise)
-    counters = first + np.arange(n_steps * n_noise, dtype=np.uint64)
+    counters = first + np.arange(NOISE_CHUNK * n_noise, dtype=np.uint64)
     # The stream keeps apart episodes whose counters come close.
     words = _mix((_mix(keys ^ _START_SALT) + counters * _GOLDEN) ^ _mix(keys ^ _STREAM_SALT))
     numbers: Words = (words >> _NOISE_SHIFT).astype(np.float32) * _NOISE_UNIT
-    return numbers.reshape(-1, n_steps, n_noise)
+    return numbers.reshape(-1, NOISE_CHUNK, n_noise)
 
 
 @functools.lru_cache(maxsize=64)
