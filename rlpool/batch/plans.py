@@ -90,7 +90,6 @@ class EpisodePlan(_RequestPlan):
         super().__init__(message.number, block, infos, site)
         root, n_episodes = site.place.root, message.n_episodes
         step = self.layout.step
-        self.seeds = episode_seeds(root, message.first, n_episodes)
         self._noise: NoiseStarts | None = None
         if step.n_noise:
             keys = noise_keys(root, message.execution, n_episodes)
@@ -98,32 +97,31 @@ class EpisodePlan(_RequestPlan):
         self._in_place = message.in_place
         self._free = message.slots[::-1]
         self._whole = self.arrays.control["whole"].data
-        self._claims = Claims(self.arrays.control, n_episodes, site.lock_fd)
-        self._claimed: list[list[int]] = [[] for _ in range(step.n_lanes)]  # the next one last
-        for number in reversed(message.again):
-            self._claimed[number % step.n_lanes].append(number)
         self._exhausted: set[int] = set()  # lanes whose episodes are all claimed
-        self.stays_whole = step.seeding != "episode"
-        if self.stays_whole:
-            self._take_share(Shares(self.layout, n_episodes))
+        claimed = message.again
+        if step.resets_together:
+            shares = Shares(self.layout, n_episodes)
+            claimed, self.seeds = shares.of(self.worker), shares.seeds(root, message.first)
+            self._exhausted.update(range(step.n_lanes))
+        else:
+            self.seeds = episode_seeds(root, message.first, n_episodes)
+            self._claims = Claims(self.arrays.control, n_episodes, site.lock_fd)
+        self._claimed: list[list[int]] = [[] for _ in range(step.n_lanes)]  # the next one last
+        for number in reversed(claimed):
+            self._claimed[number % step.n_lanes].append(number)
         self._recycling = site.recycling
         self._moved: set[int] = set()  # that begin again, when others may have got their slots
         self._chunks: list[tuple[int, int, int, bool]] = []
         self.lacks_slots = False
 
-    def _take_share(self, shares: Shares) -> None:
-        """Take all that this worker is to run."""
-        share = shares.of(self.worker)
-        n_lanes = self.layout.step.n_lanes
-        for number in reversed(share):
-            self._claimed[number % n_lanes].append(number)
-        self._exhausted.update(range(n_lanes))
-        self.begins_anew = bool(share)
-        self.seeds = [self.seeds[shares.seeding_episode(n)] for n in range(len(self.seeds))]
+    @property
+    def begins_anew(self) -> bool:
+        """See ``Plan.begins_anew``."""
+        return self.layout.step.resets_together
 
     def next_episode(self, lane: int) -> Episode | None:
         """The lane's next episode, if it has a slot to write to."""
-        if self._must_stop():
+        if self.is_left_over():
             return None
         if not self._claimed[lane] and (lane in self._exhausted or not self._claim(lane)):
             return None
@@ -162,11 +160,11 @@ class EpisodePlan(_RequestPlan):
         if self.lacks_slots:
             return False
         is_claimed = len(self._exhausted) == len(self._claimed) and not any(self._claimed)
-        return is_claimed or self._must_stop()
+        return is_claimed or self.is_left_over()
 
-    def _must_stop(self) -> bool:
-        """Whether a successor runs the rest."""
-        return not self.stays_whole and self._recycling.is_due()
+    def is_left_over(self) -> bool:
+        """Whether this worker is to be replaced; a share that is fixed it runs before."""
+        return self._recycling.is_due() and not self.layout.step.resets_together
 
     def take_back(self, lane: int, episode: Episode, slot: int | None, chunk: int) -> None:
         """Let an episode begin again, here; the caller drops what it has of it."""
@@ -224,8 +222,6 @@ class WindowPlan(_RequestPlan):
         site: Where it runs.
     """
 
-    stays_whole = True
-
     def __init__(
         self,
         message: Window,
@@ -236,12 +232,15 @@ class WindowPlan(_RequestPlan):
     ) -> None:
         super().__init__(message.number, block, infos, site)
         self.tapes = tapes
-        self._has_one_seed = self.layout.step.seeding != "episode"
-        self.begins_anew = self._has_one_seed and message.is_first
         self._seeds = message.seeds
         self._slots = dict(message.slots)
         self._starts = message.is_first
         self._first_lane = self.worker * self.layout.step.n_lanes
+
+    @property
+    def begins_anew(self) -> bool:
+        """See ``Plan.begins_anew``."""
+        return self._starts and self.layout.step.resets_together
 
     def next_episode(self, lane: int) -> Episode | None:
         """In the first window after a reset: the lane's episode."""
@@ -264,7 +263,7 @@ class WindowPlan(_RequestPlan):
         return self._slots.pop(lane, None)
 
     def _episode(self, number: int, slot: int, n_restarts: int) -> Episode:
-        if self._has_one_seed:
+        if self.layout.step.resets_together:
             seed = self._seeds.seed(self._first_lane, 0)
         else:
             seed = self._seeds.seed(number, n_restarts)

@@ -113,7 +113,7 @@ class Request(ABC):
             SpecError: If lanes are reset together and have different ``env_info``, or there are
                 too few slots for them.
         """
-        for key, array in self.infos[1].items() if layout.step.seeding != "episode" else ():
+        for key, array in self.infos[1].items() if layout.step.resets_together else ():
             if len({row.tobytes() for row in array}) > 1:
                 raise SpecError(
                     f"env_info[{key!r}] has different rows, and one reset serves all lanes "
@@ -163,6 +163,11 @@ class Request(ABC):
     def seed_of(self, row: int) -> int | None:
         """The seed of the episode that a row is in, ``None`` if it is not known."""
 
+    @property
+    @abstractmethod
+    def workers(self) -> Sequence[int]:
+        """The worker of each row, where that is fixed."""
+
     @abstractmethod
     def result(self) -> TemporalDictTensor:
         """The rows, once complete."""
@@ -178,14 +183,13 @@ class Request(ABC):
         """
 
     def _info(
-        self, episodes: Sequence[int], seeds: Callable[[], Sequence[int]], workers: Sequence[int]
+        self, episodes: Sequence[int], seeds: Callable[[], Sequence[int]]
     ) -> dict[str, Derivation]:
         """The result's ``info``, computed when it is looked at.
 
         Args:
             episodes: The number of each row's episode.
             seeds: Returns their seeds.
-            workers: The worker of each row, which matters only where nothing can be seeded.
         """
         info: dict[str, Derivation] = {
             "episode": lambda: torch.tensor(episodes),
@@ -193,7 +197,7 @@ class Request(ABC):
         }
         step = self.running_block.layout.step
         if step.seeding == "stream":
-            is_stray = np.isin(workers, list(self.strays))
+            is_stray = np.isin(self.workers, list(self.strays))
             reproducible = ~is_stray & (not step.depends_on_timing)
             info["reproducible"] = partial(torch.from_numpy, reproducible)
         info["policy_version"] = partial(torch.full, (len(episodes),), self.policy.version)
@@ -225,7 +229,7 @@ class EpisodeRequest(Request):
         """See ``Request.check``."""
         super().check(layout)
         n_lanes = layout.step.n_lanes * layout.n_workers
-        if layout.step.seeding != "episode" and layout.n_slots < min(n_lanes, self.n_rows):
+        if layout.step.resets_together and layout.n_slots < min(n_lanes, self.n_rows):
             raise SpecError(
                 f"n_slots is {layout.n_slots}, and {n_lanes} lanes run at the same time: none of "
                 f"them can wait for a slot (seeding is {layout.step.seeding!r})",
@@ -266,9 +270,9 @@ class EpisodeRequest(Request):
 
     def give_back(self, worker: int) -> bool:
         """Find the episodes that a dead worker had claimed and not finished."""
-        control = self.running_block.arrays.control
-        if self._has_shares:
+        if self.running_block.layout.step.resets_together:
             return self._give_back_share(worker)
+        control = self.running_block.arrays.control
         claims = Claims(control, self.n_rows)
         claimed = {*claims.give_back(worker), *self._owed.get(worker, [])}
         self._note_writing(worker)
@@ -290,19 +294,24 @@ class EpisodeRequest(Request):
         return bool(share)
 
     @property
-    def _has_shares(self) -> bool:
-        """Whether it is fixed which worker runs what, since its lanes are reset together."""
-        return self.running_block.layout.step.seeding != "episode"
-
-    @property
     def _shares(self) -> Shares:
         return Shares(self.running_block.layout, self.n_rows)
 
+    @property
+    def workers(self) -> Sequence[int]:
+        """See ``Request.workers``."""
+        return self._shares.workers
+
+    @property
+    def _seeds(self) -> Callable[[], list[int]]:
+        """Makes the seeds of all episodes, also when the block is gone."""
+        if self.running_block.layout.step.resets_together:
+            return partial(self._shares.seeds, self.root, self.first)
+        return partial(episode_seeds, self.root, self.first, self.n_rows)
+
     def seed_of(self, row: int) -> int:
         """The seed of an episode."""
-        if self._has_shares:
-            row = self._shares.seeding_episode(row)
-        return episode_seeds(self.root, self.first + row, 1)[0]
+        return self._seeds()[row]
 
     def empty_slots(self, chunks: Sequence[Chunk]) -> list[int]:
         """Copy complete chunks out of their slots, one copy per key and chunk number."""
@@ -332,14 +341,7 @@ class EpisodeRequest(Request):
             if self._in_place and at_home.size:
                 self._glue.add(at_home, 0, slots_of(block.arrays, at_home))
             part = self._glue.join()
-        seeds = partial(episode_seeds, self.root, self.first, self.n_rows)
-        workers: list[int] = []
-        if self._has_shares:
-            shares, all_seeds = self._shares, seeds()
-            workers = [shares.worker(row) for row in range(self.n_rows)]
-            own = [all_seeds[shares.seeding_episode(row)] for row in range(self.n_rows)]
-            seeds = partial(list, own)
-        info = self._info(range(self.n_rows), seeds, workers)
+        info = self._info(range(self.n_rows), self._seeds)
         return trajectories_of(block.layout, part, info)
 
 
@@ -409,11 +411,22 @@ class WindowRequest(Request):
         self._note_writing(worker)
         return bool(self._rows_of(worker))
 
+    @property
+    def workers(self) -> Sequence[int]:
+        """See ``Request.workers``."""
+        return [lane // self.n_lanes for lane in self.lanes]
+
+    def _seeded(self, lane: int) -> int:
+        """The lane whose seed the reset of a lane has."""
+        together = self.running_block.layout.step.resets_together
+        return lane - lane % self.n_lanes if together else lane
+
     def seed_of(self, row: int) -> int | None:
-        """See ``Request.seed_of``; only the worker knows how often a lane has restarted."""
-        if self.running_block.layout.step.seeding != "episode":
-            return self._seeds.seed(row - row % self.n_lanes, 0)
-        return None if self.running_block.layout.restarts else self._seeds.seed(row, 0)
+        """See ``Request.seed_of``; only the worker knows how often a seeded lane has restarted."""
+        layout = self.running_block.layout
+        if layout.restarts and not layout.step.resets_together:
+            return None
+        return self._seeds.seed(self._seeded(row), 0)
 
     def result(self) -> TemporalDictTensor:
         """Views of the block."""
@@ -423,12 +436,8 @@ class WindowRequest(Request):
         if self.tapes is not None:
             self.tapes.record(block.layout, block.arrays, self.lanes, self.lanes_left)
         part = slots_of(block.arrays, slice(self.n_rows))
-        lane_seeds, lanes = self._seeds, self.lanes
-        workers = [lane // self.n_lanes for lane in lanes]
-        seeded = lanes
-        if block.layout.step.seeding != "episode":
-            seeded = [worker * self.n_lanes for worker in workers]
-        info = self._info(lanes, lambda: [lane_seeds.seed(lane, 0) for lane in seeded], workers)
+        lane_seeds, seeded = self._seeds, [self._seeded(lane) for lane in self.lanes]
+        info = self._info(self.lanes, lambda: [lane_seeds.seed(lane, 0) for lane in seeded])
         return trajectories_of(block.layout, part, info)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlpool.seeding import episode_seeds
 from rlpool.slots.blocks import Layout
 
 
@@ -22,12 +23,19 @@ class Shares:
 
     def of(self, worker: int) -> list[int]:
         """The episodes of a worker, ascending."""
-        return [number for number in range(self._n_episodes) if self.worker(number) == worker]
+        return [number for number, other in enumerate(self.workers) if other == worker]
 
-    def worker(self, episode: int) -> int:
-        """The worker that runs an episode."""
-        return episode // self._n_lanes % self._n_workers
+    @property
+    def workers(self) -> list[int]:
+        """The worker of each episode."""
+        return [n // self._n_lanes % self._n_workers for n in range(self._n_episodes)]
 
-    def seeding_episode(self, episode: int) -> int:
-        """The first episode of the same worker: the reset of all its lanes has that one's seed."""
-        return self.worker(episode) * self._n_lanes
+    def seeds(self, root: int, first: int) -> list[int]:
+        """The seed of each episode: that of its worker's first one, as one reset serves all lanes.
+
+        Args:
+            root: Root of all seeds.
+            first: Episodes requested before.
+        """
+        seeds = episode_seeds(root, first, self._n_episodes)
+        return [seeds[worker * self._n_lanes] for worker in self.workers]

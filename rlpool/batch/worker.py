@@ -322,7 +322,7 @@ class Collector:
 
     def done(self, plan: Plan) -> None:
         """Tell the caller that a request's share is done, unless a successor has to go on."""
-        if plan.stays_whole or not self._recycling.is_due():
+        if not plan.is_left_over():
             self._control.done[0] += 1
             self._conclude(plan.number)
 

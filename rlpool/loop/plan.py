@@ -46,8 +46,6 @@ class Plan(ABC):
         arrays: The block.
         agent_info: ``[n, ...]`` per key, one row per episode, or ``None``.
         tapes: Lane to the tape of an episode that another worker has begun.
-        begins_anew: Whether it begins with one reset of all lanes; it runs alone then.
-        stays_whole: Whether a worker that is to be replaced runs all of it before.
         lacks_slots: Whether an idle lane has an episode and lacks a slot for it.
     """
 
@@ -56,7 +54,12 @@ class Plan(ABC):
     arrays: Arrays
     agent_info: dict[str, Array] | None = None
     tapes: Mapping[int, Tape] = {}
-    begins_anew = stays_whole = lacks_slots = False
+    lacks_slots = False
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether it begins with one reset of all lanes; it runs alone then."""
+        return False
 
     @abstractmethod
     def next_episode(self, lane: int) -> Episode | None:
@@ -86,6 +89,10 @@ class Plan(ABC):
 
     def is_cancelled(self) -> bool:
         """Whether the request was cancelled."""
+        return False
+
+    def is_left_over(self) -> bool:
+        """Whether the rest is left to the successor of this worker."""
         return False
 
     # Of windows:

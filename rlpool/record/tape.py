@@ -288,7 +288,7 @@ class WindowTapes:
             lanes_left: Lanes that continue; they have filled their slots.
         """
         step, n_rows = layout.step, len(lanes)
-        self._is_enough = not step.wants_history and step.seeding == "episode"
+        self._is_enough = not step.wants_history and not step.resets_together
         if not self._is_enough:
             return
         after, ends = arrays.finals, np.zeros(n_rows, bool)

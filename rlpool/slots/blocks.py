@@ -89,6 +89,11 @@ class StepSpecs:
         )
 
     @property
+    def resets_together(self) -> bool:
+        """Whether one reset, with one seed, serves all lanes of a worker."""
+        return self.seeding != "episode"
+
+    @property
     def succeeded(self) -> dict[str, TensorSpec]:
         """Keys that also have a value after the step."""
         return {**self.observation, **self.state}
