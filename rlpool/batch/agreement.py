@@ -61,7 +61,7 @@ class Agreement:
             self._workers.note_ready(worker)
             is_probed = self.specs is None and self.infos is not None
             return is_probed and len(self._reports) == self._workers.n_workers
-        if isinstance(report.error, WorkerError) and isinstance(self._workers, Workers):
+        if isinstance(report.error, WorkerError):
             self._workers.expect_end(worker, report.error)
             self._workers.kill(worker)
         else:

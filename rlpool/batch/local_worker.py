@@ -138,20 +138,20 @@ class LocalWorker:
     def note_ready(self, worker: int) -> None:
         """Do nothing: it has no successor."""
 
-    note_success = note_ready
+    note_success = kill = note_ready
 
     def stacks(self) -> list[Stacks]:
-        """What the threads of this process are doing."""
-        return [Stacks(0, os.getpid(), own_stacks())]
-
-    def stacks_of_environments(self) -> str:
-        """What the processes of environments are doing, if there are any."""
+        """What the threads of this process and the processes of environments are doing."""
         dump = getattr(self._collector.env, "dump_stacks", None)
-        return "" if dump is None else str(dump(file=None))
+        return [Stacks(0, os.getpid(), own_stacks() + (dump(file=None) if dump else ""))]
 
     def fail(self, error: RlpoolError) -> None:
         """Refuse everything from now on."""
         self.fatal = self.fatal or error
+
+    def expect_end(self, worker: int, failure: WorkerError) -> None:
+        """Refuse everything from now on: it has no successor."""
+        self.fail(failure)
 
     def abort(self) -> None:
         """Do nothing: it does not run now."""

@@ -13,10 +13,10 @@ import torch
 
 from rlpool.batch.claims import Claims
 from rlpool.batch.messages import Execute, Infos, Window
-from rlpool.batch.shares import Shares
+from rlpool.batch.shares import Shares, check_shares
 from rlpool.data.infos import Info, info_rows
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import RlpoolError, SpecError
+from rlpool.errors import RlpoolError, Where
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape, WindowTapes
 from rlpool.seeding import LaneSeeds, episode_seeds
@@ -97,10 +97,11 @@ class Request(ABC):
             self.block.release()
             self.block = None
 
-    @property
-    def payloads(self) -> list[Packed]:
-        """All that was packed for workers to read."""
-        return [each for each in (self.packed, self.policy.packed) if each is not None]
+    def close_payloads(self) -> None:
+        """Close the descriptors of what was packed: no worker will be sent it again."""
+        for packed in (self.packed, self.policy.packed):
+            if packed is not None:
+                packed.memory.close_fd()
 
     def drop_payloads(self) -> None:
         """Free what was packed: no worker will read it again."""
@@ -110,17 +111,10 @@ class Request(ABC):
         """Refuse what workers with this layout cannot run.
 
         Raises:
-            SpecError: If lanes are reset together and have different ``env_info``, or there are
-                too few slots for them.
+            SpecError: See ``check_shares``.
         """
-        for key, array in self.infos[1].items() if layout.step.resets_together else ():
-            if len({row.tobytes() for row in array}) > 1:
-                raise SpecError(
-                    f"env_info[{key!r}] has different rows, and one reset serves all lanes "
-                    f"(seeding is {layout.step.seeding!r})",
-                    fix="give all rows the same value, or use a vector environment whose lanes "
-                    "can be reset one by one, such as SyncVectorEnv",
-                )
+        if layout.step.resets_together:
+            check_shares(layout, self.infos[1], self.n_rows)
 
     @abstractmethod
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
@@ -158,6 +152,21 @@ class Request(ABC):
             slot = control["slot"][worker, lane]
             dirty[slot] = max(dirty[slot], min(steps[lane] + 1, layout.n_timesteps))
         control["running"][worker] = -1
+
+    def lanes_in(self, worker: int) -> list[int]:
+        """Lanes of a worker that are in an episode of this request."""
+        running = self.running_block.arrays.control["running"][worker]
+        lanes: list[int] = np.flatnonzero(running >= 0).tolist()
+        return lanes
+
+    def where(self, worker: int, lane: int) -> Where:
+        """What such a lane is doing, as far as shared memory tells."""
+        control, layout = self.running_block.arrays.control, self.running_block.layout
+        row = int(control["running"][worker, lane])
+        env_info = {key: array[row].tolist() for key, array in self.infos[1].items()}
+        step = int(layout.steps_in_slot(control, worker)[lane])
+        step += int(control["steps_before"][worker, lane])
+        return Where(worker, lane, row, step, self.seed_of(row), env_info or None)
 
     @abstractmethod
     def seed_of(self, row: int) -> int | None:
@@ -224,17 +233,6 @@ class EpisodeRequest(Request):
         self._arrived = np.zeros(self.n_rows, bool)  # whether an episode's last chunk was
         self._owed: dict[int, list[int]] = {}  # worker: episodes of an earlier one to run again
         self._in_place = True
-
-    def check(self, layout: Layout) -> None:
-        """See ``Request.check``."""
-        super().check(layout)
-        n_lanes = layout.step.n_lanes * layout.n_workers
-        if layout.step.resets_together and layout.n_slots < min(n_lanes, self.n_rows):
-            raise SpecError(
-                f"n_slots is {layout.n_slots}, and {n_lanes} lanes run at the same time: none of "
-                f"them can wait for a slot (seeding is {layout.step.seeding!r})",
-                fix=f"give n_slots={n_lanes} or more",
-            )
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
         """One slot per episode, and spare ones for episodes that are longer than a slot.

@@ -1,9 +1,16 @@
-"""Which worker runs which episode where that is fixed: lanes that cannot be seeded one by one."""
+"""Lanes that cannot be seeded one by one: who runs which episode, and what cannot be reproduced."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping, Set
+
+from rlpool.errors import SpecError
+from rlpool.memory.storage import Array
 from rlpool.seeding import episode_seeds
-from rlpool.slots.blocks import Layout
+from rlpool.slots.blocks import Layout, StepSpecs
+
+_LOG = logging.getLogger("rlpool")
 
 
 class Shares:
@@ -39,3 +46,63 @@ class Shares:
         """
         seeds = episode_seeds(root, first, self._n_episodes)
         return [seeds[worker * self._n_lanes] for worker in self.workers]
+
+
+class Strays:
+    """Workers whose unseeded lanes are not where they would be in an undisturbed run.
+
+    Nothing that they do from then on can be reproduced.
+    """
+
+    def __init__(self) -> None:
+        self._workers: set[int] = set()
+
+    def __contains__(self, worker: int) -> bool:
+        return worker in self._workers
+
+    def add(self, step: StepSpecs | None, workers: Set[int], why: str) -> None:
+        """Note workers that were disturbed, if their lanes are unseeded.
+
+        Args:
+            step: What a step consists of, ``None`` if that is not known yet.
+            workers: The workers.
+            why: What has happened to them.
+        """
+        if step is None or step.seeding != "stream":
+            return
+        for worker in sorted(workers - self._workers):
+            _LOG.warning(
+                "worker %d: %s, and its environments cannot be seeded: its rows cannot be "
+                "reproduced from here on (info['reproducible'] is False)",
+                worker,
+                why,
+            )
+        self._workers |= workers
+
+
+def check_shares(layout: Layout, env_info: Mapping[str, Array], n_rows: int) -> None:
+    """Refuse what lanes that are reset together cannot run.
+
+    Args:
+        layout: Layout of the request's block.
+        env_info: Its ``env_info``, per row.
+        n_rows: Its number of rows.
+
+    Raises:
+        SpecError: If lanes have different ``env_info``, or there are too few slots for them.
+    """
+    for key, array in env_info.items():
+        if len({row.tobytes() for row in array}) > 1:
+            raise SpecError(
+                f"env_info[{key!r}] has different rows, and one reset serves all lanes "
+                f"(seeding is {layout.step.seeding!r})",
+                fix="give all rows the same value, or use a vector environment whose lanes "
+                "can be reset one by one, such as SyncVectorEnv",
+            )
+    n_lanes = layout.step.n_lanes * layout.n_workers
+    if layout.n_slots < min(n_lanes, n_rows):
+        raise SpecError(
+            f"n_slots is {layout.n_slots}, and {n_lanes} lanes run at the same time: none of "
+            f"them can wait for a slot (seeding is {layout.step.seeding!r})",
+            fix=f"give n_slots={n_lanes} or more",
+        )

@@ -1,0 +1,345 @@
+"""The workers of a batcher: the requests that they run, what they are sent, what they report.
+
+A worker that is gone still owes its part of the requests that run. Its successor is told about
+their blocks, the policy that each began with, and the requests, which say what is left to do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlpool.batch.agreement import Agreement
+from rlpool.batch.local_worker import LocalWorker
+from rlpool.batch.messages import (
+    BeginsAgain,
+    ChunksDone,
+    Credit,
+    MapBlock,
+    Probed,
+    Report,
+    Setup,
+    Update,
+)
+from rlpool.batch.requests import Request
+from rlpool.batch.shares import Strays
+from rlpool.batch.worker import main
+from rlpool.errors import EnvError, SpecError, UsageError, Where, WorkerError
+from rlpool.memory.storage import Memory
+from rlpool.record.capsule_files import CrashDir, CrashFiles
+from rlpool.record.failures import DEBUG_HINT
+from rlpool.slots.blocks import Block
+from rlpool.workers.failure_policy import FailurePolicy
+from rlpool.workers.lifecycle import Workers
+from rlpool.workers.payload import Packed, pack
+from rlpool.workers.stack_dumps import note_source
+from rlpool.workers.stacks import described
+from rlpool.workers.wire import Done, Failed, Message
+
+_LARGE_BYTES = 2**14
+"""Larger pickled functions travel in shared memory, once for all workers."""
+
+
+@dataclass
+class _Sent:
+    """What one worker process was sent.
+
+    Attributes:
+        policy: Version of the last policy.
+        blocks: Numbers of the blocks that it has mapped.
+        replaces: What ended the worker that it replaces.
+        is_successor: Whether it replaces one and was sent no request yet.
+    """
+
+    policy: int = 0
+    blocks: set[int] = field(default_factory=set)
+    replaces: WorkerError | None = None
+    is_successor: bool = False
+
+
+class Owner(Protocol):
+    """Whose requests the workers run."""
+
+    def over(self, request: Request) -> None:
+        """Every worker is done with a request."""
+
+    def probed(self) -> None:
+        """Every worker has answered a probe."""
+
+
+class RequestWorkers:
+    """Worker processes, or one worker in this process, that run requests.
+
+    Args:
+        n_workers: Number of worker processes, 0 for one worker in this process.
+        root: Root of all seeds.
+        functions: ``(create_env, env_args, create_agent, agent_args)``, pickled if there are
+            worker processes.
+        policy: What happens when workers fail.
+        timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
+            never.
+        crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
+        owner: Is told what happens.
+
+    Attributes:
+        processes: The workers.
+        agreement: What a step consists of.
+        crash_files: Where capsules are written.
+        running: Requests that were sent, and are not yet done in every worker.
+    """
+
+    def __init__(
+        self,
+        n_workers: int,
+        root: int,
+        functions: Any,
+        *,
+        policy: FailurePolicy,
+        timeout_s: float | None,
+        crash_dir: CrashDir,
+        owner: Owner,
+    ) -> None:
+        self.crash_files = CrashFiles(crash_dir)
+        self.running: list[Request] = []
+        self._owner = owner
+        self._owner_pid = os.getpid()
+        self._is_closed = False
+        self._repeats_env_errors = n_workers > 0 and policy.restarts_on_env_errors
+        self._strays = Strays()
+        self._sent = {worker: _Sent() for worker in range(n_workers or 1)}
+        self._functions: Memory | None = None
+        if n_workers and len(functions) > _LARGE_BYTES:
+            self._functions = Memory.shared(len(functions), "rlpool-setup")
+            self._functions.root()[:] = memoryview(functions)
+            functions = None
+        self._setup = Setup(functions, in_process=not n_workers)
+        self.processes: Workers | LocalWorker
+        if n_workers:
+            runs = [main] * n_workers
+            self.processes = Workers(runs, root, policy, timeout_s, self, DEBUG_HINT)
+            note_source(self)
+        else:
+            self.processes = LocalWorker(root, self)
+        self.agreement = Agreement(self.processes)
+
+    def start(self) -> None:
+        """Start them and wait until they are ready.
+
+        Raises:
+            RlpoolError: If one does not get ready.
+        """
+        self.processes.start()
+        if self._functions is not None and not self.processes.is_repeatable:
+            self._functions.close_fd()
+
+    def cancel(self) -> None:
+        """Let the workers stop all that they run."""
+        for request in self.running:
+            request.cancel()
+
+    def stop(self, request: Request) -> None:
+        """Let the workers stop a request that they run."""
+        request.cancel()
+        self._strays.add(self.agreement.specs, request.remaining, "its episodes were cancelled")
+
+    def close(self) -> None:
+        """End the workers, whatever they run."""
+        self._is_closed = True
+        # For a get() that a signal handler or another thread interrupts by closing.
+        self.processes.fail(UsageError("the batcher was closed meanwhile"))
+        self.cancel()
+        self.processes.close()
+        if self._functions is not None:
+            self._functions.close_fd()
+        if self.agreement.infos is not None:
+            self.agreement.infos.memory.close_fd()
+        for request in self.running:
+            request.close_payloads()
+        self.running.clear()
+
+    # Sending ---------------------------------------------------------------------------------
+
+    def check_successors(self, request: Request) -> None:
+        """Refuse a request if it goes on with what a worker has done that was replaced.
+
+        Raises:
+            WorkerError: Why it was replaced.
+        """
+        replaces = {n: sent.replaces for n, sent in self._sent.items() if sent.is_successor}
+        if replaces and not request.can_be_repeated():
+            raise next(filter(None, replaces.values()), None) or _cannot_go_on(min(replaces))
+
+    def send(self, request: Request, gone: list[int]) -> None:
+        """Send a request to all workers that take part and are ready.
+
+        Args:
+            request: The request, which has its block.
+            gone: Blocks that they may unmap.
+        """
+        request.remaining.update(request.takers(self.processes.n_workers))
+        self.running.append(request)
+        for worker in self.processes.up:
+            if worker in request.remaining:
+                self._send_to(worker, request, gone)
+            elif gone:
+                self._map(worker, request.running_block, gone)
+        # Neither a successor nor a worker that was left out will need what all of them have now.
+        all_take_part = len(request.remaining) == self.processes.n_workers
+        if all_take_part and not self.processes.is_repeatable:
+            request.running_block.memory.close_fd()
+            request.close_payloads()
+
+    def _send_to(self, worker: int, request: Request, gone: list[int]) -> None:
+        """Send a request to one worker, after the policy and the block if it lacks them."""
+        block, sent, send = request.running_block, self._sent[worker], self.processes.send
+        version, update = request.policy
+        if update is not None and sent.policy != version:
+            sent.policy = version
+            send(worker, Update(update.payload), update.memory)
+        if gone or block.number not in sent.blocks:
+            self._map(worker, block, gone)
+        payload, memory = request.packed or (None, None)
+        if sent.is_successor:
+            sent.is_successor = False
+            tapes = request.tapes_for(worker)
+            if tapes:
+                payload, memory = self.pack((*request.infos, tapes))
+        send(worker, request.message(worker, payload), memory)
+
+    def _map(self, worker: int, block: Block, gone: list[int]) -> None:
+        """Let a worker forget blocks, and map this one if it takes part and lacks it."""
+        known = self._sent[worker].blocks
+        known.difference_update(gone)
+        is_new = block.number not in known
+        known.add(block.number)
+        message = MapBlock(block.number, block.layout, gone)
+        self.processes.send(worker, message, block.memory if is_new else None)
+
+    def pack(self, value: Any) -> Packed:
+        """Put an object where all workers can read it.
+
+        Raises:
+            SpecError: If there is no memory or no descriptor for it.
+        """
+        return pack(value, self._allocate)
+
+    def _allocate(self, n_bytes: int) -> Memory:
+        try:
+            return self.processes.allocate(n_bytes)
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise SpecError(
+                f"there is no memory to send {n_bytes} bytes: {error}",
+                fix="drop results that are no longer needed; if file descriptors are missing, "
+                "raise their limit (ulimit -n)",
+            ) from error
+
+    # The workers' client ---------------------------------------------------------------------
+
+    def setup(self, worker: int) -> tuple[Setup, Memory | None]:
+        """What a worker has to create."""
+        return self._setup, self._functions
+
+    def brief(self, worker: int, report: Report) -> None:
+        """Tell a worker that has its environments what there is to do."""
+        if self.agreement.take_first(worker, report):
+            self._owner.probed()
+        for request in self._owed_by(worker):
+            self._send_to(worker, request, [])
+
+    def take(self, worker: int, message: Message) -> None:
+        """Take a worker's message."""
+        if isinstance(message, Done):
+            self.processes.note_success(worker)
+            self._note_done(worker, message.command)
+        elif isinstance(message, ChunksDone):
+            self.processes.note_success(worker)
+            request = self._find(message.number)
+            if request is not None:
+                # Answered in any case: the worker may be waiting, and has to see a cancellation.
+                slots = [] if request.error else request.empty_slots(message.chunks)
+                self.processes.send(worker, Credit(message.number, slots))
+        elif isinstance(message, BeginsAgain):
+            request = self._find(message.number)
+            if request is not None:
+                request.drop_chunks([message.episode])
+        elif isinstance(message, Probed):
+            if self.agreement.take(worker, message.report):
+                self._owner.probed()
+        elif isinstance(message, Failed) and message.command is not None:
+            if self._repeats_env_errors and isinstance(message.error, EnvError):
+                self.processes.expect_end(worker, self.crash_files.with_file(message.error))
+            else:
+                self._note_failure(message.command, message.error)
+
+    def _note_done(self, worker: int, number: int) -> None:
+        request = self._find(number)
+        if request is None:
+            return
+        request.remaining.discard(worker)
+        if worker in self._strays:
+            request.strays.add(worker)
+        if not request.remaining:
+            self.running.remove(request)
+            request.drop_payloads()
+            self._owner.over(request)
+
+    def _note_failure(self, number: int, error: WorkerError) -> None:
+        request = self._find(number)
+        if request is not None and request.error is None:
+            request.error = self.crash_files.with_file(error)
+            self.stop(request)
+
+    def lost(self, worker: int, failure: WorkerError | None) -> None:
+        """Take back what a worker had begun, for its successor."""
+        self._sent[worker] = _Sent(replaces=failure, is_successor=True)
+        self.agreement.forget(worker)
+        self._strays.add(self.agreement.specs, {worker}, "it was replaced")
+        for request in self._owed_by(worker):
+            if not request.error and not request.can_be_repeated():
+                request.error = failure or _cannot_go_on(worker)
+                self.stop(request)
+            if not request.give_back(worker) or request.error:
+                self._note_done(worker, request.number)
+
+    def busy(self) -> Collection[int]:
+        """Workers that have something to do.
+
+        Requests that were given up count as well: a worker that hangs in one keeps its slots.
+        """
+        return {worker for request in self.running for worker in request.remaining}
+
+    def where(self, worker: int) -> Where:
+        """What a worker is doing, as far as shared memory tells."""
+        last = self.processes.lane_in_use(worker)
+        owed = self._owed_by(worker)
+        places = [(request, lane) for request in owed for lane in request.lanes_in(worker)]
+        if not places:
+            return Where(worker)
+        request, lane = min(places, key=lambda place: place[1] != last)  # the first if none is
+        return request.where(worker, lane)
+
+    def _find(self, number: int) -> Request | None:
+        return next((request for request in self.running if request.number == number), None)
+
+    def _owed_by(self, worker: int) -> list[Request]:
+        return [request for request in self.running if worker in request.remaining]
+
+    # Stacks ----------------------------------------------------------------------------------
+
+    def stacks(self) -> str:
+        """What the workers are doing; without worker processes, what this process is doing."""
+        return described(self.processes.stacks(), self.where)
+
+    def worker_stacks(self) -> str:
+        """What the worker processes are doing, for a signal handler: it may come at any time."""
+        is_owner = os.getpid() == self._owner_pid
+        return self.stacks() if is_owner and not self._is_closed else ""
+
+
+def _cannot_go_on(worker: int) -> WorkerError:
+    """The error for episodes in the middle of which a worker was replaced for its age."""
+    what = f"worker {worker} was replaced, and what its lanes have done so far is not known"
+    fix = "call reset(); an agent that needs its history cannot go on in another worker"
+    return WorkerError(what, where=Where(worker=worker), fix=fix)
