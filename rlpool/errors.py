@@ -62,12 +62,20 @@ class RlpoolError(Exception):
 
     Attributes:
         what, fix: As given.
+        hint: What ``fix`` is where nothing better is known: how to debug it. Empty if nothing is.
     """
+
+    hint = ""
 
     def __init__(self, what: str, *, where: Where | str = "", fix: str = "") -> None:
         self.what = what
         self.fix = fix
         super().__init__(compose(what, where=str(where), fix=fix))
+
+    @property
+    def own_fix(self) -> str:
+        """``fix``, empty if it is only the ``hint``."""
+        return "" if self.fix == self.hint else self.fix
 
 
 class UsageError(RlpoolError, RuntimeError):
@@ -104,6 +112,7 @@ class WorkerError(RlpoolError, RuntimeError):
         what: One line that says what happened.
         where: Where it happened.
         fix: One line that says what to do about it, empty if nothing is known.
+        hint: One line that says how to debug it, which is ``fix`` if that is empty.
         traceback_text: The remote traceback, empty if there is none. It becomes ``__cause__``.
         capsule: What is needed to repeat the episode that failed.
 
@@ -112,7 +121,7 @@ class WorkerError(RlpoolError, RuntimeError):
             or the error itself, to ``rlpool.replay_crash``. ``None`` for other failures.
     """
 
-    _arguments: tuple[str, ...] = ("what", "where", "fix", "traceback_text", "capsule")
+    _arguments: tuple[str, ...] = ("what", "where", "hint", "traceback_text", "capsule")
 
     def __init__(
         self,
@@ -120,24 +129,25 @@ class WorkerError(RlpoolError, RuntimeError):
         *,
         where: Where | None = None,
         fix: str = "",
+        hint: str = "",
         traceback_text: str = "",
         capsule: Any = None,
     ) -> None:
         self.where = where or Where()
+        self.hint = hint
         self.traceback_text = traceback_text
         self.capsule = capsule
-        super().__init__(what, where=self.where, fix=fix)
+        super().__init__(what, where=self.where, fix=fix or hint)
         if traceback_text:
             self.__cause__ = RemoteTraceback(traceback_text)
 
-    def reworded(self, *, what: str, fix: str) -> WorkerError:
+    def reworded(self, **changes: Any) -> WorkerError:
         """The same error and cause, worded for the function that the user called.
 
         Args:
-            what: One line that says what happened.
-            fix: One line that says what to do about it.
+            **changes: ``what``, ``where``, ``fix`` or ``hint``; the others stay.
         """
-        same = type(self)(**{**self._constructor_arguments(), "what": what, "fix": fix})
+        same = type(self)(**{**self._constructor_arguments(), **changes})
         same.__cause__ = self.__cause__
         return same
 
@@ -145,7 +155,7 @@ class WorkerError(RlpoolError, RuntimeError):
         return partial(type(self), **self._constructor_arguments()), ()
 
     def _constructor_arguments(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._arguments}
+        return {"fix": self.own_fix, **{name: getattr(self, name) for name in self._arguments}}
 
 
 class WorkerStartupError(WorkerError):
@@ -177,7 +187,7 @@ class WorkerDiedError(WorkerError):
         signal_name: Name of the signal that ended it, such as ``"SIGKILL"``; ``None`` otherwise.
         history: The failures that used up the restarts, this one last; empty if there were no
             restarts.
-        **report: ``where``, ``fix``, ``traceback_text`` and ``capsule``, as for ``WorkerError``.
+        **report: The other arguments of ``WorkerError``.
     """
 
     _arguments = (*WorkerError._arguments, "exitcode", "signal_name", "history")

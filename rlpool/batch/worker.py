@@ -356,10 +356,8 @@ class Collector:
 
     def _advised(self, error: Any) -> Any:
         """The error, with other advice if it happened in the caller's process."""
-        if self._in_process and isinstance(error, WorkerError) and DEBUG_HINT in error.fix:
-            fix = error.fix.replace(DEBUG_HINT, LOCAL_HINT)
-            return error.reworded(what=error.what, fix=fix)
-        return error
+        is_here = self._in_process and error.hint == DEBUG_HINT  # else in one of a manager's
+        return error.reworded(hint=LOCAL_HINT) if is_here else error
 
     def _plan_of(self, message: Execute | Window, memory: Memory | None) -> Plan:
         infos, tapes = _infos(message.payload, memory)

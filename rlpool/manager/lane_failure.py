@@ -8,7 +8,7 @@ from rlpool.envs.vec_env import LaneError
 from rlpool.errors import EnvError, EnvSpecError, SpecError, Where
 from rlpool.record.capsule_files import CrashFiles
 from rlpool.record.crash_capsule import CrashCapsule
-from rlpool.record.failures import DEBUG_HINT, ENV_HINT, attempted
+from rlpool.record.failures import ENV_HINT, attempted
 from rlpool.record.tape import Tape
 
 
@@ -53,7 +53,8 @@ def lane_failure(
         kind(
             error.what,
             where=where,
-            fix=ENV_HINT if error.fix == DEBUG_HINT else error.fix,
+            fix=error.own_fix,
+            hint=ENV_HINT,
             traceback_text=error.traceback_text,
             capsule=capsule and capsule.told(error.what, error.traceback_text),
         )

@@ -292,13 +292,11 @@ def _placed(error: EnvError | AgentError, lanes: VecEnv) -> WorkerError:
     where = error.where if is_remote else error.where._replace(worker=None)
     if where.episode is not None:
         where = where._replace(lane=where.episode % lanes.n_lanes)
-    fix = error.fix
+    fix = error.own_fix
     if "env_info" in fix:
         fix = "if it needs a task, list them in the learner's train_tasks"
     elif "agent_info" in fix:
         fix = "let the agent do without agent_info: rollouts pass none"
-    elif "to debug" in fix:
-        fix = "run it in this process to debug: parallel_env=None" if is_remote else LOCAL_HINT
+    here = "run it in this process to debug: parallel_env=None" if is_remote else LOCAL_HINT
     capsule = error.capsule and replace(error.capsule, where=where)
-    text = error.traceback_text
-    return type(error)(error.what, where=where, fix=fix, traceback_text=text, capsule=capsule)
+    return error.reworded(where=where, fix=fix, hint=error.hint and here, capsule=capsule)

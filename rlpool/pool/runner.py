@@ -295,7 +295,7 @@ def _in_words_of_the_pool(error: WorkerError) -> WorkerError:
     elif "n_threads=0" in fix:
         who = "the policy" if isinstance(error, AgentError) else "reset() and step()"
         fix = f"call {who} of environment {process} in this process to debug"
-    return error.reworded(what=what, fix=fix)
+    return error.reworded(what=what, fix=fix, hint="")
 
 
 def _check_environments(envs: Any, processes: int) -> None:

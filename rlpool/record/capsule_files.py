@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from rlpool.errors import RlpoolError, SpecError, WorkerError
 from rlpool.record.crash_capsule import CrashCapsule
-from rlpool.record.failures import DEBUG_HINT, ENV_HINT, LOCAL_HINT, described
+from rlpool.record.failures import described
 
 _LOG = logging.getLogger("rlpool")
 
@@ -61,9 +61,9 @@ class CrashFiles:
             _LOG.warning("no crash file in %s for '%s': %s", self._directory, error.what, why)
             return error
         fix = f"repeat it in this process to debug: rlpool.replay_crash({str(path)!r}, create_env)"
-        if error.fix not in ("", DEBUG_HINT, ENV_HINT, LOCAL_HINT):
-            fix = f"{error.fix}; {fix}"
-        return error.reworded(what=error.what, fix=fix)  # type: ignore[return-value]
+        if error.own_fix:
+            fix = f"{error.own_fix}; {fix}"
+        return error.reworded(fix=fix)  # type: ignore[return-value]
 
 
 def _written(capsule: CrashCapsule, directory: Path) -> Path:

@@ -27,6 +27,7 @@ _P = ParamSpec("_P")
 _LOG = logging.getLogger("rlpool")
 
 DEBUG_HINT = "run it in this process to debug: EpisodeBatcher(..., n_threads=0)"
+"""The advice for what failed in a worker process of a batcher."""
 LOCAL_HINT = "it ran in this process: debug it here (the __cause__ of the error has the frames)"
 """The advice where the user's code failed in the caller's process: its exception is the cause."""
 ENV_HINT = "step it in this process to debug: GymEnv([env_fn()])"
@@ -49,22 +50,23 @@ def env_error(error: LaneError, where: Where, capsule: CrashCapsule | None = Non
         where: Where it happened.
         capsule: What else is known about the episode.
     """
-    told = None
+    told, hint = None, DEBUG_HINT
     if isinstance(error, EnvError):  # put together in the process where it happened
         where = where._replace(worker=error.where.worker)
-        what, fix, text, told = error.what, error.fix, error.traceback_text, error.capsule
+        what, fix, hint = error.what, error.own_fix, error.hint
+        text, told = error.traceback_text, error.capsule
         is_spec = isinstance(error, SpecError)
     else:
         cause = error.__cause__ or error
         what, fix = _what_and_fix(f"env.{error.call}", cause)
-        if error.call == "reset" and fix == DEBUG_HINT:
-            fix = reset_advice(cause, where.env_info) or fix
+        if error.call == "reset" and not fix:
+            fix = reset_advice(cause, where.env_info)
         text, is_spec = text_of(cause), isinstance(cause, SpecError)
     if capsule is not None:
         place = capsule.where._replace(worker=where.worker)
         told = replace(capsule.told(what, text), where=place)
     kind = EnvSpecError if is_spec else EnvError
-    return kind(what, where=where, fix=fix, traceback_text=text, capsule=told)
+    return kind(what, where=where, fix=fix, hint=hint, traceback_text=text, capsule=told)
 
 
 def agent_error(
@@ -86,7 +88,7 @@ def agent_error(
     text = text_of(error)
     told = None if capsule is None else capsule.told(what, text)
     kind = AgentSpecError if isinstance(error, SpecError) else AgentError
-    return kind(what, where=where, fix=fix, traceback_text=text, capsule=told)
+    return kind(what, where=where, fix=fix, hint=DEBUG_HINT, traceback_text=text, capsule=told)
 
 
 def attempted(make: Callable[_P, CrashCapsule]) -> Callable[_P, CrashCapsule | None]:
@@ -157,7 +159,7 @@ def described(error: BaseException) -> str:
 
 
 def _what_and_fix(who: str, error: BaseException) -> tuple[str, str]:
-    """What happened and what to do, in one line each."""
+    """What happened in one line, and what to do about it, empty if nothing is known."""
     if isinstance(error, SpecError | UsageError):
-        return f"{who}: {error.what}", error.fix or DEBUG_HINT
-    return f"{who} raised {described(error)}", DEBUG_HINT
+        return f"{who}: {error.what}", error.fix
+    return f"{who} raised {described(error)}", ""

@@ -25,7 +25,6 @@ from rlpool.envs.columns import Columns
 from rlpool.envs.gym_env import GymEnv
 from rlpool.errors import RlpoolError, SpecError
 from rlpool.machine.arguments import whole_number
-from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
 from rlpool.seeding import seeded_generators, worker_seed
 from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
@@ -256,10 +255,8 @@ class AgentSubject(Subject):
 
 def _failure_of(refusal: RlpoolError, n: int) -> Failed:
     """Why the library refused a rollout of ``n`` lanes."""
-    what, fix = refusal.what.removeprefix("the agent: "), refusal.fix
-    if fix in ("", DEBUG_HINT, LOCAL_HINT):
-        fix = _CALL_FIX
-    return Failed(f"{what} (in a batch of {n})", fix)
+    what = refusal.what.removeprefix("the agent: ")
+    return Failed(f"{what} (in a batch of {n})", refusal.own_fix or _CALL_FIX)
 
 
 def call(agent: Agent, inputs: Inputs) -> Result:

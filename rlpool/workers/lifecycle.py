@@ -464,7 +464,8 @@ class Workers:
             exitcode=exitcode,
             signal_name=name,
             where=self._client.where(worker),
-            fix=_OUT_OF_MEMORY if name == "SIGKILL" else self._debug_hint,
+            fix=_OUT_OF_MEMORY if name == "SIGKILL" else "",
+            hint=self._debug_hint,
         )
 
     def _advance(self) -> None:
