@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils import _pytree as pytree
 
 from rlpool.envs.columns import Results, as_array
-from rlpool.envs.envpool_lanes import EnvPoolLanes
+from rlpool.envs.envpool_lanes import EnvPoolLanes, is_asynchronous
 from rlpool.envs.vec_env import Options
 from rlpool.envs.vector_gym_env import VectorGymEnv
 from rlpool.errors import SpecError, UsageError
@@ -46,6 +46,10 @@ class EnvPoolEnv(VectorGymEnv):
             return EnvPoolEnv(envpool.make("Pong-v5", env_type="gymnasium", num_envs=64, seed=seed))
     """
 
+    def __new__(cls, pool: Any = None, **options: Any) -> EnvPoolEnv:
+        """An ``AsyncEnvPoolEnv``, if the pool is asynchronous."""
+        return super().__new__(AsyncEnvPoolEnv if is_asynchronous(pool) else cls)
+
     @names_arguments
     def __init__(
         self,
@@ -62,13 +66,25 @@ class EnvPoolEnv(VectorGymEnv):
             max_episode_steps=max_episode_steps,
             keep_float64=keep_float64,
         )
+
+
+class AsyncEnvPoolEnv(EnvPoolEnv):
+    """An ``EnvPoolEnv`` whose pool steps ``batch_size`` of its lanes at a time.
+
+    Args:
+        pool: The environments.
+        **options: The other arguments of ``EnvPoolEnv``.
+    """
+
+    min_ready: int
+
+    def __init__(self, pool: Any, **options: Any) -> None:
+        super().__init__(pool, **options)
         n_lanes, batch_size = self.n_lanes, pool.config["batch_size"]
-        if batch_size == n_lanes:
-            return
-        if auto_reset or n_lanes % batch_size:
+        if self.auto_reset or n_lanes % batch_size:
             raise SpecError(
                 f"an asynchronous pool of {n_lanes} environments in batches of {batch_size}"
-                + (" cannot restart lanes within windows" if auto_reset else ""),
+                + (" cannot restart lanes within windows" if self.auto_reset else ""),
                 fix="leave out batch_size, or let it divide num_envs, without auto_reset",
             )
         self.min_ready, self.depends_on_timing = batch_size, True
@@ -77,8 +93,6 @@ class EnvPoolEnv(VectorGymEnv):
         self._results = np.zeros((3, n_lanes))
         self._sent: dict[str, Array] = {}  # each lane's last action
 
-    # Asynchronous pools --------------------------------------------------------------------
-
     def step_some(
         self,
         min_ready: int = 1,
@@ -86,8 +100,6 @@ class EnvPoolEnv(VectorGymEnv):
         actions: Mapping[str, Array] | None = None,
     ) -> list[int]:
         """See ``VecEnv.step_some``; ``min_ready`` is the pool's ``batch_size``."""
-        if self.min_ready is None:
-            return super().step_some(min_ready, lanes, actions)
         try:
             self._send(lanes, actions or {})
             while not self._received and (self._flying & self._in_episode).any():
@@ -100,8 +112,6 @@ class EnvPoolEnv(VectorGymEnv):
         return ready
 
     def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Results:
-        if self.min_ready is None:
-            return super()._step_lanes(lanes, actions)
         rows = np.asarray(lanes, np.int64)
         self.lane_in_use[0] = lanes[0] if lanes else 0
         try:
@@ -148,12 +158,12 @@ class EnvPoolEnv(VectorGymEnv):
         idle = ~self._flying & ~self._in_episode
         idle[list(self._received)] = False
         stepping_on = np.flatnonzero(idle & ~self._at_start).tolist()  # until they restart
-        n_missing = (self.min_ready or 0) - int(self._flying.sum())
+        n_missing = self.min_ready - int(self._flying.sum())
         n_more = n_missing if drains else max(n_missing, len(stepping_on))
         more = [*stepping_on, *np.flatnonzero(idle & self._at_start).tolist()][: max(0, n_more)]
         if more:
             self._post(more)
-        if self._flying.sum() < (self.min_ready or 0):
+        if self._flying.sum() < self.min_ready:
             raise UsageError(
                 f"fewer than batch_size={self.min_ready} lanes step",
                 fix="step all lanes whose episodes go on together",
@@ -172,9 +182,8 @@ class EnvPoolEnv(VectorGymEnv):
         self._received.update(rows[self._in_episode[rows]].tolist())
 
     def _reset_all(self, seed: int, number: int, options: Options) -> None:
-        if self.min_ready is not None:
-            self._in_episode[:] = False
-            self._received.clear()
-            while self._flying.any():
-                self._receive(drains=True)
+        self._in_episode[:] = False
+        self._received.clear()
+        while self._flying.any():
+            self._receive(drains=True)
         super()._reset_all(seed, number, options)

@@ -17,14 +17,16 @@ def is_envpool(value: Any) -> bool:
     return callable(getattr(value, "async_reset", None))
 
 
+def is_asynchronous(value: Any) -> bool:
+    """Whether this is an EnvPool that steps some of its environments at a time."""
+    return is_envpool(value) and value.config["batch_size"] < value.config["num_envs"]
+
+
 class EnvPoolLanes(VectorEnv[Any, Any, Any]):
     """EnvPool with the interface of a vector environment, results in the order of lanes.
 
     Args:
         pool: What ``envpool.make(..., env_type="gymnasium")`` returns.
-
-    Attributes:
-        batch_size: How many lanes ``receive`` waits for.
 
     Raises:
         SpecError: For anything else, and for actions that are not one array.
@@ -42,7 +44,7 @@ class EnvPoolLanes(VectorEnv[Any, Any, Any]):
             raise SpecError(f"its actions have the parts {list(arrays)}, not one array")
         self._dtype = arrays["action"].dtype
         self.num_envs = pool.config["num_envs"]
-        self.batch_size = pool.config["batch_size"]
+        self._n_batches = self.num_envs // pool.config["batch_size"]
         self.single_observation_space = pool.single_observation_space
         self.single_action_space = pool.single_action_space
         self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -52,8 +54,7 @@ class EnvPoolLanes(VectorEnv[Any, Any, Any]):
         if options:
             raise SpecError(f"EnvPool takes no options, got {options}", fix="leave out env_info")
         self._pool.async_reset()
-        n_batches = self.num_envs // self.batch_size
-        parts = [self.receive() for _ in range(n_batches)]
+        parts = [self.receive() for _ in range(self._n_batches)]
         order = np.argsort(np.concatenate([lanes for lanes, *_ in parts]))
         leaves = [pytree.tree_leaves(observation) for _, observation, *_ in parts]
         joined = [np.concatenate(each)[order] for each in zip(*leaves, strict=True)]

@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from rlpool.envs.columns import Results, as_array
-from rlpool.envs.envpool_lanes import EnvPoolLanes, is_envpool
+from rlpool.envs.envpool_lanes import EnvPoolLanes, is_asynchronous, is_envpool
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.gymnasium_vector import adapt, autoreset_mode, failed_process, kill
 from rlpool.envs.vec_env import Options, VecEnv
@@ -95,13 +95,13 @@ class VectorGymEnv(VecEnv):
         keep_float64: bool = False,
     ) -> None:
         _refuse_others(vector_env)
+        if is_asynchronous(vector_env):
+            raise SpecError(
+                "VectorGymEnv steps all lanes together, and this EnvPool is asynchronous",
+                fix="use EnvPoolEnv(pool), or leave out batch_size",
+            )
         if is_envpool(vector_env):
             vector_env = EnvPoolLanes(vector_env)
-            if vector_env.batch_size < vector_env.num_envs:
-                raise SpecError(
-                    "VectorGymEnv steps all lanes together, and this EnvPool is asynchronous",
-                    fix="use EnvPoolEnv(pool), or leave out batch_size",
-                )
         if seeding not in (None, *SEEDINGS):
             raise SpecError(f"seeding should be one of {SEEDINGS}, got {seeding!r}")
         n_lanes = vector_env.num_envs
