@@ -48,6 +48,8 @@ class _RequestPlan(Plan):
         env_info: ``env_info`` of the request.
     """
 
+    _starts = True  # whether lanes have no episodes from before
+
     def __init__(self, number: int, block: Block, infos: Infos | None, site: Site) -> None:
         agent_info, self.env_info = infos or ({}, {})
         self.agent_info = agent_info or None
@@ -56,6 +58,11 @@ class _RequestPlan(Plan):
         self._site = site
         self._env_columns = {key: array.tolist() for key, array in self.env_info.items()}
         self._cancelled = self.arrays.control["cancelled"].data
+
+    @property
+    def begins_anew(self) -> bool:
+        """See ``Plan.begins_anew``."""
+        return self._starts and self.layout.step.resets_together
 
     def _options(self, row: int) -> Options:
         """One row of ``env_info`` as Python values."""
@@ -113,11 +120,6 @@ class EpisodePlan(_RequestPlan):
         self._moved: set[int] = set()  # that begin again, when others may have got their slots
         self._chunks: list[tuple[int, int, int, bool]] = []
         self.lacks_slots = False
-
-    @property
-    def begins_anew(self) -> bool:
-        """See ``Plan.begins_anew``."""
-        return self.layout.step.resets_together
 
     def next_episode(self, lane: int) -> Episode | None:
         """The lane's next episode, if it has a slot to write to."""
@@ -236,11 +238,6 @@ class WindowPlan(_RequestPlan):
         self._slots = dict(message.slots)
         self._starts = message.is_first
         self._first_lane = self.worker * self.layout.step.n_lanes
-
-    @property
-    def begins_anew(self) -> bool:
-        """See ``Plan.begins_anew``."""
-        return self._starts and self.layout.step.resets_together
 
     def next_episode(self, lane: int) -> Episode | None:
         """In the first window after a reset: the lane's episode."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from process.watching import assert_equal
+from process.watching import assert_all_equal
 
 from rlpool import Batcher, DictTensor, EpisodeBatcher, TemporalDictTensor
 
@@ -54,11 +54,6 @@ def collect(n_threads: int, n_lanes: int = 3, kind: Any = FragileEnv, **options:
 
 
 serial = cache(lambda: collect(0))
-
-
-def assert_all_equal(mine: list[Any], theirs: list[Any]) -> None:
-    for one, other in zip(mine, theirs, strict=True):
-        assert_equal(one, other)
 
 
 # The same for any number of workers -----------------------------------------------------------

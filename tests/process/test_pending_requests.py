@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from process.watching import assert_equal
+from process.watching import assert_all_equal
 
 from rlpool import EnvError, EpisodeBatcher, WorkerDiedError
 
@@ -71,8 +71,7 @@ def test_pending_requests_have_the_bits_of_requests_one_by_one(
         return results
 
     with open_fragile(0) as serial, open_fragile(n_threads, n_slots) as batcher:
-        for one, other in zip(collect(serial, 0), collect(batcher, 5), strict=True):
-            assert_equal(one, other)
+        assert_all_equal(collect(serial, 0), collect(batcher, 5))
 
 
 @pytest.mark.parametrize("step", [-1, 0, 8])
@@ -97,8 +96,7 @@ def test_a_request_that_fails_does_not_disturb_the_others(step: int, tmp_path: A
 
     undisturbed = collect(0, False)
     for n_threads in (1, 2):
-        for one, other in zip(undisturbed, collect(n_threads, True), strict=True):
-            assert_equal(one, other)
+        assert_all_equal(undisturbed, collect(n_threads, True))
 
 
 @pytest.mark.promise("I4")

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
-from process.watching import assert_equal
+from process.watching import assert_all_equal, assert_equal
 
 from rlpool import (
-    Batcher,
     EnvError,
     EpisodeBatcher,
-    TemporalDictTensor,
     VectorGymEnv,
     WorkerDiedError,
     replay_crash,
@@ -25,7 +23,7 @@ from rlpool import (
 from support.faults import faults, strike
 from support.fragile import RecurrentAgent
 from support.variants import variants
-from support.vector_envs import ArrayEnv, create_lanes
+from support.vector_envs import ArrayEnv, create_lanes, windows
 
 pytestmark = [
     pytest.mark.usefixtures("no_shared_memory_left"),
@@ -55,11 +53,6 @@ def collect(
 
 
 serial = cache(lambda: collect(0, {"over": "gym"}))
-
-
-def assert_all_equal(mine: list[TemporalDictTensor], theirs: list[TemporalDictTensor]) -> None:
-    for one, other in zip(mine, theirs, strict=True):
-        assert_equal(one, other)
 
 
 @pytest.mark.parametrize(
@@ -132,17 +125,9 @@ def test_windows_have_the_bits_of_a_gym_env_after_deaths(
     tmp_path: Path, over: str, restarts: bool
 ) -> None:
     hits = {1: ("sigkill", 18), 4: ("sigkill", 10)} if over == "sync" else {}
-
-    def windows(over: str, marks: str | None = None) -> list[Any]:
-        options = {"create_agent": RecurrentAgent, "create_env": create_lanes, "seeds": 5}
-        options["env_args"] = {"over": over, "restarts": restarts, "marks": marks}
-        with Batcher(8, n_threads=2, **options) as batcher:
-            batcher.reset(env_info=faults(6, hits, length=[30, 20, 11, 9, 25, 30]))
-            for _ in range(4):
-                batcher.execute()
-            return [batcher.get() for _ in range(4)]
-
-    assert_all_equal(windows(over, str(tmp_path)), windows("gym"))
+    options = {"n_threads": 2, "env_info": faults(6, hits, length=[30, 20, 11, 9, 25, 30])}
+    run = partial(windows, create_lanes, [4], **options, restarts=restarts)
+    assert_all_equal(run(over=over, marks=str(tmp_path)), run(over="gym", marks=None))
     assert len(list(tmp_path.iterdir())) == len(hits)
 
 
@@ -229,23 +214,18 @@ def test_a_worker_that_is_replaced_for_its_age_runs_its_share_before() -> None:
     assert_all_equal(share(2, max_episodes_per_worker=5), share(2))
 
 
-def test_a_request_has_the_same_bits_after_one_that_failed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("n_threads", [0, 2])
+def test_a_request_has_the_same_bits_after_one_that_failed(tmp_path: Path, n_threads: int) -> None:
+    env_args = {"seeds": "all", "mark": str(tmp_path / "mark"), "kind": "raise", "n_left": 12}
     with EpisodeBatcher(
-        4,
-        60,
-        RecurrentAgent,
-        {},
-        create_struck,
-        {"seeds": "all", "mark": str(tmp_path / "mark"), "kind": "raise", "n_left": 12},
-        2,
-        5,
+        4, 60, RecurrentAgent, {}, create_struck, env_args, n_threads, 5
     ) as batcher:
         for n_episodes in (31, 20):
             batcher.execute(n_episodes, {"gain": torch.linspace(0.5, 2.0, n_episodes)})
         with pytest.raises(EnvError, match="struck") as caught:
             batcher.get()
         assert caught.value.capsule is None
-        assert_equal(batcher.get(), share(2)[1])
+        assert_equal(batcher.get(), share(n_threads)[1])
 
 
 @pytest.mark.promise("I3")
@@ -286,21 +266,10 @@ def test_rows_of_a_stream_that_was_cancelled_say_so(tmp_path: Path) -> None:
 
 
 def test_windows_of_lanes_reset_together(tmp_path: Path) -> None:
-    def windows(n_threads: int, **env_args: Any) -> list[Any]:
-        options = {"create_agent": RecurrentAgent, "create_env": create_struck, "seeds": 5}
-        env_args |= {"seeds": "all"}
-        with Batcher(4, n_threads=n_threads, env_args=env_args, **options) as batcher:
-            found = []
-            for _ in range(2):
-                batcher.reset()
-                for _ in range(2):
-                    batcher.execute()
-                    found.append(batcher.get())
-            return found
-
-    assert_all_equal(windows(1), windows(0))
+    run = partial(windows, create_struck, [2, 2], 4, seeds="all")
+    assert_all_equal(run(n_threads=1), run(n_threads=0))
     in_the_first = {"mark": str(tmp_path / "mark"), "kind": "sigkill", "n_left": 3}
-    assert_all_equal(windows(2, **in_the_first), windows(2))
+    assert_all_equal(run(n_threads=2, **in_the_first), run(n_threads=2))
     assert (tmp_path / "mark").exists()
     with pytest.raises(WorkerDiedError):
-        windows(2, mark=str(tmp_path / "other"), kind="sigkill", n_left=6)
+        run(n_threads=2, mark=str(tmp_path / "other"), kind="sigkill", n_left=6)

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from process.watching import assert_equal, is_running, wait_until, worker_pids
+from process.watching import assert_all_equal, is_running, wait_until, worker_pids
 
 import rlpool
 from rlpool import Batcher, DictTensor, EpisodeBatcher, TemporalDictTensor
@@ -86,11 +86,6 @@ def collect(batcher: EpisodeBatcher, hits: Hits) -> Results:
         begin(batcher, number, hits)
     results = [batcher.get() for _ in SIZES]
     return [result for result in results if result is not None]
-
-
-def assert_all_equal(mine: Results, theirs: Results) -> None:
-    for one, other in zip(mine, theirs, strict=True):
-        assert_equal(one, other)
 
 
 def undisturbed(hits: Hits, **options: Any) -> Results:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,15 @@ def assert_equal(one: TemporalDictTensor | None, other: TemporalDictTensor | Non
         for key, values in theirs.items():
             assert (mine[key].dtype, mine[key].shape) == (values.dtype, values.shape), key
             assert torch.equal(mine[key], values), key
+
+
+def assert_all_equal(
+    some: Iterable[TemporalDictTensor | None], others: Iterable[TemporalDictTensor | None]
+) -> None:
+    """Check that results are the same, one by one; ``None`` is only the same as ``None``."""
+    for one, other in zip(some, others, strict=True):
+        if one is not other:
+            assert_equal(one, other)
 
 
 @dataclass

@@ -166,6 +166,18 @@ class GruAgent(Agent):
         self.cell.load_state_dict(info)
 
 
+def binary_action(frame: Any) -> Any:
+    """An action 0 or 1 that follows from the whole frame, NumPy's or torch's."""
+    return (abs(frame).sum(-1) * 1e3 % 2 > 1) * 1
+
+
+class BinaryAgent(Agent):
+    """Acts by ``binary_action``."""
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        return None, DictTensor({"action": binary_action(observation["frame"])}), None
+
+
 class FunctionAgent(Agent):
     """Calls a function ``(state, observation, agent_info, history)``."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,9 +10,9 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
-from rlpool import GymEnv, GymEnvInf, VectorGymEnv
+from rlpool import Batcher, GymEnv, GymEnvInf, TemporalDictTensor, VectorGymEnv
 
-from support.fragile import FragileEnv
+from support.fragile import FragileEnv, RecurrentAgent
 
 MODES = tuple(AutoresetMode)
 
@@ -115,6 +116,34 @@ class Noted(VectorWrapper):  # type: ignore[type-arg]
     def step(self, actions: Any) -> Any:
         self.n_steps += 1
         return super().step(actions)
+
+
+def windows(
+    create_env: Any,
+    counts: Sequence[int],
+    n_timesteps: int = 8,
+    *,
+    create_agent: Any = RecurrentAgent,
+    n_threads: int = 0,
+    env_info: Any = None,
+    **env_args: Any,
+) -> list[TemporalDictTensor | None]:
+    """Windows of a ``Batcher``: ``counts`` of them after each of some resets."""
+    with Batcher(
+        n_timesteps,
+        create_agent=create_agent,
+        create_env=create_env,
+        env_args=env_args,
+        n_threads=n_threads,
+        seeds=5,
+    ) as batcher:
+        found = []
+        for n_windows in counts:
+            batcher.reset(env_info=env_info)
+            for _ in range(n_windows):
+                batcher.execute()
+            found += [batcher.get() for _ in range(n_windows)]
+        return found
 
 
 def create_lanes(

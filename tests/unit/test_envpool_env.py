@@ -10,8 +10,6 @@ from process.watching import assert_equal
 
 from rlpool import (
     AgentError,
-    Batcher,
-    DictTensor,
     EnvPoolEnv,
     EpisodeBatcher,
     SpecError,
@@ -19,7 +17,8 @@ from rlpool import (
 )
 from rlpool.testing import check_env
 
-from support.agents import FunctionAgent
+from support.agents import BinaryAgent, FunctionAgent, binary_action
+from support.vector_envs import windows
 
 envpool = pytest.importorskip("envpool", reason="EnvPool is not installed", exc_type=ImportError)
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -29,24 +28,13 @@ def make(name: str = "CartPole-v1", n_lanes: int = 4, **arguments: Any) -> Any:
     return envpool.make(name, env_type="gymnasium", num_envs=n_lanes, **{"seed": 3, **arguments})
 
 
-def policy(frame: Any) -> Any:
-    return (abs(frame).sum(-1) * 1e3 % 2 > 1) * 1
-
-
-def create_agent() -> FunctionAgent:
-    def act(state: Any, observation: Any, *_: Any) -> Any:
-        return None, DictTensor({"action": policy(observation["frame"])}), None
-
-    return FunctionAgent(act)
-
-
 def create(seed: int, **arguments: Any) -> EnvPoolEnv:
     return EnvPoolEnv(make(**arguments))
 
 
 def collect(n_threads: int, n_slots: int = 40, **env_args: Any) -> list[Any]:
     with EpisodeBatcher(
-        16, n_slots, create_agent, {}, create, env_args, n_threads, seeds=1
+        16, n_slots, BinaryAgent, {}, create, env_args, n_threads, seeds=1
     ) as batcher:
         for n_episodes in (18, 7):
             batcher.execute(n_episodes)
@@ -61,7 +49,7 @@ def of_one_lane(lane: int, n_episodes: int, **arguments: Any) -> list[Any]:
     episodes: list[Any] = [[frames[lane]]]
     is_over = False
     while True:
-        actions = np.repeat(policy(frames[lane]), lane + 1).astype(np.int32)
+        actions = np.repeat(binary_action(frames[lane]), lane + 1).astype(np.int32)
         frames, _, terminated, truncated, _ = pool.step(actions)
         if is_over:
             episodes.append([])
@@ -97,7 +85,7 @@ def test_workers_limits_and_few_slots(batch_size: int) -> None:
 
 def test_a_pool_that_create_env_returns_is_a_stream() -> None:
     with EpisodeBatcher(
-        16, 40, create_agent, {}, lambda seed: make(), n_threads=0, seeds=1
+        16, 40, BinaryAgent, {}, lambda seed: make(), n_threads=0, seeds=1
     ) as batcher:
         batcher.execute(18)
         assert_equal(batcher.get(), collect(0)[0])
@@ -107,9 +95,9 @@ def test_a_pool_that_create_env_returns_is_a_stream() -> None:
 def test_a_request_follows_one_that_failed(batch_size: int) -> None:
     calls = iter(range(1000))
 
-    def act(state: Any, observation: Any, *_: Any) -> Any:
+    def act(*inputs: Any) -> Any:
         assert next(calls) != 9
-        return None, DictTensor({"action": policy(observation["frame"])}), None
+        return BinaryAgent()(*inputs)
 
     env_args = {"batch_size": batch_size}
     with EpisodeBatcher(
@@ -126,13 +114,9 @@ def test_a_request_follows_one_that_failed(batch_size: int) -> None:
 
 
 def test_lanes_of_windows_restart() -> None:
-    def create(seed: int) -> EnvPoolEnv:
-        return EnvPoolEnv(make(), auto_reset=True, max_episode_steps=9)
-
-    with Batcher(30, create_agent=create_agent, create_env=create, n_threads=0) as batcher:
-        batcher.reset()
-        batcher.execute()
-        window = batcher.get()
+    options: Any = {"auto_reset": True, "max_episode_steps": 9}
+    create_env = lambda: EnvPoolEnv(make(), **options)  # noqa: E731
+    (window,) = windows(create_env, [1], 30, create_agent=BinaryAgent)
     assert window is not None
     assert window["_done"].sum() > 4
     assert int(window.lengths.max()) == 30
@@ -152,13 +136,7 @@ def test_continuous_actions_and_check_env() -> None:
         (lambda: EnvPoolEnv(make(batch_size=3)), "batches of 3"),
         (lambda: EnvPoolEnv(make(batch_size=2), auto_reset=True), "within windows"),
         (
-            lambda: Batcher(
-                9,
-                create_agent=create_agent,
-                create_env=create,
-                env_args={"batch_size": 2},
-                n_threads=0,
-            ),
+            lambda: windows(create, [1], create_agent=BinaryAgent, batch_size=2),
             "windows need lanes",
         ),
     ],

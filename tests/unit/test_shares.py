@@ -12,12 +12,10 @@ import pytest
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from process.watching import assert_equal
+from process.watching import assert_all_equal, assert_equal
 
 from rlpool import (
-    Batcher,
     DictTensor,
-    EnvError,
     EnvSpecError,
     EpisodeBatcher,
     SpecError,
@@ -27,24 +25,12 @@ from rlpool import (
 from rlpool.envs.vec_env import LaneError
 from rlpool.seeding import stream_seed
 
-from support.agents import FunctionAgent
+from support.agents import BinaryAgent, binary_action
 from support.fragile import FragileEnv, RecurrentAgent
-from support.vector_envs import ArrayEnv, Noted
+from support.vector_envs import ArrayEnv, Noted, windows
 
 N_LANES = 3
 RESTARTING = (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP)
-
-
-def policy(frame: Any) -> Any:
-    """An action of either kind of environment, 0 or 1."""
-    return (abs(frame).sum(-1) * 1e3 % 2 > 1) * 1
-
-
-def create_agent() -> FunctionAgent:
-    def act(state: Any, observation: Any, *_: Any) -> Any:
-        return None, DictTensor({"action": policy(observation["frame"])}), None
-
-    return FunctionAgent(act)
 
 
 def create_arrays(
@@ -76,7 +62,7 @@ def by_hand(env: Any, seed: int, shares: list[list[int]], limit: int = 99) -> di
             n_resets, at_start = n_resets + 1, set(lanes)
             continue
         if current:
-            taken = {lane: policy(seen[0][-1]) for lane, seen in current.items()}
+            taken = {lane: binary_action(seen[0][-1]) for lane, seen in current.items()}
             actions = np.array([taken.get(lane, taken[min(taken)]) for lane in lanes])
         frames, rewards, terminated, truncated, infos = env.step(actions)
         ended = terminated | truncated
@@ -117,7 +103,7 @@ def collect(
     requests: list[int], n_slots: int = 40, create_env: Any = create_arrays, **env_args: Any
 ) -> list[Any]:
     with EpisodeBatcher(
-        8, n_slots, create_agent, {}, create_env, env_args, n_threads=0, seeds=5
+        8, n_slots, BinaryAgent, {}, create_env, env_args, n_threads=0, seeds=5
     ) as batcher:
         for n_episodes in requests:
             batcher.execute(n_episodes)
@@ -154,16 +140,15 @@ def test_a_request_has_the_same_bits_whatever_came_before() -> None:
 
 def test_nothing_seeded_continues_where_it_was() -> None:
     first, second = collect([5, 4], seeds="nothing"), collect([5, 4], seeds="nothing")
-    for mine, theirs in zip(first, second, strict=True):
-        assert_equal(mine, theirs)
-        assert mine.info["reproducible"].tolist() == [True] * len(mine.lengths)
+    assert_all_equal(first, second)
+    assert all(result.info["reproducible"].all() for result in first)
     assert not torch.equal(first[0]["frame"][0, 0], first[1]["frame"][0, 0])
 
 
 def test_one_reset_serves_a_request_and_its_seed_is_told() -> None:
     noted = Noted(ArrayEnv(3, AutoresetMode.NEXT_STEP, "all"))
     with EpisodeBatcher(
-        8, 40, create_agent, {}, lambda: VectorGymEnv(noted, 0, seeding="request"), n_threads=0
+        8, 40, BinaryAgent, {}, lambda: VectorGymEnv(noted, 0, seeding="request"), n_threads=0
     ) as batcher:
         noted.resets.clear()
         batcher.execute(14, env_info={"length": 4})
@@ -173,21 +158,21 @@ def test_one_reset_serves_a_request_and_its_seed_is_told() -> None:
     assert result.lengths[:3].tolist() == [4] * 3
 
 
-def test_rows_of_env_info_that_differ_are_refused_by_execute() -> None:
-    with EpisodeBatcher(8, 40, create_agent, {}, create_arrays, n_threads=0) as batcher:
-        with pytest.raises(SpecError, match=r"env_info\['length'\] has different rows") as caught:
-            batcher.execute(3, env_info={"length": [2, 2, 3]})
-        assert "SyncVectorEnv" in caught.value.fix
-        batcher.execute(3)
-        assert batcher.get() is not None
-
-
-def test_fewer_slots_than_lanes_are_refused_by_execute() -> None:
-    with EpisodeBatcher(8, 2, create_agent, {}, create_arrays, n_threads=0) as batcher:
+@pytest.mark.parametrize(
+    ("n_slots", "env_info", "words", "fix"),
+    [
+        (40, {"length": [2, 2, 3]}, r"env_info\['length'\] has different rows", "SyncVectorEnv"),
+        (2, None, "n_slots is 2", "n_slots=3"),
+    ],
+)
+def test_what_lanes_that_are_reset_together_cannot_run_is_refused_by_execute(
+    n_slots: int, env_info: Any, words: str, fix: str
+) -> None:
+    with EpisodeBatcher(8, n_slots, BinaryAgent, {}, create_arrays, n_threads=0) as batcher:
         batcher.execute(2)
-        with pytest.raises(SpecError, match="n_slots is 2") as caught:
-            batcher.execute(3)
-        assert "n_slots=3" in caught.value.fix
+        with pytest.raises(SpecError, match=words) as caught:
+            batcher.execute(3, env_info=env_info)
+        assert fix in caught.value.fix
         assert batcher.get() is not None
 
 
@@ -203,7 +188,7 @@ def test_lanes_that_a_time_limit_stopped_go_on_with_the_next_episode(mode: Any, 
 def test_lanes_that_never_end_by_themselves_are_reset_together() -> None:
     noted = Noted(gymnasium.make_vec("CartPole-v1", 3, "vector_entry_point"))
     create = lambda: VectorGymEnv(noted, 0, seeding="request", max_episode_steps=5)  # noqa: E731
-    with EpisodeBatcher(8, 40, create_agent, {}, create, n_threads=0, seeds=1) as batcher:
+    with EpisodeBatcher(8, 40, BinaryAgent, {}, create, n_threads=0, seeds=1) as batcher:
         noted.resets.clear()
         batcher.execute(9)
         result = batcher.get()
@@ -217,7 +202,7 @@ def test_lanes_that_never_restart_are_refused(mode: Any) -> None:
     def create(seed: int) -> Any:
         return VectorGymEnv(ArrayEnv(3, mode, "all"), seed, seeding="request")
 
-    with EpisodeBatcher(8, 40, create_agent, {}, create, n_threads=0) as batcher:
+    with EpisodeBatcher(8, 40, BinaryAgent, {}, create, n_threads=0) as batcher:
         batcher.execute(3)
         with pytest.raises(EnvSpecError, match="do not restart by themselves") as caught:
             batcher.get()
@@ -235,47 +220,12 @@ def test_single_environments_that_cannot_be_seeded_are_a_stream() -> None:
     assert result.info["reproducible"].all()
 
 
-def test_an_error_has_no_capsule_and_the_next_request_begins_anew() -> None:
-    class Breaking(ArrayEnv):
-        n_left = 12
-
-        def step(self, actions: Any) -> Any:
-            self.n_left -= 1
-            if not self.n_left:
-                raise RuntimeError("struck")
-            return super().step(actions)
-
-    def create(seed: int) -> Any:
-        return VectorGymEnv(Breaking(3, AutoresetMode.NEXT_STEP, "all"), seed, seeding="request")
-
-    with EpisodeBatcher(8, 40, create_agent, {}, create, n_threads=0, seeds=5) as batcher:
-        batcher.execute(14)
-        batcher.execute(7)
-        with pytest.raises(EnvError, match="struck") as caught:
-            batcher.get()
-        assert caught.value.capsule is None
-        assert_equal(batcher.get(), collect([14, 7])[1])
-
-
 # Windows and reset()/step() -----------------------------------------------------------------
 
 
-def windows(n_timesteps: int, n_windows: int, **env_args: Any) -> list[Any]:
-    with Batcher(
-        n_timesteps,
-        create_agent=create_agent,
-        create_env=create_arrays,
-        env_args=env_args,
-        n_threads=0,
-        seeds=5,
-    ) as batcher:
-        batcher.reset()
-        found = []
-        for _ in range(n_windows):
-            batcher.execute()
-            if (window := batcher.get()) is not None:
-                found.append(window)
-        return found
+def array_windows(n_timesteps: int, n_windows: int, **env_args: Any) -> list[Any]:
+    found = windows(create_arrays, [n_windows], n_timesteps, create_agent=BinaryAgent, **env_args)
+    return [window for window in found if window is not None]
 
 
 def steps_of(parts: list[Any], lane: int, n_steps: int) -> list[Any]:
@@ -289,7 +239,7 @@ def steps_of(parts: list[Any], lane: int, n_steps: int) -> list[Any]:
 @pytest.mark.parametrize("mode", RESTARTING)
 @pytest.mark.parametrize(("n_timesteps", "limit"), [(1, 99), (2, 99), (5, 99), (30, 99), (5, 4)])
 def test_lanes_of_windows_restart_as_in_a_loop(mode: Any, n_timesteps: int, limit: int) -> None:
-    parts = windows(
+    parts = array_windows(
         n_timesteps, 60 // n_timesteps, mode=mode.value, auto_reset=True, max_episode_steps=limit
     )
     for part in parts:
@@ -314,7 +264,7 @@ def test_lanes_of_windows_restart_as_in_a_loop(mode: Any, n_timesteps: int, limi
 
 @pytest.mark.parametrize("mode", RESTARTING)
 def test_lanes_of_windows_without_restarts_stop_at_their_end(mode: Any) -> None:
-    parts = windows(2, 20, mode=mode.value)
+    parts = array_windows(2, 20, mode=mode.value)
     seed = int(parts[0].info["seed"][0])
     expected = by_hand(ArrayEnv(3, mode, "all"), seed, shares_of(3))
     for lane in range(3):

@@ -16,10 +16,9 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics, RescaleAction
-from process.watching import assert_equal, worker_pids
+from process.watching import assert_all_equal, assert_equal, worker_pids
 
 from rlpool import (
-    Batcher,
     DictTensor,
     EnvError,
     EnvSpecError,
@@ -39,7 +38,7 @@ from support.agents import ConstantAgent, FunctionAgent, StepCounter
 from support.envs import CountingEnv, EchoEnv, FailingEnv, SpaceEnv
 from support.faults import faults
 from support.fragile import FragileEnv, RecurrentAgent
-from support.vector_envs import MODES, ArrayEnv, Noted, create_lanes
+from support.vector_envs import MODES, ArrayEnv, Noted, create_lanes, windows
 
 ALL = [0, 1, 2]
 BOUNDS = np.float32(-1), np.float32(1)
@@ -80,36 +79,15 @@ serial = cache(lambda limit=None: collect(over="gym", limit=limit))
     ("over", "limit"), [*itertools.product(["sync", "async", "array"], [None, 4]), ("raw", None)]
 )
 def test_episodes_have_the_bits_of_a_gym_env(over: str, mode: str, limit: int | None) -> None:
-    results = collect(over=over, mode=mode, limit=limit)
-    for mine, theirs in zip(results, serial(limit), strict=True):
-        assert_equal(mine, theirs)
+    assert_all_equal(collect(over=over, mode=mode, limit=limit), serial(limit))
 
 
 def test_lanes_of_windows_restart_with_the_bits_of_a_gym_env() -> None:
-    def windows(**env_args: Any) -> list[Any]:
-        with Batcher(
-            8,
-            create_agent=RecurrentAgent,
-            create_env=create_lanes,
-            env_args=env_args,
-            n_threads=0,
-            seeds=5,
-        ) as batcher:
-            found = []
-            for _ in range(2):
-                batcher.reset(env_info={"length": [3, 20, 1]})
-                for _ in range(3):
-                    batcher.execute()
-                    found.append(batcher.get())
-            return found
-
+    run = partial(windows, create_lanes, [3, 3], env_info={"length": [3, 20, 1]})
     for restarts in (False, True):
-        theirs = windows(over="gym", restarts=restarts)
+        theirs = run(over="gym", restarts=restarts)
         for over, mode in (("sync", "NextStep"), ("array", "SameStep"), ("array", "NextStep")):
-            for one, other in zip(
-                windows(over=over, mode=mode, restarts=restarts), theirs, strict=True
-            ):
-                assert one is other is None or assert_equal(one, other) is None
+            assert_all_equal(run(over=over, mode=mode, restarts=restarts), theirs)
 
 
 SPACES = [
@@ -374,8 +352,7 @@ def test_finding_it_out_leaves_no_trace() -> None:
     def episodes(**arguments: Any) -> Any:
         return collect(lambda seed: VectorGymEnv(ArrayEnv(3), seed, **arguments))
 
-    for mine, theirs in zip(episodes(), episodes(seeding="episode"), strict=True):
-        assert_equal(mine, theirs)
+    assert_all_equal(episodes(), episodes(seeding="episode"))
 
 
 @pytest.mark.parametrize(
