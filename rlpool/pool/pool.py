@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import operator
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -28,11 +27,12 @@ from rlpool.seeding import root_from
 from rlpool.slots.blocks import successor_key
 from rlpool.specs import TensorSpec
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
+from rlpool.workers.stack_dumps import DumpsStacks
 
 _SAMPLING, _ROUTING = 1, 2  # what a generator's seed is for
 
 
-class Pool(Sampler):
+class Pool(Sampler, DumpsStacks):
     """A bounded store of transitions: the most recent ones, to be sampled for learning.
 
     It is filled in three ways, which may be mixed as long as transitions have the same keys:
@@ -522,16 +522,8 @@ class Pool(Sampler):
             raise UsageError("the pool was closed", fix="make another one, close it later")
         return self._runner
 
-    def dump_stacks(self, file: Any = "stderr") -> str:
-        """Show what each process of ``store()`` is doing, as ``EpisodeBatcher.dump_stacks`` does.
-
-        Args:
-            file: Text file to write to as well, by default ``sys.stderr``; ``None`` for none.
-
-        Returns:
-            The text, empty before the first ``store()``.
-        """
-        return self._open_runner().dump_stacks(sys.stderr if file == "stderr" else file)
+    def _stacks(self) -> str:
+        return self._open_runner().stacks()
 
     def close(self) -> None:
         """End the processes of ``store()``. What is stored stays. May be repeated."""
