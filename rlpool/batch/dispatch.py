@@ -312,13 +312,13 @@ class Dispatcher:
         if any(request.infos):
             request.packed = self._workers.pack((*request.infos, {}))
 
+    # Ending a request ------------------------------------------------------------------------
+
     def over(self, request: Request) -> None:
         """Use the slots of a request that no worker runs any more, if nobody waits for it."""
         if request not in self._pending:
             request.release()
         self._advance()
-
-    # Ending a request ------------------------------------------------------------------------
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
