@@ -293,7 +293,7 @@ class NoiseStream:
         """
         if not self._n_left:
             self._next_chunks()
-        np.take(self._rows, self._next_rows, 0, self._numbers, "clip")
+        self._rows.take(self._next_rows, 0, self._numbers, "clip")
         if lanes is None:
             np.add(self._next_rows, 1, out=self._next_rows)
         else:

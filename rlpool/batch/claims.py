@@ -12,7 +12,7 @@ the claim of a dead worker needs no lock: it leaves the end of the claim where i
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rlpool.memory.storage import Array
 
@@ -43,28 +43,35 @@ class Claims:
         self._divisor = 4 * self._n_workers
         self._lock_fd = lock_fd
 
-    def make(self, worker: int, lane: int) -> range:
-        """Claim the next episodes of a row, several at once while many are left."""
-        if self._lock_fd is None:
-            return self._make(worker, lane)
-        fcntl.lockf(self._lock_fd, fcntl.LOCK_EX)
-        claimed = self._make(worker, lane)
-        fcntl.lockf(self._lock_fd, fcntl.LOCK_UN)
+    def make(self, worker: int, lanes: Sequence[int]) -> list[range]:
+        """Claim the next episodes of each of these rows, several at once while many are left."""
+        lock_fd, n_episodes = self._lock_fd, self._n_episodes
+        # A row's claims only move on: it takes no lock to see that nothing is left.
+        if lock_fd is None or all(self._next(lane) >= n_episodes for lane in lanes):
+            return [self._make(worker, lane) for lane in lanes]
+        fcntl.lockf(lock_fd, fcntl.LOCK_EX)
+        claimed = [self._make(worker, lane) for lane in lanes]
+        fcntl.lockf(lock_fd, fcntl.LOCK_UN)
         return claimed
 
     def _make(self, worker: int, lane: int) -> range:
-        claims, stride, first = self._claim, self._n_lanes, lane
-        for other in self._workers:
-            claim = claims[other, lane]
-            stop = (claim >> _COUNT_BITS) + (claim & _COUNT_MASK) * stride
-            if stop > first:
-                first = stop
+        first, stride = self._next(lane), self._n_lanes
         n_left = -(-(self._n_episodes - first) // stride)
         if n_left <= 0:
             return range(0)
         n_claimed = max(1, min(MAX_CLAIM, n_left // self._divisor))
-        claims[worker, lane] = (first << _COUNT_BITS) + n_claimed
+        self._claim[worker, lane] = (first << _COUNT_BITS) + n_claimed
         return range(first, first + n_claimed * stride, stride)
+
+    def _next(self, lane: int) -> int:
+        """The first episode of a row that nobody has claimed."""
+        claims, stride, first = self._claim, self._n_lanes, lane
+        for worker in self._workers:
+            claim = claims[worker, lane]
+            stop = (claim >> _COUNT_BITS) + (claim & _COUNT_MASK) * stride
+            if stop > first:
+                first = stop
+        return first
 
     def give_back(self, worker: int) -> list[int]:
         """Empty a dead worker's last claims; returns their episodes, finished or not."""
@@ -79,10 +86,7 @@ class Claims:
     @property
     def all_made(self) -> bool:
         """Whether no episode is left to claim."""
-        return all(
-            max(lane, *(self._range(w, lane).stop for w in self._workers)) >= self._n_episodes
-            for lane in range(self._n_lanes)
-        )
+        return all(self._next(lane) >= self._n_episodes for lane in range(self._n_lanes))
 
     def _range(self, worker: int, lane: int) -> range:
         claim = self._claim[worker, lane]

@@ -121,33 +121,36 @@ class EpisodePlan(_RequestPlan):
         self._chunks: list[tuple[int, int, int, bool]] = []
         self.lacks_slots = False
 
-    def next_episode(self, lane: int) -> Episode | None:
-        """The lane's next episode, if it has a slot to write to."""
+    def next_episodes(self, lanes: Sequence[int]) -> dict[int, Episode]:
+        """The lanes' next episodes, of those that have a slot to write to."""
+        episodes: dict[int, Episode] = {}
         if self.is_left_over():
-            return None
-        if not self._claimed[lane] and (lane in self._exhausted or not self._claim(lane)):
-            return None
-        number = self._claimed[lane][-1]
-        is_at_home = self._in_place and number not in self._moved
-        slot = number if is_at_home else self._free_slot()
-        if slot is None:
-            return None
-        self._claimed[lane].pop()
-        self._recycling.n_begun += 1
-        return Episode(
-            number,
-            self.seeds[number],
-            self._options(number),
-            self._noise[number] if self._noise is not None else None,
-            slot,
-        )
+            return episodes
+        claimed, exhausted = self._claimed, self._exhausted
+        short = [lane for lane in lanes if not claimed[lane] and lane not in exhausted]
+        if short:
+            self._claim(short)
+        for lane in lanes:
+            if not claimed[lane] or self.is_left_over():
+                continue
+            number = claimed[lane][-1]
+            is_at_home = self._in_place and number not in self._moved
+            slot = number if is_at_home else self._free_slot()
+            if slot is None:
+                continue
+            claimed[lane].pop()
+            self._recycling.n_begun += 1
+            noise = self._noise[number] if self._noise is not None else None
+            options = self._options(number)
+            episodes[lane] = Episode(number, self.seeds[number], options, noise, slot)
+        return episodes
 
-    def _claim(self, lane: int) -> bool:
-        """Claim episodes of the lane's row; False if none are left."""
-        self._claimed[lane] = list(reversed(self._claims.make(self.worker, lane)))
-        if not self._claimed[lane]:
-            self._exhausted.add(lane)
-        return bool(self._claimed[lane])
+    def _claim(self, lanes: Sequence[int]) -> None:
+        """Claim episodes of the lanes' rows."""
+        for lane, claim in zip(lanes, self._claims.make(self.worker, lanes), strict=True):
+            self._claimed[lane] = list(reversed(claim))
+            if not claim:
+                self._exhausted.add(lane)
 
     def next_slot(self, lane: int, episode: int) -> int | None:
         """A slot for the next chunk of an episode."""
@@ -239,12 +242,12 @@ class WindowPlan(_RequestPlan):
         self._starts = message.is_first
         self._first_lane = self.worker * self.layout.step.n_lanes
 
-    def next_episode(self, lane: int) -> Episode | None:
-        """In the first window after a reset: the lane's episode."""
-        if not self._starts or lane not in self._slots:
-            return None
-        self._site.recycling.n_begun += 1
-        return self._episode(self._first_lane + lane, self._slots.pop(lane), 0)
+    def next_episodes(self, lanes: Sequence[int]) -> dict[int, Episode]:
+        """In the first window after a reset: the lanes' episodes."""
+        mine = [lane for lane in lanes if self._starts and lane in self._slots]
+        self._site.recycling.n_begun += len(mine)
+        first = self._first_lane
+        return {lane: self._episode(first + lane, self._slots.pop(lane), 0) for lane in mine}
 
     def resumed(self, lane: int, n_restarts: int) -> Episode:
         """The episode that another worker had begun in a lane; it has no slot yet."""

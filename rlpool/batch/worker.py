@@ -35,13 +35,16 @@ from rlpool.machine.arguments import called_with_seed
 from rlpool.memory.storage import Memory
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT, agent_error, described, text_of
 from rlpool.record.tape import Tape
-from rlpool.seeding import probe_seed, seed_generators, worker_seed
+from rlpool.seeding import episode_seeds, probe_seed, seed_generators, worker_seed
 from rlpool.slots.blocks import Block
 from rlpool.workers.payload import Payload, unpack
 from rlpool.workers.recycling import Recycling
 from rlpool.workers.speedups import FastSeeding, install_fast_checks
 from rlpool.workers.wire import Close, Done, Failed, Message, Pipe, Ready, Retiring
 from rlpool.workers.worker_process import Control, Place, called, run, settle_in
+
+_HASHED_AT_ONCE = 1024
+"""Seeds of episodes: enough that the cost per request no longer matters."""
 
 
 def main(place: Place, connection: Connection, control_fd: int) -> None:
@@ -136,6 +139,7 @@ class Collector:
         self._send = link.send
         self._control = control
         self._seeding = seeding
+        self._n_hashed = 0  # episodes whose seeds were
         self._in_process = False
         self.inbox = Inbox(link, self._take_slots)
         self._blocks: dict[int, Block] = {}
@@ -342,8 +346,6 @@ class Collector:
 
     def _conclude(self, number: int) -> None:
         del self._plans[number]
-        if self._seeding is not None:
-            self._seeding.forget(number)
         self._send(Done(number))
 
     @property
@@ -367,12 +369,18 @@ class Collector:
                 self._rollout.abandon()
             return WindowPlan(message, block, infos, tapes, self._site)
         plan = EpisodePlan(message, block, infos, self._site)
-        if self._seeding is not None:
-            self._seeding.announce(plan.seeds, plan.number)
+        self._hash_seeds(message.first, message.n_episodes)
         # Nobody else takes any of them, and no others are under way.
         if self._place.n_workers == 1 and len(self._plans) == 1:
             self.env.announce_episodes(plan.seeds, plan.env_info)
         return plan
+
+    def _hash_seeds(self, first: int, n_episodes: int) -> None:
+        """Hash the seeds of episodes beforehand, those of several small requests at once."""
+        if self._seeding is not None and first + n_episodes > self._n_hashed:
+            n_episodes = max(n_episodes, _HASHED_AT_ONCE)
+            self._seeding.announce(episode_seeds(self._place.root, first, n_episodes))
+            self._n_hashed = first + n_episodes
 
     def _take_slots(self, credit: Credit) -> None:
         plan = self._plans.get(credit.number)

@@ -20,7 +20,7 @@ from rlpool.specs import Leaf, Structure, TensorSpec, flattener, leaves_of
 Results = tuple[Any, Any, Any]
 """Rewards, terminated and truncated of the lanes that stepped: sequences or arrays."""
 
-_BOOLS = frozenset([bool, np.bool_])
+_FLAGS = frozenset([False, True])
 _ALL = slice(None)
 _NO_NUMBERS = np.empty((), object)
 _HUGE = 10**300  # Python's ints may be larger than any float
@@ -85,9 +85,9 @@ def checked_results(lanes: Sequence[int], results: Results) -> Results:
             neither true nor false.
     """
     rewards, terminated, truncated = results
-    if not _are_bools(terminated):
+    if not _are_flags(terminated):
         terminated = _each(lanes, terminated, lambda flag: flag_of("terminated", flag))
-    if not _are_bools(truncated):
+    if not _are_flags(truncated):
         truncated = _each(lanes, truncated, lambda flag: flag_of("truncated", flag))
     try:
         values = np.asarray(rewards)
@@ -104,10 +104,14 @@ def checked_results(lanes: Sequence[int], results: Results) -> Results:
     return values, terminated, truncated
 
 
-def _are_bools(flags: Any) -> bool:
+def _are_flags(flags: Any) -> bool:
+    """Whether all flags equal True or False, which ``flag_of`` would leave as they are."""
     if isinstance(flags, np.ndarray):
         return bool(flags.dtype == np.bool_)
-    return _BOOLS.issuperset(map(type, flags))
+    try:
+        return _FLAGS.issuperset(flags)
+    except TypeError:  # one of them is an array
+        return False
 
 
 def ended_rows(terminated: Any, truncated: Any) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,8 +62,8 @@ class Plan(ABC):
         return False
 
     @abstractmethod
-    def next_episode(self, lane: int) -> Episode | None:
-        """The next episode of an idle lane, ``None`` if there is none (for now)."""
+    def next_episodes(self, lanes: Sequence[int]) -> dict[int, Episode]:
+        """The next episode of each idle lane that gets one (for now)."""
 
     @abstractmethod
     def next_slot(self, lane: int, episode: int) -> int | None:

@@ -418,27 +418,26 @@ class Rollout:
 
     def _deal(self, starting: dict[int, Lane]) -> None:
         """Deal out what there is to waiting lanes; notes those that start an episode."""
-        waiting: list[int] = []
+        idle: list[int] = []
+        served: set[int] = set()
         # Parked lanes first: a slot that one of them lacks may hold up all others.
-        lanes = self._waiting
-        if len(lanes) > 1:
-            lanes = sorted(lanes, key=lambda lane: (lane not in self._lanes, lane))
-        for lane in lanes:
+        for lane in self._waiting:
             running = self._lanes.get(lane)
             if running is None:
-                running = self._next_episode(lane) if self._env.is_ready(lane) else None
-                if running is not None:
-                    starting[lane] = running
+                idle.append(lane)
             elif (slot := running.bound.plan.next_slot(lane, running.episode.number)) is not None:
                 running.slot = slot
-            else:
-                running = None
-            if running is None:
-                waiting.append(lane)
-            else:
                 self._enter_slot(lane, running)
-        waiting.sort()
-        self._waiting = waiting
+                served.add(lane)
+        idle = [lane for lane in idle if self._env.is_ready(lane)]
+        for bound in self._bound:
+            episodes = bound.plan.next_episodes(idle)
+            for lane, episode in episodes.items():
+                starting[lane] = running = Lane(episode, bound, episode.slot)
+                self._enter_slot(lane, running)
+            served.update(episodes)
+            idle = [lane for lane in idle if lane not in episodes]
+        self._waiting = sorted(lane for lane in self._waiting if lane not in served)
 
     def _has_idle(self) -> bool:
         return any(lane not in self._lanes for lane in self._waiting)
@@ -449,14 +448,6 @@ class Rollout:
             return False
         lacks_slots = [bound.plan.lacks_slots for bound in self._bound if bound.plan.begins_anew]
         return any(lacks_slots) or any(lane in self._lanes for lane in self._waiting)
-
-    def _next_episode(self, lane: int) -> Lane | None:
-        """The next episode of an idle lane, of the oldest plan that has one."""
-        for bound in self._bound:
-            episode = bound.plan.next_episode(lane)
-            if episode is not None:
-                return Lane(episode, bound, episode.slot)
-        return None
 
     def _kept_rows(self, lane: int) -> list[tuple[Array, Array]]:
         arrays = [*self._env.current.values(), *self._driver.state.values()]

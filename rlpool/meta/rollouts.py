@@ -167,17 +167,18 @@ class RolloutPlan(Plan):
         self._observed = list(self.rows.columns.leaves) if self.rows.columns is not None else []
         self._acted = [key for key in step.output if is_action(key)]
 
-    def next_episode(self, lane: int) -> Episode | None:
-        """The rollout that starts in this row, if its lane is idle."""
-        for number in self._next.values():
-            if number < len(self.episodes) and self.episodes[number].slot == lane:
-                break
-        else:
-            return None
-        del self._next[number % self._n_lanes]
-        self.rows.assign(lane, number % self._n_lanes)
-        noise = None if self._noise is None else self._noise[number]
-        return replace(self.episodes[number], noise=noise)
+    def next_episodes(self, lanes: Sequence[int]) -> dict[int, Episode]:
+        """The rollouts that start in these rows, of those whose lanes are idle."""
+        n_rollouts = len(self.episodes)
+        coming = {self.episodes[n].slot: n for n in self._next.values() if n < n_rollouts}
+        episodes: dict[int, Episode] = {}
+        for row in coming.keys() & set(lanes):
+            number = coming[row]
+            del self._next[number % self._n_lanes]
+            self.rows.assign(row, number % self._n_lanes)
+            noise = None if self._noise is None else self._noise[number]
+            episodes[row] = replace(self.episodes[number], noise=noise)
+        return episodes
 
     def next_slot(self, lane: int, episode: int) -> int | None:
         """The row's slot again, as its contents were copied out."""

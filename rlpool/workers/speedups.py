@@ -16,6 +16,7 @@ Reference:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,9 @@ from numpy.random.bit_generator import ISpawnableSeedSequence, SeedSequence
 
 _INT64 = np.dtype(np.int64)
 _TEST_SEEDS = (0, 1, 2**32 - 1, 2**32, 3320729392990590247, 2**63 - 1)
+
+_KEPT = 4
+"""Announcements that are remembered: of several requests that run at the same time."""
 
 _POOL_WORDS = 4
 _STATE_WORDS = 4  # 64-bit words from which PCG64 starts
@@ -53,7 +57,7 @@ class FastSeeding:
 
     def __init__(self) -> None:
         self._original = seeding.np_random
-        self._announced: dict[int, dict[int, Words]] = {}
+        self._announced: deque[dict[int, Words]] = deque(maxlen=_KEPT)
 
     def install(self) -> bool:
         """Replace Gymnasium's function; returns whether it could be."""
@@ -66,18 +70,14 @@ class FastSeeding:
             seeding.np_random = self.np_random
         return agrees
 
-    def announce(self, seeds: Sequence[int], number: int = 0) -> None:
-        """Hash seeds that will be used; forgets those announced before by the same number."""
+    def announce(self, seeds: Sequence[int]) -> None:
+        """Hash seeds that will be used: all at once, since few cost as much as a hundred."""
         words = hashed(np.asarray(seeds, np.uint64))
-        self._announced[number] = dict(zip(seeds, words, strict=True))
-
-    def forget(self, number: int) -> None:
-        """Forget seeds that were announced."""
-        self._announced.pop(number, None)
+        self._announced.append(dict(zip(seeds, words, strict=True)))
 
     def np_random(self, seed: int | None = None) -> tuple[np.random.Generator, int]:
         """A generator for a seed, and the seed, as ``gymnasium.utils.seeding.np_random``."""
-        for words_of in self._announced.values() if seed is not None else ():
+        for words_of in self._announced if seed is not None else ():
             if seed in words_of:
                 hashed_seed: Any = HashedSeed(seed, words_of[seed])
                 return np.random.Generator(np.random.PCG64(hashed_seed)), seed
