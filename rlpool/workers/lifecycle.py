@@ -523,7 +523,7 @@ class Workers:
 
     def look_for_hang(self) -> None:
         """Kill a worker that has something to do and makes no progress."""
-        if self._timeout_s is None or self.fatal is not None:
+        if self._timeout_s is None or self.fatal is not None or not self._watch.is_due:
             return
         busy = self._client.busy() if self._has_started else ()
         watched = {
