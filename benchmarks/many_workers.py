@@ -21,7 +21,10 @@ again, plus what is serial whatever the number of cores:
 - the caller: a request of ``T`` seconds takes ``c0 + c1 n + c2 n T`` of its processor time (sending
   and receiving, and looking after the workers in between), fitted on up to 8 workers. With two
   requests pending nobody waits for it as long as that is less than ``T``;
-- windows: every worker waits ``g0 + g1 n`` between two windows, by its own clock, fitted likewise.
+- windows: one worker alone waits ``gap_ms`` between two of them, by its own clock. Many wait longer
+  by what the caller's ``get`` takes longer, ``g0 + g1 n``: measured when all messages are there
+  already, although most are handled while other workers still run. (What workers wait here is
+  longer still, as each prepares its window on the same core.)
 
 ``efficiency`` is the time that a bare sleep takes, as a share of the cycle. Steps take longer in
 larger runs so that the cores suffice (``SLEEPS``), and ``p`` is that of each run: processes that
@@ -94,6 +97,7 @@ class Run:
         processor_s: Processor time of a worker per step.
         gap_s: By how much longer than others the first cycle of a window is.
         request_s: Processor time of the caller per request.
+        get_s: The same if all messages are there already.
         start_s: Time until the workers were there.
         memory_mb: Mean private and proportional memory of a worker.
     """
@@ -105,6 +109,7 @@ class Run:
     processor_s: float
     gap_s: float
     request_s: float
+    get_s: float
     start_s: float
     memory_mb: tuple[float, float]
 
@@ -155,30 +160,45 @@ def opened(kind: str, workload: Workload) -> tuple[Any, Callable[[], None]]:
 
 def collected(
     batcher: Any, execute: Callable[[], None], pids: Sequence[int], seconds: float
-) -> tuple[float, float, float, float]:
-    """Keep two requests pending; returns cycle, processor time, gap and request."""
+) -> tuple[float, float, float, float, float]:
+    """Keep two requests pending; returns cycle, processor time, gap, request and get."""
     for _ in range(3):
         execute()
     batcher.get()
-    used_s, own_s, start_s = processor_s(pids), time.process_time(), time.perf_counter()
-    first, others, n_requests = [], [], 0
+    used_s, start_s = processor_s(pids), time.perf_counter()
+    first, others, own_s, n_requests = [], [], 0.0, 0
     while time.perf_counter() < start_s + seconds or n_requests < 2:
+        own_s -= time.process_time()
         result = batcher.get()
         execute()
+        own_s += time.process_time()
         cycles = result["_frame"][..., 0].numpy()
         is_step = np.arange(cycles.shape[1]) < result.lengths.numpy()[:, None]
         first.append(cycles[:, 0])
         others.append(cycles[:, 1:][is_step[:, 1:]])
         n_requests += 1
-    wall_s, own_s = time.perf_counter() - start_s, time.process_time() - own_s
+    wall_s = time.perf_counter() - start_s
     used_s = processor_s(pids) - used_s
     first_s, other_s = (np.concatenate(part) for part in (first, others))
     mean_s = float(np.concatenate([first_s, other_s]).mean())
     gap_s = float(first_s.mean() - other_s.mean())
     n_steps = wall_s * len(pids) / mean_s  # results count those of whole requests only
     if isinstance(execute, partial):  # an episode's first cycle is like any other
-        return mean_s, used_s / n_steps, 0.0, own_s / n_requests
-    return float(other_s.mean()), used_s / n_steps, gap_s, own_s / n_requests
+        return mean_s, used_s / n_steps, 0.0, own_s / n_requests, 0.0
+    get_s = late_get_s(batcher, execute, wall_s / n_requests)
+    return float(other_s.mean()), used_s / n_steps, gap_s, own_s / n_requests, get_s
+
+
+def late_get_s(batcher: Any, execute: Callable[[], None], length_s: float) -> float:
+    """The caller's median processor time for a window that is complete already."""
+    times = []
+    for _ in range(min(9, 3 + int(1 / length_s))):
+        time.sleep(1.5 * length_s)
+        start_s = time.process_time()
+        batcher.get()
+        execute()
+        times.append(time.process_time() - start_s)
+    return float(np.median(times))
 
 
 def processor_s(pids: Sequence[int]) -> float:
@@ -234,17 +254,15 @@ class Fitted:
         few = [run for run in runs if run.n <= MOST_FITTED]
         terms = np.array([(1, run.n, run.n * run.length_s) for run in few])
         self._costs, *_ = np.linalg.lstsq(terms, [run.request_s for run in few], rcond=None)
-        fast = [run for run in few if run.bare_s < 2 * self.alone.bare_s]
-        terms = np.array([(1, run.n) for run in fast])
-        self._gaps, *_ = np.linalg.lstsq(terms, [run.gap_s for run in fast], rcond=None)
+        self._gets, *_ = np.linalg.lstsq(terms[:, :2], [run.get_s for run in few], rcond=None)
 
     def request_s(self, n: int, length_s: float) -> float:
         """The caller's processor time for a request that takes so long."""
         return float(self._costs @ (1, n, n * length_s))
 
-    def gap_s(self, n: int) -> float:
-        """How long workers wait between two windows."""
-        return float(self._gaps @ (1, n))
+    def get_s(self, n: int) -> float:
+        """The caller's processor time for a window that is complete."""
+        return float(self._gets @ (1, n))
 
 
 def predict(fitted: Fitted, n: int) -> dict[str, Any]:
@@ -252,7 +270,7 @@ def predict(fitted: Fitted, n: int) -> dict[str, Any]:
     alone, figures = fitted.alone, {}
     cycle_s = alone.cycle_s
     if alone.kind == "windows":
-        gap_s = fitted.gap_s(n)
+        gap_s = alone.gap_s + fitted.get_s(n) - fitted.get_s(1)
         cycle_s += gap_s / N_WINDOW_STEPS
         figures["gap_ms"] = round(1e3 * gap_s, 2)
     else:
@@ -260,7 +278,7 @@ def predict(fitted: Fitted, n: int) -> dict[str, Any]:
         share = n * held_s / episode_s
         cycle_s *= 1 + held_s * share / (2 * (1 - share)) / episode_s
         figures = {"claim_us": round(1e6 * held_s, 1), "lock_share": round(share, 4)}
-    length_s = alone.length_s * cycle_s / alone.cycle_s
+    length_s = replace(alone, cycle_s=cycle_s, gap_s=0.0).length_s
     share = fitted.request_s(n, length_s) / length_s
     efficiency = alone.bare_s / cycle_s / max(1.0, share)
     shares = {"efficiency": round(efficiency, 3), "caller_share": round(share, 3)}
@@ -283,7 +301,8 @@ def show_run(run: Run, fitted: Fitted, n_cores: int) -> None:
         "load": [round(average, 2) for average in os.getloadavg()],
     }
     if run.kind == "windows":
-        figures["gap_ms"] = [round(1e3 * s, 2) for s in (run.gap_s, fitted.gap_s(run.n))]
+        figures["gap_ms"] = round(1e3 * run.gap_s, 2)
+        figures["get_ms"] = [round(1e3 * s, 2) for s in (run.get_s, fitted.get_s(run.n))]
     if run.n == RUNS[-1][0]:
         figures["start_s"] = round(run.start_s, 2)
         figures["private_and_proportional_mb"] = [round(size, 1) for size in run.memory_mb]

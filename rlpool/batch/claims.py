@@ -69,7 +69,7 @@ class Claims:
     def give_back(self, worker: int) -> list[int]:
         """Empty a dead worker's last claims; returns their episodes, finished or not."""
         episodes: list[int] = []
-        for lane, row in enumerate(self._rows):
+        for row in self._rows:
             stop, n_claimed = row[worker] >> _COUNT_BITS, row[worker] & _COUNT_MASK
             episodes.extend(range(stop - n_claimed * self._n_lanes, stop, self._n_lanes))
             row[worker] = stop << _COUNT_BITS

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -382,7 +382,7 @@ class WindowRequest(Request):
             payload=payload,
         )
 
-    @property
+    @cached_property
     def _seeds(self) -> LaneSeeds:
         """The seeds of all lanes; before the reset a lane can have restarted once per step."""
         layout = self.running_block.layout
