@@ -18,9 +18,8 @@ again, plus what is serial whatever the number of cores:
 
 - claims: a lock, held for ``claim_us`` per claim (measured for that many workers, without any):
   a worker waits as in M/D/1;
-- the caller: a request of ``T`` seconds takes ``c0 + c1 n + c2 n T`` of its processor time (sending
-  and receiving, and looking after the workers in between), fitted on up to 8 workers. With two
-  requests pending nobody waits for it as long as that is less than ``T``;
+- the caller: ``c0 + c1 n`` of its processor time per request, fitted on up to 8 workers. With two
+  requests pending nobody waits for it as long as that is less than a request takes;
 - windows: one worker alone waits ``gap_ms`` between two of them, by its own clock. Many wait longer
   by what the caller's ``get`` takes longer, ``g0 + g1 n``: measured when all messages are there
   already, although most are handled while other workers still run. (What workers wait here is
@@ -96,7 +95,7 @@ class Run:
         cycle_s: The mean cycle; in windows that of all steps but the first.
         processor_s: Processor time of a worker per step.
         gap_s: By how much longer than others the first cycle of a window is.
-        request_s: Processor time of the caller per request.
+        request_s: Median processor time of the caller per request.
         get_s: The same if all messages are there already.
         start_s: Time until the workers were there.
         memory_mb: Mean private and proportional memory of a worker.
@@ -166,27 +165,26 @@ def collected(
         execute()
     batcher.get()
     used_s, start_s = processor_s(pids), time.perf_counter()
-    first, others, own_s, n_requests = [], [], 0.0, 0
-    while time.perf_counter() < start_s + seconds or n_requests < 2:
-        own_s -= time.process_time()
+    first, others, own_s = [], [], []
+    while time.perf_counter() < start_s + seconds or len(own_s) < 2:
+        own_start_s = time.process_time()
         result = batcher.get()
         execute()
-        own_s += time.process_time()
+        own_s.append(time.process_time() - own_start_s)
         cycles = result["_frame"][..., 0].numpy()
         is_step = np.arange(cycles.shape[1]) < result.lengths.numpy()[:, None]
         first.append(cycles[:, 0])
         others.append(cycles[:, 1:][is_step[:, 1:]])
-        n_requests += 1
-    wall_s = time.perf_counter() - start_s
+    wall_s, request_s = time.perf_counter() - start_s, float(np.median(own_s))
     used_s = processor_s(pids) - used_s
     first_s, other_s = (np.concatenate(part) for part in (first, others))
     mean_s = float(np.concatenate([first_s, other_s]).mean())
     gap_s = float(first_s.mean() - other_s.mean())
     n_steps = wall_s * len(pids) / mean_s  # results count those of whole requests only
     if isinstance(execute, partial):  # an episode's first cycle is like any other
-        return mean_s, used_s / n_steps, 0.0, own_s / n_requests, 0.0
-    get_s = late_get_s(batcher, execute, wall_s / n_requests)
-    return float(other_s.mean()), used_s / n_steps, gap_s, own_s / n_requests, get_s
+        return mean_s, used_s / n_steps, 0.0, request_s, 0.0
+    get_s = late_get_s(batcher, execute, wall_s / len(own_s))
+    return float(other_s.mean()), used_s / n_steps, gap_s, request_s, get_s
 
 
 def late_get_s(batcher: Any, execute: Callable[[], None], length_s: float) -> float:
@@ -252,13 +250,13 @@ class Fitted:
     def __init__(self, runs: Sequence[Run]) -> None:
         self.alone = runs[0]
         few = [run for run in runs if run.n <= MOST_FITTED]
-        terms = np.array([(1, run.n, run.n * run.length_s) for run in few])
+        terms = np.array([(1, run.n) for run in few])
         self._costs, *_ = np.linalg.lstsq(terms, [run.request_s for run in few], rcond=None)
-        self._gets, *_ = np.linalg.lstsq(terms[:, :2], [run.get_s for run in few], rcond=None)
+        self._gets, *_ = np.linalg.lstsq(terms, [run.get_s for run in few], rcond=None)
 
-    def request_s(self, n: int, length_s: float) -> float:
-        """The caller's processor time for a request that takes so long."""
-        return float(self._costs @ (1, n, n * length_s))
+    def request_s(self, n: int) -> float:
+        """The caller's processor time for a request."""
+        return float(self._costs @ (1, n))
 
     def get_s(self, n: int) -> float:
         """The caller's processor time for a window that is complete."""
@@ -279,7 +277,7 @@ def predict(fitted: Fitted, n: int) -> dict[str, Any]:
         cycle_s *= 1 + held_s * share / (2 * (1 - share)) / episode_s
         figures = {"claim_us": round(1e6 * held_s, 1), "lock_share": round(share, 4)}
     length_s = replace(alone, cycle_s=cycle_s, gap_s=0.0).length_s
-    share = fitted.request_s(n, length_s) / length_s
+    share = fitted.request_s(n) / length_s
     efficiency = alone.bare_s / cycle_s / max(1.0, share)
     shares = {"efficiency": round(efficiency, 3), "caller_share": round(share, 3)}
     return {"predicted": alone.kind, "n_workers": n, **shares, **figures}
@@ -290,7 +288,7 @@ def show_run(run: Run, fitted: Fitted, n_cores: int) -> None:
     alone = fitted.alone
     away_s = alone.cycle_s - alone.processor_s + run.bare_s - alone.bare_s
     modelled_s = queued_cycle_s(run.n, n_cores, away_s, run.processor_s)
-    request_s = fitted.request_s(run.n, run.length_s)
+    request_s = fitted.request_s(run.n)
     figures = {
         "kind": run.kind,
         "n_workers": run.n,
