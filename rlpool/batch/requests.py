@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -348,7 +349,7 @@ class WindowRequest(Request):
     """The next steps of every running lane, one lane per row.
 
     Attributes:
-        lanes: The running lanes, numbered across workers.
+        lanes: The running lanes, numbered across workers, ascending.
         n_lanes: Lanes of one worker.
         n_resets: Number of the ``reset`` whose episodes run.
         n_windows: Windows requested before that reset.
@@ -381,7 +382,7 @@ class WindowRequest(Request):
             payload=payload,
         )
 
-    @property
+    @cached_property
     def _seeds(self) -> LaneSeeds:
         """The seeds of all lanes; before the reset a lane can have restarted once per step."""
         layout = self.running_block.layout
@@ -390,8 +391,9 @@ class WindowRequest(Request):
 
     def _rows_of(self, worker: int) -> list[tuple[int, int]]:
         """Rows and lanes of a worker."""
-        first, stop = worker * self.n_lanes, (worker + 1) * self.n_lanes
-        return [(row, lane) for row, lane in enumerate(self.lanes) if first <= lane < stop]
+        first = bisect_left(self.lanes, worker * self.n_lanes)
+        stop = bisect_left(self.lanes, (worker + 1) * self.n_lanes)
+        return list(enumerate(self.lanes[first:stop], first))
 
     def tapes_for(self, worker: int) -> dict[int, Tape]:
         """See ``Request.tapes_for``."""

@@ -177,6 +177,7 @@ class Restarts:
         self._records = [_Record() for _ in range(n_workers)]
         self._history: deque[WorkerError] = deque(maxlen=_LONGEST_HISTORY)
         self._was_any_ready = False
+        self._has_failed_starts = False  # in any record
 
     def __str__(self) -> str:
         most = self._max_restarts
@@ -214,14 +215,17 @@ class Restarts:
     def note_success(self, worker: int) -> None:
         """Record that a worker has done some work: its next failure counts as a first one."""
         self._records[worker].n = 0
-        for record in self._records:  # where one can work, so can the others
-            record.n_failed_starts = record.n_broken_starts = 0
+        if self._has_failed_starts:  # where one can work, so can the others
+            for record in self._records:
+                record.n_failed_starts = record.n_broken_starts = 0
+            self._has_failed_starts = False
         self._was_any_ready = True
 
     def _start_is_hopeless(self, record: _Record, failure: WorkerError) -> bool:
         """Whether a worker has failed too often in a row before it was ready."""
         signal_name = getattr(failure, "signal_name", None)
         hangs = isinstance(failure, WorkerTimeoutError)
+        self._has_failed_starts = True
         may_be_its_own = not self._was_any_ready and (hangs or signal_name in _CRASHES)
         if may_be_its_own or not (hangs or signal_name):
             record.n_failed_starts += 1

@@ -10,6 +10,10 @@ _LOOKS_PER_TIMEOUT = 4
 """The time between two looks counts up to this long, or this part of the timeout: a caller that
 seldom looks cannot tell a worker that hangs from one that waited for the caller."""
 
+_LOOKS_PER_PATIENCE = 4
+"""A look costs time for each worker, and messages may arrive every few microseconds: so one that
+comes sooner than this part of the patience after the last one is left out."""
+
 _START_S = 20.0
 """A worker that is starting may be idle for at least this long: importing may be slow."""
 
@@ -37,6 +41,12 @@ class HangWatch:
     def begin(self) -> None:
         """Count time from now on: the caller was not watching before."""
         self._last_look_s = time.monotonic()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the last look is so long ago that another one is worth its time."""
+        passed_s = time.monotonic() - self._last_look_s
+        return self._timeout_s is not None and passed_s >= self.patience_s / _LOOKS_PER_PATIENCE
 
     def hanging(self, progress: Sequence[int], watched: Collection[int]) -> int | None:
         """A worker that hangs, ``None`` if none does.

@@ -132,7 +132,8 @@ class Workers:
     """Worker processes, and the caller's ends of their pipes.
 
     Each worker costs the caller three descriptors: its pipe, and two by which multiprocessing lets
-    caller and worker notice each other's end. The shared numbers and the log file cost one each.
+    caller and worker notice each other's end. The shared numbers, the log file and the poller cost
+    one each.
 
     Nothing happens in the background: a caller that waits calls ``poll`` or ``wait_until``.
 
@@ -173,7 +174,8 @@ class Workers:
         self._watch = HangWatch(timeout_s)
         self._has_started = False
         self._lives = [Life(worker) for worker in range(n_workers)]
-        self._poller: select.poll | None = None
+        # Unlike poll(), it takes no longer for many workers than for few.
+        self._poller: select.epoll | None = select.epoll()
         self._look_for_ends_s = 0.0
         self._worker_of: dict[int, int] = {}  # descriptor: worker
         self._wake_fd = -1
@@ -201,6 +203,8 @@ class Workers:
             SpecError: If they are larger than ``max_rss_bytes`` already.
         """
         self._wake_fd = wake_fd
+        if wake_fd >= 0 and self._poller is not None:
+            self._poller.register(wake_fd, select.POLLIN)
         for n_started, life in enumerate(self._lives):
             try:
                 self._start(life)
@@ -261,7 +265,7 @@ class Workers:
             with InterruptsHeld(), suppress(ConnectionError):  # poll() notices its death
                 pipe.send(message, memory)
             if pipe.events & select.POLLOUT:
-                self._poller = None  # it does not watch for that
+                self._watch_writing(pipe)
 
     def refuse_if_dead(self) -> None:
         """Raise the error that ended everything, if there is one."""
@@ -294,8 +298,8 @@ class Workers:
         if not self.all_up:
             due_s = min(life.deadline_s for life in self._lives)
             timeout_s = min(timeout_s, max(0.0, due_s - time.monotonic()) + 0.001)
-        poller = self._poller or self._new_poller()
-        ready = poller.poll(timeout_s * 1000)
+        poller = self._poller  # open as long as it is used here, even if a handler calls close()
+        ready = [] if poller is None else poller.poll(timeout_s)
         if len(ready) == 1 and ready[0][0] == self._wake_fd and self.all_up:
             return True
         if not self._end.still_active():
@@ -308,17 +312,27 @@ class Workers:
                 self._advance()
         return any(fd == self._wake_fd for fd, _ in ready)
 
-    def _new_poller(self) -> select.poll:
-        """Waits for any worker; used until workers or what they are sent change."""
-        self._poller, self._worker_of = poller, worker_of = select.poll(), {}
-        if self._wake_fd >= 0:
-            poller.register(self._wake_fd, select.POLLIN)
-        for life in self._lives:
-            if life.pipe is not None and life.process is not None:
-                poller.register(life.pipe, life.pipe.events)
-                poller.register(life.process.sentinel, select.POLLIN)
-                worker_of[life.pipe.fileno()] = worker_of[life.process.sentinel] = life.worker
-        return poller
+    def _watch_process(self, worker: int, pipe: CallerPipe, process: SpawnProcess) -> None:
+        """Let ``poll`` wait for a worker's messages and its end."""
+        for fd in (pipe.fileno(), process.sentinel):
+            self._worker_of[fd] = worker
+            if self._poller is not None:
+                self._poller.register(fd, select.POLLIN)
+
+    def _watch_writing(self, pipe: CallerPipe) -> None:
+        """Let ``poll`` wait until something can be written, if something has to be."""
+        if self._poller is not None:
+            self._poller.modify(pipe, pipe.events)
+
+    def _unwatch(self, pipe: CallerPipe, process: SpawnProcess) -> None:
+        """Forget a worker's descriptors before they are closed.
+
+        Those that a forked copy of this process has, too, would be watched for ever.
+        """
+        for fd in (pipe.fileno(), process.sentinel):
+            self._worker_of.pop(fd, None)
+            if self._poller is not None:
+                self._poller.unregister(fd)
 
     def _rest_at_exit(self) -> None:
         """Let a daemon thread wait for the end of Python, which has ended its workers.
@@ -352,7 +366,7 @@ class Workers:
         if life.pipe is not None and life.pipe.events & select.POLLOUT:
             with suppress(OSError):  # it is gone, which is handled below
                 life.pipe.flush()
-            self._poller = None  # it watches whether there is something to be written
+            self._watch_writing(life.pipe)
         while life.pipe is not None and life.process is not None:
             try:
                 message = life.pipe.receive()
@@ -419,8 +433,8 @@ class Workers:
     def _bury(self, life: Life, pipe: CallerPipe, process: SpawnProcess) -> None:
         """Clear away what is left of a worker that ended, and judge its end."""
         life.pipe = None
+        self._unwatch(pipe, process)
         pipe.close()
-        self._poller = None  # it watches descriptors that are closed now
         reap(process)
         self._set_state(life, State.DOWN)
         if self.fatal is None and not life.is_dismissed:
@@ -506,7 +520,7 @@ class Workers:
                 self._runs[life.worker], place, logs, self.control_fd, start_method
             )
             self._set_state(life, State.STARTING)
-            self._poller = None  # it does not watch the new descriptors
+            self._watch_process(life.worker, life.pipe, life.process)
             try:
                 self._send(life, *self._client.setup(life.worker))
             except OSError:
@@ -524,7 +538,7 @@ class Workers:
 
     def look_for_hang(self) -> None:
         """Kill a worker that has something to do and makes no progress."""
-        if self._timeout_s is None or self.fatal is not None:
+        if self._timeout_s is None or self.fatal is not None or not self._watch.is_due:
             return
         busy = self._client.busy() if self._has_started else ()
         watched = {
@@ -581,6 +595,7 @@ class Workers:
     def close(self) -> None:
         """Tell all workers to close, wait for them, end those that take too long."""
         self._end()
+        self._poller = None
         reap_template()
         self._control.close_fd()
 

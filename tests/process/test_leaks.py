@@ -105,7 +105,7 @@ def test_nothing_grows_over_many_batchers(struck: Struck) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n_threads", "on_worker_failure", "n_kept"), [(1, "raise", 2), (2, "restart", 21)]
+    ("n_threads", "on_worker_failure", "n_kept"), [(1, "raise", 3), (2, "restart", 22)]
 )
 def test_a_worker_costs_at_most_three_descriptors_and_a_batcher_a_few(
     n_threads: int, on_worker_failure: str, n_kept: int
@@ -115,7 +115,7 @@ def test_a_worker_costs_at_most_three_descriptors_and_a_batcher_a_few(
     gc.collect()  # of what other tests have left in cycles
     before, others = n_descriptors(), worker_pids()
     with open_batcher(n_threads, on_worker_failure=on_worker_failure) as batcher:
-        assert n_descriptors() - before <= 3 * n_threads + 2
+        assert n_descriptors() - before <= 3 * n_threads + 3
         worker = psutil.Process(min(worker_pids() - others))
         run(batcher, 4)
         n_in_worker = worker.num_fds()

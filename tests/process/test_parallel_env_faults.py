@@ -308,8 +308,8 @@ def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any]) -> No
 def test_after_close_every_call_is_refused() -> None:
     before = n_descriptors()
     manager = open_manager(CountingEnv, 2, envs_per_worker=2)
-    # A worker's, the manager's (done, progress, buffers), the tracker's:
-    assert n_descriptors() <= before + 4 + 3 + 2
+    # A worker's, the manager's (done, progress, buffers, poller), the tracker's:
+    assert n_descriptors() <= before + 4 + 4 + 2
     manager.reset()
     actions = no_actions(manager)
     manager.close()

@@ -174,4 +174,7 @@ def test_only_a_worker_that_is_watched_without_a_step_hangs(
     watch = HangWatch(timeout_s)
     for _ in range(4):
         assert watch.hanging([5], {0}) is None
+        assert not watch.is_due
+        now_s += watch.patience_s / 2
+        assert watch.is_due
         now_s += 1000.0  # this process was stopped, or did something else
