@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -209,6 +210,9 @@ WORKLOADS = {
         Workload("W4", StragglerEnv, make_straggler_policy, 8, 1, 256, 200),
     )
 }
+
+FRAMES = Workload("frames", partial(FramesEnv, 200), make_frames_policy, 2, 8, 32, 200)
+"""Long episodes of frames, for what results cost the caller."""
 
 
 class PolicyAgent(Agent):

@@ -110,6 +110,7 @@ class Glue:
         self._layout = layout
         self._n_rows = n_rows
         self._parts: list[tuple[Array, int, Slice]] = []
+        self._joined: Slice | None = None
 
     def add(self, episodes: Array, chunk: int, part: Slice) -> None:
         """Add chunk number ``chunk`` of some episodes."""
@@ -124,7 +125,26 @@ class Glue:
         ]
 
     def join(self) -> Slice:
-        """The whole episodes: rows ``[n_rows, longest, ...]`` in new memory."""
+        """The whole episodes: rows ``[n_rows, longest, ...]`` in new memory.
+
+        Each chunk is dropped as soon as it is copied: its memory is free again before the pages of
+        the next are touched. If that is interrupted, another call goes on with the rest.
+        """
+        joined = self._joined = self._joined or self._empty()
+        while self._parts:
+            self._copy(joined, *self._parts[-1])
+            self._parts.pop()
+        return joined
+
+    def _copy(self, joined: Slice, episodes: Array, offset: int, part: Slice) -> None:
+        is_last = joined.lengths[episodes] == offset + part.lengths
+        for key, array in part.rows.items():
+            joined.rows[key][episodes, offset : offset + array.shape[1]] = array
+        for key, array in part.finals.items():
+            joined.finals[key][episodes[is_last]] = array[is_last]
+
+    def _empty(self) -> Slice:
+        """Memory for the whole episodes, with their lengths and starts."""
         lengths = np.zeros(self._n_rows, np.int64)
         starts = np.zeros(self._n_rows, np.int64)
         for episodes, offset, part in self._parts:
@@ -140,12 +160,6 @@ class Glue:
             key: np.zeros((self._n_rows, *spec.shape), spec.dtype)
             for key, spec in self._layout.finals.items()
         }
-        for episodes, offset, part in self._parts:
-            is_last = lengths[episodes] == offset + part.lengths
-            for key, array in part.rows.items():
-                rows[key][episodes, offset : offset + array.shape[1]] = array
-            for key, array in part.finals.items():
-                finals[key][episodes[is_last]] = array[is_last]
         return Slice(rows, finals, lengths, starts)
 
 
