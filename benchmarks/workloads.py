@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -70,6 +71,30 @@ class FramesEnv(gymnasium.Env[Any, Any]):
         self._n_steps = n_steps = self._n_steps + 1
         frame = self._frames[n_steps % self.N_FRAMES]
         return frame, 1.0, n_steps == self._episode_steps, False, {}
+
+
+class SlowFramesEnv(FramesEnv):
+    """Image frames, and steps that take a while.
+
+    Args:
+        episode_steps: Length of every episode.
+        computes: Whether a step uses the core meanwhile.
+    """
+
+    STEP_S = 3e-4
+    """About what four frames of an emulator take."""
+
+    def __init__(self, episode_steps: int, computes: bool) -> None:
+        super().__init__(episode_steps)
+        self._computes = computes
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        end = time.perf_counter() + self.STEP_S
+        if not self._computes:
+            time.sleep(self.STEP_S)
+        while time.perf_counter() < end:
+            pass
+        return super().step(action)
 
 
 class StragglerEnv(gymnasium.Env[Any, Any]):
@@ -145,6 +170,25 @@ class HalfCheetahPolicy(torch.nn.Module):
         return {"action": action, "log_probability": log_probability}
 
 
+class NaturePolicy(torch.nn.Module):
+    """Categorical, over frames, with the network of Mnih et al. (2015)."""
+
+    n_noise = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn = torch.nn
+        convolutions = [nn.Conv2d(4, 32, 8, 4), nn.Conv2d(32, 64, 4, 2), nn.Conv2d(64, 64, 3)]
+        linear = [nn.Linear(64 * 7 * 7, 512), nn.ReLU(), nn.Linear(512, FramesEnv.N_ACTIONS)]
+        layers = [layer for each in convolutions for layer in (each, nn.ReLU())]
+        self.layers = nn.Sequential(*layers, nn.Flatten(), *linear)
+
+    def forward(self, frame: torch.Tensor, noise: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layers(frame.permute(0, 3, 1, 2).float() / 255)
+        action, log_probability = sample_categorical(logits, noise)
+        return {"action": action, "log_probability": log_probability}
+
+
 class RandomPolicy(torch.nn.Module):
     """Random actions."""
 
@@ -209,6 +253,9 @@ WORKLOADS = {
         Workload("W4", StragglerEnv, make_straggler_policy, 8, 1, 256, 200),
     )
 }
+
+FRAMES = Workload("frames", partial(FramesEnv, 200), make_frames_policy, 2, 8, 32, 200)
+"""Long episodes of frames, for what results cost the caller."""
 
 
 class PolicyAgent(Agent):

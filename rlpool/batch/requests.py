@@ -336,10 +336,8 @@ class EpisodeRequest(Request):
         if self._glue is None:
             part = slots_of(block.arrays, slice(self.n_rows))
         else:
-            at_home = np.flatnonzero(~self._arrived)
-            if self._in_place and at_home.size:
-                self._glue.add(at_home, 0, slots_of(block.arrays, at_home))
-            part = self._glue.join()
+            at_home = np.flatnonzero(~self._arrived & self._in_place)
+            part = self._glue.join(block.arrays, at_home)
         info = self._info(range(self.n_rows), self._seeds)
         return trajectories_of(block.layout, part, info)
 

@@ -89,8 +89,9 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         keep_float64: Store float64 as it is; by default it becomes float32.
         auto_reset: Whether lanes of a ``Batcher`` or of ``step`` restart on their own.
         min_ready: How many lanes a batcher's loop waits for; the default is all of them. With
-            fewer, slow lanes do not hold up the others, the agent is called more often, and the
-            results are the same. Agents that require a history always wait for all.
+            fewer, slow lanes do not hold up the others; the agent is called more often, each time
+            with all rows, and the results are the same. With half of them, one half steps while the
+            agent is called for the other. Agents that require a history always wait for all.
         crash_dir: A directory, made if it is missing: if an environment fails, this process
             writes what ``rlpool.replay_crash`` needs into a file there, which the message of the
             error names. A batcher over the environments knows more (``agent_info`` and rewards):

@@ -106,10 +106,14 @@ class Glue:
         n_rows: Episodes of the request.
     """
 
+    _N_PARTS = 16
+    """In how many parts a block is copied: each is held twice for a moment."""
+
     def __init__(self, layout: Layout, n_rows: int) -> None:
         self._layout = layout
         self._n_rows = n_rows
         self._parts: list[tuple[Array, int, Slice]] = []
+        self._joined: Slice | None = None
 
     def add(self, episodes: Array, chunk: int, part: Slice) -> None:
         """Add chunk number ``chunk`` of some episodes."""
@@ -123,10 +127,37 @@ class Glue:
             for rows, (others, offset, part) in zip(kept, self._parts, strict=True)
         ]
 
-    def join(self) -> Slice:
-        """The whole episodes: rows ``[n_rows, longest, ...]`` in new memory."""
+    def join(self, arrays: Arrays, at_home: Array) -> Slice:
+        """The whole episodes: rows ``[n_rows, longest, ...]`` in new memory.
+
+        What is copied is dropped at once, and what is still in the block copied in parts: so little
+        is held twice. If that is interrupted, another call goes on with the rest.
+
+        Args:
+            arrays: The block.
+            at_home: Episodes that were never copied out of it; each is in the slot of its number.
+        """
+        joined = self._joined = self._joined or self._empty(arrays, at_home)
+        while self._parts:
+            self._copy(joined, *self._parts[-1])
+            self._parts.pop()
+        for episodes in np.array_split(at_home, self._N_PARTS):
+            self._copy(joined, episodes, 0, slots_of(arrays, episodes))
+        return joined
+
+    def _copy(self, joined: Slice, episodes: Array, offset: int, part: Slice) -> None:
+        is_last = joined.lengths[episodes] == offset + part.lengths
+        for key, array in part.rows.items():
+            joined.rows[key][episodes, offset : offset + array.shape[1]] = array
+        for key, array in part.finals.items():
+            joined.finals[key][episodes[is_last]] = array[is_last]
+
+    def _empty(self, arrays: Arrays, at_home: Array) -> Slice:
+        """Memory for the whole episodes, with their lengths and starts."""
         lengths = np.zeros(self._n_rows, np.int64)
         starts = np.zeros(self._n_rows, np.int64)
+        lengths[at_home] = arrays.control["length"][at_home]
+        starts[at_home] = arrays.control["starts"][at_home]
         for episodes, offset, part in self._parts:
             lengths[episodes] += part.lengths
             if offset == 0:
@@ -140,12 +171,6 @@ class Glue:
             key: np.zeros((self._n_rows, *spec.shape), spec.dtype)
             for key, spec in self._layout.finals.items()
         }
-        for episodes, offset, part in self._parts:
-            is_last = lengths[episodes] == offset + part.lengths
-            for key, array in part.rows.items():
-                rows[key][episodes, offset : offset + array.shape[1]] = array
-            for key, array in part.finals.items():
-                finals[key][episodes[is_last]] = array[is_last]
         return Slice(rows, finals, lengths, starts)
 
 

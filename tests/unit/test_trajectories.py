@@ -5,13 +5,18 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
+from gymnasium.wrappers import TransformObservation
 
 from rlpool import DictTensor, EpisodeBatcher, GymEnv, TemporalDictTensor, UsageError
+from rlpool.slots.trajectories import Glue
 
 from support.agents import ConstantAgent, StepCounter
 from support.envs import (
@@ -120,6 +125,46 @@ def test_slots_lanes_and_lengths_of_slots_make_no_difference(
     assert_same_tensors(got, counting_trajectories(LENGTHS, IDS, ends))
     assert got.info["episode"].tolist() == [0, 1, 2, 3, 4, 5]
     assert got.info["env_info/id"].tolist() == IDS
+
+
+def create_wide(seed: int) -> GymEnv:
+    space, wide = gymnasium.spaces.Box(0, 255, (8192,), np.uint8), np.ones(8192, np.uint8)
+    envs = [TransformObservation(CountingEnv(), lambda _: wide, space) for _ in range(4)]
+    return GymEnv(envs, seed)
+
+
+@pytest.mark.promise("I8")
+@pytest.mark.parametrize(("longest", "most"), [(200, 1.05), (201, 2.2)])
+def test_collecting_takes_little_memory_beside_the_result(longest: int, most: float) -> None:
+    lengths = [200] * 31 + [longest]  # one that is longer than a slot, and all have to be copied
+    tracemalloc.start()  # knows of NumPy's memory, in which slots and results are
+    with EpisodeBatcher(200, 32, ConstantAgent, {}, create_wide, {}, n_threads=0) as batcher:
+        batcher.execute(32, env_info=infos(lengths, range(32)))
+        got = batcher.get()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert got["frame"][:, :200].all()
+    assert peak < most * sum(got[key].nbytes for key in got if not key.startswith("_"))
+
+
+def test_get_goes_on_where_it_was_interrupted_while_it_joined_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copy_chunks, n_calls = Glue._copy, 0
+
+    def interrupted(*arguments: Any) -> None:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 3:
+            raise KeyboardInterrupt
+        copy_chunks(*arguments)
+
+    monkeypatch.setattr(Glue, "_copy", interrupted)
+    with EpisodeBatcher(2, 3, StepCounter, {}, create_counting, {}, n_threads=0) as batcher:
+        batcher.execute(6, env_info=infos(LENGTHS, IDS))
+        with pytest.raises(KeyboardInterrupt):
+            batcher.get()
+        assert_same_tensors(batcher.get(), counting_trajectories(LENGTHS, IDS))
 
 
 def test_info_has_a_row_for_every_episode() -> None:
