@@ -4,6 +4,10 @@ As many spawned processes as there would be workers, each with its own environme
 copy of the policy. A step is: call the policy on the batch under ``torch.inference_mode``, step
 every environment, reset those that ended, write the observations into the buffer that the policy
 reads. Rewards are dropped.
+
+Vector environments take the batch of actions, restart their lanes by themselves, unseeded, and
+their observation is what the policy reads. The steps in which lanes restart are not counted, since
+they belong to no episode.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from workloads import Workload, seeded_policy
+from workloads import SEED, Workload, seeded_policy
 
 _START_S = 120.0
 _END_S = 5.0
@@ -75,6 +79,48 @@ class Lanes:
             env.close()
 
 
+class VectorLanes:
+    """The vector environment and the policy of one process.
+
+    Args:
+        workload: What to run.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        if workload.make_vector_env is None:
+            raise ValueError(f"{workload.name} has no vector environment")
+        self.env = workload.make_vector_env(workload.n_lanes, SEED)
+        self.policy = seeded_policy(workload.make_policy)
+        self._noise = torch.zeros(workload.n_lanes, self.policy.n_noise)
+        self._observation = self.env.reset()[0]
+        # EnvPool's actions are int32.
+        self._dtype = self.env.action_space.dtype
+
+    def run(self, seconds: float) -> tuple[int, float]:
+        """See ``Lanes.run``."""
+        observation, noise, policy, step = self._observation, self._noise, self.policy, self.env.step
+        n_batches = n_ended = 0
+        clock = time.perf_counter
+        with torch.inference_mode():
+            start = clock()
+            end = start + seconds
+            while clock() < end:
+                torch.rand(noise.shape, out=noise)
+                action = policy(torch.from_numpy(observation), noise)["action"].numpy()
+                observation, _, terminated, truncated, _ = step(
+                    action.astype(self._dtype, copy=False)
+                )
+                n_batches += 1
+                n_ended += np.count_nonzero(terminated | truncated)
+            elapsed_s = clock() - start
+        self._observation = observation
+        return n_batches * len(noise) - n_ended, elapsed_s  # each of them has restarted, or will
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close()
+
+
 class BareLoop:
     """The processes of the bare loop; blocked in a read outside of windows.
 
@@ -130,7 +176,7 @@ class BareLoop:
 
 def _serve(workload: Workload, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    lanes = Lanes(workload)
+    lanes = Lanes(workload) if workload.make_vector_env is None else VectorLanes(workload)
     try:
         pipe.send("ready")
         while True:

@@ -1,11 +1,14 @@
 """How fast episodes arrive, compared with the bare loop (see ``bare_loop.py``).
 
-    python benchmarks/throughput.py [--workloads W1 W2 W3 W4 requests] [--windows 10] [--seconds 3]
+    python benchmarks/throughput.py [--workloads W1 W2 W3 W4 V1 V2 requests]
+                                    [--windows 10] [--seconds 3] [--peers]
 
 - W1: CartPole-v1, network 4-64-64-2, 2 workers of 16 environments
 - W2: HalfCheetah-v5, network 17-256-256-6, 2 workers of 8 environments
 - W3: uint8 frames of 84 × 84 × 4, trivial step, random policy, 2 workers of 8 environments
 - W4: stragglers, 256 episodes of 10 to 200 steps that sleep 1 ms, 8 workers of 1 environment
+- V1: Gymnasium's ``CartPoleVectorEnv``, network of W1, 2 workers of one with 64 or 256 lanes
+- V2: EnvPool's CartPole-v1, if it is installed; 2 workers of one with 64 lanes
 
 W1 to W3: the bare loop and the batcher take turns, window by window, the one being blocked while
 the other runs. Nothing is queued when a window begins and nothing runs when it has ended. A
@@ -17,6 +20,14 @@ loop: what it deviates from 1 is noise.
 
 W4: ``efficiency`` is the sleep of all steps, divided by 8 times the time from ``execute`` to
 ``get``.
+
+V1 and V2: the bare loop of W1 takes turns with the bare loop over the vector environment and with
+two batchers. ``windows`` is a ``Batcher`` whose lanes restart, with windows of 512 steps: no lane
+runs empty. ``episodes`` is an ``EpisodeBatcher`` with requests of 128 episodes per lane; there
+lanes run empty at the end of a request, since each has its episodes beforehand. ``ratio`` compares
+with W1's bare loop, that of Python environments, and ``of_bare`` with the bare loop over the vector
+environment. Steps in which lanes restart are nowhere counted. ``--peers`` adds other libraries, see
+``vector_peers.py``.
 
 ``requests``: W1 again, as training loops ask for it: small requests, of which one or two are
 pending, and windows of 128 steps of 8 lanes that restart; each without and with an ``update``
@@ -32,15 +43,20 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from bare_loop import BareLoop
+from vector_peers import installed
 from workloads import (
+    VECTOR_WORKLOADS,
     WORKLOADS,
+    Window,
     Workload,
     in_turns,
     make_batcher,
@@ -61,6 +77,9 @@ REQUESTS = ((32, 2), (128, 2), (512, 1), (512, 2), (8000, 1))
 """Episodes per request, and requests pending."""
 
 N_WINDOW_STEPS, N_WINDOW_LANES = 128, 8
+
+N_VECTOR_STEPS = 512
+"""Steps of a window of V1 and V2."""
 
 
 def batcher_window(batcher: EpisodeBatcher, n_episodes: int, seconds: float) -> float:
@@ -157,7 +176,8 @@ def small_requests(workload: Workload, args: argparse.Namespace) -> None:
             batcher = stack.enter_context(make_batcher(workload, n_episodes, n_pending=n_pending))
             name = f"{n_episodes} episodes, {n_pending} pending"
             makers[name] = batcher, partial(batcher.execute, n_episodes), n_pending
-        windows = stack.enter_context(make_window_batcher(workload, N_WINDOW_STEPS, N_WINDOW_LANES))
+        narrow = replace(workload, n_lanes=N_WINDOW_LANES // workload.n_workers)
+        windows = stack.enter_context(make_window_batcher(narrow, N_WINDOW_STEPS))
         windows.reset()
         name = f"windows of {N_WINDOW_LANES} lanes x {N_WINDOW_STEPS} steps"
         makers[name] = windows, windows.execute, 1
@@ -177,6 +197,37 @@ def small_requests(workload: Workload, args: argparse.Namespace) -> None:
         ratio = quartiles(ratios)
         row = {"requests": name, "ratio": ratio["median"], "quartiles": ratio["quartiles"]}
         show({**row, "request_us": round(costs[name.removesuffix(", updates")])})
+
+
+def vector_envs(workloads: Sequence[Workload], args: argparse.Namespace) -> None:
+    """Bare loops and batchers over vector environments in turns; prints a line per workload."""
+    for workload in workloads:
+        n_episodes = args.n_episodes or workload.n_episodes
+        with ExitStack() as stack:
+            enter = stack.enter_context
+            python_loop = enter(BareLoop(WORKLOADS["W1"]))
+            windows = enter(make_window_batcher(workload, N_VECTOR_STEPS))
+            windows.reset()
+            episodes = enter(make_batcher(workload, n_episodes))
+            turns: dict[str, Window] = {
+                "bare": enter(BareLoop(workload)).window,
+                "windows": partial(pending_window, windows, windows.execute, 1, None),
+                "episodes": partial(batcher_window, episodes, n_episodes),
+            }
+            if args.peers:
+                turns |= {name: enter(peer(workload)) for name, peer in installed().items()}
+            _, others = in_turns(python_loop.window, turns, args.windows, args.seconds)
+        bare = others["bare"][1]
+        rows = {
+            name: {
+                "ratio": quartiles(ratios),
+                "of_bare": quartiles([ratio / of for ratio, of in zip(ratios, bare, strict=True)]),
+                "steps_per_s": round(quartiles(rates)["median"]),
+            }
+            for name, (rates, ratios) in others.items()
+        }
+        size = {"n_workers": workload.n_workers, "n_lanes": workload.n_lanes}
+        show({"workload": workload.name, **size, **rows}, "envpool")
 
 
 def stragglers(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
@@ -216,16 +267,23 @@ def measured_sleep_s(n: int = 500) -> float:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    names = [*WORKLOADS, "requests"]
+    names = [*WORKLOADS, *VECTOR_WORKLOADS, "requests"]
     parser.add_argument("--workloads", nargs="+", choices=names, default=names)
     parser.add_argument(
         "--windows", type=int, default=10, help="windows of the batcher; W4: requests"
     )
     parser.add_argument("--seconds", type=float, default=3.0, help="length of a window")
     parser.add_argument("--n-episodes", type=int, help="episodes per request, for sensitivity")
+    parser.add_argument("--peers", action="store_true", help="V1: other libraries as well")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.workloads:
+        if name in VECTOR_WORKLOADS:
+            if name == "V2" and find_spec("envpool") is None:
+                note("V2 is skipped: EnvPool is not installed")
+            else:
+                vector_envs(VECTOR_WORKLOADS[name], args)
+            continue
         if name == "requests":
             small_requests(WORKLOADS["W1"], args)
             continue

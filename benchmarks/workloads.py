@@ -32,6 +32,8 @@ from rlpool import (
     GymEnv,
     GymEnvInf,
     TemporalDictTensor,
+    VecEnv,
+    VectorGymEnv,
     sample_categorical,
     sample_tanh_normal,
 )
@@ -135,6 +137,19 @@ def make_half_cheetah() -> gymnasium.Env[Any, Any]:
     return gymnasium.make("HalfCheetah-v5")
 
 
+def make_cartpole_vector(n_lanes: int, seed: int | None = None) -> Any:
+    return gymnasium.make_vec("CartPole-v1", n_lanes, "vector_entry_point")
+
+
+def make_envpool(n_lanes: int, seed: int | None = None) -> Any:
+    import envpool
+
+    # A thread of its own: as many processes as cores step at the same time.
+    return envpool.make(
+        "CartPole-v1", env_type="gymnasium", num_envs=n_lanes, num_threads=1, seed=seed or SEED
+    )
+
+
 # Policies ---------------------------------------------------------------------------------------
 
 
@@ -233,6 +248,8 @@ class Workload:
         n_episodes: Episodes per request: enough that the last ones, during which lanes run empty,
             hardly count.
         n_timesteps: Longest episode.
+        make_vector_env: Creates one vector environment of so many lanes, with a seed, in place of
+            as many environments.
     """
 
     name: str
@@ -242,6 +259,7 @@ class Workload:
     n_lanes: int
     n_episodes: int
     n_timesteps: int
+    make_vector_env: Callable[[int, int | None], Any] | None = None
 
 
 WORKLOADS = {
@@ -256,6 +274,15 @@ WORKLOADS = {
 
 FRAMES = Workload("frames", partial(FramesEnv, 200), make_frames_policy, 2, 8, 32, 200)
 """Long episodes of frames, for what results cost the caller."""
+
+VECTOR_WORKLOADS = {
+    name: [
+        Workload(name, make_cartpole, CartPolePolicy, 2, n_lanes, 256 * n_lanes, 500, make)
+        for n_lanes in sizes
+    ]
+    for name, make, sizes in (("V1", make_cartpole_vector, (64, 256)), ("V2", make_envpool, (64,)))
+}
+"""128 episodes per lane and request: even so, some lanes are through long before the last one."""
 
 
 class PolicyAgent(Agent):
@@ -296,6 +323,15 @@ def create_env(
     return GymEnv([make_env() for _ in range(n_lanes)], seed)
 
 
+def create_lanes(workload: Workload, auto_reset: bool, seed: int | None = None) -> VecEnv:
+    """The lanes of one worker."""
+    n_lanes = workload.n_lanes
+    if workload.make_vector_env is None:
+        kind = GymEnvInf if auto_reset else GymEnv
+        return kind([workload.make_env() for _ in range(n_lanes)], seed)
+    return VectorGymEnv(workload.make_vector_env(n_lanes, seed), seed, auto_reset=auto_reset)
+
+
 def make_batcher(
     workload: Workload,
     n_episodes: int | None = None,
@@ -315,38 +351,30 @@ def make_batcher(
         n_slots=n_pending * (n_episodes or workload.n_episodes),
         create_agent=PolicyAgent,
         agent_args={"make_policy": workload.make_policy},
-        create_env=create_env,
-        env_args={"make_env": workload.make_env, "n_lanes": workload.n_lanes},
+        create_env=create_lanes,
+        env_args={"workload": workload, "auto_reset": False},
         n_threads=workload.n_workers if n_threads is None else n_threads,
         seeds=SEED,
     )
 
 
-def create_restarting_env(
-    make_env: Callable[[], gymnasium.Env[Any, Any]], n_lanes: int, seed: int | None = None
-) -> GymEnvInf:
-    return GymEnvInf([make_env() for _ in range(n_lanes)], seed)
-
-
 def make_window_batcher(
-    workload: Workload, n_timesteps: int, n_lanes: int, n_threads: int | None = None
+    workload: Workload, n_timesteps: int, n_threads: int | None = None
 ) -> Batcher:
-    """A batcher of windows of lanes that restart, divided among the workers.
+    """A batcher of windows of lanes that restart.
 
     Args:
         workload: What to run.
         n_timesteps: Steps of a window.
-        n_lanes: Lanes of all workers together.
         n_threads: Worker processes, instead of the workload's own.
     """
-    n_workers = workload.n_workers if n_threads is None else n_threads
     return Batcher(
         n_timesteps=n_timesteps,
         create_agent=PolicyAgent,
         agent_args={"make_policy": workload.make_policy},
-        create_env=create_restarting_env,
-        env_args={"make_env": workload.make_env, "n_lanes": n_lanes // (n_workers or 1)},
-        n_threads=n_workers,
+        create_env=create_lanes,
+        env_args={"workload": workload, "auto_reset": True},
+        n_threads=workload.n_workers if n_threads is None else n_threads,
         seeds=SEED,
     )
 
