@@ -53,6 +53,8 @@ N_SEEDS = 2**31
 NOISE_CHUNK = 128
 """Steps of noise computed at once: enough that lanes seldom need the next chunk."""
 
+_LANE_NUMBERS = 2**12  # of noise computed at once for a lane that restarts: 16 KiB
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: a full-period increment
 _MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _STREAM_SALT = np.uint64(0xD1B54A32D192ED03)  # keeps noise apart from the seeds themselves
@@ -168,11 +170,11 @@ class LaneSeeds:
         begin = int(f"{lane:0{_SEED_BITS}b}"[::-1], 2)
         return permuted(begin + self._first + n_restarts, self._seed_keys)
 
-    def noise_key(self, lane: int, n_restarts: int) -> int:
-        """Key of that episode's noise, in ``[0, 2**64)``."""
-        mixed = _mix(_mix(self._noise_key ^ lane) ^ self._noise_salt)
-        key: int = _mix((mixed + n_restarts) & _WORD_MASK)
-        return key
+    def noise(self, lane: int, n_restarts: int, n_noise: int) -> NoiseStart:
+        """That episode's noise, ``n_noise`` numbers per step."""
+        block, row = divmod(n_restarts, _n_at_once(n_noise))
+        keys, heads = _lane_noise(self._noise_key, self._noise_salt, lane, block, n_noise)
+        return NoiseStart(keys[row], heads[row])
 
 
 def seed_from(seed: int) -> int:
@@ -250,6 +252,20 @@ class NoiseStarts:
         return NoiseStart(self._keys[episode], self._heads(block)[row])
 
 
+def _n_at_once(n_noise: int) -> int:
+    """Episodes of a lane whose noise is computed together."""
+    return max(_LANE_NUMBERS // (NOISE_CHUNK * n_noise), 1)
+
+
+@functools.lru_cache(maxsize=1024)  # lanes
+def _lane_noise(key: int, salt: int, lane: int, block: int, n_noise: int) -> tuple[Words, Words]:
+    """Keys and first steps of the noise of consecutive episodes of a lane."""
+    n = _n_at_once(n_noise)
+    first = _mix(_mix(key ^ lane) ^ salt) + block * n
+    keys = _mix_(np.uint64(first & _WORD_MASK) + np.arange(n, dtype=np.uint64))
+    return keys, _chunks(keys, 0, n_noise)
+
+
 class NoiseStream:
     """The noise of a batch of lanes, one row of ``n_noise`` numbers per lane and step.
 
@@ -277,6 +293,10 @@ class NoiseStream:
 
     def start(self, lane: int, noise: NoiseStart, step: int = 0) -> None:
         """Let a lane draw the numbers of an episode from ``step`` on."""
+        if step and noise.key == self._keys[lane]:
+            n_used = self._next_rows[lane] - self._chunk_rows[lane]
+            if step == self._steps[lane] + n_used:
+                return  # it was interrupted, and nothing was drawn meanwhile
         self._keys[lane] = noise.key
         self._next_rows[lane] = self._chunk_rows[lane]
         self._steps[lane] = step
@@ -319,10 +339,15 @@ def _chunks(keys: Words, steps: Any, n_noise: int) -> Words:
     """Noise float32 ``[E, NOISE_CHUNK, n_noise]`` of E episodes, each from one of its steps on."""
     keys = keys.reshape(-1, 1)
     first = np.asarray(steps, np.uint64).reshape(-1, 1) * np.uint64(n_noise)
-    counters = first + np.arange(NOISE_CHUNK * n_noise, dtype=np.uint64)
+    words = first + np.arange(NOISE_CHUNK * n_noise, dtype=np.uint64)  # the counters
+    words *= _GOLDEN
+    words = words + _mix_(keys ^ _START_SALT)
     # The stream keeps apart episodes whose counters come close.
-    words = _mix((_mix(keys ^ _START_SALT) + counters * _GOLDEN) ^ _mix(keys ^ _STREAM_SALT))
-    numbers: Words = (words >> _NOISE_SHIFT).astype(np.float32) * _NOISE_UNIT
+    words ^= _mix_(keys ^ _STREAM_SALT)
+    _mix_(words)
+    words >>= _NOISE_SHIFT
+    numbers: Words = words.astype(np.float32)
+    numbers *= _NOISE_UNIT
     return numbers.reshape(-1, NOISE_CHUNK, n_noise)
 
 
@@ -342,15 +367,25 @@ def _derive(root: int, *path: int) -> Words:
 def _hashes(root: int, purpose: int, number: int, n: int) -> Words:
     """``n`` words, uint64, for the ``number``-th request of some purpose."""
     key, salt = _derive(root, purpose, number)
-    return _mix(_mix(key + np.arange(n, dtype=np.uint64) * _GOLDEN) ^ salt)
+    return _mix_(_mix_(key + np.arange(n, dtype=np.uint64) * _GOLDEN) ^ salt)
 
 
-def _mix(words: _Numbers) -> _Numbers:
-    """The finaliser of SplitMix64, of an int or of uint64 of any shape."""
+def _mix(word: int) -> int:
+    """The finaliser of SplitMix64."""
     for shift, factor in zip((30, 27), _MIX_FACTORS, strict=True):
-        words = ((words ^ (words >> shift)) * factor) & _WORD_MASK
-    mixed: _Numbers = words ^ (words >> 31)
-    return mixed
+        word = ((word ^ (word >> shift)) * factor) & _WORD_MASK
+    return word ^ (word >> 31)
+
+
+def _mix_(words: Words) -> Words:
+    """The same of uint64 of any shape, in place; returns them."""
+    shifted = words >> np.uint64(30)
+    for factor, shift in zip(_MIX_FACTORS, (27, 31), strict=True):
+        words ^= shifted
+        words *= np.uint64(factor)
+        np.right_shift(words, np.uint64(shift), out=shifted)
+    words ^= shifted
+    return words
 
 
 # The process's global generators -------------------------------------------------------------

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from rlpool.batch.claims import Claims
 from rlpool.batch.messages import BeginsAgain, ChunksDone, Execute, Infos, Window
 from rlpool.batch.shares import Shares
@@ -241,6 +239,8 @@ class WindowPlan(_RequestPlan):
         self._slots = dict(message.slots)
         self._starts = message.is_first
         self._first_lane = self.worker * self.layout.step.n_lanes
+        resets_together = self.layout.step.resets_together
+        self._only_seed = self._seeds.seed(self._first_lane, 0) if resets_together else None
 
     def next_episodes(self, lanes: Sequence[int]) -> dict[int, Episode]:
         """In the first window after a reset: the lanes' episodes."""
@@ -263,13 +263,8 @@ class WindowPlan(_RequestPlan):
         return self._slots.pop(lane, None)
 
     def _episode(self, number: int, slot: int, n_restarts: int) -> Episode:
-        if self.layout.step.resets_together:
-            seed = self._seeds.seed(self._first_lane, 0)
-        else:
+        seed, n_noise = self._only_seed, self.layout.step.n_noise
+        if seed is None:
             seed = self._seeds.seed(number, n_restarts)
-        n_noise = self.layout.step.n_noise
-        noise = None
-        if n_noise:
-            key = self._seeds.noise_key(number, n_restarts)
-            noise = NoiseStarts(np.array([key], np.uint64), n_noise)[0]
+        noise = self._seeds.noise(number, n_restarts, n_noise) if n_noise else None
         return Episode(number, seed, self._options(number), noise, slot, n_restarts)

@@ -64,7 +64,8 @@ def test_numbers_are_those_of_every_version() -> None:
         1183114760,
         1849512955,
     )
-    assert LaneSeeds(root, 1).noise_key(3, 4) == 18214513927852360015
+    assert LaneSeeds(root, 1).noise(3, 4, 1).key == 18214513927852360015
+    assert LaneSeeds(root, 1).noise(3, 1000, 1).key == 15968557816498006313
     assert task_draws(root, 1, 4, 10) == [6, 6, 5, 4]
     assert (draws(keys_of(root, 1, 3)[2], 2, 131)[-1] * 2**24).tolist() == [5127876, 16365611]
 
@@ -164,17 +165,21 @@ def test_noise_depends_on_key_and_step_and_not_on_lane_or_neighbours(n_noise: in
     keys = iter(keys_of(root_from(2), 0, 1000))
     stream = NoiseStream(4, n_noise)
     storage = stream.tensor.data_ptr()
-    expected: list[list[list[float]]] = [[], [], [], []]
+    running = [(0, [[0.0]], 1)] * 4  # key, numbers, steps drawn
     for _ in range(400):
-        for lane in range(4):
-            if not expected[lane]:
+        for lane, (key, rows, step) in enumerate(running):
+            if step == len(rows):
                 key = next(keys)
                 rows = draws(key, n_noise, lengths.randint(1, 300)).tolist()
+            elif lengths.random() < 0.95:
+                continue
+            if step >= len(rows) or lengths.random() < 0.5:
                 step = lengths.randrange(len(rows))  # a stream can start at any step
-                start(stream, lane, key, step)
-                expected[lane] = rows[step:]
+            start(stream, lane, key, step)  # or go on where it was
+            running[lane] = key, rows, step
         stream.draw()
-        assert stream.tensor.tolist() == [rows.pop(0) for rows in expected]
+        assert stream.tensor.tolist() == [rows[step] for _, rows, step in running]
+        running = [(key, rows, step + 1) for key, rows, step in running]
     assert stream.tensor.data_ptr() == storage
 
 
@@ -192,17 +197,25 @@ def test_noise_is_the_same_whatever_was_asked_for_before(n_noise: int) -> None:
         assert (found.head == alone.head).all()
 
 
+@pytest.mark.parametrize("n_noise", [1, 5, 300])
+def test_noise_of_lanes_that_restart_is_that_of_its_key(n_noise: int) -> None:
+    lanes = LaneSeeds(root_from(2), 1)
+    for n_restarts in (0, 31, 32, 33, 5, 1000):
+        key, head = lanes.noise(2, n_restarts, n_noise)
+        assert head.tolist() == draws(int(key), n_noise, len(head)).tolist()
+
+
 def test_noise_does_not_depend_on_seeds() -> None:
     """Its keys are long, and stay different when seeds come again."""
     root = root_from(1)
     keys = keys_of(root, 0, 100_000) + keys_of(root, 1, 100_000)
     lanes = LaneSeeds(root, 0)
-    keys += [lanes.noise_key(lane, k) for lane in range(16) for k in range(500)]
+    keys += [int(lanes.noise(lane, k, 1).key) for lane in range(16) for k in range(500)]
     assert len(set(keys)) == len(keys)
     assert 2**63 < max(keys) < 2**64
     again = 2**31  # restarts after which a lane has the same seed again
     assert lanes.seed(3, 5) == lanes.seed(3, 5 + again)
-    assert lanes.noise_key(3, 5) != lanes.noise_key(3, 5 + again)
+    assert lanes.noise(3, 5, 1).key != lanes.noise(3, 5 + again, 1).key
 
 
 def test_noise_of_many_episodes_takes_little_memory() -> None:
