@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from gymnasium.spaces import Discrete
+from gymnasium.spaces import Discrete, MultiDiscrete
 from gymnasium.utils import seeding
 
 from rlpool.workers.speedups import FastSeeding, install_fast_checks
@@ -15,9 +16,9 @@ from rlpool.workers.speedups import FastSeeding, install_fast_checks
 
 @pytest.fixture
 def originals() -> Iterator[tuple[Any, Any]]:
-    contains, np_random = Discrete.contains, seeding.np_random
-    yield contains, np_random
-    Discrete.contains, seeding.np_random = contains, np_random  # type: ignore[method-assign]
+    kept: Any = Discrete.contains, seeding.np_random, MultiDiscrete.contains
+    yield kept
+    Discrete.contains, seeding.np_random, MultiDiscrete.contains = kept
 
 
 def test_actions_are_checked_as_by_gymnasium(originals: Any) -> None:
@@ -28,6 +29,23 @@ def test_actions_are_checked_as_by_gymnasium(originals: Any) -> None:
                 assert space.contains(value) is (value in space) is originals[0](space, value)
     space.n = np.int64(9)  # it is looked at anew
     assert space.contains(np.int64(6))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8])
+def test_actions_of_all_lanes_are_checked_as_by_gymnasium(originals: Any, dtype: Any) -> None:
+    install_fast_checks()
+    extremes = [np.iinfo(np.int64).min, np.iinfo(np.int64).max]
+    for space in (
+        MultiDiscrete([2, 3], dtype),
+        MultiDiscrete([1, 4], dtype, start=[3, 0]),
+        MultiDiscrete([2**63 - 1, 5], start=[-5, -2]),
+    ):
+        for kind in (np.int64, np.int32, np.float32):
+            for pair in itertools.product([*range(-6, 6), *extremes], repeat=2):
+                if kind is not np.int64 and not -6 <= min(pair) <= max(pair) < 6:
+                    continue
+                for value in (np.array(pair, kind), np.array([pair], kind), list(pair)):
+                    assert space.contains(value) is originals[2](space, value), (space, value)
 
 
 def test_seeds_give_the_generators_of_gymnasium(originals: Any) -> None:
