@@ -244,17 +244,24 @@ class Column:
         Raises:
             BadValue: If they do not fit.
         """
-        values, spec = as_array(values), self.spec
+        values = as_array(values)
         rows: Any = _ALL if len(lanes) == self._n_lanes else np.asarray(lanes)
+        has_wanted_dtype = values.dtype == self.spec.dtype or values.dtype == self._wider
+        if values.shape != self.array.shape or not has_wanted_dtype:
+            self._write_converted(lanes, rows, values)
+        elif rows is _ALL:
+            self.array[...] = values
+        else:
+            self.array[rows] = values[rows]
+
+    def _write_converted(self, lanes: Sequence[int], rows: Any, values: Array) -> None:
         if values.shape[:1] == (self._n_lanes,):
             values = values[rows]  # what other lanes hold does not matter
-        whole = TensorSpec((len(lanes), *spec.shape), spec.dtype)
-        if values.shape != whole.shape or values.dtype not in (spec.dtype, self._wider):
-            try:
-                values = converted(values, whole, self.key, widens=self._widens)
-            except SpecError as error:
-                raise BadValue(lanes[0], error.what, error.fix) from error
-        self.array[rows] = values
+        whole = TensorSpec((len(lanes), *self.spec.shape), self.spec.dtype)
+        try:
+            self.array[rows] = converted(values, whole, self.key, widens=self._widens)
+        except SpecError as error:
+            raise BadValue(lanes[0], error.what, error.fix) from error
 
     def _converted(self, value: Any) -> Array:
         return converted(value, self.spec, self.key, widens=self._widens)

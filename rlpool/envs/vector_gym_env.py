@@ -22,6 +22,7 @@ from rlpool.seeding import SEEDINGS, Seeding, stream_seed
 from rlpool.specs import leaves_of, nester, structure_of_space
 
 _ALL = slice(None)
+_RESULTS = "reward", "terminated", "truncated"
 
 
 class VectorGymEnv(VecEnv):
@@ -275,10 +276,10 @@ class VectorGymEnv(VecEnv):
         self.lane_in_use[0] = lanes[0] if lanes else 0
         try:
             if self.seeding == "episode":
-                self._refuse_left_out(lanes, rows)
-                if self._has_ended.any():
+                self._refuse_left_out(lanes, in_episode)
+                if np.count_nonzero(self._has_ended):
                     self._reset_idle()
-            elif not self._in_episode.any() and not self._has_ended.any():
+            elif not np.count_nonzero(self._in_episode) and not np.count_nonzero(self._has_ended):
                 # All were truncated here, and none of them would restart soon by itself.
                 seed, number, options = self._begun
                 self._reset_all(seed, number + 1, options)
@@ -289,15 +290,19 @@ class VectorGymEnv(VecEnv):
             rewards, terminated, truncated = self._step_all(lanes, self._last_batch)
         except BaseException as error:
             self._fail("step", error)
-        self._elapsed += 1
         if self._limit is not None:
+            self._elapsed += 1
             truncated = np.where(self._elapsed >= self._limit, True, truncated)
-        results = rewards[rows], terminated[rows], truncated[rows]
-        if not in_episode.all():  # they are about to restart
-            rewards, terminated, truncated = (np.where(in_episode, r, False) for r in results)
-            results = rewards, terminated, truncated
-        self._in_episode[rows] = in_episode & ~(results[1].astype(bool) | results[2].astype(bool))
-        return results
+        if not all_step:
+            rewards, terminated, truncated = rewards[rows], terminated[rows], truncated[rows]
+        if np.count_nonzero(in_episode) < len(in_episode):  # they are about to restart
+            rewards = np.where(in_episode, rewards, 0)
+            terminated, truncated = (
+                _as_bools(terminated) & in_episode,
+                _as_bools(truncated) & in_episode,
+            )
+        self._in_episode[rows] = in_episode & ~(_as_bools(terminated) | _as_bools(truncated))
+        return rewards, terminated, truncated
 
     def _step_all(self, lanes: Sequence[int], batch: Any) -> tuple[Array, Array, Array]:
         """Step the vector environment; write the observations of some lanes."""
@@ -307,9 +312,8 @@ class VectorGymEnv(VecEnv):
         if not isinstance(result, tuple) or len(result) != 5:
             raise SpecError(f"step() should return five values, got {_count_of(result)}")
         self._shown, *results, infos = result
-        names = ("reward", "terminated", "truncated")
-        rewards, terminated, truncated = map(self._per_lane, names, results)
-        ended = terminated.astype(bool) | truncated.astype(bool)
+        rewards, terminated, truncated = map(self._per_lane, _RESULTS, results)
+        ended = _as_bools(terminated) | _as_bools(truncated)
         if lanes:
             self._observations.write_batch(lanes, self._shown)
         if self._mode is AutoresetMode.SAME_STEP:
@@ -317,14 +321,14 @@ class VectorGymEnv(VecEnv):
             self._at_start, self._has_ended[:] = ended, False
         else:
             self._at_start, self._has_ended = restarting, ended
-        if ended.any():
-            self._idle_episode = self._episodes[int(np.flatnonzero(ended)[0])]
+        if self.seeding == "episode" and np.count_nonzero(ended):
+            self._idle_episode = self._episodes[int(ended.argmax())]
         return rewards, terminated, truncated
 
-    def _refuse_left_out(self, lanes: Sequence[int], rows: Any) -> None:
+    def _refuse_left_out(self, lanes: Sequence[int], in_episode: Array) -> None:
         """Lanes that a step left out have gone on: their episodes must not be continued."""
-        if not self._in_episode[rows].all():
-            lane = next(lane for lane in lanes if not self._in_episode[lane])
+        if np.count_nonzero(in_episode) < len(in_episode):
+            lane = lanes[int(in_episode.argmin())]
             self.lane_in_use[0] = lane
             raise UsageError(
                 f"lane {lane} has ended, or was left out of a step, and a vector environment "
@@ -423,6 +427,10 @@ def _observation_of(result: Any) -> Any:
     if not isinstance(result, tuple) or len(result) != 2:
         raise SpecError(f"reset() should return two values, got {_count_of(result)}")
     return result[0]
+
+
+def _as_bools(flags: Array) -> Array:
+    return flags if flags.dtype == np.bool_ else flags.astype(bool)
 
 
 def _count_of(result: Any) -> Any:
