@@ -98,7 +98,12 @@ class VectorLanes:
 
     def run(self, seconds: float) -> tuple[int, float]:
         """See ``Lanes.run``."""
-        observation, noise, policy, step = self._observation, self._noise, self.policy, self.env.step
+        observation, noise, policy, step = (
+            self._observation,
+            self._noise,
+            self.policy,
+            self.env.step,
+        )
         n_batches = n_ended = 0
         clock = time.perf_counter
         with torch.inference_mode():
