@@ -45,6 +45,7 @@ class EnvPoolLanes(VectorEnv[Any, Any, Any]):
         self._dtype = arrays["action"].dtype
         self.num_envs = pool.config["num_envs"]
         self._n_batches = self.num_envs // pool.config["batch_size"]
+        self._all = np.arange(self.num_envs, dtype=np.int32)
         self.single_observation_space = pool.single_observation_space
         self.single_action_space = pool.single_action_space
         self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -62,7 +63,7 @@ class EnvPoolLanes(VectorEnv[Any, Any, Any]):
 
     def step(self, actions: Any) -> Any:
         """Step all."""
-        self.send(actions, range(self.num_envs))
+        self.send(actions, self._all)
         return *self.receive()[1:], {}
 
     def send(self, actions: Any, lanes: Sequence[int]) -> None:
@@ -72,9 +73,12 @@ class EnvPoolLanes(VectorEnv[Any, Any, Any]):
     def receive(self) -> tuple[Any, ...]:
         """Wait for a batch; returns lanes, ascending, and their results."""
         *results, infos = self._pool.recv()
-        order = np.argsort(infos["env_id"])
+        lanes = infos["env_id"]
+        if np.array_equal(lanes, self._all):  # as they are if it waits for all
+            return lanes, *results
+        order = np.argsort(lanes)
         ordered = pytree.tree_map(lambda values: np.asarray(values)[order], tuple(results))
-        return infos["env_id"][order], *ordered
+        return lanes[order], *ordered
 
     def close(self, **kwargs: Any) -> None:
         """Close it."""
