@@ -214,7 +214,7 @@ def vector_envs(workloads: Sequence[Workload], args: argparse.Namespace) -> None
                 "windows": partial(pending_window, windows, windows.execute, 1, None),
                 "episodes": partial(batcher_window, episodes, n_episodes),
             }
-            if args.peers:
+            if args.peers and workload.name == "V1":
                 turns |= {name: enter(peer(workload)) for name, peer in installed().items()}
             _, others = in_turns(python_loop.window, turns, args.windows, args.seconds)
         bare = others["bare"][1]
@@ -227,7 +227,7 @@ def vector_envs(workloads: Sequence[Workload], args: argparse.Namespace) -> None
             for name, (rates, ratios) in others.items()
         }
         size = {"n_workers": workload.n_workers, "n_lanes": workload.n_lanes}
-        show({"workload": workload.name, **size, **rows}, "envpool")
+        show({"workload": workload.name, **size, **rows}, "envpool", "torchrl", "stable-baselines3")
 
 
 def stragglers(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
