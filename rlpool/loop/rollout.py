@@ -516,7 +516,7 @@ class Rollout:
     def _take_stock(self) -> None:
         """Find the lanes that step, and the number of steps until the first slot is full."""
         self._waiting_at_stock = list(self._waiting)
-        self._live = [lane for lane in range(self._n_lanes) if lane not in self._waiting]
+        self._live = sorted(set(range(self._n_lanes)).difference(self._waiting))
         self._steps_until_full = min((b.steps_until_full for b in self._bound), default=0)
 
     # Failures ------------------------------------------------------------------------------------
