@@ -117,7 +117,7 @@ def _are_flags(flags: Any) -> bool:
 def ended_rows(terminated: Any, truncated: Any) -> list[int]:
     """The positions at which one of two checked flags is true."""
     if isinstance(terminated, np.ndarray) and isinstance(truncated, np.ndarray):
-        rows: list[int] = np.flatnonzero(terminated | truncated).tolist()
+        rows: list[int] = (terminated | truncated).nonzero()[0].tolist()
         return rows
     if not any(terminated) and not any(truncated):
         return []

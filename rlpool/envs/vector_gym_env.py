@@ -141,6 +141,7 @@ class VectorGymEnv(VecEnv):
         self._begun: tuple[int, int, Options] = 0, 0, None  # seed, number and options of the last
         self._at_start = np.zeros(n_lanes, bool)  # lanes that have just restarted
         self._shown: Any = None  # the last observation of all lanes
+        self._is_written = False  # whether that of every lane is in its column
         self._last_batch: Any = None
 
     def close(self) -> None:
@@ -175,7 +176,7 @@ class VectorGymEnv(VecEnv):
         self.lane_in_use[0] = lanes[0]
         try:
             if self.seeding != "episode":
-                self._begin(list(lanes), seeds, options)
+                self._begin(lanes, seeds, options)
                 return
             # Until they are reset: if that fails, nobody knows in which state they are.
             self._in_episode[list(lanes)], self._has_ended[list(lanes)] = False, True
@@ -202,7 +203,7 @@ class VectorGymEnv(VecEnv):
         self._step_lanes([], {})
         return True
 
-    def _begin(self, lanes: list[int], seeds: Sequence[int], options: Sequence[Options]) -> None:
+    def _begin(self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]) -> None:
         """Begin episodes in lanes that are at the start of one."""
         if self._is_anew:
             if len(_with_equal_options(options)) > 1:
@@ -212,14 +213,16 @@ class VectorGymEnv(VecEnv):
                     fix="give all rows of env_info the same values",
                 )
             self._reset_all(seeds[0], 0, options[0])
-        if not self._at_start[lanes].all():
+        rows = np.asarray(lanes)
+        if np.count_nonzero(self._at_start[rows]) < len(lanes):
             raise UsageError(
                 f"{self.vector_env} cannot reset single lanes (seeding is {self.seeding!r})",
                 fix="begin anew with all of them, or step until they restart by themselves",
             )
-        self._elapsed[lanes] = 0
-        self._observations.write_batch(lanes, self._shown)
-        self._in_episode[lanes] = True
+        self._elapsed[rows] = 0
+        if not self._is_written:
+            self._observations.write_batch(lanes, self._shown)
+        self._in_episode[rows] = True
 
     def _reset_all(self, seed: int, number: int, options: Options) -> None:
         """Reset all lanes, for the ``number``-th time with this seed."""
@@ -233,7 +236,7 @@ class VectorGymEnv(VecEnv):
         self._is_anew = True  # until that is done
         used = stream_seed(seed, number) if number else seed
         result = self.vector_env.reset(seed=used, options=dict(options or {}))
-        self._shown = _observation_of(result)
+        self._shown, self._is_written = _observation_of(result), False
         self._begun = seed, number, options
         self._in_episode[:] = self._has_ended[:] = self._is_anew = False
         self._at_start[:] = True
@@ -312,6 +315,7 @@ class VectorGymEnv(VecEnv):
         if not isinstance(result, tuple) or len(result) != 5:
             raise SpecError(f"step() should return five values, got {_count_of(result)}")
         self._shown, *results, infos = result
+        self._is_written = False
         rewards, terminated, truncated = map(self._per_lane, _RESULTS, results)
         ended = _as_bools(terminated) | _as_bools(truncated)
         if lanes:
@@ -321,6 +325,7 @@ class VectorGymEnv(VecEnv):
             self._at_start, self._has_ended[:] = ended, False
         else:
             self._at_start, self._has_ended = restarting, ended
+            self._is_written = len(lanes) == self.n_lanes
         if self.seeding == "episode" and np.count_nonzero(ended):
             self._idle_episode = self._episodes[int(ended.argmax())]
         return rewards, terminated, truncated
