@@ -10,6 +10,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from torch.utils import _pytree as pytree
 
 from rlpool.errors import SpecError
+from rlpool.memory.storage import Array
 
 
 def is_envpool(value: Any) -> bool:
@@ -66,7 +67,7 @@ class EnvPoolLanes(VectorEnv[Any, Any, Any]):
         self.send(actions, self._all)
         return *self.receive()[1:], {}
 
-    def send(self, actions: Any, lanes: Sequence[int]) -> None:
+    def send(self, actions: Any, lanes: Sequence[int] | Array) -> None:
         """Start steps of lanes."""
         self._pool.send(np.asarray(actions, self._dtype), np.asarray(lanes, np.int32))
 

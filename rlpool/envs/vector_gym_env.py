@@ -203,7 +203,9 @@ class VectorGymEnv(VecEnv):
         self._step_lanes([], {})
         return True
 
-    def _begin(self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]) -> None:
+    def _begin(
+        self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
+    ) -> None:
         """Begin episodes in lanes that are at the start of one."""
         if self._is_anew:
             if len(_with_equal_options(options)) > 1:
