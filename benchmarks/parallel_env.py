@@ -12,7 +12,8 @@ that is stepped in a loop, its observations joined into one array. Episodes that
 the step.
 
 ``loop``: the rollout loop over a ``ParallelEnvManager`` beside the bare loop (see
-``bare_loop.py``): W1 with 2 processes of 16 environments, W2 with 2 of 8.
+``bare_loop.py``): W1 with 2 processes of 16 environments, W2 with 2 of 8, and as many episodes per
+request as in ``throughput.py``.
 
 All take turns, window by window; a window of one is compared with the mean of the two windows of
 the other around it. Prints one JSON line per workload, and every window to stderr. ``ratio`` of
@@ -26,7 +27,6 @@ import importlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -231,8 +231,7 @@ def create_manager(seed: int, workload: Workload) -> ParallelEnvManager:
 
 def compare_loops(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
     """The rollout loop over a manager and the bare loop in turns."""
-    n_episodes = min(workload.n_episodes, 2000)
-    workload = replace(workload, n_episodes=n_episodes)
+    n_episodes = workload.n_episodes
     with (
         BareLoop(workload) as bare_loop,
         EpisodeBatcher(

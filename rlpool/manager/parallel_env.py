@@ -10,8 +10,6 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import EnvError, SpecError
@@ -302,7 +300,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             self._some_lane_is_initial = not all_step
         done: list[int] = []
         if stepper.step(lanes):
-            done = np.flatnonzero(self.current["done"]).tolist()
+            done = self.current["done"].nonzero()[0].tolist()
             if not all_step:
                 done = sorted(set(done).intersection(lanes))
         if not self._is_in_step:

@@ -133,17 +133,15 @@ class Stepper:
         Those that have begun the same episode ahead of time are not reset again.
         """
         workers, buffers = self._workers, self._buffers
-        begun: list[int] = []
         rows: dict[int, list[int]] = {}
         for row, lane in enumerate(lanes):
             index = int(buffers.is_ahead[lane])
             if index >= 0 and self._is_announced(lane, index, seeds[row], options[row]):
-                begun.append(lane)
+                for key, array in buffers.observation.items():
+                    array[lane] = buffers.ahead[key][lane]
+                buffers.is_ahead[lane] = -1
             else:
                 rows.setdefault(workers.worker_of[lane], []).append(row)
-        for key, array in buffers.observation.items() if begun else ():
-            array[begun] = buffers.ahead[key][begun]
-        buffers.is_ahead[begun] = -1
         if rows:
             self.divide_anew()
         for worker, mine in rows.items():

@@ -34,7 +34,7 @@ from rlpool.record.tape import action_row
 from rlpool.specs import Structure
 from rlpool.workers.payload import unpack
 from rlpool.workers.recycling import Recycling
-from rlpool.workers.speedups import FastSeeding
+from rlpool.workers.speedups import FastSeeding, install_fast_checks
 from rlpool.workers.wake import Wake
 from rlpool.workers.wire import Close, Failed, Message, Pipe, Ready, Retiring
 from rlpool.workers.worker_process import Control, Place, run, settle_in
@@ -90,6 +90,7 @@ class EnvServer:
         self._done = done
         self._fast_seeding = FastSeeding()
         self._fast_seeding.install()
+        install_fast_checks()
         self._recycling = Recycling(place.policy)
         self._open_lanes: set[int] = set()
         self._coming = _ComingEpisodes()

@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from gymnasium.spaces import Discrete
 
 from rlpool import (
     Batcher,
@@ -20,6 +21,7 @@ from rlpool import (
     SpecError,
     UsageError,
 )
+from rlpool.workers.speedups import install_fast_checks
 
 from support.agents import GruAgent, HistoryAgent, StepCounter
 from support.envs import (
@@ -400,6 +402,19 @@ def test_one_request_has_one_reply(sleepy: ParallelEnvManager) -> None:
     while not remote.poll(1.0):
         pass
     assert remote.recv()[0] == "transition"
+
+
+class CheckedEnv(CountingEnv):
+    """Shows whose function checks its actions."""
+
+    @property
+    def checked_by(self) -> str:
+        return Discrete.contains.__module__
+
+
+def test_workers_check_actions_the_cheap_way(manager_of: OpenManager) -> None:
+    manager = manager_of(partial(CheckedEnv, 3))
+    assert ask(manager, 0, "get_attr", {"attr": "checked_by"}) == install_fast_checks.__module__
 
 
 def test_a_closed_remote_is_refused_and_the_others_go_on(manager_of: OpenManager) -> None:
