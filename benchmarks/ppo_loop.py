@@ -24,6 +24,7 @@ Reference:
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -198,8 +199,9 @@ def cleanrl_steps_per_s(script: str, n_lanes: int) -> float:
     sizes = {"num-envs": n_lanes, "num-steps": N_STEPS, "num-minibatches": N_MINIBATCHES}
     sizes |= {"update-epochs": N_EPOCHS, "total-timesteps": 40 * N_STEPS * n_lanes}
     command = [sys.executable, script, *(f"--{name}={size}" for name, size in sizes.items())]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return float(re.findall(r"SPS: (\d+)", printed)[-1])
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=one_thread)
+    return float(re.findall(r"SPS: (\d+)", done.stdout)[-1])
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import os
 import pickle
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -58,6 +59,10 @@ def main(place: Place, connection: Connection, control_fd: int) -> None:
     # A second descriptor stays open for locking the file behind it.
     lock_fd = os.dup(control_fd) if place.n_workers > 1 else None
     control = settle_in(place, control_fd)
+    if os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with suppress(OSError):  # where that is not allowed
+            # A worker that is woken does not take the core of a caller that is waking the others.
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     fast_seeding = FastSeeding()
     fast_seeding.install()
     install_fast_checks()
