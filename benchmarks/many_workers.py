@@ -26,12 +26,12 @@ again, plus what is serial whatever the number of cores:
   longer still, as each prepares its window on the same core.)
 
 ``efficiency`` is the time that a bare sleep takes, as a share of the cycle. Steps take longer in
-larger runs so that the cores suffice (``SLEEPS``), and ``p`` is that of each run: processes that
+larger runs so that the cores suffice (``RUNS``), and ``p`` is that of each run: processes that
 share a core also share its cache. Not modelled are memory bandwidth, what cores cost each other in
 clock rate, and the kernel's own locks.
 
-Prints a JSON line per run with ``cycle_ms`` and what the model expects for it, then one per
-prediction, then what the start of 64 workers took and what memory each of them has.
+Prints a JSON line per run with ``cycle_ms`` and what the model expects for it, that of 64
+workers also with what their start took and what memory each of them has; then one per prediction.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ class Run:
         get_s: The same if all messages are there already.
         start_s: Time until the workers were there.
         memory_mb: Mean private and proportional memory of a worker.
+        load: Load averages at its end.
     """
 
     kind: str
@@ -111,6 +112,7 @@ class Run:
     get_s: float
     start_s: float
     memory_mb: tuple[float, float]
+    load: tuple[float, float, float]
 
     @property
     def length_s(self) -> float:
@@ -143,7 +145,7 @@ def measured(kind: str, n: int, sleep_s: float, seconds: float) -> Run:
         sizes = [worker.memory_full_info() for worker in workers()]
     bare_s = (before_s + bare_sleep_s(sleep_s)) / 2
     memory_mb = tuple(np.mean([(size.uss, size.pss) for size in sizes], axis=0) / 1e6)
-    return Run(kind, n, bare_s, *figures, start_s, memory_mb)
+    return Run(kind, n, bare_s, *figures, start_s, memory_mb, os.getloadavg())
 
 
 def opened(kind: str, workload: Workload) -> tuple[Any, Callable[[], None]]:
@@ -222,7 +224,7 @@ def claim_s(n: int, n_claims: int = 3000) -> float:
     for _ in range(5):
         start_s = time.perf_counter()
         for i in range(n_claims // 5):
-            claims.make(i % n, 0)
+            claims.make(i % n, [0])
         times.append((time.perf_counter() - start_s) * 5 / n_claims)
     return min(times)
 
@@ -296,7 +298,7 @@ def show_run(run: Run, fitted: Fitted, n_cores: int) -> None:
         "cycle_ms": [round(1e3 * s, 3) for s in (run.cycle_s, modelled_s)],
         "processor_us": round(1e6 * run.processor_s, 1),
         "caller_ms": [round(1e3 * s, 2) for s in (run.request_s, request_s)],
-        "load": [round(average, 2) for average in os.getloadavg()],
+        "load": run.load,
     }
     if run.kind == "windows":
         figures["gap_ms"] = round(1e3 * run.gap_s, 2)

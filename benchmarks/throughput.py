@@ -32,7 +32,8 @@ environment. Steps in which lanes restart are nowhere counted. ``--peers`` adds 
 ``requests``: W1 again, as training loops ask for it: small requests, of which one or two are
 pending, and windows of 128 steps of 8 lanes that restart; each without and with an ``update``
 before every request. ``request_us`` is the time of a ``get`` and an ``execute`` when the result is
-complete already: what a request costs the caller apart from waiting for its steps.
+complete already: what a request without an update costs the caller apart from waiting for its
+steps, and for a core, which workers that it wakes may take.
 
 Prints one JSON line per workload, and every window to stderr; for ``requests`` a line per row of
 the table.

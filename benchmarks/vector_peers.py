@@ -1,7 +1,9 @@
 """What other libraries offer for the environment of V1, as windows of ``throughput.py``.
 
 All call the policy of V1 under ``torch.no_grad`` on one torch thread, and keep what a learner needs
-of every step: observation, action, its log-probability, reward and the two flags. Of CartPole-v1:
+of every step: observation, action, its log-probability, reward and the two flags. TorchRL keeps the
+next observation as well, Stable-Baselines3 where episodes start instead of the flags. Of
+CartPole-v1:
 
 - ``gymnasium``: a loop over what ``make_vec`` returns, the lanes of both workers in one process,
   writing into arrays that were made before. Steps in which lanes restart are not counted.
@@ -158,7 +160,7 @@ def sb3_rollouts(workload: Workload) -> Iterator[Window]:
 
 
 def installed() -> dict[str, Callable[[Workload], AbstractContextManager[Window]]]:
-    """Those that can be imported, by name of the distribution."""
+    """Those that can be imported, by name of the module."""
     every = {
         "gymnasium": gymnasium_loop,
         "torchrl": torchrl_collector,

@@ -172,8 +172,10 @@ class LaneSeeds:
 
     def noise(self, lane: int, n_restarts: int, n_noise: int) -> NoiseStart:
         """That episode's noise, ``n_noise`` numbers per step."""
-        block, row = divmod(n_restarts, _n_at_once(n_noise))
-        keys, heads = _lane_noise(self._noise_key, self._noise_salt, lane, block, n_noise)
+        n_at_once = _n_at_once(n_noise)
+        block, row = divmod(n_restarts, n_at_once)
+        noise = _lane_noise if n_at_once > 1 else _lane_noise.__wrapped__  # used once: not kept
+        keys, heads = noise(self._noise_key, self._noise_salt, lane, block, n_noise)
         return NoiseStart(keys[row], heads[row])
 
 
@@ -257,7 +259,7 @@ def _n_at_once(n_noise: int) -> int:
     return max(_LANE_NUMBERS // (NOISE_CHUNK * n_noise), 1)
 
 
-@functools.lru_cache(maxsize=1024)  # lanes
+@functools.lru_cache(maxsize=4096)  # lanes; 64 MiB
 def _lane_noise(key: int, salt: int, lane: int, block: int, n_noise: int) -> tuple[Words, Words]:
     """Keys and first steps of the noise of consecutive episodes of a lane."""
     n = _n_at_once(n_noise)

@@ -29,7 +29,8 @@ class HangWatch:
         self._timeout_s = timeout_s
         self._progress: dict[int, int] = {}
         self._idle_s: dict[int, float] = {}
-        self._last_look_s = time.monotonic()
+        self._counted_to_s = time.monotonic()
+        self._watched_s = 0.0  # since the last look
 
     @property
     def patience_s(self) -> float:
@@ -40,13 +41,19 @@ class HangWatch:
 
     def begin(self) -> None:
         """Count time from now on: the caller was not watching before."""
-        self._last_look_s = time.monotonic()
+        self._counted_to_s = time.monotonic()
 
-    @property
     def is_due(self) -> bool:
-        """Whether the last look is so long ago that another one is worth its time."""
-        passed_s = time.monotonic() - self._last_look_s
-        return self._timeout_s is not None and passed_s >= self.patience_s / _LOOKS_PER_PATIENCE
+        """Whether the caller has watched so long since the last look that another is worth it."""
+        if self._timeout_s is None:
+            return False
+        self._count()
+        return self._watched_s >= self.patience_s / _LOOKS_PER_PATIENCE
+
+    def _count(self) -> None:
+        now_s = time.monotonic()
+        self._watched_s += min(now_s - self._counted_to_s, self.patience_s)
+        self._counted_to_s = now_s
 
     def hanging(self, progress: Sequence[int], watched: Collection[int]) -> int | None:
         """A worker that hangs, ``None`` if none does.
@@ -58,9 +65,8 @@ class HangWatch:
         """
         if self._timeout_s is None:
             return None
-        now_s = time.monotonic()
-        passed_s = min(now_s - self._last_look_s, self.patience_s)
-        self._last_look_s = now_s
+        self._count()
+        passed_s, self._watched_s = min(self._watched_s, self.patience_s), 0.0
         for worker, number in enumerate(progress):
             if number and number == self._progress.get(worker) and worker in watched:
                 self._idle_s[worker] += passed_s

@@ -332,7 +332,8 @@ class Workers:
         for fd in (pipe.fileno(), process.sentinel):
             self._worker_of.pop(fd, None)
             if self._poller is not None:
-                self._poller.unregister(fd)
+                with suppress(OSError):  # it could not be registered
+                    self._poller.unregister(fd)
 
     def _rest_at_exit(self) -> None:
         """Let a daemon thread wait for the end of Python, which has ended its workers.
@@ -538,7 +539,7 @@ class Workers:
 
     def look_for_hang(self) -> None:
         """Kill a worker that has something to do and makes no progress."""
-        if self._timeout_s is None or self.fatal is not None or not self._watch.is_due:
+        if self._timeout_s is None or self.fatal is not None or not self._watch.is_due():
             return
         busy = self._client.busy() if self._has_started else ()
         watched = {

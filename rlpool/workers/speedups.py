@@ -4,8 +4,8 @@
   it spends a quarter of a CartPole step on finding out that an integer is an integer. And
   ``MultiDiscrete.contains``, which vector environments call.
 - ``gymnasium.utils.seeding.np_random``, in which a seeded reset spends most of its time hashing the
-  seed into the state of a generator. A worker knows the seeds of a request beforehand and hashes
-  them all at once.
+  seed into the state of a generator. A worker knows the seeds of the next episodes beforehand
+  and hashes many at once.
 
 They are replaced in worker processes only, never in the caller. Before ``np_random`` is replaced,
 its generators are compared with Gymnasium's own for some seeds.
@@ -31,7 +31,7 @@ _INT64 = np.dtype(np.int64)
 _TEST_SEEDS = (0, 1, 2**32 - 1, 2**32, 3320729392990590247, 2**63 - 1)
 
 _KEPT = 4
-"""Announcements that are remembered: of several requests that run at the same time."""
+"""Announcements that are remembered: several requests may run at the same time."""
 
 _POOL_WORDS = 4
 _STATE_WORDS = 4  # 64-bit words from which PCG64 starts

@@ -161,6 +161,8 @@ class CallerPipe:
                     n_sent = socket.send_fds(self._socket, [words], [fd], _NO_SIGNAL)
             except BlockingIOError:
                 return
+            if not self._unsent:
+                return  # a signal's handler or another thread has closed it meanwhile
             if n_sent < len(words):
                 self._unsent[0] = words[n_sent:], None
                 continue

@@ -174,7 +174,22 @@ def test_only_a_worker_that_is_watched_without_a_step_hangs(
     watch = HangWatch(timeout_s)
     for _ in range(4):
         assert watch.hanging([5], {0}) is None
-        assert not watch.is_due
+        assert not watch.is_due()
         now_s += watch.patience_s / 2
-        assert watch.is_due
+        assert watch.is_due()
         now_s += 1000.0  # this process was stopped, or did something else
+
+
+def test_short_waits_for_a_worker_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(hang_watch.time, "monotonic", lambda: now_s)
+    watch = HangWatch(1.0)
+    n_waits, hanging = 0, None
+    while hanging is None:
+        now_s += 10.0  # the caller does something else
+        watch.begin()
+        now_s += 0.01
+        n_waits += 1
+        hanging = watch.hanging([5], {0}) if watch.is_due() else None
+    assert hanging == 0
+    assert 100 <= n_waits < 120

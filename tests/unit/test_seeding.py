@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import tracemalloc
+import weakref
 
 import numpy as np
 import pytest
@@ -227,3 +228,8 @@ def test_noise_of_many_episodes_takes_little_memory() -> None:
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 8 * 2**20  # 512 bytes * 4 per episode would be 120 MB
+
+
+def test_noise_that_is_used_once_is_not_kept() -> None:
+    head = weakref.ref(LaneSeeds(root_from(4), 0).noise(0, 5, n_noise=1000).head.base)
+    assert head() is None
