@@ -298,7 +298,7 @@ def show_run(run: Run, fitted: Fitted, n_cores: int) -> None:
         "cycle_ms": [round(1e3 * s, 3) for s in (run.cycle_s, modelled_s)],
         "processor_us": round(1e6 * run.processor_s, 1),
         "caller_ms": [round(1e3 * s, 2) for s in (run.request_s, request_s)],
-        "load": run.load,
+        "load": [round(average, 2) for average in run.load],
     }
     if run.kind == "windows":
         figures["gap_ms"] = round(1e3 * run.gap_s, 2)
