@@ -7,7 +7,7 @@
     ├ SpecError(ValueError)           shape, dtype, device, key, space; names got and expected
     │ └ UnknownArgumentError(TypeError)  an argument that the function does not have
     ├ NotEnoughDataError(ValueError)  a pool cannot fill the sample
-    └ WorkerError(RuntimeError)       has .where (worker, lane, episode, step, seed, env_info)
+    └ WorkerError(RuntimeError)       has .where (worker, lane, episode, step, seed, env_info, node)
       │                               and .capsule, what replay_crash needs to repeat the episode
       ├ WorkerStartupError            create_env or create_agent raised, or could not be pickled
       ├ EnvError                      the environment raised; __cause__ has the remote traceback
@@ -38,6 +38,7 @@ class Where(NamedTuple):
         step: Step of the episode, 0-based; 0 for a failing ``reset``.
         seed: Seed that the episode was reset with.
         env_info: The episode's row of ``env_info`` as Python values.
+        node: Name of the machine, where workers run on several.
     """
 
     worker: int | None = None
@@ -46,10 +47,11 @@ class Where(NamedTuple):
     step: int | None = None
     seed: int | None = None
     env_info: Mapping[str, Any] | None = None
+    node: str | None = None
 
     def __str__(self) -> str:
-        known = ((name, value) for name, value in self._asdict().items() if value is not None)
-        return ", ".join(f"{name} {value}" for name, value in known)
+        fields = {"node": self.node, **self._asdict()}  # the machine first
+        return ", ".join(f"{name} {value}" for name, value in fields.items() if value is not None)
 
 
 class RlpoolError(Exception):

@@ -127,9 +127,9 @@ def episode_seeds(root: int, first: int, n_episodes: int) -> list[int]:
     return seeds
 
 
-def noise_keys(root: int, execution: int, n_episodes: int) -> Words:
-    """Keys of the noise of one ``execute``'s episodes: uint64 ``[n_episodes]``."""
-    return _hashes(root, _EPISODES, execution, n_episodes)
+def noise_keys(root: int, execution: int, n_episodes: int, start: int = 0) -> Words:
+    """Keys of the noise of an ``execute``'s episodes from ``start`` on: uint64 ``[n_episodes]``."""
+    return _hashes(root, _EPISODES, execution, n_episodes, start)
 
 
 def task_draws(root: int, collection: int, n_rollouts: int, n_tasks: int) -> list[int]:
@@ -152,12 +152,14 @@ class LaneSeeds:
         root: The root.
         n_resets: Number of the ``reset``, 0-based.
         n_restarts: The most restarts that any lane can have made before this ``reset``, in all.
+        first_lane: Number across all workers of what callers call lane 0.
     """
 
-    def __init__(self, root: int, n_resets: int, n_restarts: int = 0) -> None:
+    def __init__(self, root: int, n_resets: int, n_restarts: int = 0, first_lane: int = 0) -> None:
         self._noise_key, self._noise_salt = _derive(root, _LANES, n_resets).tolist()
         self._seed_keys = _seed_keys(root, _LANE_SEEDS)
         self._first = n_resets + n_restarts
+        self._first_lane = first_lane
 
     def seed(self, lane: int, n_restarts: int) -> int:
         """Seed of a lane's ``n_restarts``-th episode since the reset, in ``[0, 2**31)``.
@@ -167,7 +169,7 @@ class LaneSeeds:
             n_restarts: 0 for the episode that the reset began; negative numbers go backwards from
                 where the lane began, into the gap that the lane before it reaches last.
         """
-        begin = int(f"{lane:0{_SEED_BITS}b}"[::-1], 2)
+        begin = int(f"{lane + self._first_lane:0{_SEED_BITS}b}"[::-1], 2)
         return permuted(begin + self._first + n_restarts, self._seed_keys)
 
     def noise(self, lane: int, n_restarts: int, n_noise: int) -> NoiseStart:
@@ -175,7 +177,8 @@ class LaneSeeds:
         n_at_once = _n_at_once(n_noise)
         block, row = divmod(n_restarts, n_at_once)
         noise = _lane_noise if n_at_once > 1 else _lane_noise.__wrapped__  # used once: not kept
-        keys, heads = noise(self._noise_key, self._noise_salt, lane, block, n_noise)
+        number = lane + self._first_lane
+        keys, heads = noise(self._noise_key, self._noise_salt, number, block, n_noise)
         return NoiseStart(keys[row], heads[row])
 
 
@@ -366,10 +369,10 @@ def _derive(root: int, *path: int) -> Words:
     return words
 
 
-def _hashes(root: int, purpose: int, number: int, n: int) -> Words:
-    """``n`` words, uint64, for the ``number``-th request of some purpose."""
+def _hashes(root: int, purpose: int, number: int, n: int, start: int = 0) -> Words:
+    """``n`` words, uint64, from the ``start``-th on, for the ``number``-th request of a purpose."""
     key, salt = _derive(root, purpose, number)
-    return _mix_(_mix_(key + np.arange(n, dtype=np.uint64) * _GOLDEN) ^ salt)
+    return _mix_(_mix_(key + np.arange(start, start + n, dtype=np.uint64) * _GOLDEN) ^ salt)
 
 
 def _mix(word: int) -> int:

@@ -61,7 +61,7 @@ class LocalWorker:
         """Memory that the worker can see: any."""
         return Memory.local(n_bytes)
 
-    def start(self) -> None:
+    def start(self, wake_fd: int = -1) -> None:
         """Create environments and agent, here and now.
 
         Raises:

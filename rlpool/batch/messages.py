@@ -58,6 +58,7 @@ class Execute:
         number: Number of the request.
         execution: Number of the ``execute``, from which the episodes' noise derives.
         first: Episodes requested before it, from which their seeds derive.
+        start: Number of the request's first episode within its ``execute``.
         n_episodes: Episodes of the whole request.
         block: Number of the block.
         in_place: Whether episode *i* is written into slot *i*.
@@ -69,6 +70,7 @@ class Execute:
     number: int
     execution: int
     first: int
+    start: int
     n_episodes: int
     block: int
     in_place: bool

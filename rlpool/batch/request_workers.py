@@ -82,6 +82,7 @@ class RequestWorkers:
             never.
         crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
         owner: Is told what happens.
+        n_before: Workers on other machines, see ``Place``.
 
     Attributes:
         processes: The workers.
@@ -100,6 +101,7 @@ class RequestWorkers:
         timeout_s: float | None,
         crash_dir: CrashDir,
         owner: Owner,
+        n_before: int = 0,
     ) -> None:
         self.crash_files = CrashFiles(crash_dir)
         self.running: list[Request] = []
@@ -118,19 +120,22 @@ class RequestWorkers:
         self.processes: Workers | LocalWorker
         if n_workers:
             runs = [main] * n_workers
-            self.processes = Workers(runs, root, policy, timeout_s, self, DEBUG_HINT)
+            self.processes = Workers(runs, root, policy, timeout_s, self, DEBUG_HINT, n_before)
             note_source(self)
         else:
             self.processes = LocalWorker(root, self)
         self.agreement = Agreement(self.processes)
 
-    def start(self) -> None:
+    def start(self, wake_fd: int = -1) -> None:
         """Start them and wait until they are ready.
+
+        Args:
+            wake_fd: A descriptor that ends every wait when it can be read, -1 for none.
 
         Raises:
             RlpoolError: If one does not get ready.
         """
-        self.processes.start()
+        self.processes.start(wake_fd)
         if self._functions is not None and not self.processes.is_repeatable:
             self._functions.close_fd()
 

@@ -22,7 +22,7 @@ from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape, WindowTapes
 from rlpool.seeding import LaneSeeds, episode_seeds
 from rlpool.slots.blocks import Block, Layout
-from rlpool.slots.trajectories import Derivation, Glue, slots_of, trajectories_of
+from rlpool.slots.trajectories import Derivation, Glue, Slice, slots_of, trajectories_of
 from rlpool.specs import join_key
 from rlpool.workers.payload import Packed, Payload
 
@@ -224,10 +224,13 @@ class EpisodeRequest(Request):
     Attributes:
         execution: Number of the ``execute``, from which the episodes' noise derives.
         first: How many episodes were asked for before, from which their seeds derive.
+        start: Number of the first of these episodes within that ``execute``, a multiple of the
+            lanes of a worker: not 0 if others run the ones before.
     """
 
     execution: int
     first: int
+    start: int = 0
 
     def __post_init__(self) -> None:
         self._glue: Glue | None = None  # chunks that were copied out of their slots
@@ -259,6 +262,7 @@ class EpisodeRequest(Request):
             number=self.number,
             execution=self.execution,
             first=self.first,
+            start=self.start,
             n_episodes=self.n_rows,
             block=block.number,
             in_place=self._in_place,
@@ -330,16 +334,18 @@ class EpisodeRequest(Request):
         if self._glue is not None:
             self._glue.drop(np.asarray(episodes, np.int64))
 
-    def result(self) -> TemporalDictTensor:
-        """Views of the block; copies if any chunk was copied out of it."""
-        block = self.running_block
+    def part(self) -> Slice:
+        """All episodes: views of the block; copies if any chunk was copied out of it."""
+        arrays = self.running_block.arrays
         if self._glue is None:
-            part = slots_of(block.arrays, slice(self.n_rows))
-        else:
-            at_home = np.flatnonzero(~self._arrived & self._in_place)
-            part = self._glue.join(block.arrays, at_home)
+            return slots_of(arrays, slice(self.n_rows))
+        at_home = np.flatnonzero(~self._arrived & self._in_place)
+        return self._glue.join(arrays, at_home)
+
+    def result(self) -> TemporalDictTensor:
+        """See ``part``."""
         info = self._info(range(self.n_rows), self._seeds)
-        return trajectories_of(block.layout, part, info)
+        return trajectories_of(self.running_block.layout, self.part(), info)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -36,7 +36,7 @@ from rlpool.machine.arguments import called_with_seed
 from rlpool.memory.storage import Memory
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT, agent_error, described, text_of
 from rlpool.record.tape import Tape
-from rlpool.seeding import episode_seeds, probe_seed, seed_generators, worker_seed
+from rlpool.seeding import episode_seeds, probe_seed, seed_generators
 from rlpool.slots.blocks import Block
 from rlpool.workers.payload import Payload, unpack
 from rlpool.workers.recycling import Recycling
@@ -208,7 +208,7 @@ class Collector:
                 continue  # nobody can act on it any more, and the caller is waiting
 
     def _create(self, functions: Any) -> None:
-        seed = worker_seed(self._place.root, self._place.worker)
+        seed = self._place.seed
         if not self._in_process:
             functions = called(
                 self._here, "loading create_env and create_agent", pickle.loads, functions

@@ -15,7 +15,7 @@ from rlpool.envs.vec_env import LaneError
 from rlpool.errors import SpecError, Where, WorkerStartupError
 from rlpool.manager.messages import Report, Setup
 from rlpool.record.failures import env_error, text_of
-from rlpool.seeding import probe_seed, root_from, seed_generators, worker_seed
+from rlpool.seeding import probe_seed, root_from, seed_generators
 from rlpool.workers.worker_process import Control, Place, called
 
 _LOG = logging.getLogger("rlpool")
@@ -32,7 +32,7 @@ def made_environments(setup: Setup, place: Place, control: Control) -> GymEnv:
     Raises:
         WorkerStartupError: If that failed.
     """
-    seed = worker_seed(place.root, place.worker)
+    seed = place.seed
     where = Where(worker=place.worker)
     functions = called(where, "loading env_fns", pickle.loads, setup.functions)
     seed_generators(seed)

@@ -213,10 +213,12 @@ class CrashCapsule:
         if (header["format"], header["version"]) != (_FORMAT, _VERSION):
             raise ValueError(f"version {header['version']}, this rlpool reads {_VERSION}")
         plain, options = {name: header[name] for name in _PLAIN}, header["options"]
-        integers = (*header["where"].values(), plain["seed"], plain["worker_seed"])
+        where = Where(**header["where"], env_info=options)
+        integers = (*where[:5], plain["seed"], plain["worker_seed"])
         if (
             plain["call"] not in CALLS
             or not all(isinstance(number, int | None) for number in integers)
+            or not isinstance(where.node, str | None)
             or not isinstance(options, dict | None)
             or not isinstance(plain["n_lanes"], int)
         ):
@@ -226,7 +228,6 @@ class CrashCapsule:
             group, _, key = name.partition("/")
             if group in groups and key:
                 groups[group][key] = array
-        where = Where(**header["where"], env_info=options)
         return cls(where=where, options=options, rewards=arrays["rewards"], **plain, **groups)
 
 

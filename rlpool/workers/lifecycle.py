@@ -145,6 +145,7 @@ class Workers:
             never.
         client: Gives them work.
         debug_hint: What to do about a worker that died.
+        n_before: Workers on other machines, see ``Place``.
 
     Attributes:
         fatal: Why nothing works any more.
@@ -160,6 +161,7 @@ class Workers:
         timeout_s: float | None,
         client: Client,
         debug_hint: str,
+        n_before: int = 0,
     ) -> None:
         n_workers = self.n_workers = len(runs)
         self.fatal: RlpoolError | None = None
@@ -170,6 +172,7 @@ class Workers:
         self._timeout_s = timeout_s
         self._client = client
         self._debug_hint = debug_hint
+        self._n_before = n_before
         self._restarts = Restarts(n_workers, policy.max_restarts)
         self._watch = HangWatch(timeout_s)
         self._has_started = False
@@ -216,6 +219,11 @@ class Workers:
         self.refuse_if_dead()
         refuse_small_limit(self._policy.max_rss_bytes, self.pids)
         self._has_started = True
+
+    @property
+    def n_restarts(self) -> int:
+        """How many workers were replaced because they failed."""
+        return self._restarts.n_restarts
 
     @property
     def is_repeatable(self) -> bool:
@@ -514,7 +522,7 @@ class Workers:
         before, start_method = life.process, self._policy.start_method
         prepare(start_method)
         self._numbers[life.worker] = 0
-        place = Place(life.worker, self.n_workers, self._root, self._policy)
+        place = Place(life.worker, self.n_workers, self._root, self._policy, self._n_before)
         with starting_processes():
             logs = self._logs.of_worker(life.worker)
             life.pipe, life.process = launch(

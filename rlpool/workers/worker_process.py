@@ -35,12 +35,19 @@ class Place(NamedTuple):
         n_workers: How many there are.
         root: Root of all seeds.
         policy: Says when it is replaced.
+        n_before: Workers on other machines whose numbers come first.
     """
 
     worker: int
     n_workers: int
     root: int
     policy: FailurePolicy = FailurePolicy()
+    n_before: int = 0
+
+    @property
+    def seed(self) -> int:
+        """See ``worker_seed``."""
+        return worker_seed(self.root, self.n_before + self.worker)
 
 
 class Control:
@@ -113,7 +120,7 @@ def settle_in(place: Place, control_fd: int) -> Control:
         os.setpgid(0, 0)
     end_with_parent()
     torch.set_num_threads(1)
-    seed = worker_seed(place.root, place.worker)
+    seed = place.seed
     seed_generators(seed)
     if _has_other_devices():
         torch.manual_seed(seed)  # also theirs, which costs a worker 1 MB and 2 ms

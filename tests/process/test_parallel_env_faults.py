@@ -22,6 +22,7 @@ from rlpool import (
     ParallelEnvManager,
     SpecError,
     UsageError,
+    Where,
     WorkerDiedError,
     WorkerStartupError,
     WorkerTimeoutError,
@@ -89,7 +90,7 @@ def test_a_failing_environment_raises_env_error_and_the_manager_goes_on(
     with pytest.raises(EnvError) as caught:
         run(faulty, [0, 1, 2], [3, 4, 5], [None, options, None])
     error = caught.value
-    assert error.where == (0, 1, None, max(step, 0), 4, options)
+    assert error.where == Where(0, 1, None, max(step, 0), 4, options)
     assert isinstance(error, EnvSpecError) == (kind in WRONG)
     assert "env.step" in str(error) or step == -1
     if kind in RAISES:
@@ -199,7 +200,7 @@ def test_a_death_raises_worker_died_error(
             run(manager, [0], [4], [options])
         assert struck.seconds_ago < REPORT_S
         assert (caught.value.exitcode, caught.value.signal_name) == (exitcode, name)
-        assert caught.value.where == (0, 0, None, max(step, 0), 4, options)
+        assert caught.value.where == Where(0, 0, None, max(step, 0), 4, options)
         for call in (manager.reset, lambda: manager.remotes[0].send(("reset", None))):
             with pytest.raises(WorkerDiedError):
                 call()

@@ -21,6 +21,7 @@ from rlpool import (
     GymEnv,
     ParallelEnvManager,
     UsageError,
+    Where,
     WorkerDiedError,
 )
 from rlpool.testing import FaultyEnv
@@ -218,7 +219,7 @@ def test_an_exhausted_budget_is_an_error_with_the_history(fragile: MakeFragile, 
         with pytest.raises(WorkerDiedError, match="max_restarts") as caught:
             manager.step_some(1, [1], no_actions(manager))
         error = pickle.loads(pickle.dumps(caught.value))
-        assert error.where == (1, 1, None, 1, 5, poison)
+        assert error.where == Where(1, 1, None, 1, 5, poison)
         assert "after 2 restarts" in str(error)
         expected = WorkerDiedError if kind == "sigkill" else EnvError
         assert [type(failure) for failure in error.history] == [expected] * 3

@@ -120,7 +120,7 @@ def test_a_failing_step_leaves_all_actions_of_its_episode(step: int, n_slots: in
     found = error.capsule
     assert isinstance(error, EnvError)
     where = found.where
-    assert where == error.where == (0, 0, 2, step, found.seed, {"length": 20, "id": 2})
+    assert where == error.where == Where(0, 0, 2, step, found.seed, {"length": 20, "id": 2})
     assert (found.call, found.error) == ("step", "env.step raised KeyError: 'goal'")
     assert (found.traceback, found.options) == (error.traceback_text, where.env_info)
     assert (found.first_step, found.n_lanes, found.env_type) == (0, 2, "GymEnv")

@@ -15,6 +15,7 @@ from rlpool import (
     EnvError,
     EpisodeBatcher,
     GymEnv,
+    Where,
     WorkerError,
 )
 
@@ -155,7 +156,7 @@ def test_an_environments_error_says_where(call: str, n_timesteps: int) -> None:
         seed = batcher.get().info["seed"][3].item()
     step = 4 if call == "step" else 0
     info = {"length": 9, "id": 3}
-    assert caught.value.where == (0, 1, 3, step, seed, info)
+    assert caught.value.where == Where(0, 1, 3, step, seed, info)
     assert isinstance(caught.value.__cause__, KeyError)
     assert "raise self.error" in caught.value.traceback_text
     first, where, fix = str(caught.value).splitlines()

@@ -1,0 +1,216 @@
+"""The requests of a caller that are under way, in order, whoever runs them.
+
+A request is queued until its slots fit into what is in flight, then it runs, until its result goes
+to the user. If it fails or is given up, its block is used again once nobody writes into it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rlpool.batch.requests import Policy, Request
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.errors import RlpoolError, UsageError
+from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.slots.blocks import BlockPool
+
+
+class RequestQueue(ABC):
+    """A caller's requests, handed out in order.
+
+    Attributes:
+        policy: What new requests run with, whatever happens to those before.
+        n_lanes: Lanes of each worker.
+        is_closed: Whether ``close`` was called.
+    """
+
+    def __init__(self) -> None:
+        self._queued: deque[Request] = deque()  # not sent yet
+        self._pending: deque[Request] = deque()  # not yet handed to the user
+        self._blocks: BlockPool | None = None
+        self._n_requests = 0
+        self.policy = Policy()
+        self.n_lanes = 0
+        self.is_closed = False
+
+    # Who runs them ------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def fatal(self) -> RlpoolError | None:
+        """Why nothing works any more."""
+
+    @property
+    @abstractmethod
+    def running(self) -> list[Request]:
+        """Requests that were sent, and of which something still runs."""
+
+    @abstractmethod
+    def wait_until(self, is_over: Callable[[], bool]) -> None:
+        """Handle what arrives until a condition holds, and look for what hangs."""
+
+    @abstractmethod
+    def look(self) -> None:
+        """Handle what has arrived, and look for what hangs."""
+
+    @abstractmethod
+    def _advance(self) -> None:
+        """Send queued requests as far as slots allow."""
+
+    @abstractmethod
+    def _stop(self, request: Request) -> None:
+        """Let a request that runs come to an end."""
+
+    @abstractmethod
+    def _n_finished(self, request: Request) -> int:
+        """How many episodes of a request that runs are finished."""
+
+    @abstractmethod
+    def _abort(self) -> None:
+        """Put an end to everything: something was left half done."""
+
+    # What the batchers call ---------------------------------------------------------------------
+
+    @property
+    def n_pending(self) -> int:
+        """Requests whose results were not handed out yet."""
+        return len(self._pending)
+
+    def next_number(self) -> int:
+        """A number for a new request."""
+        self._n_requests += 1
+        return self._n_requests
+
+    def check(self, request: Request) -> None:
+        """Refuse what workers cannot run, as far as it is known what they can.
+
+        Raises:
+            SpecError: See ``Request.check``.
+        """
+        if self._blocks is not None:
+            request.check(self._blocks.layout)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request and send it if its slots are free.
+
+        Raises:
+            RlpoolError: If a worker died.
+        """
+        self._refuse_if_dead()
+        with self._whole():
+            self._pending.append(request)
+            self._queued.append(request)
+            self._advance()
+
+    def wait(self, *, blocking: bool) -> Request | None:
+        """The oldest request, finished; ``None`` if it is not and ``blocking`` is false.
+
+        It stays the oldest until ``hand_out``.
+
+        Raises:
+            RlpoolError: If it failed; it is dropped then.
+        """
+        if not self._pending:
+            self._refuse_if_dead()
+            raise UsageError("nothing is pending", fix="call execute() before get()")
+        request = self._pending[0]
+        if request.trajectories is None:
+            self.look()
+            if not blocking and not self._is_settled(request):
+                return None
+            self.wait_until(lambda: self._is_settled(request))
+            with self._whole():
+                self._settle(request)
+        return request
+
+    def _is_settled(self, request: Request) -> bool:
+        return request.is_complete or request.error is not None or self.fatal is not None
+
+    def _settle(self, request: Request) -> None:
+        """Take the result of the oldest request and give its slots to the next."""
+        if request.is_complete:
+            request.trajectories = request.result()
+            request.release()
+            self._advance()
+            return
+        if request in self._pending:  # close() has dropped it already
+            self._pending.remove(request)
+        error = request.error or self.fatal
+        self._forget(request)
+        self._advance()
+        raise error or UsageError("the request was given up")
+
+    def hand_out(self) -> TemporalDictTensor:
+        """The result of the request that ``wait`` returned, which is dropped here."""
+        # The last thing that a get() does: interrupted before it, a get() may be repeated.
+        trajectories = self._pending[0].trajectories
+        if trajectories is None:
+            raise LookupError("handed out before it was finished")
+        del self._pending[0]  # not popleft(): signals' handlers may run when a call is over
+        return trajectories
+
+    def drop_pending(self) -> None:
+        """Give up all requests that were not handed out; their episodes stop."""
+        with self._whole():
+            for request in list(self._pending):
+                self.drop(request)
+
+    def drop(self, request: Request) -> None:
+        """Give up one of them."""
+        with self._whole():
+            request.error = UsageError("the request was given up")
+            self._forget(request)
+            self._pending.remove(request)
+
+    def finished_episodes(self) -> tuple[int, int]:
+        """Episodes finished and requested, of the oldest request."""
+        if not self._pending:
+            return 0, 0
+        request = self._pending[0]
+        self.look()
+        error = request.error or self.fatal
+        if error is not None and not request.is_complete:
+            raise error
+        if request.block is None:
+            return 0, request.n_rows
+        return min(self._n_finished(request), request.n_rows), request.n_rows
+
+    # The bookkeeping ----------------------------------------------------------------------------
+
+    def _n_slots_used(self) -> int:
+        """Slots of requests that run or were not handed out."""
+        return sum(request.n_slots for request in {*self.running, *self._pending})
+
+    def _refuse_if_dead(self) -> None:
+        if self.fatal is not None:
+            raise self.fatal
+
+    def _over(self, request: Request) -> None:
+        """Use the slots of a request of which nothing runs any more, if nobody waits for it."""
+        if request not in self._pending:
+            request.release()
+        self._advance()
+
+    def _forget(self, request: Request) -> None:
+        """Give up a request; its block is used again when nobody writes into it any more."""
+        if request in self._queued:
+            self._queued.remove(request)
+        if request in self.running:
+            self._stop(request)
+        else:
+            request.release()
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """A section that is done as a whole or not at all: signals wait, anything else is fatal."""
+        with InterruptsHeld():
+            try:
+                yield
+            except RlpoolError:
+                raise
+            except BaseException:
+                self._abort()  # they may have got half a message
+                raise
