@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
-from rlpool.batch.dispatch import Dispatcher
+from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.requests import EpisodeRequest, Policy, WindowRequest, as_infos
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
@@ -100,6 +100,8 @@ class EpisodeBatcher(BatcherBase):
     _LOWERABLE: tuple[str, ...] = ("n_slots", "n_timesteps")
     """Arguments that make blocks smaller."""
 
+    _EPISODES = EpisodeRequest
+
     _n_executions = 0
     _n_episodes = 0
     _last: tuple[int, Any, Any] | None = None
@@ -155,7 +157,7 @@ class EpisodeBatcher(BatcherBase):
         n_episodes = int(n_episodes)
         infos = as_infos(agent_info, env_info, n_episodes)
         with InterruptsHeld():
-            request = EpisodeRequest(
+            request = self._EPISODES(
                 number=dispatcher.next_number(),
                 n_rows=n_episodes,
                 infos=infos,
@@ -219,9 +221,10 @@ class EpisodeBatcher(BatcherBase):
         return self._open().finished_episodes()
 
     @classmethod
-    def _layout(
+    def layout(
         cls, n_timesteps: int, n_slots: int | None, n_workers: int, specs: StepSpecs
     ) -> Layout:
+        """See ``BatcherBase.layout``."""
         layout = Layout(specs, n_slots or 4 * specs.n_lanes, n_timesteps, n_workers)
         return layout.checked(cls._LOWERABLE)
 
@@ -417,7 +420,7 @@ class Batcher(BatcherBase):
                     self._submit(dispatcher, self._queued.popleft())
         return dispatcher.hand_out()
 
-    def _submit(self, dispatcher: Dispatcher, policy: Policy) -> None:
+    def _submit(self, dispatcher: RequestQueue, policy: Policy) -> None:
         dispatcher.submit(
             WindowRequest(
                 number=dispatcher.next_number(),
@@ -436,9 +439,10 @@ class Batcher(BatcherBase):
         self._is_first = False
 
     @classmethod
-    def _layout(
+    def layout(
         cls, n_timesteps: int, n_slots: int | None, n_workers: int, specs: StepSpecs
     ) -> Layout:
+        """See ``BatcherBase.layout``."""
         if specs.depends_on_timing:
             raise SpecError(
                 "windows need lanes that step together, not those of an asynchronous EnvPool",

@@ -13,6 +13,7 @@ from torch import nn
 
 from rlpool.agents.agent import Agent
 from rlpool.batch.dispatch import Dispatcher
+from rlpool.batch.request_queue import RequestQueue
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_timeout, whole_number
@@ -56,7 +57,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         policy: FailurePolicy,
         crash_dir: CrashDir = None,
     ) -> None:
-        self._dispatcher: Dispatcher | None = None
+        self._dispatcher: RequestQueue | None = None
         refuse_during_import()
         n_timesteps = whole_number("n_timesteps", n_timesteps, 1)
         n_threads = whole_number("n_threads", n_threads, 0)
@@ -73,25 +74,51 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         self._owner_pid = os.getpid()
         functions: Any = (create_env, dict(env_args or {}), create_agent, dict(agent_args or {}))
         if n_threads:
-            memory = memory_of(policy.start_method)
-            check_workers(n_threads, WORKER_DESCRIPTORS, "lower n_threads", memory)
             names = ("create_env", "env_args", "create_agent", "agent_args")
             parts = dict(zip(names, functions, strict=True))
             functions = pickled(parts, functions, fix=_HOW_TO_PICKLE)
-        self._dispatcher = Dispatcher(
+        failing = policy, timeout if n_threads else None, crash_dir
+        self._dispatcher = self._started(functions, n_timesteps, n_slots, n_threads, *failing)
+
+    def _started(
+        self,
+        functions: Any,
+        n_timesteps: int,
+        n_slots: int | None,
+        n_threads: int,
+        policy: FailurePolicy,
+        timeout_s: float | None,
+        crash_dir: CrashDir,
+    ) -> RequestQueue:
+        """Start the workers.
+
+        Args:
+            functions: ``(create_env, env_args, create_agent, agent_args)``, pickled if there are
+                worker processes.
+            n_timesteps: Steps per slot.
+            n_slots: Slots in flight.
+            n_threads: Number of worker processes.
+            policy: What happens when workers fail.
+            timeout_s: Seconds without progress after which a worker counts as hanging.
+            crash_dir: Where the capsules of failures are written.
+        """
+        if n_threads:
+            memory = memory_of(policy.start_method)
+            check_workers(n_threads, WORKER_DESCRIPTORS, "lower n_threads", memory)
+        return Dispatcher(
             n_threads,
             self._root,
             functions,
             # Not a method of this object: a batcher that is dropped, as when a notebook's cell is
             # run again, ends its workers at once only if nothing refers back to it.
-            make_layout=partial(self._layout, n_timesteps, n_slots, self._n_workers),
+            make_layout=partial(self.layout, n_timesteps, n_slots, self._n_workers),
             policy=policy,
-            timeout_s=timeout if n_threads else None,
+            timeout_s=timeout_s,
             crash_dir=crash_dir,
         )
 
     @classmethod
-    def _layout(
+    def layout(
         cls, n_timesteps: int, n_slots: int | None, n_workers: int, specs: StepSpecs
     ) -> Layout:
         """The layout of blocks, which fit into memory."""
@@ -144,7 +171,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         if self._dispatcher is not None:
             self._dispatcher.give_up()
 
-    def _open(self) -> Dispatcher:
+    def _open(self) -> RequestQueue:
         if self._dispatcher is None or self._dispatcher.is_closed:
             raise UsageError("the batcher is closed", fix="make a new one, or close it later")
         if not self._is_private:

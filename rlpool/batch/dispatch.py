@@ -16,6 +16,7 @@ from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.request_workers import RequestWorkers
 from rlpool.batch.requests import Policy, Request
 from rlpool.errors import RlpoolError, SpecError, WorkerError
+from rlpool.memory.storage import Memory
 from rlpool.record.capsule_files import CrashDir
 from rlpool.slots.blocks import BlockPool, Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy
@@ -109,6 +110,32 @@ class Dispatcher(RequestQueue):
         """Handle the messages that have arrived, and look for workers that hang."""
         self._processes.poll(0.0)
         self._processes.look_for_hang()
+
+    def rest(self) -> None:
+        """Wait until something arrives, the wake descriptor included, and handle it."""
+        self._processes.rest()
+
+    def allocate(self, n_bytes: int) -> Memory:
+        """Memory that the workers can map.
+
+        Raises:
+            SpecError: If there is none.
+        """
+        return self._workers.allocate(n_bytes)
+
+    def resume(self) -> None:
+        """Let the next window bring the workers to where the tapes of its lanes end."""
+        self._workers.resume()
+
+    @property
+    def step(self) -> StepSpecs | None:
+        """What a step consists of, ``None`` before that is known."""
+        return self._agreement.specs
+
+    @property
+    def n_restarts(self) -> int:
+        """How many workers were replaced because they failed."""
+        return self._processes.n_restarts
 
     @property
     def repeats(self) -> bool:

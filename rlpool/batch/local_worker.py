@@ -41,6 +41,7 @@ class LocalWorker:
     n_workers = 1
     is_repeatable = False
     control_fd = -1
+    n_restarts = 0
     up = (0,)
 
     def __init__(self, root: int, client: Client) -> None:
@@ -94,6 +95,10 @@ class LocalWorker:
         """Carry out messages until a condition holds."""
         while not is_over():
             self.poll(1.0)
+
+    def rest(self) -> None:
+        """Carry out one message."""
+        self.poll(1.0)
 
     def poll(self, timeout_s: float) -> None:
         """Carry out one message, however long that takes.

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rlpool.batch.requests import Policy, Request
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
@@ -25,7 +26,12 @@ class RequestQueue(ABC):
         policy: What new requests run with, whatever happens to those before.
         n_lanes: Lanes of each worker.
         is_closed: Whether ``close`` was called.
+        deliver_logs: Hands what was logged elsewhere to the loggers of this process.
+        stacks: Returns what the workers are doing.
     """
+
+    deliver_logs: Callable[[], None]
+    stacks: Callable[[], str]
 
     def __init__(self) -> None:
         self._queued: deque[Request] = deque()  # not sent yet
@@ -67,6 +73,23 @@ class RequestQueue(ABC):
     @abstractmethod
     def _n_finished(self, request: Request) -> int:
         """How many episodes of a request that runs are finished."""
+
+    @property
+    @abstractmethod
+    def repeats(self) -> bool:
+        """Whether who has begun something may be replaced."""
+
+    @abstractmethod
+    def update(self, info: Any) -> None:
+        """Let later requests run with agents that were updated with this."""
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """Let everything that runs stop; nobody is told."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop what runs and end the workers."""
 
     @abstractmethod
     def _abort(self) -> None:

@@ -176,6 +176,11 @@ class RequestWorkers:
         if replaces and not request.can_be_repeated():
             raise next(filter(None, replaces.values()), None) or _cannot_go_on(min(replaces))
 
+    def resume(self) -> None:
+        """Treat all workers as successors of some that had begun the episodes of their lanes."""
+        for sent in self._sent.values():
+            sent.is_successor = True
+
     def send(self, request: Request, gone: list[int]) -> None:
         """Send a request to all workers that take part and are ready.
 
@@ -228,9 +233,14 @@ class RequestWorkers:
         Raises:
             SpecError: If there is no memory or no descriptor for it.
         """
-        return pack(value, self._allocate)
+        return pack(value, self.allocate)
 
-    def _allocate(self, n_bytes: int) -> Memory:
+    def allocate(self, n_bytes: int) -> Memory:
+        """Memory that all workers can map.
+
+        Raises:
+            SpecError: If there is none.
+        """
         try:
             return self.processes.allocate(n_bytes)
         except (OSError, RuntimeError, MemoryError) as error:

@@ -358,6 +358,7 @@ class WindowRequest(Request):
         n_resets: Number of the ``reset`` whose episodes run.
         n_windows: Windows requested before that reset.
         is_first: Whether it is the first window after that reset.
+        first_lane: Number across all machines of the first lane here.
         tapes: What the running episodes have done so far, ``None`` if it is not recorded.
         lanes_left: Lanes that go on after this window, set by ``result``.
     """
@@ -367,6 +368,7 @@ class WindowRequest(Request):
     n_resets: int
     n_windows: int
     is_first: bool
+    first_lane: int = 0
     tapes: WindowTapes | None = None
     lanes_left: list[int] = field(default_factory=list)
 
@@ -391,7 +393,7 @@ class WindowRequest(Request):
         """The seeds of all lanes; before the reset a lane can have restarted once per step."""
         layout = self.running_block.layout
         n_restarts = self.n_windows * layout.n_timesteps if layout.restarts else 0
-        return LaneSeeds(self.root, self.n_resets, n_restarts)
+        return LaneSeeds(self.root, self.n_resets, n_restarts, self.first_lane)
 
     def _rows_of(self, worker: int) -> list[tuple[int, int]]:
         """Rows and lanes of a worker."""
@@ -432,17 +434,20 @@ class WindowRequest(Request):
             return None
         return self._seeds.seed(self._seeded(row), 0)
 
+    def part(self) -> Slice:
+        """All rows: views of the block."""
+        return slots_of(self.running_block.arrays, slice(self.n_rows))
+
     def result(self) -> TemporalDictTensor:
-        """Views of the block."""
+        """See ``part``."""
         block = self.running_block
         running = block.arrays.control["running"].reshape(-1)
         self.lanes_left = np.flatnonzero(running >= 0).tolist()
         if self.tapes is not None:
             self.tapes.record(block.layout, block.arrays, self.lanes, self.lanes_left)
-        part = slots_of(block.arrays, slice(self.n_rows))
         lane_seeds, seeded = self._seeds, [self._seeded(lane) for lane in self.lanes]
         info = self._info(self.lanes, lambda: [lane_seeds.seed(lane, 0) for lane in seeded])
-        return trajectories_of(block.layout, part, info)
+        return trajectories_of(block.layout, self.part(), info)
 
 
 def _rows_of(array: Array, rows: Sequence[int]) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Batchers whose workers are on several machines."""

@@ -1,0 +1,491 @@
+"""The caller's side of a cluster: which node runs which episodes, and what happens to lost ones.
+
+A request is divided into shards of consecutive episodes, none of which depends on who runs it. Each
+node has at most two: one that it runs, and one that its lanes begin when they have nothing else to
+do. Shards get smaller towards the end of a request, so that no node is waited for alone. What a
+node had that is gone is given to others; what arrives twice is dropped.
+
+Nothing happens in the background: results are copied, and further shards are sent, while the caller
+is inside rlpool.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlpool.batch.dispatch import LayoutMaker
+from rlpool.batch.request_queue import RequestQueue
+from rlpool.batch.requests import Policy, Request
+from rlpool.cluster.fingerprint import PINS, differences
+from rlpool.cluster.requests import Divided, DividedEpisodes
+from rlpool.cluster.shards import Look, NodeReport, NodeSetup, PolicyAt, Rows
+from rlpool.cluster.transport import (
+    Event,
+    Finished,
+    Joined,
+    Left,
+    Looked,
+    Lost,
+    Refused,
+    Transport,
+)
+from rlpool.errors import (
+    RlpoolError,
+    SpecError,
+    UsageError,
+    WorkerDiedError,
+)
+from rlpool.memory.storage import Memory
+from rlpool.record.capsule_files import CrashDir, CrashFiles
+from rlpool.slots.blocks import BlockPool, StepSpecs
+from rlpool.workers.payload import pack
+
+_LOG = logging.getLogger("rlpool")
+
+_MOST_SHARDS = 2
+"""Shards that a node has at once."""
+
+_MOST_VERSIONS = 2
+"""Versions of the policy that are published at once."""
+
+_STORE_SHARE = 8
+"""Which part of a node's store one shard may take: two are on the way, and the caller's machine
+holds some of every node's."""
+
+_LOOK_EVERY_S = 0.5
+_LOOK_EVERY_S_PER_NODE = 0.01
+"""How often nodes are asked what they are doing: seldom enough to cost nothing."""
+
+_NO_NODES_S = 30.0
+"""How long to wait for nodes that the cluster does not have, and for its first one to get ready:
+after this it is said what is missing, and the wait goes on."""
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A shard that was sent.
+
+    Attributes:
+        number: Its number.
+        request: What it is a part of.
+        rows: Which rows.
+    """
+
+    number: int
+    request: Divided
+    rows: range
+
+
+@dataclass(eq=False)
+class _NodeState:
+    """A node that has joined.
+
+    Attributes:
+        report: What it said of itself.
+        flights: Its shards, by number.
+        look: What it was doing when it was last asked.
+        heard_s: When it last answered.
+        asked_s: When it was last asked; 0 if it has answered since.
+    """
+
+    report: NodeReport
+    flights: dict[int, _Flight] = field(default_factory=dict)
+    look: Look = field(default_factory=lambda: Look({}, 0))
+    heard_s: float = field(default_factory=time.monotonic)
+
+
+class ClusterDispatcher(RequestQueue):
+    """Sends shards to nodes and collects their results.
+
+    Args:
+        transport: Connects this process with the nodes.
+        setup: What every node starts with.
+        n_slots: Slots in flight, of all nodes together.
+        make_layout: Makes the layout of the caller's blocks.
+        crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
+        require_same_bits: Whether nodes that may compute other bits are refused.
+
+    Raises:
+        RlpoolError: If a node cannot be started.
+    """
+
+    repeats = True
+
+    def __init__(
+        self,
+        transport: Transport,
+        setup: NodeSetup,
+        *,
+        n_slots: int,
+        make_layout: LayoutMaker,
+        crash_dir: CrashDir = None,
+        require_same_bits: bool = False,
+    ) -> None:
+        super().__init__()
+        self._transport = transport
+        self._setup = setup
+        self._n_slots = n_slots
+        self._make_layout = make_layout
+        self._crash_files = CrashFiles(crash_dir)
+        self._require_same_bits = require_same_bits
+        self._fatal: RlpoolError | None = None
+        self._running: list[Request] = []
+        self._nodes: dict[int, _NodeState] = {}
+        self._fingerprint: NodeReport | None = None  # of the first node
+        self._specs: StepSpecs | None = None
+        self._published: dict[int, Any] = {}  # version: reference
+        self._n_shards = 0
+        self._n_failures = 0  # of nodes
+        self._n_restarts: dict[int, int] = {}  # of each node's workers, by those that are gone too
+        self._bytes_per_row = 0.0
+        self._looked_s = 0.0
+        self._alone_s: float | None = None  # since when there is no node
+        self._owner_pid = os.getpid()
+        self.deliver_logs = transport.deliver_logs
+        self.stacks = transport.stacks
+        try:
+            transport.start(setup)
+            self.wait_until(lambda: len(self._nodes) >= transport.n_expected or bool(self._fatal))
+            self._refuse_if_dead()
+        except BaseException:
+            self.close()
+            raise
+
+    # The queue's hooks --------------------------------------------------------------------------
+
+    @property
+    def fatal(self) -> RlpoolError | None:
+        """Why nothing works any more."""
+        return self._fatal
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that were begun and are not over."""
+        return self._running
+
+    def wait_until(self, is_over: Callable[[], bool]) -> None:
+        """Handle events until a condition holds, and look for nodes that hang."""
+        while not is_over():
+            self._handle(self._look_every_s)
+
+    def look(self) -> None:
+        """Handle the events that have arrived, and look for nodes that hang."""
+        self._handle(0.0)
+
+    def _handle(self, timeout_s: float) -> None:
+        events = self._transport.receive(timeout_s)
+        with self._whole():
+            for event in events:
+                self._take(event)
+            del events  # the arrays of results
+            self._look_around()
+            self._advance()
+        self.deliver_logs()
+
+    def _stop(self, request: Request) -> None:
+        """Let the nodes stop what they run of a request."""
+        self._running.remove(request)
+        for number, node in self._nodes.items():
+            numbers = [n for n, flight in node.flights.items() if flight.request is request]
+            if numbers:
+                self._transport.cancel(number, numbers)
+                for n in numbers:
+                    del node.flights[n]
+        request.release()
+
+    def _n_finished(self, request: Request) -> int:
+        n_finished: int = getattr(request, "n_there", 0)
+        for node in self._nodes.values():
+            for number, flight in node.flights.items():
+                if flight.request is request:
+                    n_finished += node.look.n_finished.get(number, 0)
+        return n_finished
+
+    def _abort(self) -> None:
+        what = "the nodes were ended after an interruption"
+        self._fail(WorkerDiedError(what, exitcode=None, fix="make a new one"))
+
+    def _fail(self, error: RlpoolError) -> None:
+        self._fatal = self._fatal or error
+
+    # What the batchers call ---------------------------------------------------------------------
+
+    def update(self, info: Any) -> None:
+        """Let later requests run with agents that were updated with this."""
+        self.policy = Policy(self.policy.version + 1, pack(info, Memory.local))
+
+    def give_up(self) -> None:
+        """Do nothing: nodes end with their caller."""
+
+    def close(self) -> None:
+        """Stop what runs and end the nodes."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if os.getpid() != self._owner_pid:
+            return  # a forked copy
+        self._fail(UsageError("the batcher was closed meanwhile"))
+        self._transport.close()
+        if self._blocks is not None:
+            self._blocks.close()
+        self._running.clear()
+        self._queued.clear()
+        self._pending.clear()
+        self._published.clear()
+
+    # Events -------------------------------------------------------------------------------------
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Joined):
+            self._join(event.node, event.report)
+        elif isinstance(event, Refused):
+            self._fail(event.error)
+        elif isinstance(event, Left):
+            self._leave(event)
+        elif isinstance(event, Looked) and event.node in self._nodes:
+            node = self._nodes[event.node]
+            node.look, node.heard_s = event.look, time.monotonic()
+            self._count_restarts(event.node, event.look.n_restarts)
+        elif isinstance(event, Lost | Finished) and event.node in self._nodes:
+            node = self._nodes[event.node]
+            node.heard_s = time.monotonic()
+            flight = node.flights.pop(event.number, None)
+            if flight is None:
+                return  # it was cancelled
+            if isinstance(event, Lost):
+                _LOG.warning("node %s: a result is lost (%s)", node.report.name, event.why)
+                flight.request.lose(flight.rows)
+            elif event.outcome.rows is not None:
+                self._put(node, flight, event.outcome.rows)
+            elif event.outcome.error is not None:
+                self._note_error(flight.request, event.outcome.error, event.outcome.is_fatal)
+
+    def _join(self, number: int, report: NodeReport) -> None:
+        """Use a node from now on."""
+        first = self._fingerprint or report
+        self._fingerprint = first
+        if report.n_lanes != (self.n_lanes or report.n_lanes):
+            self._fail(
+                SpecError(
+                    f"node {report.name} has {report.n_lanes} environments per worker, node "
+                    f"{first.name} has {self.n_lanes}",
+                    fix="create the same number of environments in every worker",
+                )
+            )
+            return
+        differing = differences(first.fingerprint, report.fingerprint)
+        if differing:
+            what = f"nodes {first.name} and {report.name} may compute different bits: " + (
+                "; ".join(differing)
+            )
+            fix = f"install the same versions, and set {PINS} to what all processors can do"
+            if self._require_same_bits:
+                self._fail(SpecError(what, fix=fix))
+                return
+            _LOG.warning("%s\n  fix:   %s", what, fix)
+        self.n_lanes = report.n_lanes
+        self._nodes[number] = _NodeState(report)
+        self._alone_s = None
+        if report.step is not None:
+            self._learn(report.name, report.step)
+
+    def _learn(self, name: str, step: StepSpecs) -> None:
+        """Learn from a node what a step consists of, or see that all agree on it."""
+        if self._specs is None:
+            self._specs = step
+            try:
+                self._blocks = BlockPool(self._make_layout(step), _private)
+            except SpecError as error:
+                self._fail(error)
+        elif step != self._specs:
+            self._fail(
+                SpecError(
+                    f"node {name} has other steps than the nodes before: {step} and {self._specs}",
+                    fix="create_env and create_agent must not depend on the machine",
+                )
+            )
+
+    def _leave(self, event: Left) -> None:
+        """Give the shards of a node that is gone to others."""
+        self._n_restarts.setdefault(event.node, 0)
+        node = self._nodes.pop(event.node, None)
+        if node is None:
+            return
+        for flight in node.flights.values():
+            flight.request.lose(flight.rows)
+        n_lost = sum(len(flight.rows) for flight in node.flights.values())
+        _LOG.warning("%s: %d episodes run again elsewhere", event.error, n_lost)
+        policy = self._setup.policy
+        if not policy.restarts_workers:
+            self._fail(event.error)
+        elif event.is_failure:
+            self._n_failures += 1
+            self._check_restarts(event.error)
+        if not self._nodes:
+            self._alone_s = time.monotonic()
+
+    def _count_restarts(self, number: int, n_restarts: int) -> None:
+        before = self._n_restarts.get(number, 0)
+        self._n_restarts[number] = max(before, n_restarts)
+        if n_restarts > before:
+            name = self._nodes[number].report.name
+            self._check_restarts(WorkerDiedError(f"a worker of node {name} died", exitcode=None))
+
+    def _check_restarts(self, error: RlpoolError) -> None:
+        """Give up after more restarts than are allowed in all."""
+        most = self._setup.policy.max_restarts
+        n_restarts = self._n_failures + sum(self._n_restarts.values())
+        if most is not None and n_restarts > most:
+            what = f"{error}, after {most} restarts in all (max_restarts={most})"
+            self._fail(WorkerDiedError(what, exitcode=None))
+
+    def _put(self, node: _NodeState, flight: _Flight, rows: Rows) -> None:
+        """Copy a result into its request's block."""
+        self._learn(node.report.name, rows.step)
+        request, blocks = flight.request, self._blocks
+        if self._fatal is not None or blocks is None or request.error is not None:
+            return
+        try:
+            if request.block is None:
+                request.check(blocks.layout)
+                request.block = blocks.take()
+                blocks.forget_surplus()
+            request.put(flight.rows, rows)
+        except (RlpoolError, MemoryError) as error:
+            told = error if isinstance(error, RlpoolError) else SpecError(f"no memory: {error}")
+            self._note_error(request, told, is_fatal=False)
+            return
+        n_bytes = sum(array.nbytes for array in rows.rows.values())
+        self._bytes_per_row = max(self._bytes_per_row, n_bytes / len(flight.rows))
+        if request.is_complete:
+            self._running.remove(request)
+            request.drop_payloads()
+            self._over(request)
+
+    def _note_error(self, request: Request, error: RlpoolError, is_fatal: bool) -> None:
+        error = self._crash_files.with_file(error)
+        if is_fatal:
+            self._fail(error)
+        elif request.error is None:
+            request.error = error
+            self._stop(request)
+
+    # Sending ------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Begin requests as far as slots allow, and keep every node busy."""
+        if self._fatal is not None:
+            return
+        self._begin_queued()
+        for depth in range(_MOST_SHARDS):
+            for number, node in self._nodes.items():
+                if len(node.flights) <= depth:
+                    self._send_next(number, node)
+
+    def _begin_queued(self) -> None:
+        while self._queued:
+            request = self._queued[0]
+            wanted = request.slots_wanted(self._n_slots - self._n_slots_used(), self._n_slots)
+            versions = {other.policy.version for other in self._running} | {request.policy.version}
+            if not wanted or len(versions) > _MOST_VERSIONS:
+                return
+            self._queued.popleft()
+            request.n_slots = wanted
+            self._running.append(request)
+            if isinstance(request, DividedEpisodes) and (
+                self._specs is None or self._specs.resets_together
+            ):
+                request.divide(self._transport.n_expected, self.n_lanes)
+
+    def _send_next(self, number: int, node: _NodeState) -> None:
+        """Send a node the next rows that nobody runs."""
+        n_in_flight = sum(len(f.rows) for n in self._nodes.values() for f in n.flights.values())
+        for request in self._running:
+            if not isinstance(request, Divided):
+                continue
+            size = self._shard_size(request)
+            if n_in_flight and n_in_flight + size > max(self._n_slots, self._least_rows):
+                return
+            rows = request.next_rows(number, size)
+            if rows is not None:
+                self._n_shards += 1
+                flight = _Flight(self._n_shards, request, rows)
+                shard = request.shard(rows, flight.number, self._policy_at(request.policy))
+                node.flights[flight.number] = flight
+                self._transport.send(number, shard)
+                return
+
+    @property
+    def _least_rows(self) -> int:
+        """Episodes that keep all lanes of a node busy, half of them if it has several workers.
+
+        With two shards at once, these are all its lanes.
+        """
+        return self.n_lanes * max(1, self._setup.n_workers // 2)
+
+    def _shard_size(self, request: Divided) -> int:
+        """How many episodes the next shard of a request has: whole rows of a worker's lanes."""
+        n_left = getattr(request, "n_left", 0)
+        n_nodes = max(1, len(self._nodes))
+        most = self._n_slots / (_MOST_SHARDS * n_nodes)
+        if self._transport.store_bytes is not None and self._bytes_per_row:
+            most = min(most, self._transport.store_bytes / _STORE_SHARE / self._bytes_per_row)
+        size = min(most, n_left / (_MOST_SHARDS * n_nodes))
+        return max(self._least_rows, int(size) // self.n_lanes * self.n_lanes)
+
+    def _policy_at(self, policy: Policy) -> PolicyAt:
+        """Where nodes find a policy, which is published when the first shard runs with it."""
+        version, packed = policy
+        if packed is None:
+            return PolicyAt(version)
+        if version not in self._published:
+            used = {request.policy.version for request in self._running}
+            self._published = {v: ref for v, ref in self._published.items() if v in used}
+            published = packed.payload, packed.memory.root()
+            self._published[version] = self._transport.publish(published)
+        return PolicyAt(version, self._published[version])
+
+    # Looking at nodes ---------------------------------------------------------------------------
+
+    @property
+    def _look_every_s(self) -> float:
+        return max(_LOOK_EVERY_S, _LOOK_EVERY_S_PER_NODE * len(self._nodes))
+
+    def _look_around(self) -> None:
+        """Ask the nodes what they are doing, and end those that do not answer."""
+        now_s, timeout_s = time.monotonic(), self._setup.timeout_s
+        if now_s < self._looked_s + self._look_every_s:
+            return
+        # The caller may not have been here to listen.
+        is_late = now_s > self._looked_s + 3 * self._look_every_s
+        self._looked_s = now_s
+        for number, node in list(self._nodes.items()):
+            if is_late:
+                node.heard_s = now_s
+            if timeout_s is not None and now_s > node.heard_s + timeout_s:
+                what = f"node {node.report.name} did not answer for {timeout_s:g} s"
+                _LOG.warning("%s, and is ended", what)
+                node.heard_s = now_s
+                self._transport.end(number)
+            else:
+                self._transport.look(number)
+        if self._alone_s is not None and timeout_s is not None and not self._fatal:
+            if is_late:
+                self._alone_s = now_s
+            if now_s > self._alone_s + timeout_s:
+                what = f"the cluster has had no node for {timeout_s:g} s"
+                self._fail(
+                    WorkerDiedError(what, exitcode=None, fix="start a node, or a new batcher")
+                )
+
+
+def _private(n_bytes: int) -> Memory:
+    """Memory whose untouched pages cost nothing; no other process maps it."""
+    memory = Memory.shared(n_bytes)
+    memory.close_fd()
+    return memory

@@ -1,0 +1,68 @@
+"""What the bits of results may depend on, apart from seeds: processors and versions.
+
+Torch, oneDNN, MKL and NumPy choose their code by what the processor can do, and another choice may
+round differently. Environment variables hold that choice down to what all machines can do.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+PINS = "ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA, MKL_CBWR and NPY_DISABLE_CPU_FEATURES"
+"""The environment variables by which processors can be made to agree."""
+
+_SIMULATORS = ("mujoco", "ale-py", "box2d", "pymunk", "pybullet", "envpool", "dm-control", "jax")
+"""Distributions that compute what environments return, as far as they are known here."""
+
+_INSTRUCTIONS = ("avx", "avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd")
+"""Processor flags by which libraries choose their code."""
+
+
+def fingerprint() -> dict[str, str]:
+    """What this process's results may depend on, by name."""
+    flags = _processor_flags()
+    found = {
+        "torch's CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "oneDNN": os.environ.get("ONEDNN_MAX_CPU_ISA") or flags,
+        "MKL": os.environ.get("MKL_CBWR") or flags,
+        "NumPy's instructions": os.environ.get("NPY_DISABLE_CPU_FEATURES") or _numpy_features(),
+        "architecture": platform.machine(),
+        "Python": platform.python_version(),
+    }
+    for name in ("torch", "numpy", "gymnasium", *_SIMULATORS):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """What differs, a short text each; empty if the same bits can be expected."""
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    return [f"{name}: {one.get(name, 'none')} and {other.get(name, 'none')}" for name in names]
+
+
+def _processor_flags() -> str:
+    """The vendor, and the instructions that libraries look for."""
+    fields: dict[str, str] = {}
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines():
+            name, _, value = line.partition(":")
+            fields[name.strip()] = value
+    flags = {*fields.get("flags", "").split(), *fields.get("Features", "").split()}
+    vendor = fields.get("vendor_id", "").strip()
+    return " ".join(filter(None, [vendor, *(flag for flag in _INSTRUCTIONS if flag in flags)]))
+
+
+def _numpy_features() -> str:
+    """The optional instructions that NumPy uses here."""
+    config: dict[str, Any] = np.show_config(mode="dicts")  # type: ignore[assignment]
+    return " ".join(config.get("SIMD Extensions", {}).get("found", []))

@@ -1,0 +1,119 @@
+"""What a caller needs of the machinery that connects it with its nodes.
+
+Nodes are numbered in the order in which they are found. A transport starts a node again if it ends
+and can be started again, and finds further ones; the caller is told with events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rlpool.cluster.shards import Look, NodeReport, NodeSetup, Outcome, Published, Shard
+from rlpool.errors import RlpoolError
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A node is ready for shards, for the first time or again."""
+
+    node: int
+    report: NodeReport
+
+
+@dataclass(frozen=True)
+class Left:
+    """A node is gone, and what it was sent is lost; it may join again.
+
+    Attributes:
+        node: Its number.
+        error: Why.
+        is_failure: Whether its process ended while its machine goes on.
+    """
+
+    node: int
+    error: RlpoolError
+    is_failure: bool
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A node could not be started, and will not be."""
+
+    node: int
+    error: RlpoolError
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A shard has come to an end; its arrays may be views, valid until the next ``receive``."""
+
+    node: int
+    number: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The outcome of a shard is lost, and the node goes on."""
+
+    node: int
+    number: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A node answered ``look``."""
+
+    node: int
+    look: Look
+
+
+Event = Joined | Left | Refused | Finished | Lost | Looked
+
+
+class Transport(Protocol):
+    """Carries shards to nodes and what becomes of them back. Used from one thread.
+
+    Attributes:
+        store_bytes: How much may be on the way from one node, ``None`` for any amount.
+        n_expected: Nodes that are, or will be, there.
+    """
+
+    store_bytes: int | None
+    n_expected: int
+
+    def start(self, setup: NodeSetup) -> None:
+        """Start the nodes; returns before they are ready."""
+
+    def send(self, node: int, shard: Shard) -> None:
+        """Send a shard to a node; ``Finished``, ``Lost`` or ``Left`` follows."""
+
+    def receive(self, timeout_s: float) -> Sequence[Event]:
+        """What has happened, waiting for something if nothing has."""
+
+    def look(self, node: int) -> None:
+        """Ask a node what it is doing; ``Looked`` follows, unless an answer is still awaited."""
+
+    def cancel(self, node: int, numbers: Sequence[int]) -> None:
+        """Stop shards; whatever becomes of them is dropped."""
+
+    def publish(self, published: Published) -> Any:
+        """Make a packed object available to all nodes; returns what shards refer to it with."""
+
+    def end(self, node: int) -> None:
+        """End a node that does not answer; ``Left`` follows."""
+
+    def stacks(self) -> str:
+        """What all nodes are doing."""
+
+    def deliver_logs(self) -> None:
+        """Hand what nodes have logged to the loggers of this process."""
+
+    def close(self) -> None:
+        """End all nodes."""
+
+
+TransportMaker = Callable[[], Transport]
