@@ -43,6 +43,8 @@ Seeds = int | Sequence[int] | None
 class BatcherBase(ProcessOwner, DumpsStacks):
     """The owner of a batcher's workers, who updates and closes them."""
 
+    _dispatcher: RequestQueue | None = None
+
     def __init__(
         self,
         n_timesteps: int,
@@ -57,7 +59,6 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         policy: FailurePolicy,
         crash_dir: CrashDir = None,
     ) -> None:
-        self._dispatcher: RequestQueue | None = None
         refuse_during_import()
         n_timesteps = whole_number("n_timesteps", n_timesteps, 1)
         n_threads = whole_number("n_threads", n_threads, 0)
@@ -165,7 +166,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             self._dispatcher.close()
 
     def _has_processes(self) -> bool:
-        return getattr(self, "_dispatcher", None) is not None
+        return self._dispatcher is not None
 
     def _give_up(self) -> None:
         if self._dispatcher is not None:

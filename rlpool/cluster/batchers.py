@@ -11,7 +11,7 @@ from rlpool.batch.request_queue import RequestQueue
 from rlpool.cluster.dispatch import ClusterDispatcher
 from rlpool.cluster.requests import DividedEpisodes
 from rlpool.cluster.shards import NodeSetup
-from rlpool.cluster.transport import Transport
+from rlpool.cluster.transport import TransportMaker
 from rlpool.record.capsule_files import CrashDir
 from rlpool.workers.failure_policy import (
     FailurePolicy,
@@ -27,9 +27,9 @@ class ClusterEpisodeBatcher(EpisodeBatcher):
     _EPISODES = DividedEpisodes
 
     def __init__(
-        self, transport: Transport, *arguments: Any, require_same_bits: bool = False
+        self, make_transport: TransportMaker, *arguments: Any, require_same_bits: bool = False
     ) -> None:
-        self._transport = transport
+        self._make_transport = make_transport
         self._require_same_bits = require_same_bits
         BatcherBase.__init__(self, *arguments)
 
@@ -44,12 +44,13 @@ class ClusterEpisodeBatcher(EpisodeBatcher):
         crash_dir: CrashDir,
     ) -> RequestQueue:
         n_slots = n_slots or 0
-        n_node_slots = max(1, n_slots // self._transport.n_expected)
+        transport = self._make_transport()
+        n_node_slots = max(1, n_slots // transport.n_expected)
         setup = NodeSetup(
             functions, n_threads, self._root, n_timesteps, n_node_slots, policy, timeout_s
         )
         return ClusterDispatcher(
-            self._transport,
+            transport,
             setup,
             n_slots=n_slots,
             make_layout=partial(self.layout, n_timesteps, n_slots, n_threads),

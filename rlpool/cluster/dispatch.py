@@ -243,6 +243,9 @@ class ClusterDispatcher(RequestQueue):
     def _take(self, event: Event) -> None:
         if isinstance(event, Joined):
             self._join(event.node, event.report)
+            if event.is_restart:
+                self._n_failures += 1
+                self._check_restarts(f"the process of node {event.report.name} died")
         elif isinstance(event, Refused):
             self._fail(event.error)
         elif isinstance(event, Left):
@@ -323,9 +326,6 @@ class ClusterDispatcher(RequestQueue):
         policy = self._setup.policy
         if not policy.restarts_workers:
             self._fail(event.error)
-        elif event.is_failure:
-            self._n_failures += 1
-            self._check_restarts(event.error)
         if not self._nodes:
             self._alone_s = time.monotonic()
 
@@ -333,15 +333,14 @@ class ClusterDispatcher(RequestQueue):
         before = self._n_restarts.get(number, 0)
         self._n_restarts[number] = max(before, n_restarts)
         if n_restarts > before:
-            name = self._nodes[number].report.name
-            self._check_restarts(WorkerDiedError(f"a worker of node {name} died", exitcode=None))
+            self._check_restarts(f"a worker of node {self._nodes[number].report.name} died")
 
-    def _check_restarts(self, error: RlpoolError) -> None:
+    def _check_restarts(self, what: str) -> None:
         """Give up after more restarts than are allowed in all."""
         most = self._setup.policy.max_restarts
         n_restarts = self._n_failures + sum(self._n_restarts.values())
         if most is not None and n_restarts > most:
-            what = f"{error}, after {most} restarts in all (max_restarts={most})"
+            what = f"{what}, after {most} restarts in all (max_restarts={most})"
             self._fail(WorkerDiedError(what, exitcode=None))
 
     def _put(self, node: _NodeState, flight: _Flight, rows: Rows) -> None:

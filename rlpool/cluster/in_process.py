@@ -42,25 +42,25 @@ class InProcess:
         for number in range(self.n_expected):
             self.add(number)
 
-    def add(self, number: int) -> None:
+    def add(self, number: int, *, is_restart: bool = False) -> None:
         """Let a node join, or one that has left come back."""
         self.nodes[number] = node = Node(self._setup, f"node-{number}", number)
-        node.when_ready(partial(self._report, number, node))
+        node.when_ready(partial(self._report, number, node, is_restart))
 
-    def remove(self, number: int, *, is_failure: bool = True) -> None:
+    def remove(self, number: int) -> None:
         """Let a node leave as if its machine had died: what it was sent is lost."""
         node = self.nodes.pop(number)
         error = WorkerDiedError(f"{node.name} died", exitcode=None)
         node.close()
-        self._events.put(Left(number, error, is_failure))
+        self._events.put(Left(number, error))
 
     def lose_next(self, number: int) -> None:
         """Lose the next outcome of a node."""
         self._losing.add(number)
 
-    def _report(self, number: int, node: Node) -> None:
+    def _report(self, number: int, node: Node, is_restart: bool) -> None:
         try:
-            self._events.put(Joined(number, node.report()))
+            self._events.put(Joined(number, node.report(), is_restart))
         except RlpoolError as error:
             self._events.put(Refused(number, error))
 

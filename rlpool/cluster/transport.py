@@ -16,25 +16,25 @@ from rlpool.errors import RlpoolError
 
 @dataclass(frozen=True)
 class Joined:
-    """A node is ready for shards, for the first time or again."""
+    """A node is ready for shards, for the first time or again.
+
+    Attributes:
+        node: Its number.
+        report: What it knows about itself.
+        is_restart: Whether its process ended although its machine went on.
+    """
 
     node: int
     report: NodeReport
+    is_restart: bool = False
 
 
 @dataclass(frozen=True)
 class Left:
-    """A node is gone, and what it was sent is lost; it may join again.
-
-    Attributes:
-        node: Its number.
-        error: Why.
-        is_failure: Whether its process ended while its machine goes on.
-    """
+    """A node is gone, and what it was sent is lost; it may join again."""
 
     node: int
     error: RlpoolError
-    is_failure: bool
 
 
 @dataclass(frozen=True)

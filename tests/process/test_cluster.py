@@ -32,7 +32,7 @@ def make(
     **policy: Any,
 ) -> ClusterEpisodeBatcher:
     return ClusterEpisodeBatcher(
-        transport,
+        lambda: transport,
         n_timesteps,
         n_slots,
         create_agent,

@@ -1,0 +1,107 @@
+"""The batchers of a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rlpool.batch.batcher_base import CreateAgent, CreateEnv, Seeds
+from rlpool.cluster.batchers import ClusterEpisodeBatcher
+from rlpool.cluster.transport import Transport
+from rlpool.machine.arguments import names_arguments, whole_number
+from rlpool.record.capsule_files import CrashDir
+from rlpool.workers.failure_policy import (
+    DEFAULT_TIMEOUT_S,
+    FailurePolicy,
+    PolicyOptions,
+    takes_policy,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class RayEpisodeBatcher(ClusterEpisodeBatcher):
+    """Collects complete episodes on the nodes of a Ray cluster.
+
+    Calls, rows and bits are those of ``EpisodeBatcher``, whose workers run on every node. A request
+    is divided into groups of consecutive episodes; what a node had that is lost runs again on
+    others.
+
+    Needs the extra ``ray``. Ray is started, or connected with, by ``ray.init()`` if it was not
+    before.
+
+    Args:
+        n_timesteps: As for ``EpisodeBatcher``.
+        n_slots: Slots in flight, of all nodes together.
+        create_agent: As for ``EpisodeBatcher``. Modules that are imported for it must be installed
+            on all nodes, or be in Ray's ``runtime_env``.
+        agent_args: As for ``EpisodeBatcher``.
+        create_env: As for ``EpisodeBatcher``, with the same restriction.
+        env_args: As for ``EpisodeBatcher``.
+        n_threads: Worker processes on each node, each with a processor of its own.
+        n_nodes: How many nodes to use; ``None`` for all that there are, and those that join later.
+        seeds: As for ``EpisodeBatcher``; a list may have any length.
+        timeout: As for ``EpisodeBatcher``, also for a node that does not answer, and for a cluster
+            that has no node left.
+        crash_dir: As for ``EpisodeBatcher``, on the machine of the caller.
+        require_same_bits: Refuse nodes whose processor or libraries may compute other bits, which
+            are otherwise told in a warning.
+        **policy: As for ``EpisodeBatcher``; ``max_restarts`` counts restarts of workers and nodes'
+            processes, not machines that leave.
+
+    Raises:
+        SpecError: As for ``EpisodeBatcher``; if the cluster has too few nodes with so many free
+            processors.
+        WorkerStartupError, WorkerDiedError, UsageError: As for ``EpisodeBatcher``.
+        ImportError: If Ray is not installed.
+    """
+
+    @names_arguments
+    @takes_policy
+    def __init__(
+        self,
+        n_timesteps: int,
+        n_slots: int,
+        create_agent: CreateAgent | None = None,
+        agent_args: Mapping[str, Any] | None = None,
+        create_env: CreateEnv | None = None,
+        env_args: Mapping[str, Any] | None = None,
+        n_threads: int = 1,
+        n_nodes: int | None = None,
+        seeds: Seeds = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+        crash_dir: CrashDir = None,
+        require_same_bits: bool = False,
+        **policy: Unpack[PolicyOptions],
+    ) -> None:
+        connect = _connection(n_nodes, n_threads)
+        factories = create_agent, agent_args, create_env, env_args
+        failing = timeout, FailurePolicy(**policy), crash_dir
+        super().__init__(
+            connect,
+            n_timesteps,
+            n_slots,
+            *factories,
+            n_threads,
+            seeds,
+            *failing,
+            require_same_bits=require_same_bits,
+        )
+
+
+def _connection(n_nodes: int | None, n_threads: int) -> Callable[[], Transport]:
+    """What connects with the cluster, once the other arguments were checked.
+
+    Raises:
+        ImportError: If Ray is not installed.
+        SpecError: For impossible numbers.
+    """
+    from rlpool.cluster.ray_transport import RayTransport
+
+    n_threads = whole_number("n_threads", n_threads, 1)
+    if n_nodes is not None:
+        n_nodes = whole_number("n_nodes", n_nodes, 1, fix="pass n_nodes=None for all there are")
+    return partial(RayTransport, n_nodes, n_threads)

@@ -1,0 +1,392 @@
+"""Nodes of a Ray cluster: one actor on each, results through Ray's object store.
+
+An actor that ends is started again by Ray, on its node or on another one that has room, and knows
+nothing of what it was sent before. The caller owns every object: it goes when the caller has copied
+it, or is gone itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from rlpool.cluster.shards import NodeSetup, Outcome, Published, Shard
+from rlpool.cluster.transport import Event, Finished, Joined, Left, Looked, Lost, Refused
+from rlpool.errors import RlpoolError, SpecError, WorkerDiedError, WorkerError
+from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.workers.logs import current_levels, decode
+
+try:
+    import ray
+    from ray.exceptions import RayActorError, RayError, RayTaskError
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import (
+        NodeAffinitySchedulingStrategy,
+        PlacementGroupSchedulingStrategy,
+    )
+except ImportError as error:
+    raise ImportError(
+        'rlpool.cluster needs Ray, which is not installed\n  fix:   pip install "rlpool[ray]"'
+    ) from error
+
+from rlpool.cluster.node_actor import N_CALLS, actor_class
+
+_LOG = logging.getLogger("rlpool")
+
+_ROOM_S = 30.0
+"""How long to wait for nodes with enough free processors."""
+
+_ROOM_HINT_S = 5.0
+"""After this it is logged what is waited for."""
+
+_FEWER_S = 3.0
+"""How long to wait for all nodes that there are before doing with fewer."""
+
+_LOOK_FOR_NODES_S = 2.0
+"""How often to look for nodes that have joined."""
+
+_RETRY_S = 0.2
+"""How often to ask whether an actor is there again."""
+
+_CLOSE_S = 3.0
+"""How long actors may take to close their environments."""
+
+_STACKS_S = 4.0
+"""How long all actors together may take to say what their workers are doing."""
+
+
+@dataclass(eq=False)
+class _Actor:
+    """An actor, whether or not it is there at the moment.
+
+    Attributes:
+        handle: Ray's.
+        home: Id of the node that it was made for; empty if Ray chooses one.
+        node_id: Id of the node that it was last seen on.
+        is_up: Whether it has joined and not left.
+        retry_s: When to ask next whether it is there, if nobody has been asked.
+        is_asked: Whether ``look`` was not answered yet.
+    """
+
+    handle: Any
+    home: str = ""
+    node_id: str = ""
+    is_up: bool = False
+    retry_s: float | None = None
+    is_asked: bool = False
+
+
+class RayTransport:
+    """A ``Transport`` over a Ray cluster.
+
+    Args:
+        n_nodes: How many nodes to use, ``None`` for all that there are, also later.
+        n_threads: Workers, and processors, per node.
+
+    Raises:
+        SpecError: If the cluster does not have so many nodes with so many free processors.
+    """
+
+    def __init__(self, n_nodes: int | None, n_threads: int) -> None:
+        if not ray.is_initialized():
+            ray.init()
+        self._uses_all = n_nodes is None
+        self._n_cpus = n_threads
+        self._actors: dict[int, _Actor] = {}
+        self._calls: dict[Any, tuple[str, int, int]] = {}  # reference: call, node, shard
+        self._events: deque[Event] = deque()
+        self._lines: deque[bytes] = deque()
+        self._n_dropped = 0
+        self._next_look_s = 0.0
+        self._n_made = 0
+        self._setup_ref: Any = None
+        self._group = self._reserve(n_nodes)
+        self.n_expected = len(self._group.bundle_specs)
+        stores = [node["Resources"].get("object_store_memory", 0.0) for node in self._nodes()]
+        self.store_bytes: int | None = int(min(filter(None, stores), default=0)) or None
+
+    # Nodes --------------------------------------------------------------------------------------
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        """The nodes that are alive and have enough processors."""
+        return [node for node in _all_nodes() if node["Resources"].get("CPU", 0) >= self._n_cpus]
+
+    def _reserve(self, n_nodes: int | None) -> Any:
+        """Reserve processors, each bundle on a node of its own."""
+        if n_nodes is not None:
+            group = self._group_of(n_nodes, _ROOM_S)
+        else:
+            group = None
+            for n in range(len(self._nodes()), 0, -1):
+                group = self._group_of(n, _FEWER_S if n > 1 else _ROOM_S)
+                if group is not None:
+                    break
+        if group is not None:
+            return group
+        sizes = [
+            f"{node['NodeManagerAddress']} has {node['Resources'].get('CPU', 0):g}"
+            for node in _all_nodes()
+        ]
+        wanted = "a node" if n_nodes in (None, 1) else f"{n_nodes} nodes"
+        raise SpecError(
+            f"the cluster has no {self._n_cpus} free processors on {wanted} "
+            f"(in all, used ones included: {', '.join(sizes)})",
+            fix="lower n_nodes or n_threads, start further nodes (ray start --address=...), or end "
+            "what uses their processors",
+        )
+
+    def _group_of(self, n_nodes: int, patience_s: float) -> Any:
+        """A placement group, ``None`` if there is no room for it."""
+        group = placement_group([{"CPU": self._n_cpus}] * n_nodes, strategy="STRICT_SPREAD")
+        try:
+            if group.wait(min(patience_s, _ROOM_HINT_S)):
+                return group
+            if patience_s > _ROOM_HINT_S:
+                _LOG.warning(
+                    "waiting for %d nodes with %d free processors each", n_nodes, self._n_cpus
+                )
+                if group.wait(patience_s - _ROOM_HINT_S):
+                    return group
+        except BaseException:
+            remove_placement_group(group)
+            raise
+        remove_placement_group(group)
+        return None
+
+    def start(self, setup: NodeSetup) -> None:
+        """See ``Transport``."""
+        self._setup_ref = ray.put(setup)
+        self._restarts = setup.policy.restarts_workers
+        for bundle in range(self.n_expected):
+            self._make(
+                PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+            )
+
+    def _make(self, strategy: Any, home: str = "") -> None:
+        """Make an actor; it says when it is ready."""
+        handle = (
+            actor_class()
+            .options(
+                num_cpus=self._n_cpus,
+                max_restarts=-1 if self._restarts else 0,
+                max_task_retries=0,
+                max_concurrency=N_CALLS,
+                scheduling_strategy=strategy,
+            )
+            .remote(self._n_made)
+        )
+        number, self._n_made = self._n_made, self._n_made + 1
+        self._actors[number] = _Actor(handle, home)
+        self._begin(number)
+
+    def _begin(self, number: int) -> None:
+        """Let an actor start its workers; one that was started again remembers nothing."""
+        self._call("begin", number, 0, self._setup_ref, sys.path, current_levels())
+
+    def _look_for_nodes(self) -> None:
+        """Use nodes that have joined, and forget those for which an actor waits in vain."""
+        now_s = time.monotonic()
+        for number, actor in self._actors.items():
+            if actor.retry_s is not None and now_s >= actor.retry_s:
+                actor.retry_s = None
+                self._begin(number)
+        if not self._uses_all or now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + _LOOK_FOR_NODES_S
+        there = {node["NodeID"] for node in self._nodes()}
+        for number, actor in list(self._actors.items()):
+            if actor.home and actor.home not in there and not actor.is_up:
+                self._forget(number)
+        used = {actor.node_id for actor in self._actors.values() if actor.is_up}
+        used |= {actor.home for actor in self._actors.values()}
+        free = sorted(there - used)
+        for node_id in free[: max(0, len(there) - len(self._actors))]:
+            self._make(NodeAffinitySchedulingStrategy(node_id, soft=False), node_id)
+
+    def _forget(self, number: int) -> None:
+        """Give up an actor for good."""
+        ray.kill(self._actors.pop(number).handle)
+        self._drop_calls(number)
+
+    def _drop_calls(self, number: int) -> None:
+        self._calls = {ref: call for ref, call in self._calls.items() if call[1] != number}
+
+    # Talking to them ----------------------------------------------------------------------------
+
+    def _call(self, method: str, number: int, shard: int = 0, *arguments: Any) -> None:
+        handle = self._actors[number].handle
+        try:
+            reference = getattr(handle, method).remote(*arguments)
+        except RayActorError as error:
+            self._leave(number, error)
+        else:
+            self._calls[reference] = method, number, shard
+
+    def send(self, node: int, shard: Shard) -> None:
+        """See ``Transport``."""
+        if node in self._actors:
+            self._call("run", node, shard.number, shard)
+
+    def look(self, node: int) -> None:
+        """See ``Transport``."""
+        actor = self._actors.get(node)
+        if actor is not None and not actor.is_asked:
+            actor.is_asked = True
+            self._call("look", node, 0, current_levels())
+
+    def cancel(self, node: int, numbers: Sequence[int]) -> None:
+        """See ``Transport``."""
+        if node in self._actors:
+            with suppress(RayError):
+                self._actors[node].handle.cancel.remote(list(numbers))
+
+    def publish(self, published: Published) -> Any:
+        """See ``Transport``."""
+        return ray.put(published)
+
+    def end(self, node: int) -> None:
+        """See ``Transport``."""
+        if node in self._actors:
+            ray.kill(self._actors[node].handle, no_restart=not self._restarts)
+
+    def receive(self, timeout_s: float) -> Sequence[Event]:
+        """See ``Transport``."""
+        with InterruptsHeld():
+            self._look_for_nodes()
+        references = list(self._calls)
+        if references and not self._events:
+            ready, rest = ray.wait(references, num_returns=1, timeout=timeout_s)
+            if ready and rest:
+                ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
+            with InterruptsHeld():
+                for reference in ready:
+                    call = self._calls.pop(reference, None)
+                    if call is not None:
+                        self._answer(reference, *call)
+        elif not self._events:
+            time.sleep(min(timeout_s, _RETRY_S))  # until an actor is asked again
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def _answer(self, reference: Any, method: str, number: int, shard: int) -> None:
+        """Turn an answer into an event."""
+        actor = self._actors.get(number)
+        if actor is None:
+            return
+        try:
+            value = ray.get(reference)
+        except RayTaskError as error:
+            self._note_raised(error, method, number, shard)
+            return
+        except RayActorError as error:
+            self._leave(number, error)
+            return
+        except RayError as error:  # an object is lost
+            if method == "run":
+                self._events.append(Lost(number, shard, _first_line(error)))
+            return
+        if method == "run":
+            self._events.append(Finished(number, shard, value))
+        elif method == "look":
+            actor.is_asked = False
+            look, said = value
+            self._hear(said)
+            self._events.append(Looked(number, look))
+        elif method == "begin":
+            report, node_id = value
+            is_restart = actor.node_id == node_id
+            actor.node_id, actor.is_up = node_id, True
+            self._events.append(Joined(number, report, is_restart))
+
+    def _note_raised(self, error: RayTaskError, method: str, number: int, shard: int) -> None:
+        """A method of an actor has raised."""
+        cause = error.cause
+        if method == "run" and isinstance(cause, RayError | MemoryError):
+            self._events.append(Lost(number, shard, _first_line(cause)))
+            return
+        if not isinstance(cause, RlpoolError):
+            cause = WorkerError(f"a node failed: {_first_line(cause)}", traceback_text=str(error))
+        if method == "run":
+            self._events.append(Finished(number, shard, Outcome(None, cause, is_fatal=True)))
+        else:
+            self._events.append(Refused(number, cause))
+
+    def _leave(self, number: int, error: RayError) -> None:
+        """An actor is gone; Ray starts it again if it may."""
+        actor = self._actors[number]
+        was_up, actor.is_up, actor.is_asked = actor.is_up, False, False
+        self._drop_calls(number)
+        actor.retry_s = time.monotonic() + _RETRY_S
+        if was_up:
+            what = f"node {number} is gone: {_first_line(error)}"
+            self._events.append(Left(number, WorkerDiedError(what, exitcode=None)))
+
+    # The rest -----------------------------------------------------------------------------------
+
+    def stacks(self) -> str:
+        """See ``Transport``."""
+        asked = {a.handle.stacks.remote(): n for n, a in self._actors.items() if a.is_up}
+        ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_S)
+        texts = {}
+        for reference in ready:
+            try:
+                texts[asked[reference]] = ray.get(reference)
+            except RayError as error:
+                texts[asked[reference]] = f"node {asked[reference]}: {_first_line(error)}\n"
+        for reference in late:
+            texts[asked[reference]] = f"node {asked[reference]} does not answer\n"
+        return "\n".join(texts[number] for number in sorted(texts))
+
+    def _hear(self, said: tuple[list[bytes], int]) -> None:
+        lines, n_dropped = said
+        self._lines += lines
+        self._n_dropped += n_dropped
+
+    def deliver_logs(self) -> None:
+        """See ``Transport``."""
+        while self._lines:
+            record = decode(self._lines.popleft())
+            if record is not None:
+                logger = logging.getLogger(record.name)
+                if logger.isEnabledFor(record.levelno):
+                    logger.handle(record)
+        if self._n_dropped:
+            n_dropped, self._n_dropped = self._n_dropped, 0
+            _LOG.warning("%d log records of nodes were dropped", n_dropped)
+
+    def close(self) -> None:
+        """See ``Transport``."""
+        actors, self._actors = self._actors, {}
+        self._calls.clear()
+        if not ray.is_initialized():
+            return  # everything has ended with it
+        with suppress(RayError):
+            last = [actor.handle.close.remote() for actor in actors.values() if actor.is_up]
+            ready = ray.wait(last, num_returns=len(last), timeout=_CLOSE_S)[0] if last else []
+            for reference in ready:
+                with suppress(RayError):
+                    self._hear(ray.get(reference))
+        for actor in actors.values():
+            with suppress(RayError):
+                ray.kill(actor.handle)
+        with suppress(RayError):
+            remove_placement_group(self._group)
+        self.deliver_logs()
+
+
+def _all_nodes() -> list[dict[str, Any]]:
+    """The nodes of the cluster that are alive."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node for node in nodes if node["Alive"]]
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
