@@ -83,8 +83,8 @@ class NodeActor:
         known = {*sys.path}
         sys.path += [part for part in path if part not in known and os.path.exists(part)]
         node_id = ray.get_runtime_context().get_node_id()
-        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        self._node = Node(setup, f"{address} ({node_id[:6]})", self._number)
+        address_of: Any = ray.util.get_node_ip_address  # without annotations
+        self._node = Node(setup, f"{address_of()} ({node_id[:6]})", self._number)
         return self._node.report(), node_id
 
     def run(self, shard: Shard) -> Outcome:

@@ -383,8 +383,8 @@ class RayTransport:
 
 def _all_nodes() -> list[dict[str, Any]]:
     """The nodes of the cluster that are alive."""
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return [node for node in nodes if node["Alive"]]
+    list_nodes: Any = ray.nodes  # without annotations
+    return [node for node in list_nodes() if node["Alive"]]
 
 
 def _first_line(error: BaseException) -> str:
