@@ -22,7 +22,8 @@ from rlpool.batch.dispatch import LayoutMaker
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.requests import Policy, Request
 from rlpool.cluster.fingerprint import PINS, differences
-from rlpool.cluster.requests import Divided, DividedEpisodes
+from rlpool.cluster.homes import Homes
+from rlpool.cluster.requests import Divided, DividedEpisodes, DividedWindow
 from rlpool.cluster.shards import Look, NodeReport, NodeSetup, PolicyAt, Rows
 from rlpool.cluster.transport import (
     Event,
@@ -39,6 +40,7 @@ from rlpool.errors import (
     SpecError,
     UsageError,
     WorkerDiedError,
+    WorkerError,
 )
 from rlpool.memory.storage import Memory
 from rlpool.record.capsule_files import CrashDir, CrashFiles
@@ -105,7 +107,7 @@ class ClusterDispatcher(RequestQueue):
     Args:
         transport: Connects this process with the nodes.
         setup: What every node starts with.
-        n_slots: Slots in flight, of all nodes together.
+        n_slots: Slots in flight, of all nodes together; 0 for one per lane.
         make_layout: Makes the layout of the caller's blocks.
         crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
         require_same_bits: Whether nodes that may compute other bits are refused.
@@ -136,6 +138,7 @@ class ClusterDispatcher(RequestQueue):
         self._fatal: RlpoolError | None = None
         self._running: list[Request] = []
         self._nodes: dict[int, _NodeState] = {}
+        self._homes = Homes(transport.n_expected)
         self._fingerprint: NodeReport | None = None  # of the first node
         self._specs: StepSpecs | None = None
         self._published: dict[int, Any] = {}  # version: reference
@@ -261,8 +264,9 @@ class ClusterDispatcher(RequestQueue):
             if flight is None:
                 return  # it was cancelled
             if isinstance(event, Lost):
-                _LOG.warning("node %s: a result is lost (%s)", node.report.name, event.why)
-                flight.request.lose(flight.rows)
+                what = f"node {node.report.name}: a result is lost ({event.why})"
+                _LOG.warning("%s", what)
+                self._lose(flight, WorkerError(what))
             elif event.outcome.rows is not None:
                 self._put(node, flight, event.outcome.rows)
             elif event.outcome.error is not None:
@@ -292,7 +296,9 @@ class ClusterDispatcher(RequestQueue):
                 return
             _LOG.warning("%s\n  fix:   %s", what, fix)
         self.n_lanes = report.n_lanes
+        self._n_slots = self._n_slots or self._homes.n_parts * self._part_size
         self._nodes[number] = _NodeState(report)
+        self._homes.join(number)
         self._alone_s = None
         if report.step is not None:
             self._learn(report.name, report.step)
@@ -319,8 +325,9 @@ class ClusterDispatcher(RequestQueue):
         node = self._nodes.pop(event.node, None)
         if node is None:
             return
+        self._homes.leave(event.node, event.error)
         for flight in node.flights.values():
-            flight.request.lose(flight.rows)
+            self._lose(flight, event.error)
         n_lost = sum(len(flight.rows) for flight in node.flights.values())
         _LOG.warning("%s: %d episodes run again elsewhere", event.error, n_lost)
         policy = self._setup.policy
@@ -328,6 +335,13 @@ class ClusterDispatcher(RequestQueue):
             self._fail(event.error)
         if not self._nodes:
             self._alone_s = time.monotonic()
+
+    def _lose(self, flight: _Flight, error: RlpoolError) -> None:
+        """Let the rows of a shard be run again, if they can be."""
+        if flight.request.can_be_repeated():
+            flight.request.lose(flight.rows)
+        else:
+            self._note_error(flight.request, error, is_fatal=False)
 
     def _count_restarts(self, number: int, n_restarts: int) -> None:
         before = self._n_restarts.get(number, 0)
@@ -394,12 +408,18 @@ class ClusterDispatcher(RequestQueue):
             if not wanted or len(versions) > _MOST_VERSIONS:
                 return
             self._queued.popleft()
-            request.n_slots = wanted
-            self._running.append(request)
-            if isinstance(request, DividedEpisodes) and (
-                self._specs is None or self._specs.resets_together
-            ):
-                request.divide(self._transport.n_expected, self.n_lanes)
+            try:
+                if isinstance(request, DividedWindow):
+                    request.begin(self._homes, self._part_size)
+                elif isinstance(request, DividedEpisodes) and (
+                    self._specs is None or self._specs.resets_together
+                ):
+                    request.divide(self._transport.n_expected, self.n_lanes)
+            except RlpoolError as error:
+                request.error = error
+            else:
+                request.n_slots = wanted
+                self._running.append(request)
 
     def _send_next(self, number: int, node: _NodeState) -> None:
         """Send a node the next rows that nobody runs."""
@@ -418,6 +438,11 @@ class ClusterDispatcher(RequestQueue):
                 node.flights[flight.number] = flight
                 self._transport.send(number, shard)
                 return
+
+    @property
+    def _part_size(self) -> int:
+        """Lanes of a node."""
+        return self.n_lanes * self._setup.n_workers
 
     @property
     def _least_rows(self) -> int:

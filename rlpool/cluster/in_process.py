@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import queue
 from collections.abc import Sequence
 from functools import partial
@@ -22,7 +23,7 @@ class InProcess:
 
     Attributes:
         nodes: Number to node.
-        n_published: How many objects were published.
+        ready: Nodes that are there and have said so.
         sent: All shards, with the node that each was sent to.
     """
 
@@ -30,10 +31,11 @@ class InProcess:
         self.n_expected = n_nodes
         self.store_bytes = store_bytes
         self.nodes: dict[int, Node] = {}
-        self.n_published = 0
+        self.ready: set[int] = set()
         self.sent: list[tuple[int, Shard]] = []
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._setup: NodeSetup
+        self._published: list[Published] = []
         self._losing: set[int] = set()  # nodes whose next outcome is lost
 
     def start(self, setup: NodeSetup) -> None:
@@ -48,11 +50,14 @@ class InProcess:
         node.when_ready(partial(self._report, number, node, is_restart))
 
     def remove(self, number: int) -> None:
-        """Let a node leave as if its machine had died: what it was sent is lost."""
+        """Let a node leave as if its machine had died: what has not been received is lost."""
         node = self.nodes.pop(number)
-        error = WorkerDiedError(f"{node.name} died", exitcode=None)
+        self.ready.discard(number)
         node.close()
-        self._events.put(Left(number, error))
+        for event in self.receive(0.0):
+            if event.node != number or isinstance(event, Joined):
+                self._events.put(event)
+        self._events.put(Left(number, WorkerDiedError(f"{node.name} died", exitcode=None)))
 
     def lose_next(self, number: int) -> None:
         """Lose the next outcome of a node."""
@@ -61,6 +66,7 @@ class InProcess:
     def _report(self, number: int, node: Node, is_restart: bool) -> None:
         try:
             self._events.put(Joined(number, node.report(), is_restart))
+            self.ready.add(number)
         except RlpoolError as error:
             self._events.put(Refused(number, error))
 
@@ -69,7 +75,8 @@ class InProcess:
         self.sent.append((node, shard))
         if node in self.nodes:
             runner = self.nodes[node]
-            future = runner.run(shard, lambda: shard.policy.reference[0])
+            copy = pickle.loads(pickle.dumps(shard))
+            future = runner.run(copy, lambda: self._published[shard.policy.reference])
             future.add_done_callback(lambda done: self._done(node, runner, shard, done.result()))
 
     def _done(self, number: int, node: Node, shard: Shard, outcome: Outcome) -> None:
@@ -103,8 +110,8 @@ class InProcess:
 
     def publish(self, published: Published) -> Any:
         """See ``Transport``."""
-        self.n_published += 1
-        return [published]
+        self._published.append(published)
+        return len(self._published) - 1
 
     def end(self, node: int) -> None:
         """See ``Transport``."""
