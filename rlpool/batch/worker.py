@@ -370,7 +370,7 @@ class Collector:
         infos, tapes = _infos(message.payload, memory)
         block = self._blocks[message.block]
         if isinstance(message, Window):
-            if message.is_first or tapes:
+            if message.is_first:
                 self._rollout.abandon()
             return WindowPlan(message, block, infos, tapes, self._site)
         plan = EpisodePlan(message, block, infos, self._site)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import queue
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,7 @@ class InProcess:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._setup: NodeSetup
         self._published: list[Published] = []
+        self._outcomes: dict[int, list[Future[Outcome]]] = {}  # by node
         self._losing: set[int] = set()  # nodes whose next outcome is lost
 
     def start(self, setup: NodeSetup) -> None:
@@ -49,13 +51,21 @@ class InProcess:
         self.nodes[number] = node = Node(self._setup, f"node-{number}", number)
         node.when_ready(partial(self._report, number, node, is_restart))
 
-    def remove(self, number: int) -> None:
-        """Let a node leave as if its machine had died: what has not been received is lost."""
-        node = self.nodes.pop(number)
-        self.ready.discard(number)
+    def remove(self, number: int, *, when_done: bool = False) -> None:
+        """Let a node leave as if its machine had died.
+
+        Args:
+            number: Its number.
+            when_done: Wait until it has done what it was sent; else what was not received is lost.
+        """
+        node = self.nodes[number]
+        if when_done:
+            wait(self._outcomes.get(number, ()))
         node.close()
+        del self.nodes[number]
+        self.ready.discard(number)
         for event in self.receive(0.0):
-            if event.node != number or isinstance(event, Joined):
+            if event.node != number or when_done:
                 self._events.put(event)
         self._events.put(Left(number, WorkerDiedError(f"{node.name} died", exitcode=None)))
 
@@ -77,6 +87,7 @@ class InProcess:
             runner = self.nodes[node]
             copy = pickle.loads(pickle.dumps(shard))
             future = runner.run(copy, lambda: self._published[shard.policy.reference])
+            self._outcomes.setdefault(node, []).append(future)
             future.add_done_callback(lambda done: self._done(node, runner, shard, done.result()))
 
     def _done(self, number: int, node: Node, shard: Shard, outcome: Outcome) -> None:

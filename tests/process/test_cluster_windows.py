@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
@@ -17,9 +18,9 @@ from rlpool.cluster.batchers import ClusterBatcher
 from rlpool.cluster.in_process import InProcess
 from rlpool.workers.failure_policy import FailurePolicy
 
+from support import vector_envs
 from support.faults import faults
 from support.fragile import RecurrentAgent, create_fragile
-from support.vector_envs import ArrayEnv
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("I2"), pytest.mark.promise("I3")]
 
@@ -33,9 +34,11 @@ def create_lanes(seed: int, kind: str, **arguments: Any) -> Any:
     """Two lanes that end, that restart, or that restart and have one seed or none."""
     if kind in ("end", "restart"):
         return create_fragile(seed, restarts=kind == "restart", **arguments)
+    if kind == "vector":
+        return vector_envs.create_lanes(seed, n_lanes=2, restarts=True)
     seeding: Any = {"together": "request", "unseeded": "stream"}[kind]
     seeds = {"together": "all", "unseeded": "nothing"}[kind]
-    lanes = ArrayEnv(2, AutoresetMode.NEXT_STEP, seeds)
+    lanes = vector_envs.ArrayEnv(2, AutoresetMode.NEXT_STEP, seeds)
     return VectorGymEnv(lanes, seed, seeding=seeding, auto_reset=True)
 
 
@@ -56,7 +59,7 @@ def reset(batcher: Any, kind: str, hits: dict[int, tuple[str, int]]) -> None:
     gain = {"gain": 1 + torch.arange(N_LANES) / 100}
     # Nodes 1 and 3 of four have no lane left in the third window.
     lengths = torch.tensor([12, 17, 3, 9, 20, 1, 10, 5])
-    is_seeded = kind in ("end", "restart")
+    is_seeded = kind not in ("together", "unseeded")
     batcher.reset(gain, faults(N_LANES, hits, length=lengths) if is_seeded else None)
 
 
@@ -114,27 +117,37 @@ def test_any_number_of_nodes_gives_the_same_bits(n_nodes: int, kind: str) -> Non
     assert_all_equal(collect(make(InProcess(n_nodes), kind), kind), alone(kind))
 
 
-@pytest.mark.parametrize("when", ["before", "during"])
+@pytest.mark.parametrize("when_done", [False, True])
 @pytest.mark.parametrize("kind", ["end", "restart"])
-def test_windows_go_on_with_the_same_bits_where_nodes_leave_and_join(kind: str, when: str) -> None:
+def test_windows_go_on_with_the_same_bits_where_nodes_leave_and_join(
+    kind: str, when_done: bool
+) -> None:
     transport = InProcess(2)
+
+    def remove(node: int) -> None:
+        transport.remove(node, when_done=when_done)
+
     disturb = at(
-        (when, 1, lambda: transport.remove(1)),  # node 0 has both parts
-        (when, 2, lambda: join(transport, 2)),  # which gets one of them with the next window
-        (when, 3, lambda: transport.remove(0)),
-        (when, 5, lambda: join(transport, 0)),
-        (when, 6, lambda: (transport.remove(0), transport.remove(2))),  # nobody is left
-        (when, 6, lambda: transport.add(1)),
+        ("during", 1, lambda: remove(1)),  # node 0 has both parts
+        ("during", 2, lambda: join(transport, 2)),  # which gets one of them
+        ("during", 3, lambda: remove(0)),
+        ("during", 5, lambda: join(transport, 0)),
+        ("during", 6, lambda: (remove(0), remove(2))),  # nobody is left
+        ("during", 6, lambda: transport.add(1)),
+        ("before", 8, lambda: transport.add(0)),
+        ("before", 9, lambda: remove(1)),
     )
     assert_all_equal(collect(make(transport, kind), kind, disturb), alone(kind))
-    assert {shard.part for node, shard in transport.sent if node == 2} == {0, 1}
+    assert {node for node, _ in transport.sent} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("kind", ["end", "restart"])
+@pytest.mark.parametrize("kind", ["end", "restart", "vector"])
 def test_a_lost_result_is_collected_again(kind: str) -> None:
     transport = InProcess(2)
-    disturb = at(*(("during", n, lambda n=n: transport.lose_next(n % 2)) for n in (0, 1, 2, 4)))
+    lost = 0, 1, 2
+    disturb = at(*(("during", n, lambda n=n: transport.lose_next(n % 2)) for n in lost))
     assert_all_equal(collect(make(transport, kind), kind, disturb), alone(kind))
+    assert sum(shard.tapes is not None for _, shard in transport.sent) == len(lost[1:])
 
 
 def test_a_node_gives_back_what_it_had_taken_over_and_ends_the_workers_for_it() -> None:
@@ -165,24 +178,25 @@ def test_windows_have_the_same_bits_where_workers_of_nodes_and_nodes_die(tmp_pat
     assert len(list(tmp_path.iterdir())) == 4
 
 
-@pytest.mark.parametrize("when", ["before", "during"])
+@pytest.mark.parametrize("when_done", [False, True])
 @pytest.mark.parametrize(
     ("kind", "agent_args"), [("restart", {"wants_history": True}), ("unseeded", {})]
 )
 def test_windows_that_cannot_be_repeated_are_given_up_but_not_the_next_reset(
-    kind: str, agent_args: Any, when: str
+    kind: str, agent_args: Any, when_done: bool
 ) -> None:
     transport = InProcess(2)
     with make(transport, kind, agent_args) as batcher:
         reset(batcher, kind, {})
         batcher.execute()
+        batcher.execute()
+        if when_done:
+            transport.remove(1, when_done=True)
         assert batcher.get() is not None
-        if when == "before":
+        if not when_done:
             transport.remove(1)
         batcher.update(0.5)
         batcher.execute()
-        if when == "during":
-            transport.remove(1)
         with pytest.raises(WorkerDiedError, match="node-1 died"):
             batcher.get()
         transport.add(1)
@@ -194,6 +208,22 @@ def test_windows_that_cannot_be_repeated_are_given_up_but_not_the_next_reset(
             assert window["bias"].unique().tolist() in ([0.5], [0.0, 0.5])  # some rows are shorter
             if kind == "unseeded":
                 assert not window.info["reproducible"][N_LANES // 2 :].any()
+
+
+def test_rows_of_a_node_whose_worker_was_replaced_say_so_if_they_cannot_be_seeded() -> None:
+    before = worker_pids()
+    with make(InProcess(2), "unseeded") as batcher:
+        for is_over in (False, True):
+            reset(batcher, "unseeded", {})
+            batcher.execute()
+            window = batcher.get()
+            assert window is not None
+            assert window.info["reproducible"].all() != is_over
+            if not is_over:
+                psutil.Process(min(worker_pids() - before)).kill()
+                batcher.execute()
+                with pytest.raises(WorkerDiedError, match="SIGKILL"):
+                    batcher.get()
 
 
 def test_an_error_names_node_and_lane_and_reset_goes_on(tmp_path: Path) -> None:
