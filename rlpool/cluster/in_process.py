@@ -11,7 +11,7 @@ from typing import Any
 from rlpool.cluster.node import Node
 from rlpool.cluster.shards import NodeSetup, Outcome, Published, Shard
 from rlpool.cluster.transport import Event, Finished, Joined, Left, Looked, Lost, Refused
-from rlpool.errors import RlpoolError, WorkerDiedError
+from rlpool.errors import RlpoolError, WorkerDiedError, WorkerStartupError
 
 
 class InProcess:
@@ -36,6 +36,7 @@ class InProcess:
         self._events: deque[Event] = deque()
         self._has_events = threading.Condition()
         self._setup: NodeSetup
+        self._refusal = ""
         self._losing: set[int] = set()  # nodes whose next outcome is lost
 
     def start(self, setup: NodeSetup) -> None:
@@ -60,8 +61,15 @@ class InProcess:
         """Lose the next outcome of a node."""
         self._losing.add(number)
 
+    def refuse_next(self, why: str) -> None:
+        """Let the next node that joins fail to start."""
+        self._refusal = why
+
     def _report(self, number: int, node: Node, is_restart: bool) -> None:
+        why, self._refusal = self._refusal, ""
         try:
+            if why:
+                raise WorkerStartupError(why)
             self._happened(Joined(number, node.report(), is_restart))
         except RlpoolError as error:
             self._happened(Refused(number, error))
