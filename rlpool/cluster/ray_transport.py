@@ -122,7 +122,9 @@ class RayTransport:
     def _reserve(self, n_nodes: int | None) -> Any:
         """Reserve processors, each bundle on a node of its own."""
         if n_nodes is not None:
-            group = self._group_of(n_nodes, _ROOM_S)
+            # Processors that are in use may become free; nodes that are not there seldom appear.
+            patience_s = _ROOM_S if len(self._nodes()) >= n_nodes else _FEWER_S
+            group = self._group_of(n_nodes, patience_s)
         else:
             group = None
             for n in range(len(self._nodes()), 0, -1):
@@ -139,8 +141,8 @@ class RayTransport:
         raise SpecError(
             f"the cluster has no {self._n_cpus} free processors on {wanted} "
             f"(in all, used ones included: {', '.join(sizes)})",
-            fix="lower n_nodes or n_threads, start further nodes (ray start --address=...), or end "
-            "what uses their processors",
+            fix="lower n_nodes or n_threads, end what uses their processors, or start further nodes "
+            "(ray start --address=..., or ray.autoscaler.sdk.request_resources and wait for them)",
         )
 
     def _group_of(self, n_nodes: int, patience_s: float) -> Any:
