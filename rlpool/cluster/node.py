@@ -146,8 +146,12 @@ class Node:
         self._call(run)
         return run.future
 
-    def cancel(self, numbers: Sequence[int]) -> None:
-        """Stop shards; nobody waits for their results."""
+    def cancel(self, numbers: Sequence[int] | None = None) -> None:
+        """Stop shards, by default all; nobody waits for their results."""
+        if numbers is None:
+            numbers = [
+                run.shard.number for run in [*self._runs, *self._calls] if isinstance(run, _Run)
+            ]
         self._call(set(numbers))
 
     def look(self) -> Look:
