@@ -25,6 +25,8 @@ class _OnNodes(BatcherBase):
         require_same_bits: Whether nodes that may compute other bits are refused.
     """
 
+    _ONE_SEED_PER_WORKER = False
+
     _has_fixed_lanes = False
     """Whether every node has lanes of its own, and results one row for each of all lanes."""
 

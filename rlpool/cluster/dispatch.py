@@ -35,13 +35,7 @@ from rlpool.cluster.transport import (
     Refused,
     Transport,
 )
-from rlpool.errors import (
-    RlpoolError,
-    SpecError,
-    UsageError,
-    WorkerDiedError,
-    WorkerError,
-)
+from rlpool.errors import RlpoolError, SpecError, UsageError, Where, WorkerDiedError, WorkerError
 from rlpool.memory.storage import Memory
 from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.slots.blocks import BlockPool, StepSpecs
@@ -58,6 +52,12 @@ _MOST_VERSIONS = 2
 _STORE_SHARE = 8
 """Which part of a node's store one shard may take: two are on the way, and the caller's machine
 holds some of every node's."""
+
+_MOST_LOST = 100
+"""Results that may be lost in a row: enough for a machine that takes its store with it."""
+
+_DEAF_S = 10.0
+"""A node that is only busy answers sooner than that."""
 
 _LOOK_EVERY_S = 0.5
 _LOOK_EVERY_S_PER_NODE = 0.01
@@ -139,15 +139,16 @@ class ClusterDispatcher(RequestQueue):
         self._running: list[Request] = []
         self._nodes: dict[int, _NodeState] = {}
         self._homes = Homes(transport.n_expected)
-        self._fingerprint: NodeReport | None = None  # of the first node
+        self._first: NodeReport | None = None  # of the node that others are compared with
         self._specs: StepSpecs | None = None
         self._published: dict[int, Any] = {}  # version: reference
         self._n_shards = 0
-        self._n_failures = 0  # of nodes
-        self._n_restarts: dict[int, int] = {}  # of each node's workers, by those that are gone too
+        self._n_failures = 0  # of nodes' processes, and of workers of nodes that are gone
         self._bytes_per_row = 0.0
         self._looked_s = 0.0
-        self._alone_s: float | None = None  # since when there is no node
+        self._n_lost = 0  # results in a row
+        self._has_started = False
+        self._alone_s: float | None = time.monotonic()  # since when there are too few nodes
         self._owner_pid = os.getpid()
         self.deliver_logs = transport.deliver_logs
         self.stacks = transport.stacks
@@ -155,6 +156,7 @@ class ClusterDispatcher(RequestQueue):
             transport.start(setup)
             self.wait_until(lambda: len(self._nodes) >= transport.n_expected or bool(self._fatal))
             self._refuse_if_dead()
+            self._has_started = True
         except BaseException:
             self.close()
             raise
@@ -181,11 +183,11 @@ class ClusterDispatcher(RequestQueue):
         self._handle(0.0)
 
     def _handle(self, timeout_s: float) -> None:
-        events = self._transport.receive(timeout_s)
+        self._transport.wait(timeout_s)
         with self._whole():
-            for event in events:
+            while (event := self._transport.next_event()) is not None:
                 self._take(event)
-            del events  # the arrays of results
+                del event  # and with it the arrays of a result
             self._look_around()
             self._advance()
         self.deliver_logs()
@@ -202,7 +204,7 @@ class ClusterDispatcher(RequestQueue):
         request.release()
 
     def _n_finished(self, request: Request) -> int:
-        n_finished: int = getattr(request, "n_there", 0)
+        n_finished = request.n_there if isinstance(request, Divided) else 0
         for node in self._nodes.values():
             for number, flight in node.flights.items():
                 if flight.request is request:
@@ -248,15 +250,15 @@ class ClusterDispatcher(RequestQueue):
             self._join(event.node, event.report)
             if event.is_restart:
                 self._n_failures += 1
-                self._check_restarts(f"the process of node {event.report.name} died")
+                self._check_restarts("the process of a node died", event.report.name)
         elif isinstance(event, Refused):
-            self._fail(event.error)
+            self._refuse(event.node, event.error)
         elif isinstance(event, Left):
             self._leave(event)
         elif isinstance(event, Looked) and event.node in self._nodes:
             node = self._nodes[event.node]
             node.look, node.heard_s = event.look, time.monotonic()
-            self._count_restarts(event.node, event.look.n_restarts)
+            self._check_restarts("a worker died", node.report.name)
         elif isinstance(event, Lost | Finished) and event.node in self._nodes:
             node = self._nodes[event.node]
             node.heard_s = time.monotonic()
@@ -264,77 +266,99 @@ class ClusterDispatcher(RequestQueue):
             if flight is None:
                 return  # it was cancelled
             if isinstance(event, Lost):
+                self._n_lost += 1
                 what = f"node {node.report.name}: a result is lost ({event.why})"
                 _LOG.warning("%s", what)
                 self._lose(flight, WorkerError(what))
+                if self._n_lost > _MOST_LOST:
+                    fix = "lower n_slots or n_timesteps, or give Ray a larger object store"
+                    self._fail(WorkerDiedError(what, exitcode=None, fix=fix))
             elif event.outcome.rows is not None:
                 self._put(node, flight, event.outcome.rows)
             elif event.outcome.error is not None:
                 self._note_error(flight.request, event.outcome.error, event.outcome.is_fatal)
 
     def _join(self, number: int, report: NodeReport) -> None:
-        """Use a node from now on."""
-        first = self._fingerprint or report
-        self._fingerprint = first
-        if report.n_lanes != (self.n_lanes or report.n_lanes):
-            self._fail(
-                SpecError(
-                    f"node {report.name} has {report.n_lanes} environments per worker, node "
-                    f"{first.name} has {self.n_lanes}",
-                    fix="create the same number of environments in every worker",
-                )
-            )
+        """Use a node from now on, unless it differs from the others."""
+        self._first = self._first or report
+        try:
+            self._check_node(report, self._first)
+            if report.step is not None:
+                self._learn(report.name, report.step)
+        except SpecError as error:
+            self._refuse(number, error)
             return
-        differing = differences(first.fingerprint, report.fingerprint)
-        if differing:
-            what = f"nodes {first.name} and {report.name} may compute different bits: " + (
-                "; ".join(differing)
-            )
-            fix = f"install the same versions, and set {PINS} to what all processors can do"
-            if self._require_same_bits:
-                self._fail(SpecError(what, fix=fix))
-                return
-            _LOG.warning("%s\n  fix:   %s", what, fix)
         self.n_lanes = report.n_lanes
         self._n_slots = self._n_slots or self._homes.n_parts * self._part_size
         self._nodes[number] = _NodeState(report)
         self._homes.join(number)
-        self._alone_s = None
-        if report.step is not None:
-            self._learn(report.name, report.step)
+        if self._has_started or len(self._nodes) == self._transport.n_expected:
+            self._alone_s = None
+
+    def _check_node(self, report: NodeReport, first: NodeReport) -> None:
+        """Compare a node with the first one.
+
+        Raises:
+            SpecError: If it cannot be used.
+        """
+        if report.n_lanes != first.n_lanes:
+            raise SpecError(
+                f"node {report.name} has {report.n_lanes} environments per worker, node "
+                f"{first.name} has {first.n_lanes}",
+                fix="create the same number of environments in every worker",
+            )
+        differing = "; ".join(differences(first.fingerprint, report.fingerprint))
+        if differing:
+            what = f"nodes {first.name} and {report.name} may compute different bits: {differing}"
+            fix = f"install the same versions, and set {PINS} to what all processors can do"
+            error = SpecError(what, fix=fix)
+            if self._require_same_bits:
+                raise error
+            _LOG.warning("%s", error)
 
     def _learn(self, name: str, step: StepSpecs) -> None:
-        """Learn from a node what a step consists of, or see that all agree on it."""
+        """Learn from a node what a step consists of, or see that all agree on it.
+
+        Raises:
+            SpecError: If they do not, or blocks are larger than this machine.
+        """
         if self._specs is None:
+            self._blocks = BlockPool(self._make_layout(step), _private)
             self._specs = step
-            try:
-                self._blocks = BlockPool(self._make_layout(step), _private)
-            except SpecError as error:
-                self._fail(error)
         elif step != self._specs:
-            self._fail(
-                SpecError(
-                    f"node {name} has other steps than the nodes before: {step} and {self._specs}",
-                    fix="create_env and create_agent must not depend on the machine",
-                )
+            raise SpecError(
+                f"node {name} has other steps than the nodes before: {step} and {self._specs}",
+                fix="create_env and create_agent must not depend on the machine",
             )
 
-    def _leave(self, event: Left) -> None:
-        """Give the shards of a node that is gone to others."""
-        self._n_restarts.setdefault(event.node, 0)
-        node = self._nodes.pop(event.node, None)
-        if node is None:
+    def _refuse(self, number: int, error: RlpoolError) -> None:
+        """Do without a node that joined later; at the beginning it is an error."""
+        if not self._has_started:
+            self._fail(error)
             return
-        self._homes.leave(event.node, event.error)
-        for flight in node.flights.values():
-            self._lose(flight, event.error)
-        n_lost = sum(len(flight.rows) for flight in node.flights.values())
-        _LOG.warning("%s: %d episodes run again elsewhere", event.error, n_lost)
-        policy = self._setup.policy
-        if not policy.restarts_workers:
+        _LOG.warning("a node cannot be used: %s", error)
+        self._transport.dismiss(number)
+        self._lose_all_of(number, error)
+
+    def _leave(self, event: Left) -> None:
+        """Note that a node is gone."""
+        n_lost = self._lose_all_of(event.node, event.error)
+        _LOG.warning("%s; the %d episodes that it had run again", event.error.what, n_lost)
+        if not self._setup.policy.restarts_workers:
             self._fail(event.error)
+
+    def _lose_all_of(self, number: int, error: RlpoolError) -> int:
+        """Give the shards of a node to others; returns how many rows they have."""
+        node = self._nodes.pop(number, None)
+        if node is None:
+            return 0
+        self._homes.leave(number, error)
+        for flight in node.flights.values():
+            self._lose(flight, error)
+        self._n_failures += node.look.n_restarts
         if not self._nodes:
             self._alone_s = time.monotonic()
+        return sum(len(flight.rows) for flight in node.flights.values())
 
     def _lose(self, flight: _Flight, error: RlpoolError) -> None:
         """Let the rows of a shard be run again, if they can be."""
@@ -343,23 +367,22 @@ class ClusterDispatcher(RequestQueue):
         else:
             self._note_error(flight.request, error, is_fatal=False)
 
-    def _count_restarts(self, number: int, n_restarts: int) -> None:
-        before = self._n_restarts.get(number, 0)
-        self._n_restarts[number] = max(before, n_restarts)
-        if n_restarts > before:
-            self._check_restarts(f"a worker of node {self._nodes[number].report.name} died")
-
-    def _check_restarts(self, what: str) -> None:
+    def _check_restarts(self, what: str, name: str) -> None:
         """Give up after more restarts than are allowed in all."""
         most = self._setup.policy.max_restarts
-        n_restarts = self._n_failures + sum(self._n_restarts.values())
+        running = sum(node.look.n_restarts for node in self._nodes.values())
+        n_restarts = self._n_failures + running
         if most is not None and n_restarts > most:
-            what = f"{what}, after {most} restarts in all (max_restarts={most})"
-            self._fail(WorkerDiedError(what, exitcode=None))
+            what = f"{what} after {most} restarts in all, and is not started again"
+            fix = "look at the warnings before this error, and raise max_restarts"
+            self._fail(WorkerDiedError(what, exitcode=None, where=Where(node=name), fix=fix))
 
     def _put(self, node: _NodeState, flight: _Flight, rows: Rows) -> None:
         """Copy a result into its request's block."""
-        self._learn(node.report.name, rows.step)
+        try:
+            self._learn(node.report.name, rows.step)
+        except SpecError as error:
+            self._fail(error)
         request, blocks = flight.request, self._blocks
         if self._fatal is not None or blocks is None or request.error is not None:
             return
@@ -373,6 +396,7 @@ class ClusterDispatcher(RequestQueue):
             told = error if isinstance(error, RlpoolError) else SpecError(f"no memory: {error}")
             self._note_error(request, told, is_fatal=False)
             return
+        self._n_lost = 0
         n_bytes = sum(array.nbytes for array in rows.rows.values())
         self._bytes_per_row = max(self._bytes_per_row, n_bytes / len(flight.rows))
         if request.is_complete:
@@ -425,7 +449,7 @@ class ClusterDispatcher(RequestQueue):
         """Send a node the next rows that nobody runs."""
         n_in_flight = sum(len(f.rows) for n in self._nodes.values() for f in n.flights.values())
         for request in self._running:
-            if not isinstance(request, Divided):
+            if not isinstance(request, Divided) or not request.n_left:
                 continue
             size = self._shard_size(request)
             if n_in_flight and n_in_flight + size > max(self._n_slots, self._least_rows):
@@ -454,12 +478,11 @@ class ClusterDispatcher(RequestQueue):
 
     def _shard_size(self, request: Divided) -> int:
         """How many episodes the next shard of a request has: whole rows of a worker's lanes."""
-        n_left = getattr(request, "n_left", 0)
         n_nodes = max(1, len(self._nodes))
         most = self._n_slots / (_MOST_SHARDS * n_nodes)
         if self._transport.store_bytes is not None and self._bytes_per_row:
             most = min(most, self._transport.store_bytes / _STORE_SHARE / self._bytes_per_row)
-        size = min(most, n_left / (_MOST_SHARDS * n_nodes))
+        size = min(most, request.n_left / (_MOST_SHARDS * n_nodes))
         return max(self._least_rows, int(size) // self.n_lanes * self.n_lanes)
 
     def _policy_at(self, policy: Policy) -> PolicyAt:
@@ -491,18 +514,20 @@ class ClusterDispatcher(RequestQueue):
         for number, node in list(self._nodes.items()):
             if is_late:
                 node.heard_s = now_s
-            if timeout_s is not None and now_s > node.heard_s + timeout_s:
-                what = f"node {node.report.name} did not answer for {timeout_s:g} s"
-                _LOG.warning("%s, and is ended", what)
+            if timeout_s is not None and now_s > node.heard_s + max(timeout_s, _DEAF_S):
+                silent_s = now_s - node.heard_s
+                _LOG.warning("%s: no answer for %.0f s; it is ended", node.report.name, silent_s)
                 node.heard_s = now_s
                 self._transport.end(number)
             else:
                 self._transport.look(number)
+        expected = self._transport.n_expected
         if self._alone_s is not None and timeout_s is not None and not self._fatal:
             if is_late:
                 self._alone_s = now_s
             if now_s > self._alone_s + timeout_s:
-                what = f"the cluster has had no node for {timeout_s:g} s"
+                n_nodes, n_wanted = len(self._nodes), 1 if self._has_started else expected
+                what = f"{n_nodes} of {n_wanted} nodes are ready after {timeout_s:g} s"
                 self._fail(
                     WorkerDiedError(what, exitcode=None, fix="start a node, or a new batcher")
                 )

@@ -32,6 +32,16 @@ from rlpool.slots.trajectories import Derivation, Glue
 class Divided(Request):
     """A request whose rows are run in parts."""
 
+    @property
+    @abstractmethod
+    def n_left(self) -> int:
+        """Rows that were not given to anybody."""
+
+    @property
+    @abstractmethod
+    def n_there(self) -> int:
+        """Rows that were put."""
+
     @abstractmethod
     def next_rows(self, node: int, size: int) -> range | None:
         """Take rows that nobody runs, for a node; ``None`` if there are none for it.
@@ -79,7 +89,7 @@ class DividedEpisodes(EpisodeRequest, Divided):
 
     @property
     def n_left(self) -> int:
-        """Rows that were not given to anybody."""
+        """See ``Divided``."""
         return self.n_rows - self._next + sum(len(rows) for rows in self._again)
 
     def divide(self, n_parts: int, n_lanes: int) -> None:
@@ -88,7 +98,7 @@ class DividedEpisodes(EpisodeRequest, Divided):
 
     @property
     def n_there(self) -> int:
-        """Rows that were put."""
+        """See ``Divided``."""
         return int(self._is_there.sum())
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
@@ -197,17 +207,28 @@ class DividedWindow(WindowRequest, Divided):
         """See ``Request.is_complete``."""
         return self.block is not None and not self._missing and self.error is None
 
+    @property
+    def n_left(self) -> int:
+        """See ``Divided``."""
+        return sum(len(self._rows_in(part)) for part in self._left)
+
+    @property
+    def n_there(self) -> int:
+        """See ``Divided``."""
+        return self.n_rows - sum(len(self._rows_in(part)) for part in self._missing)
+
     def next_rows(self, node: int, size: int) -> range | None:
         """See ``Divided``."""
         for part in self._homes.of(node):
             if part in self._left:
                 self._left.remove(part)
-                first = part * self._part_size
-                return range(
-                    bisect_left(self.lanes, first),
-                    bisect_left(self.lanes, first + self._part_size),
-                )
+                return self._rows_in(part)
         return None
+
+    def _rows_in(self, part: int) -> range:
+        first = part * self._part_size
+        bounds = bisect_left(self.lanes, first), bisect_left(self.lanes, first + self._part_size)
+        return range(*bounds)
 
     def _part_with(self, rows: range) -> int:
         return self.lanes[rows.start] // self._part_size
