@@ -219,7 +219,7 @@ def test_nothing_is_left_of_a_caller_that_is_killed(cluster: Any, tmp_path: Path
 def test_the_same_bits_for_a_minute_of_kills(cluster: Any) -> None:
     draws = random.Random(3)
     stop_s = time.monotonic() + 60.0
-    gone_s = 0.0
+    kill_s = leave_s = time.monotonic() + 3.0
     requests = [draws.randrange(1, 300) for _ in range(20)]
     with EpisodeBatcher(4, 30, RecurrentAgent, {}, create_fragile, {"n_lanes": 3}, 0, 5) as alone:
         for n_episodes in requests:
@@ -233,12 +233,14 @@ def test_the_same_bits_for_a_minute_of_kills(cluster: Any) -> None:
             while len(got) < len(requests):
                 if (trajectories := batcher.get(blocking=False)) is not None:
                     got.append(trajectories)
-                if draws.random() < 0.02:
+                now_s = time.monotonic()
+                if now_s > kill_s:  # a node takes seconds to start
+                    kill_s = now_s + 8.0 * draws.random()
                     kind = draws.choice(["ray::NodeActor", "rlpool-worker", "rlpool-template"])
                     with contextlib.suppress(StopIteration, psutil.Error):
                         kill_one(kind)
-                elif draws.random() < 0.01 and time.monotonic() > gone_s + 5.0:
-                    gone_s = time.monotonic()
+                if now_s > leave_s:
+                    leave_s = now_s + 20.0
                     cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
                     add_node(cluster)
             assert_all_equal(got, expected)
