@@ -419,10 +419,11 @@ class ClusterDispatcher(RequestQueue):
         if self._fatal is not None:
             return
         self._begin_queued()
+        n_in_flight = sum(len(f.rows) for n in self._nodes.values() for f in n.flights.values())
         for depth in range(_MOST_SHARDS):
             for number, node in self._nodes.items():
                 if len(node.flights) <= depth:
-                    self._send_next(number, node)
+                    n_in_flight += self._send_next(number, node, n_in_flight)
 
     def _begin_queued(self) -> None:
         while self._queued:
@@ -445,15 +446,14 @@ class ClusterDispatcher(RequestQueue):
                 request.n_slots = wanted
                 self._running.append(request)
 
-    def _send_next(self, number: int, node: _NodeState) -> None:
-        """Send a node the next rows that nobody runs."""
-        n_in_flight = sum(len(f.rows) for n in self._nodes.values() for f in n.flights.values())
+    def _send_next(self, number: int, node: _NodeState, n_in_flight: int) -> int:
+        """Send a node the next rows that nobody runs; returns how many."""
         for request in self._running:
             if not isinstance(request, Divided) or not request.n_left:
                 continue
             size = self._shard_size(request)
             if n_in_flight and n_in_flight + size > max(self._n_slots, self._least_rows):
-                return
+                return 0
             rows = request.next_rows(number, size)
             if rows is not None:
                 self._n_shards += 1
@@ -461,7 +461,8 @@ class ClusterDispatcher(RequestQueue):
                 shard = request.shard(rows, flight.number, self._policy_at(request.policy))
                 node.flights[flight.number] = flight
                 self._transport.send(number, shard)
-                return
+                return len(rows)
+        return 0
 
     @property
     def _part_size(self) -> int:
