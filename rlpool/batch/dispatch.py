@@ -253,6 +253,8 @@ class Dispatcher(RequestQueue):
         self._workers.stop(request)
 
     def _n_finished(self, request: Request) -> int:
+        if request.block is None:
+            return 0
         # An episode whose worker died just after its end is counted again when it is repeated.
         return int(request.running_block.arrays.control["n_finished"].sum())
 

@@ -197,8 +197,6 @@ class RequestQueue(ABC):
         error = request.error or self.fatal
         if error is not None and not request.is_complete:
             raise error
-        if request.block is None:
-            return 0, request.n_rows
         return min(self._n_finished(request), request.n_rows), request.n_rows
 
     # The bookkeeping ----------------------------------------------------------------------------

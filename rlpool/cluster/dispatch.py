@@ -34,12 +34,7 @@ from rlpool.cluster.transport import (
     Refused,
     Transport,
 )
-from rlpool.errors import (
-    RlpoolError,
-    SpecError,
-    UsageError,
-    WorkerDiedError,
-)
+from rlpool.errors import RlpoolError, SpecError, UsageError, Where, WorkerDiedError
 from rlpool.memory.storage import Memory
 from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.slots.blocks import BlockPool, StepSpecs
@@ -56,6 +51,9 @@ _MOST_VERSIONS = 2
 _STORE_SHARE = 8
 """Which part of a node's store one shard may take: two are on the way, and the caller's machine
 holds some of every node's."""
+
+_MOST_LOST = 100
+"""Results that may be lost in a row: enough for a machine that takes its store with it."""
 
 _LOOK_EVERY_S = 0.5
 _LOOK_EVERY_S_PER_NODE = 0.01
@@ -144,7 +142,9 @@ class ClusterDispatcher(RequestQueue):
         self._n_restarts: dict[int, int] = {}  # of each node's workers, by those that are gone too
         self._bytes_per_row = 0.0
         self._looked_s = 0.0
-        self._alone_s: float | None = None  # since when there is no node
+        self._n_lost = 0  # results in a row
+        self._has_started = False
+        self._alone_s: float | None = time.monotonic()  # since when there are too few nodes
         self._owner_pid = os.getpid()
         self.deliver_logs = transport.deliver_logs
         self.stacks = transport.stacks
@@ -152,6 +152,7 @@ class ClusterDispatcher(RequestQueue):
             transport.start(setup)
             self.wait_until(lambda: len(self._nodes) >= transport.n_expected or bool(self._fatal))
             self._refuse_if_dead()
+            self._has_started = True
         except BaseException:
             self.close()
             raise
@@ -178,11 +179,11 @@ class ClusterDispatcher(RequestQueue):
         self._handle(0.0)
 
     def _handle(self, timeout_s: float) -> None:
-        events = self._transport.receive(timeout_s)
+        self._transport.wait(timeout_s)
         with self._whole():
-            for event in events:
+            while (event := self._transport.next_event()) is not None:
                 self._take(event)
-            del events  # the arrays of results
+                del event  # and with it the arrays of a result
             self._look_around()
             self._advance()
         self.deliver_logs()
@@ -199,7 +200,7 @@ class ClusterDispatcher(RequestQueue):
         request.release()
 
     def _n_finished(self, request: Request) -> int:
-        n_finished: int = getattr(request, "n_there", 0)
+        n_finished = request.n_there if isinstance(request, Divided) else 0
         for node in self._nodes.values():
             for number, flight in node.flights.items():
                 if flight.request is request:
@@ -245,9 +246,12 @@ class ClusterDispatcher(RequestQueue):
             self._join(event.node, event.report)
             if event.is_restart:
                 self._n_failures += 1
-                self._check_restarts(f"the process of node {event.report.name} died")
+                self._check_restarts("the process of a node died", event.report.name)
         elif isinstance(event, Refused):
-            self._fail(event.error)
+            if self._has_started:
+                _LOG.warning("a node cannot be used: %s", event.error)
+            else:
+                self._fail(event.error)
         elif isinstance(event, Left):
             self._leave(event)
         elif isinstance(event, Looked) and event.node in self._nodes:
@@ -261,8 +265,13 @@ class ClusterDispatcher(RequestQueue):
             if flight is None:
                 return  # it was cancelled
             if isinstance(event, Lost):
-                _LOG.warning("node %s: a result is lost (%s)", node.report.name, event.why)
+                self._n_lost += 1
+                what = f"node {node.report.name}: a result is lost ({event.why})"
+                _LOG.warning("%s", what)
                 flight.request.lose(flight.rows)
+                if self._n_lost > _MOST_LOST:
+                    fix = "lower n_slots or n_timesteps, or give Ray a larger object store"
+                    self._fail(WorkerDiedError(what, exitcode=None, fix=fix))
             elif event.outcome.rows is not None:
                 self._put(node, flight, event.outcome.rows)
             elif event.outcome.error is not None:
@@ -293,7 +302,8 @@ class ClusterDispatcher(RequestQueue):
             _LOG.warning("%s\n  fix:   %s", what, fix)
         self.n_lanes = report.n_lanes
         self._nodes[number] = _NodeState(report)
-        self._alone_s = None
+        if self._has_started or len(self._nodes) == self._transport.n_expected:
+            self._alone_s = None
         if report.step is not None:
             self._learn(report.name, report.step)
 
@@ -322,7 +332,7 @@ class ClusterDispatcher(RequestQueue):
         for flight in node.flights.values():
             flight.request.lose(flight.rows)
         n_lost = sum(len(flight.rows) for flight in node.flights.values())
-        _LOG.warning("%s: %d episodes run again elsewhere", event.error, n_lost)
+        _LOG.warning("%s, and what it had of %d episodes is lost", event.error.what, n_lost)
         policy = self._setup.policy
         if not policy.restarts_workers:
             self._fail(event.error)
@@ -333,15 +343,16 @@ class ClusterDispatcher(RequestQueue):
         before = self._n_restarts.get(number, 0)
         self._n_restarts[number] = max(before, n_restarts)
         if n_restarts > before:
-            self._check_restarts(f"a worker of node {self._nodes[number].report.name} died")
+            self._check_restarts("a worker died", self._nodes[number].report.name)
 
-    def _check_restarts(self, what: str) -> None:
+    def _check_restarts(self, what: str, name: str) -> None:
         """Give up after more restarts than are allowed in all."""
         most = self._setup.policy.max_restarts
         n_restarts = self._n_failures + sum(self._n_restarts.values())
         if most is not None and n_restarts > most:
-            what = f"{what}, after {most} restarts in all (max_restarts={most})"
-            self._fail(WorkerDiedError(what, exitcode=None))
+            what = f"{what} after {most} restarts in all, and is not started again"
+            fix = "look at the warnings before this error, and raise max_restarts"
+            self._fail(WorkerDiedError(what, exitcode=None, where=Where(node=name), fix=fix))
 
     def _put(self, node: _NodeState, flight: _Flight, rows: Rows) -> None:
         """Copy a result into its request's block."""
@@ -359,6 +370,7 @@ class ClusterDispatcher(RequestQueue):
             told = error if isinstance(error, RlpoolError) else SpecError(f"no memory: {error}")
             self._note_error(request, told, is_fatal=False)
             return
+        self._n_lost = 0
         n_bytes = sum(array.nbytes for array in rows.rows.values())
         self._bytes_per_row = max(self._bytes_per_row, n_bytes / len(flight.rows))
         if request.is_complete:
@@ -405,7 +417,7 @@ class ClusterDispatcher(RequestQueue):
         """Send a node the next rows that nobody runs."""
         n_in_flight = sum(len(f.rows) for n in self._nodes.values() for f in n.flights.values())
         for request in self._running:
-            if not isinstance(request, Divided):
+            if not isinstance(request, Divided) or not request.n_left:
                 continue
             size = self._shard_size(request)
             if n_in_flight and n_in_flight + size > max(self._n_slots, self._least_rows):
@@ -429,12 +441,11 @@ class ClusterDispatcher(RequestQueue):
 
     def _shard_size(self, request: Divided) -> int:
         """How many episodes the next shard of a request has: whole rows of a worker's lanes."""
-        n_left = getattr(request, "n_left", 0)
         n_nodes = max(1, len(self._nodes))
         most = self._n_slots / (_MOST_SHARDS * n_nodes)
         if self._transport.store_bytes is not None and self._bytes_per_row:
             most = min(most, self._transport.store_bytes / _STORE_SHARE / self._bytes_per_row)
-        size = min(most, n_left / (_MOST_SHARDS * n_nodes))
+        size = min(most, request.n_left / (_MOST_SHARDS * n_nodes))
         return max(self._least_rows, int(size) // self.n_lanes * self.n_lanes)
 
     def _policy_at(self, policy: Policy) -> PolicyAt:
@@ -473,11 +484,13 @@ class ClusterDispatcher(RequestQueue):
                 self._transport.end(number)
             else:
                 self._transport.look(number)
+        expected = self._transport.n_expected
         if self._alone_s is not None and timeout_s is not None and not self._fatal:
             if is_late:
                 self._alone_s = now_s
             if now_s > self._alone_s + timeout_s:
-                what = f"the cluster has had no node for {timeout_s:g} s"
+                n_nodes, n_wanted = len(self._nodes), 1 if self._has_started else expected
+                what = f"{n_nodes} of {n_wanted} nodes are ready after {timeout_s:g} s"
                 self._fail(
                     WorkerDiedError(what, exitcode=None, fix="start a node, or a new batcher")
                 )

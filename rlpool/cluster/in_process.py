@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import queue
+import threading
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from rlpool.cluster.node import Node
 from rlpool.cluster.shards import NodeSetup, Outcome, Published, Shard
 from rlpool.cluster.transport import Event, Finished, Joined, Left, Looked, Lost, Refused
-from rlpool.errors import RlpoolError, WorkerDiedError
+from rlpool.errors import RlpoolError, WorkerDiedError, WorkerStartupError
 
 
 class InProcess:
@@ -32,8 +33,10 @@ class InProcess:
         self.nodes: dict[int, Node] = {}
         self.n_published = 0
         self.sent: list[tuple[int, Shard]] = []
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: deque[Event] = deque()
+        self._has_events = threading.Condition()
         self._setup: NodeSetup
+        self._refusal = ""
         self._losing: set[int] = set()  # nodes whose next outcome is lost
 
     def start(self, setup: NodeSetup) -> None:
@@ -52,17 +55,24 @@ class InProcess:
         node = self.nodes.pop(number)
         error = WorkerDiedError(f"{node.name} died", exitcode=None)
         node.close()
-        self._events.put(Left(number, error))
+        self._happened(Left(number, error))
 
     def lose_next(self, number: int) -> None:
         """Lose the next outcome of a node."""
         self._losing.add(number)
 
+    def refuse_next(self, why: str) -> None:
+        """Let the next node that joins fail to start."""
+        self._refusal = why
+
     def _report(self, number: int, node: Node, is_restart: bool) -> None:
+        why, self._refusal = self._refusal, ""
         try:
-            self._events.put(Joined(number, node.report(), is_restart))
+            if why:
+                raise WorkerStartupError(why)
+            self._happened(Joined(number, node.report(), is_restart))
         except RlpoolError as error:
-            self._events.put(Refused(number, error))
+            self._happened(Refused(number, error))
 
     def send(self, node: int, shard: Shard) -> None:
         """See ``Transport``."""
@@ -77,24 +87,28 @@ class InProcess:
             return  # it has left
         if number in self._losing and outcome.rows is not None:
             self._losing.discard(number)
-            self._events.put(Lost(number, shard.number, "it was lost on purpose"))
+            self._happened(Lost(number, shard.number, "it was lost on purpose"))
         else:
-            self._events.put(Finished(number, shard.number, outcome))
+            self._happened(Finished(number, shard.number, outcome))
 
-    def receive(self, timeout_s: float) -> Sequence[Event]:
+    def _happened(self, event: Event) -> None:
+        with self._has_events:
+            self._events.append(event)
+            self._has_events.notify()
+
+    def wait(self, timeout_s: float) -> None:
         """See ``Transport``."""
-        events: list[Event] = []
-        try:
-            events.append(self._events.get(timeout_s > 0, timeout_s))
-            while True:
-                events.append(self._events.get(False))
-        except queue.Empty:
-            return events
+        with self._has_events:
+            self._has_events.wait_for(lambda: self._events, timeout_s)
+
+    def next_event(self) -> Event | None:
+        """See ``Transport``."""
+        return self._events.popleft() if self._events else None
 
     def look(self, node: int) -> None:
         """See ``Transport``."""
         if node in self.nodes:
-            self._events.put(Looked(node, self.nodes[node].look()))
+            self._happened(Looked(node, self.nodes[node].look()))
 
     def cancel(self, node: int, numbers: Sequence[int]) -> None:
         """See ``Transport``."""

@@ -102,7 +102,7 @@ class NodeActor:
 
     def stacks(self) -> str:
         """What the workers are doing."""
-        return f"node {self._node.name}:\n{self._node.stacks()}"
+        return self._node.stacks()
 
     def close(self) -> Said:
         """End the workers; returns what was logged last."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from rlpool.cluster.shards import NodeSetup, Outcome, Published, Shard
 from rlpool.cluster.transport import Event, Finished, Joined, Left, Looked, Lost, Refused
-from rlpool.errors import RlpoolError, SpecError, WorkerDiedError, WorkerError
+from rlpool.errors import RlpoolError, SpecError, Where, WorkerDiedError, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.workers.logs import current_levels, decode
 
@@ -35,7 +35,7 @@ except ImportError as error:
         'rlpool.cluster needs Ray, which is not installed\n  fix:   pip install "rlpool[ray]"'
     ) from error
 
-from rlpool.cluster.node_actor import N_CALLS, actor_class
+from rlpool.cluster.node_actor import N_CALLS, Said, actor_class
 
 _LOG = logging.getLogger("rlpool")
 
@@ -67,6 +67,7 @@ class _Actor:
 
     Attributes:
         handle: Ray's.
+        name: What errors call its node; empty before it has joined.
         home: Id of the node that it was made for; empty if Ray chooses one.
         node_id: Id of the node that it was last seen on.
         is_up: Whether it has joined and not left.
@@ -76,6 +77,7 @@ class _Actor:
 
     handle: Any
     home: str = ""
+    name: str = ""
     node_id: str = ""
     is_up: bool = False
     retry_s: float | None = None
@@ -101,7 +103,7 @@ class RayTransport:
         self._actors: dict[int, _Actor] = {}
         self._calls: dict[Any, tuple[str, int, int]] = {}  # reference: call, node, shard
         self._events: deque[Event] = deque()
-        self._lines: deque[bytes] = deque()
+        self._records: deque[logging.LogRecord] = deque()
         self._n_dropped = 0
         self._next_look_s = 0.0
         self._n_made = 0
@@ -120,7 +122,9 @@ class RayTransport:
     def _reserve(self, n_nodes: int | None) -> Any:
         """Reserve processors, each bundle on a node of its own."""
         if n_nodes is not None:
-            group = self._group_of(n_nodes, _ROOM_S)
+            # Processors that are in use may become free; nodes that are not there seldom appear.
+            patience_s = _ROOM_S if len(self._nodes()) >= n_nodes else _FEWER_S
+            group = self._group_of(n_nodes, patience_s)
         else:
             group = None
             for n in range(len(self._nodes()), 0, -1):
@@ -137,8 +141,8 @@ class RayTransport:
         raise SpecError(
             f"the cluster has no {self._n_cpus} free processors on {wanted} "
             f"(in all, used ones included: {', '.join(sizes)})",
-            fix="lower n_nodes or n_threads, start further nodes (ray start --address=...), or end "
-            "what uses their processors",
+            fix="lower n_nodes or n_threads, end what uses their processors, or start further nodes "
+            "(ray start --address=..., or ray.autoscaler.sdk.request_resources and wait for them)",
         )
 
     def _group_of(self, n_nodes: int, patience_s: float) -> Any:
@@ -255,7 +259,7 @@ class RayTransport:
         if node in self._actors:
             ray.kill(self._actors[node].handle, no_restart=not self._restarts)
 
-    def receive(self, timeout_s: float) -> Sequence[Event]:
+    def wait(self, timeout_s: float) -> None:
         """See ``Transport``."""
         with InterruptsHeld():
             self._look_for_nodes()
@@ -271,9 +275,10 @@ class RayTransport:
                         self._answer(reference, *call)
         elif not self._events:
             time.sleep(min(timeout_s, _RETRY_S))  # until an actor is asked again
-        events = list(self._events)
-        self._events.clear()
-        return events
+
+    def next_event(self) -> Event | None:
+        """See ``Transport``."""
+        return self._events.popleft() if self._events else None
 
     def _answer(self, reference: Any, method: str, number: int, shard: int) -> None:
         """Turn an answer into an event."""
@@ -297,12 +302,12 @@ class RayTransport:
         elif method == "look":
             actor.is_asked = False
             look, said = value
-            self._hear(said)
+            self._hear(actor, said)
             self._events.append(Looked(number, look))
         elif method == "begin":
             report, node_id = value
             is_restart = actor.node_id == node_id
-            actor.node_id, actor.is_up = node_id, True
+            actor.name, actor.node_id, actor.is_up = report.name, node_id, True
             self._events.append(Joined(number, report, is_restart))
 
     def _note_raised(self, error: RayTaskError, method: str, number: int, shard: int) -> None:
@@ -317,6 +322,8 @@ class RayTransport:
             self._events.append(Finished(number, shard, Outcome(None, cause, is_fatal=True)))
         else:
             self._events.append(Refused(number, cause))
+            with suppress(RayError):
+                ray.kill(self._actors[number].handle)  # its place is not given to another
 
     def _leave(self, number: int, error: RayError) -> None:
         """An actor is gone; Ray starts it again if it may."""
@@ -325,38 +332,45 @@ class RayTransport:
         self._drop_calls(number)
         actor.retry_s = time.monotonic() + _RETRY_S
         if was_up:
-            what = f"node {number} is gone: {_first_line(error)}"
-            self._events.append(Left(number, WorkerDiedError(what, exitcode=None)))
+            what = f"node {actor.name} is gone ({type(error).__name__})"
+            where, fix = Where(node=actor.name), "look at the log of its machine (ray logs)"
+            self._events.append(
+                Left(number, WorkerDiedError(what, exitcode=None, where=where, fix=fix))
+            )
 
     # The rest -----------------------------------------------------------------------------------
 
     def stacks(self) -> str:
         """See ``Transport``."""
         asked = {a.handle.stacks.remote(): n for n, a in self._actors.items() if a.is_up}
+        if not asked:
+            return ""
         ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_S)
-        texts = {}
+        texts = {asked[reference]: "does not answer\n" for reference in late}
         for reference in ready:
             try:
                 texts[asked[reference]] = ray.get(reference)
             except RayError as error:
-                texts[asked[reference]] = f"node {asked[reference]}: {_first_line(error)}\n"
-        for reference in late:
-            texts[asked[reference]] = f"node {asked[reference]} does not answer\n"
-        return "\n".join(texts[number] for number in sorted(texts))
+                texts[asked[reference]] = f"does not answer ({type(error).__name__})\n"
+        return "\n".join(f"node {self._actors[n].name}:\n{texts[n]}" for n in sorted(texts))
 
-    def _hear(self, said: tuple[list[bytes], int]) -> None:
+    def _hear(self, actor: _Actor, said: Said) -> None:
+        """Take what an actor has logged."""
         lines, n_dropped = said
-        self._lines += lines
+        for line in lines:
+            record = decode(line)
+            if record is not None:
+                record.node = actor.name
+                self._records.append(record)
         self._n_dropped += n_dropped
 
     def deliver_logs(self) -> None:
         """See ``Transport``."""
-        while self._lines:
-            record = decode(self._lines.popleft())
-            if record is not None:
-                logger = logging.getLogger(record.name)
-                if logger.isEnabledFor(record.levelno):
-                    logger.handle(record)
+        while self._records:
+            record = self._records.popleft()
+            logger = logging.getLogger(record.name)
+            if logger.isEnabledFor(record.levelno):
+                logger.handle(record)
         if self._n_dropped:
             n_dropped, self._n_dropped = self._n_dropped, 0
             _LOG.warning("%d log records of nodes were dropped", n_dropped)
@@ -368,11 +382,11 @@ class RayTransport:
         if not ray.is_initialized():
             return  # everything has ended with it
         with suppress(RayError):
-            last = [actor.handle.close.remote() for actor in actors.values() if actor.is_up]
-            ready = ray.wait(last, num_returns=len(last), timeout=_CLOSE_S)[0] if last else []
+            last = {a.handle.close.remote(): a for a in actors.values() if a.is_up}
+            ready = ray.wait(list(last), num_returns=len(last), timeout=_CLOSE_S)[0] if last else []
             for reference in ready:
                 with suppress(RayError):
-                    self._hear(ray.get(reference))
+                    self._hear(last[reference], ray.get(reference))
         for actor in actors.values():
             with suppress(RayError):
                 ray.kill(actor.handle)

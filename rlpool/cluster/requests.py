@@ -28,6 +28,16 @@ from rlpool.slots.trajectories import Derivation, Glue
 class Divided(Request):
     """A request whose rows are run in parts."""
 
+    @property
+    @abstractmethod
+    def n_left(self) -> int:
+        """Rows that were not given to anybody."""
+
+    @property
+    @abstractmethod
+    def n_there(self) -> int:
+        """Rows that were put."""
+
     @abstractmethod
     def next_rows(self, node: int, size: int) -> range | None:
         """Take rows that nobody runs, for a node; ``None`` if there are none for it.
@@ -75,7 +85,7 @@ class DividedEpisodes(EpisodeRequest, Divided):
 
     @property
     def n_left(self) -> int:
-        """Rows that were not given to anybody."""
+        """See ``Divided``."""
         return self.n_rows - self._next + sum(len(rows) for rows in self._again)
 
     def divide(self, n_parts: int, n_lanes: int) -> None:
@@ -84,7 +94,7 @@ class DividedEpisodes(EpisodeRequest, Divided):
 
     @property
     def n_there(self) -> int:
-        """Rows that were put."""
+        """See ``Divided``."""
         return int(self._is_there.sum())
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:

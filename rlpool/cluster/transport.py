@@ -39,7 +39,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Refused:
-    """A node could not be started, and will not be."""
+    """A node could not be started, and is not tried again."""
 
     node: int
     error: RlpoolError
@@ -47,7 +47,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Finished:
-    """A shard has come to an end; its arrays may be views, valid until the next ``receive``."""
+    """A shard has come to an end; its arrays may be views, and are not to be kept."""
 
     node: int
     number: int
@@ -91,8 +91,11 @@ class Transport(Protocol):
     def send(self, node: int, shard: Shard) -> None:
         """Send a shard to a node; ``Finished``, ``Lost`` or ``Left`` follows."""
 
-    def receive(self, timeout_s: float) -> Sequence[Event]:
-        """What has happened, waiting for something if nothing has."""
+    def wait(self, timeout_s: float) -> None:
+        """Wait until something has happened."""
+
+    def next_event(self) -> Event | None:
+        """Take the next of what has happened, ``None`` if that was all."""
 
     def look(self, node: int) -> None:
         """Ask a node what it is doing; ``Looked`` follows, unless an answer is still awaited."""

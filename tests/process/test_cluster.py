@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from process.watching import assert_all_equal
+from process.watching import assert_all_equal, wait_until
 
-from rlpool import DictTensor, EpisodeBatcher
+from rlpool import (
+    CrashCapsule,
+    DictTensor,
+    EnvError,
+    EpisodeBatcher,
+    SpecError,
+    VectorGymEnv,
+    WorkerDiedError,
+    WorkerError,
+)
+from rlpool.cluster import node
 from rlpool.cluster.batchers import ClusterEpisodeBatcher
 from rlpool.cluster.in_process import InProcess
+from rlpool.cluster.transport import Finished
 from rlpool.workers.failure_policy import FailurePolicy
 
+from support import faults
+from support.faults import faults_at
 from support.fragile import FragileEnv, RecurrentAgent, create_fragile
+from support.vector_envs import ArrayEnv, AutoresetMode
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.promise("I2")]
 
@@ -29,6 +45,8 @@ def make(
     create_env: Any = create_fragile,
     env_args: Any = None,
     timeout: float | None = 60.0,
+    crash_dir: Any = None,
+    require_same_bits: bool = False,
     **policy: Any,
 ) -> ClusterEpisodeBatcher:
     return ClusterEpisodeBatcher(
@@ -43,7 +61,13 @@ def make(
         5,
         timeout,
         FailurePolicy(**policy),
+        crash_dir,
+        require_same_bits=require_same_bits,
     )
+
+
+def create_array_env(seed: int) -> VectorGymEnv:
+    return VectorGymEnv(ArrayEnv(3, AutoresetMode.NEXT_STEP, "all"), seed)
 
 
 def collect(batcher: Any, disturb: Callable[[int], None] = lambda _: None) -> list[Any]:
@@ -92,3 +116,196 @@ def test_nodes_that_leave_and_join_change_no_bits() -> None:
 def test_a_lost_result_is_collected_again() -> None:
     transport = InProcess(2)
     assert_all_equal(collect(make(transport), lambda _: transport.lose_next(1)), alone())
+
+
+@pytest.mark.parametrize("n_timesteps", [4, 20])
+def test_memory_that_is_used_again_is_zero_past_the_end_of_each_row(n_timesteps: int) -> None:
+    def padding(batcher: Any) -> list[Any]:
+        with batcher:
+            found = []
+            for longest in (20, 3, 9):
+                batcher.execute(12, None, {"length": 1 + torch.arange(12) % longest})
+                trajectories = batcher.get()
+                found.append({k: trajectories[k].clone() for k in ("frame", "_frame", "reward")})
+                del trajectories
+        return found
+
+    with_nodes = padding(make(InProcess(2), n_timesteps))
+    arguments = RecurrentAgent, {}, create_fragile, {"n_lanes": 3}, 0, 5
+    for got, expected in zip(
+        with_nodes, padding(EpisodeBatcher(n_timesteps, 30, *arguments)), strict=True
+    ):
+        for key, value in expected.items():
+            assert torch.equal(got[key], value)
+
+
+@pytest.mark.promise("I8")
+def test_no_more_is_in_flight_than_slots_and_two_shards_per_node() -> None:
+    transport = InProcess(2)
+    in_flight: dict[int, tuple[int, int]] = {}
+    most: list[tuple[int, int]] = []
+    send, take = transport.send, transport.next_event
+
+    def counted_send(node: int, shard: Any) -> None:
+        in_flight[shard.number] = node, shard.n_rows
+        rows = sum(n_rows for _, n_rows in in_flight.values())
+        most.append((max(Counter(n for n, _ in in_flight.values()).values()), rows))
+        send(node, shard)
+
+    def counted_take() -> Any:
+        event = take()
+        if isinstance(event, Finished):
+            del in_flight[event.number]
+        return event
+
+    transport.send, transport.next_event = counted_send, counted_take  # type: ignore[method-assign]
+    with make(transport, n_slots=24) as batcher:
+        batcher.execute(200)
+        batcher.get()
+    assert max(n_shards for n_shards, _ in most) == 2
+    assert 20 <= max(n_rows for _, n_rows in most) <= 24
+    sizes = [shard.n_rows for _, shard in transport.sent]
+    assert sizes[-3:] == [3, 3, 2]  # small ones last, so that no node is waited for alone
+    assert sum(sizes) == 200
+
+
+def test_parameters_are_published_once_however_many_nodes_and_only_when_used() -> None:
+    transport = InProcess(2)
+    with make(transport) as batcher:
+        for version in range(1, 6):
+            batcher.update(float(version))
+            batcher.update(0.1 * version)
+            batcher.execute(20)
+            if version % 2:
+                batcher.execute(6)
+        versions, references = [], []
+        for _ in range(8):
+            trajectories = batcher.get()
+            versions.append(trajectories.info["policy_version"].unique().item())
+            references.append({s.policy.version for _, s in transport.sent})
+            assert trajectories["bias"][0, 0].item() == pytest.approx(0.05 * versions[-1])
+    assert versions == [2, 2, 4, 6, 6, 8, 10, 10]
+    assert transport.n_published == 5
+    # No more than two versions at once.
+    assert [max(v) for v in references[:4]] == [4, 4, 6, 8]
+
+
+@pytest.mark.promise("I9")
+def test_an_error_names_the_node_and_the_episode_of_the_request(tmp_path: Path) -> None:
+    arguments = {"n_lanes": 3, "kind": FragileEnv, "marks": str(tmp_path / "marks")}
+    (tmp_path / "marks").mkdir()
+    crash_dir = tmp_path / "capsules"
+    with make(InProcess(2), n_slots=60, env_args=arguments, crash_dir=crash_dir) as batcher:
+        batcher.execute(50, None, faults_at(50, 40, "raise", 2, length=5))
+        batcher.execute(7)
+        with pytest.raises(EnvError) as caught:
+            batcher.get()
+        seed = batcher.get().info["seed"][0].item()
+        assert batcher.progress == (0, 0)
+    where, capsule = caught.value.where, caught.value.capsule
+    assert (where.episode, where.step, where.node) in [(40, 2, "node-0"), (40, 2, "node-1")]
+    assert f"where: node {where.node}, worker 0, lane 1, episode 40, step 2" in str(caught.value)
+    assert caught.value.__cause__ is not None
+    assert capsule.where == where
+    assert capsule.agent_info == {}
+    (file,) = crash_dir.iterdir()
+    assert str(file) in str(caught.value)
+    assert CrashCapsule.load(file).where == where
+    expected = EpisodeBatcher(4, 60, RecurrentAgent, {}, create_fragile, {"n_lanes": 3}, 0, 5)
+    with expected:
+        expected.execute(50)
+        expected.execute(7)
+        assert expected.get().info["seed"][40] == where.seed
+        assert expected.get().info["seed"][0] == seed
+
+
+@pytest.mark.parametrize("kind", ["raise", "exit", "wrong_shape"])
+def test_nodes_that_cannot_start_are_an_error_at_once(kind: str) -> None:
+    with pytest.raises(WorkerError) as caught:
+        make(InProcess(2), create_env=faults.create_env, env_args={"fault": kind})
+    assert caught.value.where.node in ("node-0", "node-1")
+
+
+def test_a_node_that_joins_later_and_cannot_start_is_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    transport = InProcess(1)
+    with make(transport, env_args={"n_lanes": 3}) as batcher:
+        transport.refuse_next("no such module")
+        transport.add(1)
+        batcher.execute(10)
+        wait_until(lambda: batcher.progress and "no such module" in caplog.text)
+        assert batcher.get().n_elems() == 10
+
+
+def test_workers_that_die_are_counted_over_all_nodes(tmp_path: Path) -> None:
+    arguments = {"n_lanes": 3, "marks": str(tmp_path), "times": 9}
+    with make(InProcess(2), env_args=arguments, max_restarts=2) as batcher:
+        batcher.execute(20, None, faults_at(20, 7, "sigkill", 1, length=3))
+        with pytest.raises(WorkerDiedError) as caught:
+            batcher.get()
+        with pytest.raises(WorkerDiedError):
+            batcher.execute(1)
+    assert caught.value.where.node is not None
+
+
+def test_a_lost_node_is_an_error_if_nothing_is_to_be_restarted() -> None:
+    transport = InProcess(2)
+    with make(transport, on_worker_failure="raise") as batcher:
+        batcher.execute(60)
+        transport.remove(1)
+        with pytest.raises(WorkerDiedError, match="node-1"):
+            batcher.get()
+
+
+def test_a_cluster_without_nodes_is_an_error_after_a_while() -> None:
+    transport = InProcess(1)
+    with make(transport, timeout=1.5) as batcher:
+        batcher.execute(60)
+        transport.remove(0)
+        with pytest.raises(WorkerDiedError, match=r"0 of 1 nodes are ready after 1\.5 s"):
+            batcher.get()
+
+
+@pytest.mark.parametrize("require", [False, True])
+def test_nodes_with_other_processors_are_told(
+    require: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    numbers = iter(range(2))
+    monkeypatch.setattr(node, "fingerprint", lambda: {"torch's CPU capability": f"{next(numbers)}"})
+    if require:
+        with pytest.raises(SpecError, match="ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA, MKL_CBWR"):
+            make(InProcess(2), require_same_bits=True)
+        return
+    with make(InProcess(2)) as batcher:
+        batcher.execute(4)
+        batcher.get()
+    assert "may compute different bits: torch's CPU capability: 0 and 1" in caplog.text
+
+
+def test_progress_counts_up_and_a_get_that_does_not_block_waits_for_all() -> None:
+    with make(InProcess(2)) as batcher:
+        assert batcher.progress == (0, 0)
+        batcher.execute(60)
+        seen = []
+        while (trajectories := batcher.get(blocking=False)) is None:
+            seen.append(batcher.progress)
+        assert trajectories.n_elems() == 60
+    assert [n for n, _ in seen] == sorted(n for n, _ in seen)
+    assert {n_rows for _, n_rows in seen} == {60}
+    trajectories["frame"].add_(1)  # writable, and still there
+
+
+def test_lanes_that_are_reset_together_give_the_same_bits_on_any_node() -> None:
+    def results(disturb: bool) -> list[Any]:
+        transport = InProcess(2)
+        found = []
+        with make(transport, n_slots=60, create_env=create_array_env, env_args={}) as batcher:
+            for n_episodes in (20, 7, 30):
+                batcher.execute(n_episodes)
+                if disturb and n_episodes == 20:
+                    transport.remove(0)
+                found.append(batcher.get())
+        return found
+
+    assert_all_equal(results(disturb=True), results(disturb=False))

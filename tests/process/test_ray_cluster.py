@@ -1,0 +1,212 @@
+"""A real Ray cluster of two nodes: the same bits whoever is killed, and nothing left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import psutil
+import pytest
+from process.test_cluster import alone, collect
+from process.watching import assert_all_equal, wait_until
+
+from rlpool import EnvError, GymEnv, SpecError, WorkerStartupError
+from rlpool.cluster import RayEpisodeBatcher
+from rlpool.errors import RemoteTraceback
+
+from support.agents import ConstantAgent
+from support.envs import SpaceEnv
+from support.faults import faults_at
+from support.fragile import FragileEnv, RecurrentAgent, create_fragile
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'rlpool[ray]'")
+cluster_utils = pytest.importorskip("ray.cluster_utils")
+
+pytestmark = [pytest.mark.timeout(200), pytest.mark.promise("I2")]
+
+STORE_BYTES = 100 * 2**20
+
+FRAME = gymnasium.spaces.Box(0, 255, (100_000,), np.uint8)
+
+
+class LoggingFragileEnv(FragileEnv):
+    def reset(self, **arguments: Any) -> Any:
+        logging.getLogger("fragile").info("reset")
+        return super().reset(**arguments)
+
+
+def raise_at_once() -> Any:
+    raise KeyError("goal")
+
+
+def add_node(cluster: Any) -> Any:
+    return cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+    for _ in range(2):
+        add_node(cluster)
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def our_processes() -> list[psutil.Process]:
+    """Actors, templates and workers of this test's cluster."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            name = process.name()
+        except psutil.Error:
+            continue
+        if name.startswith(("ray::NodeActor", "rlpool-")):
+            found.append(process)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_process_left_behind(cluster: Any) -> Iterator[None]:
+    """Ray keeps processes of its own; ours have to be gone."""
+    before = {process.pid for process in our_processes()}
+    yield
+    wait_until(lambda: {process.pid for process in our_processes()} <= before, 10.0)
+
+
+def make(n_nodes: int | None = 2, **options: Any) -> RayEpisodeBatcher:
+    arguments: dict[str, Any] = {
+        "n_timesteps": 4,
+        "n_slots": 30,
+        "create_agent": RecurrentAgent,
+        "create_env": create_fragile,
+        "env_args": {"n_lanes": 3, "kind": FragileEnv},
+        "n_nodes": n_nodes,
+        "seeds": 5,
+    }
+    return RayEpisodeBatcher(**{**arguments, **options})
+
+
+def kill_one(name: str) -> None:
+    """Kill the first process of a name."""
+    next(process for process in our_processes() if process.name().startswith(name)).kill()
+
+
+def test_the_same_bits_whatever_is_killed() -> None:
+    victims = {0: "ray::NodeActor", 1: "rlpool-worker", 2: "rlpool-template", 3: "ray::NodeActor"}
+    batcher = make()
+    assert_all_equal(collect(batcher, lambda number: kill_one(victims[number])), alone())
+
+
+def test_the_same_bits_while_nodes_leave_and_join(cluster: Any) -> None:
+    nodes = list(cluster.worker_nodes)
+
+    def disturb(number: int) -> None:
+        if number == 0:
+            cluster.remove_node(nodes[0], allow_graceful=False)
+        elif number == 1:
+            add_node(cluster)
+
+    batcher = make(n_nodes=None)
+    assert_all_equal(collect(batcher, disturb), alone())
+
+
+def references() -> int:
+    """Objects of Ray that this process refers to."""
+    return len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
+
+
+def create_frames(seed: int) -> GymEnv:
+    actions = gymnasium.spaces.Discrete(2)
+    return GymEnv([SpaceEnv(FRAME, actions, 20) for _ in range(4)], seed)
+
+
+def test_results_larger_than_the_store_are_collected_and_pin_nothing() -> None:
+    arguments = {"create_env": create_frames, "create_agent": ConstantAgent, "env_args": {}}
+    with make(**arguments, n_timesteps=20, n_slots=48) as batcher:
+        n_before = references()
+        batcher.execute(3 * STORE_BYTES // (20 * FRAME.shape[0]))
+        trajectories = batcher.get()
+        wait_until(lambda: references() <= n_before)
+    frames = trajectories["frame"]
+    assert frames.nbytes > 2.5 * STORE_BYTES
+    frames.add_(1)  # writable, and still there
+    assert frames[:, :, 0].float().mean().isfinite()
+
+
+def test_errors_logs_and_stacks_name_the_node(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    arguments = {"n_lanes": 3, "kind": LoggingFragileEnv, "marks": str(tmp_path)}
+    with make(env_args=arguments, crash_dir=tmp_path / "capsules") as batcher:
+        text = batcher.dump_stacks(file=None)
+        batcher.execute(30, None, faults_at(30, 20, "raise", 2, length=5))
+        with pytest.raises(EnvError) as caught:
+            batcher.get()
+        batcher.execute(8)
+        assert batcher.get().n_elems() == 8
+        assert batcher.progress == (0, 0)
+    where = caught.value.where
+    assert (where.worker, where.lane, where.episode, where.step) == (0, 2, 20, 2)
+    assert text.count(f"node {where.node}:") == 1
+    assert text.count("rlpool/batch/worker.py") >= 2
+    assert isinstance(caught.value.__cause__, RemoteTraceback)
+    assert list((tmp_path / "capsules").iterdir())
+    said = [record for record in caplog.records if record.name == "fragile"]
+    assert {record.getMessage() for record in said} == {"reset"}
+    assert {record.node for record in said} >= {where.node}  # type: ignore[attr-defined]
+
+
+def test_what_the_cluster_cannot_give_is_an_error() -> None:
+    with pytest.raises(SpecError, match="2 free processors on a node"):
+        make(n_nodes=1, n_threads=2)
+    with pytest.raises(SpecError, match="1 free processors on 3 nodes"):
+        make(n_nodes=3)
+    with pytest.raises(WorkerStartupError, match="cannot be pickled"):
+        make(env_args={"lock": threading.Lock()})
+    with pytest.raises(WorkerStartupError, match="create_agent raised") as caught:
+        make(create_agent=raise_at_once)
+    assert caught.value.where.node
+    # Nothing is reserved any more.
+    wait_until(lambda: ray.available_resources().get("CPU") == 2.0, 10.0)
+
+
+CALLER = """
+import sys
+import ray
+from process.test_ray_cluster import make
+
+if __name__ == "__main__":
+    ray.init(address=sys.argv[1], log_to_driver=False)
+    batcher = make(env_args={"n_lanes": 3})
+    batcher.execute(10**6)
+    print("collects", flush=True)
+    batcher.get()
+"""
+
+
+def test_nothing_is_left_of_a_caller_that_is_killed(cluster: Any, tmp_path: Path) -> None:
+    script = tmp_path / "caller.py"
+    script.write_text(CALLER)
+    command = [sys.executable, str(script), cluster.address]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as caller:
+        assert caller.stdout is not None
+        assert caller.stdout.readline() == b"collects\n"
+        assert len(our_processes()) >= 4
+        caller.kill()
+    wait_until(lambda: not our_processes(), 10.0)
+    wait_until(lambda: ray.available_resources().get("CPU") == 2.0, 10.0)
