@@ -45,6 +45,9 @@ class BatcherBase(ProcessOwner, DumpsStacks):
 
     _dispatcher: RequestQueue | None = None
 
+    _ONE_SEED_PER_WORKER = True
+    """Whether a list of ``seeds`` is as long as there are workers."""
+
     def __init__(
         self,
         n_timesteps: int,
@@ -67,7 +70,8 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         check_timeout(timeout)
         for name, function in (("create_agent", create_agent), ("create_env", create_env)):
             _refuse_no_factory(name, function)
-        self._root = root_from(_checked_seeds(seeds, n_threads))
+        n_seeds = n_threads if self._ONE_SEED_PER_WORKER else 0
+        self._root = root_from(_checked_seeds(seeds, n_seeds))
         if seeds is None:
             _LOG.info("drew the root seed %d", self._root)
         self._n_workers = max(1, n_threads)
@@ -196,7 +200,7 @@ def _refuse_no_factory(name: str, function: Any) -> None:
 
 
 def _checked_seeds(seeds: Any, n_threads: int) -> Seeds:
-    """Seeds as an int, or a list of them that is as long as there are workers."""
+    """Seeds as an int, or a list of them that is as long as there are workers, if there are any."""
     if seeds is None:
         return None
     try:

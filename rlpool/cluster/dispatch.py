@@ -55,6 +55,9 @@ holds some of every node's."""
 _MOST_LOST = 100
 """Results that may be lost in a row: enough for a machine that takes its store with it."""
 
+_DEAF_S = 10.0
+"""A node that is only busy answers sooner than that."""
+
 _LOOK_EVERY_S = 0.5
 _LOOK_EVERY_S_PER_NODE = 0.01
 """How often nodes are asked what they are doing: seldom enough to cost nothing."""
@@ -134,12 +137,11 @@ class ClusterDispatcher(RequestQueue):
         self._fatal: RlpoolError | None = None
         self._running: list[Request] = []
         self._nodes: dict[int, _NodeState] = {}
-        self._fingerprint: NodeReport | None = None  # of the first node
+        self._first: NodeReport | None = None  # of the node that others are compared with
         self._specs: StepSpecs | None = None
         self._published: dict[int, Any] = {}  # version: reference
         self._n_shards = 0
-        self._n_failures = 0  # of nodes
-        self._n_restarts: dict[int, int] = {}  # of each node's workers, by those that are gone too
+        self._n_failures = 0  # of nodes' processes, and of workers of nodes that are gone
         self._bytes_per_row = 0.0
         self._looked_s = 0.0
         self._n_lost = 0  # results in a row
@@ -248,16 +250,13 @@ class ClusterDispatcher(RequestQueue):
                 self._n_failures += 1
                 self._check_restarts("the process of a node died", event.report.name)
         elif isinstance(event, Refused):
-            if self._has_started:
-                _LOG.warning("a node cannot be used: %s", event.error)
-            else:
-                self._fail(event.error)
+            self._refuse(event.node, event.error)
         elif isinstance(event, Left):
             self._leave(event)
         elif isinstance(event, Looked) and event.node in self._nodes:
             node = self._nodes[event.node]
             node.look, node.heard_s = event.look, time.monotonic()
-            self._count_restarts(event.node, event.look.n_restarts)
+            self._check_restarts("a worker died", node.report.name)
         elif isinstance(event, Lost | Finished) and event.node in self._nodes:
             node = self._nodes[event.node]
             node.heard_s = time.monotonic()
@@ -278,77 +277,89 @@ class ClusterDispatcher(RequestQueue):
                 self._note_error(flight.request, event.outcome.error, event.outcome.is_fatal)
 
     def _join(self, number: int, report: NodeReport) -> None:
-        """Use a node from now on."""
-        first = self._fingerprint or report
-        self._fingerprint = first
-        if report.n_lanes != (self.n_lanes or report.n_lanes):
-            self._fail(
-                SpecError(
-                    f"node {report.name} has {report.n_lanes} environments per worker, node "
-                    f"{first.name} has {self.n_lanes}",
-                    fix="create the same number of environments in every worker",
-                )
-            )
+        """Use a node from now on, unless it differs from the others."""
+        self._first = self._first or report
+        try:
+            self._check_node(report, self._first)
+            if report.step is not None:
+                self._learn(report.name, report.step)
+        except SpecError as error:
+            self._refuse(number, error)
             return
-        differing = differences(first.fingerprint, report.fingerprint)
-        if differing:
-            what = f"nodes {first.name} and {report.name} may compute different bits: " + (
-                "; ".join(differing)
-            )
-            fix = f"install the same versions, and set {PINS} to what all processors can do"
-            if self._require_same_bits:
-                self._fail(SpecError(what, fix=fix))
-                return
-            _LOG.warning("%s\n  fix:   %s", what, fix)
         self.n_lanes = report.n_lanes
         self._nodes[number] = _NodeState(report)
         if self._has_started or len(self._nodes) == self._transport.n_expected:
             self._alone_s = None
-        if report.step is not None:
-            self._learn(report.name, report.step)
+
+    def _check_node(self, report: NodeReport, first: NodeReport) -> None:
+        """Compare a node with the first one.
+
+        Raises:
+            SpecError: If it cannot be used.
+        """
+        if report.n_lanes != first.n_lanes:
+            raise SpecError(
+                f"node {report.name} has {report.n_lanes} environments per worker, node "
+                f"{first.name} has {first.n_lanes}",
+                fix="create the same number of environments in every worker",
+            )
+        differing = "; ".join(differences(first.fingerprint, report.fingerprint))
+        if differing:
+            what = f"nodes {first.name} and {report.name} may compute different bits: {differing}"
+            fix = f"install the same versions, and set {PINS} to what all processors can do"
+            error = SpecError(what, fix=fix)
+            if self._require_same_bits:
+                raise error
+            _LOG.warning("%s", error)
 
     def _learn(self, name: str, step: StepSpecs) -> None:
-        """Learn from a node what a step consists of, or see that all agree on it."""
+        """Learn from a node what a step consists of, or see that all agree on it.
+
+        Raises:
+            SpecError: If they do not, or blocks are larger than this machine.
+        """
         if self._specs is None:
+            self._blocks = BlockPool(self._make_layout(step), _private)
             self._specs = step
-            try:
-                self._blocks = BlockPool(self._make_layout(step), _private)
-            except SpecError as error:
-                self._fail(error)
         elif step != self._specs:
-            self._fail(
-                SpecError(
-                    f"node {name} has other steps than the nodes before: {step} and {self._specs}",
-                    fix="create_env and create_agent must not depend on the machine",
-                )
+            raise SpecError(
+                f"node {name} has other steps than the nodes before: {step} and {self._specs}",
+                fix="create_env and create_agent must not depend on the machine",
             )
 
-    def _leave(self, event: Left) -> None:
-        """Give the shards of a node that is gone to others."""
-        self._n_restarts.setdefault(event.node, 0)
-        node = self._nodes.pop(event.node, None)
-        if node is None:
+    def _refuse(self, number: int, error: RlpoolError) -> None:
+        """Do without a node that joined later; at the beginning it is an error."""
+        if not self._has_started:
+            self._fail(error)
             return
+        _LOG.warning("a node cannot be used: %s", error)
+        self._transport.dismiss(number)
+        self._lose_all_of(number)
+
+    def _leave(self, event: Left) -> None:
+        """Note that a node is gone."""
+        n_lost = self._lose_all_of(event.node)
+        _LOG.warning("%s; the %d episodes that it had run again", event.error.what, n_lost)
+        if not self._setup.policy.restarts_workers:
+            self._fail(event.error)
+
+    def _lose_all_of(self, number: int) -> int:
+        """Give the shards of a node to others; returns how many rows they have."""
+        node = self._nodes.pop(number, None)
+        if node is None:
+            return 0
         for flight in node.flights.values():
             flight.request.lose(flight.rows)
-        n_lost = sum(len(flight.rows) for flight in node.flights.values())
-        _LOG.warning("%s, and what it had of %d episodes is lost", event.error.what, n_lost)
-        policy = self._setup.policy
-        if not policy.restarts_workers:
-            self._fail(event.error)
+        self._n_failures += node.look.n_restarts
         if not self._nodes:
             self._alone_s = time.monotonic()
-
-    def _count_restarts(self, number: int, n_restarts: int) -> None:
-        before = self._n_restarts.get(number, 0)
-        self._n_restarts[number] = max(before, n_restarts)
-        if n_restarts > before:
-            self._check_restarts("a worker died", self._nodes[number].report.name)
+        return sum(len(flight.rows) for flight in node.flights.values())
 
     def _check_restarts(self, what: str, name: str) -> None:
         """Give up after more restarts than are allowed in all."""
         most = self._setup.policy.max_restarts
-        n_restarts = self._n_failures + sum(self._n_restarts.values())
+        running = sum(node.look.n_restarts for node in self._nodes.values())
+        n_restarts = self._n_failures + running
         if most is not None and n_restarts > most:
             what = f"{what} after {most} restarts in all, and is not started again"
             fix = "look at the warnings before this error, and raise max_restarts"
@@ -356,7 +367,10 @@ class ClusterDispatcher(RequestQueue):
 
     def _put(self, node: _NodeState, flight: _Flight, rows: Rows) -> None:
         """Copy a result into its request's block."""
-        self._learn(node.report.name, rows.step)
+        try:
+            self._learn(node.report.name, rows.step)
+        except SpecError as error:
+            self._fail(error)
         request, blocks = flight.request, self._blocks
         if self._fatal is not None or blocks is None or request.error is not None:
             return
@@ -477,9 +491,9 @@ class ClusterDispatcher(RequestQueue):
         for number, node in list(self._nodes.items()):
             if is_late:
                 node.heard_s = now_s
-            if timeout_s is not None and now_s > node.heard_s + timeout_s:
-                what = f"node {node.report.name} did not answer for {timeout_s:g} s"
-                _LOG.warning("%s, and is ended", what)
+            if timeout_s is not None and now_s > node.heard_s + max(timeout_s, _DEAF_S):
+                silent_s = now_s - node.heard_s
+                _LOG.warning("%s: no answer for %.0f s; it is ended", node.report.name, silent_s)
                 node.heard_s = now_s
                 self._transport.end(number)
             else:

@@ -124,6 +124,10 @@ class InProcess:
         """See ``Transport``."""
         self.remove(node)
 
+    def dismiss(self, node: int) -> None:
+        """See ``Transport``."""
+        self.nodes.pop(node).close()
+
     def stacks(self) -> str:
         """See ``Transport``."""
         return "\n".join(f"{node.name}:\n{node.stacks()}" for node in self.nodes.values())

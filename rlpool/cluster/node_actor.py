@@ -53,6 +53,9 @@ Said = tuple[list[bytes], int]
 """Lines of logs, and how many were dropped."""
 
 
+Begun = tuple[NodeReport, str, int]
+
+
 class NodeActor:
     """What a node runs.
 
@@ -60,7 +63,7 @@ class NodeActor:
         number: Number of this node among all.
     """
 
-    _node: Node
+    _node: Node | None = None
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -68,8 +71,11 @@ class NodeActor:
         self._records = _Records()
         logging.root.addHandler(self._records)
 
-    def begin(self, setup: NodeSetup, path: list[str], levels: Levels) -> tuple[NodeReport, str]:
+    def begin(self, setup: NodeSetup, path: list[str], levels: Levels) -> Begun:
         """Start the workers and wait until they are ready.
+
+        Called again, which a caller does that could not reach this process for a while, it gives up
+        what it was told to do before.
 
         Args:
             setup: What to start.
@@ -77,43 +83,47 @@ class NodeActor:
             levels: Levels of the caller's loggers.
 
         Returns:
-            What this node knows about itself, and Ray's id of it.
+            What this node knows about itself, Ray's id of it, and that of this process.
         """
         self._follow(levels)
+        node_id = ray.get_runtime_context().get_node_id()
+        if self._node is not None:
+            self._node.cancel()
+            return self._node.report(), node_id, os.getpid()
         known = {*sys.path}
         sys.path += [part for part in path if part not in known and os.path.exists(part)]
-        node_id = ray.get_runtime_context().get_node_id()
         address_of: Any = ray.util.get_node_ip_address  # without annotations
         self._node = Node(setup, f"{address_of()} ({node_id[:6]})", self._number)
-        return self._node.report(), node_id
+        return self._node.report(), node_id, os.getpid()
 
     def run(self, shard: Shard) -> Outcome:
         """Run a shard."""
-        return self._node.run(shard, lambda: ray.get(shard.policy.reference)).result()
+        return self._begun.run(shard, lambda: ray.get(shard.policy.reference)).result()
 
     def cancel(self, numbers: list[int]) -> None:
         """Stop shards."""
-        self._node.cancel(numbers)
+        self._begun.cancel(numbers)
 
     def look(self, levels: Levels) -> tuple[Look, Said]:
         """What this node is doing and has logged."""
         self._follow(levels)
-        return self._node.look(), self._records.take()
+        return self._begun.look(), self._records.take()
 
     def stacks(self) -> str:
         """What the workers are doing."""
-        return self._node.stacks()
+        return self._begun.stacks()
 
     def close(self) -> Said:
         """End the workers; returns what was logged last."""
-        self._node.close()
+        self._begun.close()
         return self._records.take()
+
+    @property
+    def _begun(self) -> Node:
+        if self._node is None:
+            raise LookupError("this process was not told to begin")
+        return self._node
 
     def _follow(self, levels: Levels) -> None:
         set_levels(self._levels, levels)
         self._levels = levels
-
-
-def actor_class() -> Any:
-    """The class as Ray runs it."""
-    return ray.remote(NodeActor)

@@ -24,7 +24,7 @@ from rlpool.workers.logs import current_levels, decode
 
 try:
     import ray
-    from ray.exceptions import RayActorError, RayError, RayTaskError
+    from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import (
         NodeAffinitySchedulingStrategy,
@@ -35,7 +35,7 @@ except ImportError as error:
         'rlpool.cluster needs Ray, which is not installed\n  fix:   pip install "rlpool[ray]"'
     ) from error
 
-from rlpool.cluster.node_actor import N_CALLS, Said, actor_class
+from rlpool.cluster.node_actor import N_CALLS, NodeActor, Said
 
 _LOG = logging.getLogger("rlpool")
 
@@ -50,6 +50,9 @@ _FEWER_S = 3.0
 
 _LOOK_FOR_NODES_S = 2.0
 """How often to look for nodes that have joined."""
+
+_FETCH_S = 60.0
+"""How long to wait for a result that was there a moment ago."""
 
 _RETRY_S = 0.2
 """How often to ask whether an actor is there again."""
@@ -69,16 +72,20 @@ class _Actor:
         handle: Ray's.
         name: What errors call its node; empty before it has joined.
         home: Id of the node that it was made for; empty if Ray chooses one.
+        strategy: Where Ray may run it.
         node_id: Id of the node that it was last seen on.
+        pid: Its process there.
         is_up: Whether it has joined and not left.
         retry_s: When to ask next whether it is there, if nobody has been asked.
         is_asked: Whether ``look`` was not answered yet.
     """
 
     handle: Any
+    strategy: Any
     home: str = ""
     name: str = ""
     node_id: str = ""
+    pid: int = 0
     is_up: bool = False
     retry_s: float | None = None
     is_asked: bool = False
@@ -141,7 +148,7 @@ class RayTransport:
         raise SpecError(
             f"the cluster has no {self._n_cpus} free processors on {wanted} "
             f"(in all, used ones included: {', '.join(sizes)})",
-            fix="lower n_nodes or n_threads, end what uses their processors, or start further nodes "
+            fix="lower n_nodes or n_threads, end what uses their processors, or start more nodes "
             "(ray start --address=..., or ray.autoscaler.sdk.request_resources and wait for them)",
         )
 
@@ -174,20 +181,19 @@ class RayTransport:
 
     def _make(self, strategy: Any, home: str = "") -> None:
         """Make an actor; it says when it is ready."""
-        handle = (
-            actor_class()
-            .options(
-                num_cpus=self._n_cpus,
-                max_restarts=-1 if self._restarts else 0,
-                max_task_retries=0,
-                max_concurrency=N_CALLS,
-                scheduling_strategy=strategy,
-            )
-            .remote(self._n_made)
-        )
         number, self._n_made = self._n_made, self._n_made + 1
-        self._actors[number] = _Actor(handle, home)
+        self._actors[number] = _Actor(self._handle(number, strategy), strategy, home)
         self._begin(number)
+
+    def _handle(self, number: int, strategy: Any) -> Any:
+        options = {
+            "num_cpus": self._n_cpus,
+            "max_restarts": -1 if self._restarts else 0,
+            "max_task_retries": 0,
+            "max_concurrency": N_CALLS,
+            "scheduling_strategy": strategy,
+        }
+        return ray.remote(NodeActor).options(**options).remote(number)
 
     def _begin(self, number: int) -> None:
         """Let an actor start its workers; one that was started again remembers nothing."""
@@ -286,7 +292,7 @@ class RayTransport:
         if actor is None:
             return
         try:
-            value = ray.get(reference)
+            value = ray.get(reference, timeout=_FETCH_S)
         except RayTaskError as error:
             self._note_raised(error, method, number, shard)
             return
@@ -305,9 +311,9 @@ class RayTransport:
             self._hear(actor, said)
             self._events.append(Looked(number, look))
         elif method == "begin":
-            report, node_id = value
-            is_restart = actor.node_id == node_id
-            actor.name, actor.node_id, actor.is_up = report.name, node_id, True
+            report, node_id, pid = value
+            is_restart = actor.node_id == node_id and actor.pid != pid
+            actor.name, actor.node_id, actor.pid, actor.is_up = report.name, node_id, pid, True
             self._events.append(Joined(number, report, is_restart))
 
     def _note_raised(self, error: RayTaskError, method: str, number: int, shard: int) -> None:
@@ -322,8 +328,6 @@ class RayTransport:
             self._events.append(Finished(number, shard, Outcome(None, cause, is_fatal=True)))
         else:
             self._events.append(Refused(number, cause))
-            with suppress(RayError):
-                ray.kill(self._actors[number].handle)  # its place is not given to another
 
     def _leave(self, number: int, error: RayError) -> None:
         """An actor is gone; Ray starts it again if it may."""
@@ -331,6 +335,8 @@ class RayTransport:
         was_up, actor.is_up, actor.is_asked = actor.is_up, False, False
         self._drop_calls(number)
         actor.retry_s = time.monotonic() + _RETRY_S
+        if isinstance(error, ActorDiedError) and self._restarts:
+            actor.handle = self._handle(number, actor.strategy)  # Ray starts the old one no more
         if was_up:
             what = f"node {actor.name} is gone ({type(error).__name__})"
             where, fix = Where(node=actor.name), "look at the log of its machine (ray logs)"
@@ -339,6 +345,14 @@ class RayTransport:
             )
 
     # The rest -----------------------------------------------------------------------------------
+
+    def dismiss(self, node: int) -> None:
+        """See ``Transport``."""
+        self._drop_calls(node)
+        actor = self._actors[node]
+        actor.is_up, actor.retry_s = False, None  # its place is not given to another
+        with suppress(RayError):
+            ray.kill(actor.handle)
 
     def stacks(self) -> str:
         """See ``Transport``."""

@@ -39,7 +39,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Refused:
-    """A node could not be started, and is not tried again."""
+    """A node could not start its workers."""
 
     node: int
     error: RlpoolError
@@ -108,6 +108,9 @@ class Transport(Protocol):
 
     def end(self, node: int) -> None:
         """End a node that does not answer; ``Left`` follows."""
+
+    def dismiss(self, node: int) -> None:
+        """End a node for good; nothing follows."""
 
     def stacks(self) -> str:
         """What all nodes are doing."""

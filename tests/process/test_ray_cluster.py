@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ import pytest
 from process.test_cluster import alone, collect
 from process.watching import assert_all_equal, wait_until
 
-from rlpool import EnvError, GymEnv, SpecError, WorkerStartupError
+from rlpool import EnvError, EpisodeBatcher, GymEnv, SpecError, WorkerStartupError
 from rlpool.cluster import RayEpisodeBatcher
 from rlpool.errors import RemoteTraceback
 
@@ -210,3 +213,34 @@ def test_nothing_is_left_of_a_caller_that_is_killed(cluster: Any, tmp_path: Path
         caller.kill()
     wait_until(lambda: not our_processes(), 10.0)
     wait_until(lambda: ray.available_resources().get("CPU") == 2.0, 10.0)
+
+
+@pytest.mark.slow
+def test_the_same_bits_for_a_minute_of_kills(cluster: Any) -> None:
+    draws = random.Random(3)
+    stop_s = time.monotonic() + 60.0
+    kill_s = leave_s = time.monotonic() + 3.0
+    requests = [draws.randrange(1, 300) for _ in range(20)]
+    with EpisodeBatcher(4, 30, RecurrentAgent, {}, create_fragile, {"n_lanes": 3}, 0, 5) as alone:
+        for n_episodes in requests:
+            alone.execute(n_episodes)
+        expected = [alone.get() for _ in requests]
+    while time.monotonic() < stop_s:
+        with make(n_nodes=None, max_restarts=None) as batcher:
+            for n_episodes in requests:
+                batcher.execute(n_episodes)
+            got = []
+            while len(got) < len(requests):
+                if (trajectories := batcher.get(blocking=False)) is not None:
+                    got.append(trajectories)
+                now_s = time.monotonic()
+                if now_s > kill_s:  # a node takes seconds to start
+                    kill_s = now_s + 8.0 * draws.random()
+                    kind = draws.choice(["ray::NodeActor", "rlpool-worker", "rlpool-template"])
+                    with contextlib.suppress(StopIteration, psutil.Error):
+                        kill_one(kind)
+                if now_s > leave_s:
+                    leave_s = now_s + 20.0
+                    cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+                    add_node(cluster)
+            assert_all_equal(got, expected)
