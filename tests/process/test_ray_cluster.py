@@ -33,7 +33,7 @@ from support.fragile import FragileEnv, RecurrentAgent, create_fragile
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'rlpool[ray]'")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
-pytestmark = [pytest.mark.timeout(200), pytest.mark.promise("I2")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(200), pytest.mark.promise("I2")]
 
 STORE_BYTES = 100 * 2**20
 

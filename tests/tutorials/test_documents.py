@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -56,11 +57,27 @@ def test_a_program_runs(name: str, program_folder: Path, capfd: pytest.CaptureFi
         assert max(returns) > 200  # it learns
 
 
-def run_script(script: Path) -> tuple[str, str]:
+@pytest.mark.ray
+def test_the_program_of_a_cluster_runs_on_one_machine(program_folder: Path) -> None:
+    pytest.importorskip("ray", reason='needs Ray: pip install "rlpool[ray]"')
+    script = program_folder / "program.py"
+    script.write_text(blocks_of("docs/cluster.md")[0], encoding="utf-8")
+    # A Ray of its own, whatever runs on this machine, and no token for later ones.
+    output, _ = run_script(script, RAY_ADDRESS="local", RAY_AUTH_MODE="disabled")
+    assert re.search(r"action +int64 \[256, \d+\]", output)
+
+
+def run_script(script: Path, **variables: str) -> tuple[str, str]:
     """Run it in a process of its own, and to its end; returns what it printed."""
     command = [sys.executable, script.name]
     done = subprocess.run(
-        command, cwd=script.parent, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+        command,
+        cwd=script.parent,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=True,
     )
     return done.stdout, done.stderr
 
@@ -77,7 +94,9 @@ def test_links_lead_somewhere(document: str) -> None:
         assert not anchor or anchor in anchors_of(str(path.relative_to(REPOSITORY))), anchor
 
 
-@pytest.mark.parametrize("document", ["docs/guide.md", "docs/troubleshooting.md"])
+@pytest.mark.parametrize(
+    "document", ["docs/cluster.md", "docs/guide.md", "docs/troubleshooting.md"]
+)
 def test_the_list_at_the_top_is_that_of_the_sections(document: str) -> None:
     sections = re.findall(r"^## (.*)$", text_of(document), flags=re.MULTILINE)
     listed = re.findall(r"^- \[(.*)\]\(#.*\)$", text_of(document), flags=re.MULTILINE)

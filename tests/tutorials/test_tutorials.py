@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,11 @@ SMALL = {
     "reinforce": ("--n-epochs 3 --n-episodes 8 --n-threads 1", ["reinforce.png"]),
 }
 
-PUBLIC_MODULES = {"rlpool", "rlpool.patterns"}
+PUBLIC_MODULES = {"rlpool", "rlpool.cluster", "rlpool.patterns"}
 
 
 def test_no_tutorial_is_forgotten() -> None:
-    assert {path.stem for path in TUTORIALS} == {*SMALL, "dqn"}  # which has a test of its own
+    assert {path.stem for path in TUTORIALS} == {*SMALL, "cluster", "dqn"}  # with own tests
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -55,6 +56,26 @@ def test_tutorial_says_what_it_teaches_and_uses_public_names_only(path: Path) ->
     text = path.read_text(encoding="utf-8")
     assert "you will learn" in text.lower()
     assert set(re.findall(r"^\s*(?:from|import) (rlpool\S*)", text, re.MULTILINE)) <= PUBLIC_MODULES
+
+
+# cluster.py ------------------------------------------------------------------------------------
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("n_nodes", [1, 2])
+def test_the_tutorial_of_clusters_runs(n_nodes: int, program_folder: Path) -> None:
+    pytest.importorskip("ray", reason='needs Ray: pip install "rlpool[ray]"')
+    # In a process of its own: Ray prints, and takes signals.
+    command = [sys.executable, str(FOLDER / "cluster.py"), f"--n-nodes={n_nodes}"]
+    output = subprocess.run(
+        [*command, "--n-epochs=2", "--n-episodes=8"],
+        cwd=program_folder,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120.0,
+        check=True,
+    ).stdout
+    assert "16 episodes of the cluster are bit by bit those of one machine" in output
 
 
 # dqn.py ----------------------------------------------------------------------------------------

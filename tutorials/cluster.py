@@ -1,0 +1,197 @@
+"""Proximal policy optimisation (PPO) on a Ray cluster: two simulated nodes here, or a real one.
+
+You will learn
+
+- that ``RayEpisodeBatcher`` has the calls of ``EpisodeBatcher``, with workers on many machines,
+- how to simulate a cluster on one machine, and what a real one changes: an address,
+- that the cluster changes no bit of what is collected, even if one of its nodes is lost.
+
+On a real cluster, with the same versions installed on every node (docs/cluster.md says how):
+
+    python tutorials/cluster.py --address auto --n-threads 8
+
+Needs Ray: ``pip install "rlpool[ray]"``.
+
+References:
+    Schulman et al. 2017, "Proximal policy optimization algorithms".
+    Schulman et al. 2016, "High-dimensional continuous control using generalized advantage
+    estimation", equation 16.
+"""
+
+import argparse
+import time
+from statistics import fmean
+
+import gymnasium as gym
+import ray
+import torch
+from ray.cluster_utils import Cluster
+from torch import nn
+from tqdm import tqdm
+
+from rlpool import (
+    Agent,
+    DictTensor,
+    EpisodeBatcher,
+    GymEnv,
+    categorical_log_probability,
+    sample_categorical,
+)
+from rlpool.cluster import RayEpisodeBatcher
+
+DISCOUNT = 0.99
+LAMBDA = 0.95
+CLIP = 0.2  # how far the probability of an action may move, as a ratio
+N_PASSES, N_MINIBATCHES = 4, 8  # over the steps of every epoch
+
+
+class ActorCriticAgent(nn.Module, Agent):
+    n_noise = 1
+
+    def __init__(self, n_hidden=64):
+        super().__init__()
+        self.actor = nn.Sequential(nn.Linear(4, n_hidden), nn.Tanh(), nn.Linear(n_hidden, 2))
+        self.critic = nn.Sequential(nn.Linear(4, n_hidden), nn.Tanh(), nn.Linear(n_hidden, 1))
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        logits = self.actor(observation["frame"])
+        action, log_probability = sample_categorical(logits, observation["noise"])
+        output = {"action": action, "log_probability": log_probability}
+        return DictTensor(), DictTensor(output), DictTensor()
+
+    def update(self, info):
+        self.load_state_dict(info)
+
+
+# Both travel to the nodes with this file's code: only what they import must be installed there.
+def create_agent(seed=0):
+    torch.manual_seed(seed)
+    return ActorCriticAgent()
+
+
+def create_env(seed, n_envs=16):
+    return GymEnv([gym.make("CartPole-v1") for _ in range(n_envs)], seed)
+
+
+def advantages_of(episodes, value, next_value):
+    """Generalised advantage estimation; everything is ``[B, T]``, zero past an episode's end."""
+    # A terminated episode has no future. One that is stopped by the time limit has.
+    next_value = next_value * ~episodes["_terminated"]
+    difference = (episodes["_reward"] + DISCOUNT * next_value - value) * episodes.mask()
+    advantages = torch.zeros_like(difference)
+    following = torch.zeros(episodes.n_elems())
+    for step in reversed(range(episodes.n_timesteps())):
+        following = difference[:, step] + DISCOUNT * LAMBDA * following
+        advantages[:, step] = following
+    return advantages
+
+
+def learn(agent, optimizer, episodes):
+    """One epoch of PPO."""
+    with torch.no_grad():
+        value = agent.critic(episodes["frame"]).squeeze(-1)
+        advantages = advantages_of(episodes, value, agent.critic(episodes["_frame"]).squeeze(-1))
+    # From here on, steps are all that matters, not which episode they belong to.
+    is_step = episodes.mask().bool()
+    keys = "frame", "action", "log_probability"
+    parts = [*(episodes[key] for key in keys), advantages, advantages + value]
+    parts = [part[is_step] for part in parts]
+    for _ in range(N_PASSES):
+        for rows in torch.randperm(len(parts[0])).chunk(N_MINIBATCHES):
+            frame, action, log_probability_then, advantage, target = (part[rows] for part in parts)
+            log_probability = categorical_log_probability(agent.actor(frame), action)
+            ratio = (log_probability - log_probability_then).exp()
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+            clipped = ratio.clamp(1.0 - CLIP, 1.0 + CLIP)
+            gain = torch.min(ratio * advantage, clipped * advantage).mean()
+            value_loss = (agent.critic(frame).squeeze(-1) - target).square().mean()
+            optimizer.zero_grad()
+            (0.1 * value_loss - gain).backward()
+            nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+            optimizer.step()
+
+
+def train(agent, batcher, arguments):
+    """Learn until the target is reached; returns the average return of every epoch."""
+    optimizer = torch.optim.Adam(agent.parameters(), lr=3e-3)
+    average_returns = []
+    progress = tqdm(range(arguments.n_epochs), desc="PPO", unit="epoch")
+    for _ in progress:
+        # The parameters are put into the object store once, however many nodes there are.
+        batcher.update(agent.state_dict())
+        batcher.execute(arguments.n_episodes)
+        episodes = batcher.get()
+        average_returns.append(episodes["_reward"].sum(1).mean().item())
+        progress.set_postfix({"average return": f"{average_returns[-1]:.0f}"})
+        if fmean(average_returns[-3:]) >= arguments.target:
+            break
+        learn(agent, optimizer, episodes)
+    progress.close()
+    return average_returns
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--address", help='of a running cluster, or "auto"; simulate one if absent')
+    parser.add_argument("--n-nodes", type=int, default=2, help="nodes to simulate")
+    parser.add_argument("--n-threads", type=int, default=1, help="worker processes per node")
+    parser.add_argument("--n-epochs", type=int, default=40, help="at most")
+    parser.add_argument("--n-episodes", type=int, default=64, help="episodes per epoch")
+    parser.add_argument("--seed", type=int, default=0, help="another one is another run")
+    parser.add_argument("--target", type=float, default=400.0, help="average return to reach")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the workers need the other cores
+    began = time.perf_counter()
+
+    # One machine plays several: each node has processes, an object store and a number of
+    # processors of its own. The first is the head, which every cluster has.
+    cluster, others = None, []
+    if arguments.address is None:
+        size = {"num_cpus": arguments.n_threads, "object_store_memory": 200 * 2**20}
+        cluster = Cluster(initialize_head=True, head_node_args=size)
+        others = [cluster.add_node(**size) for _ in range(arguments.n_nodes - 1)]
+    # What workers log reaches the loggers of this process, without Ray's help.
+    ray.init(cluster.address if cluster else arguments.address, log_to_driver=False)
+
+    common = {
+        "n_timesteps": 500,
+        "n_slots": 4 * arguments.n_episodes,
+        "seeds": arguments.seed,
+        "create_agent": create_agent,
+        "create_env": create_env,
+    }
+    agent = create_agent(arguments.seed)
+    with RayEpisodeBatcher(**common, n_threads=arguments.n_threads) as batcher:
+        average_returns = train(agent, batcher, arguments)
+
+    # The trained policy once more, on other episodes.
+    n_episodes = 2 * arguments.n_episodes
+    with RayEpisodeBatcher(**common, n_threads=arguments.n_threads) as batcher:
+        batcher.update(agent.state_dict())
+        batcher.execute(n_episodes)
+        if others:
+            # As if somebody had pulled the plug: its episodes run again on the nodes that are left.
+            cluster.remove_node(others.pop(), allow_graceful=False)
+        episodes = batcher.get()
+    ray.shutdown()
+    if cluster:
+        cluster.shutdown()
+
+    # The same episodes without a cluster: not one bit differs.
+    with EpisodeBatcher(**common, n_threads=0) as batcher:
+        batcher.update(agent.state_dict())
+        batcher.execute(n_episodes)
+        expected = batcher.get()
+    assert all(torch.equal(episodes[key], expected[key]) for key in expected)
+    print(f"{n_episodes} episodes of the cluster are bit by bit those of one machine")
+
+    seconds = time.perf_counter() - began
+    print(f"average return {fmean(average_returns[-3:]):.1f}", end=": ")
+    print(f"{len(average_returns)} epochs, {seconds:.1f} s in all")
+    if arguments.n_epochs >= 40:
+        assert fmean(average_returns[-3:]) >= arguments.target, "did not reach the target"
+        assert cluster is None or seconds < 120.0
+
+
+if __name__ == "__main__":
+    main()
