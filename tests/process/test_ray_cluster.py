@@ -70,15 +70,13 @@ def cluster() -> Iterator[Any]:
 
 
 def our_processes() -> list[psutil.Process]:
-    """Actors, templates and workers of this test's cluster."""
+    """Actors of this test's cluster, with their templates and workers; not this process's own."""
     found = []
     for process in psutil.Process().children(recursive=True):
-        try:
-            name = process.name()
-        except psutil.Error:
-            continue
-        if name.startswith(("ray::NodeActor", "rlpool-")):
-            found.append(process)
+        with contextlib.suppress(psutil.Error):
+            is_ours = process.name().startswith(("ray::NodeActor", "rlpool-"))
+            if is_ours and process.ppid() != os.getpid():
+                found.append(process)
     return found
 
 
