@@ -337,6 +337,7 @@ def make_batcher(
     n_episodes: int | None = None,
     n_threads: int | None = None,
     n_pending: int = 1,
+    kind: Callable[..., EpisodeBatcher] = EpisodeBatcher,
 ) -> EpisodeBatcher:
     """A batcher with one slot for every episode.
 
@@ -345,8 +346,9 @@ def make_batcher(
         n_episodes: Episodes per request, instead of the workload's own.
         n_threads: Worker processes, instead of the workload's own.
         n_pending: Requests at a time.
+        kind: What makes it.
     """
-    return EpisodeBatcher(
+    return kind(
         n_timesteps=workload.n_timesteps,
         n_slots=n_pending * (n_episodes or workload.n_episodes),
         create_agent=PolicyAgent,

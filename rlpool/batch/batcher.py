@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
+from rlpool.batch.messages import Infos
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.requests import EpisodeRequest, Policy, WindowRequest, as_infos
 from rlpool.data.infos import Info
@@ -300,6 +300,18 @@ class Batcher(BatcherBase):
             is reported, and ``reset`` goes on with new workers.
     """
 
+    _WINDOWS = WindowRequest
+
+    _n_resets = _n_windows = 0
+    _n_windows_before = 0  # those before the last reset
+    _infos: Infos
+    _running: Sequence[int] = ()
+    _tapes: WindowTapes | None = None
+    _is_first = False
+    _last_window = 0  # number of the last request whose lanes_left was taken over
+    _is_reset = False  # False again after an error, which ends all episodes
+    _queued: tuple[Policy, ...] = ()  # those of windows that wait for the previous one
+
     @names_arguments
     @takes_policy
     def __init__(
@@ -320,15 +332,6 @@ class Batcher(BatcherBase):
         factories = create_agent, agent_args, create_env, env_args
         failing = timeout, FailurePolicy(**policy), crash_dir
         super().__init__(n_timesteps, n_slots, *factories, n_threads, seeds, *failing)
-        self._n_resets = self._n_windows = 0
-        self._n_windows_before = 0  # those before the last reset
-        self._infos = as_infos(None, None, 0)
-        self._running: list[int] = []
-        self._tapes: WindowTapes | None = None
-        self._is_first = False
-        self._last_window = 0  # number of the last request whose lanes_left was taken over
-        self._is_reset = False  # False again after an error, which ends all episodes
-        self._queued: deque[Policy] = deque()  # those of windows that wait for the previous one
 
     @property
     def n_lanes(self) -> int:
@@ -360,7 +363,7 @@ class Batcher(BatcherBase):
         self._n_resets += 1
         self._n_windows_before = self._n_windows
         self._tapes = WindowTapes(self.n_lanes) if self._open().repeats else None
-        self._queued.clear()
+        self._queued = ()
         self._running = list(range(self.n_lanes))
 
     def execute(self) -> None:
@@ -377,7 +380,7 @@ class Batcher(BatcherBase):
             if dispatcher.n_pending:
                 # Which lanes run is known once the previous window is there; the policy is fixed
                 # now.
-                self._queued.append(dispatcher.policy)
+                self._queued += (dispatcher.policy,)
             elif self._running:
                 self._submit(dispatcher, dispatcher.policy)
 
@@ -408,7 +411,7 @@ class Batcher(BatcherBase):
         except RlpoolError:
             dispatcher.drop_pending()
             self._is_reset = False
-            self._queued.clear()
+            self._queued = ()
             raise
         if request is None:
             return None
@@ -417,12 +420,14 @@ class Batcher(BatcherBase):
                 self._last_window = request.number
                 self._running = request.lanes_left
                 if self._queued and self._running:
-                    self._submit(dispatcher, self._queued.popleft())
+                    policy, *queued = self._queued
+                    self._queued = tuple(queued)
+                    self._submit(dispatcher, policy)
         return dispatcher.hand_out()
 
     def _submit(self, dispatcher: RequestQueue, policy: Policy) -> None:
         dispatcher.submit(
-            WindowRequest(
+            self._WINDOWS(
                 number=dispatcher.next_number(),
                 n_rows=len(self._running),
                 lanes=list(self._running),

@@ -1,5 +1,5 @@
 """Batchers whose workers are on several machines."""
 
-from rlpool.cluster.ray_batchers import RayEpisodeBatcher
+from rlpool.cluster.ray_batchers import RayBatcher, RayEpisodeBatcher
 
-__all__ = ["RayEpisodeBatcher"]
+__all__ = ["RayBatcher", "RayEpisodeBatcher"]

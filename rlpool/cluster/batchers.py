@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlpool.batch.batcher import EpisodeBatcher
+from rlpool.batch.batcher import Batcher, EpisodeBatcher
 from rlpool.batch.batcher_base import BatcherBase
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.cluster.dispatch import ClusterDispatcher
-from rlpool.cluster.requests import DividedEpisodes
+from rlpool.cluster.requests import DividedEpisodes, DividedWindow
 from rlpool.cluster.shards import NodeSetup
 from rlpool.cluster.transport import TransportMaker
 from rlpool.record.capsule_files import CrashDir
-from rlpool.workers.failure_policy import (
-    FailurePolicy,
-)
-
-if TYPE_CHECKING:
-    pass
+from rlpool.workers.failure_policy import FailurePolicy
 
 
-class ClusterEpisodeBatcher(EpisodeBatcher):
-    """Complete episodes from the nodes of any transport, see ``RayEpisodeBatcher``."""
+class _OnNodes(BatcherBase):
+    """A batcher whose workers are on the nodes of any transport.
 
-    _EPISODES = DividedEpisodes
+    Args:
+        make_transport: Called once the arguments were checked.
+        *arguments: Of ``BatcherBase``.
+        require_same_bits: Whether nodes that may compute other bits are refused.
+    """
+
+    _ONE_SEED_PER_WORKER = False
+
+    _has_fixed_lanes = False
+    """Whether every node has lanes of its own, and results one row for each of all lanes."""
 
     def __init__(
         self, make_transport: TransportMaker, *arguments: Any, require_same_bits: bool = False
@@ -43,17 +47,36 @@ class ClusterEpisodeBatcher(EpisodeBatcher):
         timeout_s: float | None,
         crash_dir: CrashDir,
     ) -> RequestQueue:
-        n_slots = n_slots or 0
         transport = self._make_transport()
-        n_node_slots = max(1, n_slots // transport.n_expected)
+        n_nodes = transport.n_expected
+        if self._has_fixed_lanes:
+            n_slots, self._n_workers = None, n_threads * n_nodes
+        n_node_slots = None if n_slots is None else max(1, n_slots // n_nodes)
         setup = NodeSetup(
             functions, n_threads, self._root, n_timesteps, n_node_slots, policy, timeout_s
         )
         return ClusterDispatcher(
             transport,
             setup,
-            n_slots=n_slots,
-            make_layout=partial(self.layout, n_timesteps, n_slots, n_threads),
+            n_slots=n_slots or 0,
+            make_layout=partial(self.layout, n_timesteps, n_slots, self._n_workers),
             crash_dir=crash_dir,
             require_same_bits=self._require_same_bits,
         )
+
+
+class ClusterEpisodeBatcher(_OnNodes, EpisodeBatcher):
+    """Complete episodes from the nodes of any transport, see ``RayEpisodeBatcher``."""
+
+    _EPISODES = DividedEpisodes
+
+
+class ClusterBatcher(_OnNodes, Batcher):
+    """Windows from the nodes of any transport.
+
+    Each of the nodes that were there at the beginning has its part of the lanes, those of the first
+    one come first. The part of a node that is lost goes to another one.
+    """
+
+    _WINDOWS = DividedWindow
+    _has_fixed_lanes = True

@@ -22,7 +22,8 @@ from rlpool.batch.dispatch import LayoutMaker
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.requests import Policy, Request
 from rlpool.cluster.fingerprint import PINS, differences
-from rlpool.cluster.requests import Divided, DividedEpisodes
+from rlpool.cluster.homes import Homes
+from rlpool.cluster.requests import Divided, DividedEpisodes, DividedWindow
 from rlpool.cluster.shards import Look, NodeReport, NodeSetup, PolicyAt, Rows
 from rlpool.cluster.transport import (
     Event,
@@ -34,7 +35,7 @@ from rlpool.cluster.transport import (
     Refused,
     Transport,
 )
-from rlpool.errors import RlpoolError, SpecError, UsageError, Where, WorkerDiedError
+from rlpool.errors import RlpoolError, SpecError, UsageError, Where, WorkerDiedError, WorkerError
 from rlpool.memory.storage import Memory
 from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.slots.blocks import BlockPool, StepSpecs
@@ -106,7 +107,7 @@ class ClusterDispatcher(RequestQueue):
     Args:
         transport: Connects this process with the nodes.
         setup: What every node starts with.
-        n_slots: Slots in flight, of all nodes together.
+        n_slots: Slots in flight, of all nodes together; 0 for one per lane.
         make_layout: Makes the layout of the caller's blocks.
         crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
         require_same_bits: Whether nodes that may compute other bits are refused.
@@ -137,6 +138,7 @@ class ClusterDispatcher(RequestQueue):
         self._fatal: RlpoolError | None = None
         self._running: list[Request] = []
         self._nodes: dict[int, _NodeState] = {}
+        self._homes = Homes(transport.n_expected)
         self._first: NodeReport | None = None  # of the node that others are compared with
         self._specs: StepSpecs | None = None
         self._published: dict[int, Any] = {}  # version: reference
@@ -267,7 +269,7 @@ class ClusterDispatcher(RequestQueue):
                 self._n_lost += 1
                 what = f"node {node.report.name}: a result is lost ({event.why})"
                 _LOG.warning("%s", what)
-                flight.request.lose(flight.rows)
+                self._lose(flight, WorkerError(what))
                 if self._n_lost > _MOST_LOST:
                     fix = "lower n_slots or n_timesteps, or give Ray a larger object store"
                     self._fail(WorkerDiedError(what, exitcode=None, fix=fix))
@@ -287,7 +289,9 @@ class ClusterDispatcher(RequestQueue):
             self._refuse(number, error)
             return
         self.n_lanes = report.n_lanes
+        self._n_slots = self._n_slots or self._homes.n_parts * self._part_size
         self._nodes[number] = _NodeState(report)
+        self._homes.join(number)
         if self._has_started or len(self._nodes) == self._transport.n_expected:
             self._alone_s = None
 
@@ -334,26 +338,34 @@ class ClusterDispatcher(RequestQueue):
             return
         _LOG.warning("a node cannot be used: %s", error)
         self._transport.dismiss(number)
-        self._lose_all_of(number)
+        self._lose_all_of(number, error)
 
     def _leave(self, event: Left) -> None:
         """Note that a node is gone."""
-        n_lost = self._lose_all_of(event.node)
+        n_lost = self._lose_all_of(event.node, event.error)
         _LOG.warning("%s; the %d episodes that it had run again", event.error.what, n_lost)
         if not self._setup.policy.restarts_workers:
             self._fail(event.error)
 
-    def _lose_all_of(self, number: int) -> int:
+    def _lose_all_of(self, number: int, error: RlpoolError) -> int:
         """Give the shards of a node to others; returns how many rows they have."""
         node = self._nodes.pop(number, None)
         if node is None:
             return 0
+        self._homes.leave(number, error)
         for flight in node.flights.values():
-            flight.request.lose(flight.rows)
+            self._lose(flight, error)
         self._n_failures += node.look.n_restarts
         if not self._nodes:
             self._alone_s = time.monotonic()
         return sum(len(flight.rows) for flight in node.flights.values())
+
+    def _lose(self, flight: _Flight, error: RlpoolError) -> None:
+        """Let the rows of a shard be run again, if they can be."""
+        if flight.request.can_be_repeated():
+            flight.request.lose(flight.rows)
+        else:
+            self._note_error(flight.request, error, is_fatal=False)
 
     def _check_restarts(self, what: str, name: str) -> None:
         """Give up after more restarts than are allowed in all."""
@@ -407,10 +419,11 @@ class ClusterDispatcher(RequestQueue):
         if self._fatal is not None:
             return
         self._begin_queued()
+        n_in_flight = sum(len(f.rows) for n in self._nodes.values() for f in n.flights.values())
         for depth in range(_MOST_SHARDS):
             for number, node in self._nodes.items():
                 if len(node.flights) <= depth:
-                    self._send_next(number, node)
+                    n_in_flight += self._send_next(number, node, n_in_flight)
 
     def _begin_queued(self) -> None:
         while self._queued:
@@ -420,22 +433,27 @@ class ClusterDispatcher(RequestQueue):
             if not wanted or len(versions) > _MOST_VERSIONS:
                 return
             self._queued.popleft()
-            request.n_slots = wanted
-            self._running.append(request)
-            if isinstance(request, DividedEpisodes) and (
-                self._specs is None or self._specs.resets_together
-            ):
-                request.divide(self._transport.n_expected, self.n_lanes)
+            try:
+                if isinstance(request, DividedWindow):
+                    request.begin(self._homes, self._part_size)
+                elif isinstance(request, DividedEpisodes) and (
+                    self._specs is None or self._specs.resets_together
+                ):
+                    request.divide(self._transport.n_expected, self.n_lanes)
+            except RlpoolError as error:
+                request.error = error
+            else:
+                request.n_slots = wanted
+                self._running.append(request)
 
-    def _send_next(self, number: int, node: _NodeState) -> None:
-        """Send a node the next rows that nobody runs."""
-        n_in_flight = sum(len(f.rows) for n in self._nodes.values() for f in n.flights.values())
+    def _send_next(self, number: int, node: _NodeState, n_in_flight: int) -> int:
+        """Send a node the next rows that nobody runs; returns how many."""
         for request in self._running:
             if not isinstance(request, Divided) or not request.n_left:
                 continue
             size = self._shard_size(request)
             if n_in_flight and n_in_flight + size > max(self._n_slots, self._least_rows):
-                return
+                return 0
             rows = request.next_rows(number, size)
             if rows is not None:
                 self._n_shards += 1
@@ -443,7 +461,13 @@ class ClusterDispatcher(RequestQueue):
                 shard = request.shard(rows, flight.number, self._policy_at(request.policy))
                 node.flights[flight.number] = flight
                 self._transport.send(number, shard)
-                return
+                return len(rows)
+        return 0
+
+    @property
+    def _part_size(self) -> int:
+        """Lanes of a node."""
+        return self.n_lanes * self._setup.n_workers
 
     @property
     def _least_rows(self) -> int:

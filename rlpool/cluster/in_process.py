@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
@@ -23,7 +25,7 @@ class InProcess:
 
     Attributes:
         nodes: Number to node.
-        n_published: How many objects were published.
+        ready: Nodes that are there and have said so.
         sent: All shards, with the node that each was sent to.
     """
 
@@ -31,12 +33,14 @@ class InProcess:
         self.n_expected = n_nodes
         self.store_bytes = store_bytes
         self.nodes: dict[int, Node] = {}
-        self.n_published = 0
+        self.ready: set[int] = set()
         self.sent: list[tuple[int, Shard]] = []
         self._events: deque[Event] = deque()
         self._has_events = threading.Condition()
         self._setup: NodeSetup
         self._refusal = ""
+        self._published: list[Published] = []
+        self._outcomes: dict[int, list[Future[Outcome]]] = {}  # by node
         self._losing: set[int] = set()  # nodes whose next outcome is lost
 
     def start(self, setup: NodeSetup) -> None:
@@ -50,12 +54,28 @@ class InProcess:
         self.nodes[number] = node = Node(self._setup, f"node-{number}", number)
         node.when_ready(partial(self._report, number, node, is_restart))
 
-    def remove(self, number: int) -> None:
-        """Let a node leave as if its machine had died: what it was sent is lost."""
-        node = self.nodes.pop(number)
-        error = WorkerDiedError(f"{node.name} died", exitcode=None)
+    def remove(self, number: int, *, when_done: bool = False) -> None:
+        """Let a node leave as if its machine had died.
+
+        Args:
+            number: Its number.
+            when_done: Wait until it has done what it was sent; else what was not received is lost.
+        """
+        node = self.nodes[number]
+        if when_done:
+            wait(self._outcomes.get(number, ()))
         node.close()
-        self._happened(Left(number, error))
+        del self.nodes[number]
+        self.ready.discard(number)
+        with self._has_events:
+            received = [event for event in self._events if event.node != number or when_done]
+            self._events = deque(received)
+        self._happened(Left(number, WorkerDiedError(f"{node.name} died", exitcode=None)))
+
+    @property
+    def n_published(self) -> int:
+        """How many objects were published."""
+        return len(self._published)
 
     def lose_next(self, number: int) -> None:
         """Lose the next outcome of a node."""
@@ -71,6 +91,7 @@ class InProcess:
             if why:
                 raise WorkerStartupError(why)
             self._happened(Joined(number, node.report(), is_restart))
+            self.ready.add(number)
         except RlpoolError as error:
             self._happened(Refused(number, error))
 
@@ -79,7 +100,9 @@ class InProcess:
         self.sent.append((node, shard))
         if node in self.nodes:
             runner = self.nodes[node]
-            future = runner.run(shard, lambda: shard.policy.reference[0])
+            copy = pickle.loads(pickle.dumps(shard))
+            future = runner.run(copy, lambda: self._published[shard.policy.reference])
+            self._outcomes.setdefault(node, []).append(future)
             future.add_done_callback(lambda done: self._done(node, runner, shard, done.result()))
 
     def _done(self, number: int, node: Node, shard: Shard, outcome: Outcome) -> None:
@@ -117,8 +140,8 @@ class InProcess:
 
     def publish(self, published: Published) -> Any:
         """See ``Transport``."""
-        self.n_published += 1
-        return [published]
+        self._published.append(published)
+        return len(self._published) - 1
 
     def end(self, node: int) -> None:
         """See ``Transport``."""

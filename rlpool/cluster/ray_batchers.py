@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlpool.batch.batcher_base import CreateAgent, CreateEnv, Seeds
-from rlpool.cluster.batchers import ClusterEpisodeBatcher
+from rlpool.cluster.batchers import ClusterBatcher, ClusterEpisodeBatcher
 from rlpool.cluster.transport import Transport
 from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.record.capsule_files import CrashDir
@@ -80,16 +80,58 @@ class RayEpisodeBatcher(ClusterEpisodeBatcher):
         connect = _connection(n_nodes, n_threads)
         factories = create_agent, agent_args, create_env, env_args
         failing = timeout, FailurePolicy(**policy), crash_dir
-        super().__init__(
-            connect,
-            n_timesteps,
-            n_slots,
-            *factories,
-            n_threads,
-            seeds,
-            *failing,
-            require_same_bits=require_same_bits,
-        )
+        arguments = n_timesteps, n_slots, *factories, n_threads, seeds, *failing
+        super().__init__(connect, *arguments, require_same_bits=require_same_bits)
+
+
+class RayBatcher(ClusterBatcher):
+    """Collects windows on the nodes of a Ray cluster.
+
+    Calls, rows and bits are those of ``Batcher``. The nodes that are there at the beginning divide
+    the lanes among them, those of the first one come first. Lanes of a node that is lost go on
+    elsewhere, from where they were: their recorded actions are repeated there.
+
+    Args:
+        n_timesteps: As for ``Batcher``.
+        n_slots: Ignored; accepted because ``RayEpisodeBatcher`` takes it.
+        create_agent: As for ``RayEpisodeBatcher``.
+        agent_args: As for ``RayEpisodeBatcher``.
+        create_env: As for ``RayEpisodeBatcher``.
+        env_args: As for ``RayEpisodeBatcher``.
+        n_threads: As for ``RayEpisodeBatcher``.
+        n_nodes: How many nodes to use; ``None`` for all that there are. The number of lanes follows
+            from it, and stays.
+        seeds: As for ``RayEpisodeBatcher``.
+        timeout: As for ``RayEpisodeBatcher``.
+        crash_dir: As for ``RayEpisodeBatcher``.
+        require_same_bits: As for ``RayEpisodeBatcher``.
+        **policy: As for ``Batcher``; ``max_restarts`` as for ``RayEpisodeBatcher``.
+    """
+
+    @names_arguments
+    @takes_policy
+    def __init__(
+        self,
+        n_timesteps: int,
+        n_slots: int | None = None,
+        create_agent: CreateAgent | None = None,
+        agent_args: Mapping[str, Any] | None = None,
+        create_env: CreateEnv | None = None,
+        env_args: Mapping[str, Any] | None = None,
+        n_threads: int = 1,
+        n_nodes: int | None = None,
+        seeds: Seeds = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+        crash_dir: CrashDir = None,
+        require_same_bits: bool = False,
+        **policy: Unpack[PolicyOptions],
+    ) -> None:
+        connect = _connection(n_nodes, n_threads)
+        factories = create_agent, agent_args, create_env, env_args
+        failing = timeout, FailurePolicy(**policy), crash_dir
+        arguments = n_timesteps, n_slots, *factories, n_threads, seeds, *failing
+        super().__init__(connect, *arguments, require_same_bits=require_same_bits)
 
 
 def _connection(n_nodes: int | None, n_threads: int) -> Callable[[], Transport]:

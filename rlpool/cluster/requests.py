@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,14 +15,17 @@ import torch
 from rlpool.batch.messages import Infos
 from rlpool.batch.requests import EpisodeRequest, Request, WindowRequest
 from rlpool.batch.shares import Shares
+from rlpool.cluster.homes import Homes
 from rlpool.cluster.shards import (
     EpisodeShard,
     PolicyAt,
     Rows,
     Shard,
+    WindowShard,
     copy_into,
     with_padding,
 )
+from rlpool.errors import WorkerError
 from rlpool.slots.trajectories import Derivation, Glue
 
 
@@ -177,18 +181,103 @@ class DividedEpisodes(EpisodeRequest, Divided):
 
 @dataclass(eq=False, kw_only=True)
 class DividedWindow(WindowRequest, Divided):
-    """The next steps of every running lane; every node runs its own lanes.
+    """The next steps of every running lane; the lanes of each part are run together."""
 
-    Attributes:
-        n_node_lanes: Lanes of a node.
-        n_nodes: Nodes.
-        homes: Which node runs the lanes of which part, changed as nodes are lost.
-        before: By part, the shard of its last window.
-    """
+    def begin(self, homes: Homes, part_size: int) -> None:
+        """Prepare to be run by nodes.
 
-    n_node_lanes: int
-    homes: list[int]
-    before: dict[int, int] = field(default_factory=dict)
+        Args:
+            homes: Which node runs which part.
+            part_size: Lanes of a part.
+
+        Raises:
+            RlpoolError: If lanes are in the middle of episodes that are lost.
+        """
+        self._homes, self._part_size = homes, part_size
+        self._left = {lane // part_size for lane in self.lanes}  # that nobody runs
+        self._missing = set(self._left)
+        if self.can_be_repeated():
+            homes.balance()
+            return
+        for part in self._left & homes.moved.keys():
+            raise homes.moved[part] or WorkerError(f"lanes from {part * part_size} on are lost")
+
+    @property
+    def is_complete(self) -> bool:
+        """See ``Request.is_complete``."""
+        return self.block is not None and not self._missing and self.error is None
+
+    @property
+    def n_left(self) -> int:
+        """See ``Divided``."""
+        return sum(len(self._rows_in(part)) for part in self._left)
+
+    @property
+    def n_there(self) -> int:
+        """See ``Divided``."""
+        return self.n_rows - sum(len(self._rows_in(part)) for part in self._missing)
+
+    def next_rows(self, node: int, size: int) -> range | None:
+        """See ``Divided``."""
+        for part in self._homes.of(node):
+            if part in self._left:
+                self._left.remove(part)
+                return self._rows_in(part)
+        return None
+
+    def _rows_in(self, part: int) -> range:
+        first = part * self._part_size
+        bounds = bisect_left(self.lanes, first), bisect_left(self.lanes, first + self._part_size)
+        return range(*bounds)
+
+    def _part_with(self, rows: range) -> int:
+        return self.lanes[rows.start] // self._part_size
+
+    def lose(self, rows: range) -> None:
+        """See ``Divided``; whoever ran it is past it."""
+        part = self._part_with(rows)
+        self._left.add(part)
+        self._homes.move(part)
+
+    def shard(self, rows: range, number: int, policy: PolicyAt) -> WindowShard:
+        """See ``Divided``."""
+        part = self._part_with(rows)
+        first = part * self._part_size
+        lanes = [lane - first for lane in self.lanes[rows.start : rows.stop]]
+        tapes = None
+        if part in self._homes.moved and not self.is_first and self.tapes is not None:
+            tapes = {lane: self.tapes.tapes[first + lane] for lane in lanes}
+        return WindowShard(
+            number=number,
+            part=part,
+            parts=frozenset(self._homes.beside(part)),
+            first_lane=first,
+            lanes=lanes,
+            n_resets=self.n_resets,
+            n_windows=self.n_windows,
+            is_first=self.is_first,
+            infos=_part_of(self.infos, range(first, first + self._part_size)),
+            policy=policy,
+            tapes=tapes,
+        )
+
+    def put(self, rows: range, result: Rows) -> None:
+        """See ``Divided``."""
+        part = self._part_with(rows)
+        if part not in self._missing:
+            return  # it arrived twice
+        block, first = self.running_block, part * self._part_size
+        copy_into(block, rows.start, result)
+        control = block.arrays.control
+        for lane, steps_before in result.lanes_left.items():
+            control["running"].reshape(-1)[first + lane] = first + lane
+            control["steps_before"].reshape(-1)[first + lane] = steps_before
+        if result.reproducible is not None:
+            workers = np.array(self.workers[rows.start : rows.stop])
+            is_stray = ~result.reproducible | (part in self._homes.strayed)
+            self.strays.update(workers[is_stray].tolist())
+        self._homes.moved.pop(part, None)
+        self._missing.remove(part)
 
 
 def _part_of(infos: Infos, rows: range) -> Infos:

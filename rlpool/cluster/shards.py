@@ -80,23 +80,26 @@ class EpisodeShard:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowShard:
-    """The next window of the lanes of one node.
+    """The next window of one part of all lanes; lanes are numbered from its first on.
 
     Attributes:
-        number: Names it; no two shards of a caller share one.
-        first_lane: Number across all nodes of the node's lane 0.
-        lanes: Its lanes that run, counted from 0.
+        number: Names it; no two shards of a caller share one, and later ones have larger ones.
+        part: Number of the part.
+        parts: All parts that the node has, this one included.
+        first_lane: Number of the part's first lane among all.
+        lanes: The lanes that run.
         n_resets: Number of the ``reset`` whose episodes run.
         n_windows: Windows requested before that reset.
         is_first: Whether it is the first window after that reset.
-        infos: Rows of ``agent_info`` and ``env_info`` of all lanes of the node.
+        infos: Rows of ``agent_info`` and ``env_info`` of all lanes of the part.
         policy: What they run with.
-        tapes: By lane, what the running episodes have done so far, if another node began them.
-        before: Number of the shard whose window comes right before this one's, -1 for the first:
-            a node that has not run that needs the tapes.
+        tapes: By lane, what the running episodes have done so far; ``None`` to go on with those
+            that the last window has left running.
     """
 
     number: int
+    part: int
+    parts: frozenset[int]
     first_lane: int
     lanes: list[int]
     n_resets: int
@@ -105,7 +108,6 @@ class WindowShard:
     infos: Infos
     policy: PolicyAt
     tapes: Mapping[int, Tape] | None = None
-    before: int = -1
 
 
 Shard = EpisodeShard | WindowShard
@@ -158,7 +160,7 @@ class Rows:
         lengths: int64 ``[B]``.
         starts: int64 ``[B]``, 1 where a row's first step starts an episode.
         reproducible: bool ``[B]``; ``None`` if all rows are.
-        lanes_left: Of a window: lanes that go on, by row the steps done before it, see ``Layout``.
+        lanes_left: Of a window: the lanes that go on, to their ``steps_before``, see ``Layout``.
     """
 
     step: StepSpecs

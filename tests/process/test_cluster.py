@@ -22,7 +22,7 @@ from rlpool import (
     WorkerDiedError,
     WorkerError,
 )
-from rlpool.cluster import node
+from rlpool.cluster import node_workers
 from rlpool.cluster.batchers import ClusterEpisodeBatcher
 from rlpool.cluster.in_process import InProcess
 from rlpool.cluster.transport import Finished
@@ -272,7 +272,9 @@ def test_nodes_with_other_processors_are_told(
     require: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     numbers = iter(range(2))
-    monkeypatch.setattr(node, "fingerprint", lambda: {"torch's CPU capability": f"{next(numbers)}"})
+    monkeypatch.setattr(
+        node_workers, "fingerprint", lambda: {"torch's CPU capability": f"{next(numbers)}"}
+    )
     if require:
         with pytest.raises(SpecError, match="ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA, MKL_CBWR"):
             make(InProcess(2), require_same_bits=True)

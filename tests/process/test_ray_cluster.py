@@ -18,11 +18,12 @@ import gymnasium
 import numpy as np
 import psutil
 import pytest
+from process import test_cluster_windows as windows
 from process.test_cluster import alone, collect
 from process.watching import assert_all_equal, wait_until
 
 from rlpool import EnvError, EpisodeBatcher, GymEnv, SpecError, WorkerStartupError
-from rlpool.cluster import RayEpisodeBatcher
+from rlpool.cluster import RayBatcher, RayEpisodeBatcher
 from rlpool.errors import RemoteTraceback
 
 from support.agents import ConstantAgent
@@ -51,7 +52,7 @@ def raise_at_once() -> Any:
 
 
 def add_node(cluster: Any) -> Any:
-    return cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
+    return cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +127,17 @@ def test_the_same_bits_while_nodes_leave_and_join(cluster: Any) -> None:
     assert_all_equal(collect(batcher, disturb), alone())
 
 
+@pytest.mark.parametrize("kind", ["end", "restart"])
+def test_windows_of_killed_nodes_go_on_with_the_same_bits(kind: str) -> None:
+    def disturb(when: str, number: int) -> None:
+        if (when, number) in (("during", 1), ("before", 7)):
+            kill_one("ray::NodeActor")
+
+    *options, seeds = windows.arguments(kind, windows.N_WORKERS // 2, {})
+    batcher = RayBatcher(*options, 2, seeds)
+    assert_all_equal(windows.collect(batcher, kind, disturb), windows.alone(kind))
+
+
 def references() -> int:
     """Objects of Ray that this process refers to."""
     return len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
@@ -174,8 +186,8 @@ def test_errors_logs_and_stacks_name_the_node(
 
 
 def test_what_the_cluster_cannot_give_is_an_error() -> None:
-    with pytest.raises(SpecError, match="2 free processors on a node"):
-        make(n_nodes=1, n_threads=2)
+    with pytest.raises(SpecError, match="3 free processors on a node"):
+        make(n_nodes=1, n_threads=3)
     with pytest.raises(SpecError, match="1 free processors on 3 nodes"):
         make(n_nodes=3)
     with pytest.raises(WorkerStartupError, match="cannot be pickled"):
@@ -184,7 +196,7 @@ def test_what_the_cluster_cannot_give_is_an_error() -> None:
         make(create_agent=raise_at_once)
     assert caught.value.where.node
     # Nothing is reserved any more.
-    wait_until(lambda: ray.available_resources().get("CPU") == 2.0, 10.0)
+    wait_until(lambda: ray.available_resources().get("CPU") == 4.0, 10.0)
 
 
 CALLER = """
@@ -212,7 +224,7 @@ def test_nothing_is_left_of_a_caller_that_is_killed(cluster: Any, tmp_path: Path
         assert len(our_processes()) >= 4
         caller.kill()
     wait_until(lambda: not our_processes(), 10.0)
-    wait_until(lambda: ray.available_resources().get("CPU") == 2.0, 10.0)
+    wait_until(lambda: ray.available_resources().get("CPU") == 4.0, 10.0)
 
 
 @pytest.mark.slow
