@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from rlpool.cluster import RayEpisodeBatcher
+from rlpool.cluster import RayBatcher, RayEpisodeBatcher
 
 from support.agents import BinaryAgent
 
 
-@pytest.mark.parametrize(("kind", "arguments"), [(RayEpisodeBatcher, {"n_slots": 8})])
+@pytest.mark.parametrize(
+    ("kind", "arguments"), [(RayEpisodeBatcher, {"n_slots": 8}), (RayBatcher, {})]
+)
 def test_an_error_names_the_extra(
     kind: Any, arguments: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
