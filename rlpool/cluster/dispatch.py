@@ -522,16 +522,23 @@ class ClusterDispatcher(RequestQueue):
                 self._transport.end(number)
             else:
                 self._transport.look(number)
-        expected = self._transport.n_expected
-        if self._alone_s is not None and timeout_s is not None and not self._fatal:
-            if is_late:
-                self._alone_s = now_s
-            if now_s > self._alone_s + timeout_s:
-                n_nodes, n_wanted = len(self._nodes), 1 if self._has_started else expected
-                what = f"{n_nodes} of {n_wanted} nodes are ready after {timeout_s:g} s"
-                self._fail(
-                    WorkerDiedError(what, exitcode=None, fix="start a node, or a new batcher")
-                )
+        if self._alone_s is not None and is_late:
+            self._alone_s = now_s
+        if (
+            self._alone_s is not None
+            and timeout_s is not None
+            and now_s > self._alone_s + timeout_s
+        ):
+            self._give_up_waiting(timeout_s)
+
+    def _give_up_waiting(self, timeout_s: float) -> None:
+        """There have been too few nodes for too long."""
+        n_wanted, fix = 1, "start a node, and make a new batcher"
+        if not self._has_started:
+            n_wanted = self._transport.n_expected
+            fix = "raise timeout if they take longer to start, or look at their logs (ray logs)"
+        what = f"{len(self._nodes)} of {n_wanted} nodes are ready after {timeout_s:g} s"
+        self._fail(WorkerDiedError(what, exitcode=None, fix=fix))
 
 
 def _private(n_bytes: int) -> Memory:

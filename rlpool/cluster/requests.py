@@ -81,6 +81,7 @@ class DividedEpisodes(EpisodeRequest, Divided):
         self._again: list[range] = []  # lost
         self._is_there = np.zeros(self.n_rows, bool)
         self._reproducible: Any = None
+        self._n_parts = 1
 
     @property
     def is_complete(self) -> bool:
@@ -94,6 +95,7 @@ class DividedEpisodes(EpisodeRequest, Divided):
 
     def divide(self, n_parts: int, n_lanes: int) -> None:
         """Divide it into fixed parts of whole rows of a worker's lanes."""
+        self._n_parts = n_parts
         self.part_size = -(-self.n_rows // (n_parts * n_lanes)) * n_lanes
 
     @property
@@ -150,7 +152,8 @@ class DividedEpisodes(EpisodeRequest, Divided):
         if result.reproducible is not None:
             if self._reproducible is None:
                 self._reproducible = np.ones(self.n_rows, bool)
-            self._reproducible[rows.start : rows.stop] = result.reproducible
+            # Which of several nodes runs a part depends on time, and unseeded lanes on the node.
+            self._reproducible[rows.start : rows.stop] = result.reproducible & (self._n_parts == 1)
         self._is_there[rows.start : rows.stop] = True
 
     @property

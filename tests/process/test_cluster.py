@@ -70,6 +70,10 @@ def create_array_env(seed: int) -> VectorGymEnv:
     return VectorGymEnv(ArrayEnv(3, AutoresetMode.NEXT_STEP, "all"), seed)
 
 
+def create_unseeded_env(seed: int) -> VectorGymEnv:
+    return VectorGymEnv(ArrayEnv(3, AutoresetMode.NEXT_STEP, "nothing"), seed, seeding="stream")
+
+
 def collect(batcher: Any, disturb: Callable[[int], None] = lambda _: None) -> list[Any]:
     """Requests, some queued, larger than slots, and with a new policy between them."""
     agent_info = DictTensor({"gain": torch.linspace(0.5, 2.0, 23)})
@@ -311,3 +315,10 @@ def test_lanes_that_are_reset_together_give_the_same_bits_on_any_node() -> None:
         return found
 
     assert_all_equal(results(disturb=True), results(disturb=False))
+
+
+@pytest.mark.parametrize("n_nodes", [1, 2])
+def test_rows_of_unseeded_lanes_can_be_reproduced_on_one_node_only(n_nodes: int) -> None:
+    with make(InProcess(n_nodes), create_env=create_unseeded_env, env_args={}) as batcher:
+        batcher.execute(20)
+        assert (batcher.get().info["reproducible"] == (n_nodes == 1)).all()
