@@ -12,7 +12,8 @@ from rlpool.cluster.dispatch import ClusterDispatcher
 from rlpool.cluster.requests import DividedEpisodes, DividedWindow
 from rlpool.cluster.shards import NodeSetup
 from rlpool.cluster.transport import TransportMaker
-from rlpool.record.capsule_files import CrashDir
+from rlpool.errors import SpecError
+from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.workers.failure_policy import FailurePolicy
 
 
@@ -33,6 +34,8 @@ class _OnNodes(BatcherBase):
     def __init__(
         self, make_transport: TransportMaker, *arguments: Any, require_same_bits: bool = False
     ) -> None:
+        if not isinstance(require_same_bits, bool):
+            raise SpecError(f"require_same_bits should be True or False, got {require_same_bits!r}")
         self._make_transport = make_transport
         self._require_same_bits = require_same_bits
         BatcherBase.__init__(self, *arguments)
@@ -47,22 +50,27 @@ class _OnNodes(BatcherBase):
         timeout_s: float | None,
         crash_dir: CrashDir,
     ) -> RequestQueue:
+        CrashFiles(crash_dir)  # refused before anything is reserved
         transport = self._make_transport()
-        n_nodes = transport.n_expected
-        if self._has_fixed_lanes:
-            n_slots, self._n_workers = None, n_threads * n_nodes
-        n_node_slots = None if n_slots is None else max(1, n_slots // n_nodes)
-        setup = NodeSetup(
-            functions, n_threads, self._root, n_timesteps, n_node_slots, policy, timeout_s
-        )
-        return ClusterDispatcher(
-            transport,
-            setup,
-            n_slots=n_slots or 0,
-            make_layout=partial(self.layout, n_timesteps, n_slots, self._n_workers),
-            crash_dir=crash_dir,
-            require_same_bits=self._require_same_bits,
-        )
+        try:
+            n_nodes = transport.n_expected
+            if self._has_fixed_lanes:
+                n_slots, self._n_workers = None, n_threads * n_nodes
+            n_node_slots = None if n_slots is None else max(1, n_slots // n_nodes)
+            setup = NodeSetup(
+                functions, n_threads, self._root, n_timesteps, n_node_slots, policy, timeout_s
+            )
+            return ClusterDispatcher(
+                transport,
+                setup,
+                n_slots=n_slots or 0,
+                make_layout=partial(self.layout, n_timesteps, n_slots, self._n_workers),
+                crash_dir=crash_dir,
+                require_same_bits=self._require_same_bits,
+            )
+        except BaseException:
+            transport.close()
+            raise
 
 
 class ClusterEpisodeBatcher(_OnNodes, EpisodeBatcher):

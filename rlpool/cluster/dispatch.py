@@ -63,9 +63,8 @@ _LOOK_EVERY_S = 0.5
 _LOOK_EVERY_S_PER_NODE = 0.01
 """How often nodes are asked what they are doing: seldom enough to cost nothing."""
 
-_NO_NODES_S = 30.0
-"""How long to wait for nodes that the cluster does not have, and for its first one to get ready:
-after this it is said what is missing, and the wait goes on."""
+_START_S = 60.0
+"""How long nodes may take to get ready, if ``timeout`` is less: they import much, at once."""
 
 
 @dataclass(eq=False)
@@ -152,14 +151,10 @@ class ClusterDispatcher(RequestQueue):
         self._owner_pid = os.getpid()
         self.deliver_logs = transport.deliver_logs
         self.stacks = transport.stacks
-        try:
-            transport.start(setup)
-            self.wait_until(lambda: len(self._nodes) >= transport.n_expected or bool(self._fatal))
-            self._refuse_if_dead()
-            self._has_started = True
-        except BaseException:
-            self.close()
-            raise
+        transport.start(setup)
+        self.wait_until(lambda: len(self._nodes) >= transport.n_expected or bool(self._fatal))
+        self._refuse_if_dead()
+        self._has_started = True
 
     # The queue's hooks --------------------------------------------------------------------------
 
@@ -343,9 +338,10 @@ class ClusterDispatcher(RequestQueue):
     def _leave(self, event: Left) -> None:
         """Note that a node is gone."""
         n_lost = self._lose_all_of(event.node, event.error)
-        _LOG.warning("%s; the %d episodes that it had run again", event.error.what, n_lost)
         if not self._setup.policy.restarts_workers:
             self._fail(event.error)
+        else:
+            _LOG.warning("%s; the %d rows that it had run again", event.error.what, n_lost)
 
     def _lose_all_of(self, number: int, error: RlpoolError) -> int:
         """Give the shards of a node to others; returns how many rows they have."""
@@ -516,20 +512,18 @@ class ClusterDispatcher(RequestQueue):
             if is_late:
                 node.heard_s = now_s
             if timeout_s is not None and now_s > node.heard_s + max(timeout_s, _DEAF_S):
-                silent_s = now_s - node.heard_s
-                _LOG.warning("%s: no answer for %.0f s; it is ended", node.report.name, silent_s)
+                name, silent_s = node.report.name, now_s - node.heard_s
+                _LOG.warning("node %s has not answered for %.0f s, and is ended", name, silent_s)
                 node.heard_s = now_s
                 self._transport.end(number)
             else:
                 self._transport.look(number)
         if self._alone_s is not None and is_late:
             self._alone_s = now_s
-        if (
-            self._alone_s is not None
-            and timeout_s is not None
-            and now_s > self._alone_s + timeout_s
-        ):
-            self._give_up_waiting(timeout_s)
+        if self._alone_s is not None and timeout_s is not None:
+            patience_s = timeout_s if self._has_started else max(timeout_s, _START_S)
+            if now_s > self._alone_s + patience_s:
+                self._give_up_waiting(patience_s)
 
     def _give_up_waiting(self, timeout_s: float) -> None:
         """There have been too few nodes for too long."""

@@ -18,12 +18,20 @@ from typing import Any
 
 from rlpool.cluster.shards import NodeSetup, Outcome, Published, Shard
 from rlpool.cluster.transport import Event, Finished, Joined, Left, Looked, Lost, Refused
-from rlpool.errors import RlpoolError, SpecError, Where, WorkerDiedError, WorkerError
+from rlpool.errors import (
+    RlpoolError,
+    SpecError,
+    Where,
+    WorkerDiedError,
+    WorkerError,
+    WorkerStartupError,
+)
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.workers.logs import current_levels, decode
 
 try:
     import ray
+    from ray._private.state import available_resources_per_node
     from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import (
@@ -105,6 +113,7 @@ class RayTransport:
     def __init__(self, n_nodes: int | None, n_threads: int) -> None:
         if not ray.is_initialized():
             ray.init()
+        self._worker_id: str = ray.get_runtime_context().get_worker_id()
         self._uses_all = n_nodes is None
         self._n_cpus = n_threads
         self._actors: dict[int, _Actor] = {}
@@ -133,11 +142,13 @@ class RayTransport:
             patience_s = _ROOM_S if len(self._nodes()) >= n_nodes else _FEWER_S
             group = self._group_of(n_nodes, patience_s)
         else:
-            group = None
-            for n in range(len(self._nodes()), 0, -1):
+            group, n = None, len(self._nodes())
+            while n and group is None:
                 group = self._group_of(n, _FEWER_S if n > 1 else _ROOM_S)
-                if group is not None:
-                    break
+                n = min(n - 1, max(1, self._n_free())) if n > 1 else 0
+            if group is not None and len(group.bundle_specs) < len(self._nodes()):
+                n_used, n_there = len(group.bundle_specs), len(self._nodes())
+                _LOG.warning("%d of %d nodes have no free processors", n_there - n_used, n_there)
         if group is not None:
             return group
         sizes = [
@@ -151,6 +162,11 @@ class RayTransport:
             fix="lower n_nodes or n_threads, end what uses their processors, or start more nodes "
             "(ray start --address=..., or ray.autoscaler.sdk.request_resources and wait for them)",
         )
+
+    def _n_free(self) -> int:
+        """How many nodes have enough free processors."""
+        free = available_resources_per_node()
+        return sum(resources.get("CPU", 0) >= self._n_cpus for resources in free.values())
 
     def _group_of(self, n_nodes: int, patience_s: float) -> Any:
         """A placement group, ``None`` if there is no room for it."""
@@ -230,6 +246,7 @@ class RayTransport:
     # Talking to them ----------------------------------------------------------------------------
 
     def _call(self, method: str, number: int, shard: int = 0, *arguments: Any) -> None:
+        self._refuse_other_ray()
         handle = self._actors[number].handle
         try:
             reference = getattr(handle, method).remote(*arguments)
@@ -265,8 +282,22 @@ class RayTransport:
         if node in self._actors:
             ray.kill(self._actors[node].handle, no_restart=not self._restarts)
 
+    @property
+    def _is_connected(self) -> bool:
+        """Whether Ray is still the one that was there at the beginning."""
+        if not ray.is_initialized():
+            return False
+        worker_id: str = ray.get_runtime_context().get_worker_id()
+        return worker_id == self._worker_id
+
+    def _refuse_other_ray(self) -> None:
+        if not self._is_connected:
+            what = "Ray was shut down, and with it all nodes"
+            raise WorkerDiedError(what, exitcode=None, fix="make a new batcher")
+
     def wait(self, timeout_s: float) -> None:
         """See ``Transport``."""
+        self._refuse_other_ray()
         with InterruptsHeld():
             self._look_for_nodes()
         references = list(self._calls)
@@ -334,6 +365,13 @@ class RayTransport:
         actor = self._actors[number]
         was_up, actor.is_up, actor.is_asked = actor.is_up, False, False
         self._drop_calls(number)
+        is_hopeless = error.actor_init_failed or not self._restarts
+        if not was_up and is_hopeless and isinstance(error, ActorDiedError):
+            what = "a node's process could not be created"
+            fix = "install rlpool and what it needs on every machine, or send it (runtime_env)"
+            refused = WorkerStartupError(what, fix=fix, traceback_text=str(error))
+            self._events.append(Refused(number, refused))
+            return
         actor.retry_s = time.monotonic() + _RETRY_S
         if isinstance(error, ActorDiedError) and self._restarts:
             actor.handle = self._handle(number, actor.strategy)  # Ray starts the old one no more
@@ -393,7 +431,7 @@ class RayTransport:
         """See ``Transport``."""
         actors, self._actors = self._actors, {}
         self._calls.clear()
-        if not ray.is_initialized():
+        if not self._is_connected:
             return  # everything has ended with it
         with suppress(RayError):
             last = {a.handle.close.remote(): a for a in actors.values() if a.is_up}

@@ -43,6 +43,11 @@ class HangWatch:
         """Count time from now on: the caller was not watching before."""
         self._counted_to_s = time.monotonic()
 
+    def forget(self, worker: int) -> None:
+        """Watch a worker anew: its successor may make the same number of steps, very soon."""
+        self._progress.pop(worker, None)
+        self._idle_s.pop(worker, None)
+
     def is_due(self) -> bool:
         """Whether the caller has watched so long since the last look that another is worth it."""
         if self._timeout_s is None:

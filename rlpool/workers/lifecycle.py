@@ -527,6 +527,7 @@ class Workers:
         before, start_method = life.process, self._policy.start_method
         prepare(start_method)
         self._numbers[life.worker] = 0
+        self._watch.forget(life.worker)
         place = Place(life.worker, self.n_workers, self._root, self._policy, self._n_before)
         with starting_processes():
             logs = self._logs.of_worker(life.worker)
