@@ -165,7 +165,8 @@ class RayTransport:
 
     def _n_free(self) -> int:
         """How many nodes have enough free processors."""
-        free = available_resources_per_node()
+        list_free: Any = available_resources_per_node  # without annotations
+        free = list_free()
         return sum(resources.get("CPU", 0) >= self._n_cpus for resources in free.values())
 
     def _group_of(self, n_nodes: int, patience_s: float) -> Any:
@@ -365,8 +366,8 @@ class RayTransport:
         actor = self._actors[number]
         was_up, actor.is_up, actor.is_asked = actor.is_up, False, False
         self._drop_calls(number)
-        is_hopeless = error.actor_init_failed or not self._restarts
-        if not was_up and is_hopeless and isinstance(error, ActorDiedError):
+        has_died = isinstance(error, ActorDiedError) and not was_up
+        if has_died and (getattr(error, "actor_init_failed", False) or not self._restarts):
             what = "a node's process could not be created"
             fix = "install rlpool and what it needs on every machine, or send it (runtime_env)"
             refused = WorkerStartupError(what, fix=fix, traceback_text=str(error))

@@ -230,6 +230,14 @@ def test_nodes_that_cannot_start_are_an_error_at_once(kind: str) -> None:
     assert caught.value.where.node in ("node-0", "node-1")
 
 
+@pytest.mark.parametrize("wrong", [{"crash_dir": "/proc/nope"}, {"require_same_bits": "yes"}])
+def test_wrong_arguments_are_refused_before_nodes_start(wrong: Any) -> None:
+    transport = InProcess(2)
+    with pytest.raises(SpecError, match=next(iter(wrong))):
+        make(transport, **wrong)
+    assert not transport.nodes
+
+
 def test_a_node_that_joins_later_and_cannot_start_is_left_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -33,6 +33,7 @@ from support.fragile import FragileEnv, RecurrentAgent, create_fragile
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'rlpool[ray]'")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
+ray_transport = pytest.importorskip("rlpool.cluster.ray_transport")
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(200), pytest.mark.promise("I2")]
 
@@ -195,6 +196,26 @@ def test_what_the_cluster_cannot_give_is_an_error() -> None:
     assert caught.value.where.node
     # Nothing is reserved any more.
     wait_until(lambda: ray.available_resources().get("CPU") == 4.0, 10.0)
+
+
+def refuse_to_load() -> None:
+    raise ModuleNotFoundError("No module named 'rlpool'")
+
+
+def test_processes_that_cannot_be_created_are_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Unloadable:
+        def __init__(self, number: int) -> None:
+            refuse_to_load()
+
+        def begin(self, *_: Any) -> None:
+            raise LookupError
+
+    monkeypatch.setattr(ray_transport, "NodeActor", Unloadable)
+    with pytest.raises(WorkerStartupError, match="could not be created") as caught:
+        make()
+    assert "No module named 'rlpool'" in str(caught.value.__cause__)
 
 
 CALLER = """

@@ -156,6 +156,13 @@ def test_an_idle_worker_that_dies_is_replaced_by_the_next_request() -> None:
     assert_all_equal([r for r in results if r is not None], undisturbed({}))
 
 
+def test_a_hang_costs_one_restart(strikes: dict[str, str]) -> None:
+    # The successor makes the step at which its predecessor was given up within one look.
+    with open_batcher({**strikes, "n_lanes": 1}, 1, max_restarts=1, timeout=0.5) as batcher:
+        batcher.execute(6, env_info=faults(6, {0: ("hang", 0)}, length=9))
+        assert batcher.get().n_elems() == 6
+
+
 @pytest.mark.parametrize(
     ("hits", "history"),
     [
