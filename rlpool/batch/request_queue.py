@@ -179,14 +179,18 @@ class RequestQueue(ABC):
         """Give up all requests that were not handed out; their episodes stop."""
         with self._whole():
             for request in list(self._pending):
-                self.drop(request)
+                self._drop(request)
 
     def drop(self, request: Request) -> None:
-        """Give up one of them."""
+        """Give up one of them; those behind it may have waited for its slots."""
         with self._whole():
-            request.error = UsageError("the request was given up")
-            self._forget(request)
-            self._pending.remove(request)
+            self._drop(request)
+            self._advance()
+
+    def _drop(self, request: Request) -> None:
+        request.error = UsageError("the request was given up")
+        self._forget(request)
+        self._pending.remove(request)
 
     def finished_episodes(self) -> tuple[int, int]:
         """Episodes finished and requested, of the oldest request."""

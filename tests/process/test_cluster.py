@@ -330,3 +330,14 @@ def test_rows_of_unseeded_lanes_can_be_reproduced_on_one_node_only(n_nodes: int)
     with make(InProcess(n_nodes), create_env=create_unseeded_env, env_args={}) as batcher:
         batcher.execute(20)
         assert (batcher.get().info["reproducible"] == (n_nodes == 1)).all()
+
+
+def test_a_shard_that_is_given_up_when_it_is_complete_gives_its_slots_to_the_next() -> None:
+    with EpisodeBatcher(20, 3, RecurrentAgent, {}, create_fragile, {"n_lanes": 3}, 1, 5) as batcher:
+        requests = batcher._open()
+        for _ in range(2):  # the second has to wait for the slots of the first
+            batcher.execute(3)
+        first = requests._pending[0]
+        wait_until(lambda: requests.look() or first.is_complete)
+        requests.drop(first)
+        wait_until(lambda: batcher.get(blocking=False) is not None, 20.0)
