@@ -126,7 +126,6 @@ def test_the_same_bits_while_nodes_leave_and_join(cluster: Any) -> None:
     assert_all_equal(collect(batcher, disturb), alone())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["end", "restart"])
 def test_windows_of_killed_nodes_go_on_with_the_same_bits(kind: str) -> None:
     def disturb(when: str, number: int) -> None:
