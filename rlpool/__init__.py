@@ -41,6 +41,7 @@ from rlpool.meta.make import make_env, make_parallel_env
 from rlpool.meta.trials import VariBadWrapper
 from rlpool.pool.pool import Pool
 from rlpool.record.crash_capsule import CrashCapsule
+from rlpool.training.returns import VTrace, discounted_returns, gae, n_step_returns, vtrace
 from rlpool.workers.process_start import preload, shutdown
 from rlpool.workers.stack_dumps import dump_stacks_on_signal
 
@@ -72,6 +73,7 @@ __all__ = [
     "SpecError",
     "TemporalDictTensor",
     "UsageError",
+    "VTrace",
     "VariBadWrapper",
     "VecEnv",
     "VectorGymEnv",
@@ -83,11 +85,14 @@ __all__ = [
     "__version__",
     "categorical_log_probability",
     "collect_rollouts_parallel",
+    "discounted_returns",
     "dump_stacks_on_signal",
+    "gae",
     "make_env",
     "make_parallel_env",
     "masked_dicttensor",
     "masked_tensor",
+    "n_step_returns",
     "normal_log_probability",
     "preload",
     "replay_agent",
@@ -96,5 +101,6 @@ __all__ = [
     "sample_normal",
     "sample_tanh_normal",
     "shutdown",
+    "vtrace",
     "worker_count",
 ]
