@@ -42,6 +42,12 @@ from rlpool.meta.trials import VariBadWrapper
 from rlpool.pool.pool import Pool
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.training.returns import VTrace, discounted_returns, gae, n_step_returns, vtrace
+from rlpool.training.statistics import (
+    EndedEpisodes,
+    EpisodeStatistics,
+    episode_lengths,
+    episode_returns,
+)
 from rlpool.workers.process_start import preload, shutdown
 from rlpool.workers.stack_dumps import dump_stacks_on_signal
 
@@ -57,10 +63,12 @@ __all__ = [
     "CrashCapsule",
     "DeviceAgent",
     "DictTensor",
+    "EndedEpisodes",
     "EnvError",
     "EnvPoolEnv",
     "EnvSpecError",
     "EpisodeBatcher",
+    "EpisodeStatistics",
     "GymEnv",
     "GymEnvInf",
     "Learner",
@@ -87,6 +95,8 @@ __all__ = [
     "collect_rollouts_parallel",
     "discounted_returns",
     "dump_stacks_on_signal",
+    "episode_lengths",
+    "episode_returns",
     "gae",
     "make_env",
     "make_parallel_env",

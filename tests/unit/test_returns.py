@@ -200,4 +200,4 @@ def test_agrees_with_the_vectorised_estimator_of_torchrl() -> None:
     w = Window(6, 50)
     columns = [t.unsqueeze(-1) for t in (w.value, w.next_value, w.reward, w.done, w.terminated)]
     theirs, _ = functional.vec_generalized_advantage_estimate(DISCOUNT, LAMBDA, *columns)
-    assert torch.allclose(advantage(w), theirs.squeeze(-1), rtol=1e-9, atol=1e-9)
+    assert torch.allclose(advantage(w), theirs.squeeze(-1), atol=1e-6)  # its factors are float32
