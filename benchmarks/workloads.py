@@ -100,19 +100,22 @@ class SlowFramesEnv(FramesEnv):
 
 
 class StragglerEnv(gymnasium.Env[Any, Any]):
-    """Sleeps through episodes of very different lengths.
+    """Steps that take a while, in episodes of very different lengths.
 
     Args:
-        sleep_s: Seconds per step.
+        step_s: Seconds per step.
         shortest: Steps of the shortest episode.
         longest: Steps of the longest episode.
+        computes: Whether a step uses the core meanwhile; otherwise it sleeps.
     """
 
-    def __init__(self, sleep_s: float = 1e-3, shortest: int = 10, longest: int = 200) -> None:
+    def __init__(
+        self, step_s: float = 1e-3, shortest: int = 10, longest: int = 200, computes: bool = False
+    ) -> None:
         self.observation_space = gymnasium.spaces.Box(0.0, 1.0, (1,), np.float32)
         self.action_space = gymnasium.spaces.Discrete(2)
         self._observation = np.zeros(1, np.float32)
-        self._sleep_s = sleep_s
+        self._step_s, self._computes = step_s, computes
         self._bounds = (shortest, longest + 1)
         self._steps_left = 0
 
@@ -124,7 +127,12 @@ class StragglerEnv(gymnasium.Env[Any, Any]):
         return self._observation, {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        time.sleep(self._sleep_s)
+        if self._computes:
+            end = time.thread_time() + self._step_s  # of this thread, however many share the core
+            while time.thread_time() < end:
+                pass
+        else:
+            time.sleep(self._step_s)
         self._steps_left -= 1
         return self._observation, 1.0, not self._steps_left, False, {}
 

@@ -48,6 +48,7 @@ from rlpool.training.statistics import (
     episode_lengths,
     episode_returns,
 )
+from rlpool.training.suggestion import WorkerSuggestion, suggest_workers
 from rlpool.workers.process_start import preload, shutdown
 from rlpool.workers.stack_dumps import dump_stacks_on_signal
 
@@ -89,6 +90,7 @@ __all__ = [
     "WorkerDiedError",
     "WorkerError",
     "WorkerStartupError",
+    "WorkerSuggestion",
     "WorkerTimeoutError",
     "__version__",
     "categorical_log_probability",
@@ -111,6 +113,7 @@ __all__ = [
     "sample_normal",
     "sample_tanh_normal",
     "shutdown",
+    "suggest_workers",
     "vtrace",
     "worker_count",
 ]
