@@ -1,0 +1,66 @@
+"""What a vector environment of Gymnasium puts into its infos."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gymnasium.vector import VectorEnv, VectorWrapper
+
+from rlpool.envs.envpool_lanes import EnvPoolLanes
+from rlpool.envs.info_keys import InfoKeys, InfoLearner, wanted_infos
+from rlpool.envs.vector_seeding import some_action
+from rlpool.errors import SpecError
+from rlpool.specs import TensorSpec
+
+
+def info_specs_of(
+    env: VectorEnv[Any, Any, Any], info_keys: InfoKeys, *, keep_float64: bool
+) -> dict[str, TensorSpec]:
+    """Specs of the infos' keys that are asked for.
+
+    What is not declared is looked for by a reset, and by a step if the reset does not show it;
+    afterwards all lanes need a reset.
+
+    Args:
+        env: The vector environment, wrapped or not.
+        info_keys: See ``GymEnv``.
+        keep_float64: Store float64 as it is, otherwise as float32.
+
+    Raises:
+        SpecError: For a key that was not shown; it names those that were.
+    """
+    wanted = wanted_infos(info_keys, keep_float64=keep_float64)
+    learner = InfoLearner(wanted, keep_float64=keep_float64)
+    why_no_step = ""
+    if not learner.has_all:
+        try:
+            learner.look_at_batch(env.reset(seed=0)[1])
+            if isinstance(env.unwrapped, EnvPoolLanes):
+                why_no_step = "EnvPool's infos always have the same keys"
+            elif not learner.has_all:
+                learner.look_at_batch(env.step(some_action(env))[4])
+        except SpecError:
+            raise
+        except Exception as error:
+            raise SpecError(
+                f"the infos of {env} are unknown, since reset(seed=0) or the step after it raised "
+                f"{type(error).__name__}: {error}",
+                fix="declare the dtypes of info_keys, such as "
+                f"info_keys={{{learner.unknown[0]!r}: np.float32}}",
+            ) from error
+    return learner.specs(why_no_step)
+
+
+def statistics_keys(env: VectorEnv[Any, Any, Any]) -> set[str]:
+    """Keys that wrappers such as Gymnasium's ``RecordEpisodeStatistics`` add to the infos.
+
+    Where lanes restart within a step, these belong to the episodes that ended, although they are
+    not in ``final_info``.
+    """
+    keys = set()
+    while isinstance(env, VectorWrapper):
+        key = getattr(env, "_stats_key", None)
+        if isinstance(key, str):
+            keys.add(key)
+        env = env.env
+    return keys
