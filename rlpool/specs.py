@@ -291,8 +291,8 @@ def refuse_collisions(groups: Mapping[str, Sequence[str]]) -> None:
     for group, keys in groups.items():
         for key in keys:
             if key in owner:
-                raise SpecError(
-                    f"key {key!r} is given by {owner[key]} and by {group}",
-                    fix="give it another name in the environment or in the agent",
-                )
+                fix = "give it another name in the environment or in the agent"
+                if group == "info_keys":
+                    fix = "leave it out of info_keys, or give it another name there by a wrapper"
+                raise SpecError(f"key {key!r} is given by {owner[key]} and by {group}", fix=fix)
             owner[key] = group

@@ -247,11 +247,16 @@ class GymEnv(VecEnv):
         learner.look_at(info for _, info in results)
         why_no_step = ""
         if not learner.has_all and self.action_space is None:
-            why_no_step = "no step was tried, since there is no action space"
+            why_no_step = "without an action space, no step was tried"
         elif not learner.has_all:
             self.lane_in_use[0] = lane
-            result = self._steps[lane](_some_action(self.action_space, results[0][1]))
-            learner.look_at(result[4:5] if type(result) is tuple else ())
+            action = _some_action(self.action_space, results[0][1])
+            try:
+                result = self._steps[lane](action)
+            except Exception as error:
+                why_no_step = f"a step with the action {action!r:.40} raised {error!r:.80}"
+            else:
+                learner.look_at(result[4:5] if type(result) is tuple else ())
             results[0] = self._resets[lane](seed=seed, options=option)
         self._info_specs = learner.specs(why_no_step)
 

@@ -95,19 +95,19 @@ class InfoColumn(Column):
             return
         try:
             array = as_array(values)
-            if array.ndim and len(array) == self._n_lanes:
-                array = array[rows]  # a copy
-                if has_value is not None and len(has_value) == self._n_lanes:
-                    array[~has_value[rows]] = None if array.dtype == object else 0
-            if array.dtype == object and array.ndim:
-                self.write(lanes, [self.zero if value is None else value for value in array])
-                return
-            spec = TensorSpec((len(rows), *self.spec.shape), self.spec.dtype)
+        except (ValueError, TypeError, RuntimeError):  # parts of different shapes
+            array = np.empty((), object)
+        if not array.ndim or len(array) != self._n_lanes:
+            what = f"info {self.key!r} should have one row for each of {self._n_lanes} lanes"
+            raise BadValue(lanes[0], f"{what}, got {array.dtype}{list(array.shape)}")
+        array = array[rows]  # a copy
+        if has_value is not None and len(has_value) == self._n_lanes:
+            array[~has_value[rows]] = None if array.dtype == object else 0
+        spec = TensorSpec((len(rows), *self.spec.shape), self.spec.dtype)
+        try:
             self.array[rows] = _fitted(array, spec, self.key)
-        except BadValue:
-            raise
-        except SpecError as error:
-            raise BadValue(lanes[0], error.what, error.fix) from error
+        except SpecError:  # one by one, which tells the lane
+            self.write(lanes, [self.zero if value is None else value for value in array])
 
     def _converted(self, value: Any) -> Array:
         return _fitted(value, self.spec, self.key)
@@ -221,10 +221,12 @@ class InfoColumns:
     def note_end(self) -> None:
         """Warn, once, of keys that did not appear in the first episode that has ended."""
         if self._unseen:
+            unseen = " or ".join(map(repr, sorted(self._unseen)))
             _LOG.warning(
                 "no %s in any info of a whole episode, which had %s: zero is stored (info_keys)",
-                " or ".join(map(repr, sorted(self._unseen))),
+                unseen,
                 ", ".join(map(repr, sorted(self._others))) or "no keys",
+                extra={"once": f"info_keys {unseen}"},  # not from every worker
             )
         self._unseen = set()
         self._others.clear()

@@ -239,7 +239,7 @@ class InfoLearner:
             array = np.empty((), object)
         if array.dtype.kind not in "fiub":
             raise SpecError(
-                f"info {name!r} is a {type(value).__name__}, not a number or an array of numbers",
+                f"info {name!r} should be a number or an array of numbers, got {value!r:.60}",
                 fix="leave it out of info_keys, or wrap the environment and turn it into numbers",
             )
         return TensorSpec(array.shape, stored_dtype(array.dtype, self._keep_float64))
@@ -253,7 +253,7 @@ class InfoLearner:
         """The specs of all keys, in the order of ``wanted``.
 
         Args:
-            why_no_step: Why no step has shown infos, for errors.
+            why_no_step: Why only a reset has shown infos, for errors.
 
         Raises:
             SpecError: If nothing was shown under a key; it names those that there are.
@@ -264,11 +264,12 @@ class InfoLearner:
         missing = [key for key in self.unknown if key not in self._found]
         if missing:
             there = ", ".join(map(repr, sorted(names_in(self._shown)))) or "no keys"
-            seen = "of reset" if why_no_step else "of reset or in that of the first step"
+            shown = f"reset gave {there} ({why_no_step})"
+            if not why_no_step:
+                shown = f"a reset and a step gave {there}"
             raise SpecError(
-                f"no {missing[0]!r} in the info {seen}, which have {there}"
-                + (f" ({why_no_step})" if why_no_step else ""),
-                fix="correct the name, or declare the dtype of a key that appears later: "
+                f"info has no {missing[0]!r}: {shown}",
+                fix="correct the name; or, for a key that appears later, declare its dtype: "
                 f"info_keys={{{missing[0]!r}: np.float32}}",
             )
         return specs

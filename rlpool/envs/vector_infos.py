@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+from gymnasium.spaces import Discrete
 from gymnasium.vector import VectorEnv, VectorWrapper
 
 from rlpool.envs.envpool_lanes import EnvPoolLanes
-from rlpool.envs.info_keys import InfoKeys, InfoLearner, wanted_infos
+from rlpool.envs.info_keys import InfoKeys, InfoLearner, batch_of, wanted_infos
 from rlpool.envs.vector_seeding import some_action
 from rlpool.errors import SpecError
 from rlpool.specs import TensorSpec
@@ -34,11 +37,12 @@ def info_specs_of(
     why_no_step = ""
     if not learner.has_all:
         try:
-            learner.look_at_batch(env.reset(seed=0)[1])
+            infos = env.reset(seed=0)[1]
+            learner.look_at_batch(infos)
             if isinstance(env.unwrapped, EnvPoolLanes):
                 why_no_step = "EnvPool's infos always have the same keys"
             elif not learner.has_all:
-                learner.look_at_batch(env.step(some_action(env))[4])
+                learner.look_at_batch(env.step(_unmasked_action(env, infos))[4])
         except SpecError:
             raise
         except Exception as error:
@@ -49,6 +53,15 @@ def info_specs_of(
                 f"info_keys={{{learner.unknown[0]!r}: np.float32}}",
             ) from error
     return learner.specs(why_no_step)
+
+
+def _unmasked_action(env: VectorEnv[Any, Any, Any], infos: Any) -> Any:
+    """Actions for all lanes, none of them masked by an ``action_mask`` in the infos."""
+    action, space = some_action(env), env.single_action_space
+    mask = batch_of(infos, "action_mask")[0] if isinstance(infos, Mapping) else None
+    if mask is None or type(space) is not Discrete:
+        return action
+    return (np.asarray(mask).argmax(axis=1) + space.start).astype(action.dtype)
 
 
 def statistics_keys(env: VectorEnv[Any, Any, Any]) -> set[str]:
