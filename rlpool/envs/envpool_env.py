@@ -126,9 +126,7 @@ class AsyncEnvPoolEnv(EnvPoolEnv):
             while self._flying[rows].any():
                 self._receive()
             if lanes:
-                self._observations.write_batch(lanes, self._shown)
-                if self._infos is not None:
-                    self._infos.write_batch(lanes, self._shown_infos)
+                self._write(lanes, self._shown, self._shown_infos)
         except BaseException as error:
             self._fail("step", error)
         self._received.difference_update(lanes)

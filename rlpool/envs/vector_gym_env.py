@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,7 +15,7 @@ from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.gymnasium_vector import adapt, autoreset_mode, failed_process, kill
 from rlpool.envs.info_keys import InfoKeys
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.envs.vector_infos import info_specs_of, statistics_keys
+from rlpool.envs.vector_infos import info_specs_of, refuse_wrong_statistics, statistics_keys
 from rlpool.envs.vector_seeding import detected_seeding
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import names_arguments, whole_number
@@ -84,7 +84,8 @@ class VectorGymEnv(VecEnv):
 
     Raises:
         SpecError: For anything but a vector environment, for spaces without a fixed shape, for an
-            ``AsyncVectorEnv`` that forgets what was reset, and if the seeding cannot be found out.
+            ``AsyncVectorEnv`` that forgets what was reset, if the seeding cannot be found out, and
+            for ``info_keys`` that ``GymEnv`` refuses or the vector environment does not give.
     """
 
     steps_all_lanes = True
@@ -136,6 +137,7 @@ class VectorGymEnv(VecEnv):
         self._native_actions = leaves_of({"action": native}, "")
         self._nest_action = nester(native)
         self.seeding: Seeding = seeding or detected_seeding(vector_env)
+        refuse_wrong_statistics(vector_env, self._info_specs, self.seeding)
         adapt(vector_env, self)
         self._mode = autoreset_mode(vector_env)
         self._was_reset = False  # all lanes, at least once, by this object
@@ -192,12 +194,8 @@ class VectorGymEnv(VecEnv):
             self._in_episode[list(lanes)], self._has_ended[list(lanes)] = False, True
             for rows in _with_equal_options(options):
                 some = [lanes[row] for row in rows]
-                observation, infos = self._reset_some(
-                    some, [seeds[row] for row in rows], options[rows[0]]
-                )
-                self._observations.write_batch(some, observation)
-                if self._infos is not None:
-                    self._infos.write_batch(some, infos)
+                shown = self._reset_some(some, [seeds[row] for row in rows], options[rows[0]])
+                self._write(some, *shown)
         except BaseException as error:
             self._fail("reset", error)
         self._in_episode[list(lanes)] = True
@@ -237,11 +235,11 @@ class VectorGymEnv(VecEnv):
             )
         self._elapsed[rows] = 0
         if not self._is_written:
-            self._observations.write_batch(lanes, self._shown)
-            if self._infos is not None:
-                is_same = self._mode is AutoresetMode.SAME_STEP
-                left_out = statistics_keys(self.vector_env) if is_same else ()
-                self._infos.write_batch(lanes, self._shown_infos, left_out)
+            is_same = self._mode is AutoresetMode.SAME_STEP
+            of_others = (
+                statistics_keys(self.vector_env) if is_same and self._infos is not None else ()
+            )
+            self._write(lanes, self._shown, self._shown_infos, of_others)
         self._in_episode[rows] = True
 
     def _reset_all(self, seed: int, number: int, options: Options) -> None:
@@ -342,9 +340,7 @@ class VectorGymEnv(VecEnv):
         rewards, terminated, truncated = map(self._per_lane, _RESULTS, results)
         ended = _as_bools(terminated) | _as_bools(truncated)
         if lanes:
-            self._observations.write_batch(lanes, self._shown)
-            if self._infos is not None:
-                self._infos.write_batch(lanes, self._shown_infos)
+            self._write(lanes, self._shown, self._shown_infos)
         if self._mode is AutoresetMode.SAME_STEP:
             self._write_final([lane for lane in lanes if ended[lane]], self._shown_infos)
             self._at_start, self._has_ended[:] = ended, False
@@ -384,6 +380,14 @@ class VectorGymEnv(VecEnv):
                 fix="return one value per lane",
             )
         return array
+
+    def _write(
+        self, lanes: Sequence[int], observation: Any, infos: Any, left_out: Collection[str] = ()
+    ) -> None:
+        """Write what a call has returned about lanes."""
+        self._observations.write_batch(lanes, observation)
+        if self._infos is not None:
+            self._infos.write_batch(lanes, infos, left_out)
 
     def _write_final(self, ended: Sequence[int], infos: Any) -> None:
         """Write the last observations and infos of lanes that have restarted within the step."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from gymnasium.spaces import Discrete
-from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv, VectorWrapper
 
 from rlpool.envs.envpool_lanes import EnvPoolLanes
 from rlpool.envs.info_keys import InfoKeys, InfoLearner, batch_of, wanted_infos
 from rlpool.envs.vector_seeding import some_action
 from rlpool.errors import SpecError
+from rlpool.seeding import Seeding
 from rlpool.specs import TensorSpec
 
 
@@ -77,3 +78,26 @@ def statistics_keys(env: VectorEnv[Any, Any, Any]) -> set[str]:
             keys.add(key)
         env = env.env
     return keys
+
+
+def refuse_wrong_statistics(
+    env: VectorEnv[Any, Any, Any], keys: Iterable[str], seeding: Seeding
+) -> None:
+    """Refuse statistics of a wrapper that does not see which lanes are reset.
+
+    Gymnasium's ``SyncVectorEnv`` and ``AsyncVectorEnv`` take the mask of a reset out of the
+    options, so that a wrapper around them begins anew with all lanes.
+
+    Raises:
+        SpecError: If one of the keys is such a wrapper's.
+    """
+    if seeding != "episode" or not isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
+        return
+    wrong = {key for key in keys if key.partition("/")[0] in statistics_keys(env)}
+    if wrong:
+        raise SpecError(
+            f"info {min(wrong)!r} is counted by a wrapper around a vector environment, which "
+            "forgets the statistics of all lanes when one is reset",
+            fix="wrap the single environments: gymnasium.make_vec(..., "
+            'vectorization_mode="sync", wrappers=[gymnasium.wrappers.RecordEpisodeStatistics])',
+        )

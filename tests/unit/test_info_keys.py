@@ -152,10 +152,15 @@ def test_statistics_of_episodes_are_in_their_last_step(kind: str) -> None:
         assert not result[key].any()
 
 
+def test_statistics_of_a_vector_wrapper_that_loses_lanes_are_refused() -> None:
+    recorded: Any = RecordVectorStatistics(SyncVectorEnv([TellingEnv] * 2))
+    with pytest.raises(SpecError, match=r"(?s)'episode/l' is counted by a wrapper.*fix: "):
+        VectorGymEnv(recorded, info_keys={"episode/l": int})
+
+
 def test_mujoco() -> None:
-    make = pytest.importorskip("gymnasium").make
     pytest.importorskip("mujoco")
-    env = GymEnv([make("HalfCheetah-v5")], 0, info_keys=["x_velocity", "x_position"])
+    env = GymEnv([gymnasium.make("HalfCheetah-v5")], 0, info_keys=["x_velocity", "x_position"])
     env.reset()
     action = torch.full((1, 6), 0.3)
     stepped = env.step(DictTensor({"action": action}))[0][0]
