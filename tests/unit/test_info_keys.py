@@ -32,6 +32,7 @@ from rlpool.testing import check_env
 
 from support.agents import BinaryAgent
 from support.telling import KEYS, MaskedAgent, TellingEnv, create_telling
+from support.vector_envs import ArrayEnv
 
 TOGETHER = ("NEXT_STEP", "SAME_STEP")
 
@@ -156,6 +157,24 @@ def test_statistics_of_a_vector_wrapper_that_loses_lanes_are_refused() -> None:
     recorded: Any = RecordVectorStatistics(SyncVectorEnv([TellingEnv] * 2))
     with pytest.raises(SpecError, match=r"(?s)'episode/l' is counted by a wrapper.*fix: "):
         VectorGymEnv(recorded, info_keys={"episode/l": int})
+
+
+class MaskedInfos(ArrayEnv):
+    """Says something about every other lane, and what has no meaning about the rest."""
+
+    def step(self, actions: Any) -> Any:
+        *results, _ = super().step(actions)
+        says = np.arange(self.num_envs) % 2 == 0
+        part = {"y": np.where(says, 2.0, np.nan), "names": np.array(["a"] * self.num_envs)}
+        return *results, {"x": np.where(says, 1.0, np.nan), "_x": says, "p": part, "_p": says}
+
+
+def test_masks_of_vector_environments_say_which_lanes_have_a_value() -> None:
+    env = VectorGymEnv(MaskedInfos(4), 0, info_keys={"x": None, "p": {"y": "int8"}})
+    assert not env.reset()[0]["x"].any()
+    stepped = env.step(DictTensor({"action": torch.zeros(4).long()}))[0][0]
+    assert stepped["x"].tolist() == [1, 0, 1, 0]
+    assert stepped["p/y"].tolist() == [2, 0, 2, 0]
 
 
 def test_mujoco() -> None:
