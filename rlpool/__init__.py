@@ -11,6 +11,7 @@ from rlpool.agents.sampling import (
     sample_tanh_normal,
 )
 from rlpool.batch.batcher import Batcher, EpisodeBatcher, MonoThreadEpisodeBatcher
+from rlpool.batch.progress import Progress
 from rlpool.crash_replay import Replay, replay_crash
 from rlpool.data.array import Array
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor, masked_tensor
@@ -76,6 +77,7 @@ __all__ = [
     "NotEnoughDataError",
     "ParallelEnvManager",
     "Pool",
+    "Progress",
     "Replay",
     "RlpoolError",
     "SpecError",
