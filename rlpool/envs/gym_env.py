@@ -102,6 +102,12 @@ class GymEnv(VecEnv):
         """Adopt the structure that other environments of the same kind have shown."""
         self._declare_structure(structure)
 
+    def wrap(self, wrapper: Callable[[Any], Any]) -> None:
+        """Put a wrapper around each environment, outermost; before the first reset."""
+        self._envs = [wrapper(env) for env in self._envs]
+        self._steps = [env.step for env in self._envs]
+        self._resets = [env.reset for env in self._envs]
+
     def close(self) -> None:
         """Close all environments.
 
