@@ -174,12 +174,15 @@ class _Mp4:
         self._frames: Any = None
 
     def add(self, frame: Array) -> None:
-        """See ``_Writer``; sizes that are odd are made even, as most players want it."""
+        """See ``_Writer``; odd sizes grow by one pixel, since most players want even ones."""
+        height, width = (size + size % 2 for size in frame.shape[:2])
+        if frame.shape[:2] != (height, width):
+            missing = (0, height - frame.shape[0]), (0, width - frame.shape[1]), (0, 0)
+            frame = np.pad(frame, missing, mode="edge")
         if self._frames is None:
             from imageio_ffmpeg import write_frames
 
-            height, width, _ = frame.shape
-            options = {"fps": self._fps, "macro_block_size": 2, "ffmpeg_log_level": "error"}
+            options = {"fps": self._fps, "macro_block_size": 1, "ffmpeg_log_level": "error"}
             self._frames = write_frames(str(self._path), (width, height), **options)
             self._frames.send(None)
         self._frames.send(frame)

@@ -214,8 +214,8 @@ def test_an_mp4_where_there_is_ffmpeg(tmp_path: Path) -> None:
     result = evaluate(StepCounter(), create_shown, 2, video=tmp_path, video_episodes=1)
     (path,) = result.videos
     assert path.name == f"episode-000-seed-{int(result.seeds[0])}-return-6.mp4"
-    about, *frames = ffmpeg.read_frames(str(path))
-    assert (about["fps"], len(frames)) == (10.0, 4)
+    n_frames, duration_s = ffmpeg.count_frames_and_secs(str(path))
+    assert (n_frames, duration_s) == (4, pytest.approx(0.4, abs=0.02))
 
 
 @pytest.mark.usefixtures("without_ffmpeg")
