@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
 from rlpool.batch.messages import Infos
+from rlpool.batch.progress import Meter, ShowProgress, checked_progress
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.requests import EpisodeRequest, Policy, WindowRequest, as_infos
 from rlpool.data.infos import Info
@@ -75,6 +77,7 @@ class EpisodeBatcher(BatcherBase):
             results are the same, see docs/start_methods.md.
         crash_dir: A directory, created if it is missing. If an environment or an agent fails,
             what ``rlpool.replay_crash`` needs is written to a file there; the error names it.
+        progress: What ``get`` shows while it waits, unless told otherwise.
 
     Raises:
         SpecError: For arguments of the wrong kind or size, keys that collide, or more workers or
@@ -102,6 +105,7 @@ class EpisodeBatcher(BatcherBase):
 
     _EPISODES = EpisodeRequest
 
+    _progress: ShowProgress = False
     _n_executions = 0
     _n_episodes = 0
     _last: tuple[int, Any, Any] | None = None
@@ -121,11 +125,17 @@ class EpisodeBatcher(BatcherBase):
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
         crash_dir: CrashDir = None,
+        progress: ShowProgress = False,
         **policy: Unpack[PolicyOptions],
     ) -> None:
+        self._progress = checked_progress(progress)
         factories = create_agent, agent_args, create_env, env_args
         failing = timeout, FailurePolicy(**policy), crash_dir
         super().__init__(n_timesteps, n_slots, *factories, n_threads, seeds, *failing)
+
+    @cached_property
+    def _meter(self) -> Meter:
+        return Meter()
 
     @names_arguments
     def execute(
@@ -184,11 +194,18 @@ class EpisodeBatcher(BatcherBase):
         EpisodeBatcher.execute(self, *self._last)
 
     @names_arguments
-    def get(self, blocking: bool = True) -> TemporalDictTensor | None:
+    def get(
+        self, blocking: bool = True, *, progress: ShowProgress | None = None
+    ) -> TemporalDictTensor | None:
         """Take the result of the oldest request.
 
         Args:
             blocking: Wait for it; otherwise return ``None`` until all of it is there.
+            progress: ``True`` shows a bar of episodes, with steps per second, until all of it is
+                there: one of tqdm if that is installed, otherwise a line on stderr. A function is
+                called instead with a ``Progress``, a few times a second and at the end; with
+                ``n_threads=0``, it is called when an episode ends. By default as the batcher was
+                told.
 
         Returns:
             Tensors ``[n_episodes, T, ...]``, T being the length of the longest episode, zero past
@@ -204,11 +221,20 @@ class EpisodeBatcher(BatcherBase):
             EnvError, AgentError: If the user's code failed. The request is lost, the batcher
                 still works.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+            Exception: What a function given as ``progress`` raises. Episodes of workers go on, and
+                ``get`` can be called again.
         """
         dispatcher = self._open()
-        if dispatcher.wait(blocking=blocking) is None:
-            return None
+        progress = self._progress if progress is None else checked_progress(progress)
+        with self._meter.shown(progress, dispatcher.so_far) as look:
+            if dispatcher.wait(blocking=blocking, look=look) is None:
+                return None
         return dispatcher.hand_out()
+
+    def close(self) -> None:
+        """See ``BatcherBase.close``."""
+        super().close()
+        self._meter.close()
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -240,6 +266,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         create_env: Called as ``create_env(seed=..., **env_args)``, or without ``seed``.
         env_args: Keyword arguments of ``create_env``.
         seeds: As for ``EpisodeBatcher``.
+        progress: As for ``EpisodeBatcher``.
     """
 
     _N_TIMESTEPS = 128
@@ -255,7 +282,10 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         create_env: CreateEnv | None = None,
         env_args: Mapping[str, Any] | None = None,
         seeds: Seeds = None,
+        *,
+        progress: ShowProgress = False,
     ) -> None:
+        self._progress = checked_progress(progress)
         factories = create_agent, agent_args, create_env, env_args
         failing = None, FailurePolicy()
         BatcherBase.__init__(self, self._N_TIMESTEPS, None, *factories, 0, seeds, *failing)

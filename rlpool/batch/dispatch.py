@@ -8,6 +8,7 @@ again once every worker is done with it.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -102,9 +103,9 @@ class Dispatcher(RequestQueue):
         """Requests that were sent, and are not yet done in every worker."""
         return self._workers.running
 
-    def wait_until(self, is_over: Callable[[], bool]) -> None:
+    def wait_until(self, is_over: Callable[[], bool], every_s: float = math.inf) -> None:
         """Handle messages until a condition holds, and look for workers that hang."""
-        self._processes.wait_until(is_over)
+        self._processes.wait_until(is_over, every_s)
 
     def look(self) -> None:
         """Handle the messages that have arrived, and look for workers that hang."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -53,7 +54,8 @@ class LocalWorker:
         link: Any = SimpleNamespace(
             send=self._take, receive=self._inbox.popleft, poll=lambda: bool(self._inbox)
         )
-        self._collector = Collector(Place(0, 1, root), link, self._control)
+        self._look: Callable[[], bool] | None = None  # somebody looks while it runs
+        self._collector = Collector(Place(0, 1, root), link, self._control, notice=self._notice)
         self._generators = OwnGenerators()
         self._is_closed = False
         self._message: tuple[Message, Memory | None] | None = None  # being carried out
@@ -91,10 +93,23 @@ class LocalWorker:
         if self.fatal is not None:
             raise self.fatal
 
-    def wait_until(self, is_over: Callable[[], bool]) -> None:
-        """Carry out messages until a condition holds."""
-        while not is_over():
-            self.poll(1.0)
+    def wait_until(self, is_over: Callable[[], bool], every_s: float = math.inf) -> None:
+        """Carry out messages until a condition holds.
+
+        Args:
+            is_over: The condition.
+            every_s: If it is finite, the condition is also tested whenever an episode ends.
+        """
+        self._look = is_over if every_s < math.inf else None
+        try:
+            while not is_over():
+                self.poll(1.0)
+        finally:
+            self._look = None
+
+    def _notice(self) -> None:
+        if self._look is not None:
+            self._look()
 
     def rest(self) -> None:
         """Carry out one message."""

@@ -6,12 +6,14 @@ to the user. If it fails or is given up, its block is used again once nobody wri
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rlpool.batch.progress import SHOW_EVERY_S, SoFar
 from rlpool.batch.requests import Policy, Request
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError
@@ -55,8 +57,13 @@ class RequestQueue(ABC):
         """Requests that were sent, and of which something still runs."""
 
     @abstractmethod
-    def wait_until(self, is_over: Callable[[], bool]) -> None:
-        """Handle what arrives until a condition holds, and look for what hangs."""
+    def wait_until(self, is_over: Callable[[], bool], every_s: float = math.inf) -> None:
+        """Handle what arrives until a condition holds, and look for what hangs.
+
+        Args:
+            is_over: The condition.
+            every_s: How often to test it, whether or not anything arrives.
+        """
 
     @abstractmethod
     def look(self) -> None:
@@ -128,10 +135,14 @@ class RequestQueue(ABC):
             self._queued.append(request)
             self._advance()
 
-    def wait(self, *, blocking: bool) -> Request | None:
+    def wait(self, *, blocking: bool, look: Callable[[], None] | None = None) -> Request | None:
         """The oldest request, finished; ``None`` if it is not and ``blocking`` is false.
 
         It stays the oldest until ``hand_out``.
+
+        Args:
+            blocking: Whether to wait for it.
+            look: Is called a few times a second meanwhile.
 
         Raises:
             RlpoolError: If it failed; it is dropped then.
@@ -141,13 +152,27 @@ class RequestQueue(ABC):
             raise UsageError("nothing is pending", fix="call execute() before get()")
         request = self._pending[0]
         if request.trajectories is None:
-            self.look()
+            if look is None or not blocking:
+                self.look()
             if not blocking and not self._is_settled(request):
+                if look is not None:
+                    look()
                 return None
-            self.wait_until(lambda: self._is_settled(request))
+            self._wait_for(request, look)
             with self._whole():
                 self._settle(request)
         return request
+
+    def _wait_for(self, request: Request, look: Callable[[], None] | None) -> None:
+        if look is None:
+            self.wait_until(lambda: self._is_settled(request))
+            return
+
+        def is_over() -> bool:
+            look()
+            return self._is_settled(request)
+
+        self.wait_until(is_over, SHOW_EVERY_S)
 
     def _is_settled(self, request: Request) -> bool:
         return request.is_complete or request.error is not None or self.fatal is not None
@@ -202,6 +227,17 @@ class RequestQueue(ABC):
         if error is not None and not request.is_complete:
             raise error
         return min(self._n_finished(request), request.n_rows), request.n_rows
+
+    def so_far(self) -> SoFar:
+        """How far the oldest request is, as far as that has been heard of."""
+        if not self._pending:
+            return SoFar(0, 0, 0, False)
+        request = self._pending[0]
+        if request.trajectories is not None:
+            n_steps = int(request.trajectories.lengths.sum())
+            return SoFar(request.n_rows, request.n_rows, n_steps, True)
+        n_finished = min(self._n_finished(request), request.n_rows)
+        return SoFar(n_finished, request.n_rows, request.n_steps, False)
 
     # The bookkeeping ----------------------------------------------------------------------------
 

@@ -126,6 +126,7 @@ class Collector:
         control: The worker's shared numbers.
         lock_fd: What workers lock to claim episodes, see ``Claims``.
         seeding: Is told the seeds of the episodes to come.
+        notice: Is called when episodes have ended.
 
     Attributes:
         env: The environments, once they are created.
@@ -139,6 +140,7 @@ class Collector:
         control: Control,
         lock_fd: int | None = None,
         seeding: FastSeeding | None = None,
+        notice: Callable[[], None] = lambda: None,
     ) -> None:
         self._place = place
         self._send = link.send
@@ -156,7 +158,8 @@ class Collector:
         self._recycling = Recycling(place.policy)
         self._next: tuple[Execute | Window, Memory | None] | None = None  # to be run
         self._plans: dict[int, Plan | None] = {}  # that run, by the number of their request
-        self._site = Site(place, lock_fd, control, self._recycling, link.send, self.inbox.read)
+        talk = link.send, self.inbox.read, notice
+        self._site = Site(place, lock_fd, control, self._recycling, *talk)
 
     def start(self) -> bool:
         """Create environments and agent and report; False if that failed."""

@@ -12,6 +12,7 @@ is inside rlpool.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -168,10 +169,10 @@ class ClusterDispatcher(RequestQueue):
         """Requests that were begun and are not over."""
         return self._running
 
-    def wait_until(self, is_over: Callable[[], bool]) -> None:
+    def wait_until(self, is_over: Callable[[], bool], every_s: float = math.inf) -> None:
         """Handle events until a condition holds, and look for nodes that hang."""
         while not is_over():
-            self._handle(self._look_every_s)
+            self._handle(min(self._look_every_s, every_s))
 
     def look(self) -> None:
         """Handle the events that have arrived, and look for nodes that hang."""

@@ -26,6 +26,7 @@ from rlpool.cluster.shards import (
     with_padding,
 )
 from rlpool.errors import WorkerError
+from rlpool.memory.storage import Array
 from rlpool.slots.trajectories import Derivation, Glue
 
 
@@ -102,6 +103,11 @@ class DividedEpisodes(EpisodeRequest, Divided):
     def n_there(self) -> int:
         """See ``Divided``."""
         return int(self._is_there.sum())
+
+    def _at_home(self) -> Array:
+        n_slots = self.running_block.layout.n_slots
+        is_at_home: Array = (self._is_there & ~self._arrived)[:n_slots]
+        return is_at_home
 
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
         """One slot per episode; all of them if it has more episodes than there are slots."""

@@ -106,6 +106,12 @@ class GymEnv(VecEnv):
             native = structure_of_space(self.action_space, keep_float64=True, name="action_space")
             self._decode = _action_decoder(native)
 
+    def wrap(self, wrapper: Callable[[Any], Any]) -> None:
+        """Put a wrapper around each environment, outermost; before the first reset."""
+        self._envs = [wrapper(env) for env in self._envs]
+        self._steps = [env.step for env in self._envs]
+        self._resets = [env.reset for env in self._envs]
+
     def close(self) -> None:
         """Close all environments.
 
