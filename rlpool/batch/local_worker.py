@@ -18,6 +18,7 @@ from rlpool.errors import RlpoolError, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Memory
 from rlpool.record.failures import described
+from rlpool.record.tape import Tape
 from rlpool.seeding import OwnGenerators
 from rlpool.workers.lifecycle import Client
 from rlpool.workers.stacks import Stacks, own_stacks
@@ -117,6 +118,10 @@ class LocalWorker:
                 raise
         elif timeout_s != 0.0:
             raise LookupError("waiting for a local worker that has nothing to do")
+
+    def tapes(self) -> dict[int, Tape]:
+        """See ``Rollout.tapes``."""
+        return self._collector.tapes()
 
     def _has_message(self) -> bool:
         return self._message is not None or self._collector.inbox.peek() is not None

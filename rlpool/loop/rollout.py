@@ -32,6 +32,7 @@ from rlpool.loop.probe import probe
 from rlpool.memory.storage import Array
 from rlpool.record.failures import env_error
 from rlpool.record.repeat import take_over_together
+from rlpool.record.tape import Tape
 from rlpool.seeding import NoiseStream
 from rlpool.slots.blocks import NOISE_KEY, Arrays, StepSpecs
 from rlpool.slots.writer import SlotWriter
@@ -159,6 +160,19 @@ class Rollout:
                 raise RuntimeError("no lane runs any of the plans, and they are not over")
             else:
                 return
+
+    def tapes(self) -> dict[int, Tape]:
+        """By lane, what the episodes have done so far that go on with the next window."""
+        keys = [*self._env.current, *self._driver.state]
+        n_shown, tapes = len(self._env.current), {}
+        for lane, running in self._lanes.items():
+            tape, n_restarts = running.tape_so_far, running.episode.n_restarts
+            if tape.n_steps:
+                rows = list(zip(keys, (row for _, row in running.parked or []), strict=True))
+                observation = {k: row for k, row in rows[:n_shown] if k not in FLAGS}
+                tape = replace(tape, observation=observation, state=dict(rows[n_shown:]))
+            tapes[lane] = replace(tape, n_restarts=n_restarts)
+        return tapes
 
     def abandon(self) -> None:
         """Drop all unfinished episodes."""

@@ -24,7 +24,8 @@ import numpy as np
 _N_BYTES = 624 * 4 + 4
 """The words, and the position in them."""
 
-_GLOBAL: Any = np.random.mtrand._rand
+_RANDOM: Any = np.random  # its stubs lack some of what it has
+_GLOBAL = _RANDOM.mtrand._rand
 
 
 class NumpyState(NamedTuple):
@@ -43,7 +44,7 @@ class NumpyState(NamedTuple):
 
 def numpy_state() -> NumpyState:
     """The state of ``numpy.random``, a copy."""
-    generator = np.random.get_bit_generator()
+    generator = _RANDOM.get_bit_generator()
     if type(generator) is np.random.MT19937 and _has_words():
         return _read(_GLOBAL)
     return NumpyState(generator, None, _GLOBAL.get_state(legacy=False))
@@ -51,12 +52,12 @@ def numpy_state() -> NumpyState:
 
 def set_numpy_state(state: NumpyState) -> None:
     """Let ``numpy.random`` continue from a state of ``numpy_state``."""
-    if np.random.get_bit_generator() is not state.generator:
-        np.random.set_bit_generator(state.generator)
+    if _RANDOM.get_bit_generator() is not state.generator:
+        _RANDOM.set_bit_generator(state.generator)
     if state.words is None:
         _GLOBAL.set_state(state.rest)
     else:
-        _write(_GLOBAL, state)
+        _write(_GLOBAL, state.words, state.rest)
 
 
 class _WithoutWords:
@@ -90,8 +91,8 @@ def _read(random: Any) -> NumpyState:
         random._bit_generator = generator
 
 
-def _write(random: Any, state: NumpyState) -> None:
-    generator, words, rest = state
+def _write(random: Any, words: bytes, rest: Any) -> None:
+    generator = random._bit_generator
     random._bit_generator = _WithoutWords(generator)
     try:
         random.set_state(rest)
@@ -106,8 +107,9 @@ def _has_words() -> bool:
     try:
         one, other = np.random.RandomState(1), np.random.RandomState(2)
         one.normal(size=625)  # an odd number: one variable is kept
-        _write(other, _read(one)._replace(generator=other._bit_generator))
-        return _all(one) == _all(other)
+        _, words, rest = _read(one)
+        _write(other, words or b"", rest)
+        return bool(_all(one) == _all(other))
     except (AttributeError, TypeError, ValueError):
         return False
 

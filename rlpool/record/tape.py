@@ -109,9 +109,14 @@ class Tape:
         return self.lost
 
     @property
+    def columns(self) -> Actions:
+        """All chunks in one."""
+        return _joined(self.chunks)
+
+    @property
     def actions(self) -> Actions:
         """The actions that are kept, in one array per key."""
-        return {key: array for key, array in _joined(self.chunks).items() if key != REWARD}
+        return {key: array for key, array in self.columns.items() if key != REWARD}
 
     @property
     def rewards(self) -> Array:

@@ -257,7 +257,7 @@ def flat(array: Array, n_leading: int) -> Array:
     The first ``n_leading`` dimensions become one; the rest of each row becomes one opaque element
     of its bytes: assigning such elements by index is several times cheaper than assigning rows.
     """
-    n_rows = math.prod(array.shape[:n_leading])
+    n_rows: int = math.prod(array.shape[:n_leading])
     if array.ndim == n_leading:
         return array.reshape(n_rows)
     n_bytes = array[(0,) * n_leading].nbytes
