@@ -11,6 +11,15 @@ from rlpool.batch.messages import Infos
 from rlpool.batch.progress import Meter, ShowProgress, checked_progress
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.requests import EpisodeRequest, Policy, WindowRequest, as_infos
+from rlpool.batch.resuming import (
+    State,
+    infos_of_state,
+    state_of_infos,
+    state_of_tapes,
+    tapes_of_state,
+    why_lost,
+    why_unseeded,
+)
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, SpecError, UsageError
@@ -246,6 +255,25 @@ class EpisodeBatcher(BatcherBase):
         """
         return self._open().finished_episodes()
 
+    _KIND = "EpisodeBatcher"
+
+    def _state(self, dispatcher: RequestQueue) -> State:
+        last = None
+        if self._last is not None:
+            n_episodes, *infos = self._last
+            last = {"n_episodes": n_episodes, **state_of_infos((infos[0], infos[1]))}
+        return {
+            "n_executions": self._n_executions,
+            "n_episodes": self._n_episodes,
+            "last": last,
+            "why_lost": why_unseeded(dispatcher.step),
+        }
+
+    def _load(self, dispatcher: RequestQueue, state: State) -> None:
+        last = state["last"]
+        self._last = last and (last["n_episodes"], *infos_of_state(last))
+        self._n_executions, self._n_episodes = state["n_executions"], state["n_episodes"]
+
     @classmethod
     def layout(
         cls, n_timesteps: int, n_slots: int | None, n_workers: int, specs: StepSpecs
@@ -334,9 +362,9 @@ class Batcher(BatcherBase):
 
     _n_resets = _n_windows = 0
     _n_windows_before = 0  # those before the last reset
-    _infos: Infos
+    _infos: Infos = ({}, {})
     _running: Sequence[int] = ()
-    _tapes: WindowTapes | None = None
+    _tapes: WindowTapes | None = None  # if the caller records, and after load_state_dict()
     _is_first = False
     _last_window = 0  # number of the last request whose lanes_left was taken over
     _is_reset = False  # False again after an error, which ends all episodes
@@ -393,7 +421,7 @@ class Batcher(BatcherBase):
         self._is_first = self._is_reset = True
         self._n_resets += 1
         self._n_windows_before = self._n_windows
-        self._tapes = WindowTapes(self.n_lanes) if self._open().repeats else None
+        self._tapes = WindowTapes(self.n_lanes) if dispatcher.records else None
         self._queued = ()
         self._running = list(range(self.n_lanes))
 
@@ -484,6 +512,40 @@ class Batcher(BatcherBase):
             )
         )
         self._is_first = False
+        if not dispatcher.records:
+            self._tapes = None  # the worker in this process has them, and goes on with them
+
+    _KIND = "Batcher"
+    _COUNTERS = ("n_resets", "n_windows", "n_windows_before", "is_reset", "is_first")
+
+    def _state(self, dispatcher: RequestQueue) -> State:
+        lanes = [] if self._is_first or not self._is_reset else list(self._running)
+        tapes = self._tapes.tapes if self._tapes is not None else {}
+        if lanes and self._tapes is None:
+            tapes = dispatcher.tapes()
+        why = why_lost(dispatcher.step, tapes, lanes)
+        return {
+            **{name: getattr(self, f"_{name}") for name in self._COUNTERS},
+            **self._expected(dispatcher),
+            **state_of_infos(self._infos),
+            "running": list(self._running),
+            "tapes": [] if why else state_of_tapes({lane: tapes[lane] for lane in lanes}),
+            "why_lost": why,
+        }
+
+    def _expected(self, dispatcher: RequestQueue) -> Mapping[str, Any]:
+        lanes = {"n_lanes": self.n_lanes, "lanes of each worker": dispatcher.n_lanes}
+        return {"n_timesteps": self._n_timesteps, **lanes}
+
+    def _load(self, dispatcher: RequestQueue, state: State) -> None:
+        for name in self._COUNTERS:
+            setattr(self, f"_{name}", state[name])
+        self._infos, self._running = infos_of_state(state), list(state["running"])
+        self._queued = ()
+        self._tapes = WindowTapes(self.n_lanes)
+        self._tapes.tapes = tapes_of_state(state["tapes"])
+        if self._tapes.tapes:
+            dispatcher.resume()
 
     @classmethod
     def layout(

@@ -13,12 +13,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from rlpool.batch.local_worker import LocalWorker
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.request_workers import RequestWorkers
 from rlpool.batch.requests import Policy, Request
 from rlpool.errors import RlpoolError, SpecError, WorkerError
 from rlpool.memory.storage import Memory
 from rlpool.record.capsule_files import CrashDir
+from rlpool.record.tape import Tape
 from rlpool.slots.blocks import BlockPool, Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy
 
@@ -142,6 +144,17 @@ class Dispatcher(RequestQueue):
     def repeats(self) -> bool:
         """Whether workers that have begun something may be replaced."""
         return self._processes.is_repeatable
+
+    @property
+    def records(self) -> bool:
+        """See ``RequestQueue.records``."""
+        return not isinstance(self._processes, LocalWorker)
+
+    def tapes(self) -> dict[int, Tape]:
+        """See ``RequestQueue.tapes``."""
+        if isinstance(self._processes, LocalWorker):
+            return self._processes.tapes()
+        return super().tapes()
 
     def update(self, info: Any) -> None:
         """Let later requests run with agents that were updated with this."""

@@ -95,7 +95,7 @@ class EpisodePlan(_RequestPlan):
 
     def __init__(self, message: Execute, block: Block, infos: Infos | None, site: Site) -> None:
         super().__init__(message.number, block, infos, site)
-        root, n_episodes = site.place.root, message.n_episodes
+        root, n_episodes = message.root, message.n_episodes
         step = self.layout.step
         self._noise: NoiseStarts | None = None
         if step.n_noise:

@@ -18,7 +18,8 @@ from rlpool.batch.requests import Policy, Request
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.slots.blocks import BlockPool
+from rlpool.record.tape import Tape
+from rlpool.slots.blocks import BlockPool, StepSpecs
 
 
 class RequestQueue(ABC):
@@ -83,8 +84,21 @@ class RequestQueue(ABC):
 
     @property
     @abstractmethod
-    def repeats(self) -> bool:
-        """Whether who has begun something may be replaced."""
+    def step(self) -> StepSpecs | None:
+        """What a step consists of, ``None`` before that is known."""
+
+    @property
+    @abstractmethod
+    def records(self) -> bool:
+        """Whether the caller records windows; otherwise ``tapes`` knows what lanes have done."""
+
+    def tapes(self) -> dict[int, Tape]:
+        """By lane, what the episodes have done so far that go on with the next window."""
+        raise LookupError("the caller has recorded that")
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Let the next window bring the workers to where the tapes of its lanes end."""
 
     @abstractmethod
     def update(self, info: Any) -> None:

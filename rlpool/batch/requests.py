@@ -270,6 +270,7 @@ class EpisodeRequest(Request):
         block = self.running_block
         return Execute(
             number=self.number,
+            root=self.root,
             execution=self.execution,
             first=self.first,
             start=self.start,

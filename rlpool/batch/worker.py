@@ -197,6 +197,10 @@ class Collector:
             return self._run(message, memory)
         return True
 
+    def tapes(self) -> dict[int, Tape]:
+        """See ``Rollout.tapes``."""
+        return self._rollout.tapes()
+
     def fail(self, error: Exception) -> None:
         """Tell the caller why this worker ends."""
         what, text = f"the worker failed with {described(error)}", text_of(error)
@@ -373,21 +377,22 @@ class Collector:
         infos, tapes = _infos(message.payload, memory)
         block = self._blocks[message.block]
         if isinstance(message, Window):
-            if message.is_first:
+            if message.is_first or tapes:
                 self._rollout.abandon()
             return WindowPlan(message, block, infos, tapes, self._site)
         plan = EpisodePlan(message, block, infos, self._site)
-        self._hash_seeds(message.first, message.n_episodes)
+        self._hash_seeds(message)
         # Nobody else takes any of them, and no others are under way.
         if self._place.n_workers == 1 and len(self._plans) == 1:
             self.env.announce_episodes(plan.seeds, plan.env_info)
         return plan
 
-    def _hash_seeds(self, first: int, n_episodes: int) -> None:
+    def _hash_seeds(self, message: Execute) -> None:
         """Hash the seeds of episodes beforehand, those of several small requests at once."""
+        first, n_episodes = message.first, message.n_episodes
         if self._seeding is not None and first + n_episodes > self._n_hashed:
             n_episodes = max(n_episodes, _HASHED_AT_ONCE)
-            self._seeding.announce(episode_seeds(self._place.root, first, n_episodes))
+            self._seeding.announce(episode_seeds(message.root, first, n_episodes))
             self._n_hashed = first + n_episodes
 
     def _take_slots(self, credit: Credit) -> None:

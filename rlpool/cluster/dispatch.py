@@ -116,7 +116,7 @@ class ClusterDispatcher(RequestQueue):
         RlpoolError: If a node cannot be started.
     """
 
-    repeats = True
+    records = True
 
     def __init__(
         self,
@@ -168,6 +168,16 @@ class ClusterDispatcher(RequestQueue):
     def running(self) -> list[Request]:
         """Requests that were begun and are not over."""
         return self._running
+
+    @property
+    def step(self) -> StepSpecs | None:
+        """What a step consists of, ``None`` before that is known."""
+        return self._specs
+
+    def resume(self) -> None:
+        """Let the next window bring all nodes to where the tapes of its lanes end."""
+        for part in range(self._homes.n_parts):
+            self._homes.move(part)
 
     def wait_until(self, is_over: Callable[[], bool], every_s: float = math.inf) -> None:
         """Handle events until a condition holds, and look for nodes that hang."""

@@ -135,6 +135,7 @@ class DividedEpisodes(EpisodeRequest, Divided):
         """See ``Divided``."""
         return EpisodeShard(
             number=number,
+            root=self.root,
             execution=self.execution,
             first=self.first + rows.start,
             start=rows.start,
@@ -258,6 +259,7 @@ class DividedWindow(WindowRequest, Divided):
             tapes = {lane: self.tapes.tapes[first + lane] for lane in lanes}
         return WindowShard(
             number=number,
+            root=self.root,
             part=part,
             parts=frozenset(self._homes.beside(part)),
             first_lane=first,
