@@ -19,7 +19,8 @@ from rlpool.machine.arguments import whole_number
 from rlpool.memory.storage import Array, Memory
 from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY
 from rlpool.pool.priorities import PriorityTree
-from rlpool.pool.store import Schema, Store
+from rlpool.pool.schema import Schema
+from rlpool.pool.store import Store
 from rlpool.seeding import root_from
 from rlpool.specs import TensorSpec
 
