@@ -162,8 +162,8 @@ def _are_shifted(values: Array, rows: Array) -> Array:
 
 def _differs(old: Array, new: Array) -> Array:
     """Which frames of new values are not the next ones of old ones, ``[n, n_frames - 1]``."""
-    differs: Array = (new[:, :, :-1] != old[:, :, 1:]).any(axis=(1, 3))
-    return differs
+    pairs = ((new[:, :, frame], old[:, :, frame + 1]) for frame in range(new.shape[2] - 1))
+    return np.stack([(one != other).any(axis=(1, 2)) for one, other in pairs], axis=1)
 
 
 def _n_distinct(values: list[Array], origins: Array) -> Array:
