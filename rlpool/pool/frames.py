@@ -121,6 +121,8 @@ class FrameStore:
     def release(self, places: Array) -> None:
         """Count that something refers to these places no longer."""
         places = places.reshape(-1)
+        if not places.size:
+            return
         np.subtract.at(self._n_references, places, 1)
         unused = np.unique(places[self._n_references[places] == 0])
         self._free[self._n_free : self._n_free + unused.size] = unused

@@ -113,9 +113,9 @@ def unstacked(
     begins = np.flatnonzero(~follows[:-1])
     n_new[begins] = _n_distinct(values, origins[:, begins])
     newest = np.cumsum(n_new) - 1
-    oldest = np.repeat((newest - n_new + 1)[begins], np.diff(begins, append=len(n_new)))
+    oldest = (newest - n_new + 1)[begins].repeat(np.diff(np.append(begins, len(n_new))))
     numbers = np.maximum(newest[:, None] + np.arange(1 - n_frames, 1), oldest[:, None])
-    of = np.repeat(np.arange(len(n_new)), n_new)  # the value that a frame is of
+    of = np.arange(len(n_new)).repeat(n_new)  # the value that a frame is of
     frame = n_frames - 1 - newest[of] + np.arange(of.size)
     frames = NewFrames(values, np.concatenate([origins[:, of], frame[None]]), dtype)
     if tails is not None:
@@ -172,6 +172,7 @@ def _n_distinct(values: list[Array], origins: Array) -> Array:
     for origin, array in enumerate(values):
         for some in _parts(np.flatnonzero(origins[0] == origin), array):
             whole = array[origins[1, some]]
-            differs = np.pad(_differs(whole, whole), ((0, 0), (0, 1)), constant_values=True)
+            differs = np.ones((len(some), array.shape[2]), bool)
+            differs[:, :-1] = _differs(whole, whole)
             counts[some] = array.shape[2] - differs.argmax(axis=1)
     return counts
