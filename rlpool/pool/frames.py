@@ -136,7 +136,7 @@ class FrameStore:
 
     def recount(self, places: list[Array]) -> None:
         """Count anew, from all places that rows refer to."""
-        self._n_references[:] = 0
+        self._n_references[: self.n_used] = 0
         for some in places:
             self.refer(some)
         unused = np.flatnonzero(self._n_references[: self.n_used] == 0)

@@ -139,7 +139,7 @@ def check(stacked: Pool, whole: Pool) -> None:
 operations = st.sampled_from(["window", "window", "window", "one step", "single", "new", "clear"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     layout=st.sampled_from(sorted(LAYOUTS)),
     storage=st.sampled_from(["local", "local", "shared", "memmap"]),
