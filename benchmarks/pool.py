@@ -27,7 +27,8 @@ whichever the contender returns.
   ``nbytes``, and the growth of this process, divided by the bytes of one frame per transition.
 - ``frame_stack``: pools of stacks of four such frames, one of which has ``frame_stack=4``: bytes
   per transition, and the times of that one divided by those of the other one, alternately.
-  Episodes of 1,000 steps come in windows of 128. ``--stacked N`` fills only that one, with N transitions.
+  Episodes of 1,000 steps come in windows of 128. ``--stacked N`` fills only that one,
+  with N transitions.
 
 Prints JSON lines.
 """
