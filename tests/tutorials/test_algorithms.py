@@ -1,4 +1,4 @@
-"""The scripts that train: they run, can be interrupted anywhere, and learn from the right targets."""
+"""The scripts that train: they run, and resume bit by bit wherever they were cut off."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "tutorials"
 # Flags with which each script saves several times within a few seconds.
 SMALL = {
     "a2c": "--total-timesteps=400 --checkpoint-interval=4",
-    "meta_rl": "--num-iters=3 --num-rollouts-per-iter=8 --envs-per-worker=2 --checkpoint-interval=1",
+    "meta_rl": "--num-iters=3 --num-rollouts-per-iter=8 --envs-per-worker=2 "
+    "--num-parallel-workers=0 --checkpoint-interval=1",
     "ppo": "--total-timesteps=2048 --checkpoint-interval=1",
     "ppo_continuous": "--env-id=Pendulum-v1 --total-timesteps=4096 --checkpoint-interval=1",
     "ppo_recurrent": "--total-timesteps=1024 --checkpoint-interval=1 --evaluate=2",
