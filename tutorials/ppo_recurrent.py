@@ -28,7 +28,6 @@ from rlpool import (
     Batcher,
     DictTensor,
     EpisodeStatistics,
-    GymEnv,
     GymEnvInf,
     categorical_log_probability,
     discounted_returns,
@@ -125,9 +124,8 @@ class WithoutVelocities(gym.ObservationWrapper):
         return observation * np.float32(VISIBLE[self.spec.id])
 
 
-def create_env(seed, env_id, n_envs, restarts=True):
-    envs = [WithoutVelocities(gym.make(env_id)) for _ in range(n_envs)]
-    return GymEnvInf(envs, seed) if restarts else GymEnv(envs, seed)
+def create_env(seed, env_id, n_envs):
+    return GymEnvInf([WithoutVelocities(gym.make(env_id)) for _ in range(n_envs)], seed)
 
 
 def learn(agent, reward_scale, optimizer, window, clip):
@@ -252,7 +250,7 @@ def main():
             agent,
             create_env,
             arguments.evaluate,
-            env_args={"env_id": arguments.env_id, "n_envs": N_ENVS, "restarts": False},
+            env_args={"env_id": arguments.env_id, "n_envs": N_ENVS},
             seeds=arguments.seed,
             agent_info={"is_greedy": True},
         )
