@@ -41,6 +41,13 @@ from rlpool.meta.make import make_env, make_parallel_env
 from rlpool.meta.trials import VariBadWrapper
 from rlpool.pool.pool import Pool
 from rlpool.record.crash_capsule import CrashCapsule
+from rlpool.training.returns import VTrace, discounted_returns, gae, n_step_returns, vtrace
+from rlpool.training.statistics import (
+    EndedEpisodes,
+    EpisodeStatistics,
+    episode_lengths,
+    episode_returns,
+)
 from rlpool.workers.process_start import preload, shutdown
 from rlpool.workers.stack_dumps import dump_stacks_on_signal
 
@@ -56,10 +63,12 @@ __all__ = [
     "CrashCapsule",
     "DeviceAgent",
     "DictTensor",
+    "EndedEpisodes",
     "EnvError",
     "EnvPoolEnv",
     "EnvSpecError",
     "EpisodeBatcher",
+    "EpisodeStatistics",
     "GymEnv",
     "GymEnvInf",
     "Learner",
@@ -72,6 +81,7 @@ __all__ = [
     "SpecError",
     "TemporalDictTensor",
     "UsageError",
+    "VTrace",
     "VariBadWrapper",
     "VecEnv",
     "VectorGymEnv",
@@ -83,11 +93,16 @@ __all__ = [
     "__version__",
     "categorical_log_probability",
     "collect_rollouts_parallel",
+    "discounted_returns",
     "dump_stacks_on_signal",
+    "episode_lengths",
+    "episode_returns",
+    "gae",
     "make_env",
     "make_parallel_env",
     "masked_dicttensor",
     "masked_tensor",
+    "n_step_returns",
     "normal_log_probability",
     "preload",
     "replay_agent",
@@ -96,5 +111,6 @@ __all__ = [
     "sample_normal",
     "sample_tanh_normal",
     "shutdown",
+    "vtrace",
     "worker_count",
 ]

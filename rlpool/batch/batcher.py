@@ -310,7 +310,8 @@ class Batcher(BatcherBase):
     _is_first = False
     _last_window = 0  # number of the last request whose lanes_left was taken over
     _is_reset = False  # False again after an error, which ends all episodes
-    _queued: tuple[Policy, ...] = ()  # those of windows that wait for the previous one
+    # What windows run with that wait for the previous one.
+    _queued: tuple[tuple[Policy, Infos], ...] = ()
 
     @names_arguments
     @takes_policy
@@ -366,23 +367,34 @@ class Batcher(BatcherBase):
         self._queued = ()
         self._running = list(range(self.n_lanes))
 
-    def execute(self) -> None:
+    @names_arguments
+    def execute(self, agent_info: Info = None) -> None:
         """Request the next window; returns at once.
 
+        Args:
+            agent_info: ``[n_lanes, ...]``, as for ``reset``: what the agent gets from this window
+                on, in the episodes that are running, too. It replaces all that was given before,
+                and may have other keys; an empty dict for none. ``None`` leaves it as it is.
+
         Raises:
+            SpecError: If ``agent_info`` holds anything but numbers, or has another number of rows.
             UsageError: Before ``reset``, and after an error.
         """
         dispatcher = self._open()
         if not self._is_reset:
             raise UsageError("the lanes have no episodes to go on with", fix="call reset() first")
+        infos = self._infos
+        if agent_info is not None:
+            infos = as_infos(agent_info, None, self.n_lanes)[0], infos[1]
         with InterruptsHeld():
+            self._infos = infos
             self._n_windows += 1
             if dispatcher.n_pending:
-                # Which lanes run is known once the previous window is there; the policy is fixed
-                # now.
-                self._queued += (dispatcher.policy,)
+                # Which lanes run is known once the previous window is there; what they run with is
+                # fixed now.
+                self._queued += ((dispatcher.policy, infos),)
             elif self._running:
-                self._submit(dispatcher, dispatcher.policy)
+                self._submit(dispatcher, dispatcher.policy, infos)
 
     @names_arguments
     def get(self, blocking: bool = True) -> TemporalDictTensor | None:
@@ -420,18 +432,18 @@ class Batcher(BatcherBase):
                 self._last_window = request.number
                 self._running = request.lanes_left
                 if self._queued and self._running:
-                    policy, *queued = self._queued
+                    (policy, infos), *queued = self._queued
                     self._queued = tuple(queued)
-                    self._submit(dispatcher, policy)
+                    self._submit(dispatcher, policy, infos)
         return dispatcher.hand_out()
 
-    def _submit(self, dispatcher: RequestQueue, policy: Policy) -> None:
+    def _submit(self, dispatcher: RequestQueue, policy: Policy, infos: Infos) -> None:
         dispatcher.submit(
             self._WINDOWS(
                 number=dispatcher.next_number(),
                 n_rows=len(self._running),
                 lanes=list(self._running),
-                infos=self._infos,
+                infos=infos,
                 policy=policy,
                 n_lanes=dispatcher.n_lanes,
                 n_resets=self._n_resets - 1,

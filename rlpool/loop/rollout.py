@@ -13,7 +13,7 @@ plan leaves idle begin with the next one, so that several may be under way. Each
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -208,12 +208,26 @@ class Rollout:
         if plan.begins_anew:
             self._env.begin_anew()
         bound = BoundPlan(plan, self._current, self._driver.state, self._n_lanes)
-        if not self._bound:  # lanes that are parked continue with it
-            for running in self._lanes.values():
-                running.bound = bound
+        if not self._bound:
+            self._continue_with(bound)
         self._bound.append(bound)
         self._take_over(bound)
         return bound
+
+    def _continue_with(self, bound: BoundPlan) -> None:
+        """Let lanes that are parked go on with the next window, which may have other infos."""
+        rows = {lane: running.episode.number for lane, running in self._lanes.items()}
+        for running in self._lanes.values():
+            running.bound = bound
+        agent_info = bound.plan.agent_info or {}
+        if rows and (agent_info or self._infos.arrays):
+            self._infos.show(agent_info, rows)
+        # Their first step has the infos and the parameters of this window.
+        if new := [lane for lane, running in self._lanes.items() if not running.steps_before]:
+            self._driver.start(new, self._infos.tensors)
+            for lane in new:
+                of_env = (self._lanes[lane].parked or [])[: len(self._env.current)]
+                self._lanes[lane].parked = of_env + _rows_of(self._driver.state, lane)
 
     def _take_over(self, bound: BoundPlan) -> None:
         """Bring lanes to where another worker was with a plan's episodes.
@@ -450,8 +464,7 @@ class Rollout:
         return any(lacks_slots) or any(lane in self._lanes for lane in self._waiting)
 
     def _kept_rows(self, lane: int) -> list[tuple[Array, Array]]:
-        arrays = [*self._env.current.values(), *self._driver.state.values()]
-        return [(array, np.array(array[lane])) for array in arrays]
+        return _rows_of(self._env.current, lane) + _rows_of(self._driver.state, lane)
 
     def _restart_when_ready(self, lanes: Sequence[int]) -> None:
         """Start the next episodes of lanes that stay in their slots, as soon as they can."""
@@ -538,3 +551,8 @@ class Rollout:
         where = Where(self._worker, lane, episode.number, step, episode.seed, episode.options)
         infos = running.bound.plan.agent_info or {}, self._infos.arrays
         return self._scene.error(error, where, infos, running, row)
+
+
+def _rows_of(arrays: Mapping[str, Array], lane: int) -> list[tuple[Array, Array]]:
+    """Arrays ``[n_lanes, ...]``, each with a copy of a lane's row."""
+    return [(array, np.array(array[lane])) for array in arrays.values()]

@@ -76,7 +76,7 @@ def collect(
             reset(batcher, kind, of_reset)
             for number in range(5):
                 disturb("before", len(results))
-                batcher.execute()
+                batcher.execute({"gain": 0.5} if number == 2 else None)
                 batcher.update(len(results) / 10)
                 if number == 3 and kind != "unseeded":  # where a window may be given up
                     batcher.execute()

@@ -247,7 +247,8 @@ def windows(
                 if batcher.all_stopped:
                     break
                 batcher.update(number / 10)
-                batcher.execute()
+                other = {"gain": torch.linspace(2, 3, batcher.n_lanes)}
+                batcher.execute(agent_info=other if number == 2 else None)
                 result = batcher.get()
                 assert result is not None
                 results.append(result)

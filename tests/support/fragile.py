@@ -134,7 +134,10 @@ class RecurrentAgent(Agent):
         return self._wants_history
 
     def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor:
-        return DictTensor({"hidden": torch.zeros(n, self.N_HIDDEN)})
+        hidden = torch.full((n, self.N_HIDDEN), self._bias)
+        if agent_info is not None:
+            hidden += agent_info["gain"].unsqueeze(1)
+        return DictTensor({"hidden": hidden})
 
     def __call__(self, state, observation, agent_info=None, history=None):
         hidden = self._cell(observation["frame"], state["hidden"])

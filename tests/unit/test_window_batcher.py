@@ -15,6 +15,7 @@ from rlpool import (
     EnvError,
     GymEnv,
     GymEnvInf,
+    SpecError,
     TemporalDictTensor,
     UsageError,
 )
@@ -157,6 +158,36 @@ def test_history_and_agent_info_follow_their_lanes_over_windows() -> None:
         found = windows(batcher, 5)
     for key in ("info_id", "first_id"):
         assert lane_steps(found, key, 3) == [[7] * 10, [8] * 10, [9] * 10]
+
+
+def test_agent_info_may_change_between_windows_without_a_reset() -> None:
+    """The state of an episode stays, but for one that begins with the window."""
+
+    def ids(window: Any) -> list[Any]:
+        told = window.info["agent_info/id"].tolist() if "agent_info/id" in window.info else None
+        return [window["info_id"].tolist(), window["first_id"][:, 0].tolist(), told]
+
+    with make(2, agent=InfoEcho, restarts=True) as batcher:
+        batcher.reset({"id": [1, 2, 3]}, info_of([9, 2, 3]))
+        batcher.execute()
+        given = torch.tensor([4, 5, 6])
+        batcher.execute({"id": given})
+        given.fill_(0)  # it was copied
+        batcher.execute()
+        batcher.execute(agent_info={})
+        found = [batcher.get() for _ in range(4)]
+        with pytest.raises(SpecError, match="'id' in agent_info has 2 rows, 3 were expected"):
+            batcher.execute({"id": [1, 2]})
+        batcher.execute({"id": 7, "other": 0.5})
+        found.append(batcher.get())
+    assert [ids(window) for window in found] == [
+        [[[1, 1], [2, 2], [3, 3]], [1, 2, 3], [1, 2, 3]],
+        [[[4, 4], [5, 5], [6, 6]], [1, 5, 3], [4, 5, 6]],
+        [[[4, 4], [5, 5], [6, 6]], [1, 5, 6], [4, 5, 6]],
+        [[[-1, -1]] * 3, [1, -1, -1], None],
+        [[[7, 7]] * 3, [1, 7, -1], [7, 7, 7]],
+    ]
+    assert found[4].info["agent_info/other"].tolist() == [0.5] * 3
 
 
 # Lanes that restart on their own --------------------------------------------------------------

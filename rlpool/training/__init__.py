@@ -1,0 +1,1 @@
+"""What training scripts need beside experience: returns, statistics of episodes, evaluation."""

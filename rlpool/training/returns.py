@@ -1,0 +1,406 @@
+"""Returns, advantages and targets of value functions, over whole batches of trajectories.
+
+All of them are sums along time that stop where an episode ends::
+
+    y[t] = x[t] + factor[t] * y[t + 1]        factor is 0 at ends of episodes
+
+They are computed for all steps at once: what *n* steps add up to, and how *n* more follow, gives
+*2n* steps, so T steps take log2(T) rounds. A factor of 0 lets nothing through, not even NaN.
+
+What all functions have in common:
+
+- The last dimension is time; any dimensions may come before it: ``[B, T]``, ``[T]``.
+- ``reward``, ``done`` and so on are those of the step: ``window["_reward"]``, ``window["_done"]``.
+- A terminated step has no future. A truncated one has, worth ``next_value``, and so has the last
+  step of a window in which no episode ends.
+- ``discount`` is a number from 0 to 1, or a tensor that multiplies what follows each step.
+- ``lengths`` (``window.lengths``) says how many steps each row has, for rows that may be shorter
+  than the others without an end of an episode; their last step is treated like that of the window,
+  and padding gets zeros. Without it, nothing of what follows an episode's end reaches that episode
+  either, and padding gets values that mean nothing.
+- Results are constants, without gradients: nothing flows back into targets.
+"""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlpool.data.dict_tensor_base import kind
+from rlpool.errors import SpecError
+from rlpool.machine.arguments import names_arguments, whole_number
+
+Discount = float | Tensor
+
+_DTYPES = (torch.float32, torch.float64)
+
+
+@names_arguments
+@torch.no_grad()
+def discounted_returns(
+    reward: Tensor,
+    done: Tensor,
+    discount: Discount,
+    *,
+    next_value: Tensor | None = None,
+    terminated: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Sum of the discounted rewards from each step to the end of its episode.
+
+    Without ``next_value``, nothing follows the window or a truncated episode.
+
+    Args:
+        reward: float32 or float64 ``[..., T]``, what each step earned.
+        done: bool ``[..., T]``, True where a step ended its episode.
+        discount: A number from 0 to 1, or a tensor like ``reward``.
+        next_value: Like ``reward``: the value of what each step led to. It is used where an
+            episode is truncated, and where the window ends.
+        terminated: bool ``[..., T]``, True where a step led to a state without a future. Needed
+            with ``next_value``.
+        lengths: int64 ``[...]``: steps of each row, all by default.
+
+    Returns:
+        A new tensor like ``reward``.
+
+    Raises:
+        SpecError: If shapes, dtypes or devices differ, or ``discount`` is out of range.
+
+    Example:
+        >>> reward, done = torch.ones(1, 4), torch.tensor([[False, True, False, False]])
+        >>> discounted_returns(reward, done, 0.5)
+        tensor([[1.5000, 1.0000, 1.5000, 1.0000]])
+    """
+    if next_value is not None and terminated is None:
+        raise SpecError(
+            "next_value without terminated: an episode that is truncated has a future, one that "
+            "is terminated has none",
+            fix="pass terminated=window['_terminated'], or terminated=done if nothing is truncated",
+        )
+    if next_value is None:
+        _check_reward(reward)
+        next_value = torch.zeros_like(reward)
+    if terminated is None:
+        terminated = done
+    steps = _Steps(reward, done, terminated, next_value, discount, lengths)
+    return steps.finished(_all(steps.reward_and_future_at_ends(), steps.factor))
+
+
+@names_arguments
+@torch.no_grad()
+def n_step_returns(
+    reward: Tensor,
+    next_value: Tensor,
+    terminated: Tensor,
+    done: Tensor,
+    discount: Discount,
+    n_step: int,
+    *,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Rewards of ``n_step`` steps, and the value of what follows them.
+
+    Fewer steps where the episode or the window ends before; the value of what follows the last of
+    them counts unless that step is terminated.
+
+    Args:
+        reward: float32 or float64 ``[..., T]``, what each step earned.
+        next_value: Like ``reward``: the value of what each step led to.
+        terminated: bool ``[..., T]``, True where a step led to a state without a future.
+        done: bool ``[..., T]``, True where a step ended its episode.
+        discount: A number from 0 to 1, or a tensor like ``reward``.
+        n_step: How many rewards at most, from 1.
+        lengths: int64 ``[...]``: steps of each row, all by default.
+
+    Returns:
+        A new tensor like ``reward``.
+
+    Raises:
+        SpecError: If shapes, dtypes or devices differ, or a number is out of range.
+
+    Reference:
+        Sutton, Barto 2018, "Reinforcement learning: an introduction", equation 7.1.
+    """
+    steps = _Steps(reward, done, terminated, next_value, discount, lengths)
+    n_before = min(whole_number("n_step", n_step, 1), steps.n_timesteps) - 1
+    last = _Sum(1, steps.reward + steps.future, steps.factor[..., :-1])
+    if n_before > 0:
+        one = last._replace(total=steps.reward_and_future_at_ends())
+        last = _then(_repeated(one, n_before), last)
+    return steps.finished(last.total)
+
+
+@names_arguments
+@torch.no_grad()
+def gae(
+    reward: Tensor,
+    value: Tensor,
+    next_value: Tensor,
+    terminated: Tensor,
+    done: Tensor,
+    discount: Discount,
+    lambda_: float,
+    *,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Generalised advantage estimation.
+
+    The target of the value function is ``advantage + value``.
+
+    Args:
+        reward: float32 or float64 ``[..., T]``, what each step earned.
+        value: Like ``reward``: the value of what each step started from.
+        next_value: Like ``reward``: the value of what each step led to, which at the end of an
+            episode is not the next step's ``value``.
+        terminated: bool ``[..., T]``, True where a step led to a state without a future.
+        done: bool ``[..., T]``, True where a step ended its episode.
+        discount: A number from 0 to 1, or a tensor like ``reward``.
+        lambda_: From 0 (one-step differences) to 1 (whole returns).
+        lengths: int64 ``[...]``: steps of each row, all by default.
+
+    Returns:
+        The advantages, a new tensor like ``reward``.
+
+    Raises:
+        SpecError: If shapes, dtypes or devices differ, or a number is out of range.
+
+    Example::
+
+        value, next_value = critic(window["frame"]), critic(window["_frame"])
+        ended = window["_terminated"], window["_done"]
+        advantage = gae(window["_reward"], value, next_value, *ended, 0.99, 0.95)
+
+    Reference:
+        Schulman et al. 2016, "High-dimensional continuous control using generalized advantage
+        estimation", equation 16.
+    """
+    steps = _Steps(reward, done, terminated, next_value, discount, lengths, value=value)
+    difference = steps.reward + steps.future - value
+    factor = _from_0_to_1("lambda_", lambda_) * steps.factor
+    return steps.finished(_all(difference, factor))
+
+
+class VTrace(NamedTuple):
+    """What ``vtrace`` returns.
+
+    Attributes:
+        target: Target of the value function.
+        advantage: What weighs the gradient of the log-probability of each action.
+    """
+
+    target: Tensor
+    advantage: Tensor
+
+
+@names_arguments
+@torch.no_grad()
+def vtrace(
+    log_ratio: Tensor,
+    reward: Tensor,
+    value: Tensor,
+    next_value: Tensor,
+    terminated: Tensor,
+    done: Tensor,
+    discount: Discount,
+    lambda_: float = 1.0,
+    *,
+    rho_clip: float = 1.0,
+    c_clip: float = 1.0,
+    lengths: Tensor | None = None,
+) -> VTrace:
+    """V-trace: targets from actions that another policy has chosen.
+
+    Args:
+        log_ratio: Like ``reward``: log-probability of each action under the policy that learns,
+            minus that under the policy that chose it.
+        reward: float32 or float64 ``[..., T]``, what each step earned.
+        value: Like ``reward``: the value of what each step started from.
+        next_value: Like ``reward``: the value of what each step led to.
+        terminated: bool ``[..., T]``, True where a step led to a state without a future.
+        done: bool ``[..., T]``, True where a step ended its episode.
+        discount: A number from 0 to 1, or a tensor like ``reward``.
+        lambda_: From 0 to 1; multiplies the ratios that traces are cut with.
+        rho_clip: The largest ratio of a difference, which decides whose value function the target
+            is; above 0, ``float("inf")`` for no limit.
+        c_clip: The largest ratio that traces are cut with, above 0.
+        lengths: int64 ``[...]``: steps of each row, all by default.
+
+    Returns:
+        Target and advantage, new tensors like ``reward``.
+
+    Raises:
+        SpecError: If shapes, dtypes or devices differ, or a number is out of range.
+
+    Reference:
+        Espeholt et al. 2018, "IMPALA: scalable distributed deep-RL with importance weighted
+        actor-learner architectures", equation 1, remark 2 and section 4.2.
+    """
+    given = {"value": value, "log_ratio": log_ratio}
+    steps = _Steps(reward, done, terminated, next_value, discount, lengths, **given)
+    ratio = log_ratio.exp()
+    rho = ratio.clamp(max=_above_0("rho_clip", rho_clip))
+    cut = ratio.clamp(max=_above_0("c_clip", c_clip)) * _from_0_to_1("lambda_", lambda_)
+    difference = rho * (steps.reward + steps.future - value)
+    correction = steps.finished(_all(difference, cut * steps.factor))
+    target = value + correction
+    # What the next step's target is above its value; at the end of an episode nothing.
+    following = torch.zeros_like(correction)
+    following[..., :-1] = steps.factor[..., :-1] * correction[..., 1:]
+    following.masked_fill_(steps.factor == 0, 0)
+    advantage = rho * (steps.reward + steps.future + following - value)
+    return VTrace(steps.finished(target), steps.finished(advantage))
+
+
+class _Steps:
+    """The steps of a window, checked.
+
+    Args:
+        reward: See ``gae``, and so on.
+        **like_reward: Further tensors that have to be like ``reward``.
+
+    Attributes:
+        n_timesteps: T.
+        reward: As given.
+        factor: What the sum from the next step on is multiplied with: the discount, 0 where an
+            episode or a row ends.
+        future: Discounted value of what each step led to, 0 where it is terminated.
+    """
+
+    def __init__(
+        self,
+        reward: Tensor,
+        done: Tensor,
+        terminated: Tensor,
+        next_value: Tensor,
+        discount: Discount,
+        lengths: Tensor | None,
+        **like_reward: Tensor,
+    ) -> None:
+        _check_reward(reward)
+        like_reward["next_value"] = next_value
+        if isinstance(discount, Tensor) and discount.ndim:
+            like_reward["discount"] = discount
+        else:
+            discount = _from_0_to_1("discount", discount)
+        for name, tensor in like_reward.items():
+            _check_like(name, tensor, reward, reward.dtype)
+        _check_like("done", done, reward, torch.bool)
+        _check_like("terminated", terminated, reward, torch.bool)
+        done = done | terminated
+        self.reward, self.n_timesteps = reward, reward.shape[-1]
+        self._is_padding: Tensor | None = None
+        if lengths is not None:
+            self._is_padding, is_last = _ends_of_rows(lengths, reward)
+            done = done | is_last
+        self.factor = torch.zeros_like(reward)
+        self.factor += discount
+        self.factor.masked_fill_(done, 0)
+        self.factor[..., -1:] = 0
+        self.future = (discount * next_value).masked_fill_(terminated, 0)
+
+    def reward_and_future_at_ends(self) -> Tensor:
+        """The rewards, with what follows them where a sum of rewards ends."""
+        return self.reward + self.future.masked_fill(self.factor != 0, 0)
+
+    def finished(self, result: Tensor) -> Tensor:
+        """A result, zero in the padding if it is known where that is."""
+        if self._is_padding is None:
+            return result
+        return result.masked_fill_(self._is_padding, 0)
+
+
+class _Sum(NamedTuple):
+    """What some steps from each step on add up to.
+
+    Attributes:
+        n: How many steps.
+        total: ``[..., T]``: what they add up to, of those within the window.
+        factor: ``[..., T - n]``: what is multiplied with all that follows them.
+    """
+
+    n: int
+    total: Tensor
+    factor: Tensor
+
+
+def _then(first: _Sum, second: _Sum) -> _Sum:
+    """Some steps, and those that follow them."""
+    n, n_timesteps = first.n + second.n, first.total.shape[-1]
+    following = first.factor * second.total[..., first.n :]
+    following.masked_fill_(first.factor == 0, 0)  # 0 * NaN is NaN
+    total = first.total.clone()
+    total[..., : n_timesteps - first.n] += following
+    n_left = max(0, n_timesteps - n)
+    return _Sum(n, total, first.factor[..., :n_left] * second.factor[..., first.n :])
+
+
+def _repeated(one: _Sum, n: int) -> _Sum:
+    """The sum of ``n`` steps, from 1, in as many rounds as ``n`` has binary digits."""
+    result = None
+    while True:
+        if n & 1:
+            result = one if result is None else _then(result, one)
+        n >>= 1
+        if not n and result is not None:
+            return result
+        one = _then(one, one)
+
+
+def _all(terms: Tensor, factor: Tensor) -> Tensor:
+    """``y[t] = terms[t] + factor[t] * y[t + 1]`` to the end of the window."""
+    n_timesteps = terms.shape[-1]
+    if n_timesteps < 2:
+        return terms.clone()
+    # A power of two takes the fewest rounds; past the end there is nothing.
+    return _repeated(_Sum(1, terms, factor[..., :-1]), 1 << (n_timesteps - 1).bit_length()).total
+
+
+# Checks ----------------------------------------------------------------------------------------
+
+
+def _check_reward(reward: object) -> None:
+    if not isinstance(reward, Tensor) or reward.dtype not in _DTYPES or not reward.ndim:
+        fix = "pass tensors whose last dimension is time, such as window['_reward']"
+        raise SpecError(f"reward is {kind(reward)}, not float32 or float64 [..., T]", fix=fix)
+
+
+def _check_like(name: str, tensor: object, reward: Tensor, dtype: torch.dtype) -> None:
+    """Refuse a tensor that has another shape, dtype or device than it should have."""
+    if not isinstance(tensor, Tensor) or tensor.shape != reward.shape:
+        what = f"{name} is {kind(tensor)}, reward is {kind(reward)}"
+        raise SpecError(what, fix="give one element per step: squeeze(-1) drops a last dimension")
+    if tensor.dtype != dtype:
+        convert = {torch.bool: "bool()", torch.float32: "float()"}.get(dtype, "double()")
+        what = f"{name} has dtype {tensor.dtype}, {dtype} was expected"
+        raise SpecError(what, fix=f"convert it: {name}.{convert}")
+    if tensor.device != reward.device:
+        what = f"{name} is on {tensor.device}, reward on {reward.device}"
+        raise SpecError(what, fix="move both to the same device")
+
+
+def _ends_of_rows(lengths: Tensor, reward: Tensor) -> tuple[Tensor, Tensor]:
+    """Where padding is, and the last steps of rows: bool ``[..., T]``."""
+    is_int = isinstance(lengths, Tensor) and lengths.dtype == torch.int64
+    if not is_int or lengths.shape != reward.shape[:-1]:
+        what = f"lengths is {kind(lengths)}, reward is {kind(reward)}"
+        raise SpecError(what, fix=f"give an int64 {list(reward.shape[:-1])}")
+    step = torch.arange(reward.shape[-1], device=reward.device)
+    last = lengths.to(reward.device).unsqueeze(-1) - 1
+    return step > last, step == last
+
+
+def _from_0_to_1(name: str, value: object) -> float:
+    if isinstance(value, Tensor) and not value.ndim:
+        value = value.item()
+    if not isinstance(value, Real) or not 0 <= float(value) <= 1:
+        raise SpecError(f"{name} should be a number from 0 to 1, got {value!r}")
+    return float(value)
+
+
+def _above_0(name: str, value: object) -> float:
+    if not isinstance(value, Real) or not float(value) > 0:
+        raise SpecError(f"{name} should be a number above 0, got {value!r}")
+    return float(value)

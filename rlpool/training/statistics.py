@@ -1,0 +1,201 @@
+"""Returns and lengths of episodes, complete ones or those that go on from window to window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.errors import SpecError
+from rlpool.machine.arguments import names_arguments
+from rlpool.memory.storage import Array
+
+_REWARD = "_reward"
+_DONE = "_done"
+
+
+@names_arguments
+def episode_returns(trajectories: TemporalDictTensor, key: str = _REWARD) -> Tensor:
+    """Sum of the rewards of each row.
+
+    Args:
+        trajectories: Complete episodes, such as those of an ``EpisodeBatcher``. Padding does not
+            count.
+        key: What is summed up: one number per step.
+
+    Returns:
+        ``[B]``, with the dtype and on the device of the rewards; float32 for bools and ints. Summed
+        up in float64.
+
+    Raises:
+        SpecError: If there is no such key, or it has more than one number per step.
+
+    Example:
+        >>> steps = {"_reward": torch.tensor([[1.0, 2.0, 4.0], [1.0, 0.0, 0.0]])}
+        >>> episode_returns(TemporalDictTensor(steps, torch.tensor([3, 1])))
+        tensor([7., 1.])
+    """
+    values = _values(trajectories, key)
+    steps = torch.arange(values.shape[1], device=values.device)
+    is_padding = steps >= trajectories.lengths[:, None]
+    return values.double().masked_fill_(is_padding, 0).sum(1).to(_dtype_of(values))
+
+
+@names_arguments
+def episode_lengths(trajectories: TemporalDictTensor) -> Tensor:
+    """Number of steps of each row of complete episodes: a copy of ``lengths``, int64 ``[B]``."""
+    return _checked(trajectories).lengths.clone()
+
+
+class EndedEpisodes(NamedTuple):
+    """Episodes that ended in a window, in order of time, then of rows.
+
+    Attributes:
+        returns: float32 ``[N]`` (float64 if the rewards are).
+        lengths: int64 ``[N]``, in steps, also those of earlier windows.
+        rows: int64 ``[N]``: the row of this window in which each of them ended.
+    """
+
+    returns: Tensor
+    lengths: Tensor
+    rows: Tensor
+
+
+class EpisodeStatistics:
+    """Returns and lengths of the episodes in the windows of a ``Batcher``, which go on across them.
+
+    Args:
+        key: What is summed up: one number per step. ``"_success"`` or ``"_cost"``, say, in
+            another object beside the one for rewards.
+
+    Example::
+
+        statistics = EpisodeStatistics()
+        batcher.reset()
+        for _ in range(n_windows):
+            batcher.execute()
+            window = batcher.get()
+            returns, lengths, rows = statistics.update(window)
+    """
+
+    @names_arguments
+    def __init__(self, key: str = _REWARD) -> None:
+        self._key = key
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the episodes that are running, as after ``batcher.reset()``."""
+        # By lane: what the episode that runs there has had up to now.
+        self._sums: Array = np.zeros(0, np.float64)
+        self._n_steps: Array = np.zeros(0, np.int64)
+
+    @names_arguments
+    def update(self, window: TemporalDictTensor) -> EndedEpisodes:
+        """Add the next window.
+
+        Windows have to come in the order of their steps, none left out. Lanes that have stopped
+        are missing in later ones: ``window.info["episode"]`` says which lane each row is. Where it
+        is missing, row *i* is lane *i*.
+
+        Args:
+            window: Trajectories with ``_reward`` (or the other key) and ``_done``, on any device.
+
+        Returns:
+            The episodes that ended in it, on the CPU.
+
+        Raises:
+            SpecError: If a key is missing, or it has more than one number per step.
+        """
+        values = _values(window, self._key)
+        done = _values(window, _DONE).bool().cpu().numpy()
+        lengths = window.lengths.cpu().numpy()
+        dtype, numbers = _dtype_of(values), values.detach().cpu().numpy()
+        lanes = self._lanes_of(window)
+        is_step = None
+        if (lengths < done.shape[1]).any():
+            is_step = np.arange(done.shape[1]) < lengths[:, None]
+            done, numbers = done & is_step, np.where(is_step, numbers, 0)
+        if not done.any():
+            self._sums[lanes] += numbers.sum(axis=1, dtype=np.float64)
+            self._n_steps[lanes] += lengths
+            none = torch.empty(0, dtype=torch.int64)
+            return EndedEpisodes(torch.empty(0, dtype=dtype), none, none.clone())
+        sums, n_steps, rows = self._divided(lanes, numbers, done, lengths)
+        returns = torch.from_numpy(sums).to(dtype)
+        return EndedEpisodes(returns, torch.from_numpy(n_steps), torch.from_numpy(rows))
+
+    def _divided(
+        self, lanes: Array, numbers: Array, done: Array, lengths: Array
+    ) -> tuple[Array, Array, Array]:
+        """Sums, steps and rows of the episodes that ended; the rest goes on."""
+        n_rows, n_timesteps = done.shape
+        steps, rows = np.nonzero(done.T)
+        # The window, row after row, in parts: one begins with every row and after every end.
+        first_steps = np.arange(n_rows) * n_timesteps
+        ends = rows * n_timesteps + steps
+        begins = np.union1d(first_steps, ends[steps < n_timesteps - 1] + 1)
+        first = np.searchsorted(begins, first_steps)  # of each row's parts
+        last = np.append(first[1:], len(begins)) - 1
+        sums = np.add.reduceat(numbers.reshape(-1), begins, dtype=np.float64)
+        end_of_row = (first_steps + lengths)[begins // n_timesteps]
+        n_steps = np.minimum(np.append(begins[1:], done.size), end_of_row) - begins
+        sums[first] += self._sums[lanes]
+        n_steps[first] += self._n_steps[lanes]
+        ended = np.searchsorted(begins, ends, side="right") - 1
+        is_over = np.zeros(len(begins), bool)
+        is_over[ended] = True
+        self._sums[lanes] = np.where(is_over, 0, sums)[last]
+        self._n_steps[lanes] = np.where(is_over, 0, n_steps)[last]
+        return sums[ended], n_steps[ended], rows
+
+    def _lanes_of(self, window: TemporalDictTensor) -> Any:
+        """The lane of each row; there is a place for the sums of each."""
+        n_rows = window.n_elems()
+        lanes: Any = slice(n_rows)
+        n_lanes = n_rows
+        if "episode" in window.info:
+            lanes = window.info["episode"].cpu().numpy()
+            n_lanes = int(lanes.max(initial=-1)) + 1
+        n_more = n_lanes - len(self._sums)
+        if n_more > 0:
+            self._sums = np.append(self._sums, np.zeros(n_more))
+            self._n_steps = np.append(self._n_steps, np.zeros(n_more, np.int64))
+        return lanes
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The sums and lengths of the episodes that are running, by lane; copies."""
+        return {"sums": torch.tensor(self._sums), "lengths": torch.tensor(self._n_steps)}
+
+    @names_arguments
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what ``state_dict`` returned."""
+        self._sums = state["sums"].cpu().double().numpy().copy()
+        self._n_steps = state["lengths"].cpu().long().numpy().copy()
+
+
+def _checked(trajectories: Any) -> TemporalDictTensor:
+    if not isinstance(trajectories, TemporalDictTensor):
+        what = f"trajectories should be a TemporalDictTensor, got {type(trajectories).__name__}"
+        raise SpecError(what, fix="pass what batcher.get() returns")
+    return trajectories
+
+
+def _values(trajectories: TemporalDictTensor, key: str) -> Tensor:
+    """One number per step, ``[B, T]``."""
+    _checked(trajectories)
+    if key not in trajectories:
+        keys = ", ".join(trajectories.keys())
+        raise SpecError(f"the trajectories have no key {key!r}", fix=f"they have {keys}")
+    values = trajectories[key]
+    if values.ndim != 2:
+        what = f"{key!r} has shape {list(values.shape)}, not one number per step: [B, T]"
+        raise SpecError(what, fix="name a key with one number per step")
+    return values
+
+
+def _dtype_of(values: Tensor) -> torch.dtype:
+    return values.dtype if values.is_floating_point() else torch.float32

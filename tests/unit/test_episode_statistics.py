@@ -1,0 +1,122 @@
+"""Returns and lengths of episodes, also of those that go on from window to window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlpool import (
+    Batcher,
+    EpisodeStatistics,
+    MonoThreadEpisodeBatcher,
+    SpecError,
+    TemporalDictTensor,
+    episode_lengths,
+    episode_returns,
+)
+
+from support.agents import StepCounter
+from support.envs import create_counting
+
+
+def random_windows(
+    n_windows: int, n_lanes: int, n_timesteps: int, stops: bool
+) -> list[TemporalDictTensor]:
+    """Windows in which episodes end anywhere; with ``stops`` lanes go missing after an end."""
+    draw = torch.Generator().manual_seed(n_timesteps)
+    lanes, windows = torch.arange(n_lanes), []
+    for _ in range(n_windows):
+        shape = len(lanes), n_timesteps
+        done = torch.rand(shape, generator=draw) < 0.15
+        lengths = torch.randint(0, n_timesteps + 1, shape[:1], generator=draw)
+        if stops:
+            is_over = done.any(1)
+            lengths = torch.where(is_over, done.int().argmax(1) + 1, n_timesteps)
+        steps = {"_reward": torch.randn(shape, generator=draw), "_done": done}
+        steps["_success"] = torch.rand(shape, generator=draw) < 0.5
+        windows.append(TemporalDictTensor(steps, lengths, {"episode": lanes}))
+        if stops:
+            lanes = lanes[~is_over]
+    return windows
+
+
+@pytest.mark.parametrize("key", ["_reward", "_success"])
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize(("n_lanes", "n_timesteps"), [(1, 1), (3, 8), (40, 5), (2, 100)])
+def test_windows_add_up_to_episodes(n_lanes: int, n_timesteps: int, stops: bool, key: str) -> None:
+    statistics, sums, counts = EpisodeStatistics(key), [0.0] * n_lanes, [0] * n_lanes
+    for number, window in enumerate(random_windows(6, n_lanes, n_timesteps, stops)):
+        if number == 3:  # a program that is started again
+            state = statistics.state_dict()
+            statistics = EpisodeStatistics(key)
+            statistics.load_state_dict(state)
+        got, expected = statistics.update(window), []
+        for t in range(n_timesteps):
+            for row, lane in enumerate(window.info["episode"].tolist()):
+                if t >= window.lengths[row]:
+                    continue
+                sums[lane] += window[key][row, t].item()
+                counts[lane] += 1
+                if window["_done"][row, t]:
+                    expected.append((sums[lane], counts[lane], row))
+                    sums[lane], counts[lane] = 0.0, 0
+        returns, lengths, rows = map(list, zip(*expected, strict=True)) if expected else ([],) * 3
+        assert (got.lengths.tolist(), got.rows.tolist()) == (lengths, rows)
+        assert got.returns.tolist() == pytest.approx(returns)
+        assert got.returns.dtype == torch.float32
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_windows_of_a_batcher(restarts: bool) -> None:
+    env_args = {"n_envs": 2, "restarts": restarts, "length": 4}
+    statistics, ended = EpisodeStatistics(), []
+    arguments: dict[str, Any] = {"n_threads": 0, "seeds": 0, "env_args": env_args}
+    with Batcher(3, None, StepCounter, {}, create_counting, **arguments) as batcher:
+        batcher.reset(env_info={"length": [4, 7], "id": [1, 0]})
+        for _ in range(3):
+            batcher.execute()
+            if (window := batcher.get()) is not None:
+                ended.append([part.tolist() for part in statistics.update(window)])
+    # Rewards are 1, 2, ... per step, and 100 more in the episodes with the id 1.
+    first, second, rows = [410.0], [28.0], [[0], [0 if not restarts else 1]]
+    if restarts:
+        assert ended == [[[], [], []], [first, [4], [0]], [[28.0, 410.0], [7, 4], [1, 0]]]
+    else:  # lane 0 has stopped: lane 1 is row 0 then
+        assert ended == [[[], [], []], [first, [4], rows[0]], [second, [7], rows[1]]]
+
+
+def test_reset_forgets_what_was_running() -> None:
+    statistics = EpisodeStatistics()
+    goes_on = {"_reward": torch.ones(2, 3), "_done": torch.zeros(2, 3, dtype=torch.bool)}
+    statistics.update(TemporalDictTensor(goes_on))
+    statistics.reset()
+    ends = TemporalDictTensor({**goes_on, "_done": torch.tensor([[False, False, True]] * 2)})
+    assert statistics.update(ends).returns.tolist() == [3.0, 3.0]
+    assert statistics.update(ends.slice(1, 2)).lengths.tolist() == [3]
+
+
+def test_complete_episodes() -> None:
+    env_args = {"n_envs": 2, "length": 2}
+    with MonoThreadEpisodeBatcher(StepCounter, {}, create_counting, env_args, 0) as batcher:
+        batcher.execute(3, env_info={"length": [2, 5, 3]})
+        trajectories = batcher.get()
+    assert trajectories is not None
+    trajectories["_reward"][0, 2:] = 7.0  # padding does not count
+    assert episode_returns(trajectories).tolist() == [3.0, 15.0, 6.0]
+    assert episode_returns(trajectories, key="_done").tolist() == [1.0, 1.0, 1.0]
+    assert episode_lengths(trajectories).tolist() == [2, 5, 3]
+
+
+def test_what_cannot_be_summed_up_is_named() -> None:
+    steps = {"_reward": torch.ones(2, 3), "_frame": torch.ones(2, 3, 4)}
+    trajectories = TemporalDictTensor(steps)
+    with pytest.raises(SpecError, match=r"no key '_cost'\n.*they have _reward, _frame"):
+        episode_returns(trajectories, "_cost")
+    with pytest.raises(SpecError, match=r"'_frame' has shape \[2, 3, 4\]"):
+        episode_returns(trajectories, "_frame")
+    with pytest.raises(SpecError, match="no key '_done'"):
+        EpisodeStatistics().update(trajectories)
+    with pytest.raises(SpecError, match="should be a TemporalDictTensor, got NoneType"):
+        EpisodeStatistics().update(None)  # type: ignore[arg-type]

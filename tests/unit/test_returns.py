@@ -1,0 +1,203 @@
+"""Returns and advantages: against plain loops, over ends of episodes and of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlpool import SpecError, discounted_returns, gae, n_step_returns, vtrace
+
+DISCOUNT, LAMBDA = 0.9, 0.8
+
+
+class Window:
+    """Random steps in which episodes end anywhere, terminated or truncated."""
+
+    def __init__(self, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(4, *shape, generator=draw, dtype=dtype)
+        self.reward, self.value, self.next_value, self.log_ratio = drawn
+        self.done = torch.rand(shape, generator=draw) < 0.2
+        self.terminated = self.done & (torch.rand(shape, generator=draw) < 0.5)
+        self.lengths = torch.randint(0, shape[-1] + 1, shape[:-1], generator=draw)
+
+    def changed(self, **tensors: Tensor) -> Window:
+        changed = Window(1, 1)
+        changed.__dict__ = {**vars(self), **tensors}
+        return changed
+
+
+def discounted(w: Window, **options: Any) -> Tensor:
+    ends = {"next_value": w.next_value, "terminated": w.terminated}
+    return discounted_returns(w.reward, w.done, DISCOUNT, **ends, **options)
+
+
+def n_step(w: Window, **options: Any) -> Tensor:
+    return n_step_returns(w.reward, w.next_value, w.terminated, w.done, DISCOUNT, 3, **options)
+
+
+def advantage(w: Window, **options: Any) -> Tensor:
+    ends = w.terminated, w.done
+    return gae(w.reward, w.value, w.next_value, *ends, DISCOUNT, LAMBDA, **options)
+
+
+def traces(w: Window, **options: Any) -> Tensor:
+    values = w.reward, w.value, w.next_value
+    given = values, (w.terminated, w.done), (DISCOUNT, LAMBDA)
+    clips = {"rho_clip": 1.2, "c_clip": 0.9}
+    return torch.stack(vtrace(w.log_ratio, *(x for g in given for x in g), **clips, **options))
+
+
+def plain_loop(w: Window, row: int, kind: str, length: int) -> Any:
+    """The same for one row, one step after another."""
+    results: dict[int, Any] = {}
+    for t in reversed(range(length)):
+        reward, value = w.reward[row, t].item(), w.value[row, t].item()
+        future = 0.0 if w.terminated[row, t] else DISCOUNT * w.next_value[row, t].item()
+        ends = bool(w.done[row, t]) or t == length - 1
+        difference = reward + future - value
+        if kind == "discounted":
+            results[t] = reward + (future if ends else DISCOUNT * results[t + 1])
+        elif kind == "n_step":
+            last = t
+            while not (last == t + 2 or w.done[row, last] or last == length - 1):
+                last += 1
+            results[t] = sum(DISCOUNT ** (k - t) * w.reward[row, k].item() for k in range(t, last))
+            future = 0.0 if w.terminated[row, last] else DISCOUNT * w.next_value[row, last].item()
+            step = w.reward[row, last].item() + future
+            results[t] += DISCOUNT ** (last - t) * step
+        elif kind == "advantage":
+            results[t] = difference + (0 if ends else DISCOUNT * LAMBDA * results[t + 1])
+        else:
+            ratio = w.log_ratio[row, t].exp().item()
+            rho, cut = min(1.2, ratio), LAMBDA * min(0.9, ratio)
+            above = 0 if ends else results[t + 1][0] - w.value[row, t + 1].item()
+            target = value + rho * difference + DISCOUNT * cut * above
+            results[t] = target, rho * (difference + DISCOUNT * above)
+    return results
+
+
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "discounted": discounted,
+    "n_step": n_step,
+    "advantage": advantage,
+    "traces": traces,
+}
+every_function = pytest.mark.parametrize("kind", FUNCTIONS)
+
+
+@every_function
+@pytest.mark.parametrize("n_timesteps", [1, 2, 3, 17, 64])
+@pytest.mark.parametrize("has_lengths", [False, True])
+def test_equals_a_plain_loop(kind: str, n_timesteps: int, has_lengths: bool) -> None:
+    w = Window(5, n_timesteps, seed=n_timesteps)
+    got = FUNCTIONS[kind](w, **({"lengths": w.lengths} if has_lengths else {}))
+    expected = torch.zeros_like(got)
+    for row in range(5):
+        length = int(w.lengths[row]) if has_lengths else n_timesteps
+        for t, result in plain_loop(w, row, kind, length).items():
+            expected[..., row, t] = torch.tensor(result, dtype=torch.float64)
+    assert torch.allclose(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@every_function
+def test_any_leading_shape_and_float32_give_the_same(kind: str) -> None:
+    deep, single = Window(2, 3, 20), Window(2, 3, 20, dtype=torch.float32)
+    got = FUNCTIONS[kind](deep)
+    tensors = vars(deep).items()
+    flat = deep.changed(**{k: t.flatten(0, 1) if t.ndim == 3 else t for k, t in tensors})
+    row = deep.changed(**{k: t[1, 2] if t.ndim == 3 else t for k, t in tensors})
+    assert torch.equal(FUNCTIONS[kind](flat), got.flatten(-3, -2))
+    assert torch.allclose(FUNCTIONS[kind](row), got[..., 1, 2, :], rtol=1e-12)
+    values = {k: t.float() for k, t in tensors if t.dtype == torch.float64}
+    result = FUNCTIONS[kind](single.changed(**{**vars(deep), **values}))
+    assert result.dtype == torch.float32
+    assert torch.allclose(result.double(), got, rtol=1e-4, atol=1e-5)
+
+
+@every_function
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e300])
+def test_nothing_passes_the_end_of_an_episode(kind: str, garbage: float) -> None:
+    clean = Window(3, 12)
+    clean.done[:, 4], clean.terminated[:, 4] = True, torch.tensor([True, False, False])
+    dirty = clean.changed(**{k: t.clone() for k, t in vars(clean).items()})
+    for tensor in (dirty.reward, dirty.value, dirty.next_value):
+        tensor[:, 5:] = garbage
+    got, expected = FUNCTIONS[kind](dirty), FUNCTIONS[kind](clean)
+    assert torch.equal(got[..., :5], expected[..., :5])
+    # Where a row stops without an end of an episode, its length tells.
+    clean.done[:, 4] = dirty.done[:, 4] = clean.terminated[:, 4] = dirty.terminated[:, 4] = False
+    lengths = torch.tensor([5, 5, 0])
+    got = FUNCTIONS[kind](dirty, lengths=lengths)
+    assert torch.equal(got, FUNCTIONS[kind](clean, lengths=lengths))
+    assert not got[..., 5:].any()
+    assert not got[..., 2, :].any()
+
+
+@every_function
+def test_results_are_constants(kind: str) -> None:
+    w = Window(2, 6)
+    values = {k: t.requires_grad_() for k, t in vars(w).items() if t.dtype == torch.float64}
+    assert not FUNCTIONS[kind](w.changed(**values)).requires_grad
+
+
+def test_a_discount_per_step_multiplies_what_follows() -> None:
+    reward, done = torch.ones(1, 3), torch.zeros(1, 3, dtype=torch.bool)
+    per_step = torch.tensor([[0.5, 0.25, 0.9]])
+    assert discounted_returns(reward, done, per_step).tolist() == [[1.625, 1.25, 1.0]]
+    value = torch.full((1, 3), 8.0)
+    ends = {"next_value": value, "terminated": done}
+    assert discounted_returns(reward, done, 0.5, **ends).tolist() == [[2.75, 3.5, 5.0]]
+    many = n_step_returns(reward, value, done, done, torch.tensor(0.5), 100)
+    assert many.tolist() == [[2.75, 3.5, 5.0]]
+
+
+def test_known_results_of_on_policy_traces() -> None:
+    # Where both policies agree and nothing is clipped, targets are those of GAE.
+    w = Window(4, 30)
+    values, ends = (w.reward, w.value, w.next_value), (w.terminated, w.done)
+    target, _ = vtrace(torch.zeros(4, 30).double(), *values, *ends, 0.9, 0.8)
+    assert torch.allclose(target, w.value + gae(*values, *ends, 0.9, 0.8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"value": torch.zeros(2, 6, 1)}, r"value is float32 \[2, 6, 1\].*squeeze"),
+        ({"value": torch.zeros(2, 6).double()}, r"value has dtype torch.float64.*value.float\(\)"),
+        ({"next_value": None}, "next_value is NoneType"),
+        ({"done": torch.zeros(2, 6)}, r"done has dtype torch.float32.*done.bool\(\)"),
+        ({"terminated": None}, "terminated is NoneType"),
+        ({"reward": torch.zeros(2, 6, dtype=torch.int64)}, "reward is int64"),
+        ({"reward": torch.tensor(1.0)}, r"reward is float32 \[\]"),
+        ({"discount": 1.5}, "discount should be a number from 0 to 1, got 1.5"),
+        ({"discount": torch.full((6,), 0.9)}, r"discount is float32 \[6\]"),
+        ({"lambda_": float("nan")}, "lambda_ should be a number from 0 to 1"),
+        ({"lengths": torch.zeros(6, dtype=torch.int64)}, r"lengths is int64 \[6\].*int64 \[2\]"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_its_fix(changes: dict[str, Any], message: str) -> None:
+    flags = {key: torch.zeros(2, 6, dtype=torch.bool) for key in ("terminated", "done")}
+    values = {key: torch.zeros(2, 6) for key in ("reward", "value", "next_value")}
+    with pytest.raises(SpecError, match=f"(?s){message}"):
+        gae(**{**values, **flags, "discount": 0.9, "lambda_": 0.9, **changes})
+
+
+def test_values_without_terminated_are_refused() -> None:
+    reward, done = torch.ones(1, 3), torch.zeros(1, 3, dtype=torch.bool)
+    with pytest.raises(SpecError, match="terminated=window"):
+        discounted_returns(reward, done, 0.9, next_value=reward)
+    with pytest.raises(SpecError, match="n_step should be an int of at least 1"):
+        n_step_returns(reward, reward, done, done, 0.9, 0)
+
+
+def test_agrees_with_the_vectorised_estimator_of_torchrl() -> None:
+    functional = pytest.importorskip("torchrl.objectives.value.functional")
+    w = Window(6, 50)
+    columns = [t.unsqueeze(-1) for t in (w.value, w.next_value, w.reward, w.done, w.terminated)]
+    theirs, _ = functional.vec_generalized_advantage_estimate(DISCOUNT, LAMBDA, *columns)
+    assert torch.allclose(advantage(w), theirs.squeeze(-1), atol=1e-6)  # its factors are float32
