@@ -1,6 +1,7 @@
 """How fast the pool is compared with other replay buffers, and what memory it takes.
 
     python benchmarks/pool.py [--sizes 10000 1000000] [--rounds 15] [--threads 1] [--frames 200000]
+                              [--stacks 50000] [--stacked 1000000]
 
 The peers are TorchRL, Stable-Baselines3, tianshou and cpprb (``requirements-pool.txt``); one that
 is not installed is reported as missing. Everybody stores the same five keys and is given the same
@@ -24,6 +25,10 @@ whichever the contender returns.
 
 - ``memory``: a pool of image frames 84 × 84 of uint8 in episodes of 100 steps, filled. Its
   ``nbytes``, and the growth of this process, divided by the bytes of one frame per transition.
+- ``frame_stack``: pools of stacks of four such frames, one of which has ``frame_stack=4``: bytes
+  per transition, and the times of that one divided by those of the other one, alternately.
+  Episodes of 1,000 steps come in windows of 128. ``--stacked N`` fills only that one,
+  with N transitions.
 
 Prints JSON lines.
 """
@@ -31,11 +36,12 @@ Prints JSON lines.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -50,6 +56,7 @@ from rlpool import Pool, TemporalDictTensor
 N_TRANSITIONS = 10_000
 N_EPISODES = 600  # more than enough for so many transitions
 EPISODE_FRAMES = 100
+STACK_EPISODE = 1000
 Watch = Callable[[], float]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -189,6 +196,89 @@ def memory(n_frames: int) -> dict[str, Any]:
     }
 
 
+def windows_of_stacks(axis: int) -> Iterator[TemporalDictTensor]:
+    """Windows ``[8, 128]`` of episodes of 1,000 steps, stacks of four frames; without an end."""
+    n_lanes, n_steps = 8, 128
+    rng = np.random.default_rng(SEED)
+    images = rng.integers(0, 256, (n_lanes, 8 * n_steps, 84, 84), dtype=np.uint8)
+    time_of = np.zeros(n_lanes, int)  # step of the episode
+    for start in itertools.count(0, n_steps):
+        # Each frame of a stack is so many steps old, or the first one of the episode.
+        numbers = start + np.arange(n_steps + 1)
+        steps = (time_of[:, None] + np.arange(n_steps + 1)) % STACK_EPISODE
+        ages = np.minimum(np.arange(3, -1, -1), steps[..., None])
+        frames = images[
+            np.arange(n_lanes)[:, None, None], (numbers[:, None] - ages) % (8 * n_steps)
+        ]
+        if axis == -1:
+            frames = np.ascontiguousarray(np.moveaxis(frames, 2, -1))
+        done = steps[:, :-1] == STACK_EPISODE - 1
+        tensors = {
+            "frame": frames[:, :-1],
+            "action": np.zeros(done.shape, np.int64),
+            "_reward": np.zeros(done.shape, np.float32),
+            "_done": done,
+            "_terminated": done,
+            "_frame": frames[:, 1:],
+        }
+        time_of = (time_of + n_steps) % STACK_EPISODE
+        yield TemporalDictTensor({key: torch.from_numpy(array) for key, array in tensors.items()})
+
+
+def filled(size: int, frame_stack: Any, axis: int = 0) -> tuple[Pool, dict[str, Any]]:
+    """A pool of stacks, of twice as many as fit, and what it takes."""
+    process, windows = psutil.Process(), windows_of_stacks(axis)
+    next(windows)
+    before = process.memory_info().rss
+    pool = Pool(pool_size=size, seed=0, frame_stack=frame_stack)
+    n_added = 0
+    while n_added < 2 * size:
+        pool.extend(window := next(windows))
+        n_added += window.lengths.sum()
+    return pool, {
+        "pool_size": size,
+        "gb": round(pool.nbytes / 1e9, 3),
+        "rss_gb": round((process.memory_info().rss - before) / 1e9, 3),
+        "bytes_per_transition": round(pool.nbytes / size),
+    }
+
+
+def compare_stacks(size: int, axis: int, args: argparse.Namespace) -> dict[str, Any]:
+    """What a pool of stacks costs that stores single frames, relative to one that does not."""
+    pools, figures = {}, {}
+    for name, frame_stack in (("frames", 4), ("stacks", {})):
+        pools[name], figures[name] = filled(size, frame_stack, axis)
+    window = next(windows_of_stacks(axis))
+    operations: dict[str, Callable[[Pool], Any]] = {
+        "sample_32": lambda pool: pool.sample(32),
+        "sample_256": lambda pool: pool.sample(256),
+        "n_step_256": lambda pool: pool.sample(256, n_step=3),
+        "sequences_32x16": lambda pool: pool.sample_sequences(32, 16),
+        "extend": lambda pool: pool.extend(window),
+    }
+    timed = {
+        (operation, name): stopwatch(partial(function, pool), args.window, CLOCKS[args.clock])
+        for operation, function in operations.items()
+        for name, pool in pools.items()
+    }
+    order = random.Random(SEED)
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for _ in range(args.rounds):
+        for operation in operations:
+            for name in order.sample(list(pools), len(pools)):
+                seconds.setdefault((operation, name), []).append(timed[operation, name]())
+    times = {}
+    for operation in operations:
+        own, other = seconds[operation, "frames"], seconds[operation, "stacks"]
+        ratio = quartiles([mine / theirs for mine, theirs in zip(own, other, strict=True)], 2)
+        times[operation] = {
+            "ratio": ratio["median"],
+            "quartiles": ratio["quartiles"],
+            "us": round(quartiles(own, 9)["median"] * 1e6, 1),
+        }
+    return {"measure": "frame_stack", "axis": axis, **figures, "times": times}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -208,11 +298,18 @@ def main() -> None:
     parser.add_argument(
         "--frames", type=int, default=200_000, help="of the memory test; 0 for none"
     )
+    parser.add_argument("--stacks", type=int, default=50_000, help="transitions; 0 for none")
+    parser.add_argument("--stacked", type=int, default=0, help="transitions; 0 for none")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.frames:
         print(json.dumps(memory(args.frames)), flush=True)
+    for axis in (0, -1) if args.stacks else ():
+        print(json.dumps(compare_stacks(args.stacks, axis, args)), flush=True)
+    if args.stacked:
+        _, figures = filled(args.stacked, 4)
+        print(json.dumps({"measure": "frame_stack", **figures}), flush=True)
     for size in args.sizes:
         for figures in compare(size, args):
             print(json.dumps(figures), flush=True)

@@ -11,6 +11,7 @@ from rlpool.agents.sampling import (
     sample_tanh_normal,
 )
 from rlpool.batch.batcher import Batcher, EpisodeBatcher, MonoThreadEpisodeBatcher
+from rlpool.batch.progress import Progress
 from rlpool.crash_replay import Replay, replay_crash
 from rlpool.data.array import Array
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor, masked_tensor
@@ -41,6 +42,7 @@ from rlpool.meta.make import make_env, make_parallel_env
 from rlpool.meta.trials import VariBadWrapper
 from rlpool.pool.pool import Pool
 from rlpool.record.crash_capsule import CrashCapsule
+from rlpool.training.evaluation import Evaluation, evaluate
 from rlpool.training.returns import VTrace, discounted_returns, gae, n_step_returns, vtrace
 from rlpool.training.statistics import (
     EndedEpisodes,
@@ -69,6 +71,7 @@ __all__ = [
     "EnvSpecError",
     "EpisodeBatcher",
     "EpisodeStatistics",
+    "Evaluation",
     "GymEnv",
     "GymEnvInf",
     "Learner",
@@ -76,6 +79,7 @@ __all__ = [
     "NotEnoughDataError",
     "ParallelEnvManager",
     "Pool",
+    "Progress",
     "Replay",
     "RlpoolError",
     "SpecError",
@@ -97,6 +101,7 @@ __all__ = [
     "dump_stacks_on_signal",
     "episode_lengths",
     "episode_returns",
+    "evaluate",
     "gae",
     "make_env",
     "make_parallel_env",

@@ -38,6 +38,7 @@ import torch
 
 from rlpool.machine.arguments import whole_number
 from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.machine.numpy_state import numpy_state, set_numpy_state
 
 Words = np.ndarray[Any, np.dtype[Any]]
 States = tuple[Any, Any, torch.Tensor]
@@ -363,9 +364,11 @@ def _seed_keys(root: int, purpose: int) -> tuple[int, ...]:
     return tuple(sequence.generate_state(_PERMUTATION_ROUNDS).tolist())
 
 
+@functools.lru_cache(maxsize=64)
 def _derive(root: int, *path: int) -> Words:
-    """Two words for a path below the root."""
+    """Two words for a path below the root; cached, as all windows since a reset need the same."""
     words: Words = np.random.SeedSequence(root, spawn_key=path).generate_state(2, np.uint64)
+    words.flags.writeable = False
     return words
 
 
@@ -398,12 +401,12 @@ def _mix_(words: Words) -> Words:
 
 def generator_states() -> States:
     """The states of ``random``, ``numpy.random`` and torch, copies."""
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    return random.getstate(), numpy_state(), torch.get_rng_state()
 
 
 def _set_generator_states(states: States) -> None:
     random.setstate(states[0])
-    np.random.set_state(states[1])  # noqa: NPY002
+    set_numpy_state(states[1])
     torch.set_rng_state(states[2])
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -74,6 +74,18 @@ class Leaf:
 Structure = Leaf | Mapping[str, "Structure"] | tuple["Structure", ...]
 
 
+class Declaration(NamedTuple):
+    """What environments show in every step.
+
+    Attributes:
+        observation: The structure of an observation.
+        infos: Key to spec, of the keys of the infos that are asked for.
+    """
+
+    observation: Structure
+    infos: Mapping[str, TensorSpec]
+
+
 def join_key(prefix: str, key: str) -> str:
     """Name of a key below a prefix: ``join_key("agent_info", "id") == "agent_info/id"``."""
     return f"{prefix}/{key}" if prefix else key
@@ -102,7 +114,7 @@ def structure_of_space(space: Any, *, keep_float64: bool, name: str) -> Structur
     if "Discrete" in kinds:
         return Leaf(TensorSpec((), np.dtype(np.int64)), is_scalar=True)
     if kinds & {"Box", "MultiDiscrete", "MultiBinary"}:
-        dtype = _stored_dtype(np.dtype(space.dtype), keep_float64)
+        dtype = stored_dtype(np.dtype(space.dtype), keep_float64)
         return Leaf(TensorSpec(tuple(space.shape), dtype), is_scalar=False)
     raise SpecError(
         f"{name} is a {type(space).__name__} space, which has no fixed shape to put into a tensor",
@@ -136,11 +148,12 @@ def structure_of_value(value: Any, *, keep_float64: bool, name: str) -> Structur
             f"{name} is a {type(value).__name__} of dtype {array.dtype}, not numbers",
             fix="return numbers, NumPy arrays, or dicts and tuples of them",
         )
-    dtype = _stored_dtype(array.dtype, keep_float64)
+    dtype = stored_dtype(array.dtype, keep_float64)
     return Leaf(TensorSpec(array.shape, dtype), is_scalar=array.ndim == 0)
 
 
-def _stored_dtype(dtype: np.dtype[Any], keep_float64: bool) -> np.dtype[Any]:
+def stored_dtype(dtype: np.dtype[Any], keep_float64: bool) -> np.dtype[Any]:
+    """The dtype in which values are stored: float64 becomes float32, unless it is kept."""
     is_narrowed = dtype == np.float64 and not keep_float64
     return np.dtype(np.float32) if is_narrowed else dtype
 
@@ -278,8 +291,8 @@ def refuse_collisions(groups: Mapping[str, Sequence[str]]) -> None:
     for group, keys in groups.items():
         for key in keys:
             if key in owner:
-                raise SpecError(
-                    f"key {key!r} is given by {owner[key]} and by {group}",
-                    fix="give it another name in the environment or in the agent",
-                )
+                fix = "give it another name in the environment or in the agent"
+                if group == "info_keys":
+                    fix = "leave it out of info_keys, or give it another name there by a wrapper"
+                raise SpecError(f"key {key!r} is given by {owner[key]} and by {group}", fix=fix)
             owner[key] = group

@@ -6,6 +6,7 @@ You will learn
 - which keys, shapes and dtypes observations and actions of any space have,
 - how environments written for the old ``gym`` interface work,
 - how ``env_info`` reaches an environment, and how to limit the time of episodes,
+- how what an environment says in its ``info`` becomes part of the observation,
 - what ``GymEnvInf`` does when an episode ends.
 """
 
@@ -139,6 +140,33 @@ def nested_spaces_and_env_info():
         print(f"refused: {error}")
 
 
+def keys_of_infos():
+    # HalfCheetah says in every info how fast it runs; the names are enough to learn the dtypes.
+    env = GymEnv([gym.make("HalfCheetah-v5")], seed=0, info_keys=["x_velocity", "reward_ctrl"])
+    observation, _ = env.reset()
+    assert observation["x_velocity"].item() == 0  # the info of a reset says nothing of it
+    env.action_space.seed(0)
+    (stepped, _), _ = env.step(random_actions(env, 1))
+    assert stepped["x_velocity"].dtype == torch.float32
+    assert stepped["reward_ctrl"].item() < 0
+    env.close()
+
+    # What comes with the last step only has to be declared. A slash leads into a nested info.
+    recorded = [
+        gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1")) for _ in range(N_ENVS)
+    ]
+    env = GymEnv(recorded, seed=0, info_keys={"episode/r": np.float32, "episode/l": int})
+    _, running = env.reset()
+    lengths = torch.zeros(N_ENVS).long()
+    while len(running):
+        (stepped, were_running), (_, running) = env.step(random_actions(env, len(running)))
+        lengths[were_running] += 1
+        ended = stepped["done"]
+        assert torch.equal(stepped["episode/l"][ended], lengths[were_running][ended])
+        assert not stepped["episode/r"][~ended].any()
+    env.close()
+
+
 class OldCountdown:
     """As before Gymnasium: no spaces, ``seed()``, ``reset(env_info)``, four values per step."""
 
@@ -191,6 +219,7 @@ def main():
     arguments = parser.parse_args()
     real_environments(arguments.n_steps)
     nested_spaces_and_env_info()
+    keys_of_infos()
     old_environments()
     environments_that_restart()
 

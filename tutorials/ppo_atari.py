@@ -4,14 +4,13 @@ You will learn
 
 - how a vector environment in C++, ale-py's, becomes lanes that restart by themselves,
 - how a key of ``info`` reaches the learner: a lost life ends what an action is credited for,
-  although the game goes on,
 - what a convolutional network needs to learn fast on a CPU.
 
     python tutorials/ppo_atari.py --env-id breakout --seed 1 --track
 
 Most of the time goes into the sixteen minibatches of a window. On a CPU that multiplies them,
-``--bfloat16`` numbers in the layers that see pixels save another quarter of it. docs/results.md
-compares the returns and the speed with CleanRL's.
+``--bfloat16`` numbers in the convolutions save some of it. docs/results.md compares the returns and
+the speed with CleanRL's. Torch takes all cores; another number of threads rounds differently.
 
 References:
     Schulman et al. 2017, "Proximal policy optimization algorithms".
@@ -62,15 +61,16 @@ class ActorCritic(nn.Module, Agent):
     def __init__(self, n_actions, bfloat16):
         super().__init__()
         self.bfloat16 = bfloat16
-        self.network = nn.Sequential(
-            *(orthogonal(nn.Conv2d(4, 32, 8, stride=4)), nn.ReLU()),
-            *(orthogonal(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU()),
-            *(orthogonal(nn.Conv2d(64, 64, 3)), nn.ReLU()),
-            # A linear layer of all that is left: as a convolution, it keeps the layout.
-            *(orthogonal(nn.Conv2d(64, 512, 7)), nn.ReLU(), nn.Flatten()),
-        ).to(memory_format=LAYOUT)
-        self.actor = orthogonal(nn.Linear(512, n_actions), gain=0.01)
-        self.critic = orthogonal(nn.Linear(512, 1), gain=1.0)
+        convolutions = [nn.Conv2d(4, 32, 8, 4), nn.Conv2d(32, 64, 4, 2), nn.Conv2d(64, 64, 3)]
+        # A linear layer of all that is left: as a convolution, it keeps the layout.
+        convolutions += [nn.Conv2d(64, 512, 7)]
+        self.actor, self.critic = nn.Linear(512, n_actions), nn.Linear(512, 1)
+        gains = [2**0.5] * 4 + [0.01, 1.0]
+        for layer, gain in zip([*convolutions, self.actor, self.critic], gains, strict=True):
+            nn.init.orthogonal_(layer.weight, gain)
+            nn.init.zeros_(layer.bias)
+        layers = [part for layer in convolutions for part in (layer, nn.ReLU())]
+        self.network = nn.Sequential(*layers, nn.Flatten()).to(memory_format=LAYOUT)
 
     def __call__(self, state, observation, agent_info=None, history=None):
         logits, value = self.logits_and_value(observation["frame"])
@@ -89,17 +89,12 @@ class ActorCritic(nn.Module, Agent):
     update = nn.Module.load_state_dict  # takes over what batcher.update() sends
 
 
-def orthogonal(layer, gain=2**0.5):
-    nn.init.orthogonal_(layer.weight, gain)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
-def create_env(seed, env_id, n_envs, n_env_threads):
+def create_env(seed, env_id, n_threads):
     # The usual preparation, in C++: up to 30 steps without an action and a press of the fire button
     # at first, each action for 4 frames, the brighter pixels of the last two in grey, 84 x 84, and
     # stacks of four. Rewards are clipped by the learner, so that returns are those of the game.
-    env = AtariVectorEnv(env_id, n_envs, num_threads=n_env_threads, reward_clipping=False)
+    n_envs, cores = (N_ENVS // n_threads, 1) if n_threads else (N_ENVS, 0)  # 0: all
+    env = AtariVectorEnv(env_id, n_envs, num_threads=cores, reward_clipping=False)
     return VectorGymEnv(env, seed, auto_reset=True, info_keys={"lives": np.int32})
 
 
@@ -117,9 +112,8 @@ def learn(agent, optimizer, window):
     terminated, done = (window[key] | has_lost_life for key in ("_terminated", "_done"))
     reward = window["_reward"].sign()
     advantage = gae(reward, value, next_value, terminated, done, DISCOUNT, LAMBDA)
+    frame = window["frame"].flatten(0, 1).contiguous(memory_format=LAYOUT)  # still bytes
     parts = window["action"], window["log_probability"], value, advantage, advantage + value
-    # Frames stay bytes until their minibatch.
-    frame = window["frame"].flatten(0, 1).contiguous(memory_format=LAYOUT)
     parts = [frame, *(part.flatten() for part in parts)]
     for _ in range(N_EPOCHS):
         for rows in torch.randperm(done.numel()).chunk(N_MINIBATCHES):
@@ -174,7 +168,6 @@ def main():
     parser.add_argument("--env-id", default="pong", help="a game of ale-py: space_invaders, ...")
     parser.add_argument("--total-timesteps", type=int, default=1_000_000)
     parser.add_argument("--n-threads", type=int, default=2, help="worker processes: 0, 1, 2, 4, 8")
-    parser.add_argument("--torch-threads", type=int, default=2, help="others, other roundings")
     parser.add_argument("--bfloat16", action="store_true", help="faster where the CPU has them")
     parser.add_argument("--seed", type=int, default=1, help="another one is another run")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
@@ -182,12 +175,9 @@ def main():
     parser.add_argument("--checkpoint-interval", type=int, default=100, help="in windows")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.torch_threads)
     torch.manual_seed(arguments.seed)
     n_actions = int(AtariVectorEnv(arguments.env_id, 1).single_action_space.n)
     sizes = {"n_actions": n_actions, "bfloat16": arguments.bfloat16}
-    n_workers = max(1, arguments.n_threads)
-    n_env_threads = 1 if arguments.n_threads else 0  # 0: one per core
     agent, episodes = ActorCritic(**sizes), EpisodeStatistics()
     optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5, fused=True)
     progress = {"n_steps": 0, "steps": [], "returns": []}  # one entry per episode
@@ -203,11 +193,7 @@ def main():
         create_agent=ActorCritic,
         agent_args=sizes,
         create_env=create_env,
-        env_args={
-            "env_id": arguments.env_id,
-            "n_envs": N_ENVS // n_workers,
-            "n_env_threads": n_env_threads,
-        },
+        env_args={"env_id": arguments.env_id, "n_threads": arguments.n_threads},
     ) as batcher:
         batcher.reset()
         parts = {"agent": agent, "optimizer": optimizer, "batcher": batcher, "episodes": episodes}

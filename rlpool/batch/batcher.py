@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
 from rlpool.batch.messages import Infos
+from rlpool.batch.progress import Meter, ShowProgress, checked_progress
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.requests import EpisodeRequest, Policy, WindowRequest, as_infos
+from rlpool.batch.resuming import (
+    State,
+    infos_of_state,
+    state_of_infos,
+    state_of_tapes,
+    tapes_of_state,
+    why_lost,
+    why_unseeded,
+)
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, SpecError, UsageError
@@ -75,6 +86,7 @@ class EpisodeBatcher(BatcherBase):
             results are the same, see docs/start_methods.md.
         crash_dir: A directory, created if it is missing. If an environment or an agent fails,
             what ``rlpool.replay_crash`` needs is written to a file there; the error names it.
+        progress: What ``get`` shows while it waits, unless told otherwise.
 
     Raises:
         SpecError: For arguments of the wrong kind or size, keys that collide, or more workers or
@@ -102,6 +114,7 @@ class EpisodeBatcher(BatcherBase):
 
     _EPISODES = EpisodeRequest
 
+    _progress: ShowProgress = False
     _n_executions = 0
     _n_episodes = 0
     _last: tuple[int, Any, Any] | None = None
@@ -121,11 +134,17 @@ class EpisodeBatcher(BatcherBase):
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
         crash_dir: CrashDir = None,
+        progress: ShowProgress = False,
         **policy: Unpack[PolicyOptions],
     ) -> None:
+        self._progress = checked_progress(progress)
         factories = create_agent, agent_args, create_env, env_args
         failing = timeout, FailurePolicy(**policy), crash_dir
         super().__init__(n_timesteps, n_slots, *factories, n_threads, seeds, *failing)
+
+    @cached_property
+    def _meter(self) -> Meter:
+        return Meter()
 
     @names_arguments
     def execute(
@@ -184,11 +203,18 @@ class EpisodeBatcher(BatcherBase):
         EpisodeBatcher.execute(self, *self._last)
 
     @names_arguments
-    def get(self, blocking: bool = True) -> TemporalDictTensor | None:
+    def get(
+        self, blocking: bool = True, *, progress: ShowProgress | None = None
+    ) -> TemporalDictTensor | None:
         """Take the result of the oldest request.
 
         Args:
             blocking: Wait for it; otherwise return ``None`` until all of it is there.
+            progress: ``True`` shows a bar of episodes, with steps per second, until all of it is
+                there: one of tqdm if that is installed, otherwise a line on stderr. A function is
+                called instead with a ``Progress``, a few times a second and at the end; with
+                ``n_threads=0``, it is called when an episode ends. By default as the batcher was
+                told.
 
         Returns:
             Tensors ``[n_episodes, T, ...]``, T being the length of the longest episode, zero past
@@ -204,11 +230,20 @@ class EpisodeBatcher(BatcherBase):
             EnvError, AgentError: If the user's code failed. The request is lost, the batcher
                 still works.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+            Exception: What a function given as ``progress`` raises. Episodes of workers go on, and
+                ``get`` can be called again.
         """
         dispatcher = self._open()
-        if dispatcher.wait(blocking=blocking) is None:
-            return None
+        progress = self._progress if progress is None else checked_progress(progress)
+        with self._meter.shown(progress, dispatcher.so_far) as look:
+            if dispatcher.wait(blocking=blocking, look=look) is None:
+                return None
         return dispatcher.hand_out()
+
+    def close(self) -> None:
+        """See ``BatcherBase.close``."""
+        super().close()
+        self._meter.close()
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -219,6 +254,25 @@ class EpisodeBatcher(BatcherBase):
                 the same.
         """
         return self._open().finished_episodes()
+
+    _KIND = "EpisodeBatcher"
+
+    def _state(self, dispatcher: RequestQueue) -> State:
+        last = None
+        if self._last is not None:
+            n_episodes, *infos = self._last
+            last = {"n_episodes": n_episodes, **state_of_infos((infos[0], infos[1]))}
+        return {
+            "n_executions": self._n_executions,
+            "n_episodes": self._n_episodes,
+            "last": last,
+            "why_lost": why_unseeded(dispatcher.step),
+        }
+
+    def _load(self, dispatcher: RequestQueue, state: State) -> None:
+        last = state["last"]
+        self._last = last and (last["n_episodes"], *infos_of_state(last))
+        self._n_executions, self._n_episodes = state["n_executions"], state["n_episodes"]
 
     @classmethod
     def layout(
@@ -240,6 +294,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         create_env: Called as ``create_env(seed=..., **env_args)``, or without ``seed``.
         env_args: Keyword arguments of ``create_env``.
         seeds: As for ``EpisodeBatcher``.
+        progress: As for ``EpisodeBatcher``.
     """
 
     _N_TIMESTEPS = 128
@@ -255,7 +310,10 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         create_env: CreateEnv | None = None,
         env_args: Mapping[str, Any] | None = None,
         seeds: Seeds = None,
+        *,
+        progress: ShowProgress = False,
     ) -> None:
+        self._progress = checked_progress(progress)
         factories = create_agent, agent_args, create_env, env_args
         failing = None, FailurePolicy()
         BatcherBase.__init__(self, self._N_TIMESTEPS, None, *factories, 0, seeds, *failing)
@@ -304,9 +362,9 @@ class Batcher(BatcherBase):
 
     _n_resets = _n_windows = 0
     _n_windows_before = 0  # those before the last reset
-    _infos: Infos
+    _infos: Infos = ({}, {})
     _running: Sequence[int] = ()
-    _tapes: WindowTapes | None = None
+    _tapes: WindowTapes | None = None  # if the caller records, and after load_state_dict()
     _is_first = False
     _last_window = 0  # number of the last request whose lanes_left was taken over
     _is_reset = False  # False again after an error, which ends all episodes
@@ -363,7 +421,7 @@ class Batcher(BatcherBase):
         self._is_first = self._is_reset = True
         self._n_resets += 1
         self._n_windows_before = self._n_windows
-        self._tapes = WindowTapes(self.n_lanes) if self._open().repeats else None
+        self._tapes = WindowTapes(self.n_lanes) if dispatcher.records else None
         self._queued = ()
         self._running = list(range(self.n_lanes))
 
@@ -454,6 +512,40 @@ class Batcher(BatcherBase):
             )
         )
         self._is_first = False
+        if not dispatcher.records:
+            self._tapes = None  # the worker in this process has them, and goes on with them
+
+    _KIND = "Batcher"
+    _COUNTERS = ("n_resets", "n_windows", "n_windows_before", "is_reset", "is_first")
+
+    def _state(self, dispatcher: RequestQueue) -> State:
+        lanes = [] if self._is_first or not self._is_reset else list(self._running)
+        tapes = self._tapes.tapes if self._tapes is not None else {}
+        if lanes and self._tapes is None:
+            tapes = dispatcher.tapes()
+        why = why_lost(dispatcher.step, tapes, lanes)
+        return {
+            **{name: getattr(self, f"_{name}") for name in self._COUNTERS},
+            **self._expected(dispatcher),
+            **state_of_infos(self._infos),
+            "running": list(self._running),
+            "tapes": [] if why else state_of_tapes({lane: tapes[lane] for lane in lanes}),
+            "why_lost": why,
+        }
+
+    def _expected(self, dispatcher: RequestQueue) -> Mapping[str, Any]:
+        lanes = {"n_lanes": self.n_lanes, "lanes of each worker": dispatcher.n_lanes}
+        return {"n_timesteps": self._n_timesteps, **lanes}
+
+    def _load(self, dispatcher: RequestQueue, state: State) -> None:
+        for name in self._COUNTERS:
+            setattr(self, f"_{name}", state[name])
+        self._infos, self._running = infos_of_state(state), list(state["running"])
+        self._queued = ()
+        self._tapes = WindowTapes(self.n_lanes)
+        self._tapes.tapes = tapes_of_state(state["tapes"])
+        if self._tapes.tapes:
+            dispatcher.resume()
 
     @classmethod
     def layout(

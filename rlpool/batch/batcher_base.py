@@ -14,6 +14,7 @@ from torch import nn
 from rlpool.agents.agent import Agent
 from rlpool.batch.dispatch import Dispatcher
 from rlpool.batch.request_queue import RequestQueue
+from rlpool.batch.resuming import State, checked_state
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_timeout, whole_number
@@ -75,6 +76,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         if seeds is None:
             _LOG.info("drew the root seed %d", self._root)
         self._n_workers = max(1, n_threads)
+        self._n_timesteps = n_timesteps
         self._is_private = n_threads == 0
         self._owner_pid = os.getpid()
         functions: Any = (create_env, dict(env_args or {}), create_agent, dict(agent_args or {}))
@@ -157,6 +159,87 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             fix = "send only what the agents need, such as model.state_dict()"
             raise SpecError(why_not({"info": info}, error), fix=fix) from error
+
+    def state_dict(self) -> State:
+        """What a new batcher needs to go on from here, see ``load_state_dict``.
+
+        It holds counters, the root of all seeds, infos, and for a ``Batcher`` what the lanes have
+        done in the episodes that are running: their actions and rewards, the last observations and
+        the agent's states.
+
+        Returns:
+            Dicts, lists, tensors, numbers and strings, all of them copies: ``torch.save`` it, with
+            the learner's own state. ``torch.load`` reads it with ``weights_only=True``.
+
+        Raises:
+            UsageError: If results are pending, or the batcher is closed.
+        """
+        dispatcher = self._idle("state_dict()")
+        state = {"kind": self._KIND, "root": f"{self._root:x}", **self._state(dispatcher)}
+        if state["why_lost"]:
+            _LOG.warning("this state cannot be resumed: %s", state["why_lost"])
+        return {**state, "policy_version": dispatcher.policy.version}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where another batcher was when its ``state_dict`` was called.
+
+        If this batcher was made with the same arguments, its results are bit by bit those that the
+        other one would have gone on with, also if one has worker processes and the other none, with
+        the same number of environments per worker. The seeds of the state replace this batcher's.
+        A ``Batcher`` resets its environments with the next window and repeats the actions of
+        the episodes that were running; if they do not lead to the same observation, ``get``
+        raises ``EnvError``.
+
+        Three things are not part of a state. The parameters of the agents: call ``update`` before
+        or after. What environments and their wrappers keep from one episode to the next, such as
+        the statistics of ``NormalizeObservation``. The generators of worker processes, which
+        environments and agents draw from that do not use the seeds and the noise they are given.
+
+        Args:
+            state: What ``state_dict`` returned, saved and loaded or not.
+
+        Raises:
+            SpecError: If it is of another kind of batcher; for a ``Batcher`` also of one with other
+                lanes or another ``n_timesteps``. If its episodes cannot be repeated: the agent
+                requires a history, environments cannot be reset one by one or not be seeded, or
+                episodes were so long that their first actions were dropped. Nothing has changed
+                then.
+            UsageError: If results are pending, or the batcher is closed.
+        """
+        dispatcher = self._idle("load_state_dict()")
+        checked = checked_state(state, self._KIND, self._expected(dispatcher))
+        self._load(dispatcher, checked)
+        self._root = int(checked["root"], 16)
+        # Workers tell policies apart by their versions: none may come back with other parameters.
+        version = max(dispatcher.policy.version, checked["policy_version"])
+        dispatcher.policy = dispatcher.policy._replace(version=version)
+
+    _KIND = ""
+    """What states of this kind of batcher are called."""
+
+    def _state(self, dispatcher: RequestQueue) -> State:
+        """What is particular to this kind of batcher, and ``why_lost``: why it cannot go on."""
+        raise NotImplementedError
+
+    def _expected(self, dispatcher: RequestQueue) -> Mapping[str, Any]:
+        """What has to be the same where a state is loaded."""
+        return {}
+
+    def _load(self, dispatcher: RequestQueue, state: State) -> None:
+        """Take over what ``_state`` has returned."""
+        raise NotImplementedError
+
+    def _idle(self, call: str) -> RequestQueue:
+        """The dispatcher, if nothing is pending.
+
+        Raises:
+            UsageError: If something is.
+        """
+        dispatcher = self._open()
+        if dispatcher.n_pending:
+            what = f"{call} while {dispatcher.n_pending} results are pending"
+            raise UsageError(what, fix="take them with get() first")
+        return dispatcher
 
     def _stacks(self) -> str:
         return self._open().stacks()

@@ -8,16 +8,19 @@ again once every worker is done with it.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from typing import Any
 
+from rlpool.batch.local_worker import LocalWorker
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.request_workers import RequestWorkers
 from rlpool.batch.requests import Policy, Request
 from rlpool.errors import RlpoolError, SpecError, WorkerError
 from rlpool.memory.storage import Memory
 from rlpool.record.capsule_files import CrashDir
+from rlpool.record.tape import Tape
 from rlpool.slots.blocks import BlockPool, Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy
 
@@ -102,9 +105,9 @@ class Dispatcher(RequestQueue):
         """Requests that were sent, and are not yet done in every worker."""
         return self._workers.running
 
-    def wait_until(self, is_over: Callable[[], bool]) -> None:
+    def wait_until(self, is_over: Callable[[], bool], every_s: float = math.inf) -> None:
         """Handle messages until a condition holds, and look for workers that hang."""
-        self._processes.wait_until(is_over)
+        self._processes.wait_until(is_over, every_s)
 
     def look(self) -> None:
         """Handle the messages that have arrived, and look for workers that hang."""
@@ -141,6 +144,17 @@ class Dispatcher(RequestQueue):
     def repeats(self) -> bool:
         """Whether workers that have begun something may be replaced."""
         return self._processes.is_repeatable
+
+    @property
+    def records(self) -> bool:
+        """See ``RequestQueue.records``."""
+        return not isinstance(self._processes, LocalWorker)
+
+    def tapes(self) -> dict[int, Tape]:
+        """See ``RequestQueue.tapes``."""
+        if isinstance(self._processes, LocalWorker):
+            return self._processes.tapes()
+        return super().tapes()
 
     def update(self, info: Any) -> None:
         """Let later requests run with agents that were updated with this."""

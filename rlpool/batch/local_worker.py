@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from rlpool.errors import RlpoolError, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Memory
 from rlpool.record.failures import described
+from rlpool.record.tape import Tape
 from rlpool.seeding import OwnGenerators
 from rlpool.workers.lifecycle import Client
 from rlpool.workers.stacks import Stacks, own_stacks
@@ -53,7 +55,8 @@ class LocalWorker:
         link: Any = SimpleNamespace(
             send=self._take, receive=self._inbox.popleft, poll=lambda: bool(self._inbox)
         )
-        self._collector = Collector(Place(0, 1, root), link, self._control)
+        self._look: Callable[[], bool] | None = None  # somebody looks while it runs
+        self._collector = Collector(Place(0, 1, root), link, self._control, notice=self._notice)
         self._generators = OwnGenerators()
         self._is_closed = False
         self._message: tuple[Message, Memory | None] | None = None  # being carried out
@@ -91,34 +94,62 @@ class LocalWorker:
         if self.fatal is not None:
             raise self.fatal
 
-    def wait_until(self, is_over: Callable[[], bool]) -> None:
-        """Carry out messages until a condition holds."""
-        while not is_over():
-            self.poll(1.0)
+    def wait_until(self, is_over: Callable[[], bool], every_s: float = math.inf) -> None:
+        """Carry out messages until a condition holds.
+
+        Args:
+            is_over: The condition.
+            every_s: If it is finite, the condition is also tested whenever an episode ends.
+        """
+        self._look = is_over if every_s < math.inf else None
+        try:
+            while not is_over():
+                self.poll(1.0)
+        finally:
+            self._look = None
+
+    def _notice(self) -> None:
+        if self._look is not None:
+            self._look()
 
     def rest(self) -> None:
         """Carry out one message."""
         self.poll(1.0)
 
     def poll(self, timeout_s: float) -> None:
-        """Carry out one message, however long that takes.
+        """Carry out messages up to the first request, however long that takes.
 
         If it is interrupted, a request is lost; anything else is carried out by the next call.
         """
-        if self._message is None and self._collector.inbox.peek() is not None:
-            with InterruptsHeld():
-                self._message = self._collector.inbox.receive()
-        if self._message is not None:
+        if self._has_message():
             try:
                 with self._at_work():
-                    self._collector.handle(*self._message)
+                    while self._has_message() and not self._carry_out():
+                        pass
             except BaseException as error:
-                with InterruptsHeld():
-                    self._give_up(self._message[0], error)
+                if self._message is not None:
+                    with InterruptsHeld():
+                        self._give_up(self._message[0], error)
                 raise
-            self._message = None
         elif timeout_s != 0.0:
             raise LookupError("waiting for a local worker that has nothing to do")
+
+    def tapes(self) -> dict[int, Tape]:
+        """See ``Rollout.tapes``."""
+        return self._collector.tapes()
+
+    def _has_message(self) -> bool:
+        return self._message is not None or self._collector.inbox.peek() is not None
+
+    def _carry_out(self) -> bool:
+        """Carry out one message; returns whether it was a request."""
+        if self._message is None:
+            with InterruptsHeld():
+                self._message = self._collector.inbox.receive()
+        self._collector.handle(*self._message)
+        message, _ = self._message
+        self._message = None
+        return isinstance(message, Execute | Window)
 
     def _give_up(self, message: Message, error: BaseException) -> None:
         """Tell the caller's bookkeeping that a request will not be completed."""

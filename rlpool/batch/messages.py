@@ -56,6 +56,7 @@ class Execute:
 
     Attributes:
         number: Number of the request.
+        root: Root of the episodes' seeds and noise.
         execution: Number of the ``execute``, from which the episodes' noise derives.
         first: Episodes requested before it, from which their seeds derive.
         start: Number of the request's first episode within its ``execute``.
@@ -68,6 +69,7 @@ class Execute:
     """
 
     number: int
+    root: int
     execution: int
     first: int
     start: int

@@ -29,6 +29,7 @@ class Site:
         send: Sends a message to the caller.
         read: Reads messages of the caller, waiting for one if told so; False if there was none.
             Slots that were emptied are given to their plans.
+        notice: Is called when episodes have ended.
     """
 
     place: Place
@@ -37,6 +38,7 @@ class Site:
     recycling: Recycling
     send: Callable[[object], None]
     read: Callable[[bool], bool]
+    notice: Callable[[], None]
 
 
 class _RequestPlan(Plan):
@@ -93,7 +95,7 @@ class EpisodePlan(_RequestPlan):
 
     def __init__(self, message: Execute, block: Block, infos: Infos | None, site: Site) -> None:
         super().__init__(message.number, block, infos, site)
-        root, n_episodes = site.place.root, message.n_episodes
+        root, n_episodes = message.root, message.n_episodes
         step = self.layout.step
         self._noise: NoiseStarts | None = None
         if step.n_noise:
@@ -196,6 +198,7 @@ class EpisodePlan(_RequestPlan):
             self._site.send(ChunksDone(self.number, self._chunks))
             self._chunks = []
             self._site.read(False)  # slots that came back
+        self._site.notice()
 
     def wait(self) -> bool:
         """Wait for slots, if any lane lacks one."""

@@ -6,17 +6,20 @@ to the user. If it fails or is given up, its block is used again once nobody wri
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rlpool.batch.progress import SHOW_EVERY_S, SoFar
 from rlpool.batch.requests import Policy, Request
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.slots.blocks import BlockPool
+from rlpool.record.tape import Tape
+from rlpool.slots.blocks import BlockPool, StepSpecs
 
 
 class RequestQueue(ABC):
@@ -55,8 +58,13 @@ class RequestQueue(ABC):
         """Requests that were sent, and of which something still runs."""
 
     @abstractmethod
-    def wait_until(self, is_over: Callable[[], bool]) -> None:
-        """Handle what arrives until a condition holds, and look for what hangs."""
+    def wait_until(self, is_over: Callable[[], bool], every_s: float = math.inf) -> None:
+        """Handle what arrives until a condition holds, and look for what hangs.
+
+        Args:
+            is_over: The condition.
+            every_s: How often to test it, whether or not anything arrives.
+        """
 
     @abstractmethod
     def look(self) -> None:
@@ -76,8 +84,21 @@ class RequestQueue(ABC):
 
     @property
     @abstractmethod
-    def repeats(self) -> bool:
-        """Whether who has begun something may be replaced."""
+    def step(self) -> StepSpecs | None:
+        """What a step consists of, ``None`` before that is known."""
+
+    @property
+    @abstractmethod
+    def records(self) -> bool:
+        """Whether the caller records windows; otherwise ``tapes`` knows what lanes have done."""
+
+    def tapes(self) -> dict[int, Tape]:
+        """By lane, what the episodes have done so far that go on with the next window."""
+        raise LookupError("the caller has recorded that")
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Let the next window bring the workers to where the tapes of its lanes end."""
 
     @abstractmethod
     def update(self, info: Any) -> None:
@@ -128,10 +149,14 @@ class RequestQueue(ABC):
             self._queued.append(request)
             self._advance()
 
-    def wait(self, *, blocking: bool) -> Request | None:
+    def wait(self, *, blocking: bool, look: Callable[[], None] | None = None) -> Request | None:
         """The oldest request, finished; ``None`` if it is not and ``blocking`` is false.
 
         It stays the oldest until ``hand_out``.
+
+        Args:
+            blocking: Whether to wait for it.
+            look: Is called a few times a second meanwhile.
 
         Raises:
             RlpoolError: If it failed; it is dropped then.
@@ -141,13 +166,27 @@ class RequestQueue(ABC):
             raise UsageError("nothing is pending", fix="call execute() before get()")
         request = self._pending[0]
         if request.trajectories is None:
-            self.look()
+            if look is None or not blocking:
+                self.look()
             if not blocking and not self._is_settled(request):
+                if look is not None:
+                    look()
                 return None
-            self.wait_until(lambda: self._is_settled(request))
+            self._wait_for(request, look)
             with self._whole():
                 self._settle(request)
         return request
+
+    def _wait_for(self, request: Request, look: Callable[[], None] | None) -> None:
+        if look is None:
+            self.wait_until(lambda: self._is_settled(request))
+            return
+
+        def is_over() -> bool:
+            look()
+            return self._is_settled(request)
+
+        self.wait_until(is_over, SHOW_EVERY_S)
 
     def _is_settled(self, request: Request) -> bool:
         return request.is_complete or request.error is not None or self.fatal is not None
@@ -202,6 +241,17 @@ class RequestQueue(ABC):
         if error is not None and not request.is_complete:
             raise error
         return min(self._n_finished(request), request.n_rows), request.n_rows
+
+    def so_far(self) -> SoFar:
+        """How far the oldest request is, as far as that has been heard of."""
+        if not self._pending:
+            return SoFar(0, 0, 0, False)
+        request = self._pending[0]
+        if request.trajectories is not None:
+            n_steps = int(request.trajectories.lengths.sum())
+            return SoFar(request.n_rows, request.n_rows, n_steps, True)
+        n_finished = min(self._n_finished(request), request.n_rows)
+        return SoFar(n_finished, request.n_rows, request.n_steps, False)
 
     # The bookkeeping ----------------------------------------------------------------------------
 

@@ -81,6 +81,16 @@ class Request(ABC):
         return self.block is not None and not self.remaining and self.error is None
 
     @property
+    def n_steps(self) -> int:
+        """Steps that its rows have now, as far as shared memory and messages tell."""
+        if self.block is None:
+            return 0
+        control, layout = self.block.arrays.control, self.block.layout
+        workers = range(layout.n_workers)
+        steps = np.stack([layout.steps_in_slot(control, worker) for worker in workers])
+        return int(steps[control["running"] >= 0].sum())
+
+    @property
     def running_block(self) -> Block:
         """The block of a request that was sent to the workers."""
         if self.block is None:
@@ -260,6 +270,7 @@ class EpisodeRequest(Request):
         block = self.running_block
         return Execute(
             number=self.number,
+            root=self.root,
             execution=self.execution,
             first=self.first,
             start=self.start,
@@ -315,6 +326,20 @@ class EpisodeRequest(Request):
     def seed_of(self, row: int) -> int:
         """The seed of an episode."""
         return self._seeds()[row]
+
+    @property
+    def n_steps(self) -> int:
+        """See ``Request.n_steps``."""
+        if self.block is None:
+            return 0
+        in_slots = self.block.arrays.control["length"][: self.n_rows][self._at_home()]
+        n_copied = self._glue.n_steps if self._glue is not None else 0
+        return super().n_steps + int(in_slots.sum()) + n_copied
+
+    def _at_home(self) -> Array:
+        """Which slots hold a whole episode, that of their number: bool ``[at most n_rows]``."""
+        is_whole: Array = self.running_block.arrays.control["whole"][: self.n_rows] > 0
+        return is_whole
 
     def empty_slots(self, chunks: Sequence[Chunk]) -> list[int]:
         """Copy complete chunks out of their slots, one copy per key and chunk number."""

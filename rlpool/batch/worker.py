@@ -126,6 +126,7 @@ class Collector:
         control: The worker's shared numbers.
         lock_fd: What workers lock to claim episodes, see ``Claims``.
         seeding: Is told the seeds of the episodes to come.
+        notice: Is called when episodes have ended.
 
     Attributes:
         env: The environments, once they are created.
@@ -139,6 +140,7 @@ class Collector:
         control: Control,
         lock_fd: int | None = None,
         seeding: FastSeeding | None = None,
+        notice: Callable[[], None] = lambda: None,
     ) -> None:
         self._place = place
         self._send = link.send
@@ -156,7 +158,8 @@ class Collector:
         self._recycling = Recycling(place.policy)
         self._next: tuple[Execute | Window, Memory | None] | None = None  # to be run
         self._plans: dict[int, Plan | None] = {}  # that run, by the number of their request
-        self._site = Site(place, lock_fd, control, self._recycling, link.send, self.inbox.read)
+        talk = link.send, self.inbox.read, notice
+        self._site = Site(place, lock_fd, control, self._recycling, *talk)
 
     def start(self) -> bool:
         """Create environments and agent and report; False if that failed."""
@@ -193,6 +196,10 @@ class Collector:
         elif isinstance(message, Execute | Window):
             return self._run(message, memory)
         return True
+
+    def tapes(self) -> dict[int, Tape]:
+        """See ``Rollout.tapes``."""
+        return self._rollout.tapes()
 
     def fail(self, error: Exception) -> None:
         """Tell the caller why this worker ends."""
@@ -370,21 +377,22 @@ class Collector:
         infos, tapes = _infos(message.payload, memory)
         block = self._blocks[message.block]
         if isinstance(message, Window):
-            if message.is_first:
+            if message.is_first or tapes:
                 self._rollout.abandon()
             return WindowPlan(message, block, infos, tapes, self._site)
         plan = EpisodePlan(message, block, infos, self._site)
-        self._hash_seeds(message.first, message.n_episodes)
+        self._hash_seeds(message)
         # Nobody else takes any of them, and no others are under way.
         if self._place.n_workers == 1 and len(self._plans) == 1:
             self.env.announce_episodes(plan.seeds, plan.env_info)
         return plan
 
-    def _hash_seeds(self, first: int, n_episodes: int) -> None:
+    def _hash_seeds(self, message: Execute) -> None:
         """Hash the seeds of episodes beforehand, those of several small requests at once."""
+        first, n_episodes = message.first, message.n_episodes
         if self._seeding is not None and first + n_episodes > self._n_hashed:
             n_episodes = max(n_episodes, _HASHED_AT_ONCE)
-            self._seeding.announce(episode_seeds(self._place.root, first, n_episodes))
+            self._seeding.announce(episode_seeds(message.root, first, n_episodes))
             self._n_hashed = first + n_episodes
 
     def _take_slots(self, credit: Credit) -> None:

@@ -12,6 +12,7 @@ is inside rlpool.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -115,7 +116,7 @@ class ClusterDispatcher(RequestQueue):
         RlpoolError: If a node cannot be started.
     """
 
-    repeats = True
+    records = True
 
     def __init__(
         self,
@@ -168,10 +169,20 @@ class ClusterDispatcher(RequestQueue):
         """Requests that were begun and are not over."""
         return self._running
 
-    def wait_until(self, is_over: Callable[[], bool]) -> None:
+    @property
+    def step(self) -> StepSpecs | None:
+        """What a step consists of, ``None`` before that is known."""
+        return self._specs
+
+    def resume(self) -> None:
+        """Let the next window bring all nodes to where the tapes of its lanes end."""
+        for part in range(self._homes.n_parts):
+            self._homes.move(part)
+
+    def wait_until(self, is_over: Callable[[], bool], every_s: float = math.inf) -> None:
         """Handle events until a condition holds, and look for nodes that hang."""
         while not is_over():
-            self._handle(self._look_every_s)
+            self._handle(min(self._look_every_s, every_s))
 
     def look(self) -> None:
         """Handle the events that have arrived, and look for nodes that hang."""

@@ -284,7 +284,7 @@ class NodeWorkers:
             execution=shard.execution,
             first=shard.first,
             start=shard.start,
-            root=self._setup.root,
+            root=shard.root,
         )
 
     def _next_window(self, shard: WindowShard, policy: Policy) -> _Window:
@@ -309,7 +309,7 @@ class NodeWorkers:
             n_windows=shard.n_windows,
             is_first=shard.is_first,
             first_lane=shard.first_lane,
-            root=self._setup.root,
+            root=shard.root,
             tapes=self._tapes,
         )
 

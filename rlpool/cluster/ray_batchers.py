@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlpool.batch.batcher_base import CreateAgent, CreateEnv, Seeds
+from rlpool.batch.progress import ShowProgress, checked_progress
 from rlpool.cluster.batchers import ClusterBatcher, ClusterEpisodeBatcher
 from rlpool.cluster.transport import Transport
 from rlpool.machine.arguments import names_arguments, whole_number
@@ -48,6 +49,7 @@ class RayEpisodeBatcher(ClusterEpisodeBatcher):
         crash_dir: As for ``EpisodeBatcher``, on the machine of the caller.
         require_same_bits: Refuse nodes whose processor or libraries may compute other bits, which
             are otherwise told in a warning.
+        progress: As for ``EpisodeBatcher``.
         **policy: As for ``EpisodeBatcher``; ``max_restarts`` counts restarts of workers and nodes'
             processes, not machines that leave.
 
@@ -75,8 +77,10 @@ class RayEpisodeBatcher(ClusterEpisodeBatcher):
         timeout: float | None = DEFAULT_TIMEOUT_S,
         crash_dir: CrashDir = None,
         require_same_bits: bool = False,
+        progress: ShowProgress = False,
         **policy: Unpack[PolicyOptions],
     ) -> None:
+        self._progress = checked_progress(progress)
         connect = _connection(n_nodes, n_threads)
         factories = create_agent, agent_args, create_env, env_args
         failing = timeout, FailurePolicy(**policy), crash_dir

@@ -26,6 +26,7 @@ from rlpool.cluster.shards import (
     with_padding,
 )
 from rlpool.errors import WorkerError
+from rlpool.memory.storage import Array
 from rlpool.slots.trajectories import Derivation, Glue
 
 
@@ -103,6 +104,11 @@ class DividedEpisodes(EpisodeRequest, Divided):
         """See ``Divided``."""
         return int(self._is_there.sum())
 
+    def _at_home(self) -> Array:
+        n_slots = self.running_block.layout.n_slots
+        is_at_home: Array = (self._is_there & ~self._arrived)[:n_slots]
+        return is_at_home
+
     def slots_wanted(self, n_free: int, n_slots: int) -> int:
         """One slot per episode; all of them if it has more episodes than there are slots."""
         self._in_place = self.n_rows <= n_slots
@@ -129,6 +135,7 @@ class DividedEpisodes(EpisodeRequest, Divided):
         """See ``Divided``."""
         return EpisodeShard(
             number=number,
+            root=self.root,
             execution=self.execution,
             first=self.first + rows.start,
             start=rows.start,
@@ -252,6 +259,7 @@ class DividedWindow(WindowRequest, Divided):
             tapes = {lane: self.tapes.tapes[first + lane] for lane in lanes}
         return WindowShard(
             number=number,
+            root=self.root,
             part=part,
             parts=frozenset(self._homes.beside(part)),
             first_lane=first,

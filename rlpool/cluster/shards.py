@@ -61,6 +61,7 @@ class EpisodeShard:
 
     Attributes:
         number: Names it; no two shards of a caller share one.
+        root: Root of all seeds.
         execution: Number of the ``execute``, from which the episodes' noise derives.
         first: Episodes requested before the first of these, from which their seeds derive.
         start: Number of the first within its ``execute``.
@@ -70,6 +71,7 @@ class EpisodeShard:
     """
 
     number: int
+    root: int
     execution: int
     first: int
     start: int
@@ -84,6 +86,7 @@ class WindowShard:
 
     Attributes:
         number: Names it; no two shards of a caller share one, and later ones have larger ones.
+        root: Root of all seeds.
         part: Number of the part.
         parts: All parts that the node has, this one included.
         first_lane: Number of the part's first lane among all.
@@ -98,6 +101,7 @@ class WindowShard:
     """
 
     number: int
+    root: int
     part: int
     parts: frozenset[int]
     first_lane: int

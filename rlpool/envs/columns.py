@@ -182,11 +182,13 @@ class Column:
         widens: See ``converted``.
 
     Attributes:
+        leaf: Shape and dtype of a value.
         array: ``[n_lanes, *shape]``.
     """
 
     def __init__(self, key: str, leaf: Leaf, n_lanes: int, widens: bool = False) -> None:
         self.key = key
+        self.leaf = leaf
         self.spec = leaf.spec
         self._n_lanes = n_lanes
         self._widens = widens
@@ -279,7 +281,7 @@ class Column:
 
 
 class Columns:
-    """All keys of the observations of a batch of lanes.
+    """All keys of the observations of a batch of lanes, and others that come with them.
 
     Args:
         structure: Structure of an observation.
@@ -287,10 +289,12 @@ class Columns:
         n_lanes: Number of rows.
         widens: See ``converted``.
         prefix: Prefix of all keys; without parts, the key itself.
+        others: Columns of other keys, which somebody else writes.
 
     Attributes:
         structure: Structure of an observation.
-        leaves: Key to leaf, in the order of the structure.
+        observed: Key to leaf of an observation, in the order of the structure.
+        leaves: The same with the other keys.
         arrays: Key to array ``[n_lanes, *shape]``, rewritten in place.
     """
 
@@ -302,18 +306,21 @@ class Columns:
         *,
         widens: bool = False,
         prefix: str = "",
+        others: Sequence[Column] = (),
     ) -> None:
         self.structure = structure
-        self.leaves = leaves_of({prefix: structure} if prefix else structure, default_key)
-        self._columns = [Column(key, leaf, n_lanes, widens) for key, leaf in self.leaves.items()]
-        self.arrays: dict[str, Array] = {column.key: column.array for column in self._columns}
+        self.observed = leaves_of({prefix: structure} if prefix else structure, default_key)
+        self.leaves = self.observed | {column.key: column.leaf for column in others}
+        self._columns = [Column(key, leaf, n_lanes, widens) for key, leaf in self.observed.items()]
+        self._all = [*self._columns, *others]
+        self.arrays: dict[str, Array] = {column.key: column.array for column in self._all}
         self._flatten = flattener(structure, "observation")
         if isinstance(structure, Leaf):
             self.write = self._columns[0].write  # type: ignore[method-assign, assignment]
 
     def place(self, arrays: Mapping[str, Array]) -> None:
         """Use other arrays from now on; keys that are not its own are ignored."""
-        for column in self._columns:
+        for column in self._all:
             column.place(arrays[column.key])
             self.arrays[column.key] = column.array
 

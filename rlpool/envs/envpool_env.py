@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from rlpool.envs.columns import Results, as_array
 from rlpool.envs.envpool_lanes import EnvPoolLanes, is_asynchronous
+from rlpool.envs.info_keys import InfoKeys
 from rlpool.envs.vec_env import Options
 from rlpool.envs.vector_gym_env import VectorGymEnv
 from rlpool.errors import SpecError, UsageError
@@ -35,6 +36,8 @@ class EnvPoolEnv(VectorGymEnv):
         max_episode_steps: Truncate episodes after this many steps, see ``VectorGymEnv``; a limit
             given to ``envpool.make`` costs less.
         keep_float64: Store float64 values as float64, see ``VectorGymEnv``.
+        info_keys: Keys of the infos that become keys of a step, such as ``["lives"]``, see
+            ``GymEnv``. Those of ``players`` cannot be asked for.
 
     Raises:
         SpecError: For anything else, for actions that are not one array, for an asynchronous pool
@@ -58,6 +61,7 @@ class EnvPoolEnv(VectorGymEnv):
         auto_reset: bool = False,
         max_episode_steps: int | None = None,
         keep_float64: bool = False,
+        info_keys: InfoKeys = None,
     ) -> None:
         super().__init__(
             EnvPoolLanes(pool),
@@ -65,6 +69,7 @@ class EnvPoolEnv(VectorGymEnv):
             auto_reset=auto_reset,
             max_episode_steps=max_episode_steps,
             keep_float64=keep_float64,
+            info_keys=info_keys,
         )
 
 
@@ -121,7 +126,7 @@ class AsyncEnvPoolEnv(EnvPoolEnv):
             while self._flying[rows].any():
                 self._receive()
             if lanes:
-                self._observations.write_batch(lanes, self._shown)
+                self._write(lanes, self._shown, self._shown_infos)
         except BaseException as error:
             self._fail("step", error)
         self._received.difference_update(lanes)
@@ -168,8 +173,8 @@ class AsyncEnvPoolEnv(EnvPoolEnv):
                 f"fewer than batch_size={self.min_ready} lanes step",
                 fix="step all lanes whose episodes go on together",
             )
-        rows, observation, *results = self.vector_env.receive()
-        old, new = pytree.tree_leaves(self._shown), pytree.tree_leaves(observation)
+        rows, observation, *results, infos = self.vector_env.receive()
+        old, new = map(pytree.tree_leaves, ((self._shown, self._shown_infos), (observation, infos)))
         for shown, values in zip(old, new, strict=True):
             shown[rows] = as_array(values)
         self._results[:, rows] = results

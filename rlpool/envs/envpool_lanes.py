@@ -29,9 +29,14 @@ class EnvPoolLanes(VectorEnv[Any, Any, Any]):
     Args:
         pool: What ``envpool.make(..., env_type="gymnasium")`` returns.
 
+    Attributes:
+        has_infos: Whether to hand on infos.
+
     Raises:
         SpecError: For anything else, and for actions that are not one array.
     """
+
+    has_infos = False
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -58,23 +63,27 @@ class EnvPoolLanes(VectorEnv[Any, Any, Any]):
         self._pool.async_reset()
         parts = [self.receive() for _ in range(self._n_batches)]
         order = np.argsort(np.concatenate([lanes for lanes, *_ in parts]))
-        leaves = [pytree.tree_leaves(observation) for _, observation, *_ in parts]
+        shown = [(observation, infos) for _, observation, *_, infos in parts]
+        leaves = [pytree.tree_leaves(each) for each in shown]
         joined = [np.concatenate(each)[order] for each in zip(*leaves, strict=True)]
-        return pytree.tree_unflatten(joined, pytree.tree_structure(parts[0][1])), {}
+        observation, infos = pytree.tree_unflatten(joined, pytree.tree_structure(shown[0]))
+        return observation, infos
 
     def step(self, actions: Any) -> Any:
         """Step all."""
         self.send(actions, self._all)
-        return *self.receive()[1:], {}
+        return self.receive()[1:]
 
     def send(self, actions: Any, lanes: Sequence[int] | Array) -> None:
         """Start steps of lanes."""
         self._pool.send(np.asarray(actions, self._dtype), np.asarray(lanes, np.int32))
 
     def receive(self) -> tuple[Any, ...]:
-        """Wait for a batch; returns lanes, ascending, and their results."""
+        """Wait for a batch; returns lanes, ascending, their results and infos."""
         *results, infos = self._pool.recv()
         lanes = infos["env_id"]
+        # Those of players may have another number of rows.
+        results.append(_without_players(infos) if self.has_infos else {})
         if np.array_equal(lanes, self._all):  # as they are if it waits for all
             return lanes, *results
         order = np.argsort(lanes)
@@ -84,3 +93,7 @@ class EnvPoolLanes(VectorEnv[Any, Any, Any]):
     def close(self, **kwargs: Any) -> None:
         """Close it."""
         self._pool.close()
+
+
+def _without_players(infos: dict[str, Any]) -> dict[str, Any]:
+    return {key: values for key, values in infos.items() if key != "players"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from rlpool.envs.columns import Results
+from rlpool.envs.info_keys import InfoKeys, InfoLearner, value_of, wanted_infos
 from rlpool.envs.legacy import modernised
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import SpecError
@@ -43,6 +45,12 @@ class GymEnv(VecEnv):
         max_episode_steps: Truncate episodes after this many steps.
         keep_float64: Store float64 values as float64. By default they become float32; all other
             dtypes are kept.
+        info_keys: Keys of ``info`` that become keys of a step, with their dtypes:
+            ``{"success": bool, "action_mask": (np.int8, 4), "episode/r": float}``. A value is a
+            dtype, ``(dtype, shape)``, a space, a dict of these, or ``None``, as in a list of names,
+            to learn it. That is done in the first reset, which makes a step with a random action
+            and resets again if the first infos do not show it. The value of a step is zero if its
+            info has no such key.
 
     Attributes:
         observation_space, action_space: The environments' spaces, ``None`` if they have none.
@@ -51,8 +59,8 @@ class GymEnv(VecEnv):
         results: What the environments returned from the last call, one entry per lane.
 
     Raises:
-        SpecError: Without environments, for spaces without a fixed shape, and for spaces that
-            differ.
+        SpecError: Without environments, for spaces without a fixed shape, for spaces that
+            differ, and for ``info_keys`` without a dtype of numbers.
     """
 
     @names_arguments
@@ -63,6 +71,7 @@ class GymEnv(VecEnv):
         *,
         max_episode_steps: int | None = None,
         keep_float64: bool = False,
+        info_keys: InfoKeys = None,
     ) -> None:
         envs = [modernised(env) for env in _checked_environments(envs)]
         super().__init__(len(envs), seed)
@@ -71,6 +80,9 @@ class GymEnv(VecEnv):
             envs = [TimeLimit(env, limit) for env in envs]
         self._envs = envs
         self._keep_float64 = keep_float64
+        self._wanted_infos = wanted_infos(info_keys, keep_float64=keep_float64)
+        self._info_specs = {k: spec for k, spec in self._wanted_infos.items() if spec is not None}
+        self._learns_infos = len(self._info_specs) < len(self._wanted_infos)
         self._steps: list[Callable[[Any], Any]] = [env.step for env in envs]
         self._resets: list[Callable[..., Any]] = [env.reset for env in envs]
         self._wrapped_lanes = set(range(len(envs)))  # whose checkers are still in place
@@ -82,7 +94,8 @@ class GymEnv(VecEnv):
         self.results: list[Any] = []
         self.observation_space, self.action_space = (_common_space(envs, name) for name in _SPACES)
         self._may_differ = _may_differ(envs[0])
-        self.is_declared = self.observation_space is not None and not self._may_differ
+        has_structure = self.observation_space is not None and not self._may_differ
+        self.is_declared = has_structure and not self._learns_infos
         if self.is_declared:
             self._declare_structure(self._structure("observation_space"))
         self.action_structure: Structure | None = None
@@ -93,14 +106,11 @@ class GymEnv(VecEnv):
             native = structure_of_space(self.action_space, keep_float64=True, name="action_space")
             self._decode = _action_decoder(native)
 
-    @property
-    def shown_structure(self) -> Structure | None:
-        """Structure of an observation, ``None`` while it is unknown."""
-        return self._columns.structure if self._columns is not None else None
-
-    def declare_observations(self, structure: Structure) -> None:
-        """Adopt the structure that other environments of the same kind have shown."""
-        self._declare_structure(structure)
+    def wrap(self, wrapper: Callable[[Any], Any]) -> None:
+        """Put a wrapper around each environment, outermost; before the first reset."""
+        self._envs = [wrapper(env) for env in self._envs]
+        self._steps = [env.step for env in self._envs]
+        self._resets = [env.reset for env in self._envs]
 
     def close(self) -> None:
         """Close all environments.
@@ -156,11 +166,15 @@ class GymEnv(VecEnv):
                 self._until_limit = min(self._until_limit, int(self._limits[lane]))
             if self._wrapped_lanes:
                 self._unwrap(lanes)
+            if self._columns is None and self._learns_infos:
+                self._learn_infos(lanes[0], seeds[0], options[0], results)
             observations = [observation for observation, _ in results]
             if self._columns is None:
                 self._learn(lanes, observations)
             else:
                 self._columns.write(lanes, observations)
+            if self._infos is not None:
+                self._infos.write(lanes, [info for _, info in results])
         except BaseException as error:
             self._fail("reset", error)
         if self.keeps_results:
@@ -174,9 +188,11 @@ class GymEnv(VecEnv):
             for lane in lanes:
                 lane_in_use[0] = lane
                 results.append(steps[lane](decoded[lane]))
-            observations, rewards, terminated, truncated, _ = zip(*results, strict=True)
+            observations, rewards, terminated, truncated, infos = zip(*results, strict=True)
             if self._columns is not None:
                 self._columns.write(lanes, observations)
+            if self._infos is not None:
+                self._infos.write(lanes, infos)
         except BaseException as error:
             self._fail("step", _explained(results) or error)
         if self.keeps_results:
@@ -223,6 +239,32 @@ class GymEnv(VecEnv):
             bool(left[lane] <= 0) or was_truncated
             for lane, was_truncated in zip(lanes, truncated, strict=True)
         ]
+
+    def _learn_infos(self, lane: int, seed: int, option: Options, results: list[Any]) -> None:
+        """Learn the specs of infos from what resets have returned, and if need be from a step.
+
+        Args:
+            lane: The first lane that was reset.
+            seed: Its seed.
+            option: Its options.
+            results: What the resets returned; that of the first lane is replaced if it stepped.
+        """
+        learner = InfoLearner(self._wanted_infos, keep_float64=self._keep_float64)
+        learner.look_at(info for _, info in results)
+        why_no_step = ""
+        if not learner.has_all and self.action_space is None:
+            why_no_step = "without an action space, no step was tried"
+        elif not learner.has_all:
+            self.lane_in_use[0] = lane
+            action = _some_action(self.action_space, results[0][1])
+            try:
+                result = self._steps[lane](action)
+            except Exception as error:
+                why_no_step = f"a step with the action {action!r:.40} raised {error!r:.80}"
+            else:
+                learner.look_at(result[4:5] if type(result) is tuple else ())
+            results[0] = self._resets[lane](seed=seed, options=option)
+        self._info_specs = learner.specs(why_no_step)
 
     def _learn(self, lanes: Sequence[int], observations: Sequence[Any]) -> None:
         """Declare the structure of the first observations, and write them.
@@ -368,6 +410,16 @@ def how_to_make_one(value: Any) -> str:
 
 
 # Actions ---------------------------------------------------------------------------------------
+
+
+def _some_action(space: Any, info: Any) -> Any:
+    """An action, always the same, that is not masked by an ``action_mask`` in the info."""
+    space = copy.deepcopy(space)
+    space.seed(0)
+    mask = value_of(info, "action_mask") if isinstance(info, Mapping) else None
+    if mask is None or type(space) is not gymnasium.spaces.Discrete:
+        return space.sample()
+    return space.sample(mask=np.asarray(mask, np.int8))
 
 
 def _action_decoder(structure: Structure) -> Callable[[Mapping[str, Array]], list[Any]]:

@@ -178,7 +178,7 @@ class OneEnv(GymEnv):
         """
         if self._columns is None:
             raise LookupError("no state before the first reset")
-        rows = [observation[key].numpy()[0] for key in self._columns.leaves]
+        rows = [observation[key].numpy()[0] for key in self._columns.observed]
         copies = [np.array(row) if np.ndim(row) else row for row in rows]
         return nester(self._columns.structure)(copies)
 

@@ -18,6 +18,7 @@ import torch
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import Info, info_rows
 from rlpool.envs.columns import BadValue, Columns, Results, checked_results, ended_rows
+from rlpool.envs.info_columns import InfoColumns
 from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where
 from rlpool.memory.storage import Array, batch_array
 from rlpool.seeding import LaneSeeds, Seeding, root_from
@@ -25,6 +26,7 @@ from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
     FLAGS,
     REWARD_SPEC,
+    Declaration,
     Leaf,
     Structure,
     TensorSpec,
@@ -68,13 +70,15 @@ class VecEnv(ABC):
     Attributes:
         n_lanes: Number of environments.
         auto_reset: Whether lanes of a ``Batcher`` or of ``step`` restart on their own.
-        current: Key to array ``[n_lanes, ...]``: each lane's current observation, ``reward``,
-            ``terminated``, ``truncated``, ``done``, ``initial_state`` bool, and
-            ``last_action`` (or ``last_action/...``). Rewritten in place. Observations are present
-            after the first reset, last actions after ``declare_actions``.
+        current: Key to array ``[n_lanes, ...]``: each lane's current observation, the keys of its
+            info that are asked for, ``reward``, ``terminated``, ``truncated``, ``done``,
+            ``initial_state`` bool, and ``last_action`` (or ``last_action/...``). Rewritten in
+            place. Observations and infos are present after the first reset, last actions after
+            ``declare_actions``.
         flags: bool ``[4, n_lanes]``. Its rows are ``terminated``, ``truncated``, ``done`` and
             ``initial_state`` of ``current``, as views.
-        is_declared: Whether spaces declare the observations; else the first reset shows their keys.
+        is_declared: Whether spaces declare the observations, and dtypes all keys of infos that are
+            asked for; else the first reset shows them.
         steps_all_lanes: Whether every step steps all lanes. A lane that is left out goes on unseen,
             and needs a reset before it can be stepped again.
         seeding: What can be seeded, see ``VectorGymEnv``.
@@ -92,6 +96,8 @@ class VecEnv(ABC):
     min_ready: int | None = None
     _widens, _prefix = False, ""  # of the observations' columns
     _columns: Columns | None = None
+    _info_specs: Mapping[str, TensorSpec] = {}
+    _infos: InfoColumns | None = None  # where keys of the infos are asked for
     _action_leaves: dict[str, Leaf] | None = None
 
     def __init__(self, n_lanes: int, seed: int | Sequence[int] | None = None) -> None:
@@ -142,8 +148,20 @@ class VecEnv(ABC):
 
     @property
     def columns(self) -> Columns | None:
-        """The observations' columns, ``None`` before the first reset of undeclared spaces."""
+        """The columns of observations and infos, ``None`` before a first reset that shows them."""
         return self._columns
+
+    @property
+    def declaration(self) -> Declaration | None:
+        """What observations and infos consist of, ``None`` while it is unknown."""
+        if self._columns is None:
+            return None
+        return Declaration(self._columns.structure, self._info_specs)
+
+    def declare(self, declaration: Declaration) -> Columns:
+        """Adopt what other environments of the same kind have shown."""
+        self._info_specs = declaration.infos
+        return self._declare_structure(declaration.observation)
 
     @property
     def action_leaves(self) -> dict[str, Leaf] | None:
@@ -154,11 +172,11 @@ class VecEnv(ABC):
     def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
     ) -> None:
-        """Reset lanes and write their observations to ``columns``."""
+        """Reset lanes and write their observations and infos to ``columns``."""
 
     @abstractmethod
     def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Results:
-        """Step lanes and write their observations; returns rewards, terminated, truncated."""
+        """Step lanes, write observations and infos; returns rewards, terminated, truncated."""
 
     def close(self) -> None:  # noqa: B027  (optional)
         """Close the environments."""
@@ -185,15 +203,19 @@ class VecEnv(ABC):
     def _declare_structure(self, structure: Structure) -> Columns:
         """Make columns for observations of this structure, in place of any others."""
         self._forget_columns()
-        self._columns = columns = Columns(
+        own = sorted({*self.current, "last_action"})
+        self._infos = InfoColumns(self._info_specs, self.n_lanes) if self._info_specs else None
+        columns = Columns(
             structure,
             DEFAULT_OBSERVATION_KEY,
             self.n_lanes,
             widens=self._widens,
             prefix=self._prefix,
+            others=self._infos.columns if self._infos is not None else (),
         )
-        own = sorted({*self.current, "last_action"})
-        refuse_collisions({"rlpool": own, "the observation": list(columns.leaves)})
+        observed, asked = list(columns.observed), list(self._info_specs)
+        refuse_collisions({"rlpool": own, "the observation": observed, "info_keys": asked})
+        self._columns = columns
         self.current = {**columns.arrays, **self.current}
         return columns
 
@@ -290,6 +312,8 @@ class VecEnv(ABC):
             current["truncated"][lane] = truncated[row]
             current["done"][lane] = True
             ended.append(lane)
+        if ended and self._infos is not None:
+            self._infos.note_end()
         return ended
 
     def step_some(

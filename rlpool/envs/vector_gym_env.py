@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -13,7 +13,9 @@ from rlpool.envs.columns import Results, as_array
 from rlpool.envs.envpool_lanes import EnvPoolLanes, is_asynchronous, is_envpool
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.gymnasium_vector import adapt, autoreset_mode, failed_process, kill
+from rlpool.envs.info_keys import InfoKeys
 from rlpool.envs.vec_env import Options, VecEnv
+from rlpool.envs.vector_infos import info_specs_of, refuse_wrong_statistics, statistics_keys
 from rlpool.envs.vector_seeding import detected_seeding
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import names_arguments, whole_number
@@ -72,6 +74,9 @@ class VectorGymEnv(VecEnv):
             costs less.
         keep_float64: Store float64 values as float64. By default they become float32; all other
             dtypes are kept.
+        info_keys: Keys of the infos that become keys of a step, see ``GymEnv``. What has to be
+            learned is looked for here, by a reset and a step. Where lanes restart within a step,
+            the values after an episode's last step are those of ``final_info``.
 
     Attributes:
         vector_env: The vector environment.
@@ -80,7 +85,8 @@ class VectorGymEnv(VecEnv):
 
     Raises:
         SpecError: For anything but a vector environment, for spaces without a fixed shape, for an
-            ``AsyncVectorEnv`` that forgets what was reset, and if the seeding cannot be found out.
+            ``AsyncVectorEnv`` that forgets what was reset, if the seeding cannot be found out, and
+            for ``info_keys`` that ``GymEnv`` refuses or the vector environment does not give.
     """
 
     steps_all_lanes = True
@@ -95,6 +101,7 @@ class VectorGymEnv(VecEnv):
         auto_reset: bool = False,
         max_episode_steps: int | None = None,
         keep_float64: bool = False,
+        info_keys: InfoKeys = None,
     ) -> None:
         _refuse_others(vector_env)
         if is_asynchronous(vector_env):
@@ -104,6 +111,8 @@ class VectorGymEnv(VecEnv):
             )
         if is_envpool(vector_env):
             vector_env = EnvPoolLanes(vector_env)
+        if isinstance(vector_env, EnvPoolLanes):
+            vector_env.has_infos = info_keys is not None
         if seeding not in (None, *SEEDINGS):
             raise SpecError(f"seeding should be one of {SEEDINGS}, got {seeding!r}")
         n_lanes = vector_env.num_envs
@@ -119,6 +128,7 @@ class VectorGymEnv(VecEnv):
         observed = structure_of_space(
             self.observation_space, keep_float64=keep_float64, name="single_observation_space"
         )
+        self._info_specs = info_specs_of(vector_env, info_keys, keep_float64=keep_float64)
         self._observations = self._declare_structure(observed)
         stored, native = (
             structure_of_space(self.action_space, keep_float64=wide, name="single_action_space")
@@ -128,6 +138,7 @@ class VectorGymEnv(VecEnv):
         self._native_actions = leaves_of({"action": native}, "")
         self._nest_action = nester(native)
         self.seeding: Seeding = seeding or detected_seeding(vector_env)
+        refuse_wrong_statistics(vector_env, self._info_specs, self.seeding)
         adapt(vector_env, self)
         self._mode = autoreset_mode(vector_env)
         self._was_reset = False  # all lanes, at least once, by this object
@@ -142,6 +153,7 @@ class VectorGymEnv(VecEnv):
         self._begun: tuple[int, int, Options] = 0, 0, None  # seed, number and options of the last
         self._at_start = np.zeros(n_lanes, bool)  # lanes that have just restarted
         self._shown: Any = None  # the last observation of all lanes
+        self._shown_infos: Any = {}  # the infos beside it
         self._is_written = False  # whether that of every lane is in its column
         self._last_batch: Any = None
 
@@ -166,8 +178,8 @@ class VectorGymEnv(VecEnv):
             return self, lane
         env_fn = self.vector_env.env_fns[lane]
         self.close()
-        limit, wide = self._limit, self._keep_float64
-        return GymEnv([env_fn()], max_episode_steps=limit, keep_float64=wide), 0
+        limit, wide, infos = self._limit, self._keep_float64, self._info_specs
+        return GymEnv([env_fn()], max_episode_steps=limit, keep_float64=wide, info_keys=infos), 0
 
     # Resets --------------------------------------------------------------------------------
 
@@ -183,8 +195,8 @@ class VectorGymEnv(VecEnv):
             self._in_episode[list(lanes)], self._has_ended[list(lanes)] = False, True
             for rows in _with_equal_options(options):
                 some = [lanes[row] for row in rows]
-                observation = self._reset_some(some, [seeds[row] for row in rows], options[rows[0]])
-                self._observations.write_batch(some, observation)
+                shown = self._reset_some(some, [seeds[row] for row in rows], options[rows[0]])
+                self._write(some, *shown)
         except BaseException as error:
             self._fail("reset", error)
         self._in_episode[list(lanes)] = True
@@ -224,7 +236,11 @@ class VectorGymEnv(VecEnv):
             )
         self._elapsed[rows] = 0
         if not self._is_written:
-            self._observations.write_batch(lanes, self._shown)
+            is_same = self._mode is AutoresetMode.SAME_STEP
+            of_others = (
+                statistics_keys(self.vector_env) if is_same and self._infos is not None else ()
+            )
+            self._write(lanes, self._shown, self._shown_infos, of_others)
         self._in_episode[rows] = True
 
     def _reset_all(self, seed: int, number: int, options: Options) -> None:
@@ -239,13 +255,16 @@ class VectorGymEnv(VecEnv):
         self._is_anew = True  # until that is done
         used = stream_seed(seed, number) if number else seed
         result = self.vector_env.reset(seed=used, options=dict(options or {}))
-        self._shown, self._is_written = _observation_of(result), False
+        self._shown, self._shown_infos = _checked_pair(result)
+        self._is_written = False
         self._begun = seed, number, options
         self._in_episode[:] = self._has_ended[:] = self._is_anew = False
         self._at_start[:] = True
 
-    def _reset_some(self, lanes: Sequence[int], seeds: Sequence[int], options: Options) -> Any:
-        """Reset lanes with the same options, by one call; returns the observation of all lanes."""
+    def _reset_some(
+        self, lanes: Sequence[int], seeds: Sequence[int], options: Options
+    ) -> tuple[Any, Any]:
+        """Reset lanes with the same options, by one call; returns what it says of all lanes."""
         every, given = [seeds[0]] * self.n_lanes, dict(options or {})
         for lane, seed in zip(lanes, seeds, strict=True):
             every[lane] = seed
@@ -255,14 +274,14 @@ class VectorGymEnv(VecEnv):
             given["reset_mask"] = np.zeros(self.n_lanes, bool)
             given["reset_mask"][lanes] = True
         result = self.vector_env.reset(seed=every, options=given)
-        observation = _observation_of(result)
+        shown = _checked_pair(result)
         if not self._was_reset:
             self._was_reset, self._idle_episode = True, (seeds[0], options)
         for lane, seed in zip(lanes, seeds, strict=True):
             self._episodes[lane] = seed, options
         self._has_ended[lanes] = False
         self._elapsed[lanes] = 0
-        return observation
+        return shown
 
     def _reset_idle(self) -> None:
         """Reset lanes that ended and got no new episode: they would refuse the next step.
@@ -317,14 +336,14 @@ class VectorGymEnv(VecEnv):
         result = self.vector_env.step(batch)
         if not isinstance(result, tuple) or len(result) != 5:
             raise SpecError(f"step() should return five values, got {_count_of(result)}")
-        self._shown, *results, infos = result
+        self._shown, *results, self._shown_infos = result
         self._is_written = False
         rewards, terminated, truncated = map(self._per_lane, _RESULTS, results)
         ended = _as_bools(terminated) | _as_bools(truncated)
         if lanes:
-            self._observations.write_batch(lanes, self._shown)
+            self._write(lanes, self._shown, self._shown_infos)
         if self._mode is AutoresetMode.SAME_STEP:
-            self._write_final([lane for lane in lanes if ended[lane]], infos)
+            self._write_final([lane for lane in lanes if ended[lane]], self._shown_infos)
             self._at_start, self._has_ended[:] = ended, False
         else:
             self._at_start, self._has_ended = restarting, ended
@@ -363,8 +382,16 @@ class VectorGymEnv(VecEnv):
             )
         return array
 
+    def _write(
+        self, lanes: Sequence[int], observation: Any, infos: Any, left_out: Collection[str] = ()
+    ) -> None:
+        """Write what a call has returned about lanes."""
+        self._observations.write_batch(lanes, observation)
+        if self._infos is not None:
+            self._infos.write_batch(lanes, infos, left_out)
+
     def _write_final(self, ended: Sequence[int], infos: Any) -> None:
-        """Write the last observations of lanes that have restarted within the step."""
+        """Write the last observations and infos of lanes that have restarted within the step."""
         if not ended:
             return
         final = infos.get("final_obs") if isinstance(infos, Mapping) else None
@@ -378,6 +405,8 @@ class VectorGymEnv(VecEnv):
             self._observations.write(ended, [final[lane] for lane in ended])
         else:
             self._observations.write_batch(ended, final)
+        if self._infos is not None:
+            self._infos.write_final(ended, infos, statistics_keys(self.vector_env))
 
     # Failures ------------------------------------------------------------------------------
 
@@ -430,11 +459,11 @@ def _refuse_others(value: Any) -> None:
         )
 
 
-def _observation_of(result: Any) -> Any:
-    """The observation that ``reset`` returned."""
+def _checked_pair(result: Any) -> tuple[Any, Any]:
+    """The observation and the infos that ``reset`` returned."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise SpecError(f"reset() should return two values, got {_count_of(result)}")
-    return result[0]
+    return result
 
 
 def _as_bools(flags: Array) -> Array:

@@ -61,7 +61,7 @@ def _attempt(question: Callable[[Any], bool], env: VectorEnv[Any, Any, Any]) -> 
 
 def _lanes_repeat(env: Any) -> bool:
     """Whether the reset of one lane leaves the others alone, and repeats that lane's episode."""
-    n_lanes, action = env.num_envs, _action(env)
+    n_lanes, action = env.num_envs, some_action(env)
     seeds = list(range(n_lanes))
     started = _parts(env.reset(seed=seeds)[0])
     stepped = _parts(env.step(action)[:4])
@@ -80,13 +80,13 @@ def _all_repeat(env: VectorEnv[Any, Any, Any]) -> bool:
     for _ in range(2):
         run = _parts(env.reset(seed=0)[0])
         for _ in range(n_steps):
-            run += _parts(env.step(_action(env))[:4])
+            run += _parts(env.step(some_action(env))[:4])
         runs.append(run)
     first, second = runs
     return _same(first, second, 0, env.num_envs)
 
 
-def _action(env: VectorEnv[Any, Any, Any]) -> Any:
+def some_action(env: VectorEnv[Any, Any, Any]) -> Any:
     """Actions for all lanes, the same in every call."""
     space = copy.deepcopy(env.action_space)
     space.seed(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,8 +56,7 @@ class BoundPlan:
 
     Args:
         plan: The plan.
-        current: Key to array ``[n_lanes, ...]``: the environments' buffers and the noise.
-        state: Key to array ``[n_lanes, ...]``: the agent's state.
+        writer: Writes into its block.
         n_lanes: Number of lanes.
 
     Attributes:
@@ -70,11 +69,9 @@ class BoundPlan:
         restarts: Whether lanes restart inside a slot.
     """
 
-    def __init__(
-        self, plan: Plan, current: Mapping[str, Array], state: Mapping[str, Array], n_lanes: int
-    ) -> None:
+    def __init__(self, plan: Plan, writer: SlotWriter, n_lanes: int) -> None:
         self.plan = plan
-        self.writer = SlotWriter(plan.layout, plan.arrays, current, state)
+        self.writer = writer
         control, worker = plan.arrays.control, plan.worker
         self.restarts = plan.layout.restarts
         self._n_timesteps = n_timesteps = plan.layout.n_timesteps

@@ -13,8 +13,10 @@ plan leaves idle begin with the next one, so that several may be under way. Each
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -30,8 +32,9 @@ from rlpool.loop.probe import probe
 from rlpool.memory.storage import Array
 from rlpool.record.failures import env_error
 from rlpool.record.repeat import take_over_together
+from rlpool.record.tape import Tape
 from rlpool.seeding import NoiseStream
-from rlpool.slots.blocks import NOISE_KEY, StepSpecs
+from rlpool.slots.blocks import NOISE_KEY, Arrays, StepSpecs
 from rlpool.slots.writer import SlotWriter
 from rlpool.specs import FLAGS, row_specs
 
@@ -64,6 +67,8 @@ class Rollout:
         self._noise = NoiseStream(env.n_lanes, agent.n_noise) if agent.n_noise else None
         self._history: History | None = None
         self._infos = InfoRows(env.n_lanes)
+        self._sources: list[Array] = []  # of what is written, all rewritten in place
+        self._writers: WeakKeyDictionary[Arrays, SlotWriter] = WeakKeyDictionary()
         self._bound: list[BoundPlan] = []  # the oldest first
         self._held: Plan | None = None  # follows when all of these are over
         self._lanes: dict[int, Lane] = {}
@@ -156,6 +161,19 @@ class Rollout:
             else:
                 return
 
+    def tapes(self) -> dict[int, Tape]:
+        """By lane, what the episodes have done so far that go on with the next window."""
+        keys = [*self._env.current, *self._driver.state]
+        n_shown, tapes = len(self._env.current), {}
+        for lane, running in self._lanes.items():
+            tape, n_restarts = running.tape_so_far, running.episode.n_restarts
+            if tape.n_steps:
+                rows = list(zip(keys, (row for _, row in running.parked or []), strict=True))
+                observation = {k: row for k, row in rows[:n_shown] if k not in FLAGS}
+                tape = replace(tape, observation=observation, state=dict(rows[n_shown:]))
+            tapes[lane] = replace(tape, n_restarts=n_restarts)
+        return tapes
+
     def abandon(self) -> None:
         """Drop all unfinished episodes."""
         for lane, running in self._lanes.items():
@@ -171,7 +189,14 @@ class Rollout:
 
     def _bind_batch(self) -> None:
         """Prepare the views of the batch, which all plans share."""
+        self._waiting = list(range(self._n_lanes))
+        self._take_stock()
         env, driver = self._env, self._driver
+        sources = [*env.current.values(), *driver.state.values()]
+        if len(sources) == len(self._sources) and all(map(operator.is_, sources, self._sources)):
+            return
+        self._sources = sources
+        self._writers.clear()
         self._current = dict(env.current)
         if self._noise is not None:
             self._current[NOISE_KEY] = self._noise.tensor.numpy()
@@ -181,8 +206,14 @@ class Rollout:
         for key, flags in zip(FLAGS, self._shown_flags, strict=True):
             self._observation[key] = torch.from_numpy(flags)
         self._scene.bind(self._bound, self._current, driver.state)
-        self._waiting = list(range(self._n_lanes))
-        self._take_stock()
+
+    def _writer_of(self, plan: Plan) -> SlotWriter:
+        """What writes into a plan's block; the next plan with the same block gets the same."""
+        writer = self._writers.get(plan.arrays)
+        if writer is None:
+            writer = SlotWriter(plan.layout, plan.arrays, self._current, self._driver.state)
+            self._writers[plan.arrays] = writer
+        return writer
 
     def _has_news(self) -> bool:
         """Whether lanes that wait may get something."""
@@ -207,7 +238,7 @@ class Rollout:
             return None
         if plan.begins_anew:
             self._env.begin_anew()
-        bound = BoundPlan(plan, self._current, self._driver.state, self._n_lanes)
+        bound = BoundPlan(plan, self._writer_of(plan), self._n_lanes)
         if not self._bound:
             self._continue_with(bound)
         self._bound.append(bound)

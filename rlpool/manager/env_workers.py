@@ -33,7 +33,7 @@ from rlpool.memory.storage import Memory, carved_bytes
 from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.record.failures import ENV_HINT
 from rlpool.record.tape import LaneTapes
-from rlpool.specs import Structure, TensorSpec
+from rlpool.specs import Declaration, TensorSpec
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.lifecycle import Workers
 from rlpool.workers.payload import pack
@@ -158,9 +158,10 @@ class EnvWorkers:
 
     # Commands -----------------------------------------------------------------------------------
 
-    def begin(self, known: Mapping[str, TensorSpec], structure: Structure | None) -> None:
+    def begin(self, known: Mapping[str, TensorSpec], declaration: Declaration | None) -> None:
         """Map the bookkeeping and what else is known, and let the workers carry out commands."""
-        self.map("all", {**bookkeeping_specs(self.n_lanes, self.n_workers), **known}, structure)
+        specs = {**bookkeeping_specs(self.n_lanes, self.n_workers), **known}
+        self.map("all", specs, declaration)
         self.buffers.is_ahead[:] = -1
         for cell, wake in enumerate((*self.wakes, self._done)):
             wake.share(self.buffers.asleep[cell : cell + 1])
@@ -168,14 +169,14 @@ class EnvWorkers:
             self.processes.send(worker, Begin())
 
     def map(
-        self, what: str, specs: Mapping[str, TensorSpec], structure: Structure | None = None
+        self, what: str, specs: Mapping[str, TensorSpec], declaration: Declaration | None = None
     ) -> None:
         """Make shared arrays and let all workers use them.
 
         Args:
             what: What they are, for arrays that replace others.
             specs: Their specs.
-            structure: How an observation falls into keys, if no space says it.
+            declaration: What observations and infos consist of, if only a reset shows it.
         """
         sizes = carved_bytes(specs, 1)
         n_bytes = sum(sizes.values())
@@ -187,7 +188,7 @@ class EnvWorkers:
         memory = Memory.shared(n_bytes, "rlpool-buffers")
         self.buffers.map(specs, memory)
         self.tapes.bind(self.buffers.action)
-        message = MapArrays(specs, structure)
+        message = MapArrays(specs, declaration)
         for worker in range(self.n_workers):
             self.processes.send(worker, message, memory)
         if not self._policy.may_restart:
@@ -291,7 +292,7 @@ class EnvWorkers:
         """Send a worker that has made its environments all outstanding work."""
         self.processes.note_ready(worker)
         first = self.reports.setdefault(worker, report)
-        if (first.observation, first.action) != (report.observation, report.action):
+        if (first.declaration, first.action) != (report.declaration, report.action):
             what = "and its environments have other spaces now"
             self.processes.fail(SpecError(f"worker {worker} was replaced, {what}"))
         if not self._mapped:

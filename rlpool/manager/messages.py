@@ -15,7 +15,7 @@ from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape
-from rlpool.specs import Structure, TensorSpec
+from rlpool.specs import Declaration, Structure, TensorSpec
 from rlpool.workers.payload import Payload
 
 
@@ -43,11 +43,11 @@ class MapArrays:
 
     Attributes:
         specs: Their specs, with all lanes, in order.
-        structure: How an observation falls into keys, if no space says it.
+        declaration: What observations and infos consist of, if only a reset shows it.
     """
 
     specs: Mapping[str, TensorSpec]
-    structure: Structure | None
+    declaration: Declaration | None
 
     shares_memory: ClassVar[bool] = True
 
@@ -127,9 +127,9 @@ class Report:
     """What a worker knows of its environments.
 
     Attributes:
-        observation: How an observation falls into keys, ``None`` if no space says it and no reset
-            without options could show it.
-        is_declared: Whether a space says it.
+        declaration: What observations and infos consist of, ``None`` if that is not declared and no
+            reset without options could show it.
+        is_declared: Whether it is.
         action: How an action falls into keys, ``None`` without an action space.
         native_action: The actions' keys with the dtypes that the environments take, or ``None``.
         spaces: ``(observation_space, action_space)``, pickled by cloudpickle.
@@ -138,7 +138,7 @@ class Report:
         all_tasks: The tasks that they know, ``None`` if they have none.
     """
 
-    observation: Structure | None
+    declaration: Declaration | None
     is_declared: bool
     action: Structure | None
     native_action: Mapping[str, TensorSpec] | None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlpool.envs.gym_env import GymEnv
+from rlpool.envs.info_keys import InfoKeys, wanted_infos
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import EnvError, SpecError
 from rlpool.machine.arguments import check_timeout, names_arguments, whole_number
@@ -85,6 +86,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             never.
         max_episode_steps: Truncate episodes after this many steps.
         keep_float64: Store float64 as it is; by default it becomes float32.
+        info_keys: Keys of ``info`` that become keys of a step, see ``GymEnv``.
         auto_reset: Whether lanes of a ``Batcher`` or of ``step`` restart on their own.
         min_ready: How many lanes a batcher's loop waits for; the default is all of them. With
             fewer, slow lanes do not hold up the others; the agent is called more often, each time
@@ -128,6 +130,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         timeout: float | None = DEFAULT_TIMEOUT_S,
         max_episode_steps: int | None = None,
         keep_float64: bool = False,
+        info_keys: InfoKeys = None,
         auto_reset: bool = False,
         min_ready: int | None = None,
         crash_dir: CrashDir = None,
@@ -148,6 +151,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         self._options: dict[str, Any] = {
             "max_episode_steps": max_episode_steps,
             "keep_float64": keep_float64,
+            "info_keys": wanted_infos(info_keys, keep_float64=keep_float64),
         }
         self._workers = EnvWorkers(
             env_fns,
@@ -175,19 +179,20 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         workers = self._workers
         reports = [workers.reports[worker] for worker in range(workers.n_workers)]
         first = reports[0]
-        shown = [report.observation for report in reports if report.observation is not None]
-        structure = shown[0] if shown else None
+        shown = [report.declaration for report in reports if report.declaration is not None]
+        declaration = shown[0] if shown else None
         for worker, report in enumerate(reports):
-            observed = structure if report.observation is None else report.observation
-            for name, mine, theirs in (
-                ("observation_space", structure, observed),
-                ("action_space", first.action, report.action),
-            ):
-                if mine != theirs:
+            mine, theirs = declaration, report.declaration or declaration
+            parts: list[tuple[str, Any, Any]] = [("action_space", first.action, report.action)]
+            if mine is not None and theirs is not None:
+                parts += [("observation_space", mine.observation, theirs.observation)]
+                parts += [("the info", mine.infos, theirs.infos)]
+            for name, ours, others in parts:
+                if ours != others:
                     raise SpecError(
-                        f"{name} of environment {workers.lanes_of[worker][0]} is {theirs}, "
-                        f"that of environment 0 is {mine}",
-                        fix="put only environments with equal spaces into one manager",
+                        f"{name} of environment {workers.lanes_of[worker][0]} is {others}, "
+                        f"that of environment 0 is {ours}",
+                        fix="put only environments with equal spaces and infos into one manager",
                     )
         self.observation_space, self.action_space = pickle.loads(first.spaces)
         self.n_tasks, self.horizon_bamdp = first.n_tasks, first.horizon_bamdp
@@ -196,10 +201,9 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         if first.action is not None:
             self._action_leaves = leaves_of({"action": first.action}, "")
         known = action_specs(first.native_action or {}, self.n_lanes)
-        if structure is not None:
-            leaves = self._declare_structure(structure).leaves
-            known |= observation_specs(leaves, self.n_lanes)
-        workers.begin(known, None if first.is_declared else structure)
+        if declaration is not None:
+            known |= observation_specs(self.declare(declaration).leaves, self.n_lanes)
+        workers.begin(known, None if first.is_declared else declaration)
         buffers = self._buffers = workers.buffers
         self._stepper = Stepper(workers)
         self.place(buffers.observation, buffers.reward, buffers.flags)
@@ -208,16 +212,16 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         self._is_in_step = False
 
     def _learn_observations(self, lane: int, seed: int, options: Options) -> None:
-        """Learn from a reset what observations look like, since no space says it.
+        """Learn from a reset what observations and infos are, since nothing declares it.
 
         Raises:
             LaneFailure: If its reset fails.
         """
-        structure = self.remotes[lane].describe(seed, options)
+        declaration = self.remotes[lane].describe(seed, options)
         with InterruptsHeld():
-            columns = self._declare_structure(structure)
+            columns = self.declare(declaration)
             specs = observation_specs(columns.leaves, self.n_lanes)
-            self._workers.map("observations", specs, structure)
+            self._workers.map("observations", specs, declaration)
             columns.place(self._buffers.observation)
             self.current.update(columns.arrays)
 

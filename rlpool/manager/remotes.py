@@ -155,7 +155,7 @@ class Remote:
         return lane in workers.requests and not workers.is_unanswered(lane)
 
     def describe(self, seed: int, options: Options) -> Any:
-        """The ``Structure`` of observations, which a reset has to show.
+        """The ``Declaration`` of observations and infos, which a reset has to show.
 
         Raises:
             LaneFailure: If the reset fails.
@@ -163,13 +163,13 @@ class Remote:
         requests = self._workers.requests
         try:
             self._call("describe", (seed, options))
-            _, structure = self._reply()
+            _, declaration = self._reply()
             error = requests[self._lane].error
         finally:
             requests.pop(self._lane, None)
         if error is not None:
             raise error
-        return structure
+        return declaration
 
     def _call(self, command: str, data: Any) -> None:
         """Send a request and put it on the lane's tape."""

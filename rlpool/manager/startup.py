@@ -61,7 +61,7 @@ def made_environments(setup: Setup, place: Place, control: Control) -> GymEnv:
 
 
 def _learn_observation(env: GymEnv, setup: Setup, place: Place) -> None:
-    """Reset environments without an observation space once, to see what they return."""
+    """Reset environments once, to see what observations and infos are that nothing declares."""
     n = env.n_lanes
     try:
         env.reset_lanes(range(n), [probe_seed(place.root)] * n, [None] * n)
@@ -85,7 +85,7 @@ def report_of(env: GymEnv, worker: int) -> Report:
         (env.observation_space, env.action_space),
     )
     return Report(
-        env.shown_structure,
+        env.declaration,
         env.is_declared,
         env.action_structure,
         env.native_action_specs(),

@@ -31,7 +31,7 @@ from rlpool.memory.storage import Array, Memory
 from rlpool.record.failures import described, env_error, text_of
 from rlpool.record.repeat import batch_of, take_over
 from rlpool.record.tape import action_row
-from rlpool.specs import Structure
+from rlpool.specs import Declaration
 from rlpool.workers.payload import unpack
 from rlpool.workers.recycling import Recycling
 from rlpool.workers.speedups import FastSeeding, install_fast_checks
@@ -171,8 +171,8 @@ class EnvServer:
             asleep = self._buffers.asleep
             self._wake.share(asleep[self._me : self._me + 1])
             self._done.share(asleep[-1:])
-            if message.structure is not None:
-                self._env.declare_observations(message.structure)
+            if message.declaration is not None:
+                self._env.declare(message.declaration)
                 if self._has_begun:
                     self._use_buffers()
         elif isinstance(message, Begin):
@@ -346,7 +346,7 @@ class EnvServer:
         if call.command == "get_attr":
             return "attr", env.attribute(lane, call.data)
         if call.command == "describe":
-            return "structure", self._shown_by_reset(lane, *call.data)
+            return "declaration", self._shown_by_reset(lane, *call.data)
         env.keeps_results = True
         try:
             if call.command == "reset":
@@ -366,11 +366,11 @@ class EnvServer:
             batch[key][lane] = value
         return batch
 
-    def _shown_by_reset(self, lane: int, seed: int, options: Options) -> Structure | None:
-        """What observations look like, which a reset has to show."""
+    def _shown_by_reset(self, lane: int, seed: int, options: Options) -> Declaration | None:
+        """What observations and infos consist of, which a reset has to show."""
         self._env.forget()
         self._env.reset_lanes([lane], [seed], [options])
-        return self._env.shown_structure
+        return self._env.declaration
 
     def _remote_reset(self, lane: int, seed: int, options: Options) -> Any:
         self._note_begin(lane, seed)

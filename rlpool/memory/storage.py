@@ -16,6 +16,7 @@ pages; ``rlpool.memory.descriptors`` says how.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -34,19 +35,29 @@ from rlpool.specs import TensorSpec
 PAGE_BYTES = 4096
 """Alignment of every key: keys share no page, so a page belongs to one key only."""
 
+_MAP_NORESERVE = 0x4000  # Linux's; the module mmap has no name for it before Python 3.12
+
 KINDS = ("local", "shared", "memmap")
 """What ``allocate`` can make."""
 
 Array = np.ndarray[Any, Any]
 
 
-def allocate(storage: str, n_bytes: int, *, directory: str | Path | None = None) -> Memory:
+def allocate(
+    storage: str,
+    n_bytes: int,
+    *,
+    directory: str | Path | None = None,
+    n_used: int | None = None,
+) -> Memory:
     """Zeroed memory of a kind.
 
     Args:
         storage: ``"local"``, ``"shared"`` or ``"memmap"``.
         n_bytes: Its size.
         directory: Of the file of a ``"memmap"``, by default that of temporary files.
+        n_used: How much of it will be written to, by default all: what is never touched may be
+            more than the machine has.
 
     Raises:
         SpecError: If there is no such kind, or not enough memory or disk space.
@@ -71,12 +82,16 @@ def allocate(storage: str, n_bytes: int, *, directory: str | Path | None = None)
             f"storage={storage!r} has no file, but directory={str(directory)!r} was given",
             fix='leave directory out, or use storage="memmap"',
         )
-    if n_bytes > machine_bytes():
-        raise SpecError(
-            f"{storage} memory of {human(n_bytes)}: there are {human(machine_bytes())} in all",
-            fix='make it smaller, or use storage="memmap"',
-        )
-    return Memory.local(n_bytes) if storage == "local" else Memory.shared(n_bytes)
+    needed, there_are = n_bytes if n_used is None else n_used, machine_bytes()
+    fix = 'make it smaller, or use storage="memmap"'
+    if needed > there_are:
+        what = f"{storage} memory of {human(needed)}: there are {human(there_are)} in all"
+        raise SpecError(what, fix=fix)
+    try:
+        return Memory.local(n_bytes) if storage == "local" else Memory.shared(n_bytes)
+    except (MemoryError, OSError, RuntimeError) as error:  # of NumPy, of a mapping, of torch
+        what = f"{storage} memory of {human(n_bytes)}, most of it never touched: {error}"
+        raise SpecError(what, fix=fix) from error
 
 
 class Memory:
@@ -104,7 +119,14 @@ class Memory:
     @classmethod
     def local(cls, n_bytes: int) -> Memory:
         """Ordinary memory of this process."""
-        return cls(torch.from_numpy(np.zeros(n_bytes, np.uint8)), None, "local")
+        try:
+            zeros = np.zeros(n_bytes, np.uint8)
+        except MemoryError:  # more than the machine has: given to those who will not use all of it
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+            mapped = mmap.mmap(-1, n_bytes, flags=flags)
+            mapped.madvise(mmap.MADV_HUGEPAGE)  # as NumPy does
+            zeros = np.frombuffer(mapped, np.uint8)
+        return cls(torch.from_numpy(zeros), None, "local")
 
     @classmethod
     def shared(cls, n_bytes: int, name: str = "rlpool") -> Memory:

@@ -75,8 +75,8 @@ class RowsEnv(VecEnv):
         if not self._row_of:
             if self.lanes.columns is None:
                 self._call_lanes(self.lanes.reset_lanes, [0], seeds[:1], options[:1])
-            if self.lanes.columns is not None:
-                self._declare_structure(self.lanes.columns.structure)
+            if self.lanes.declaration is not None:
+                self.declare(self.lanes.declaration)
             return
         by_lane = sorted(range(len(lanes)), key=lambda i: self._lane_of[lanes[i]])
         self._call_lanes(
@@ -164,7 +164,7 @@ class RolloutPlan(Plan):
         self._chunks: dict[int, list[dict[str, Array]]] = {}
         self._complete: dict[int, RolloutColumns] = {}
         self._n_delivered = 0
-        self._observed = list(self.rows.columns.leaves) if self.rows.columns is not None else []
+        self._observed = list(self.rows.columns.observed) if self.rows.columns is not None else []
         self._acted = [key for key in step.output if is_action(key)]
 
     def next_episodes(self, lanes: Sequence[int]) -> dict[int, Episode]:

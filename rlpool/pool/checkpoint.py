@@ -20,6 +20,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -29,7 +30,8 @@ import torch
 from rlpool.errors import RlpoolError, SpecError
 from rlpool.memory.storage import Array
 from rlpool.pool.ingest import converted
-from rlpool.pool.store import Schema, Store
+from rlpool.pool.schema import Schema, stacks_of
+from rlpool.pool.store import Store
 from rlpool.specs import TensorSpec
 
 FORMAT = 2
@@ -90,6 +92,8 @@ class Saved(NamedTuple):
             SpecError: If something is missing or damaged, or a disk is full.
         """
         store.numbers[...], store.n_finals = header["rings"], header["n_finals"]
+        for key, frames in store.frames.items():
+            frames.n_used = header["n_frames"][key]
         targets = store.arrays()
         for name in targets.keys() | self.specs.keys():
             shapes = [a[name].shape if name in a else None for a in (targets, self.specs)]
@@ -115,7 +119,10 @@ def schema_of(header: Mapping[str, Any]) -> Schema | None:
         key: TensorSpec(tuple(shape), np.dtype(text))
         for key, (text, shape) in header["schema"]["columns"].items()
     }
-    return Schema.of(Schema(columns, tuple(header["schema"]["paired"])).specs)
+    schema = Schema.of(Schema(columns, tuple(header["schema"]["paired"])).specs)
+    stacks = header["schema"].get("stacks", {})  # none in files of version 0.1
+    asked = {key: (int(n_frames), int(axis)) for key, (n_frames, axis) in stacks.items()}
+    return replace(schema, stacks=stacks_of(asked, schema))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -16,7 +16,9 @@ import torch
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
-from rlpool.pool.store import Schema
+from rlpool.pool.incoming import Incoming, Source
+from rlpool.pool.schema import Schema, Stack
+from rlpool.pool.stacks import unstacked
 from rlpool.slots.blocks import successor_key
 from rlpool.slots.trajectories import DerivedTensors, Successor
 from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec, join_key
@@ -30,6 +32,9 @@ TRANSITION_KEYS = (
 )
 """What ``get_pool`` returns."""
 
+Tails = Mapping[str, Array]
+"""Places of frames by key, int64 ``[B, n_frames]``, see ``FrameStore.tails``."""
+
 _MOST_POWER = 1e290  # of a priority, so that many of them can be summed
 _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 _COMPARED_BYTES = 2**25  # at a time
@@ -38,95 +43,119 @@ _START = "initial_state"
 _FLAGS = (DONE_KEY, TERMINATED_KEY, "_truncated", _START)
 
 
-class Source(NamedTuple):
-    """Values of a key, one per transition: some rows of an array."""
+def of_trajectories(
+    trajectories: TemporalDictTensor, schema: Schema, tails: Tails, *, is_strict: bool = True
+) -> Incoming:
+    """Every step of trajectories ``[B, T, ...]``, in row-then-time order.
 
-    array: Array
-    rows: Array
+    Values after a step that are derived from those before it are not computed.
 
-    def part(self, places: slice | Array) -> Source:
-        """Some of the values, no copy."""
-        return Source(self.array, self.rows[places])
+    Args:
+        trajectories: The trajectories.
+        schema: What is stored.
+        tails: Where the frames of the first steps' stacks may lie already.
+        is_strict: Whether to refuse stacks that are not shifted by each step.
 
-    def values(self, out: Array | None = None) -> Array:
-        """The values ``[n, ...]``, copied to an array or a new one."""
-        # Clipped because that is faster than "raise", which makes a copy of the target.
-        values: Array = self.array.take(self.rows, 0, out, "clip")
-        return values
-
-
-class Incoming(NamedTuple):
-    """Transitions to be added, in order.
-
-    Attributes:
-        columns: Key to values, for every column of the schema.
-        is_last: bool ``[n]``: whether the next one does not continue the episode.
-        finals: Paired key to values after the step, right wherever ``is_last`` holds.
+    Raises:
+        SpecError: If a value does not fit into the dtype that is stored, a flag is neither true nor
+            false, or a stack is none.
     """
+    tensors = trajectories._steps._tensors
+    lengths = trajectories.lengths.cpu().numpy()
+    steps = _Steps(lengths)
+    is_last = np.zeros(lengths.sum(), bool)
+    is_last[lengths.cumsum()[lengths > 0] - 1] = True
+    for key in _FLAGS:
+        if key in tensors and _derivation(tensors, key) is None:
+            flags = _flags(key, steps.of(tensors[key].numpy(force=True)).values())
+            is_last[:-1] |= flags[1:] if key == _START else flags[:-1]
 
-    columns: Mapping[str, Source]
-    is_last: Array
-    finals: Mapping[str, Source]
+    def source(key: str, spec: TensorSpec) -> Source:
+        return steps.of(converted(key, tensors[key].numpy(force=True), spec.dtype))
 
-    @classmethod
-    def of_trajectories(cls, trajectories: TemporalDictTensor, schema: Schema) -> Incoming:
-        """Every step of trajectories ``[B, T, ...]``, in row-then-time order.
+    columns = {key: source(key, spec) for key, spec in schema.columns.items()}
+    finals = {}
+    for key in schema.paired:
+        name, spec = successor_key(key), schema.columns[key]
+        derivation = _derivation(tensors, name)
+        if isinstance(derivation, Successor) and np.array_equal(derivation.lengths, lengths):
+            array = converted(name, derivation.finals(), spec.dtype)
+            finals[key] = Source(array, np.repeat(np.arange(len(lengths)), lengths))
+        else:
+            finals[key] = source(name, spec)
+            _mark_jumps(is_last, columns[key], finals[key])
+    ends = np.where(lengths > 0, lengths.cumsum() - 1, -1)
+    incoming = Incoming(columns, is_last, finals, {}, ends)
+    if not schema.stacks:
+        return incoming
+    is_done = None
+    if is_strict and DONE_KEY in tensors:
+        is_done = steps.of(tensors[DONE_KEY].numpy(force=True)).values().reshape(-1).astype(bool)
+    return _with_frames(incoming, schema, tails, is_done)
 
-        Values after a step that are derived from those before it are not computed.
 
-        Raises:
-            SpecError: If a value does not fit into the dtype that is stored, or a flag is neither
-                true nor false.
-        """
-        tensors = trajectories._steps._tensors
-        lengths = trajectories.lengths.cpu().numpy()
-        steps = _Steps(lengths)
-        is_last = np.zeros(lengths.sum(), bool)
-        is_last[lengths.cumsum()[lengths > 0] - 1] = True
-        for key in _FLAGS:
-            if key in tensors and _derivation(tensors, key) is None:
-                flags = _flags(key, steps.of(tensors[key].numpy(force=True)).values())
-                is_last[:-1] |= flags[1:] if key == _START else flags[:-1]
+def of_one(values: Mapping[str, Array], schema: Schema, tails: Tails) -> Incoming:
+    """A single transition of arrays without a batch dimension.
 
-        def source(key: str, spec: TensorSpec) -> Source:
-            return steps.of(converted(key, tensors[key].numpy(force=True), spec.dtype))
+    Raises:
+        SpecError: If a value does not fit into the dtype that is stored, or a stack is none.
+    """
+    first = np.zeros(1, np.int64)
 
-        columns = {key: source(key, spec) for key, spec in schema.columns.items()}
-        finals = {}
-        for key in schema.paired:
-            name, spec = successor_key(key), schema.columns[key]
-            derivation = _derivation(tensors, name)
-            if isinstance(derivation, Successor) and np.array_equal(derivation.lengths, lengths):
-                array = converted(name, derivation.finals(), spec.dtype)
-                finals[key] = Source(array, np.repeat(np.arange(len(lengths)), lengths))
-            else:
-                finals[key] = source(name, spec)
-                _mark_jumps(is_last, columns[key], finals[key])
-        return cls(columns, is_last, finals)
+    def source(key: str, spec: TensorSpec) -> Source:
+        return Source(converted(key, values[key], spec.dtype)[None], first)
 
-    @classmethod
-    def of_one(cls, values: Mapping[str, Array], schema: Schema) -> Incoming:
-        """A single transition of arrays without a batch dimension.
+    columns = {key: source(key, spec) for key, spec in schema.columns.items()}
+    finals = {key: source(successor_key(key), schema.columns[key]) for key in schema.paired}
+    incoming = Incoming(columns, np.ones(1, bool), finals, {}, first)
+    if not schema.stacks:
+        return incoming
+    return _with_frames(incoming, schema, tails, values[DONE_KEY].reshape(1))
 
-        Raises:
-            SpecError: If a value does not fit into the dtype that is stored.
-        """
-        first = np.zeros(1, np.int64)
 
-        def source(key: str, spec: TensorSpec) -> Source:
-            return Source(converted(key, values[key], spec.dtype)[None], first)
+def _with_frames(
+    incoming: Incoming, schema: Schema, tails: Tails, is_done: Array | None
+) -> Incoming:
+    """The same with numbers of frames in place of stacks.
 
-        columns = {key: source(key, spec) for key, spec in schema.columns.items()}
-        finals = {key: source(successor_key(key), schema.columns[key]) for key in schema.paired}
-        return cls(columns, np.ones(1, bool), finals)
+    Args:
+        incoming: Transitions with whole values.
+        schema: What is stored.
+        tails: See ``FrameStore``.
+        is_done: Whether steps ended their episodes: values after those need not be what follows.
+            ``None`` if none need be.
 
-    def part(self, places: slice | Array) -> Incoming:
-        """Some of the transitions, no copy: a range, or pieces that each end with a last one."""
-        columns, finals = (
-            {key: source.part(places) for key, source in sources.items()}
-            for sources in (self.columns, self.finals)
-        )
-        return Incoming(columns, self.is_last[places], finals)
+    Raises:
+        SpecError: If a value after another step is not the one before it, shifted by one frame.
+    """
+    columns, finals, frames = dict(incoming.columns), dict(incoming.finals), {}
+    n, ends = len(incoming.is_last), incoming.ends
+    every = np.arange(n)
+    for key, stack in schema.stacks.items():
+        # Row i begins where row i of the trajectories before it may have ended.
+        rows = np.flatnonzero(ends[: len(tails[key])] >= 0) if key in tails else every[:0]
+        begins = np.append(0, np.maximum.accumulate(ends) + 1)[rows]
+        known = (begins, tails[key][rows]) if rows.size else None
+        each = unstacked(columns[key], finals.get(key), incoming.is_last, stack, known)
+        if is_done is not None and not (each.is_shifted | is_done).all():
+            _refuse_stack(key, stack, ends, int((each.is_shifted | is_done).argmin()))
+        columns[key], frames[key] = Source(each.before, every), each.frames
+        if each.after is not None:
+            finals[key] = Source(each.after, every)
+    return incoming._replace(columns=columns, finals=finals, frames=frames)
+
+
+def _refuse_stack(key: str, stack: Stack, ends: Array, number: int) -> NoReturn:
+    """Raise the error for a transition whose value after the step is not what follows."""
+    starts = np.append(0, np.maximum.accumulate(ends) + 1)
+    row = int(np.searchsorted(starts, number, side="right")) - 1
+    raise SpecError(
+        f"{successor_key(key)!r} of row {row}, step {number - starts[row]} is not {key!r} shifted "
+        f"by one frame: {key!r} is stored as {stack.n_frames} frames along axis {stack.axis}, the "
+        "newest last",
+        fix=f'name the axis, frame_stack={{"{key}": ({stack.n_frames}, -1)}}, or leave '
+        "frame_stack out: it is for stacks from which each step drops the oldest frame",
+    )
 
 
 class _Steps:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.machine.limits import check_size
 from rlpool.memory.storage import Array, allocate, carved_bytes
 from rlpool.pool import checkpoint, ingest
+from rlpool.pool.incoming import Incoming
 from rlpool.pool.runner import EpisodeRunner
 from rlpool.pool.sampling import RESULT_KEYS, PoolReader, Sampler, check_number
-from rlpool.pool.store import Schema, Store
+from rlpool.pool.schema import Schema, checked_frame_stack, stacks_of
+from rlpool.pool.store import Store
 from rlpool.pool.sub_pool import WindowRules
 from rlpool.seeding import root_from
 from rlpool.slots.blocks import successor_key
@@ -73,6 +76,13 @@ class Pool(Sampler, DumpsStacks):
         directory: Directory of the file of ``"memmap"``, by default that of temporary files.
         priority_exponent: Sample in proportion to priorities to this power (alpha in the paper),
             see ``update_priorities``; by default uniformly.
+        frame_stack: Observations are stacks of so many frames, of which each is stored once: a
+            quarter of the memory for 4. Samples have whole stacks. A number means the keys that
+            have so many frames along their first axis, or else their last one; ``{"frame": 4}`` or
+            ``{"frame": (4, -1)}`` name keys, and the axis. The newest frame is the last one, and
+            each step drops the oldest. Episodes may begin with any frames, repeated or zero. By
+            default the stacks of Gymnasium's ``FrameStackObservation`` around the environments of
+            ``store()``; ``{}`` for none.
         timeout: Seconds without a step after which a process of ``store()`` counts as hanging.
         start_method: How processes of ``store()`` are started, as for ``EpisodeBatcher``.
 
@@ -105,6 +115,7 @@ class Pool(Sampler, DumpsStacks):
         storage: str = "local",
         directory: str | Path | None = None,
         priority_exponent: float | None = None,
+        frame_stack: int | Mapping[str, int | tuple[int, int]] | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
         start_method: str = "auto",
     ) -> None:
@@ -122,6 +133,7 @@ class Pool(Sampler, DumpsStacks):
                 raise SpecError("keys are empty", fix="leave keys out to store all")
         if priority_exponent is not None:
             priority_exponent = check_number("priority_exponent", priority_exponent)
+        self._frame_stack = checked_frame_stack(frame_stack)
         allocate(storage, 1, directory=directory)  # checked now, whether they are used or not
         FailurePolicy(start_method=start_method)
         root = root_from(seed)
@@ -160,8 +172,9 @@ class Pool(Sampler, DumpsStacks):
                 probability proportional to 1 / (its length + 1).
 
         Raises:
-            SpecError: If keys, shapes or dtypes are not those that the pool holds, or a disk or the
-                memory is full. Nothing that was stored is lost.
+            SpecError: If keys, shapes or dtypes are not those that the pool holds, what should be a
+                stack of frames is none, or a disk or the memory is full. Nothing that was stored is
+                lost.
         """
         if not isinstance(trajectories, TemporalDictTensor):
             raise SpecError(
@@ -171,13 +184,14 @@ class Pool(Sampler, DumpsStacks):
         index = self._checked_index(index)
         if not trajectories.n_elems() or not int(trajectories.lengths.sum()):
             return
-        store, incoming = self._taken_in(trajectories)
+        store, incoming = self._taken_in(trajectories, index)
         if index is None and self._n_sub_pools > 1:
             sizes = trajectories.lengths.cpu().numpy()
             sizes = sizes[sizes > 0]
             self._distribute(store, incoming, sizes, self._router.random(len(sizes)).tolist())
         else:
             store.add(index or 0, incoming, self._max_priority)
+        store.remember(index, incoming)
         self._store = store
 
     def pool(
@@ -214,7 +228,7 @@ class Pool(Sampler, DumpsStacks):
         keys = ingest.chosen(values, self._known_keys(), "the transition")
         specs = {key: TensorSpec(values[key].shape, values[key].dtype) for key in keys}
         store = self._store_for(specs, "the transition")
-        incoming = ingest.Incoming.of_one(values, store.schema)
+        incoming = ingest.of_one(values, store.schema, store.tails(source := index))
         # In a sub-pool that was drawn, the one before is of the same episode by chance at best.
         is_drawn = index is None and self._arguments["random"] and self._n_sub_pools > 1
         if is_drawn:
@@ -225,6 +239,7 @@ class Pool(Sampler, DumpsStacks):
         is_open = self._open.get(index) == sub_pool.next
         joined = is_open and len(sub_pool) > 0 and _follows(store, index, values)
         store.add(index, incoming, self._max_priority, joined=joined)
+        store.remember(source, incoming)
         if not is_drawn and not values[ingest.DONE_KEY]:
             self._open[index] = sub_pool.next
         self._store = store
@@ -317,10 +332,15 @@ class Pool(Sampler, DumpsStacks):
         keys: list[str] | None = self._arguments["keys"]
         return keys if self._store is None else list(self.specs)
 
-    def _taken_in(self, trajectories: TemporalDictTensor) -> tuple[Store, ingest.Incoming]:
+    def _taken_in(
+        self, trajectories: TemporalDictTensor, index: int | None = None
+    ) -> tuple[Store, Incoming]:
         specs = ingest.specs_of(trajectories, self._known_keys())
         store = self._store_for(specs, "the trajectories")
-        return store, ingest.Incoming.of_trajectories(trajectories, store.schema)
+        # Stacks that were only recognised may have been changed by another wrapper.
+        is_strict = self._frame_stack is not None
+        tails = store.tails(index)
+        return store, ingest.of_trajectories(trajectories, store.schema, tails, is_strict=is_strict)
 
     def _store_for(self, specs: Mapping[str, TensorSpec], what: str) -> Store:
         """The store for transitions, a new one for the first ones: they decide what it holds."""
@@ -330,11 +350,21 @@ class Pool(Sampler, DumpsStacks):
         taken = [key for key in RESULT_KEYS if key in specs]
         if taken:
             raise SpecError(f"{what} have the keys {taken}, which samples use", fix="rename them")
-        return self._new_store(Schema.of(specs))
+        return self._new_store(self._with_stacks(Schema.of(specs)))
+
+    def _with_stacks(self, schema: Schema) -> Schema:
+        """The schema with those of its columns as stacks that are to be."""
+        if self._frame_stack is not None:
+            return replace(schema, stacks=stacks_of(self._frame_stack, schema))
+        n_frames = None if self._runner is None else self._runner.frame_stack
+        try:
+            return replace(schema, stacks=stacks_of(n_frames, schema))
+        except SpecError:  # another wrapper has given them another shape
+            return schema
 
     def _new_store(self, schema: Schema) -> Store:
         pool_size, storage = self.pool_size, self._storage
-        sizes = carved_bytes(schema.columns, pool_size)
+        sizes = carved_bytes({**schema.rows, **schema.frames}, pool_size)
 
         def advice(n_free: int) -> str:
             fits = pool_size * n_free // sum(sizes.values())
@@ -346,11 +376,11 @@ class Pool(Sampler, DumpsStacks):
             check_size(sizes, advice, what)
         n, has_priorities = self._n_sub_pools, self._arguments["priority_exponent"] is not None
         n_bytes = Store.n_bytes_for(schema, pool_size, n)
-        memory = allocate(storage, n_bytes, directory=self._directory)
+        memory = allocate(storage, n_bytes, directory=self._directory, n_used=sum(sizes.values()))
         return Store(schema, pool_size, n, memory, self._rules, with_priorities=has_priorities)
 
     def _distribute(
-        self, store: Store, incoming: ingest.Incoming, sizes: Array, draws: Sequence[int | float]
+        self, store: Store, incoming: Incoming, sizes: Array, draws: Sequence[int | float]
     ) -> None:
         """Add pieces of these sizes to the sub-pools that ``routes`` draws."""
         routes = np.repeat(store.routes(sizes.tolist(), draws), sizes)
@@ -455,6 +485,7 @@ class Pool(Sampler, DumpsStacks):
             **self._arguments,
             "rings": spans,
             "n_finals": 0 if store is None else store.n_finals,
+            "n_frames": {} if store is None else {k: f.n_used for k, f in store.frames.items()},
             "schema": None if store is None else store.schema.plain(),
             "fed": [self._has_stored] * self._n_sub_pools,
             "open_rows": {str(i): 0 for i, n in self._open.items() if n == spans[i][1]},
@@ -499,6 +530,12 @@ class Pool(Sampler, DumpsStacks):
             raise SpecError(
                 f"the saved pool holds {schema}; this one has {own}",
                 fix="load it into a pool that holds the same, or nothing yet",
+            )
+        if self._frame_stack is not None and self._with_stacks(schema) != schema:
+            raise SpecError(
+                f"the saved pool holds {schema}; this one has frame_stack={self._frame_stack}",
+                fix="load it into a pool with the same frame_stack, or without any: that one takes "
+                "what is saved",
             )
         store = self._new_store(schema)
         saved.fill(store, header)

@@ -29,6 +29,7 @@ from rlpool.errors import AgentError, SpecError, WorkerDiedError, WorkerError, W
 from rlpool.machine.arguments import check_timeout
 from rlpool.machine.pickling import pickled
 from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY, refuse_taken
+from rlpool.pool.schema import recognised_frame_stack
 from rlpool.record.failures import MISSES_OPTIONS
 from rlpool.seeding import LaneSeeds, root_from, worker_seed
 from rlpool.specs import (
@@ -81,6 +82,8 @@ class EpisodeRunner:
 
     Attributes:
         closed: Whether ``close`` was called.
+        frame_stack: Frames that Gymnasium's wrapper stacks in all environments, ``None`` if it is
+            around none.
 
     Raises:
         SpecError: For another number of environments, and for objects that are none.
@@ -109,6 +112,7 @@ class EpisodeRunner:
         self._batchers: list[tuple[Batcher, list[int]]] = []
         self._has_worked = False  # the workers have completed a run
         self._sent: tuple[list[bytes], bytes] = ([], b"")
+        self.frame_stack = recognised_frame_stack(envs)
         self._pickled()  # refused now rather than by the first run
 
     def run(self) -> tuple[DictTensor, list[int]]:

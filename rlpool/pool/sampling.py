@@ -19,7 +19,8 @@ from rlpool.machine.arguments import whole_number
 from rlpool.memory.storage import Array, Memory
 from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY
 from rlpool.pool.priorities import PriorityTree
-from rlpool.pool.store import Schema, Store
+from rlpool.pool.schema import Schema
+from rlpool.pool.store import Store
 from rlpool.seeding import root_from
 from rlpool.specs import TensorSpec
 
@@ -367,9 +368,13 @@ def _steps_that_follow(store: Store, rows: Array) -> Array:
 
 def _padded(values: Array, is_step: Array) -> torch.Tensor:
     """Values of steps at their places ``[B, T, ...]``, zeros elsewhere."""
-    padded = np.zeros((*is_step.shape, *values.shape[1:]), values.dtype)
-    padded[is_step] = values
-    return torch.from_numpy(padded)
+    # In the order of the axes in memory, which is another one where stacks were put together.
+    order = [0, *sorted(range(1, values.ndim), key=lambda axis: -values.strides[axis])]
+    lying = values.transpose(order)
+    padded = np.zeros((*is_step.shape, *lying.shape[1:]), values.dtype)
+    padded[is_step] = lying
+    back = [0, 1, *(order.index(axis) + 1 for axis in range(1, values.ndim))]
+    return torch.from_numpy(padded.transpose(back))
 
 
 def check_number(name: str, value: Any, most: float = _MOST) -> float:

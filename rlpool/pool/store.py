@@ -2,7 +2,8 @@
 
 A key ``x`` with a ``_x`` beside it, such as ``frame`` and ``_frame``, is one column. The value
 after a step is the next row's value, unless the row is the last of its piece of an episode. The
-values after those lie in ``finals``, which grows with the number of such rows.
+values after those lie in ``finals``, which grows with the number of such rows. Of a stack of frames
+both hold the places of its frames in a ``FrameStore``.
 
 Memory for the full size is mapped at once, and costs nothing until it is written to. A writer first
 drops the rows that it will overwrite, then writes them, then publishes them: whenever it is
@@ -15,98 +16,24 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlpool.errors import SpecError, UsageError
+from rlpool.errors import UsageError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.sequence_lock import SequenceLock
 from rlpool.memory.storage import Array, Memory, carve, carved_bytes
+from rlpool.pool.frames import FrameStore
+from rlpool.pool.incoming import Incoming
 from rlpool.pool.priorities import PriorityTree
+from rlpool.pool.schema import Schema
 from rlpool.pool.sub_pool import SubPool, WindowRules
 from rlpool.slots.blocks import successor_key
 from rlpool.specs import TensorSpec
 
-if TYPE_CHECKING:
-    from rlpool.pool.ingest import Incoming
-
-_PAIRED_BYTES = 9
-"""Values of at least this size are not stored twice. Below, the link to a row's final value costs
-as much as the value, and takes longer to read."""
-
-_MOST_BYTES = 8  # per number
 _RESERVED_ROWS = 64  # of a disk, ahead of need
-_REWARDS = ("reward", "_reward")
 _BOOL, _INT32 = (TensorSpec((), np.dtype(kind)) for kind in (np.bool_, np.int32))
-
-
-@dataclass(frozen=True)
-class Schema:
-    """What is stored of a transition.
-
-    Attributes:
-        columns: Key to what is stored per row.
-        paired: Those of them whose value after the step, ``_key``, follows from the next row.
-    """
-
-    columns: Mapping[str, TensorSpec]
-    paired: tuple[str, ...]
-
-    @classmethod
-    def of(cls, specs: Mapping[str, TensorSpec]) -> Schema:
-        """The schema of transitions with these keys; rewards are stored in float32.
-
-        Raises:
-            SpecError: For anything but numbers of up to 64 bits and bools.
-        """
-        for key, spec in specs.items():
-            if spec.dtype.kind not in "biuf" or spec.dtype.itemsize > _MOST_BYTES:
-                raise SpecError(
-                    f"a pool cannot hold {key!r}, which is {spec}",
-                    fix="pass numbers or arrays of one shape; torch.view_as_real splits complex "
-                    "numbers",
-                )
-        specs = {
-            key: TensorSpec(spec.shape, np.dtype(np.float32)) if key in _REWARDS else spec
-            for key, spec in specs.items()
-        }
-        derived: set[str] = set()
-        for key in sorted(specs, key=len):  # of x, _x and __x the first two are a pair
-            is_pair = specs.get(successor_key(key)) == specs[key] and key not in derived
-            if is_pair and specs[key].n_bytes >= _PAIRED_BYTES:
-                derived.add(successor_key(key))
-        paired = tuple(key for key in specs if successor_key(key) in derived)
-        return cls({key: spec for key, spec in specs.items() if key not in derived}, paired)
-
-    @property
-    def specs(self) -> dict[str, TensorSpec]:
-        """Every key of a transition."""
-        return {**self.columns, **{successor_key(key): self.columns[key] for key in self.paired}}
-
-    def plain(self) -> dict[str, Any]:
-        """The schema as plain values."""
-        columns = {key: [s.dtype.str, list(s.shape)] for key, s in self.columns.items()}
-        return {"columns": columns, "paired": list(self.paired)}
-
-    def __str__(self) -> str:
-        return ", ".join(f"{key} {spec}" for key, spec in self.specs.items())
-
-    def check(self, specs: Mapping[str, TensorSpec], what: str) -> None:
-        """Refuse transitions that lack a key, or have another shape or kind of number.
-
-        Raises:
-            SpecError: Naming the key and both sides.
-        """
-        for key, spec in self.specs.items():
-            given = specs.get(key)
-            if given is None or given.shape != spec.shape or not _fits(given.dtype, spec.dtype):
-                raise SpecError(
-                    f"{key!r} of {what} is {given or 'missing'}, the pool holds {spec}",
-                    fix="use another pool for other transitions",
-                )
 
 
 class Store:
@@ -123,6 +50,7 @@ class Store:
 
     Attributes:
         columns: Key to array ``[pool_size, ...]``.
+        frames: Key of a stack to its frames.
         finals: Paired key to the values after last rows ``[pool_size, ...]``, of which the first
             ``n_finals`` are or were in use.
         is_last: bool ``[pool_size]``: whether the next row does not continue the episode. The
@@ -155,6 +83,15 @@ class Store:
         self.numbers: Array = table[:-1]
         self.columns = {key: self._rows[f"columns/{key}"] for key in schema.columns}
         self.finals = {key: self._rows[f"finals/{key}"] for key in schema.paired}
+        self.frames: dict[str, FrameStore] = {}
+        start = self._n_control + sum(carved_bytes(self._layout, pool_size).values())
+        self._frame_starts: dict[str, int] = {}
+        for key, (n, spec) in _frames_layout(schema, pool_size).items():
+            array = carve(memory.root()[start:], {key: spec}, n)[key]
+            stack = schema.stacks[key]
+            self.frames[key] = FrameStore(schema.columns[key], stack, array, is_reader=is_reader)
+            self._frame_starts[key] = start
+            start += sum(carved_bytes({key: spec}, n).values())
         self.is_last = self._rows["is_last"]
         self.final_row = self._rows.get("final_row", self.is_last)  # none without pairs
         share, rest = divmod(pool_size, n_sub_pools)
@@ -168,7 +105,7 @@ class Store:
         self._free = np.empty(pool_size, np.int32)
         self._n_free = 0
         self._is_whole = True  # no change is under way, or was interrupted
-        self._reserved = dict.fromkeys(self._layout, 0)
+        self._reserved: dict[str, int] = {}
         self.version = SequenceLock(table[-1].data, memory.shared_fd)
         self._writer_pid = None if is_reader else os.getpid()
         memory.reserve(0, self._n_control)
@@ -177,7 +114,9 @@ class Store:
     def n_bytes_for(schema: Schema, pool_size: int, n_sub_pools: int) -> int:
         """Bytes of the memory of a store."""
         control, rows = _layout(schema, n_sub_pools)
-        parts = carved_bytes(control, 1), carved_bytes(rows, pool_size)
+        frames = _frames_layout(schema, pool_size)
+        parts = [carved_bytes(control, 1), carved_bytes(rows, pool_size)]
+        parts += [carved_bytes({key: spec}, n) for key, (n, spec) in frames.items()]
         return sum(sum(part.values()) for part in parts)
 
     @property
@@ -188,6 +127,7 @@ class Store:
             spec.n_bytes * (self.n_finals if name.startswith("finals/") else n_rows)
             for name, spec in self._layout.items()
         )
+        n_bytes += sum(frames.n_bytes for frames in self.frames.values())
         return n_bytes + (0 if self.tree is None else self.tree.nbytes)
 
     @property
@@ -257,15 +197,23 @@ class Store:
             oldest, first = after - n_held, after - len(incoming.is_last)
             lasts = np.flatnonzero(incoming.is_last)
             pieces = sub_pool.pieces(first, after)
-            self.reserve(pieces, self.n_finals + lasts.size)
+            # Frames that are here already are kept, even if the rows are dropped that hold them.
+            named = {key: incoming.frames_named(key) for key in self.frames}
+            new = {key: f.find(incoming.frames[key], named[key]) for key, f in self.frames.items()}
+            n_frames = {key: f.n_more(len(new[key])) for key, f in self.frames.items()}
+            self.reserve(pieces, self.n_finals + lasts.size, n_frames)
             self.drop(sub_pool, min(start, oldest))
+            for key, frames in self.frames.items():
+                frames.put(incoming.frames[key], new[key])
             self._write(pieces, incoming, lasts)
+            for key, frames in self.frames.items():
+                frames.release(incoming.frames[key].places[named[key]])
             newest = sub_pool.pieces(start - 1, start) if joined and len(sub_pool) else []
             # First the oldest: a reader sees nothing rather than too much.
             sub_pool.numbers[0] = oldest
             sub_pool.numbers[1] = after
             for piece in newest:  # only now, as the newest row must always be a last one
-                self._give_back(piece)
+                self._give_back_finals(piece)
                 self.is_last[piece] = False
             if self.tree is not None:
                 for piece in pieces:
@@ -277,15 +225,38 @@ class Store:
             part = slice(start, start + piece.stop - piece.start)
             some = incoming if len(pieces) == 1 else incoming.part(part)
             for key, source in some.columns.items():
-                source.values(self.columns[key][piece])
+                if key in self.frames:
+                    self.columns[key][piece] = some.frames[key].places[source.values()]
+                    self.frames[key].refer(self.columns[key][piece])
+                else:
+                    source.values(self.columns[key][piece])
             self.is_last[piece] = some.is_last
             start = part.stop
         if self.schema.paired and lasts.size:
             finals = self._take_finals(lasts.size)
             for key, source in incoming.finals.items():
-                self.finals[key][finals] = source.part(lasts).values()
+                values = source.part(lasts).values()
+                if key in self.frames:
+                    values = incoming.frames[key].places[values]
+                    self.frames[key].refer(values)
+                self.finals[key][finals] = values
             rows = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
             self.final_row[rows[lasts]] = finals
+
+    def tails(self, index: int | None) -> dict[str, Array]:
+        """Where the frames lie that the last trajectories ended with; see ``remember``."""
+        known = {key: frames.tails.get(index) for key, frames in self.frames.items()}
+        return {key: tails for key, tails in known.items() if tails is not None}
+
+    def remember(self, index: int | None, incoming: Incoming) -> None:
+        """Note where the frames lie that trajectories ended with: the next ones may go on there.
+
+        Args:
+            index: The sub-pool that was asked for.
+            incoming: Transitions that were added.
+        """
+        for key in self.frames.keys() & self.finals.keys():
+            self.frames[key].tails[index] = incoming.tails(key)
 
     def drop(self, sub_pool: SubPool, stop: int) -> None:
         """Drop the transitions before number ``stop``."""
@@ -296,7 +267,9 @@ class Store:
         if pieces:
             sub_pool.numbers[0] = stop
         for piece in pieces:
-            self._give_back(piece)
+            self._give_back_finals(piece)
+            for key, frames in self.frames.items():
+                frames.release(self.columns[key][piece])
 
     def clear(self) -> None:
         """Drop all transitions."""
@@ -304,6 +277,8 @@ class Store:
             for sub_pool in self.sub_pools:
                 self.drop(sub_pool, sub_pool.next)
             self.n_finals = self._n_free = 0
+            for frames in self.frames.values():
+                frames.clear()
 
     def recover(self) -> None:
         """Make the bookkeeping of finals and priorities fit the rows that are held."""
@@ -318,6 +293,13 @@ class Store:
             free = np.flatnonzero(is_free)
             self._free[: free.size] = free
             self._n_free = free.size
+        held = [piece for sub_pool in self.sub_pools for piece in sub_pool.held()]
+        for key, frames in self.frames.items():
+            places = [self.columns[key][piece] for piece in held]
+            if key in self.finals:
+                finals = [self.final_row[piece][self.is_last[piece]] for piece in held]
+                places += [self.finals[key][rows] for rows in finals]
+            frames.recount(places)
 
     def _take_finals(self, n: int) -> Array:
         """Unused rows of ``finals``, int32 ``[n]``."""
@@ -327,14 +309,16 @@ class Store:
         start, self.n_finals = self.n_finals, self.n_finals + n - n_again
         return np.concatenate([again, np.arange(start, self.n_finals, dtype=np.int32)])
 
-    def _give_back(self, rows: slice) -> None:
+    def _give_back_finals(self, rows: slice) -> None:
         if self.schema.paired:
             finals = self.final_row[rows][self.is_last[rows]]
+            for key in self.frames.keys() & self.finals.keys():
+                self.frames[key].release(self.finals[key][finals])
             self._free[self._n_free : self._n_free + finals.size] = finals
             self._n_free += finals.size
 
-    def reserve(self, rows: Sequence[slice], n_finals: int) -> None:
-        """Make sure that a disk has room for rows and finals before they are written.
+    def reserve(self, rows: Sequence[slice], n_finals: int, n_frames: Mapping[str, int]) -> None:
+        """Make sure that a disk has room for rows, finals and frames before they are written.
 
         Raises:
             SpecError: If it has none.
@@ -344,12 +328,18 @@ class Store:
         start, n_rows = self._n_control, max((piece.stop for piece in rows), default=0)
         for name, n_bytes in carved_bytes(self._layout, self.pool_size).items():
             n = n_finals if name.startswith("finals/") else n_rows
-            n_before, size = self._reserved[name], self._layout[name].n_bytes
-            if n > n_before:
-                n = min(self.pool_size, n + n // 8 + _RESERVED_ROWS)
-                self.memory.reserve(start + n_before * size, start + n * size)
-                self._reserved[name] = n
+            self._reserve(name, start, n, self._layout[name].n_bytes)
             start += n_bytes
+        for key, n in n_frames.items():
+            self._reserve(f"frames/{key}", self._frame_starts[key], n, self.frames[key].frame_bytes)
+
+    def _reserve(self, name: str, start: int, n: int, size: int) -> None:
+        """Reserve ``n`` rows of ``size`` bytes from byte ``start``, and some ahead of need."""
+        n_before = self._reserved.get(name, 0)
+        if n > n_before:
+            n = max(n, min(self.pool_size, n + n // 8 + _RESERVED_ROWS))
+            self.memory.reserve(start + n_before * size, start + n * size)
+            self._reserved[name] = n
 
     def routes(self, sizes: Sequence[int], draws: Sequence[float]) -> list[int]:
         """Sub-pools for additions, each drawn as if those before had been made.
@@ -386,6 +376,8 @@ class Store:
         if self.tree is not None:
             whole["priorities"] = self.tree.leaves
         arrays = {f"finals/{key}": array[: like.n_finals] for key, array in self.finals.items()}
+        for key, frames in self.frames.items():
+            arrays[f"frames/{key}"] = frames.values[: like.frames[key].n_used]
         for index, span in enumerate(like.numbers.tolist()):
             for number, piece in enumerate(self.sub_pools[index].pieces(*span)):
                 arrays |= {f"{name}/{index}.{number}": a[piece] for name, a in whole.items()}
@@ -395,7 +387,9 @@ class Store:
         """Reserve room for everything that another store holds."""
         spans = zip(self.sub_pools, other.numbers.tolist(), strict=True)
         self.reserve(
-            [piece for pool, span in spans for piece in pool.pieces(*span)], other.n_finals
+            [piece for pool, span in spans for piece in pool.pieces(*span)],
+            other.n_finals,
+            {key: frames.n_used for key, frames in other.frames.items()},
         )
 
     def take_over(self, other: Store) -> None:
@@ -408,6 +402,9 @@ class Store:
             for name, target in self.arrays(other).items():
                 target[...] = values[name]
             self.n_finals, self.numbers[...] = other.n_finals, other.numbers
+            for key, frames in self.frames.items():
+                frames.clear()
+                frames.n_used = other.frames[key].n_used
             self.recover()
 
     # Reading ---------------------------------------------------------------------------------
@@ -426,7 +423,9 @@ class Store:
     def take(self, rows: Array, keys: Sequence[str] | None = None) -> dict[str, Array]:
         """Rows of those columns that are among some keys, copies ``[len(rows), ...]``."""
         wanted = self.columns if keys is None else [key for key in keys if key in self.columns]
-        return {key: self.columns[key].take(rows, 0, None, "wrap") for key in wanted}
+        return {
+            key: self._whole(key, self.columns[key].take(rows, 0, None, "wrap")) for key in wanted
+        }
 
     def take_after(
         self, rows: Array, next_rows: Array, keys: Sequence[str] | None = None
@@ -450,8 +449,12 @@ class Store:
         for key in wanted:
             values = self.columns[key].take(next_rows, 0, None, "wrap")
             values[ends] = self.finals[key].take(final_rows, 0)
-            taken[successor_key(key)] = values
+            taken[successor_key(key)] = self._whole(key, values)
         return taken
+
+    def _whole(self, key: str, values: Array) -> Array:
+        """Values of a column, put together from their frames if they are stacks."""
+        return self.frames[key].take(values) if key in self.frames else values
 
 
 def _layout(
@@ -462,11 +465,14 @@ def _layout(
     rows = {"is_last": _BOOL}
     if schema.paired:
         rows["final_row"] = _INT32
-    rows |= {f"columns/{key}": spec for key, spec in schema.columns.items()}
-    rows |= {f"finals/{key}": schema.columns[key] for key in schema.paired}
+    rows |= {f"columns/{key}": spec for key, spec in schema.rows.items()}
+    rows |= {f"finals/{key}": schema.rows[key] for key in schema.paired}
     return control, rows
 
 
-def _fits(given: np.dtype[Any], held: np.dtype[Any]) -> bool:
-    """Whether there are values that both hold; those that only one holds are refused later."""
-    return given.kind + held.kind in ("iu", "ui") or np.can_cast(given, held, "same_kind")
+def _frames_layout(schema: Schema, pool_size: int) -> dict[str, tuple[int, TensorSpec]]:
+    """How many frames of each stack a store's memory has room for, and what each of them is."""
+    return {
+        key: (FrameStore.most(schema.stacks[key], pool_size), spec)
+        for key, spec in schema.frames.items()
+    }

@@ -109,9 +109,14 @@ class Tape:
         return self.lost
 
     @property
+    def columns(self) -> Actions:
+        """All chunks in one."""
+        return _joined(self.chunks)
+
+    @property
     def actions(self) -> Actions:
         """The actions that are kept, in one array per key."""
-        return {key: array for key, array in _joined(self.chunks).items() if key != REWARD}
+        return {key: array for key, array in self.columns.items() if key != REWARD}
 
     @property
     def rewards(self) -> Array:
@@ -348,9 +353,10 @@ def _should_be_joined(first: Mapping[str, Array], second: Mapping[str, Array]) -
 
     Each step is copied a few times that way, and a long episode in short slots has few chunks.
     """
+    if _n_rows(first) > _n_rows(second) or _n_bytes(first) + _n_bytes(second) > _CHUNK_BYTES:
+        return False
     kinds = [{k: (a.dtype, a.shape[1:]) for k, a in chunk.items()} for chunk in (first, second)]
-    is_small = _n_bytes(first) + _n_bytes(second) <= _CHUNK_BYTES
-    return is_small and _n_rows(first) <= _n_rows(second) and kinds[0] == kinds[1]
+    return kinds[0] == kinds[1]
 
 
 def _joined(chunks: Sequence[Mapping[str, Array]]) -> Actions:

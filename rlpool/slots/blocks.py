@@ -23,6 +23,7 @@ last tensor made from it is gone; then by the pool of free blocks.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -235,7 +236,7 @@ class Layout:
         return (self.control, 1), (rows, self.n_slots + 1), (self.finals, self.n_slots)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Arrays:
     """A block's memory by name.
 
@@ -256,7 +257,7 @@ def flat(array: Array, n_leading: int) -> Array:
     The first ``n_leading`` dimensions become one; the rest of each row becomes one opaque element
     of its bytes: assigning such elements by index is several times cheaper than assigning rows.
     """
-    n_rows = int(np.prod(array.shape[:n_leading], dtype=np.int64))
+    n_rows: int = math.prod(array.shape[:n_leading])
     if array.ndim == n_leading:
         return array.reshape(n_rows)
     n_bytes = array[(0,) * n_leading].nbytes

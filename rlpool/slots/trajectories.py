@@ -104,6 +104,9 @@ class Glue:
     Args:
         layout: Layout of the block they come from.
         n_rows: Episodes of the request.
+
+    Attributes:
+        n_steps: Steps of all chunks.
     """
 
     _N_PARTS = 16
@@ -112,12 +115,14 @@ class Glue:
     def __init__(self, layout: Layout, n_rows: int) -> None:
         self._layout = layout
         self._n_rows = n_rows
+        self.n_steps = 0
         self._parts: list[tuple[Array, int, Slice]] = []
         self._joined: Slice | None = None
 
     def add(self, episodes: Array, chunk: int, part: Slice) -> None:
         """Add chunk number ``chunk`` of some episodes."""
         self._parts.append((episodes, chunk * self._layout.n_timesteps, part))
+        self.n_steps += int(part.lengths.sum())
 
     def drop(self, episodes: Array) -> None:
         """Drop the chunks of episodes that will run again."""
@@ -126,6 +131,7 @@ class Glue:
             (others[rows], offset, part if rows.all() else part.part(rows))
             for rows, (others, offset, part) in zip(kept, self._parts, strict=True)
         ]
+        self.n_steps = sum(int(part.lengths.sum()) for _, _, part in self._parts)
 
     def join(self, arrays: Arrays, at_home: Array) -> Slice:
         """The whole episodes: rows ``[n_rows, longest, ...]`` in new memory.

@@ -287,10 +287,15 @@ class Workers:
         """How long to wait at most before looking for workers that hang."""
         return self._watch.patience_s
 
-    def wait_until(self, is_over: Callable[[], bool]) -> None:
-        """Handle messages until a condition holds, and look for workers that hang."""
+    def wait_until(self, is_over: Callable[[], bool], every_s: float = math.inf) -> None:
+        """Handle messages until a condition holds, and look for workers that hang.
+
+        Args:
+            is_over: The condition.
+            every_s: How often to test it, whether or not a message arrives.
+        """
         while not is_over():
-            self.poll(self.patience_s)
+            self.poll(min(self.patience_s, every_s))
             if not is_over():
                 self.look_for_hang()
 

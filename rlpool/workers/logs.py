@@ -316,6 +316,7 @@ class Logs:
         self._file = LogFile(n_workers)
         self._lines: deque[bytes] = deque()  # read and not handed over yet
         self._n_told = [0] * n_workers
+        self._told_once: set[str] = set()
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
         self._is_finishing = False
@@ -389,12 +390,23 @@ class Logs:
             record = decode(self._lines.popleft())
             if record is None:
                 self._warn_of_lost(1, _CUT_OFF)
+            elif self._is_repeated(record):
+                continue
             elif (logger := logging.getLogger(record.name)).isEnabledFor(record.levelno):
                 logger.handle(record)
         for worker, n_dropped in enumerate(self._file.dropped()):
             n_new, self._n_told[worker] = n_dropped - self._n_told[worker], n_dropped
             why = f"dropped: worker {worker} logged too much between two calls, or cannot print it"
             self._warn_of_lost(n_new, why, worker)
+
+    def _is_repeated(self, record: logging.LogRecord) -> bool:
+        """Whether rlpool in another worker has said the same, of which one is enough."""
+        what = getattr(record, "once", None)
+        if record.name != _LOG.name or not isinstance(what, str):
+            return False
+        is_repeated = what in self._told_once
+        self._told_once.add(what)
+        return is_repeated
 
     def _warn_of_lost(self, number: int, why: str, worker: int | None = None) -> None:
         if number:

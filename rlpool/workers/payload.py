@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -84,15 +84,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with the data of tensors outside the pickle."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Reduce plain tensors to arrays; leave everything else to cloudpickle."""
+        """Reduce plain tensors to their bytes; leave everything else to cloudpickle."""
         if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided:
             words = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            if words.dtype == torch.bfloat16:
-                words = words.view(torch.int16)  # NumPy has no bfloat16
-            return _tensor, (words.numpy(), value.dtype)
+            data = words.view(-1).view(torch.uint8).numpy()
+            return _tensor, (pickle.PickleBuffer(data), value.dtype, tuple(value.shape))
         return super().reducer_override(value)
 
 
-def _tensor(words: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
-    tensor = torch.from_numpy(words)
-    return tensor if tensor.dtype == dtype else tensor.view(dtype)
+def _tensor(data: np.ndarray[Any, Any], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    return torch.from_numpy(data).view(dtype).view(shape)

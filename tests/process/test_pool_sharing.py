@@ -15,7 +15,7 @@ import pytest
 
 from rlpool import Pool, UsageError
 
-from support.transitions import add_numbers, is_whole, trajectories_of_numbers
+from support.transitions import WIDTH, add_numbers, is_whole, trajectories_of_numbers
 
 TIMEOUT_S = 60.0
 
@@ -30,9 +30,9 @@ def read_until_told(pool: Any, pipe: Connection) -> None:
     pipe.send((n_read, n_torn))
 
 
-def fill_and_die(pipe: Connection) -> None:
+def fill_and_die(frame_stack: dict[str, int], pipe: Connection) -> None:
     """Make a pool, send it, and be killed while filling it."""
-    pool = Pool(pool_size=200, storage="shared", seed=0)
+    pool = Pool(pool_size=200, storage="shared", frame_stack=frame_stack, seed=0)
     add_numbers(pool, 0, 200)
     pipe.send(pool)
     pipe.recv()
@@ -61,9 +61,14 @@ def received(pipe: Connection) -> Any:
     return pipe.recv()
 
 
-@pytest.mark.parametrize(("method", "storage"), [("spawn", "shared"), ("fork", "memmap")])
-def test_a_reader_never_sees_half_a_transition(method: str, storage: str) -> None:
-    pool = Pool(pool_size=150, storage=storage, seed=0)
+@pytest.mark.parametrize(
+    ("method", "storage", "frame_stack"),
+    [("spawn", "shared", {}), ("fork", "memmap", {}), ("fork", "shared", {"frame": WIDTH})],
+)
+def test_a_reader_never_sees_half_a_transition(
+    method: str, storage: str, frame_stack: dict[str, int]
+) -> None:
+    pool = Pool(pool_size=150, storage=storage, frame_stack=frame_stack, seed=0)
     add_numbers(pool, 0, 150)
     with child(method, read_until_told, pool) as (_, pipe):
         assert received(pipe) == "ready"
@@ -81,8 +86,9 @@ def test_a_reader_never_sees_half_a_transition(method: str, storage: str) -> Non
     assert len(pool) == 150
 
 
-def test_a_writer_that_is_killed_leaves_whole_transitions() -> None:
-    with child("spawn", fill_and_die) as (writer, pipe):
+@pytest.mark.parametrize("frame_stack", [{}, {"frame": WIDTH}])
+def test_a_writer_that_is_killed_leaves_whole_transitions(frame_stack: dict[str, int]) -> None:
+    with child("spawn", fill_and_die, frame_stack) as (writer, pipe):
         reader = received(pipe)
         pipe.send("go")
         newest = reader.transitions()["action"].max()

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from process.watching import assert_equal
 
 from rlpool import (
@@ -145,3 +146,20 @@ def test_what_does_not_fit_is_refused(wrong: Any, words: str) -> None:
     with pytest.raises(SpecError, match=words) as caught:
         wrong()
     assert caught.value.fix
+
+
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_infos(batch_size: int) -> None:
+    def create_env(seed: int) -> EnvPoolEnv:
+        return EnvPoolEnv(make(batch_size=batch_size), info_keys=["elapsed_step"])
+
+    with EpisodeBatcher(200, 8, BinaryAgent, {}, create_env, {}, 0, seeds=1) as batcher:
+        batcher.execute(8)
+        result = batcher.get()
+    steps = torch.arange(result["done"].shape[1]) * result.mask()
+    assert torch.equal(result["elapsed_step"], steps.int())
+    assert torch.equal(result["_elapsed_step"], (steps + result.mask().long()).int())
+    with pytest.raises(
+        SpecError, match="info has no 'livess': reset gave 'elapsed_step', 'env_id'"
+    ):
+        EnvPoolEnv(make(), info_keys=["livess"])

@@ -20,7 +20,7 @@ import torch
 from rlpool import Pool, SpecError, TemporalDictTensor
 from rlpool.pool import checkpoint
 
-from support.transitions import add_numbers, trajectories_of_numbers
+from support.transitions import WIDTH, add_numbers, trajectories_of_numbers
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "windows": {"window_size": 7, "clearing_freq": 5, "window_size_": 2},
     "shared": {"storage": "shared"},
     "memmap": {"storage": "memmap"},
+    "frames": {"frame_stack": {"frame": WIDTH}, "storage": "memmap"},
 }
 
 

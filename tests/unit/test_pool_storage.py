@@ -153,13 +153,13 @@ class InterruptsAt:
 
 def numbered(start: int, lengths: list[int]) -> TemporalDictTensor:
     number = torch.arange(start, start + sum(lengths))
-    frame = number[:, None].expand(-1, 2).clone()
+    frame = number[:, None] + torch.arange(4)  # each is the one before it, shifted
     steps = {"number": number, "frame": frame, "_frame": frame + 1}
     return TemporalDictTensor.from_packed(steps, torch.tensor(lengths))
 
 
 def is_whole(batch: Any) -> bool:
-    frame = batch["number"][:, None].expand(-1, 2)
+    frame = batch["number"][:, None] + torch.arange(4)
     return torch.equal(batch["frame"], frame) and torch.equal(batch["_frame"], frame + 1)
 
 
@@ -169,10 +169,11 @@ def is_whole(batch: Any) -> bool:
         ("local", [2, 3], {}),
         ("shared", [1, 1, 1], {"clearing_freq": 4, "window_size_": 2}),
         ("local", [5, 9, 4], {"clearing_freq": 4, "window_size_": 2}),  # longer than the pool
+        ("local", [2, 3], {"frame_stack": {"frame": 4}}),
     ],
 )
 def test_an_interrupted_addition_leaves_whole_transitions_and_a_pool_that_works(
-    storage: str, lengths: list[int], options: dict[str, int]
+    storage: str, lengths: list[int], options: dict[str, Any]
 ) -> None:
     pool = Pool(pool_size=8, priority_exponent=1.0, storage=storage, seed=0, **options)
     number = n_lines = 0

@@ -1,0 +1,127 @@
+"""The states of batchers, with which a program that is started again goes on with the same bits.
+
+The lanes of a ``Batcher`` are in the middle of episodes. What these have done so far is on tapes,
+from which workers take them over, as the successors of workers that died do: a state holds tapes.
+
+A state is made of dicts, lists, tensors, numbers and strings, which ``torch.load`` reads with
+``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlpool.batch.messages import Infos
+from rlpool.errors import SpecError
+from rlpool.memory.storage import Array
+from rlpool.record.tape import Tape
+from rlpool.slots.blocks import StepSpecs
+
+State = dict[str, Any]
+
+_FIX = "call reset() instead, or save states right after reset(), before execute()"
+
+
+def checked_state(state: Any, kind: str, expected: Mapping[str, Any]) -> State:
+    """Refuse what no batcher with these arguments can go on from.
+
+    Args:
+        state: What ``state_dict`` returned.
+        kind: The kind of batcher.
+        expected: What has to be the same in the state, by argument or property of the batcher.
+
+    Raises:
+        SpecError: If it is something else, another batcher's, or cannot be resumed.
+    """
+    if not isinstance(state, Mapping) or state.get("kind") != kind:
+        found = state.get("kind") if isinstance(state, Mapping) else None
+        what = f"a state of {found}" if found else f"{type(state).__name__}, no state of a batcher"
+        raise SpecError(f"got {what}", fix=f"pass what state_dict() of the same {kind} returned")
+    for name, value in expected.items():
+        if state[name] != value:
+            what = f"{name} was {state[name]} where the state was saved, it is {value} here"
+            raise SpecError(what, fix="make the batcher with the same arguments as then")
+    if state["why_lost"]:
+        raise SpecError(f"the state cannot be resumed: {state['why_lost']}", fix=_FIX)
+    return dict(state)
+
+
+def why_lost(step: StepSpecs | None, tapes: Mapping[int, Tape], lanes: Iterable[int]) -> str:
+    """Why lanes that are in the middle of episodes cannot be brought there again.
+
+    Args:
+        step: What a step consists of.
+        tapes: Lane to the tape of its episode.
+        lanes: The lanes.
+
+    Returns:
+        The reason, empty if they can.
+    """
+    if why := why_unseeded(step):
+        return why
+    for lane in lanes:
+        if step is not None and step.wants_history:
+            return "the agent requires a history, and earlier observations are not kept"
+        if step is not None and step.resets_together:
+            return f"the environments cannot be reset one by one (seeding={step.seeding!r})"
+        if lane not in tapes:
+            return f"what lane {lane} has done was not recorded"
+        if tapes[lane].why_lost:
+            return f"lane {lane}: {tapes[lane].why_lost}"
+    return ""
+
+
+def why_unseeded(step: StepSpecs | None) -> str:
+    """Why not even new episodes would be the same, empty if they are."""
+    if step is None or step.seeding != "stream":
+        return ""
+    return "the environments cannot be seeded after their construction (seeding='stream')"
+
+
+def state_of_infos(infos: Infos) -> State:
+    """``agent_info`` and ``env_info``; copies."""
+    return dict(zip(("agent_info", "env_info"), map(_tensors, infos), strict=True))
+
+
+def infos_of_state(state: Mapping[str, Any]) -> Infos:
+    """The inverse of ``state_of_infos``; copies."""
+    return _arrays(state["agent_info"]), _arrays(state["env_info"])
+
+
+def state_of_tapes(tapes: Mapping[int, Tape]) -> list[State]:
+    """Tapes by lane, as far as a worker does not know better; copies."""
+    return [
+        {
+            "lane": lane,
+            "n_restarts": tape.n_restarts,
+            "steps": _tensors(tape.columns),
+            "observation": _tensors(tape.observation),
+            "state": _tensors(tape.state),
+        }
+        for lane, tape in tapes.items()
+    ]
+
+
+def tapes_of_state(states: Iterable[Mapping[str, Any]]) -> dict[int, Tape]:
+    """The inverse of ``state_of_tapes``; copies."""
+    return {
+        state["lane"]: Tape(
+            n_restarts=state["n_restarts"],
+            chunks=[_arrays(state["steps"])] if state["steps"] else [],
+            observation=_arrays(state["observation"]),
+            state=_arrays(state["state"]),
+        )
+        for state in states
+    }
+
+
+def _tensors(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+    return {key: torch.from_numpy(np.array(array)) for key, array in arrays.items()}
+
+
+def _arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, Array]:
+    return {key: np.array(tensor.cpu().numpy()) for key, tensor in tensors.items()}

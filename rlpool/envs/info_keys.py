@@ -1,0 +1,275 @@
+"""Which keys of Gymnasium's ``info`` become keys of a step, and with which shapes and dtypes.
+
+The user names them in ``info_keys``. What is not declared there is learned from infos that the
+environment has shown. A key may lead into nested dicts: ``"episode/r"`` is ``info["episode"]["r"]``
+unless there is an ``info["episode/r"]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlpool.envs.columns import as_array
+from rlpool.errors import SpecError
+from rlpool.memory.storage import Array
+from rlpool.specs import TensorSpec, join_key, leaves_of, stored_dtype, structure_of_space
+
+InfoKeys = Mapping[str, Any] | Iterable[str] | None
+"""What users give as ``info_keys``, see ``GymEnv``."""
+
+Wanted = dict[str, TensorSpec | None]
+"""Key to spec, ``None`` if it has to be learned."""
+
+_EXAMPLE = 'such as info_keys={"success": bool, "cost": np.float32, "action_mask": (np.int8, 4)}'
+
+
+def wanted_infos(info_keys: InfoKeys, *, keep_float64: bool) -> Wanted:
+    """Read ``info_keys``, nested ones joined with ``/``.
+
+    Args:
+        info_keys: As users give it.
+        keep_float64: Store float64 as it is, otherwise as float32.
+
+    Raises:
+        SpecError: For anything that is no name, dtype, shape or space.
+    """
+    if info_keys is None:
+        return {}
+    if isinstance(info_keys, Mapping):
+        pairs = list(info_keys.items())
+    elif isinstance(info_keys, Iterable) and not isinstance(info_keys, str | bytes):
+        names = sorted(info_keys, key=str) if isinstance(info_keys, Set) else info_keys
+        pairs = [(name, None) for name in names]
+    else:
+        raise SpecError(
+            f"info_keys should be a dict or a list of names, got {info_keys!r:.60}",
+            fix=f"pass keys of the info with their dtypes, {_EXAMPLE}",
+        )
+    wanted: Wanted = {}
+    for name, value in pairs:
+        for key, spec in _declared("", name, value, keep_float64):
+            if key in wanted:
+                raise SpecError(f"info_keys has {key!r} twice", fix="leave out one of them")
+            wanted[key] = spec
+    return wanted
+
+
+def _declared(
+    prefix: str, name: Any, value: Any, keep_float64: bool
+) -> Iterator[tuple[str, TensorSpec | None]]:
+    """The leaves of one entry of ``info_keys``."""
+    if not isinstance(name, str) or not name:
+        raise SpecError(
+            f"a key in info_keys should be a name, got {name!r:.60}",
+            fix=f"name keys of the info, {_EXAMPLE}",
+        )
+    key = join_key(prefix, name)
+    if value is None:
+        yield key, None
+    elif isinstance(value, Mapping):
+        for inner, part in value.items():
+            yield from _declared(key, inner, part, keep_float64)
+    elif callable(getattr(value, "sample", None)) and callable(getattr(value, "contains", None)):
+        shown = f"info_keys[{key!r}]"
+        structure = structure_of_space(value, keep_float64=keep_float64, name=shown)
+        yield from ((leaf, each.spec) for leaf, each in leaves_of({key: structure}, "").items())
+    else:
+        yield key, _spec_of(key, value, keep_float64)
+
+
+def _spec_of(key: str, value: Any, keep_float64: bool) -> TensorSpec:
+    """The spec for a dtype, or for a dtype and a shape."""
+    dtype: Any = value
+    shape: Any = ()
+    if isinstance(value, TensorSpec):
+        dtype, shape = value.dtype, value.shape
+    elif isinstance(value, tuple | list) and len(value) == 2:
+        dtype, shape = value
+    try:
+        if isinstance(dtype, torch.dtype):
+            dtype = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+        sizes = tuple(map(int, shape)) if isinstance(shape, Sequence) else (int(shape),)
+        spec = TensorSpec(sizes, stored_dtype(np.dtype(dtype), keep_float64))
+        is_good = spec.dtype.kind in "fiub" and min(sizes, default=0) >= 0
+        _ = spec.torch_dtype
+    except (TypeError, ValueError):
+        is_good = False
+    if not is_good:
+        raise SpecError(
+            f"info_keys[{key!r}] should be a dtype of numbers, or (dtype, shape), "
+            f"got {value!r:.60}",
+            fix=f"declare what the info holds, {_EXAMPLE}",
+        )
+    return spec
+
+
+def value_of(info: Mapping[str, Any], key: str) -> Any:
+    """What an info holds under a key, ``None`` if it holds nothing."""
+    value = info.get(key)
+    if value is None:
+        for head, rest in _splits(key):
+            inner = info.get(head)
+            if isinstance(inner, Mapping):
+                value = value_of(inner, rest)
+                if value is not None:
+                    break
+    return value
+
+
+def batch_of(infos: Mapping[str, Any], key: str) -> tuple[Any, Array | None]:
+    """What the infos of a vector environment hold under a key.
+
+    Returns:
+        Values ``[n_lanes, ...]`` (or a dict of them), ``None`` if there are none, and which lanes
+        have one, bool ``[n_lanes]``: Gymnasium says so under ``_key``. ``None`` for all of them.
+    """
+    value = infos.get(key)
+    if value is not None:
+        return value, _mask(infos, key)
+    for head, rest in _splits(key):
+        inner = infos.get(head)
+        if isinstance(inner, Mapping):
+            value, mask = batch_of(inner, rest)
+            if value is not None:
+                outer = _mask(infos, head)
+                both = mask if outer is None else outer if mask is None else mask & outer
+                return value, both
+    return None, None
+
+
+def _splits(key: str) -> Iterator[tuple[str, str]]:
+    """All ways to divide a key at a slash."""
+    for place, letter in enumerate(key):
+        if letter == "/":
+            yield key[:place], key[place + 1 :]
+
+
+def _mask(infos: Mapping[str, Any], key: str) -> Array | None:
+    mask = infos.get(f"_{key}")
+    is_mask = isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.ndim == 1
+    return mask if is_mask else None
+
+
+def names_in(infos: Iterable[Any]) -> set[str]:
+    """The keys of infos, nested ones joined with ``/``."""
+    return {
+        name
+        for info in infos
+        if isinstance(info, Mapping)
+        for name, _ in _parts("", {key: info[key] for key in info if not _is_mask_of(key, info)})
+    }
+
+
+def _is_mask_of(key: Any, infos: Mapping[Any, Any]) -> bool:
+    return isinstance(key, str) and key[:1] == "_" and key[1:] in infos
+
+
+def _parts(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of a value that may be a dict."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            if not _is_mask_of(name, value):
+                yield from _parts(join_key(key, str(name)), part)
+    elif value is not None:
+        yield key, value
+
+
+class InfoLearner:
+    """Finds out shapes and dtypes of keys from infos that environments have shown.
+
+    Args:
+        wanted: The keys.
+        keep_float64: Store float64 as it is, otherwise as float32.
+    """
+
+    def __init__(self, wanted: Wanted, *, keep_float64: bool) -> None:
+        self._wanted = wanted
+        self._keep_float64 = keep_float64
+        self._shown: list[Any] = []
+        self._found: dict[str, dict[str, TensorSpec]] = {}
+        self.unknown = [key for key, spec in wanted.items() if spec is None]
+
+    def look_at(self, infos: Iterable[Any]) -> None:
+        """Look at infos of single environments.
+
+        Raises:
+            SpecError: If a value is not made of numbers, or has another shape than before.
+        """
+        for info in infos:
+            self._shown.append(info)
+            for key in self.unknown if isinstance(info, Mapping) else ():
+                self._take(key, _parts(key, value_of(info, key)))
+
+    def look_at_batch(self, infos: Any) -> None:
+        """Look at the infos of a vector environment: arrays ``[n_lanes, ...]``.
+
+        Raises:
+            SpecError: As ``look_at``.
+        """
+        if not isinstance(infos, Mapping):
+            return self.look_at(infos if isinstance(infos, list | tuple) else ())
+        self._shown.append(infos)
+        for key in self.unknown:
+            for name, values in _parts(key, batch_of(infos, key)[0]):
+                rows = as_array(values)
+                one_of_each = rows if rows.dtype == object else rows[:1]
+                self._take(key, ((name, row) for row in one_of_each if row is not None))
+
+    def _take(self, key: str, parts: Iterable[tuple[str, Any]]) -> None:
+        for name, value in parts:
+            spec = self._described(name, value)
+            known = self._found.setdefault(key, {}).setdefault(name, spec)
+            if known.shape != spec.shape:
+                raise SpecError(
+                    f"info {name!r} should keep its shape, got {list(known.shape)} and then "
+                    f"{list(spec.shape)}",
+                    fix="give it one shape in the environment, or leave it out of info_keys",
+                )
+            dtype = stored_dtype(np.result_type(known.dtype, spec.dtype), self._keep_float64)
+            self._found[key][name] = TensorSpec(spec.shape, dtype)
+
+    def _described(self, name: str, value: Any) -> TensorSpec:
+        try:
+            array = as_array(value)
+        except (ValueError, TypeError, RuntimeError):
+            array = np.empty((), object)
+        if array.dtype.kind not in "fiub":
+            raise SpecError(
+                f"info {name!r} should be a number or an array of numbers, got {value!r:.60}",
+                fix="leave it out of info_keys, or wrap the environment and turn it into numbers",
+            )
+        return TensorSpec(array.shape, stored_dtype(array.dtype, self._keep_float64))
+
+    @property
+    def has_all(self) -> bool:
+        """Whether nothing is left to learn, or nothing had to be."""
+        return len(self._found) == len(self.unknown)
+
+    def specs(self, why_no_step: str = "") -> dict[str, TensorSpec]:
+        """The specs of all keys, in the order of ``wanted``.
+
+        Args:
+            why_no_step: Why only a reset has shown infos, for errors.
+
+        Raises:
+            SpecError: If nothing was shown under a key; it names those that there are.
+        """
+        specs: dict[str, TensorSpec] = {}
+        for key, spec in self._wanted.items():
+            specs |= self._found.get(key, {}) if spec is None else {key: spec}
+        missing = [key for key in self.unknown if key not in self._found]
+        if missing:
+            there = ", ".join(map(repr, sorted(names_in(self._shown)))) or "no keys"
+            shown = f"reset gave {there} ({why_no_step})"
+            if not why_no_step:
+                shown = f"a reset and a step gave {there}"
+            raise SpecError(
+                f"info has no {missing[0]!r}: {shown}",
+                fix="correct the name; or, for a key that appears later, declare its dtype: "
+                f"info_keys={{{missing[0]!r}: np.float32}}",
+            )
+        return specs

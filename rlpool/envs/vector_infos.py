@@ -1,0 +1,103 @@
+"""What a vector environment of Gymnasium puts into its infos."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from gymnasium.spaces import Discrete
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv, VectorWrapper
+
+from rlpool.envs.envpool_lanes import EnvPoolLanes
+from rlpool.envs.info_keys import InfoKeys, InfoLearner, batch_of, wanted_infos
+from rlpool.envs.vector_seeding import some_action
+from rlpool.errors import SpecError
+from rlpool.seeding import Seeding
+from rlpool.specs import TensorSpec
+
+
+def info_specs_of(
+    env: VectorEnv[Any, Any, Any], info_keys: InfoKeys, *, keep_float64: bool
+) -> dict[str, TensorSpec]:
+    """Specs of the infos' keys that are asked for.
+
+    What is not declared is looked for by a reset, and by a step if the reset does not show it;
+    afterwards all lanes need a reset.
+
+    Args:
+        env: The vector environment, wrapped or not.
+        info_keys: See ``GymEnv``.
+        keep_float64: Store float64 as it is, otherwise as float32.
+
+    Raises:
+        SpecError: For a key that was not shown; it names those that were.
+    """
+    wanted = wanted_infos(info_keys, keep_float64=keep_float64)
+    learner = InfoLearner(wanted, keep_float64=keep_float64)
+    why_no_step = ""
+    if not learner.has_all:
+        try:
+            infos = env.reset(seed=0)[1]
+            learner.look_at_batch(infos)
+            if isinstance(env.unwrapped, EnvPoolLanes):
+                why_no_step = "EnvPool's infos always have the same keys"
+            elif not learner.has_all:
+                learner.look_at_batch(env.step(_unmasked_action(env, infos))[4])
+        except SpecError:
+            raise
+        except Exception as error:
+            raise SpecError(
+                f"the infos of {env} are unknown, since reset(seed=0) or the step after it raised "
+                f"{type(error).__name__}: {error}",
+                fix="declare the dtypes of info_keys, such as "
+                f"info_keys={{{learner.unknown[0]!r}: np.float32}}",
+            ) from error
+    return learner.specs(why_no_step)
+
+
+def _unmasked_action(env: VectorEnv[Any, Any, Any], infos: Any) -> Any:
+    """Actions for all lanes, none of them masked by an ``action_mask`` in the infos."""
+    action, space = some_action(env), env.single_action_space
+    mask = batch_of(infos, "action_mask")[0] if isinstance(infos, Mapping) else None
+    if mask is None or type(space) is not Discrete:
+        return action
+    return (np.asarray(mask).argmax(axis=1) + space.start).astype(action.dtype)
+
+
+def statistics_keys(env: VectorEnv[Any, Any, Any]) -> set[str]:
+    """Keys that wrappers such as Gymnasium's ``RecordEpisodeStatistics`` add to the infos.
+
+    Where lanes restart within a step, these belong to the episodes that ended, although they are
+    not in ``final_info``.
+    """
+    keys = set()
+    while isinstance(env, VectorWrapper):
+        key = getattr(env, "_stats_key", None)
+        if isinstance(key, str):
+            keys.add(key)
+        env = env.env
+    return keys
+
+
+def refuse_wrong_statistics(
+    env: VectorEnv[Any, Any, Any], keys: Iterable[str], seeding: Seeding
+) -> None:
+    """Refuse statistics of a wrapper that does not see which lanes are reset.
+
+    Gymnasium's ``SyncVectorEnv`` and ``AsyncVectorEnv`` take the mask of a reset out of the
+    options, so that a wrapper around them begins anew with all lanes.
+
+    Raises:
+        SpecError: If one of the keys is such a wrapper's.
+    """
+    if seeding != "episode" or not isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
+        return
+    wrong = {key for key in keys if key.partition("/")[0] in statistics_keys(env)}
+    if wrong:
+        raise SpecError(
+            f"info {min(wrong)!r} is counted by a wrapper around a vector environment, which "
+            "forgets the statistics of all lanes when one is reset",
+            fix="wrap the single environments: gymnasium.make_vec(..., "
+            'vectorization_mode="sync", wrappers=[gymnasium.wrappers.RecordEpisodeStatistics])',
+        )

@@ -1,0 +1,252 @@
+"""Evaluating an agent: returns, lengths and successes of complete episodes, and videos of some."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlpool.agents.agent import Agent
+from rlpool.batch.batcher import EpisodeBatcher
+from rlpool.batch.batcher_base import CreateEnv
+from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.infos import Info, info_rows
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.errors import SpecError
+from rlpool.machine.arguments import names_arguments, whole_number
+from rlpool.seeding import episode_seeds, root_from
+from rlpool.slots.blocks import Layout, StepSpecs
+from rlpool.training.statistics import episode_returns
+from rlpool.training.video import Filming, best_suffix, number_of
+from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S
+
+_N_TIMESTEPS = 128
+"""Steps per slot; longer episodes are joined from several."""
+
+_PER_LANE = 4
+"""Episodes of a request per lane of one worker. Only two requests are in memory at a time, whatever
+the number of episodes; and their size does not depend on the number of workers, nor do the bits."""
+
+_N_VIDEOS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """What ``evaluate`` found, episode by episode.
+
+    Attributes:
+        returns: float32 ``[n_episodes]``: sums of rewards, not discounted.
+        lengths: int64 ``[n_episodes]``, in steps.
+        successes: bool ``[n_episodes]``, ``None`` if the environments do not say.
+        seeds: int64 ``[n_episodes]``: what each episode was reset with.
+        videos: The files that were written, in order of episodes.
+    """
+
+    returns: Tensor
+    lengths: Tensor
+    successes: Tensor | None
+    seeds: Tensor
+    videos: tuple[Path, ...] = ()
+
+
+@names_arguments
+def evaluate(
+    agent: Agent,
+    create_env: CreateEnv,
+    n_episodes: int,
+    *,
+    env_args: Mapping[str, Any] | None = None,
+    n_threads: int = 0,
+    seeds: int = 0,
+    agent_info: Info = None,
+    env_info: Info = None,
+    video: str | Path | None = None,
+    video_episodes: int | Sequence[int] = _N_VIDEOS,
+    timeout: float | None = DEFAULT_TIMEOUT_S,
+) -> Evaluation:
+    """Run complete episodes with a copy of an agent, without gradients.
+
+    The agent itself is not touched: its copy is put into evaluation mode (``nn.Module.eval``), and
+    may change what it likes. The same seeds give the same results for any ``n_threads``, if
+    ``create_env`` makes as many environments each time.
+
+    Success is what the environments say under the key ``success`` (in any step of the episode, as
+    Meta-World counts it) or ``is_success`` (in its last step, as Gymnasium-Robotics does), see
+    ``info_keys`` of ``GymEnv``.
+
+    Args:
+        agent: The agent. With workers it has to be picklable, otherwise ``copy.deepcopy`` has to
+            be able to copy it.
+        create_env: As for ``EpisodeBatcher``.
+        n_episodes: How many episodes, from 1.
+        env_args: As for ``EpisodeBatcher``.
+        n_threads: As for ``EpisodeBatcher``.
+        seeds: Root of all seeds, a non-negative int.
+        agent_info: ``[n_episodes, ...]`` or empty, as for ``EpisodeBatcher.execute``: what makes
+            the agent greedy, say.
+        env_info: Likewise.
+        video: A directory, created if it is missing, for one file per filmed episode, such as
+            ``episode-002-seed-1703251-return-200.mp4``: mp4 with imageio-ffmpeg (the extra
+            ``video``), otherwise GIF. ``create_env`` has to make a ``GymEnv`` of environments with
+            ``render_mode="rgb_array"``; they film themselves, in the workers.
+        video_episodes: How many of the first episodes to film, or the numbers of those to film.
+        timeout: As for ``EpisodeBatcher``.
+
+    Raises:
+        SpecError: For arguments of the wrong kind or size.
+        WorkerStartupError: If ``create_env`` raises, or its environments cannot be filmed.
+        EnvError, AgentError: If the user's code fails.
+        WorkerDiedError, WorkerTimeoutError: If a worker dies or hangs again and again.
+
+    Example::
+
+        evaluation = evaluate(policy, create_env, 50, agent_info={"is_greedy": True})
+        print(evaluation.returns.mean(), evaluation.returns.std())
+    """
+    n_episodes = whole_number("n_episodes", n_episodes, 1)
+    seeds = whole_number("seeds", seeds, 0)
+    infos = [
+        info_rows(name, info, n_episodes)
+        for name, info in (("agent_info", agent_info), ("env_info", env_info))
+    ]
+    agent_args = {"agent": _checked_agent(agent, n_threads)}
+    numbers = _checked_numbers(video_episodes, n_episodes) if video is not None else []
+    with _filmed(create_env, video, numbers, seeds) as (create, take_videos):
+        factories = _in_evaluation_mode, agent_args, create, env_args
+        # As many slots as its own layout says.
+        n_slots: Any = None
+        with _Evaluator(
+            _N_TIMESTEPS, n_slots, *factories, n_threads, seeds, timeout=timeout
+        ) as batcher:
+            outcomes = [_outcome(part) for part in batcher.parts(n_episodes, *infos)]
+        videos = take_videos()
+    returns, lengths, successes, used = zip(*outcomes, strict=True)
+    known = [success for success in successes if success is not None]
+    success = torch.cat(known) if known else None
+    return Evaluation(torch.cat(returns), torch.cat(lengths), success, torch.cat(used), videos)
+
+
+class _Evaluator(EpisodeBatcher):
+    """Runs the episodes of an evaluation in requests of a size that memory has room for."""
+
+    @classmethod
+    def layout(
+        cls, n_timesteps: int, n_slots: int | None, n_workers: int, specs: StepSpecs
+    ) -> Layout:
+        """See ``BatcherBase.layout``: room for two requests."""
+        return Layout(specs, 2 * _PER_LANE * specs.n_lanes, n_timesteps, n_workers).checked(())
+
+    def parts(
+        self, n_episodes: int, agent_info: DictTensor, env_info: DictTensor
+    ) -> Iterator[TemporalDictTensor]:
+        """The episodes, one request after the other."""
+        size = _PER_LANE * self._open().n_lanes
+        starts = range(0, n_episodes, size)
+        for start in starts:
+            stop = min(start + size, n_episodes)
+            infos = (info.slice(start, stop) if info else None for info in (agent_info, env_info))
+            self.execute(stop - start, *infos)
+        for _ in starts:
+            if (part := self.get()) is not None:
+                yield part
+
+
+def _outcome(part: TemporalDictTensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Returns, lengths, successes and seeds of some episodes, as copies."""
+    success = None
+    if "_success" in part:
+        success = episode_returns(part, "_success") != 0
+    elif "_is_success" in part:
+        success = part.temporal_multi_index(part.lengths - 1)["_is_success"] != 0
+    return episode_returns(part), part.lengths.clone(), success, part.info["seed"].clone()
+
+
+# The agent ---------------------------------------------------------------------------------------
+
+
+def _checked_agent(agent: Any, n_threads: int) -> Any:
+    """The agent, or a copy of it where it is not copied on its way to a worker.
+
+    Raises:
+        SpecError: If it is a class, or cannot be copied.
+    """
+    if isinstance(agent, type):
+        fix = f"pass an agent, such as {agent.__name__}(...)"
+        raise SpecError(f"agent is the class {agent.__name__}", fix=fix)
+    if n_threads:
+        return agent
+    try:
+        return copy.deepcopy(agent)
+    except Exception as error:
+        raise SpecError(
+            f"the agent cannot be copied: {type(error).__name__}: {error!s:.200}",
+            fix="define its __deepcopy__, or leave out in its __getstate__ what cannot be copied",
+        ) from error
+
+
+def _in_evaluation_mode(agent: Any) -> Any:
+    """Make the agent of a worker: all its modules are in evaluation mode."""
+    seen: set[int] = set()
+    parts = [agent]
+    while parts:
+        part = parts.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, nn.Module):
+            part.eval()
+        if isinstance(part, Agent):
+            parts += vars(part).values()
+        elif isinstance(part, Mapping):
+            parts += part.values()
+        elif isinstance(part, list | tuple):
+            parts += part
+    return agent
+
+
+# Videos ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _filmed(
+    create_env: Any, video: str | Path | None, numbers: Sequence[int], seeds: int
+) -> Iterator[tuple[Any, Callable[[], tuple[Path, ...]]]]:
+    """Let environments film episodes into a folder of their own, which is removed at the end.
+
+    Yields:
+        What makes the environments, and a function that moves the films to where they belong.
+    """
+    if video is None or not callable(create_env):
+        yield create_env, lambda: ()
+        return
+    suffix = best_suffix()
+    directory = Path(video)
+    directory.mkdir(parents=True, exist_ok=True)
+    used = episode_seeds(root_from(seeds), 0, max(numbers, default=-1) + 1)
+    with tempfile.TemporaryDirectory(prefix=".filming-", dir=directory) as folder:
+
+        def take_videos() -> tuple[Path, ...]:
+            made = {number_of(path): path for path in Path(folder).glob("episode-*")}
+            return tuple(made[n].replace(directory / made[n].name) for n in sorted(made))
+
+        episodes = {used[number]: number for number in numbers}
+        yield Filming(create_env, Path(folder).absolute(), suffix, episodes), take_videos
+
+
+def _checked_numbers(video_episodes: Any, n_episodes: int) -> list[int]:
+    """The numbers of the episodes to film."""
+    if not isinstance(video_episodes, Iterable):
+        first = whole_number("video_episodes", video_episodes, 0)
+        return list(range(min(first, n_episodes)))
+    numbers = [whole_number("each of video_episodes", number, 0) for number in video_episodes]
+    if max(numbers, default=0) >= n_episodes:
+        what = f"video_episodes has episode {max(numbers)}, there are {n_episodes}"
+        raise SpecError(what, fix="number them from 0")
+    return numbers

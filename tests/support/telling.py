@@ -1,0 +1,135 @@
+"""An environment that says more in its infos than in its observations."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+
+from rlpool import (
+    Agent,
+    DictTensor,
+    GymEnv,
+    GymEnvInf,
+    ParallelEnvManager,
+    VecEnv,
+    VectorGymEnv,
+)
+from rlpool.testing import FaultyEnv
+
+KEYS = {
+    "success": bool,  # only in the last info, as a float
+    "pair": (np.float32, 2),  # the same, a tuple
+    "cost": None,  # a float, not in that of a reset
+    "task": None,  # only in that of a reset
+    "action_mask": None,
+    "part": None,  # a dict
+    "flat/t": None,  # a key with a slash
+}
+
+
+class TellingEnv(gymnasium.Env[Any, Any]):
+    """An episode of 3, 4 or 5 steps.
+
+    Args:
+        refuses: Whether masked actions raise.
+        extra: More for the info of every step.
+    """
+
+    observation_space = spaces.Box(0, 10, (1,))
+    action_space = spaces.Discrete(3)
+
+    def __init__(self, refuses: bool = False, extra: Any = None) -> None:
+        self._refuses = refuses
+        self._extra = extra or {}
+        self.n_resets = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.n_resets += 1
+        self.t, self.length = 0, int(self.np_random.integers(3, 6))
+        self.mask = np.array([1, 0, 1], np.int8)
+        return np.zeros(1, np.float32), {"task": 7, "action_mask": self.mask.copy()}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self._refuses and not self.mask[action]:
+            raise ValueError(f"action {action} is masked")
+        self.t += 1
+        self.mask[self.t % 3], self.mask[(self.t + 1) % 3] = 0, 1
+        has_ended = self.t == self.length
+        info = {
+            "cost": self.t / 2,
+            "action_mask": self.mask.copy(),
+            "part": {"d": np.float64(self.t), "none": None},
+            "flat/t": self.t,
+            **({"success": 1.0, "pair": (1, 2.5)} if has_ended else {}),
+            **self._extra,
+        }
+        return np.full(1, self.t, np.float32), 1.0, has_ended, False, info
+
+
+class MaskedAgent(Agent):
+    """Uniform among the actions that the mask allows."""
+
+    n_noise = 1
+
+    def __call__(
+        self, state: Any, observation: Any, agent_info: Any = None, history: Any = None
+    ) -> tuple[DictTensor, DictTensor, DictTensor]:
+        mask = observation["action_mask"].bool()
+        n_before = torch.cumsum(mask, 1) - mask.long()
+        wanted = (observation["noise"] * mask.sum(1, keepdim=True)).long()
+        action = (mask & (n_before == wanted)).long().argmax(1)
+        return DictTensor(), DictTensor({"action": action}), DictTensor()
+
+
+class CountedInfos(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Says in the info which step it was, of this episode and of all before."""
+
+    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
+        self.t = 0
+        return self.env.reset(**arguments)
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        *results, _ = self.env.step(action)
+        return *results, {"t": self.t}
+
+
+def create_counted(seed: int, once: str, kind: str) -> GymEnv:
+    """Lanes of which one fails once, in its step 4."""
+    envs = [CountedInfos(FaultyEnv(kind, at_step=4, once=once, length=9)) for _ in range(2)]
+    return GymEnvInf(envs, seed, info_keys={"t": int})
+
+
+def create_telling(
+    seed: int, kind: str = "gym", restarts: bool = False, refuses: bool = False, **extra: Any
+) -> VecEnv:
+    """Four lanes of telling environments.
+
+    Args:
+        seed: See ``GymEnv``.
+        kind: ``"gym"``, ``"manager"``, ``"sync"``, ``"async"``, or the name of an autoreset mode of
+            a ``SyncVectorEnv`` whose lanes are reset together.
+        restarts: Whether lanes restart in windows.
+        refuses: See ``TellingEnv``.
+        extra: See ``TellingEnv``.
+    """
+    make = partial(TellingEnv, refuses, extra)
+    keys = {**dict.fromkeys(extra, None), **KEYS}
+    if kind == "gym":
+        return (GymEnvInf if restarts else GymEnv)([make() for _ in range(4)], seed, info_keys=keys)
+    if kind == "manager":
+        return ParallelEnvManager(
+            [make] * 4, envs_per_worker=2, seed=seed, info_keys=keys, auto_reset=restarts
+        )
+    if kind in ("sync", "async"):
+        vector: Any = (SyncVectorEnv if kind == "sync" else AsyncVectorEnv)([make] * 4)
+        return VectorGymEnv(vector, seed, info_keys=keys, auto_reset=restarts)
+    vector = SyncVectorEnv([make] * 4, autoreset_mode=AutoresetMode[kind])
+    return VectorGymEnv(vector, seed, seeding="request", info_keys=keys, auto_reset=restarts)

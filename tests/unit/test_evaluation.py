@@ -1,0 +1,273 @@
+"""Evaluating an agent: the same results for any number of workers, an agent that stays, videos."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rlpool import (
+    Agent,
+    DictTensor,
+    EnvError,
+    EpisodeBatcher,
+    GymEnv,
+    SpecError,
+    VectorGymEnv,
+    WorkerError,
+    WorkerStartupError,
+    evaluate,
+    sample_categorical,
+)
+
+from support.agents import StepCounter
+from support.envs import CountingEnv, create_counting
+
+
+class Policy(nn.Module, Agent):
+    """Greedy with ``agent_info["is_greedy"]``; its layers tell training from evaluation."""
+
+    n_noise = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        self.was_training: list[bool] = []
+
+    def __call__(self, state: Any, observation: Any, agent_info: Any = None, history: Any = None):
+        self.was_training.append(self.training)
+        logits = self.layers(observation["frame"])
+        action, _ = sample_categorical(logits, observation["noise"])
+        if agent_info is not None:
+            action = torch.where(agent_info["is_greedy"], logits.argmax(-1), action)
+        return DictTensor(), DictTensor({"action": action}), DictTensor()
+
+
+def create_cartpole(seed: int, n_envs: int = 2) -> GymEnv:
+    return GymEnv([gymnasium.make("CartPole-v1") for _ in range(n_envs)], seed)
+
+
+def test_results_are_the_same_for_any_number_of_workers_and_those_of_a_batcher() -> None:
+    policy = Policy()
+    info = {"is_greedy": torch.arange(21) % 2 == 0}
+    results = [
+        evaluate(policy, create_cartpole, 21, n_threads=n, seeds=3, agent_info=info)
+        for n in (0, 1, 3)
+    ]
+    first = results[0]
+    assert first.returns.shape == (21,)
+    assert torch.equal(first.returns.long(), first.lengths)
+    assert len(set(first.seeds.tolist())) == 21
+    assert first.successes is None
+    for other in results[1:]:
+        for name in ("returns", "lengths", "seeds"):
+            assert torch.equal(getattr(first, name), getattr(other, name))
+    arguments: Any = {"n_threads": 0, "seeds": 3, "agent_args": {}, "env_args": {}}
+    with EpisodeBatcher(500, 8, Policy, create_env=create_cartpole, **arguments) as batcher:
+        batcher.execute(21, agent_info={"is_greedy": True})
+        episodes = batcher.get()
+    assert episodes is not None
+    assert torch.equal(episodes.info["seed"], first.seeds)
+    again = evaluate(policy, create_cartpole, 21, seeds=4, agent_info=info)
+    assert not torch.equal(again.seeds, first.seeds)
+
+
+def test_the_agent_and_the_generators_of_the_caller_stay_as_they_were() -> None:
+    policy = Policy().train()
+    before = {key: value.clone() for key, value in policy.state_dict().items()}
+    torch.manual_seed(0)
+    random.seed(0)
+    drawn = torch.rand(3), random.random()
+    torch.manual_seed(0)
+    random.seed(0)
+    evaluate(policy, create_cartpole, 5)
+    assert (policy.training, policy.layers.training) == (True, True)
+    assert policy.was_training == []
+    assert torch.equal(torch.rand(3), drawn[0])
+    assert random.random() == drawn[1]
+    assert all(torch.equal(value, before[key]) for key, value in policy.state_dict().items())
+    assert all(value.grad is None and value.requires_grad for value in policy.parameters())
+
+
+class Holder(Agent):
+    """Holds modules, some of them in other agents and lists; succeeds in evaluation mode only."""
+
+    n_noise = 1
+
+    def __init__(self) -> None:
+        self.inner, self.parts = Policy(), [nn.Dropout()]
+
+    def __call__(self, state: Any, observation: Any, agent_info: Any = None, history: Any = None):
+        modules = self.inner, self.inner.layers[1], self.parts[0]
+        assert not any(module.training for module in modules)
+        return self.inner(state, observation, agent_info, history)
+
+
+@pytest.mark.parametrize("n_threads", [0, 1])
+def test_modules_are_in_evaluation_mode_wherever_an_agent_holds_them(n_threads: int) -> None:
+    holder = Holder()
+    assert evaluate(holder, create_cartpole, 3, n_threads=n_threads).returns.min() > 0
+    assert holder.inner.layers[1].training
+    assert holder.parts[0].training
+
+
+class SucceedingEnv(CountingEnv):
+    """Observes whether it succeeds: in its second step, or from the second step on."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.observation_space = gymnasium.spaces.Dict(
+            {key: gymnasium.spaces.MultiBinary(()) for key in [key]}
+        )
+        self.key = key
+
+    def observation(self) -> Any:
+        return {self.key: np.array(self.t == 2, np.int8)}
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"), [("success", [False, True, True]), ("is_success", [False, True, False])]
+)
+def test_successes_are_what_the_environment_says(key: str, expected: list[bool]) -> None:
+    def create_env(seed: int) -> GymEnv:
+        return GymEnv([SucceedingEnv(key)], seed)
+
+    result = evaluate(StepCounter(), create_env, 3, env_info={"length": [1, 2, 3]})
+    assert result.successes is not None
+    assert result.successes.tolist() == expected
+    assert result.lengths.tolist() == [1, 2, 3]
+
+
+def test_infos_reach_their_episodes_whatever_the_size_of_a_request() -> None:
+    n = 3 * 2 * 4 + 1
+    lengths = torch.arange(n) % 7 + 1
+    result = evaluate(StepCounter(), create_counting, n, env_info={"length": lengths})
+    assert torch.equal(result.lengths, lengths)
+    assert result.returns.tolist() == [k * (k + 1) / 2 for k in lengths.tolist()]
+
+
+# Videos ------------------------------------------------------------------------------------------
+
+
+class ShownEnv(CountingEnv):
+    """Renders its step; keeps count of the frames that it has rendered."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
+
+    def __init__(self, render_mode: str | None = "rgb_array", shows: Any = None) -> None:
+        super().__init__()
+        self.render_mode, self.shows = render_mode, shows
+
+    def render(self) -> Any:
+        if self.shows is not None:
+            return self.shows
+        return np.full((17, 34, 3), 40 * self.t, np.uint8)
+
+
+def create_shown(seed: int, **options: Any) -> GymEnv:
+    return GymEnv([ShownEnv(**options) for _ in range(2)], seed)
+
+
+def frames_of(path: Path) -> list[int]:
+    """The brightness of every frame of a GIF, in order."""
+    shown = []
+    with pytest.importorskip("PIL.Image").open(path) as image:
+        for number in range(image.n_frames):
+            image.seek(number)
+            shown.append(int(np.asarray(image.convert("RGB")).mean()))
+    return shown
+
+
+@pytest.fixture
+def without_ffmpeg(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+
+
+@pytest.mark.usefixtures("without_ffmpeg")
+@pytest.mark.parametrize("n_threads", [0, 2])
+def test_films_are_those_of_their_episodes(n_threads: int, tmp_path: Path) -> None:
+    info = {"length": [1, 2, 3, 4, 5, 6]}
+    options: Any = {"env_info": info, "n_threads": n_threads}
+    films = tmp_path / "deep" / "films"
+    result = evaluate(StepCounter(), create_shown, 6, video=films, video_episodes=[5, 1], **options)
+    names = [
+        f"episode-{n:03d}-seed-{int(result.seeds[n])}-return-{r}.gif" for n, r in [(1, 3), (5, 21)]
+    ]
+    assert [path.name for path in result.videos] == names
+    assert sorted(path.name for path in films.iterdir()) == names
+    assert frames_of(result.videos[0]) == [0, 40, 80]
+    assert frames_of(result.videos[1]) == [0, 40, 80, 120, 160, 200, 240]
+    plain = evaluate(StepCounter(), create_shown, 6, **options)
+    assert torch.equal(plain.returns, result.returns)
+    assert plain.videos == ()
+
+
+def test_an_mp4_where_there_is_ffmpeg(tmp_path: Path) -> None:
+    ffmpeg = pytest.importorskip("imageio_ffmpeg")
+    result = evaluate(StepCounter(), create_shown, 2, video=tmp_path, video_episodes=1)
+    (path,) = result.videos
+    assert path.name == f"episode-000-seed-{int(result.seeds[0])}-return-6.mp4"
+    n_frames, duration_s = ffmpeg.count_frames_and_secs(str(path))
+    assert (n_frames, duration_s) == (4, pytest.approx(0.4, abs=0.02))
+
+
+@pytest.mark.usefixtures("without_ffmpeg")
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"render_mode": None}, WorkerStartupError, "(?s)render_mode is None.*render_mode='rgb_"),
+        ({"render_mode": "human"}, WorkerStartupError, "render_mode is 'human'"),
+        ({"shows": [1, 2]}, EnvError, r"render\(\) returned int64 \(2,\), not uint8"),
+    ],
+)
+def test_what_cannot_be_filmed_is_refused(
+    options: Any, error: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        evaluate(StepCounter(), create_shown, 2, env_args=options, video=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_environments_of_a_gym_env_can_be_filmed(tmp_path: Path) -> None:
+    def create_env(seed: int) -> VectorGymEnv:
+        return VectorGymEnv(gymnasium.vector.SyncVectorEnv([CountingEnv] * 2), seed)
+
+    assert evaluate(StepCounter(), create_env, 3).returns.tolist() == [6.0] * 3
+    with pytest.raises(WorkerError, match="video needs the environments of a GymEnv"):
+        evaluate(StepCounter(), create_env, 3, video=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"agent": StepCounter}, r"(?s)agent is the class StepCounter.*StepCounter\(...\)"),
+        ({"n_episodes": 0}, "n_episodes should be an int of at least 1"),
+        ({"seeds": -1}, "seeds should be an int of at least 0"),
+        ({"video": "films", "video_episodes": [2]}, "has episode 2, there are 2"),
+        ({"env_info": {"length": [1]}}, "'length' in env_info has 1 rows, 2 were expected"),
+        ({"create_env": None}, "create_env is None"),
+        ({"num_workers": 2}, "pass n_threads"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(
+    changes: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = {"agent": StepCounter(), "create_env": create_counting, "n_episodes": 2, **changes}
+    with pytest.raises(SpecError, match=message):
+        evaluate(**arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_agent_that_cannot_be_copied_is_refused() -> None:
+    agent = Policy()
+    agent.cache = agent.layers[0].weight * 2  # part of a graph
+    with pytest.raises(SpecError, match=r"(?s)the agent cannot be copied.*__deepcopy__"):
+        evaluate(agent, create_cartpole, 2)
