@@ -8,14 +8,12 @@ You will learn
 
     python tutorials/ppo_atari.py --env-id breakout --seed 1 --track
 
-Most of the time goes into the sixteen minibatches of a window. On a CPU that multiplies them,
-``--bfloat16`` numbers in the convolutions save some of it. docs/results.md compares the returns and
-the speed with CleanRL's. Torch takes all cores; another number of threads rounds differently.
+Most of the time goes into minibatches. On a CPU that multiplies such numbers, ``--bfloat16`` saves
+some of it. docs/results.md compares returns and speed with CleanRL's.
 
 References:
     Schulman et al. 2017, "Proximal policy optimization algorithms".
-    Mnih et al. 2015, "Human-level control through deep reinforcement learning": the network, and
-    how frames are prepared.
+    Mnih et al. 2015, "Human-level control through deep reinforcement learning": the network.
     Huang et al. 2022, "The 37 implementation details of proximal policy optimization".
 """
 
@@ -61,16 +59,16 @@ class ActorCritic(nn.Module, Agent):
     def __init__(self, n_actions, bfloat16):
         super().__init__()
         self.bfloat16 = bfloat16
-        convolutions = [nn.Conv2d(4, 32, 8, 4), nn.Conv2d(32, 64, 4, 2), nn.Conv2d(64, 64, 3)]
-        # A linear layer of all that is left: as a convolution, it keeps the layout.
-        convolutions += [nn.Conv2d(64, 512, 7)]
+        # The last convolution is a linear layer of all that is left, and keeps the layout.
+        sizes = (4, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1), (64, 512, 7, 1)
+        layers = [part for size in sizes for part in (nn.Conv2d(*size), nn.ReLU())]
+        self.network = nn.Sequential(*layers, nn.Flatten())
         self.actor, self.critic = nn.Linear(512, n_actions), nn.Linear(512, 1)
-        gains = [2**0.5] * 4 + [0.01, 1.0]
-        for layer, gain in zip([*convolutions, self.actor, self.critic], gains, strict=True):
+        gains = (2**0.5, 2**0.5, 2**0.5, 2**0.5, 0.01, 1.0)
+        for layer, gain in zip((*layers[::2], self.actor, self.critic), gains, strict=True):
             nn.init.orthogonal_(layer.weight, gain)
             nn.init.zeros_(layer.bias)
-        layers = [part for layer in convolutions for part in (layer, nn.ReLU())]
-        self.network = nn.Sequential(*layers, nn.Flatten()).to(memory_format=LAYOUT)
+        self.to(memory_format=LAYOUT)
 
     def __call__(self, state, observation, agent_info=None, history=None):
         logits, value = self.logits_and_value(observation["frame"])
@@ -90,9 +88,9 @@ class ActorCritic(nn.Module, Agent):
 
 
 def create_env(seed, env_id, n_threads):
-    # The usual preparation, in C++: up to 30 steps without an action and a press of the fire button
-    # at first, each action for 4 frames, the brighter pixels of the last two in grey, 84 x 84, and
-    # stacks of four. Rewards are clipped by the learner, so that returns are those of the game.
+    # In C++: up to 30 idle steps at first, and the fire button; each action for 4 frames; the
+    # brighter pixels of the last two, grey, 84 x 84; stacks of four. Rewards are clipped by the
+    # learner, so that returns are those of the game.
     n_envs, cores = (N_ENVS // n_threads, 1) if n_threads else (N_ENVS, 0)  # 0: all
     env = AtariVectorEnv(env_id, n_envs, num_threads=cores, reward_clipping=False)
     return VectorGymEnv(env, seed, auto_reset=True, info_keys={"lives": np.int32})
