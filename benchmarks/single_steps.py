@@ -67,7 +67,8 @@ def windows(batcher: Batcher, parameters: Any, pool: Pool | None, seconds: float
         window = batcher.get()
         if pool is not None:
             pool.extend(window)
-            pool.sample(128)
+            if len(pool) >= 128:
+                pool.sample(128)
         n_windows += 1
     return n_windows / seconds
 

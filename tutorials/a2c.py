@@ -1,4 +1,4 @@
-"""Advantage actor-critic on CartPole-v1 with environments that restart by themselves.
+"""Advantage actor-critic (A2C) for environments with discrete actions.
 
 You will learn
 
@@ -7,16 +7,15 @@ You will learn
 - how to bootstrap: the value of what follows counts after a truncation and at the end of a window,
   and does not count after a termination.
 
-A CartPole that falls has no future. One that is stopped by the time limit has a future that we
-merely do not see: counting it as zero would teach the critic that balancing for long is bad.
+A pole that falls has no future. One that is stopped by the time limit has a future that we merely
+do not see: counting it as zero would teach the critic that balancing for long is bad.
 
 References:
     Mnih et al. 2016, "Asynchronous methods for deep reinforcement learning".
-    Schulman et al. 2016, "High-dimensional continuous control using generalized advantage
-    estimation", equation 16.
 """
 
 import argparse
+from pathlib import Path
 from statistics import fmean
 
 import gymnasium as gym
@@ -28,147 +27,164 @@ from rlpool import (
     Agent,
     Batcher,
     DictTensor,
+    EpisodeStatistics,
     GymEnvInf,
     categorical_log_probability,
-    replay_agent,
+    discounted_returns,
     sample_categorical,
 )
 
-DISCOUNT = 0.98
-LAMBDA = 0.95  # between one-step differences (0) and whole returns (1)
+# The hyper-parameters of Stable-Baselines3's A2C, with the number of environments that
+# rl-baselines3-zoo (https://github.com/DLR-RM/rl-baselines3-zoo) takes for CartPole-v1.
+LEARNING_RATE = 7e-4
+N_ENVS, N_STEPS = 8, 5  # a window: this many steps of each environment
+BATCH_SIZE = N_ENVS * N_STEPS
+DISCOUNT = 0.99
+VALUE_WEIGHT, MAX_GRADIENT_NORM = 0.5, 0.5
 
 
-class ActorCriticAgent(nn.Module, Agent):
-    n_noise = 1
+class ActorCritic(nn.Module, Agent):
+    n_noise = 1  # random numbers per step, the same in every run
 
-    def __init__(self, n_hidden):
+    def __init__(self, n_inputs, n_actions):
         super().__init__()
-        self.actor = nn.Sequential(nn.Linear(4, n_hidden), nn.Tanh(), nn.Linear(n_hidden, 2))
-        self.critic = nn.Sequential(nn.Linear(4, n_hidden), nn.Tanh(), nn.Linear(n_hidden, 1))
+        self.actor = make_network(n_inputs, n_actions, last_gain=0.01)
+        self.critic = make_network(n_inputs, 1, last_gain=1.0)
 
     def __call__(self, state, observation, agent_info=None, history=None):
         logits = self.actor(observation["frame"])
         action, _ = sample_categorical(logits, observation["noise"])
-        return DictTensor(), DictTensor({"action": action, "logits": logits}), DictTensor()
+        return DictTensor(), DictTensor({"action": action}), DictTensor()
 
-    def value(self, frames):
-        """Only the learner needs the critic, whose scale is that of an average reward."""
-        return self.critic(frames).squeeze(-1)
-
-    def update(self, info):
-        self.load_state_dict(info)
+    update = nn.Module.load_state_dict  # takes over what batcher.update() sends
 
 
-def create_agent(n_hidden=64):
-    return ActorCriticAgent(n_hidden)
+def make_network(n_inputs, n_outputs, last_gain):
+    layers = nn.Linear(n_inputs, 64), nn.Linear(64, 64), nn.Linear(64, n_outputs)
+    for layer, gain in zip(layers, (2**0.5, 2**0.5, last_gain), strict=True):
+        nn.init.orthogonal_(layer.weight, gain)
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
-def create_env(seed, n_envs, max_episode_steps):
+def create_env(seed, env_id, n_envs):
     # "Inf" for infinite: an environment whose episode ended starts the next one at once.
-    envs = [gym.make("CartPole-v1") for _ in range(n_envs)]
-    return GymEnvInf(envs, seed, max_episode_steps=max_episode_steps)
+    return GymEnvInf([gym.make(env_id) for _ in range(n_envs)], seed)
 
 
-def check_window(window):
-    """What a window promises about the ends of episodes."""
-    assert window.full()  # environments that restart never stop
-    assert torch.equal(window["_done"], window["_terminated"] | window["_truncated"])
-    # "_frame" is what an action led to. Inside an episode that is the "frame" of the next step.
-    # At its end it is the last observation of this episode, which the critic needs, while the next
-    # step has the first observation of another episode.
-    after = window["frame"][:, 1:]
-    led_to, ended = window["_frame"][:, :-1], window["_done"][:, :-1]
-    assert torch.equal(window["initial_state"][:, 1:], ended)
-    assert torch.equal(after[~ended], led_to[~ended])
-    assert not (after[ended] == led_to[ended]).all(-1).any()
+def learn(agent, optimizer, window):
+    """Take one gradient step; returns the losses."""
+    value = agent.critic(window["frame"]).squeeze(-1)
+    # "frame" is where an action was taken, "_frame" what it led to. Inside an episode that is the
+    # "frame" of the next step. At its end it is the last observation of this episode, which the
+    # critic needs, while the next step has the first observation of another one.
+    # Discounted rewards up to the end of the episode or of the window, then the critic's estimate:
+    # "_done" stops the sum, "_terminated" says that nothing follows.
+    reward, terminated, done = (window[key] for key in ("_reward", "_terminated", "_done"))
+    with torch.no_grad():
+        ends = {"next_value": agent.critic(window["_frame"]).squeeze(-1), "terminated": terminated}
+    target = discounted_returns(reward, done, DISCOUNT, **ends)
+    logits = agent.actor(window["frame"]).flatten(0, 1)
+    log_probability = categorical_log_probability(logits, window["action"].flatten())
+    error = target - value
+    losses = {
+        "policy": -(log_probability * error.detach().flatten()).mean(),
+        "value": error.square().mean(),
+    }
+    optimizer.zero_grad()
+    (losses["policy"] + VALUE_WEIGHT * losses["value"]).backward()
+    nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRADIENT_NORM)
+    optimizer.step()
+    return losses
 
 
-def advantages_of(window, value, next_value):
-    """Generalised advantage estimation; everything is ``[B, T]``."""
-    # A terminated episode has no future; a truncated one has, and so has a window that is full.
-    has_future = 1.0 - window["_terminated"].float()
-    reward = (1.0 - DISCOUNT) * window["_reward"]
-    difference = reward + DISCOUNT * has_future * next_value - value
-    # Differences are summed up along an episode: the sums stop at both kinds of ends.
-    goes_on = 1.0 - window["_done"].float()
-    advantages = torch.zeros_like(difference)
-    following = torch.zeros(window.n_elems())
-    for step in reversed(range(window.n_timesteps())):
-        following = difference[:, step] + DISCOUNT * LAMBDA * goes_on[:, step] * following
-        advantages[:, step] = following
-    return advantages
+def save_checkpoint(path, parts, progress):
+    """Save all that a run consists of; there is a complete file at any time."""
+    state = {name: part.state_dict() for name, part in parts.items()}
+    torch.save({**state, "random": torch.get_rng_state(), "progress": progress}, f"{path}.new")
+    Path(f"{path}.new").replace(path)
+
+
+def load_checkpoint(path, parts):
+    state = torch.load(path, weights_only=True)  # tensors and plain values: no code is run
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    torch.set_rng_state(state["random"])
+    return state["progress"]
+
+
+def save_curve(progress, path):
+    from matplotlib.figure import Figure  # here, because workers import this file as well
+
+    axes = (figure := Figure(layout="constrained")).subplots()
+    sums = torch.tensor([0.0, *progress["returns"]]).cumsum(0)
+    axes.plot(progress["steps"], progress["returns"], ".", markersize=1, color="lightgrey")
+    axes.plot(progress["steps"][99:], (sums[100:] - sums[:-100]) / 100)
+    axes.set(xlabel="environment steps", ylabel="return, average of 100 episodes")
+    figure.savefig(path)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--n-epochs", type=int, default=300, help="windows to learn from")
-    parser.add_argument("--n-timesteps", type=int, default=32, help="steps per window")
-    parser.add_argument("--n-threads", type=int, default=2, help="worker processes")
-    parser.add_argument("--seed", type=int, default=0, help="another one is another run")
-    parser.add_argument("--n-envs", type=int, default=16, help="environments per worker")
-    parser.add_argument("--max-episode-steps", type=int, default=200, help="time limit")
+    parser.add_argument("--env-id", default="CartPole-v1", help="with a vector as observation")
+    parser.add_argument("--total-timesteps", type=int, default=500_000)
+    parser.add_argument("--n-threads", type=int, default=0, help="worker processes, 0 for none")
+    parser.add_argument("--seed", type=int, default=1, help="another one is another run")
+    parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
+    parser.add_argument("--checkpoint", default="a2c.pt", help="its curve is a .png")
+    parser.add_argument("--checkpoint-interval", type=int, default=1_000, help="in windows")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     arguments = parser.parse_args()
-
-    torch.set_num_threads(1)  # the workers need the other cores
+    torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(arguments.seed)
-    agent = create_agent()
-    optimizer = torch.optim.Adam(agent.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, arguments.n_epochs)
-    finished_returns = []
-    values_at_ends = {"_terminated": [], "_truncated": []}
+    env = gym.make(arguments.env_id)
+    sizes = {"n_inputs": env.observation_space.shape[0], "n_actions": int(env.action_space.n)}
+    agent, episodes = ActorCritic(**sizes), EpisodeStatistics()
+    optimizer = torch.optim.RMSprop(agent.parameters(), lr=LEARNING_RATE, eps=1e-5)
+    progress = {"n_steps": 0, "steps": [], "returns": []}  # one entry per episode
+    writer = None
+    if arguments.track:
+        from torch.utils.tensorboard import SummaryWriter
 
+        writer = SummaryWriter(arguments.track)
     with Batcher(
-        n_timesteps=arguments.n_timesteps,
+        n_timesteps=N_STEPS,
         n_threads=arguments.n_threads,
         seeds=arguments.seed,
-        create_agent=create_agent,
+        create_agent=ActorCritic,
+        agent_args=sizes,
         create_env=create_env,
-        env_args={"n_envs": arguments.n_envs, "max_episode_steps": arguments.max_episode_steps},
+        env_args={"env_id": arguments.env_id, "n_envs": N_ENVS // max(1, arguments.n_threads)},
     ) as batcher:
-        running_returns = torch.zeros(batcher.n_lanes)
         batcher.reset()
-        progress = tqdm(range(arguments.n_epochs), desc="A2C", unit="window")
-        for _ in progress:
+        parts = {"agent": agent, "optimizer": optimizer, "batcher": batcher, "episodes": episodes}
+        if arguments.resume:
+            progress = load_checkpoint(arguments.checkpoint, parts)
+        total = arguments.total_timesteps
+        bar = tqdm(desc="A2C", unit=" steps", total=total, initial=progress["n_steps"])
+        while progress["n_steps"] + BATCH_SIZE <= total:
             batcher.update(agent.state_dict())
             batcher.execute()
             window = batcher.get()
-            check_window(window)
+            losses = learn(agent, optimizer, window)
+            progress["n_steps"] += BATCH_SIZE
+            returns = episodes.update(window).returns.tolist()
+            progress["steps"] += [progress["n_steps"]] * len(returns)
+            progress["returns"] += returns
+            average = fmean(progress["returns"][-100:] or [0.0])
+            bar.set_postfix({"return": f"{average:.1f}"}, refresh=False)
+            bar.update(BATCH_SIZE)
+            if writer is not None:
+                for name, value in {**losses, "return": average}.items():
+                    writer.add_scalar(name, value, progress["n_steps"])
+            if progress["n_steps"] // BATCH_SIZE % arguments.checkpoint_interval == 0:
+                save_checkpoint(arguments.checkpoint, parts, progress)
+        save_checkpoint(arguments.checkpoint, parts, progress)
+        bar.close()
 
-            # Episodes continue across windows, and so do the sums of their rewards.
-            for reward, done in zip(window["_reward"].T, window["_done"].T, strict=True):
-                running_returns += reward
-                finished_returns += running_returns[done].tolist()
-                running_returns[done] = 0.0
-            recent = finished_returns[-100:]
-            average_return = fmean(recent) if recent else 0.0
-            progress.set_postfix({"average return": f"{average_return:.0f}"})
-
-            value = agent.value(window["frame"])
-            with torch.no_grad():
-                next_value = agent.value(window["_frame"])
-                advantages = advantages_of(window, value, next_value)
-                targets = value + advantages
-            logits = replay_agent(agent, window, state="stored")["logits"]
-            log_probabilities = categorical_log_probability(logits, window["action"])
-            policy_loss = -(log_probabilities * advantages / (1.0 - DISCOUNT)).mean()
-            value_loss = (value - targets).square().mean()
-            optimizer.zero_grad()
-            (policy_loss + value_loss).backward()
-            optimizer.step()
-            schedule.step()
-
-            for end, values in values_at_ends.items():
-                values += next_value[window[end]].tolist()
-
-    print(f"average return of the last {len(recent)} episodes: {average_return:.1f}", end=" ")
-    print(f"of {arguments.max_episode_steps}")
-    if arguments.n_epochs >= 300:
-        assert average_return > 0.75 * arguments.max_episode_steps
-        # What the critic thinks at the end of an episode, as a share of the best possible value:
-        # a pole that fell is worth less than one that was stopped by the time limit.
-        fallen, stopped = (fmean(values[-100:]) for values in values_at_ends.values())
-        print(f"value of the last observation: {fallen:.2f} if fallen, {stopped:.2f} if stopped")
-        assert stopped > fallen
+    average = fmean(progress["returns"][-100:] or [0.0])
+    print(f"average return of the last 100 episodes: {average:.1f}")
+    save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
 
 
 if __name__ == "__main__":

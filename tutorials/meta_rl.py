@@ -1,4 +1,4 @@
-"""Learning to learn: an agent that finds out in one episode what it needs in the next.
+"""Learning to learn (RL²): an agent that finds out in one episode what it needs in the next.
 
 You will learn
 
@@ -6,13 +6,12 @@ You will learn
 - what a trial is: several episodes on one task, through which an agent keeps its memory,
 - how a ``Learner`` collects rollouts in worker processes, each on a task of its own, while the
   policy stays in this process (``make_parallel_env``, ``collect_rollouts_parallel``),
-- what memory is worth, between an agent that has none and one that knows the task (the oracle).
+- what memory is worth: compare ``--agent rl2`` with ``markov``, which has none, and with
+  ``oracle``, which is told the task.
 
 A point robot starts in the middle of a half circle on which a goal is hidden, and is rewarded only
 while it is there. It has two episodes. In the first, it can do no better than to walk along the
 half circle; in the second, an agent that remembers goes straight to the goal.
-
-Run it with ``python tutorials/meta_rl.py``, or with ``--config tutorials/meta_rl.yaml``.
 
 References:
     Duan et al. 2016, "RL²: fast reinforcement learning via slow reinforcement learning".
@@ -20,7 +19,7 @@ References:
 """
 
 import argparse
-import contextlib
+from contextlib import nullcontext
 from pathlib import Path
 
 import gymnasium as gym
@@ -36,14 +35,20 @@ from rlpool import (
     DictTensor,
     GymEnv,
     Learner,
+    gae,
     make_env,
     make_parallel_env,
     normal_log_probability,
     sample_normal,
 )
 
-DISCOUNT, LAMBDA, LEARNING_RATE = 0.97, 0.95, 1e-3
+# Chosen on this environment. PPO as in ppo_continuous.py, over whole trials.
+LEARNING_RATE = 1e-3  # at first; it falls linearly to a fifth
+N_EPOCHS, N_MINIBATCHES = 6, 4
+DISCOUNT, LAMBDA, CLIP = 0.97, 0.95, 0.2
+VALUE_WEIGHT, MAX_GRADIENT_NORM = 0.25, 0.5
 MAX_DIVERGENCE = 0.1  # between the policy that collected and the one that learns, in nats
+N_EPISODES = 2  # of a trial
 
 
 class PointRobot(gym.Env):
@@ -82,12 +87,12 @@ class ActorCritic(nn.Module, Agent):
 
     def __init__(self, n_observed, n_actions, has_memory, n_hidden=64):
         super().__init__()
-        self.n_noise = n_actions
+        self.n_noise = n_actions  # random numbers per step, the same in every run
         self.has_memory = has_memory
         # RL²: the last action and what it earned are part of what the agent sees.
         n_inputs = n_observed + (n_actions + 1 if has_memory else 0)
         self.encoder = nn.Sequential(nn.Linear(n_inputs, n_hidden), nn.Tanh())
-        self.memory = nn.GRU(n_hidden, n_hidden) if has_memory else None
+        self.memory = nn.GRU(n_hidden, n_hidden, batch_first=True) if has_memory else None
         self.actor = nn.Linear(n_hidden, n_actions)
         self.critic = nn.Linear(n_hidden, 1)
         self.log_std = nn.Parameter(torch.full((n_actions,), -0.2))
@@ -102,12 +107,13 @@ class ActorCritic(nn.Module, Agent):
 
     def __call__(self, state, observation, agent_info=None, history=None):
         inputs = (observation["frame"], observation["last_action"], observation["reward"])
-        mean, _, hidden = self.evaluate(*(part[None] for part in inputs), state["hidden"][None])
-        action, _ = sample_normal(mean[0], self.log_std, observation["noise"])
+        inputs = (part.unsqueeze(1) for part in inputs)  # one step
+        mean, _, hidden = self.evaluate(*inputs, state["hidden"].unsqueeze(0))
+        action, _ = sample_normal(mean[:, 0], self.log_std, observation["noise"])
         return state, DictTensor({"action": action}), DictTensor({"hidden": hidden[0]})
 
     def evaluate(self, frame, last_action, reward, hidden=None):
-        """Means and values of T steps of B rollouts, everything ``[T, B, ...]``."""
+        """Means and values of T steps of B trials, everything ``[B, T, ...]``."""
         inputs = [frame, last_action, reward.unsqueeze(-1)] if self.has_memory else [frame]
         features = self.encoder(torch.cat(inputs, -1))
         if self.has_memory:
@@ -119,178 +125,161 @@ class Trials:
     """A storage: a learner calls ``add_episode`` once per rollout."""
 
     def __init__(self):
-        self.rollouts = []
+        self.trials = []
 
     def add_episode(self, observations, actions, rewards, terminals, next_observations):
-        arrays = (observations, actions, rewards[:, 0])
-        self.rollouts.append([torch.from_numpy(array) for array in arrays])
+        self.trials.append((observations, actions, rewards[:, 0]))
 
     def take_all(self):
-        """Frames, actions and rewards ``[T, B, ...]``; all trials have the same length here."""
-        columns = zip(*self.rollouts, strict=True)
-        self.rollouts = []
-        return [torch.stack(column, 1) for column in columns]
+        """Frames, actions and rewards ``[B, T, ...]``; all trials have the same length here."""
+        columns, self.trials = zip(*self.trials, strict=True), []
+        return [torch.from_numpy(np.stack(column)) for column in columns]
 
 
-class PPO(Learner):
-    """Collects with ``Learner``'s method, and learns."""
-
-    def __init__(self, arguments, has_memory, train_env, parallel_env):
-        torch.manual_seed(arguments.seed)
-        n_observed, n_actions = (
-            train_env.observation_space.shape[0],
-            train_env.action_space.shape[0],
-        )
-        super().__init__(
-            ActorCritic(n_observed, n_actions, has_memory),
-            Trials(),
-            train_env,
-            range(arguments.num_train_tasks),
-            AGENT_ARCHS.Memory,  # stored rollout by rollout
-            seed=arguments.seed,
-            batch_rows=32,  # with or without processes the same, so that results are, too
-        )
-        self.parallel_env = parallel_env
-        self.num_rollouts = arguments.num_rollouts_per_iter
-        self.optimizer = torch.optim.Adam(self.agent.parameters(), LEARNING_RATE, eps=1e-5)
-
-    def collect(self):
-        self.collect_rollouts_parallel(self.num_rollouts, parallel_env=self.parallel_env)
-        return self.policy_storage.take_all()
-
-    def train(self, n_iters, description):
-        """Returns the average returns of the episodes of a trial, iteration by iteration."""
-        curve = []
-        for iteration in (progress := tqdm(range(n_iters), desc=description, unit="iteration")):
-            self.optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1.0 - 0.8 * iteration / n_iters)
-            frames, actions, rewards = self.collect()
-            curve.append(returns_of_episodes(frames, rewards))
-            progress.set_postfix(first=f"{curve[-1][0]:.1f}", last=f"{curve[-1][-1]:.1f}")
-            self.learn(frames, actions, rewards)
-        return np.array(curve)
-
-    def learn(self, frames, actions, rewards):
-        inputs = (frames, delayed(actions), delayed(rewards))
-        with torch.no_grad():
-            mean, values, _ = self.agent.evaluate(*inputs)
-            old = normal_log_probability(mean, self.agent.log_std, actions)
-            next_values = torch.cat([values[1:], torch.zeros_like(values[:1])])
-            differences = rewards + DISCOUNT * next_values - values
-            advantages, following = torch.zeros_like(rewards), 0.0
-            # Across the ends of episodes, too: what the first one finds out pays in the second.
-            for step in reversed(range(len(rewards))):
-                advantages[step] = following = differences[step] + DISCOUNT * LAMBDA * following
-            targets = values + advantages
-            advantages = (advantages - advantages.mean()) / advantages.std()
-        for rows in [r for _ in range(6) for r in torch.randperm(rewards.shape[1]).chunk(4)]:
-            mean, values, _ = self.agent.evaluate(*(tensor[:, rows] for tensor in inputs))
-            new = normal_log_probability(mean, self.agent.log_std, actions[:, rows])
-            ratio, advantage = (new - old[:, rows]).exp(), advantages[:, rows]
+def learn(agent, optimizer, frames, actions, rewards):
+    """Learn from trials, each time from whole ones; returns the losses of the last minibatch."""
+    inputs = (frames, delayed(actions), delayed(rewards))
+    with torch.no_grad():
+        mean, values, _ = agent.evaluate(*inputs)
+        old_log_probability = normal_log_probability(mean, agent.log_std, actions)
+        # A trial ends with its last step. The end of an episode inside it is none for the learner:
+        # what the first one finds out pays in the second.
+        is_last = torch.zeros_like(rewards, dtype=torch.bool)
+        is_last[:, -1] = True
+        next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
+        advantages = gae(rewards, values, next_values, is_last, is_last, DISCOUNT, LAMBDA)
+        targets = values + advantages
+        advantages = (advantages - advantages.mean()) / advantages.std()
+    for _ in range(N_EPOCHS):
+        for rows in torch.randperm(len(rewards)).chunk(N_MINIBATCHES):
+            mean, values, _ = agent.evaluate(*(part[rows] for part in inputs))
+            log_probability = normal_log_probability(mean, agent.log_std, actions[rows])
+            ratio = (log_probability - old_log_probability[rows]).exp()
+            clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+            gain = torch.min(ratio * advantages[rows], clipped * advantages[rows])
+            losses = {"policy": -gain.mean(), "value": (values - targets[rows]).square().mean()}
             if (ratio - 1.0 - ratio.log()).mean() > MAX_DIVERGENCE:
-                return  # far enough from the policy that collected
-            gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-            loss = (0.25 * (values - targets[:, rows]).square() - gain).mean()
-            self.optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(self.agent.parameters(), 0.5)
-            self.optimizer.step()
+                return losses  # far enough from the policy that collected
+            optimizer.zero_grad()
+            (losses["policy"] + VALUE_WEIGHT * losses["value"]).backward()
+            nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRADIENT_NORM)
+            optimizer.step()
+    return losses
 
 
 def delayed(tensor):
     """Each step with the value of the step before, the first with zeros."""
-    return torch.cat([torch.zeros_like(tensor[:1]), tensor[:-1]])
+    return torch.cat([torch.zeros_like(tensor[:, :1]), tensor[:, :-1]], 1)
 
 
 def returns_of_episodes(frames, rewards):
     """Average return of each episode of the trials. A flag in the frame says where one ended."""
-    number = frames[..., -1].cumsum(0)
-    n_episodes = int(number.max()) + 1
-    return [(rewards * (number == e)).sum(0).mean().item() for e in range(n_episodes)]
+    number = frames[..., -1].cumsum(1)
+    return [(rewards * (number == i)).sum(1).mean().item() for i in range(N_EPISODES)]
 
 
-@contextlib.contextmanager
-def environments(arguments, oracle):
-    """Environments in this process, and in others if there are to be any."""
-    n_tasks = arguments.num_train_tasks + arguments.num_eval_tasks
-    shared = {"episodes_per_task": 2, "oracle": oracle, "n_tasks": n_tasks}
-    with contextlib.ExitStack() as stack:
-        n_envs, parallel_env = arguments.envs_per_worker, None
-        if arguments.num_parallel_workers > 1:
-            n_workers = arguments.num_parallel_workers
-            parallel_env = make_parallel_env(
-                PointRobot, num_workers=n_workers, envs_per_worker=n_envs, **shared
-            )
-            stack.enter_context(parallel_env)
-        # Without other processes everything runs here, with the same results to the last bit.
-        train_env = GymEnv([make_env(PointRobot, **shared) for _ in range(n_envs)])
-        yield train_env, parallel_env
+def save_checkpoint(path, parts, progress):
+    """Save all that a run consists of; there is a complete file at any time."""
+    state = {name: part.state_dict() for name, part in parts.items()}
+    torch.save({**state, "random": torch.get_rng_state(), "progress": progress}, f"{path}.new")
+    Path(f"{path}.new").replace(path)
 
 
-def train(arguments, name, has_memory=False, oracle=False):
-    """Train an agent; returns its curve and its average returns on tasks that it never saw."""
-    n_iters = arguments.num_iters if has_memory else arguments.num_iters // 2
-    with environments(arguments, oracle) as envs:
-        learner = PPO(arguments, has_memory, *envs)
-        curve = learner.train(n_iters, name)
-        n_seen = arguments.num_train_tasks
-        learner.train_tasks = range(n_seen, n_seen + arguments.num_eval_tasks)
-        frames, _, rewards = learner.collect()
-    returns = returns_of_episodes(frames, rewards)
-    episodes = ", ".join(f"{value:.1f}" for value in returns)
-    print(f"{name} on unseen tasks, average return of each episode: {episodes}")
-    return curve, returns
+def load_checkpoint(path, parts):
+    state = torch.load(path, weights_only=True)  # tensors and plain values: no code is run
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    torch.set_rng_state(state["random"])
+    return state["progress"]
 
 
-def draw(curve, baselines, path):
-    from matplotlib.figure import Figure  # here, because the workers import this file as well
+def save_curve(progress, title, path):
+    from matplotlib.figure import Figure  # here, because workers import this file as well
 
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(curve[:, 0], label="RL², first episode")
-    axes.plot(curve[:, -1], label="RL², last episode")
-    for (name, value), style in zip(baselines.items(), ("--", ":"), strict=True):
-        axes.axhline(value, color="gray", linestyle=style, label=name)
-    axes.set(xlabel="iteration", ylabel="average return of an episode")
+    axes = (figure := Figure(layout="constrained")).subplots()
+    for number, returns in enumerate(zip(*progress["returns"], strict=True), 1):
+        axes.plot(progress["steps"], returns, label=f"episode {number} of a trial")
+    axes.set(xlabel="environment steps", ylabel="average return", title=title)
     axes.legend()
     figure.savefig(path)
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--config", help="a YAML file with sections of these arguments")
+    parser.add_argument("--agent", default="rl2", choices=["rl2", "markov", "oracle"])
     parser.add_argument("--num-train-tasks", type=int, default=80)
     parser.add_argument("--num-eval-tasks", type=int, default=40, help="never trained on")
     parser.add_argument("--num-parallel-workers", type=int, default=2, help="1 or less: none")
     parser.add_argument("--envs-per-worker", type=int, default=16)
-    parser.add_argument("--num-iters", type=int, default=250, help="half as many without memory")
+    parser.add_argument("--num-iters", type=int, default=250)
     parser.add_argument("--num-rollouts-per-iter", type=int, default=64, help="trials")
     parser.add_argument("--seed", type=int, default=0, help="another one is another run")
-    parser.add_argument("--output", default="meta_rl.png", help="where the curves go")
-    arguments = parser.parse_args()
-    if arguments.config:
-        import yaml  # here, because nothing else needs it
-
-        sections = yaml.safe_load(Path(arguments.config).read_text(encoding="utf-8")).values()
-        values = {key: value for section in sections for key, value in section.items()}
-        if unknown := sorted(values.keys() - vars(arguments).keys()):
-            raise SystemExit(f"{arguments.config}: unknown keys {unknown}")
-        parser.set_defaults(**values)  # what is on the command line comes first
-        arguments = parser.parse_args()
-    return arguments
+    parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
+    parser.add_argument("--checkpoint", default="meta_rl.pt", help="its curve is a .png")
+    parser.add_argument("--checkpoint-interval", type=int, default=50, help="in iterations")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    return parser.parse_args()
 
 
 def main():
     arguments = parse_arguments()
     torch.set_num_threads(1)  # the workers need the other cores
-    _, oracle = train(arguments, "oracle", oracle=True)
-    _, markov = train(arguments, "Markov")
-    curve, (first, last) = train(arguments, "RL²", has_memory=True)
-    draw(curve, {"oracle": oracle[-1], "Markov": markov[-1]}, arguments.output)
-    print(f"learning curves: {arguments.output}")
-    if arguments.num_iters >= 250:
-        assert last > 1.25 * first, "what the first episode found out did not help the second"
-        assert last > 2.0 * markov[-1], "the memory did not help"
-        assert last < 1.1 * max(oracle), "better than an agent that knows the task?"
+    torch.manual_seed(arguments.seed)
+    n_train, n_eval = arguments.num_train_tasks, arguments.num_eval_tasks
+    shared = {"n_tasks": n_train + n_eval, "oracle": arguments.agent == "oracle"}
+    # Without other processes everything runs here, with the same results to the last bit.
+    n_envs, n_workers = arguments.envs_per_worker, arguments.num_parallel_workers
+    train_env = GymEnv([make_env(PointRobot, N_EPISODES, **shared) for _ in range(n_envs)])
+    parallel_env = None
+    if n_workers > 1:
+        parallel_env = make_parallel_env(
+            PointRobot, N_EPISODES, n_workers, envs_per_worker=n_envs, **shared
+        )
+    sizes = [train_env.observation_space.shape[0], train_env.action_space.shape[0]]
+    agent = ActorCritic(*sizes, has_memory=arguments.agent == "rl2")
+    optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5)
+    # Stored rollout by rollout; with or without processes in batches of 32 rows.
+    storage, arch = Trials(), AGENT_ARCHS.Memory
+    options = {"seed": arguments.seed, "batch_rows": 32}
+    learner = Learner(agent, storage, train_env, range(n_train), arch, **options)
+    parts = {"agent": agent, "optimizer": optimizer, "learner": learner}
+    progress = {"n_iters": 0, "steps": [], "returns": []}  # of each episode of the trials
+    writer = None
+    if arguments.resume:
+        progress = load_checkpoint(arguments.checkpoint, parts)
+    if arguments.track:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(arguments.track)
+    with parallel_env or nullcontext():
+        bar = tqdm(desc=arguments.agent, unit=" steps", initial=learner.n_env_steps_total)
+        while progress["n_iters"] < arguments.num_iters:
+            share = progress["n_iters"] / arguments.num_iters
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1.0 - 0.8 * share)
+            n_steps = learner.collect_rollouts_parallel(
+                arguments.num_rollouts_per_iter, parallel_env=parallel_env
+            )
+            frames, actions, rewards = storage.take_all()
+            losses = learn(agent, optimizer, frames, actions, rewards)
+            progress["n_iters"] += 1
+            progress["steps"].append(learner.n_env_steps_total)
+            progress["returns"].append(returns_of_episodes(frames, rewards))
+            first, last = progress["returns"][-1][0], progress["returns"][-1][-1]
+            bar.set_postfix(first=f"{first:.1f}", last=f"{last:.1f}", refresh=False)
+            bar.update(n_steps)
+            if writer is not None:
+                for name, value in {**losses, "first": first, "last": last}.items():
+                    writer.add_scalar(name, value, learner.n_env_steps_total)
+            if progress["n_iters"] % arguments.checkpoint_interval == 0:
+                save_checkpoint(arguments.checkpoint, parts, progress)
+        bar.close()
+        save_checkpoint(arguments.checkpoint, parts, progress)
+        learner.train_tasks = range(n_train, n_train + n_eval)
+        learner.collect_rollouts_parallel(4 * n_eval, parallel_env=parallel_env)
+    frames, _, rewards = storage.take_all()
+    episodes = ", ".join(f"{value:.1f}" for value in returns_of_episodes(frames, rewards))
+    print(f"{arguments.agent} on unseen tasks, average return of each episode: {episodes}")
+    save_curve(progress, arguments.agent, Path(arguments.checkpoint).with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""REINFORCE on CartPole-v1, from episodes to a learning curve.
+"""REINFORCE for environments with discrete actions, from episodes to a learning curve.
 
 You will learn
 
@@ -15,7 +15,7 @@ Reference:
 """
 
 import argparse
-import time
+from pathlib import Path
 from statistics import fmean
 
 import gymnasium as gym
@@ -29,19 +29,23 @@ from rlpool import (
     EpisodeBatcher,
     GymEnv,
     categorical_log_probability,
+    episode_returns,
     replay_agent,
     sample_categorical,
 )
 
+# Chosen for CartPole-v1: the first that we tried, and good enough to see how learning goes.
+LEARNING_RATE = 1e-2
+N_EPISODES = 32  # per gradient step
+N_ENVS = 8  # per worker
 
-class PolicyAgent(nn.Module, Agent):
-    """A small network that maps observations to probabilities of actions."""
 
+class Policy(nn.Module, Agent):
     n_noise = 1  # one uniform number per step is enough to choose one of n actions
 
-    def __init__(self, n_hidden):
+    def __init__(self, n_inputs, n_actions):
         super().__init__()
-        self.model = nn.Sequential(nn.Linear(4, n_hidden), nn.Tanh(), nn.Linear(n_hidden, 2))
+        self.model = nn.Sequential(nn.Linear(n_inputs, 64), nn.Tanh(), nn.Linear(64, n_actions))
 
     def __call__(self, state, observation, agent_info=None, history=None):
         logits = self.model(observation["frame"])
@@ -49,97 +53,122 @@ class PolicyAgent(nn.Module, Agent):
         # This agent remembers nothing: the states around its outputs are empty.
         return DictTensor(), DictTensor({"action": action, "logits": logits}), DictTensor()
 
-    def update(self, info):
-        # Runs in the workers, with what was passed to batcher.update() in this process.
-        self.load_state_dict(info)
+    update = nn.Module.load_state_dict  # runs in the workers, with what batcher.update() got here
 
 
-def create_agent(n_hidden=64):
-    return PolicyAgent(n_hidden)
+def create_env(seed, env_id):
+    return GymEnv([gym.make(env_id) for _ in range(N_ENVS)], seed)
 
 
-def create_env(seed, n_envs=8):
-    return GymEnv([gym.make("CartPole-v1") for _ in range(n_envs)], seed)
+def learn(agent, optimizer, episodes):
+    """Take one gradient step; returns the loss."""
+    # The reward of action t is "_reward": a leading underscore means "after the step". An action
+    # can only affect the rewards after it.
+    rewards, mask = episodes["_reward"], episodes.mask()
+    returns = rewards.flip(1).cumsum(1).flip(1)
+    # The baseline of a step is the mean over the episodes that got that far; padding does not
+    # count.
+    baseline = (returns * mask).sum(0) / mask.sum(0)
+    advantages = (returns - baseline) * mask
+    advantages = advantages / (advantages[mask.bool()].std() + 1e-8)
+    # The same outputs as in the workers, this time with gradients. An agent without a state
+    # computes all steps in one call, which is what state="stored" does.
+    outputs = replay_agent(agent, episodes, state="stored")
+    log_probabilities = categorical_log_probability(outputs["logits"], episodes["action"])
+    loss = -(log_probabilities * advantages).sum() / mask.sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
 
 
-def save_curve(average_returns, target, path):
-    from matplotlib.figure import Figure  # here, because the workers import this file as well
+def save_checkpoint(path, parts, progress):
+    """Save all that a run consists of; there is a complete file at any time."""
+    state = {name: part.state_dict() for name, part in parts.items()}
+    torch.save({**state, "random": torch.get_rng_state(), "progress": progress}, f"{path}.new")
+    Path(f"{path}.new").replace(path)
 
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(range(1, len(average_returns) + 1), average_returns)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.axhline(target, color="grey", linestyle=":")
-    axes.set(xlabel="epoch", ylabel="average return", title="REINFORCE on CartPole-v1")
+
+def load_checkpoint(path, parts):
+    state = torch.load(path, weights_only=True)  # tensors and plain values: no code is run
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    torch.set_rng_state(state["random"])
+    return state["progress"]
+
+
+def save_curve(progress, path):
+    from matplotlib.figure import Figure  # here, because workers import this file as well
+
+    axes = (figure := Figure(layout="constrained")).subplots()
+    sums = torch.tensor([0.0, *progress["returns"]]).cumsum(0)
+    axes.plot(progress["steps"], progress["returns"], ".", markersize=1, color="lightgrey")
+    axes.plot(progress["steps"][99:], (sums[100:] - sums[:-100]) / 100)
+    axes.set(xlabel="environment steps", ylabel="return, average of 100 episodes")
     figure.savefig(path)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--n-epochs", type=int, default=150, help="at most")
-    parser.add_argument("--n-episodes", type=int, default=32, help="episodes per epoch")
-    parser.add_argument("--n-threads", type=int, default=2, help="worker processes")
-    parser.add_argument("--seed", type=int, default=0, help="another one is another run")
-    parser.add_argument("--target", type=float, default=200.0, help="average return to reach")
-    parser.add_argument("--output", default="reinforce.png", help="where the curve goes")
+    parser.add_argument("--env-id", default="CartPole-v1", help="with a vector as observation")
+    parser.add_argument("--n-epochs", type=int, default=40, help="gradient steps")
+    parser.add_argument("--n-threads", type=int, default=2, help="worker processes, 0 for none")
+    parser.add_argument("--seed", type=int, default=1, help="another one is another run")
+    parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
+    parser.add_argument("--checkpoint", default="reinforce.pt", help="its curve is a .png")
+    parser.add_argument("--checkpoint-interval", type=int, default=10, help="in epochs")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     arguments = parser.parse_args()
-
     # The workers need the other cores, and these networks are too small to gain from threads.
     torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
-    agent = create_agent()
-    optimizer = torch.optim.Adam(agent.parameters(), lr=1e-2)
-    average_returns = []
-    began = time.perf_counter()
+    env = gym.make(arguments.env_id)
+    sizes = {"n_inputs": env.observation_space.shape[0], "n_actions": int(env.action_space.n)}
+    agent = Policy(**sizes)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE)
+    progress = {"n_epochs": 0, "n_steps": 0, "steps": [], "returns": []}  # one per episode
+    writer = None
+    if arguments.track:
+        from torch.utils.tensorboard import SummaryWriter
 
+        writer = SummaryWriter(arguments.track)
     with EpisodeBatcher(
-        n_timesteps=500,  # CartPole-v1 ends after 500 steps at the latest: one slot per episode
-        n_slots=2 * arguments.n_episodes,
+        n_timesteps=env.spec.max_episode_steps,  # one slot per episode
+        n_slots=2 * N_EPISODES,
         n_threads=arguments.n_threads,
         seeds=arguments.seed,
-        create_agent=create_agent,
+        create_agent=Policy,
+        agent_args=sizes,
         create_env=create_env,
+        env_args={"env_id": arguments.env_id},
     ) as batcher:
-        progress = tqdm(range(arguments.n_epochs), desc="REINFORCE", unit="epoch")
-        for _ in progress:
+        parts = {"agent": agent, "optimizer": optimizer, "batcher": batcher}
+        if arguments.resume:
+            progress = load_checkpoint(arguments.checkpoint, parts)
+        bar = tqdm(desc="REINFORCE", unit=" steps", initial=progress["n_steps"])
+        while progress["n_epochs"] < arguments.n_epochs:
             batcher.update(agent.state_dict())
-            batcher.execute(n_episodes=arguments.n_episodes)
+            batcher.execute(N_EPISODES)
             episodes = batcher.get()
+            loss = learn(agent, optimizer, episodes)
+            returns = episode_returns(episodes).tolist()
+            n_steps = int(episodes.lengths.sum())
+            progress["n_epochs"] += 1
+            progress["n_steps"] += n_steps
+            progress["steps"] += [progress["n_steps"]] * N_EPISODES
+            progress["returns"] += returns
+            bar.set_postfix({"return": f"{fmean(returns):.1f}"}, refresh=False)
+            bar.update(n_steps)
+            if writer is not None:
+                for name, value in {"loss": loss, "return": fmean(returns)}.items():
+                    writer.add_scalar(name, value, progress["n_steps"])
+            if progress["n_epochs"] % arguments.checkpoint_interval == 0:
+                save_checkpoint(arguments.checkpoint, parts, progress)
+        save_checkpoint(arguments.checkpoint, parts, progress)
+        bar.close()
 
-            # The reward of action t is "_reward": a leading underscore means "after the step".
-            rewards, mask = episodes["_reward"], episodes.mask()
-            average_returns.append(rewards.sum(1).mean().item())
-            progress.set_postfix({"average return": f"{average_returns[-1]:.0f}"})
-            # One epoch above the target may be luck; the mean of several is not.
-            recent = average_returns[-4:]
-            if len(recent) == 4 and fmean(recent) >= arguments.target:
-                break
-
-            # An action can only affect the rewards after it. The baseline at step t is the mean
-            # over the episodes that got that far; padding does not count.
-            returns = rewards.flip(1).cumsum(1).flip(1)
-            baseline = (returns * mask).sum(0) / mask.sum(0)
-            advantages = (returns - baseline) * mask
-            advantages = advantages / advantages[mask.bool()].std()
-
-            # The same outputs as in the workers, this time with gradients. An agent without a
-            # state computes all steps in one call, which is what state="stored" does.
-            outputs = replay_agent(agent, episodes, state="stored")
-            log_probabilities = categorical_log_probability(outputs["logits"], episodes["action"])
-            loss = -(log_probabilities * advantages).sum() / mask.sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        progress.close()
-
-    seconds = time.perf_counter() - began
-    print(f"average return {fmean(recent):.1f}: {len(average_returns)} epochs, {seconds:.1f} s")
-    save_curve(average_returns, arguments.target, arguments.output)
-    print(f"learning curve: {arguments.output}")
-
-    if arguments.n_epochs >= 150:
-        assert fmean(recent) >= arguments.target, "did not reach the target"
-        assert seconds < 180.0
+    print(f"average return of the last 100 episodes: {fmean(progress['returns'][-100:]):.1f}")
+    save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -168,6 +168,32 @@ class Learner:
 
     collect_rollouts_parallel = collect_rollouts_parallel
 
+    def state_dict(self) -> dict[str, Any]:
+        """What determines tasks, seeds and noise of the next rollouts, and the totals.
+
+        The agent and the storage are the caller's to save. ``torch.load(weights_only=True)``
+        accepts it.
+        """
+        root, n_collections, n_rollouts = _drawn(self)
+        return {
+            "root": root,
+            "n_collections": n_collections,
+            "n_rollouts": n_rollouts,
+            "n_env_steps_total": self.n_env_steps_total,
+            "n_rollouts_total": self.n_rollouts_total,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the learner would have whose ``state_dict`` this is.
+
+        Args:
+            state: The learner's, which had the same tasks.
+        """
+        n_before = state["n_collections"], state["n_rollouts"]
+        self._rlpool_drawn = (self.seed, state["root"], *n_before)
+        self.n_env_steps_total = state["n_env_steps_total"]
+        self.n_rollouts_total = state["n_rollouts_total"]
+
 
 def _run(learner: Any, n_rollouts: int, agent: Agent, rows: RowsEnv, deliver: Deliver) -> None:
     """Run rollouts, and deliver those that are complete even if one fails."""
@@ -189,11 +215,8 @@ def _draw_episodes(
     learner: Any, n_rollouts: int, tasks: Sequence[Any] | None, n_rows: int
 ) -> tuple[int, list[Episode], Words]:
     """Root, episodes and the keys of their noise; the learner remembers how many were drawn."""
+    root, collection, n_before = _drawn(learner)
     seed = getattr(learner, "seed", None)
-    nothing = (seed, root_from(seed), 0, 0)
-    drawn_for, root, collection, n_before = getattr(learner, "_rlpool_drawn", nothing)
-    if drawn_for != seed:
-        root = root_from(seed)
     learner._rlpool_drawn = (seed, root, collection + 1, n_before + n_rollouts)
     options: list[Options] = [None] * n_rollouts
     if tasks is not None:
@@ -202,6 +225,21 @@ def _draw_episodes(
     seeds = episode_seeds(root, n_before, n_rollouts)
     episodes = [Episode(i, seeds[i], options[i], None, i % n_rows) for i in range(n_rollouts)]
     return root, episodes, noise_keys(root, collection, n_rollouts)
+
+
+def _drawn(learner: Any) -> tuple[int, int, int]:
+    """Root, and how many collections and rollouts were drawn from it. A new seed changes the root.
+
+    Drawn once if there is no seed, and kept with the learner.
+    """
+    seed = getattr(learner, "seed", None)
+    drawn_for, root, n_collections, n_rollouts = getattr(
+        learner, "_rlpool_drawn", (object(), 0, 0, 0)
+    )
+    if drawn_for != seed:
+        root = root_from(seed)
+        learner._rlpool_drawn = (seed, root, n_collections, n_rollouts)
+    return root, n_collections, n_rollouts
 
 
 def _store_into(storage: Any, arch: AGENT_ARCHS) -> Deliver:

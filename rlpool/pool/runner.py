@@ -112,8 +112,8 @@ class EpisodeRunner:
         self._batchers: list[tuple[Batcher, list[int]]] = []
         self._has_worked = False  # the workers have completed a run
         self._sent: tuple[list[bytes], bytes] = ([], b"")
-        self.frame_stack = recognised_frame_stack(envs)
         self._pickled()  # refused now rather than by the first run
+        self.frame_stack = recognised_frame_stack(envs)
 
     def run(self) -> tuple[DictTensor, list[int]]:
         """Run one episode in every environment and wait for all of them.

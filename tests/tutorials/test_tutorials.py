@@ -21,16 +21,12 @@ TUTORIALS = sorted(FOLDER.glob("*.py"))
 
 # Flags that make a tutorial small, and the files that it leaves where it was started.
 SMALL = {
-    "a2c": ("--n-epochs 3 --n-envs 4 --n-threads 1", []),
     "arrays": ("", []),
     "datastructures": ("", []),
     "environments": ("--n-steps 20", []),
-    "meta_rl": ("--num-iters 2 --num-rollouts-per-iter 8 --envs-per-worker 2", ["meta_rl.png"]),
     "multiprocess_episode_batcher": ("--n-cartpole-episodes 40 --n-threads 1", []),
     "nonblocking": ("--n-epochs 3 --n-episodes 8 --n-evaluation-episodes 8", []),
     "pool": ("", []),
-    "recurrent_policy": ("--n-epochs 2 --n-episodes 8 --n-threads 1", ["recurrent_policy.png"]),
-    "reinforce": ("--n-epochs 3 --n-episodes 8 --n-threads 1", ["reinforce.png"]),
 }
 
 PUBLIC_MODULES = {"rlpool", "rlpool.cluster", "rlpool.patterns"}
@@ -134,38 +130,3 @@ def test_dqn_resumes_with_its_learner_and_its_pool(
     # Adam counts its steps: they go on as well.
     assert {float(p["step"]) for p in checkpoints[1]["optimizer"]["state"].values()} == {25.0}
     assert (program_folder / "dqn.png").stat().st_size
-
-
-# meta_rl.py ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def meta_rl(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function from flags to the tutorial's names and the arguments that it reads."""
-    names = runpy.run_path(str(FOLDER / "meta_rl.py"))
-
-    def read(*flags: str) -> Any:
-        monkeypatch.setattr(sys, "argv", ["meta_rl.py", *flags])
-        return names, names["parse_arguments"]()
-
-    return read
-
-
-def test_the_yaml_of_meta_rl_holds_its_defaults_and_the_command_line_comes_first(
-    meta_rl: Any, tmp_path: Path
-) -> None:
-    path = str(FOLDER / "meta_rl.yaml")
-    assert vars(meta_rl(f"--config={path}")[1]) == {**vars(meta_rl()[1]), "config": path}
-    assert meta_rl(f"--config={path}", "--seed=3")[1].seed == 3
-    wrong = tmp_path / "config.yaml"
-    wrong.write_text("env: {num_workers: 6}", encoding="utf-8")
-    with pytest.raises(SystemExit, match=r"unknown keys \['num_workers'\]"):
-        meta_rl(f"--config={wrong}")
-
-
-@pytest.mark.parametrize("n_workers", [1, 0])
-def test_one_worker_or_less_means_no_process(meta_rl: Any, n_workers: int) -> None:
-    names, arguments = meta_rl(f"--num-parallel-workers={n_workers}", "--envs-per-worker=4")
-    with names["environments"](arguments, oracle=False) as (train_env, parallel_env):
-        assert parallel_env is None
-        assert train_env.n_envs() == 4

@@ -316,5 +316,6 @@ def test_agents_with_state_and_noise_do_not_see_the_steps_between_episodes() -> 
     result = run()
     assert_equal(result, run())
     assert result.info["agent_info/gain"].tolist() == torch.linspace(0.5, 2.0, 14).tolist()
-    assert (result["hidden"][:, 0] == 0).all()
-    assert (result["hidden"][:, 1] != 0).any(-1).all()
+    gain = result.info["agent_info/gain"].unsqueeze(1)
+    assert (result["hidden"][:, 0] == gain).all()
+    assert (result["hidden"][:, 1] != gain).any(-1).all()

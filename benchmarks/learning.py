@@ -1,0 +1,212 @@
+"""Whether the tutorials learn what is published: every script on several seeds.
+
+    python benchmarks/learning.py --all                    # all runs that are not in the folder yet
+    python benchmarks/learning.py --tasks ppo-CartPole-v1  # those of one task
+    python benchmarks/learning.py --table                  # what the folder has, as Markdown
+
+A run is a process, ``python tutorials/<script>.py --seed <seed> ...``, without worker processes.
+``--jobs`` of them run at the same time; one that was cut off goes on from its checkpoint. Its
+curve, its result and the versions are written to ``<folder>/<task>-<seed>.json``, and a picture of
+all seeds to ``<folder>/<task>.png``.
+
+The result of a run is the mean return of the last 100 episodes of training at the end of the
+budget, as in CleanRL's tables; where the reference is an evaluation, the mean return of 50 greedy
+episodes after training, as in rl-baselines3-zoo's.
+
+References:
+    CleanRL's results: https://docs.cleanrl.dev/rl-algorithms/overview (Huang et al. 2022, "CleanRL:
+    High-quality single-file implementations of deep reinforcement learning algorithms").
+    rl-baselines3-zoo's: https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/benchmark.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import product
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+N_POINTS = 200
+"""Points of a curve that are kept."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A script on an environment.
+
+    Attributes:
+        script: Name of the tutorial.
+        env_id: The environment.
+        n_steps: Budget in environment steps.
+        bar: The least mean result that counts as reached, ``None`` if it is another run's.
+        reference: What is published, and by whom.
+        n_seeds: How many seeds are run.
+        n_greedy: Greedy episodes after training which are the result; 0 for training returns.
+    """
+
+    script: str
+    env_id: str
+    n_steps: int
+    bar: float | None
+    reference: str
+    n_seeds: int = 5
+    n_greedy: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.script}-{self.env_id.replace('/', '-')}"
+
+    @property
+    def published(self) -> tuple[float, float] | None:
+        """Mean and spread of the reference."""
+        words = self.reference.replace("−", "-").split()
+        numbers = [float(word) for word in words if word.lstrip("-").replace(".", "").isdigit()]
+        return (numbers[0], numbers[1]) if len(numbers) == 2 else None
+
+
+TASKS = [
+    Task("ppo", "CartPole-v1", 500_000, 485.0, "CleanRL 490.0 ± 6.1"),
+    Task("ppo", "Acrobot-v1", 500_000, -88.0, "CleanRL −86.4 ± 1.3"),
+    Task("ppo_continuous", "HalfCheetah-v4", 1_000_000, 1400.0, "CleanRL 1442.6 ± 46.0"),
+    Task("ppo_continuous", "Hopper-v4", 1_000_000, 2111.2, "CleanRL 2382.9 ± 271.7", 3),
+    Task("ppo_continuous", "Walker2d-v4", 1_000_000, 1716.2, "CleanRL 2288.0 ± 571.8", 3),
+    Task("dqn", "CartPole-v1", 500_000, 475.0, "CleanRL 488.7 ± 16.1"),
+    Task("ppo_recurrent", "CartPole-v1", 100_000, 480.0, "zoo 500 ± 0", n_greedy=50),
+    Task("sac", "Pendulum-v1", 20_000, -165.0, "zoo −157.0 ± 88.7", n_greedy=50),
+    Task("td3", "Pendulum-v1", 20_000, -165.0, "zoo −151.9 ± 90.2", n_greedy=50),
+    Task("sac", "HalfCheetah-v4", 200_000, None, "CleanRL's script, run here", 1),
+    Task("ppo_atari", "PongNoFrameskip-v4", 1_000_000, None, "CleanRL's script, run here", 1),
+]
+
+
+# Running ------------------------------------------------------------------------------------------
+
+
+def run(task: Task, seed: int, folder: Path) -> None:
+    """Run a script to its end, and write what came out."""
+    checkpoint = folder / f"{task.name}-{seed}.pt"
+    command = [sys.executable, str(REPOSITORY / "tutorials" / f"{task.script}.py")]
+    command += [f"--env-id={task.env_id}", f"--total-timesteps={task.n_steps}"]
+    command += [f"--seed={seed}", f"--checkpoint={checkpoint}"]
+    if task.n_greedy:
+        command.append(f"--evaluate={task.n_greedy}")
+    if checkpoint.exists():
+        command.append("--resume")
+    with Path(f"{checkpoint}.log").open("a") as log:
+        subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
+    progress = torch.load(checkpoint, weights_only=True)["progress"]
+    Path(result_path(task, seed, folder)).write_text(json.dumps(result_of(task, seed, progress)))
+
+
+def result_path(task: Task, seed: int, folder: Path) -> Path:
+    return folder / f"{task.name}-{seed}.json"
+
+
+def result_of(task: Task, seed: int, progress: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a run: its result, and the mean of 100 episodes at some points."""
+    returns, steps = progress["returns"], progress["steps"]
+    ends = sorted(
+        {round(point * len(returns) / N_POINTS) for point in range(1, N_POINTS + 1)} - {0}
+    )
+    final = progress["evaluation"] if task.n_greedy else returns[-100:]
+    return {
+        "task": task.name,
+        "seed": seed,
+        "n_steps": progress["n_steps"],
+        "n_episodes": len(returns),
+        "result": fmean(final),
+        "curve": [
+            [steps[end - 1], round(fmean(returns[max(0, end - 100) : end]), 3)] for end in ends
+        ],
+        "versions": {name: metadata.version(name) for name in ("rlpool", "torch", "gymnasium")},
+        "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+    }
+
+
+# Showing ------------------------------------------------------------------------------------------
+
+
+def results_of(task: Task, folder: Path) -> list[dict[str, Any]]:
+    paths = (result_path(task, seed, folder) for seed in range(1, task.n_seeds + 1))
+    return [json.loads(path.read_text()) for path in paths if path.exists()]
+
+
+def draw(task: Task, folder: Path) -> None:
+    """Draw the curves of all seeds beside what is published."""
+    from matplotlib.figure import Figure
+
+    axes = (figure := Figure(figsize=(5, 3.2), layout="constrained")).subplots()
+    results = results_of(task, folder)
+    for result in results:
+        axes.plot(*zip(*result["curve"], strict=True), linewidth=1, label=f"seed {result['seed']}")
+    if (published := task.published) is not None:
+        mean, spread = published
+        axes.axhspan(mean - spread, mean + spread, color="grey", alpha=0.2, linewidth=0)
+        axes.axhline(mean, color="grey", linestyle=":", label=task.reference.split()[0])
+    axes.set(xlabel="environment steps", ylabel="return, mean of 100 episodes", title=task.name)
+    axes.legend(fontsize="small", frameon=False)
+    figure.savefig(folder / f"{task.name}.png", dpi=100)
+
+
+def rows(tasks: Sequence[Task], folder: Path) -> Iterator[str]:
+    """The results as a table in Markdown."""
+    yield "| script | environment | steps | reference | bar | rlpool | seeds |"
+    yield "|---|---|---|---|---|---|---|"
+    for task in tasks:
+        results = [result["result"] for result in results_of(task, folder)]
+        spread = stdev(results) if len(results) > 1 else math.nan
+        ours = f"{fmean(results):.1f} ± {spread:.1f}" if results else "not run"
+        listed = ", ".join(f"{result:.1f}" for result in results)
+        bar = "see below" if task.bar is None else f"≥ {task.bar:g}"
+        kind = f" ({task.n_greedy} greedy episodes)" if task.n_greedy else ""
+        yield (
+            f"| {task.script} | {task.env_id} | {task.n_steps:,} | {task.reference}{kind} "
+            f"| {bar} | {ours} | {listed} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--all", action="store_true", help="run every task")
+    parser.add_argument("--tasks", nargs="+", default=[], choices=[task.name for task in TASKS])
+    parser.add_argument("--seeds", nargs="+", type=int, help="only these of a task's seeds")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
+    parser.add_argument("--folder", type=Path, default=REPOSITORY / "docs" / "results")
+    parser.add_argument("--table", action="store_true", help="only print what is there")
+    arguments = parser.parse_args()
+    tasks = [t for t in TASKS if arguments.all or arguments.table or t.name in arguments.tasks]
+    if not tasks:
+        parser.error("nothing to do: give --all, --tasks or --table")
+    if not arguments.table:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
+        wanted = [
+            (task, seed)
+            for seed, task in product(range(1, 6), tasks)
+            if seed <= task.n_seeds and (arguments.seeds is None or seed in arguments.seeds)
+        ]
+        missing = [w for w in wanted if not result_path(*w, arguments.folder).exists()]
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            for _ in pool.map(lambda w: run(*w, arguments.folder), missing):
+                pass
+        for task in tasks:
+            draw(task, arguments.folder)
+    print("\n".join(rows(tasks, arguments.folder)))
+
+
+if __name__ == "__main__":
+    main()

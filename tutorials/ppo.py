@@ -1,0 +1,200 @@
+"""Proximal policy optimisation (PPO) for environments with discrete actions.
+
+You will learn
+
+- how a ``Batcher`` over ``GymEnvInf`` gives windows: the next steps of environments that restart,
+- how to learn from one window several times, with ``gae`` for the advantages,
+- how a run is saved so that it resumes bit by bit, in the middle of episodes.
+
+References:
+    Schulman et al. 2017, "Proximal policy optimization algorithms".
+    Schulman et al. 2016, "High-dimensional continuous control using generalized advantage
+    estimation".
+"""
+
+import argparse
+from pathlib import Path
+from statistics import fmean
+
+import gymnasium as gym
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from rlpool import (
+    Agent,
+    Batcher,
+    DictTensor,
+    EpisodeStatistics,
+    GymEnvInf,
+    categorical_log_probability,
+    gae,
+    sample_categorical,
+)
+
+# The hyper-parameters of CleanRL's ppo.py (https://docs.cleanrl.dev/rl-algorithms/ppo), with whose
+# published results docs/results.md compares this script.
+LEARNING_RATE = 2.5e-4  # at first; it falls linearly to zero
+N_ENVS, N_STEPS = 4, 128  # a window: this many steps of each environment
+BATCH_SIZE = N_ENVS * N_STEPS
+N_EPOCHS, N_MINIBATCHES = 4, 4  # how often and in how many parts to learn from a window
+DISCOUNT, LAMBDA = 0.99, 0.95  # lambda: between one-step differences (0) and whole returns (1)
+CLIP = 0.2  # how far the probability of an action, and a value, may move per window
+VALUE_WEIGHT, ENTROPY_WEIGHT, MAX_GRADIENT_NORM = 0.5, 0.01, 0.5
+
+
+class ActorCritic(nn.Module, Agent):
+    n_noise = 1  # random numbers per step, the same in every run
+
+    def __init__(self, n_inputs, n_actions):
+        super().__init__()
+        self.actor = make_network(n_inputs, n_actions, last_gain=0.01)
+        self.critic = make_network(n_inputs, 1, last_gain=1.0)
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        logits = self.actor(observation["frame"])
+        action, log_probability = sample_categorical(logits, observation["noise"])
+        output = {"action": action, "log_probability": log_probability}
+        return DictTensor(), DictTensor(output), DictTensor()
+
+    update = nn.Module.load_state_dict  # takes over what batcher.update() sends
+
+
+def make_network(n_inputs, n_outputs, last_gain):
+    layers = nn.Linear(n_inputs, 64), nn.Linear(64, 64), nn.Linear(64, n_outputs)
+    for layer, gain in zip(layers, (2**0.5, 2**0.5, last_gain), strict=True):
+        nn.init.orthogonal_(layer.weight, gain)
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+
+def create_env(seed, env_id, n_envs):
+    # "Inf" for infinite: an environment whose episode ended starts the next one at once.
+    return GymEnvInf([gym.make(env_id) for _ in range(n_envs)], seed)
+
+
+def learn(agent, optimizer, window):
+    """Learn from one window; returns the losses of the last minibatch."""
+    with torch.no_grad():
+        # "_frame" is what an action led to, also where the next step has another episode's first
+        # observation: what would have followed a time limit counts, what follows an end does not.
+        value, next_value = (agent.critic(window[key]).squeeze(-1) for key in ("frame", "_frame"))
+        reward, terminated, done = (window[key] for key in ("_reward", "_terminated", "_done"))
+        advantage = gae(reward, value, next_value, terminated, done, DISCOUNT, LAMBDA)
+    parts = [window["frame"], window["action"], window["log_probability"]]
+    parts = [part.flatten(0, 1) for part in (*parts, value, advantage, advantage + value)]
+    for _ in range(N_EPOCHS):
+        for rows in torch.randperm(done.numel()).chunk(N_MINIBATCHES):
+            losses = losses_of(agent, *(part[rows] for part in parts))
+            loss = losses["policy"] + VALUE_WEIGHT * losses["value"]
+            optimizer.zero_grad()
+            (loss - ENTROPY_WEIGHT * losses["entropy"]).backward()
+            nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRADIENT_NORM)
+            optimizer.step()
+    return losses
+
+
+def losses_of(agent, frame, action, old_log_probability, old_value, advantage, target):
+    logits = agent.actor(frame)
+    ratio = (categorical_log_probability(logits, action) - old_log_probability).exp()
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    gain = torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+    value = agent.critic(frame).squeeze(-1)
+    clipped = old_value + (value - old_value).clamp(-CLIP, CLIP)
+    error = torch.max((value - target).square(), (clipped - target).square())
+    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    return {"policy": -gain.mean(), "value": 0.5 * error.mean(), "entropy": entropy.mean()}
+
+
+def save_checkpoint(path, parts, progress):
+    """Save all that a run consists of; there is a complete file at any time."""
+    state = {name: part.state_dict() for name, part in parts.items()}
+    torch.save({**state, "random": torch.get_rng_state(), "progress": progress}, f"{path}.new")
+    Path(f"{path}.new").replace(path)
+
+
+def load_checkpoint(path, parts):
+    state = torch.load(path, weights_only=True)  # tensors and plain values: no code is run
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    torch.set_rng_state(state["random"])
+    return state["progress"]
+
+
+def save_curve(progress, path):
+    from matplotlib.figure import Figure  # here, because workers import this file as well
+
+    axes = (figure := Figure(layout="constrained")).subplots()
+    sums = torch.tensor([0.0, *progress["returns"]]).cumsum(0)
+    axes.plot(progress["steps"], progress["returns"], ".", markersize=1, color="lightgrey")
+    axes.plot(progress["steps"][99:], (sums[100:] - sums[:-100]) / 100)
+    axes.set(xlabel="environment steps", ylabel="return, average of 100 episodes")
+    figure.savefig(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--env-id", default="CartPole-v1", help="with a vector as observation")
+    parser.add_argument("--total-timesteps", type=int, default=500_000)
+    parser.add_argument("--n-threads", type=int, default=0, help="worker processes, 0 for none")
+    parser.add_argument("--seed", type=int, default=1, help="another one is another run")
+    parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
+    parser.add_argument("--checkpoint", default="ppo.pt", help="its curve is a .png")
+    parser.add_argument("--checkpoint-interval", type=int, default=100, help="in windows")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the networks are small
+    torch.manual_seed(arguments.seed)
+    env = gym.make(arguments.env_id)
+    sizes = {"n_inputs": env.observation_space.shape[0], "n_actions": int(env.action_space.n)}
+    agent, episodes = ActorCritic(**sizes), EpisodeStatistics()
+    optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5, fused=True)
+    progress = {"n_steps": 0, "steps": [], "returns": []}  # one entry per episode
+    writer = None
+    if arguments.track:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(arguments.track)
+    with Batcher(
+        n_timesteps=N_STEPS,
+        n_threads=arguments.n_threads,
+        seeds=arguments.seed,
+        create_agent=ActorCritic,
+        agent_args=sizes,
+        create_env=create_env,
+        env_args={"env_id": arguments.env_id, "n_envs": N_ENVS // max(1, arguments.n_threads)},
+    ) as batcher:
+        batcher.reset()
+        parts = {"agent": agent, "optimizer": optimizer, "batcher": batcher, "episodes": episodes}
+        if arguments.resume:
+            progress = load_checkpoint(arguments.checkpoint, parts)
+        total = arguments.total_timesteps
+        bar = tqdm(desc="PPO", unit=" steps", total=total, initial=progress["n_steps"])
+        while progress["n_steps"] + BATCH_SIZE <= total:
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - progress["n_steps"] / total)
+            batcher.update(agent.state_dict())
+            batcher.execute()
+            window = batcher.get()
+            losses = learn(agent, optimizer, window)
+            progress["n_steps"] += BATCH_SIZE
+            returns = episodes.update(window).returns.tolist()
+            progress["steps"] += [progress["n_steps"]] * len(returns)
+            progress["returns"] += returns
+            average = fmean(progress["returns"][-100:] or [0.0])
+            bar.set_postfix({"return": f"{average:.1f}"}, refresh=False)
+            bar.update(BATCH_SIZE)
+            if writer is not None:
+                for name, value in {**losses, "return": average}.items():
+                    writer.add_scalar(name, value, progress["n_steps"])
+            if progress["n_steps"] // BATCH_SIZE % arguments.checkpoint_interval == 0:
+                save_checkpoint(arguments.checkpoint, parts, progress)
+        save_checkpoint(arguments.checkpoint, parts, progress)
+        bar.close()
+
+    average = fmean(progress["returns"][-100:] or [0.0])
+    print(f"average return of the last 100 episodes: {average:.1f}")
+    save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

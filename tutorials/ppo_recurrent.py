@@ -1,0 +1,267 @@
+"""Proximal policy optimisation (PPO) with a recurrent policy, where velocities are hidden.
+
+You will learn
+
+- how an agent keeps a state, here those of two GRU cells, and where that of an episode starts,
+- how ``replay_agent`` runs whole sequences again, with gradients through time: from the state that
+  is stored at the start of each row, and from the initial state where an episode starts inside it,
+- how ``evaluate`` runs a trained policy greedily, by way of ``agent_info``.
+
+References:
+    Schulman et al. 2017, "Proximal policy optimization algorithms".
+    Hausknecht and Stone 2015, "Deep recurrent Q-learning for partially observable MDPs", from
+    where hiding velocities is known as a test of memory.
+"""
+
+import argparse
+from pathlib import Path
+from statistics import fmean
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from rlpool import (
+    Agent,
+    Batcher,
+    DictTensor,
+    EpisodeStatistics,
+    GymEnvInf,
+    categorical_log_probability,
+    discounted_returns,
+    evaluate,
+    gae,
+    replay_agent,
+    sample_categorical,
+)
+
+# The hyper-parameters of rl-baselines3-zoo's ppo_lstm for CartPoleNoVel-v1, with whose published
+# result (https://github.com/DLR-RM/rl-baselines3-zoo) docs/results.md compares this script.
+LEARNING_RATE = 1e-3  # at first; it falls linearly to zero
+N_ENVS, N_STEPS = 8, 32  # a window: this many steps of each environment
+BATCH_SIZE = N_ENVS * N_STEPS
+N_EPOCHS = 20  # how often to learn from a window, each time from all of it
+DISCOUNT, LAMBDA = 0.98, 0.8  # lambda: between one-step differences (0) and whole returns (1)
+CLIP = 0.2  # at first: how far the probability of an action may move per window; to zero as well
+VALUE_WEIGHT, MAX_GRADIENT_NORM = 0.5, 0.5
+LIMIT = 10.0  # of normalised observations and rewards
+N_HIDDEN = 64
+
+
+class Normalizer(nn.Module):
+    """Subtracts a running mean (or not), and divides by the running standard deviation."""
+
+    def __init__(self, size, centered=True):
+        super().__init__()
+        self.centered = centered
+        self.register_buffer("count", torch.tensor(1e-4, dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("variance", torch.ones(size, dtype=torch.float64))
+
+    def include(self, values):
+        """Take more values ``[n, size]`` into account."""
+        values = values.double()
+        difference, n = values.mean(0) - self.mean, len(values)
+        total = self.count + n
+        squares = self.variance * self.count + values.var(0, correction=0) * n
+        self.variance.copy_((squares + difference**2 * self.count * n / total) / total)
+        self.mean += difference * n / total
+        self.count += n
+
+    def forward(self, values):
+        mean = self.mean.float() if self.centered else 0.0
+        return ((values - mean) / (self.variance.float() + 1e-8).sqrt()).clamp(-LIMIT, LIMIT)
+
+
+class Memory(nn.Module):
+    """A recurrent network: what it returns depends on all observations of the episode."""
+
+    def __init__(self, n_inputs, n_outputs):
+        super().__init__()
+        self.cell = nn.GRUCell(n_inputs, N_HIDDEN)
+        self.head = nn.Sequential(
+            nn.Linear(N_HIDDEN, N_HIDDEN), nn.ReLU(), nn.Linear(N_HIDDEN, n_outputs)
+        )
+
+    def forward(self, frame, hidden):
+        hidden = self.cell(frame, hidden)
+        return self.head(hidden), hidden
+
+
+class RecurrentActorCritic(nn.Module, Agent):
+    n_noise = 1  # random numbers per step, the same in every run
+
+    def __init__(self, n_inputs, n_actions):
+        super().__init__()
+        self.normalizer = Normalizer(n_inputs)
+        self.actor, self.critic = Memory(n_inputs, n_actions), Memory(n_inputs, 1)
+
+    def initial_state(self, agent_info, n):
+        return DictTensor({"actor": torch.zeros(n, N_HIDDEN), "critic": torch.zeros(n, N_HIDDEN)})
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        frame = self.normalizer(observation["frame"])
+        logits, actor = self.actor(frame, state["actor"])
+        value, critic = self.critic(frame, state["critic"])
+        action, log_probability = sample_categorical(logits, observation["noise"])
+        if agent_info is not None:
+            action = torch.where(agent_info["is_greedy"], logits.argmax(-1), action)
+        output = {"action": action, "log_probability": log_probability}
+        output |= {"logits": logits, "value": value.squeeze(-1)}
+        return state, DictTensor(output), DictTensor({"actor": actor, "critic": critic})
+
+    update = nn.Module.load_state_dict  # takes over what batcher.update() sends
+
+
+# What can be seen in one picture, 1, and the velocities, 0.
+VISIBLE = {"CartPole-v1": [1, 0, 1, 0], "MountainCar-v0": [1, 0], "Acrobot-v1": [1, 1, 1, 1, 0, 0]}
+
+
+class WithoutVelocities(gym.ObservationWrapper):
+    def observation(self, observation):
+        return observation * np.float32(VISIBLE[self.spec.id])
+
+
+def create_env(seed, env_id, n_envs):
+    return GymEnvInf([WithoutVelocities(gym.make(env_id)) for _ in range(n_envs)], seed)
+
+
+def learn(agent, reward_scale, optimizer, window, clip):
+    """Learn from one window; returns the losses of the last epoch."""
+    with torch.no_grad():
+        # "_frame" and "_critic" are what follows a step, also where the next step has another
+        # episode's: what would have followed a time limit counts, what follows an end does not.
+        next_frame = agent.normalizer(window["_frame"]).flatten(0, 1)
+        hidden = window["_critic"].flatten(0, 1)
+        value, next_value = window["value"], agent.critic(next_frame, hidden)[0].view(N_ENVS, -1)
+        reward, terminated, done = (window[key] for key in ("_reward", "_terminated", "_done"))
+        reward_scale.include(discounted_returns(reward, done, DISCOUNT).flatten())
+        reward = reward_scale(reward)
+        advantage = gae(reward, value, next_value, terminated, done, DISCOUNT, LAMBDA)
+        target = advantage + value
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    for _ in range(N_EPOCHS):
+        outputs = replay_agent(agent, window)  # step by step, with gradients through time
+        log_probability = categorical_log_probability(
+            outputs["logits"].flatten(0, 1), window["action"].flatten()
+        ).view_as(advantage)
+        ratio = (log_probability - window["log_probability"]).exp()
+        gain = torch.min(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+        error = (outputs["value"] - target).square()
+        losses = {"policy": -gain.mean(), "value": error.mean()}
+        optimizer.zero_grad()
+        (losses["policy"] + VALUE_WEIGHT * losses["value"]).backward()
+        nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRADIENT_NORM)
+        optimizer.step()
+    agent.normalizer.include(window["frame"].flatten(0, 1))  # used from the next window on
+    return losses
+
+
+def save_checkpoint(path, parts, progress):
+    """Save all that a run consists of; there is a complete file at any time."""
+    state = {name: part.state_dict() for name, part in parts.items()}
+    torch.save({**state, "random": torch.get_rng_state(), "progress": progress}, f"{path}.new")
+    Path(f"{path}.new").replace(path)
+
+
+def load_checkpoint(path, parts):
+    state = torch.load(path, weights_only=True)  # tensors and plain values: no code is run
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    torch.set_rng_state(state["random"])
+    return state["progress"]
+
+
+def save_curve(progress, path):
+    from matplotlib.figure import Figure  # here, because workers import this file as well
+
+    axes = (figure := Figure(layout="constrained")).subplots()
+    sums = torch.tensor([0.0, *progress["returns"]]).cumsum(0)
+    axes.plot(progress["steps"], progress["returns"], ".", markersize=1, color="lightgrey")
+    axes.plot(progress["steps"][99:], (sums[100:] - sums[:-100]) / 100)
+    axes.set(xlabel="environment steps", ylabel="return, average of 100 episodes")
+    figure.savefig(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--env-id", default="CartPole-v1", choices=VISIBLE)
+    parser.add_argument("--total-timesteps", type=int, default=100_000)
+    parser.add_argument("--n-threads", type=int, default=0, help="worker processes, 0 for none")
+    parser.add_argument("--seed", type=int, default=1, help="another one is another run")
+    parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
+    parser.add_argument("--checkpoint", default="ppo_recurrent.pt", help="its curve is a .png")
+    parser.add_argument("--checkpoint-interval", type=int, default=100, help="in windows")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--evaluate", type=int, default=50, help="greedy episodes at the end")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the networks are small
+    torch.manual_seed(arguments.seed)
+    n_actions = int(gym.make(arguments.env_id).action_space.n)
+    sizes = {"n_inputs": len(VISIBLE[arguments.env_id]), "n_actions": n_actions}
+    agent, episodes = RecurrentActorCritic(**sizes), EpisodeStatistics()
+    reward_scale = Normalizer((), centered=False)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5, fused=True)
+    progress = {"n_steps": 0, "steps": [], "returns": []}  # one entry per episode
+    writer = None
+    if arguments.track:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(arguments.track)
+    with Batcher(
+        n_timesteps=N_STEPS,
+        n_threads=arguments.n_threads,
+        seeds=arguments.seed,
+        create_agent=RecurrentActorCritic,
+        agent_args=sizes,
+        create_env=create_env,
+        env_args={"env_id": arguments.env_id, "n_envs": N_ENVS // max(1, arguments.n_threads)},
+    ) as batcher:
+        batcher.reset()
+        parts = {"agent": agent, "reward_scale": reward_scale, "optimizer": optimizer}
+        parts |= {"batcher": batcher, "episodes": episodes}
+        if arguments.resume:
+            progress = load_checkpoint(arguments.checkpoint, parts)
+        total = arguments.total_timesteps
+        bar = tqdm(desc="PPO", unit=" steps", total=total, initial=progress["n_steps"])
+        while progress["n_steps"] + BATCH_SIZE <= total:
+            share_left = 1 - progress["n_steps"] / total
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * share_left
+            batcher.update(agent.state_dict())
+            batcher.execute()
+            window = batcher.get()
+            losses = learn(agent, reward_scale, optimizer, window, CLIP * share_left)
+            progress["n_steps"] += BATCH_SIZE
+            returns = episodes.update(window).returns.tolist()
+            progress["steps"] += [progress["n_steps"]] * len(returns)
+            progress["returns"] += returns
+            average = fmean(progress["returns"][-100:] or [0.0])
+            bar.set_postfix({"return": f"{average:.1f}"}, refresh=False)
+            bar.update(BATCH_SIZE)
+            if writer is not None:
+                for name, value in {**losses, "return": average}.items():
+                    writer.add_scalar(name, value, progress["n_steps"])
+            if progress["n_steps"] // BATCH_SIZE % arguments.checkpoint_interval == 0:
+                save_checkpoint(arguments.checkpoint, parts, progress)
+        bar.close()
+        evaluation = evaluate(
+            agent,
+            create_env,
+            arguments.evaluate,
+            env_args={"env_id": arguments.env_id, "n_envs": N_ENVS},
+            seeds=arguments.seed,
+            agent_info={"is_greedy": True},
+        )
+        progress["evaluation"] = evaluation.returns.tolist()
+        save_checkpoint(arguments.checkpoint, parts, progress)
+
+    average = fmean(progress["returns"][-100:] or [0.0])
+    print(f"average return of the last 100 episodes: {average:.1f}")
+    print(f"{arguments.evaluate} greedy episodes: {evaluation.returns.mean():.1f}")
+    save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
