@@ -8,9 +8,6 @@ You will learn
 
     python tutorials/ppo_atari.py --env-id breakout --seed 1 --track
 
-Most of the time goes into minibatches. On a CPU that multiplies such numbers, ``--bfloat16`` saves
-some of it. docs/results.md compares returns and speed with CleanRL's.
-
 References:
     Schulman et al. 2017, "Proximal policy optimization algorithms".
     Mnih et al. 2015, "Human-level control through deep reinforcement learning": the network.
@@ -41,13 +38,11 @@ from rlpool import (
 # The hyper-parameters of CleanRL's ppo_atari.py (https://docs.cleanrl.dev/rl-algorithms/ppo), with
 # which docs/results.md compares this script.
 LEARNING_RATE = 2.5e-4  # at first; it falls linearly to zero
-N_ENVS, N_STEPS = 8, 128  # a window: this many steps, of four frames, of each environment
-BATCH_SIZE = N_ENVS * N_STEPS
+N_ENVS, N_STEPS, BATCH_SIZE = 8, 128, 8 * 128  # a window: steps, of four frames, of each game
 N_EPOCHS, N_MINIBATCHES = 4, 4  # how often and in how many parts to learn from a window
 DISCOUNT, LAMBDA = 0.99, 0.95  # lambda: between one-step differences (0) and whole returns (1)
 CLIP = 0.1  # how far the probability of an action, and a value, may move per window
 VALUE_WEIGHT, ENTROPY_WEIGHT, MAX_GRADIENT_NORM = 0.5, 0.01, 0.5
-
 LAYOUT = torch.channels_last  # of images: convolutions take half the time
 
 
@@ -73,7 +68,6 @@ class ActorCritic(nn.Module, Agent):
     def __call__(self, state, observation, agent_info=None, history=None):
         logits, value = self.logits_and_value(observation["frame"])
         action, log_probability = sample_categorical(logits, observation["noise"])
-        # The learner needs the value, too: stored, it is not computed twice.
         output = {"action": action, "log_probability": log_probability, "value": value}
         return DictTensor(), DictTensor(output), DictTensor()
 
@@ -81,16 +75,14 @@ class ActorCritic(nn.Module, Agent):
         pixels = frame.to(torch.float32, memory_format=LAYOUT).div_(255)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
             hidden = self.network(pixels)
-        hidden = hidden.float()
-        return self.actor(hidden), self.critic(hidden).squeeze(-1)
+        return self.actor(hidden.float()), self.critic(hidden.float()).squeeze(-1)
 
     update = nn.Module.load_state_dict  # takes over what batcher.update() sends
 
 
 def create_env(seed, env_id, n_threads):
-    # In C++: up to 30 idle steps at first, and the fire button; each action for 4 frames; the
-    # brighter pixels of the last two, grey, 84 x 84; stacks of four. Rewards are clipped by the
-    # learner, so that returns are those of the game.
+    # Frames are skipped, shrunk and stacked in C++. Rewards are clipped by the learner, so that
+    # returns are those of the game.
     n_envs, cores = (N_ENVS // n_threads, 1) if n_threads else (N_ENVS, 0)  # 0: all
     env = AtariVectorEnv(env_id, n_envs, num_threads=cores, reward_clipping=False)
     return VectorGymEnv(env, seed, auto_reset=True, info_keys={"lives": np.int32})
@@ -108,8 +100,7 @@ def learn(agent, optimizer, window):
         next_value[is_last] = agent.logits_and_value(window["_frame"][is_last])[1]
     has_lost_life = window["_lives"] < window["lives"]
     terminated, done = (window[key] | has_lost_life for key in ("_terminated", "_done"))
-    reward = window["_reward"].sign()
-    advantage = gae(reward, value, next_value, terminated, done, DISCOUNT, LAMBDA)
+    advantage = gae(window["_reward"].sign(), value, next_value, terminated, done, DISCOUNT, LAMBDA)
     frame = window["frame"].flatten(0, 1).contiguous(memory_format=LAYOUT)  # still bytes
     parts = window["action"], window["log_probability"], value, advantage, advantage + value
     parts = [frame, *(part.flatten() for part in parts)]
@@ -166,7 +157,7 @@ def main():
     parser.add_argument("--env-id", default="pong", help="a game of ale-py: space_invaders, ...")
     parser.add_argument("--total-timesteps", type=int, default=1_000_000)
     parser.add_argument("--n-threads", type=int, default=2, help="worker processes: 0, 1, 2, 4, 8")
-    parser.add_argument("--bfloat16", action="store_true", help="faster where the CPU has them")
+    parser.add_argument("--bfloat16", action="store_true", help="faster if the CPU multiplies them")
     parser.add_argument("--seed", type=int, default=1, help="another one is another run")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
     parser.add_argument("--checkpoint", default="ppo_atari.pt", help="its curve is a .png")
