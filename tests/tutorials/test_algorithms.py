@@ -24,6 +24,7 @@ SMALL = {
     "meta_rl": "--num-iters=3 --num-rollouts-per-iter=8 --envs-per-worker=2 "
     "--num-parallel-workers=0 --checkpoint-interval=1",
     "ppo": "--total-timesteps=2048 --checkpoint-interval=1",
+    "ppo_atari": "--total-timesteps=2048 --checkpoint-interval=1 --n-threads=0",
     "ppo_continuous": "--env-id=Pendulum-v1 --total-timesteps=4096 --checkpoint-interval=1",
     "ppo_recurrent": "--total-timesteps=1024 --checkpoint-interval=1 --evaluate=2",
     "reinforce": "--n-epochs=4 --checkpoint-interval=1 --n-threads=1",
