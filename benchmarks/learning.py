@@ -88,7 +88,7 @@ TASKS = [
     Task("sac", "Pendulum-v1", 20_000, -165.0, "zoo −157.0 ± 88.7", n_greedy=50),
     Task("td3", "Pendulum-v1", 20_000, -165.0, "zoo −151.9 ± 90.2", n_greedy=50),
     Task("sac", "HalfCheetah-v4", 200_000, None, "CleanRL's script, run here", 1),
-    Task("ppo_atari", "PongNoFrameskip-v4", 1_000_000, None, "CleanRL's script, run here", 1),
+    Task("ppo_atari", "pong", 1_000_000, None, "CleanRL's script, run here", 1),
 ]
 
 

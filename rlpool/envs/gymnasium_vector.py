@@ -1,4 +1,4 @@
-"""Adapts Gymnasium's ``SyncVectorEnv`` and ``AsyncVectorEnv``: which lane fails, and how."""
+"""Adapts vector environments that are known: how lanes are reset, which one fails, and how."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
 
+from rlpool.envs.atari_lanes import resets_atari_lanes, take_a_seed_per_lane
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError
 
@@ -30,7 +31,8 @@ def adapt(env: VectorEnv[Any, Any, Any], owner: VecEnv) -> None:
     """Let one of Gymnasium's own vector environments say which lane fails.
 
     Args:
-        env: A vector environment, wrapped or not. Others than Gymnasium's are left as they are.
+        env: A vector environment, wrapped or not. ale-py's is made to take a seed per lane; others
+            than these are left as they are.
         owner: Its ``lane_in_use`` tells. It copies observations before the next call.
 
     Raises:
@@ -55,6 +57,8 @@ def adapt(env: VectorEnv[Any, Any, Any], owner: VecEnv) -> None:
                 'vector_kwargs={"autoreset_mode": AutoresetMode.DISABLED})',
             )
         base._raise_if_errors = _raiser(base)
+    elif owner.seeding == "episode" and resets_atari_lanes(env):
+        take_a_seed_per_lane(base)
 
 
 class _Marked(list[Any]):

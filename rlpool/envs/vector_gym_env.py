@@ -34,9 +34,10 @@ class VectorGymEnv(VecEnv):
     how far episodes can be repeated, which depends on how the vector environment is reset:
 
     - ``"episode"``: single lanes, each with a seed of its own, by ``reset(seed=[...],
-      options={"reset_mask": ...})``: Gymnasium's ``SyncVectorEnv`` and ``AsyncVectorEnv``, and
-      others with ``AutoresetMode.DISABLED``. Everything that rlpool promises for a ``GymEnv``
-      holds. Lanes with different options are reset one after another, by one call for each.
+      options={"reset_mask": ...})``: Gymnasium's ``SyncVectorEnv`` and ``AsyncVectorEnv``,
+      ale-py's ``AtariVectorEnv`` with ``AutoresetMode.NEXT_STEP``, and others with
+      ``AutoresetMode.DISABLED``. Everything that rlpool promises for a ``GymEnv`` holds. Lanes with
+      different options are reset one after another, by one call for each.
     - ``"request"``: only all lanes together, as Gymnasium's ``CartPoleVectorEnv``. Every request
       begins with one reset of all lanes, seeded; later episodes begin by the environment's own
       auto-reset. The same requests give the same bits for the same number of workers and lanes,

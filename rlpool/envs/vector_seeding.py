@@ -10,6 +10,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from torch.utils import _pytree as pytree
 
+from rlpool.envs.atari_lanes import resets_atari_lanes
 from rlpool.envs.columns import as_array
 from rlpool.envs.envpool_lanes import EnvPoolLanes
 from rlpool.envs.gymnasium_vector import autoreset_mode
@@ -26,8 +27,8 @@ Rows = list[Array]
 def detected_seeding(env: VectorEnv[Any, Any, Any]) -> Seeding:
     """Find out what can be seeded; afterwards all lanes need a reset.
 
-    Gymnasium's ``SyncVectorEnv`` and ``AsyncVectorEnv`` and EnvPool are known. Others are reset and
-    stepped a few times, with the same seeds.
+    Gymnasium's ``SyncVectorEnv`` and ``AsyncVectorEnv``, ale-py's ``AtariVectorEnv`` and EnvPool
+    are known. Others are reset and stepped a few times, with the same seeds.
 
     Args:
         env: The vector environment, wrapped or not.
@@ -35,7 +36,7 @@ def detected_seeding(env: VectorEnv[Any, Any, Any]) -> Seeding:
     Raises:
         SpecError: If it cannot be reset with a seed and without options, so that nothing shows.
     """
-    if isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
+    if isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv) or resets_atari_lanes(env):
         return "episode"
     if isinstance(env.unwrapped, EnvPoolLanes):
         return "stream"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,19 +10,26 @@ from typing import Any
 import pytest
 import torch
 
+from rlpool import Pool, TemporalDictTensor
+
 from support.programs import run_as_main
 
 FOLDER = Path(__file__).resolve().parents[2] / "tutorials"
 
 # Flags with which each script saves several times within a few seconds.
+CONTINUOUS = "--total-timesteps=260 --learning-starts=205 --batch-size=16 --checkpoint-interval=220"
 SMALL = {
     "a2c": "--total-timesteps=400 --checkpoint-interval=4",
+    "dqn": "--total-timesteps=700 --learning-starts=200 --checkpoint-interval=510",
     "meta_rl": "--num-iters=3 --num-rollouts-per-iter=8 --envs-per-worker=2 "
     "--num-parallel-workers=0 --checkpoint-interval=1",
     "ppo": "--total-timesteps=2048 --checkpoint-interval=1",
+    "ppo_atari": "--total-timesteps=2048 --checkpoint-interval=1 --n-threads=0",
     "ppo_continuous": "--env-id=Pendulum-v1 --total-timesteps=4096 --checkpoint-interval=1",
     "ppo_recurrent": "--total-timesteps=1024 --checkpoint-interval=1 --evaluate=2",
     "reinforce": "--n-epochs=4 --checkpoint-interval=1 --n-threads=1",
+    "sac": CONTINUOUS,
+    "td3": f"{CONTINUOUS} --evaluate=2",
 }
 
 
@@ -75,6 +83,27 @@ def test_a_run_that_is_cut_off_resumes_bit_by_bit(
     for key, value in expected.items():
         equal = torch.equal(value, got[key]) if torch.is_tensor(value) else value == got[key]
         assert equal, key
+
+
+@pytest.mark.parametrize("name", ["dqn", "sac", "td3"])
+def test_targets_are_cut_off_by_a_termination_only(name: str) -> None:
+    is_last = torch.tensor([[False, False, True]] * 2)
+    steps = {
+        "frame": torch.randn(2, 3, 3),
+        "action": torch.rand(2, 3, 1),
+        "_reward": torch.ones(2, 3),
+    }
+    ends = {"_done": is_last, "_terminated": is_last & torch.tensor([[True], [False]])}
+    pool = Pool(pool_size=6, seed=0)
+    pool.extend(TemporalDictTensor({**steps, **ends, "_frame": torch.randn(2, 3, 3)}))
+    batch = pool.transitions()
+    script = runpy.run_path(str(FOLDER / f"{name}.py"))
+    if name == "dqn":
+        targets = script["targets_of"](batch, script["QNetwork"](3, 2))
+    else:
+        sizes = {"n_inputs": 3, "n_actions": 1} | ({"hidden": (8, 8)} if name == "td3" else {})
+        targets = script["Learner"](**sizes, hyper=script["PENDULUM"]).targets_of(batch)
+    assert ((targets == batch["_reward"]) == batch["_terminated"]).all()
 
 
 def test_a_run_is_logged_for_tensorboard(program_folder: Path) -> None:

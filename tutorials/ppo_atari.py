@@ -1,0 +1,220 @@
+"""Proximal policy optimisation (PPO) for Atari games, from pixels.
+
+You will learn
+
+- how a vector environment in C++, ale-py's, becomes lanes that restart by themselves,
+- how a key of ``info`` reaches the learner: a lost life ends what an action is credited for,
+- what a convolutional network needs to learn fast on a CPU.
+
+    python tutorials/ppo_atari.py --env-id breakout --seed 1 --track
+
+References:
+    Schulman et al. 2017, "Proximal policy optimization algorithms".
+    Mnih et al. 2015, "Human-level control through deep reinforcement learning": the network.
+    Huang et al. 2022, "The 37 implementation details of proximal policy optimization".
+"""
+
+import argparse
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import torch
+from ale_py.vector_env import AtariVectorEnv
+from torch import nn
+from tqdm import tqdm
+
+from rlpool import (
+    Agent,
+    Batcher,
+    DictTensor,
+    EpisodeStatistics,
+    VectorGymEnv,
+    categorical_log_probability,
+    gae,
+    sample_categorical,
+)
+
+# The hyper-parameters of CleanRL's ppo_atari.py (https://docs.cleanrl.dev/rl-algorithms/ppo), with
+# which docs/results.md compares this script.
+LEARNING_RATE = 2.5e-4  # at first; it falls linearly to zero
+N_ENVS, N_STEPS, BATCH_SIZE = 8, 128, 8 * 128  # a window: steps, of four frames, of each game
+N_EPOCHS, N_MINIBATCHES = 4, 4  # how often and in how many parts to learn from a window
+DISCOUNT, LAMBDA = 0.99, 0.95  # lambda: between one-step differences (0) and whole returns (1)
+CLIP = 0.1  # how far the probability of an action, and a value, may move per window
+VALUE_WEIGHT, ENTROPY_WEIGHT, MAX_GRADIENT_NORM = 0.5, 0.01, 0.5
+LAYOUT = torch.channels_last  # of images: convolutions take half the time
+
+
+class ActorCritic(nn.Module, Agent):
+    """A policy and a critic that see with the same network."""
+
+    n_noise = 1  # random numbers per step, the same in every run
+
+    def __init__(self, n_actions, bfloat16):
+        super().__init__()
+        self.bfloat16 = bfloat16
+        # The last convolution is a linear layer of all that is left, and keeps the layout.
+        sizes = (4, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1), (64, 512, 7, 1)
+        layers = [part for size in sizes for part in (nn.Conv2d(*size), nn.ReLU())]
+        self.network = nn.Sequential(*layers, nn.Flatten())
+        self.actor, self.critic = nn.Linear(512, n_actions), nn.Linear(512, 1)
+        gains = (2**0.5, 2**0.5, 2**0.5, 2**0.5, 0.01, 1.0)
+        for layer, gain in zip((*layers[::2], self.actor, self.critic), gains, strict=True):
+            nn.init.orthogonal_(layer.weight, gain)
+            nn.init.zeros_(layer.bias)
+        self.to(memory_format=LAYOUT)
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        logits, value = self.logits_and_value(observation["frame"])
+        action, log_probability = sample_categorical(logits, observation["noise"])
+        output = {"action": action, "log_probability": log_probability, "value": value}
+        return DictTensor(), DictTensor(output), DictTensor()
+
+    def logits_and_value(self, frame):
+        pixels = frame.to(torch.float32, memory_format=LAYOUT).div_(255)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
+            hidden = self.network(pixels)
+        return self.actor(hidden.float()), self.critic(hidden.float()).squeeze(-1)
+
+    update = nn.Module.load_state_dict  # takes over what batcher.update() sends
+
+
+def create_env(seed, env_id, n_threads):
+    # Frames are skipped, shrunk and stacked in C++. Rewards are clipped by the learner, so that
+    # returns are those of the game.
+    n_envs, cores = (N_ENVS // n_threads, 1) if n_threads else (N_ENVS, 0)  # 0: all
+    env = AtariVectorEnv(env_id, n_envs, num_threads=cores, reward_clipping=False)
+    return VectorGymEnv(env, seed, auto_reset=True, info_keys={"lives": np.int32})
+
+
+def learn(agent, optimizer, window):
+    """Learn from one window; returns the losses of the last minibatch."""
+    value = window["value"]
+    # What an action led to is what the next step began with, except at the end of the window and
+    # where the next step is another episode's: there a truncated one counts, a terminated does not.
+    next_value = value.roll(-1, dims=1)
+    is_last = window["_truncated"].clone()
+    is_last[:, -1] = True
+    with torch.no_grad():
+        next_value[is_last] = agent.logits_and_value(window["_frame"][is_last])[1]
+    has_lost_life = window["_lives"] < window["lives"]
+    terminated, done = (window[key] | has_lost_life for key in ("_terminated", "_done"))
+    advantage = gae(window["_reward"].sign(), value, next_value, terminated, done, DISCOUNT, LAMBDA)
+    frame = window["frame"].flatten(0, 1).contiguous(memory_format=LAYOUT)  # still bytes
+    parts = window["action"], window["log_probability"], value, advantage, advantage + value
+    parts = [frame, *(part.flatten() for part in parts)]
+    for _ in range(N_EPOCHS):
+        for rows in torch.randperm(done.numel()).chunk(N_MINIBATCHES):
+            losses = losses_of(agent, *(part[rows] for part in parts))
+            loss = losses["policy"] + VALUE_WEIGHT * losses["value"]
+            optimizer.zero_grad()
+            (loss - ENTROPY_WEIGHT * losses["entropy"]).backward()
+            nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRADIENT_NORM)
+            optimizer.step()
+    return losses
+
+
+def losses_of(agent, frame, action, old_log_probability, old_value, advantage, target):
+    logits, value = agent.logits_and_value(frame)
+    ratio = (categorical_log_probability(logits, action) - old_log_probability).exp()
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    gain = torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+    clipped = old_value + (value - old_value).clamp(-CLIP, CLIP)
+    error = torch.max((value - target).square(), (clipped - target).square())
+    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    return {"policy": -gain.mean(), "value": 0.5 * error.mean(), "entropy": entropy.mean()}
+
+
+def save_checkpoint(path, parts, progress):
+    """Save all that a run consists of; there is a complete file at any time."""
+    state = {name: part.state_dict() for name, part in parts.items()}
+    torch.save({**state, "random": torch.get_rng_state(), "progress": progress}, f"{path}.new")
+    Path(f"{path}.new").replace(path)
+
+
+def load_checkpoint(path, parts):
+    state = torch.load(path, weights_only=True)  # tensors and plain values: no code is run
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    torch.set_rng_state(state["random"])
+    return state["progress"]
+
+
+def save_curve(progress, path):
+    from matplotlib.figure import Figure  # here, because workers import this file as well
+
+    axes = (figure := Figure(layout="constrained")).subplots()
+    sums = torch.tensor([0.0, *progress["returns"]]).cumsum(0)
+    axes.plot(progress["steps"], progress["returns"], ".", markersize=1, color="lightgrey")
+    axes.plot(progress["steps"][99:], (sums[100:] - sums[:-100]) / 100)
+    axes.set(xlabel="environment steps", ylabel="return, average of 100 episodes")
+    figure.savefig(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--env-id", default="pong", help="a game of ale-py: space_invaders, ...")
+    parser.add_argument("--total-timesteps", type=int, default=1_000_000)
+    parser.add_argument("--n-threads", type=int, default=2, help="worker processes: 0, 1, 2, 4, 8")
+    parser.add_argument("--bfloat16", action="store_true", help="faster if the CPU multiplies them")
+    parser.add_argument("--seed", type=int, default=1, help="another one is another run")
+    parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
+    parser.add_argument("--checkpoint", default="ppo_atari.pt", help="its curve is a .png")
+    parser.add_argument("--checkpoint-interval", type=int, default=100, help="in windows")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    arguments = parser.parse_args()
+    torch.manual_seed(arguments.seed)
+    n_actions = int(AtariVectorEnv(arguments.env_id, 1).single_action_space.n)
+    sizes = {"n_actions": n_actions, "bfloat16": arguments.bfloat16}
+    agent, episodes = ActorCritic(**sizes), EpisodeStatistics()
+    optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5, fused=True)
+    progress = {"n_steps": 0, "steps": [], "returns": []}  # one entry per episode
+    writer = None
+    if arguments.track:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(arguments.track)
+    with Batcher(
+        n_timesteps=N_STEPS,
+        n_threads=arguments.n_threads,
+        seeds=arguments.seed,
+        create_agent=ActorCritic,
+        agent_args=sizes,
+        create_env=create_env,
+        env_args={"env_id": arguments.env_id, "n_threads": arguments.n_threads},
+    ) as batcher:
+        batcher.reset()
+        parts = {"agent": agent, "optimizer": optimizer, "batcher": batcher, "episodes": episodes}
+        if arguments.resume:
+            progress = load_checkpoint(arguments.checkpoint, parts)
+        total = arguments.total_timesteps
+        bar = tqdm(desc="PPO", unit=" steps", total=total, initial=progress["n_steps"])
+        while progress["n_steps"] + BATCH_SIZE <= total:
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - progress["n_steps"] / total)
+            batcher.update(agent.state_dict())
+            batcher.execute()
+            window = batcher.get()
+            losses = learn(agent, optimizer, window)
+            progress["n_steps"] += BATCH_SIZE
+            returns = episodes.update(window).returns.tolist()
+            progress["steps"] += [progress["n_steps"]] * len(returns)
+            progress["returns"] += returns
+            average = fmean(progress["returns"][-100:] or [0.0])
+            bar.set_postfix({"return": f"{average:.1f}"}, refresh=False)
+            bar.update(BATCH_SIZE)
+            if writer is not None:
+                for name, value in {**losses, "return": average}.items():
+                    writer.add_scalar(name, value, progress["n_steps"])
+            if progress["n_steps"] // BATCH_SIZE % arguments.checkpoint_interval == 0:
+                save_checkpoint(arguments.checkpoint, parts, progress)
+        save_checkpoint(arguments.checkpoint, parts, progress)
+        bar.close()
+
+    average = fmean(progress["returns"][-100:] or [0.0])
+    print(f"average return of the last 100 episodes: {average:.1f}")
+    save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

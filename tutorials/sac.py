@@ -1,0 +1,260 @@
+"""Soft actor-critic (SAC) for environments with continuous actions.
+
+You will learn
+
+- how a step of the environments and a gradient step alternate, with a ``Pool`` in between,
+- how an agent samples from a squashed normal distribution with its noise, and the learner too,
+- how ``agent_info`` says whether actions are random, the policy's, or without exploration.
+
+References:
+    Haarnoja et al. 2018, "Soft actor-critic algorithms and applications".
+    Fujimoto, van Hoof and Meger 2018, "Addressing function approximation error in actor-critic
+    methods" (two critics, of which the smaller value counts).
+"""
+
+import argparse
+import copy
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from statistics import fmean
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from rlpool import (
+    Agent,
+    Batcher,
+    DictTensor,
+    EpisodeStatistics,
+    GymEnvInf,
+    Pool,
+    evaluate,
+    sample_tanh_normal,
+)
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """CleanRL's for MuJoCo (https://docs.cleanrl.dev/rl-algorithms/sac)."""
+
+    total_timesteps: int = 1_000_000
+    actor_lr: float = 3e-4
+    critic_lr: float = 1e-3  # that of the entropy's weight, too
+    discount: float = 0.99
+    tau: float = 0.005  # by which part the target critics follow the critics in a gradient step
+    batch_size: int = 256
+    pool_size: int = 1_000_000
+    learning_starts: int = 5_000  # in steps; until then, actions are random
+    actor_period: int = 2  # after so many steps of the critics, the actor makes as many
+
+
+# rl-baselines3-zoo's (hyperparams/sac.yml, and the defaults of Stable-Baselines3).
+PENDULUM = Hyperparameters(20_000, actor_lr=1e-3, learning_starts=100, actor_period=1)
+LOW, HIGH = -5.0, 2.0  # limits of the logarithm of the standard deviation
+GREEDY, SAMPLED, UNIFORM = 0, 1, 2  # how actions are chosen: agent_info["exploration"]
+
+
+def make_network(n_inputs, n_outputs):
+    layers = nn.Linear(n_inputs, 256), nn.Linear(256, 256), nn.Linear(256, n_outputs)
+    relu = nn.ReLU(inplace=True)  # what goes into it is not needed again
+    return nn.Sequential(layers[0], relu, layers[1], relu, layers[2])
+
+
+class Actor(nn.Module, Agent):
+    """A normal distribution of actions, squashed into (-1, 1)."""
+
+    def __init__(self, n_inputs, n_actions):
+        super().__init__()
+        self.n_noise = n_actions  # random numbers per step, the same in every run
+        self.model = make_network(n_inputs, 2 * n_actions)
+
+    def distribution(self, frame):
+        mean, log_std = self.model(frame).chunk(2, -1)
+        return mean, LOW + 0.5 * (HIGH - LOW) * (log_std.tanh() + 1)
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        mean, log_std = self.distribution(observation["frame"])
+        exploration, noise = agent_info["exploration"].unsqueeze(1), observation["noise"]
+        action, _ = sample_tanh_normal(mean, log_std, noise)
+        action = torch.where(exploration == GREEDY, mean.tanh(), action)
+        action = torch.where(exploration == UNIFORM, 2 * noise - 1, action)
+        return DictTensor(), DictTensor({"action": action}), DictTensor()
+
+    update = nn.Module.load_state_dict  # takes over what batcher.update() sends
+
+
+def create_env(seed, env_id, n_envs=1):
+    # Actions are between -1 and 1, whatever those of the environment are. "Inf" for infinite: an
+    # environment whose episode ended starts the next one at once.
+    one = np.float32(1.0)
+    envs = [gym.wrappers.RescaleAction(gym.make(env_id), -one, one) for _ in range(n_envs)]
+    return GymEnvInf(envs, seed)
+
+
+class Learner(nn.Module):
+    def __init__(self, n_inputs, n_actions, hyper):
+        super().__init__()
+        self.hyper, self.target_entropy = hyper, -n_actions
+        self.actor = Actor(n_inputs, n_actions)
+        self.critics = nn.ModuleList(make_network(n_inputs + n_actions, 1) for _ in range(2))
+        self.target_critics = copy.deepcopy(self.critics)
+        self.log_alpha = nn.Parameter(torch.zeros(()))  # of the weight of the entropy
+        self.optimizers = {
+            "actor": torch.optim.Adam(self.actor.parameters(), hyper.actor_lr, fused=True),
+            "critics": torch.optim.Adam(self.critics.parameters(), hyper.critic_lr, fused=True),
+            "log_alpha": torch.optim.Adam([self.log_alpha], hyper.critic_lr, fused=True),
+        }
+
+    def sample(self, frame):
+        mean, log_std = self.actor.distribution(frame)
+        return sample_tanh_normal(mean, log_std, torch.rand_like(mean))
+
+    def targets_of(self, batch):
+        """What the values of the actions in a batch should be: ``[B]``."""
+        with torch.no_grad():
+            next_action, log_probability = self.sample(batch["_frame"])
+            next_value = values_of(self.target_critics, batch["_frame"], next_action).amin(0)
+            next_value -= self.log_alpha.exp() * log_probability
+        # What would have followed a time limit counts, what follows an end does not.
+        return batch["_reward"] + self.hyper.discount * next_value * ~batch["_terminated"]
+
+    def learn(self, batch, n_steps):
+        """Learn from a batch; returns what is to be tracked."""
+        values = values_of(self.critics, batch["frame"], batch["action"])
+        loss = (values - self.targets_of(batch)).square().mean(1).sum()
+        self.step("critics", loss)
+        if n_steps % self.hyper.actor_period == 0:
+            for _ in range(self.hyper.actor_period):
+                self.learn_actor(batch["frame"])
+        with torch.no_grad():
+            targets, critics = self.target_critics.parameters(), self.critics.parameters()
+            torch._foreach_lerp_(list(targets), list(critics), self.hyper.tau)
+        return {"loss": loss, "value": values.mean(), "alpha": self.log_alpha.exp()}
+
+    def learn_actor(self, frame):
+        action, log_probability = self.sample(frame)
+        alpha, value = self.log_alpha.exp(), values_of(self.critics, frame, action).amin(0)
+        self.step("actor", (alpha.detach() * log_probability - value).mean())
+        # The entropy weighs more after it was below its target, and less after it was above.
+        excess = -log_probability.detach().mean() - self.target_entropy
+        self.step("log_alpha", alpha * excess)
+
+    def step(self, name, loss):
+        """Make a step of some parameters; gradients of others are not computed."""
+        optimizer = self.optimizers[name]
+        optimizer.zero_grad()
+        loss.backward(inputs=optimizer.param_groups[0]["params"])
+        optimizer.step()
+
+
+def values_of(critics, frame, action):
+    inputs = torch.cat([frame, action], -1)
+    return torch.stack([critic(inputs).squeeze(-1) for critic in critics])  # [2, B]
+
+
+def save_checkpoint(path, parts, progress):
+    """Save all that a run consists of; there is a complete file at any time."""
+    state = {name: part.state_dict() for name, part in parts.items()}
+    torch.save({**state, "random": torch.get_rng_state(), "progress": progress}, f"{path}.new")
+    Path(f"{path}.new").replace(path)
+
+
+def load_checkpoint(path, parts):
+    state = torch.load(path, weights_only=True)  # tensors and plain values: no code is run
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    torch.set_rng_state(state["random"])
+    return state["progress"]
+
+
+def save_curve(progress, path):
+    from matplotlib.figure import Figure  # here, because workers import this file as well
+
+    axes = (figure := Figure(layout="constrained")).subplots()
+    sums = torch.tensor([0.0, *progress["returns"]]).cumsum(0)
+    axes.plot(progress["steps"], progress["returns"], ".", color="lightgrey")
+    axes.plot(progress["steps"][9:], (sums[10:] - sums[:-10]) / 10)
+    axes.set(xlabel="environment steps", ylabel="return, average of 10 episodes")
+    figure.savefig(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--env-id", default="Pendulum-v1", help="with a vector as observation")
+    parser.add_argument("--n-threads", type=int, default=0, help="worker processes, 0 for none")
+    parser.add_argument("--seed", type=int, default=1, help="another one is another run")
+    parser.add_argument("--evaluate", type=int, default=0, help="greedy episodes at the end")
+    parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
+    parser.add_argument("--checkpoint", default="sac.pt", help="its curve is a .png")
+    parser.add_argument("--checkpoint-interval", type=int, default=10_000, help="in steps")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    for field in fields(Hyperparameters):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type)
+    arguments = parser.parse_args()
+    hyper = PENDULUM if arguments.env_id == "Pendulum-v1" else Hyperparameters()
+    given = {field.name: getattr(arguments, field.name) for field in fields(hyper)}
+    hyper = replace(hyper, **{name: value for name, value in given.items() if value is not None})
+    torch.set_num_threads(1)  # the networks are small
+    torch.manual_seed(arguments.seed)
+    env = gym.make(arguments.env_id)
+    sizes = {"n_inputs": env.observation_space.shape[0], "n_actions": env.action_space.shape[0]}
+    learner, episodes = Learner(**sizes, hyper=hyper), EpisodeStatistics()
+    keys = ["frame", "action", "_frame", "_reward", "_done", "_terminated"]
+    pool = Pool(pool_size=hyper.pool_size, keys=keys, seed=arguments.seed)
+    progress = {"n_steps": 0, "steps": [], "returns": []}  # one entry per episode
+    writer = None
+    if arguments.track:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(arguments.track)
+    env_args = {"env_id": arguments.env_id}  # one environment, or one in each worker
+    with Batcher(
+        1, None, Actor, sizes, create_env, env_args, arguments.n_threads, arguments.seed
+    ) as batcher:
+        batcher.reset()
+        parts = {"learner": learner, "pool": pool, "batcher": batcher, "episodes": episodes}
+        parts |= {f"{name}_optimizer": part for name, part in learner.optimizers.items()}
+        if arguments.resume:
+            progress = load_checkpoint(arguments.checkpoint, parts)
+        total, n_envs = hyper.total_timesteps, batcher.n_lanes
+        bar = tqdm(desc="SAC", unit=" steps", total=total, initial=progress["n_steps"])
+        while progress["n_steps"] + n_envs <= total:
+            is_learning = progress["n_steps"] >= hyper.learning_starts
+            batcher.update(learner.actor.state_dict())
+            batcher.execute(agent_info={"exploration": SAMPLED if is_learning else UNIFORM})
+            window = batcher.get()
+            pool.extend(window)
+            for _ in range(n_envs):  # a gradient step per step
+                progress["n_steps"] += 1
+                if is_learning:
+                    batch = pool.sample(min(len(pool), hyper.batch_size))
+                    results = learner.learn(batch, progress["n_steps"])
+            bar.update(n_envs)
+            if returns := episodes.update(window).returns.tolist():
+                progress["steps"] += [progress["n_steps"]] * len(returns)
+                progress["returns"] += returns
+                average = fmean(progress["returns"][-10:])
+                bar.set_postfix({"return": f"{average:.1f}"}, refresh=False)
+                if writer is not None and is_learning:
+                    for name, value in {**results, "return": average}.items():
+                        writer.add_scalar(name, value, progress["n_steps"])
+            if progress["n_steps"] % arguments.checkpoint_interval < n_envs:
+                save_checkpoint(arguments.checkpoint, parts, progress)
+        bar.close()
+        if arguments.evaluate:
+            how = {"env_args": {**env_args, "n_envs": 10}, "agent_info": {"exploration": GREEDY}}
+            found = evaluate(learner.actor, create_env, arguments.evaluate, **how)
+            progress["evaluation"] = found.returns.tolist()
+            print(f"average return of greedy episodes: {fmean(progress['evaluation']):.1f}")
+        save_checkpoint(arguments.checkpoint, parts, progress)
+
+    average = fmean(progress["returns"][-100:] or [0.0])
+    print(f"average return of the last 100 episodes: {average:.1f}")
+    save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

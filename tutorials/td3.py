@@ -1,0 +1,261 @@
+"""Twin delayed deep deterministic policy gradient (TD3) for continuous actions.
+
+You will learn
+
+- how a policy without randomness explores: with noise that its agent adds, or does not,
+- how networks, pool and environments are saved together, so that a run resumes bit by bit,
+- what else differs from soft actor-critic: compare with sac.py.
+
+References:
+    Fujimoto, van Hoof and Meger 2018, "Addressing function approximation error in actor-critic
+    methods".
+    Lillicrap et al. 2016, "Continuous control with deep reinforcement learning".
+"""
+
+import argparse
+import copy
+import math
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from rlpool import (
+    Agent,
+    Batcher,
+    DictTensor,
+    EpisodeStatistics,
+    GymEnvInf,
+    Pool,
+    evaluate,
+    sample_normal,
+)
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """CleanRL's for MuJoCo (https://docs.cleanrl.dev/rl-algorithms/td3)."""
+
+    total_timesteps: int = 1_000_000
+    learning_rate: float = 3e-4
+    discount: float = 0.99
+    tau: float = 0.005  # by which part the target networks follow in a step of the actor
+    batch_size: int = 256
+    pool_size: int = 1_000_000
+    learning_starts: int = 25_000  # in steps; until then, actions are random
+    actor_period: int = 2  # steps of the critics for each step of the actor
+    hidden_1: int = 256  # sizes of the hidden layers
+    hidden_2: int = 256
+
+
+# rl-baselines3-zoo's (hyperparams/td3.yml, and the defaults of Stable-Baselines3).
+PENDULUM = Hyperparameters(
+    total_timesteps=20_000,
+    learning_rate=1e-3,
+    discount=0.98,
+    pool_size=200_000,
+    learning_starts=10_000,
+    hidden_1=400,
+    hidden_2=300,
+)
+# Standard deviations of the noise of actions: those that are taken, and those in targets, whose
+# noise is limited.
+NOISE, TARGET_NOISE, LIMIT = 0.1, 0.2, 0.5
+GREEDY, NOISY, UNIFORM = 0, 1, 2  # how actions are chosen: agent_info["exploration"]
+
+
+def make_network(n_inputs, hidden, n_outputs):
+    sizes = (n_inputs, *hidden, n_outputs)
+    layers = [nn.Linear(*ends) for ends in pairwise(sizes)]
+    relu = nn.ReLU(inplace=True)  # what goes into it is not needed again
+    return nn.Sequential(layers[0], relu, layers[1], relu, layers[2])
+
+
+class Actor(nn.Module, Agent):
+    """One action per observation, to which noise may be added."""
+
+    def __init__(self, n_inputs, n_actions, hidden):
+        super().__init__()
+        self.n_noise = n_actions  # random numbers per step, the same in every run
+        self.model = nn.Sequential(make_network(n_inputs, hidden, n_actions), nn.Tanh())
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        action, noise = self.model(observation["frame"]), observation["noise"]
+        exploration = agent_info["exploration"].unsqueeze(1)
+        noisy, _ = sample_normal(action, torch.tensor(math.log(NOISE)), noise)
+        action = torch.where(exploration == NOISY, noisy.clamp(-1, 1), action)
+        action = torch.where(exploration == UNIFORM, 2 * noise - 1, action)
+        return DictTensor(), DictTensor({"action": action}), DictTensor()
+
+    update = nn.Module.load_state_dict  # takes over what batcher.update() sends
+
+
+def create_env(seed, env_id, n_envs=1):
+    # Actions are between -1 and 1, whatever those of the environment are. "Inf" for infinite: an
+    # environment whose episode ended starts the next one at once.
+    one = np.float32(1.0)
+    envs = [gym.wrappers.RescaleAction(gym.make(env_id), -one, one) for _ in range(n_envs)]
+    return GymEnvInf(envs, seed)
+
+
+class Learner(nn.Module):
+    def __init__(self, n_inputs, n_actions, hidden, hyper):
+        super().__init__()
+        self.hyper = hyper
+        self.actor = Actor(n_inputs, n_actions, hidden)
+        self.critics = nn.ModuleList(
+            make_network(n_inputs + n_actions, hidden, 1) for _ in range(2)
+        )
+        self.targets = copy.deepcopy(nn.ModuleList([self.actor, self.critics]))
+        self.optimizers = {
+            name: torch.optim.Adam(part.parameters(), hyper.learning_rate, fused=True)
+            for name, part in (("actor", self.actor), ("critics", self.critics))
+        }
+
+    def targets_of(self, batch):
+        """What the values of the actions in a batch should be: ``[B]``."""
+        target_actor, target_critics = self.targets
+        with torch.no_grad():
+            # Actions that are similar have similar values.
+            noise = (TARGET_NOISE * torch.randn_like(batch["action"])).clamp(-LIMIT, LIMIT)
+            next_action = (target_actor.model(batch["_frame"]) + noise).clamp(-1, 1)
+            next_value = values_of(target_critics, batch["_frame"], next_action).amin(0)
+        # What would have followed a time limit counts, what follows an end does not.
+        return batch["_reward"] + self.hyper.discount * next_value * ~batch["_terminated"]
+
+    def learn(self, batch, n_steps):
+        """Learn from a batch; returns what is to be tracked."""
+        values = values_of(self.critics, batch["frame"], batch["action"])
+        loss = (values - self.targets_of(batch)).square().mean(1).sum()
+        self.step("critics", loss)
+        if n_steps % self.hyper.actor_period == 0:
+            action = self.actor.model(batch["frame"])
+            self.step("actor", -values_of(self.critics[:1], batch["frame"], action).mean())
+            with torch.no_grad():
+                followed = [*self.actor.parameters(), *self.critics.parameters()]
+                torch._foreach_lerp_(list(self.targets.parameters()), followed, self.hyper.tau)
+        return {"loss": loss, "value": values.mean()}
+
+    def step(self, name, loss):
+        """Make a step of some parameters; gradients of others are not computed."""
+        optimizer = self.optimizers[name]
+        optimizer.zero_grad()
+        loss.backward(inputs=optimizer.param_groups[0]["params"])
+        optimizer.step()
+
+
+def values_of(critics, frame, action):
+    inputs = torch.cat([frame, action], -1)
+    return torch.stack([critic(inputs).squeeze(-1) for critic in critics])  # [2, B]
+
+
+def save_checkpoint(path, parts, progress):
+    """Save all that a run consists of; there is a complete file at any time."""
+    state = {name: part.state_dict() for name, part in parts.items()}
+    torch.save({**state, "random": torch.get_rng_state(), "progress": progress}, f"{path}.new")
+    Path(f"{path}.new").replace(path)
+
+
+def load_checkpoint(path, parts):
+    state = torch.load(path, weights_only=True)  # tensors and plain values: no code is run
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    torch.set_rng_state(state["random"])
+    return state["progress"]
+
+
+def save_curve(progress, path):
+    from matplotlib.figure import Figure  # here, because workers import this file as well
+
+    axes = (figure := Figure(layout="constrained")).subplots()
+    sums = torch.tensor([0.0, *progress["returns"]]).cumsum(0)
+    axes.plot(progress["steps"], progress["returns"], ".", color="lightgrey")
+    axes.plot(progress["steps"][9:], (sums[10:] - sums[:-10]) / 10)
+    axes.set(xlabel="environment steps", ylabel="return, average of 10 episodes")
+    figure.savefig(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--env-id", default="Pendulum-v1", help="with a vector as observation")
+    parser.add_argument("--n-threads", type=int, default=0, help="worker processes, 0 for none")
+    parser.add_argument("--seed", type=int, default=1, help="another one is another run")
+    parser.add_argument("--evaluate", type=int, default=0, help="greedy episodes at the end")
+    parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
+    parser.add_argument("--checkpoint", default="td3.pt", help="its curve is a .png")
+    parser.add_argument("--checkpoint-interval", type=int, default=10_000, help="in steps")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    for field in fields(Hyperparameters):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type)
+    arguments = parser.parse_args()
+    hyper = PENDULUM if arguments.env_id == "Pendulum-v1" else Hyperparameters()
+    given = {field.name: getattr(arguments, field.name) for field in fields(hyper)}
+    hyper = replace(hyper, **{name: value for name, value in given.items() if value is not None})
+    torch.set_num_threads(1)  # the networks are small
+    torch.manual_seed(arguments.seed)
+    env = gym.make(arguments.env_id)
+    sizes = {"n_inputs": env.observation_space.shape[0], "n_actions": env.action_space.shape[0]}
+    agent_args = {**sizes, "hidden": (hyper.hidden_1, hyper.hidden_2)}
+    learner, episodes = Learner(**agent_args, hyper=hyper), EpisodeStatistics()
+    keys = ["frame", "action", "_frame", "_reward", "_done", "_terminated"]
+    pool = Pool(pool_size=hyper.pool_size, keys=keys, seed=arguments.seed)
+    progress = {"n_steps": 0, "steps": [], "returns": []}  # one entry per episode
+    writer = None
+    if arguments.track:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(arguments.track)
+    env_args = {"env_id": arguments.env_id}  # one environment, or one in each worker
+    with Batcher(
+        1, None, Actor, agent_args, create_env, env_args, arguments.n_threads, arguments.seed
+    ) as batcher:
+        batcher.reset()
+        parts = {"learner": learner, "pool": pool, "batcher": batcher, "episodes": episodes}
+        parts |= {f"{name}_optimizer": part for name, part in learner.optimizers.items()}
+        if arguments.resume:
+            progress = load_checkpoint(arguments.checkpoint, parts)
+        total, n_envs = hyper.total_timesteps, batcher.n_lanes
+        bar = tqdm(desc="TD3", unit=" steps", total=total, initial=progress["n_steps"])
+        while progress["n_steps"] + n_envs <= total:
+            is_learning = progress["n_steps"] >= hyper.learning_starts
+            batcher.update(learner.actor.state_dict())
+            batcher.execute(agent_info={"exploration": NOISY if is_learning else UNIFORM})
+            window = batcher.get()
+            pool.extend(window)
+            for _ in range(n_envs):  # a gradient step per step
+                progress["n_steps"] += 1
+                if is_learning:
+                    batch = pool.sample(min(len(pool), hyper.batch_size))
+                    results = learner.learn(batch, progress["n_steps"])
+            bar.update(n_envs)
+            if returns := episodes.update(window).returns.tolist():
+                progress["steps"] += [progress["n_steps"]] * len(returns)
+                progress["returns"] += returns
+                average = fmean(progress["returns"][-10:])
+                bar.set_postfix({"return": f"{average:.1f}"}, refresh=False)
+                if writer is not None and is_learning:
+                    for name, value in {**results, "return": average}.items():
+                        writer.add_scalar(name, value, progress["n_steps"])
+            if progress["n_steps"] % arguments.checkpoint_interval < n_envs:
+                save_checkpoint(arguments.checkpoint, parts, progress)
+        bar.close()
+        if arguments.evaluate:
+            how = {"env_args": {**env_args, "n_envs": 10}, "agent_info": {"exploration": GREEDY}}
+            found = evaluate(learner.actor, create_env, arguments.evaluate, **how)
+            progress["evaluation"] = found.returns.tolist()
+            print(f"average return of greedy episodes: {fmean(progress['evaluation']):.1f}")
+        save_checkpoint(arguments.checkpoint, parts, progress)
+
+    average = fmean(progress["returns"][-100:] or [0.0])
+    print(f"average return of the last 100 episodes: {average:.1f}")
+    save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
