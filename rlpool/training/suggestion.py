@@ -32,7 +32,7 @@ _MOST_BUSY = 0.75
 # What workers cost, measured by benchmarks/choosing.py on two cores.
 _WINDOW_S, _WINDOW_OF_WORKER_S = 1e-3, 2.5e-4
 """Messages from one window to the next: in all, and for each worker."""
-_BYTE_S = 1e-10
+_BYTE_S = 5e-11
 """Storing a byte in shared memory, beyond what it takes in memory of one process."""
 
 

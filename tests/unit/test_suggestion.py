@@ -78,7 +78,8 @@ def test_steps_that_compute_get_a_worker_per_core(make: str, agent: Any) -> None
     )
     assert found.n_threads == 2
     assert found.n_lanes <= 8  # more lanes gain nothing
-    assert found.mean_length is not None and 10.0 <= found.mean_length <= 20.0
+    assert found.mean_length is not None
+    assert 10.0 <= found.mean_length <= 20.0
     assert 1e-3 <= found.parts.env_step < 10e-3
     assert "n_threads=2" in str(found)
     assert Spending.n_open == 0
