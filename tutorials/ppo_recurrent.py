@@ -44,7 +44,8 @@ N_ENVS, N_STEPS = 8, 32  # a window: this many steps of each environment
 BATCH_SIZE = N_ENVS * N_STEPS
 N_EPOCHS = 20  # how often to learn from a window, each time from all of it
 DISCOUNT, LAMBDA = 0.98, 0.8  # lambda: between one-step differences (0) and whole returns (1)
-CLIP = 0.2  # at first: how far the probability of an action may move per window; to zero as well
+# There it falls to zero with the learning rate. Here policies got worse near the end if it did.
+CLIP = 0.2  # how far the probability of an action may move per window
 VALUE_WEIGHT, MAX_GRADIENT_NORM = 0.5, 0.5
 LIMIT = 10.0  # of normalised observations and rewards
 N_HIDDEN = 64
@@ -128,7 +129,7 @@ def create_env(seed, env_id, n_envs):
     return GymEnvInf([WithoutVelocities(gym.make(env_id)) for _ in range(n_envs)], seed)
 
 
-def learn(agent, reward_scale, optimizer, window, clip):
+def learn(agent, reward_scale, optimizer, window):
     """Learn from one window; returns the losses of the last epoch."""
     with torch.no_grad():
         # "_frame" and "_critic" are what follows a step, also where the next step has another
@@ -148,7 +149,7 @@ def learn(agent, reward_scale, optimizer, window, clip):
             outputs["logits"].flatten(0, 1), window["action"].flatten()
         ).view_as(advantage)
         ratio = (log_probability - window["log_probability"]).exp()
-        gain = torch.min(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+        gain = torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
         error = (outputs["value"] - target).square()
         losses = {"policy": -gain.mean(), "value": error.mean()}
         optimizer.zero_grad()
@@ -227,12 +228,11 @@ def main():
         total = arguments.total_timesteps
         bar = tqdm(desc="PPO", unit=" steps", total=total, initial=progress["n_steps"])
         while progress["n_steps"] + BATCH_SIZE <= total:
-            share_left = 1 - progress["n_steps"] / total
-            optimizer.param_groups[0]["lr"] = LEARNING_RATE * share_left
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - progress["n_steps"] / total)
             batcher.update(agent.state_dict())
             batcher.execute()
             window = batcher.get()
-            losses = learn(agent, reward_scale, optimizer, window, CLIP * share_left)
+            losses = learn(agent, reward_scale, optimizer, window)
             progress["n_steps"] += BATCH_SIZE
             returns = episodes.update(window).returns.tolist()
             progress["steps"] += [progress["n_steps"]] * len(returns)
