@@ -97,8 +97,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 # Those that both know, as NumPy writes them: the pickle of a dtype is longer, and takes longer.
 _NUMPY_DTYPES = {
     dtype: torch.empty(0, dtype=dtype).numpy().dtype.str
-    for dtype in (torch.float32, torch.float64, torch.float16, torch.bool, torch.uint8)
-    + (torch.int8, torch.int16, torch.int32, torch.int64)
+    for dtype in (
+        *(torch.float32, torch.float64, torch.float16, torch.bool, torch.uint8),
+        *(torch.int8, torch.int16, torch.int32, torch.int64),
+    )
 }
 
 
