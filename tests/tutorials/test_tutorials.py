@@ -24,8 +24,8 @@ SMALL = {
     "pool": ("", []),
 }
 # Those that train have their tests in test_algorithms.py.
-ALGORITHMS = {"a2c", "dqn", "meta_rl", "ppo", "ppo_continuous", "ppo_recurrent", "reinforce"}
-ALGORITHMS |= {"sac", "td3"}
+ALGORITHMS = {"a2c", "dqn", "meta_rl", "reinforce", "sac", "td3"}
+ALGORITHMS |= {"ppo", "ppo_atari", "ppo_continuous", "ppo_recurrent"}
 PUBLIC_MODULES = {"rlpool", "rlpool.cluster", "rlpool.patterns"}
 
 
