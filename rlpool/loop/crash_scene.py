@@ -49,10 +49,8 @@ class CrashScene:
         """Record a full slot on the tape before the lane leaves it."""
         if self._env.seeding != "episode":
             return  # it cannot be repeated
-        plan, last_reward = running.bound.plan, self._env.current[REWARD][lane]
-        stop = plan.layout.n_timesteps
-        place = plan.layout, plan.arrays, running.slot
-        chunk = slot_steps(*place, running.start, stop, last_reward)
+        rows, last_reward = running.bound.plan.arrays.rows, self._env.current[REWARD][lane]
+        chunk = slot_steps(rows, running.slot, running.start, rows[REWARD].shape[1], last_reward)
         running.tape_so_far.add(chunk, self._most_bytes)
 
     def error(
@@ -96,13 +94,12 @@ class CrashScene:
         failing: dict[str, Array] = {}
         batch: dict[str, Array] = {}
         if running is not None:
-            plan, tape = running.bound.plan, running.tape_so_far
-            place = plan.layout, plan.arrays, running.slot
-            tape.add(slot_steps(*place, running.start, row, env.current[REWARD][lane]))
+            slot, tape, rows = running.slot, running.tape_so_far, running.bound.plan.arrays.rows
+            tape.add(slot_steps(rows, slot, running.start, row, env.current[REWARD][lane]))
             if call in ("step", "agent"):
                 shown, state = map(self._before_the_call, (self._shown, self._state))
             if call == "step":
-                steps = slot_steps(*place, row, row + 1, 0)
+                steps = slot_steps(rows, slot, row, row + 1, 0)
                 failing = {key: array for key, array in steps.items() if key != REWARD}
         if call != "reset":
             tape.observation = _row(shown, lane)

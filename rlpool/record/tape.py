@@ -47,34 +47,25 @@ MOST_BYTES_TO_RESTORE = 2**30
 _CHUNK_BYTES = 2**14
 """Largest chunk that is joined from smaller ones."""
 
-_MOST_LOOSE = 16
-_LOOSE_BYTES = _CHUNK_BYTES // _MOST_LOOSE
-"""Chunks of windows of one step are joined so many at a time: joining costs more than a step."""
-
 _BLOCK_BYTES = 2**18
 _FEWEST_ROWS, _MOST_ROWS = 16, 1024
 """Steps of a manager in a block that is divided among its lanes: as many as fit into the bytes."""
 
 
 def slot_steps(
-    layout: Layout, arrays: Arrays, slot: int, start: int, stop: int, last_reward: Any
+    rows: Mapping[str, Array], slot: int, start: int, stop: int, last_reward: Any
 ) -> Actions:
     """Actions and rewards of some rows of a slot, a copy.
 
     Args:
-        layout: Layout of the block.
-        arrays: The block.
+        rows: The block's rows by key, ``[n_slots, T, ...]``.
         slot: The slot.
         start: The first row.
         stop: The row behind the last.
         last_reward: The reward of row ``T - 1``'s action; each row has the reward before it.
     """
-    rows = arrays.rows
-    chunk = {key: rows[key][slot, start:stop].copy() for key in layout.action_keys}
-    known = rows[REWARD][slot, start + 1 : stop + 1]
-    chunk[REWARD] = rewards = np.empty(stop - start, known.dtype)
-    rewards[: len(known)] = known
-    rewards[len(known) :] = last_reward
+    chunk = {key: array[slot, start:stop].copy() for key, array in rows.items() if is_action(key)}
+    chunk[REWARD] = np.append(rows[REWARD][slot, start + 1 :], last_reward)[: stop - start]
     return chunk
 
 
@@ -94,8 +85,6 @@ class Tape:
             that is not known.
         state: ``[...]`` per key: the agent's state then.
         lost: Why the episode cannot be repeated, although its first actions are there.
-        n_loose: How many of the last chunks are as they were added: small ones, which are joined
-            a number at a time.
     """
 
     seed: int = 0
@@ -106,7 +95,6 @@ class Tape:
     observation: Mapping[str, Array] = field(default_factory=dict)
     state: Mapping[str, Array] = field(default_factory=dict)
     lost: str = ""
-    n_loose: int = 0
 
     @property
     def n_steps(self) -> int:
@@ -147,17 +135,8 @@ class Tape:
         if self.lost:
             self.first_step += _n_rows(chunk)
             return
-        self.chunks.append(chunk)
-        self.n_loose += 1
-        if self.n_loose == _MOST_LOOSE or _n_bytes(chunk) > _LOOSE_BYTES:
-            self._tidy(most_bytes)
-
-    def _tidy(self, most_bytes: int | None) -> None:
-        """Join small chunks, and drop the oldest ones if there is too much."""
-        chunks, loose = self.chunks, self.chunks[-self.n_loose :]
-        if len({_kind(chunk) for chunk in loose}) == 1 and len(loose) > 1:
-            chunks[-len(loose) :] = [_joined(loose)]
-        self.n_loose = 0
+        chunks = self.chunks
+        chunks.append(chunk)
         while len(chunks) > 1 and _should_be_joined(*chunks[-2:]):
             chunks[-2:] = [_joined(chunks[-2:])]
         n_over = sum(map(_n_bytes, chunks)) - most_bytes if most_bytes is not None else 0
@@ -174,7 +153,7 @@ class Tape:
         action = {key: array[-1:] for key, array in last.items() if key != REWARD}
         if _n_rows(last) > 1:
             chunks.append({key: array[:-1] for key, array in last.items()})
-        return replace(self, chunks=chunks, observation={}, state={}, n_loose=0), action
+        return replace(self, chunks=chunks, observation={}, state={}), action
 
 
 class LaneTapes:
@@ -332,8 +311,7 @@ class WindowTapes:
             if ends[row]:
                 tape = Tape(n_restarts=tape.n_restarts + int(ends[row]))
             if start < layout.n_timesteps:  # else its episode begins with the next window
-                last_reward = shown[REWARD][row]
-                chunk = slot_steps(layout, arrays, row, start, layout.n_timesteps, last_reward)
+                chunk = slot_steps(arrays.rows, row, start, layout.n_timesteps, shown[REWARD][row])
                 tape.add(chunk, self._most_bytes)
                 tape.observation = {key: array[row] for key, array in shown.items()}
                 tape.state = {key: array[row] for key, array in state.items()}
@@ -377,12 +355,8 @@ def _should_be_joined(first: Mapping[str, Array], second: Mapping[str, Array]) -
     """
     if _n_rows(first) > _n_rows(second) or _n_bytes(first) + _n_bytes(second) > _CHUNK_BYTES:
         return False
-    return _kind(first) == _kind(second)
-
-
-def _kind(chunk: Mapping[str, Array]) -> frozenset[Any]:
-    """Keys, dtypes and shapes of a row."""
-    return frozenset((key, array.dtype, array.shape[1:]) for key, array in chunk.items())
+    kinds = [{k: (a.dtype, a.shape[1:]) for k, a in chunk.items()} for chunk in (first, second)]
+    return kinds[0] == kinds[1]
 
 
 def _joined(chunks: Sequence[Mapping[str, Array]]) -> Actions:

@@ -38,7 +38,7 @@ from rlpool.errors import SpecError
 from rlpool.machine.limits import check_size
 from rlpool.memory.storage import Array, Memory, carved_bytes
 from rlpool.seeding import Seeding
-from rlpool.specs import FLAGS, TensorSpec, is_action, refuse_collisions
+from rlpool.specs import FLAGS, TensorSpec, refuse_collisions
 
 NOISE_KEY = "noise"
 
@@ -134,11 +134,6 @@ class Layout:
             after = {successor_key(key): spec for key, spec in step.succeeded.items()}
             return {**rows, **after}
         return {key: spec for key, spec in rows.items() if key not in FLAGS}
-
-    @cached_property
-    def action_keys(self) -> list[str]:
-        """The keys of an action."""
-        return [key for key in self.step.output if is_action(key)]
 
     @cached_property
     def finals(self) -> dict[str, TensorSpec]:
