@@ -14,6 +14,7 @@ from rlpool.batch.requests import EpisodeRequest, Policy, WindowRequest, as_info
 from rlpool.batch.resuming import (
     State,
     infos_of_state,
+    refuse_other_agents,
     state_of_infos,
     state_of_tapes,
     tapes_of_state,
@@ -213,8 +214,8 @@ class EpisodeBatcher(BatcherBase):
             progress: ``True`` shows a bar of episodes, with steps per second, until all of it is
                 there: one of tqdm if that is installed, otherwise a line on stderr. A function is
                 called instead with a ``Progress``, a few times a second and at the end; with
-                ``n_threads=0``, it is called when an episode ends. By default as the batcher was
-                told.
+                ``n_threads=0``, it is called when an episode ends. It may look at the batcher's
+                ``progress``, but not call ``get``. By default as the batcher was told.
 
         Returns:
             Tensors ``[n_episodes, T, ...]``, T being the length of the longest episode, zero past
@@ -538,6 +539,7 @@ class Batcher(BatcherBase):
         return {"n_timesteps": self._n_timesteps, **lanes}
 
     def _load(self, dispatcher: RequestQueue, state: State) -> None:
+        refuse_other_agents(dispatcher.step, state["tapes"])
         for name in self._COUNTERS:
             setattr(self, f"_{name}", state[name])
         self._infos, self._running = infos_of_state(state), list(state["running"])

@@ -200,10 +200,10 @@ class BatcherBase(ProcessOwner, DumpsStacks):
 
         Raises:
             SpecError: If it is of another kind of batcher; for a ``Batcher`` also of one with other
-                lanes or another ``n_timesteps``. If its episodes cannot be repeated: the agent
-                requires a history, environments cannot be reset one by one or not be seeded, or
-                episodes were so long that their first actions were dropped. Nothing has changed
-                then.
+                lanes, another ``n_timesteps`` or an agent with other states or actions. If its
+                episodes cannot be repeated: the agent requires a history, environments cannot be
+                reset one by one or not be seeded, or episodes were so long that their first actions
+                were dropped. Nothing has changed then.
             UsageError: If results are pending, or the batcher is closed.
         """
         dispatcher = self._idle("load_state_dict()")

@@ -59,6 +59,7 @@ class LocalWorker:
         self._collector = Collector(Place(0, 1, root), link, self._control, notice=self._notice)
         self._generators = OwnGenerators()
         self._is_closed = False
+        self._is_at_work = False
         self._message: tuple[Message, Memory | None] | None = None  # being carried out
 
     def allocate(self, n_bytes: int) -> Memory:
@@ -120,7 +121,10 @@ class LocalWorker:
         """Carry out messages up to the first request, however long that takes.
 
         If it is interrupted, a request is lost; anything else is carried out by the next call.
+        Called by what it runs itself, such as a function that shows progress, it does nothing.
         """
+        if self._is_at_work and timeout_s == 0.0:
+            return
         if self._has_message():
             try:
                 with self._at_work():
@@ -204,7 +208,11 @@ class LocalWorker:
     def _at_work(self) -> Iterator[None]:
         """What users' code finds in a worker process: its own generators, one torch thread."""
         with self._generators.in_use(), _one_thread():
-            yield
+            was_at_work, self._is_at_work = self._is_at_work, True
+            try:
+                yield
+            finally:
+                self._is_at_work = was_at_work
 
 
 @contextmanager

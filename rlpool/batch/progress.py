@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Protocol
 
-from rlpool.errors import SpecError
+from rlpool.errors import SpecError, UsageError
 
 SHOW_EVERY_S = 0.25
 """A few times a second: what people can follow, and costs nothing."""
@@ -77,6 +77,7 @@ class Meter:
         self._first: tuple[float, SoFar] | None = None  # when the request was first looked at
         self._n_steps = 0  # the most so far: a worker's death takes steps back
         self._next_s = 0.0
+        self._is_showing = False
 
     @contextmanager
     def shown(
@@ -92,7 +93,13 @@ class Meter:
 
         Yields:
             What to call at least a few times a second, ``None`` if nothing is shown.
+
+        Raises:
+            UsageError: If the function that shows is what waits.
         """
+        if self._is_showing:
+            what = "get() was called by the function that its progress is shown with"
+            raise UsageError(what, fix="call it when the first get() has returned")
         if progress is False:
             yield None
             if self._display is not None and so_far().is_there:
@@ -117,7 +124,7 @@ class Meter:
             display.close()
 
     def _look(self, so_far: Callable[[], SoFar]) -> None:
-        if time.monotonic() >= self._next_s:
+        if time.monotonic() >= self._next_s and not self._is_showing:
             self._show(so_far())
             self._next_s = time.monotonic() + SHOW_EVERY_S
 
@@ -136,7 +143,11 @@ class Meter:
             max(0, self._n_steps - before.n_steps) / divisor_s,
         )
         if self._display is not None:
-            self._display.show(progress)
+            self._is_showing = True
+            try:
+                self._display.show(progress)
+            finally:
+                self._is_showing = False
 
 
 class _Display(Protocol):

@@ -20,6 +20,7 @@ from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape
 from rlpool.slots.blocks import StepSpecs
+from rlpool.specs import is_action
 
 State = dict[str, Any]
 
@@ -48,6 +49,30 @@ def checked_state(state: Any, kind: str, expected: Mapping[str, Any]) -> State:
     if state["why_lost"]:
         raise SpecError(f"the state cannot be resumed: {state['why_lost']}", fix=_FIX)
     return dict(state)
+
+
+def refuse_other_agents(step: StepSpecs | None, states: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse tapes of agents whose states or actions are made of other keys or shapes.
+
+    Args:
+        step: What a step consists of here, ``None`` before that is known.
+        states: What ``state_of_tapes`` returned.
+
+    Raises:
+        SpecError: If there are such tapes; it names both sides.
+    """
+    if step is None:
+        return
+    expected = {key: list(spec.shape) for key, spec in step.state.items()}
+    actions = {key: list(spec.shape) for key, spec in step.output.items() if is_action(key)}
+    for state in states:
+        found = {key: list(tensor.shape) for key, tensor in state["state"].items()}
+        steps = state["steps"].items()
+        done = {key: list(tensor.shape[1:]) for key, tensor in steps if is_action(key)}
+        for name, saved, here in [("states", found, expected), ("actions", done, actions)]:
+            if saved and saved != here:  # a lane may not have begun yet
+                what = f"the agent's {name} were {saved} where the state was saved, here {here}"
+                raise SpecError(what, fix="make the batcher with the same agent as then")
 
 
 def why_lost(step: StepSpecs | None, tapes: Mapping[int, Tape], lanes: Iterable[int]) -> str:

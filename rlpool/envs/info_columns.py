@@ -22,12 +22,22 @@ _LOG = logging.getLogger("rlpool")
 _ALL = slice(None)
 
 
+def _what_parts(key: str, value: Mapping[str, Any]) -> tuple[str, str]:
+    """What is wrong about a dict where numbers should be, and the fix."""
+    parts = sorted(names_in([{key: value}]))
+    what = f"info {key!r} should be numbers, got a dict of {', '.join(map(repr, parts))}"
+    return what, "name its parts in info_keys, or None for all of it"
+
+
 def _fitted(value: Any, spec: TensorSpec, key: str) -> Array:
     """Convert a value; only floats may lose digits, by becoming shorter floats.
 
     Raises:
         SpecError: If it does not fit, naming the key and both sides.
     """
+    if isinstance(value, Mapping):
+        what, fix = _what_parts(key, value)
+        raise SpecError(what, fix=fix)
     try:
         array = as_array(value)
     except (ValueError, TypeError, RuntimeError):  # parts of different shapes
@@ -93,6 +103,8 @@ class InfoColumn(Column):
         if values is None:
             self.array[rows] = 0
             return
+        if isinstance(values, Mapping):
+            raise BadValue(lanes[0], *_what_parts(self.key, values))
         try:
             array = as_array(values)
         except (ValueError, TypeError, RuntimeError):  # parts of different shapes

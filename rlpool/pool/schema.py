@@ -210,9 +210,13 @@ def _stack(key: str, value: int | tuple[int, int], schema: Schema) -> Stack:
         n_frames = value
         axis = next((end for end in (0, -1) if shape and shape[end] == n_frames), 0)
     if not -len(shape) <= axis < len(shape) or shape[axis] % n_frames or 0 in shape:
+        axes = [a for a in range(len(shape)) if shape[a] and shape[a] % n_frames == 0]
+        fix = f"give as many frames as an axis has, and the axis: frame_stack={{{key!r}: (4, -1)}}"
+        if axes:
+            fix = f"name the axis: frame_stack={{{key!r}: ({n_frames}, {axes[-1]})}}"
         raise SpecError(
             f"{key!r} is {schema.columns[key]}, which has no {n_frames} frames along axis {axis}",
-            fix=f'name the axis: frame_stack={{"{key}": ({n_frames}, -1)}}',
+            fix=fix,
         )
     return Stack(n_frames, axis % len(shape))
 

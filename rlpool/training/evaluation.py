@@ -88,7 +88,9 @@ def evaluate(
         n_episodes: How many episodes, from 1.
         env_args: As for ``EpisodeBatcher``.
         n_threads: As for ``EpisodeBatcher``.
-        seeds: Root of all seeds, a non-negative int.
+        seeds: Root of all seeds, a non-negative int. An ``EpisodeBatcher`` made with the same one
+            runs episodes with the same seeds: to evaluate on others than those of training, take
+            another.
         agent_info: ``[n_episodes, ...]`` or empty, as for ``EpisodeBatcher.execute``: what makes
             the agent greedy, say.
         env_info: Likewise.
@@ -175,11 +177,14 @@ def _checked_agent(agent: Any, n_threads: int) -> Any:
     """The agent, or a copy of it where it is not copied on its way to a worker.
 
     Raises:
-        SpecError: If it is a class, or cannot be copied.
+        SpecError: If it is a class, no agent, or cannot be copied.
     """
     if isinstance(agent, type):
         fix = f"pass an agent, such as {agent.__name__}(...)"
         raise SpecError(f"agent is the class {agent.__name__}", fix=fix)
+    if not isinstance(agent, Agent):
+        fix = "pass an instance of a subclass of rlpool.Agent: class MyAgent(nn.Module, Agent)"
+        raise SpecError(f"agent is a {type(agent).__name__}, not an Agent", fix=fix)
     if n_threads:
         return agent
     try:
@@ -228,7 +233,11 @@ def _filmed(
         return
     suffix = best_suffix()
     directory = Path(video)
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fix = "pass a directory that can be made and written, which may be missing"
+        raise SpecError(f"video is {video!s:.200}: {error.strerror}", fix=fix) from error
     used = episode_seeds(root_from(seeds), 0, max(numbers, default=-1) + 1)
     with tempfile.TemporaryDirectory(prefix=".filming-", dir=directory) as folder:
 

@@ -364,6 +364,8 @@ def _all(terms: Tensor, factor: Tensor) -> Tensor:
 def _check_reward(reward: object) -> None:
     if not isinstance(reward, Tensor) or reward.dtype not in _DTYPES or not reward.ndim:
         fix = "pass tensors whose last dimension is time, such as window['_reward']"
+        if isinstance(reward, Tensor) and reward.ndim:
+            fix = "convert it: reward.float()"
         raise SpecError(f"reward is {kind(reward)}, not float32 or float64 [..., T]", fix=fix)
 
 

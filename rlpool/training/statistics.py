@@ -16,6 +16,7 @@ from rlpool.memory.storage import Array
 
 _REWARD = "_reward"
 _DONE = "_done"
+_START = "initial_state"
 
 
 @names_arguments
@@ -88,7 +89,10 @@ class EpisodeStatistics:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the episodes that are running, as after ``batcher.reset()``."""
+        """Forget the episodes that are running.
+
+        Not needed after ``batcher.reset()``: the next window says itself where episodes begin.
+        """
         # By lane: what the episode that runs there has had up to now.
         self._sums: Array = np.zeros(0, np.float64)
         self._n_steps: Array = np.zeros(0, np.int64)
@@ -103,6 +107,8 @@ class EpisodeStatistics:
 
         Args:
             window: Trajectories with ``_reward`` (or the other key) and ``_done``, on any device.
+                Where ``initial_state`` is there and True in a row's first step, nothing of earlier
+                windows is added to that row.
 
         Returns:
             The episodes that ended in it, on the CPU.
@@ -115,6 +121,10 @@ class EpisodeStatistics:
         lengths = window.lengths.cpu().numpy()
         dtype, numbers = _dtype_of(values), values.detach().cpu().numpy()
         lanes = self._lanes_of(window)
+        if _START in window:  # what ran there before was dropped
+            begins = _values(window, _START)[:, :1].any(1).cpu().numpy()
+            for running in (self._sums, self._n_steps):
+                running[lanes] = np.where(begins, 0, running[lanes])
         is_step = None
         if (lengths < done.shape[1]).any():
             is_step = np.arange(done.shape[1]) < lengths[:, None]

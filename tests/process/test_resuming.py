@@ -19,6 +19,7 @@ from rlpool.cluster.in_process import InProcess
 from rlpool.workers.failure_policy import FailurePolicy
 
 from support import vector_envs
+from support.agents import StepCounter
 from support.fragile import ChancyEnv, RecurrentAgent, create_fragile
 from support.variants import variants
 
@@ -29,10 +30,9 @@ Make = Callable[..., Any]
 
 def windows_of(n_threads: int, seeds: Any = 5, n_timesteps: int = 5, **changes: Any) -> Batcher:
     env_args = {"restarts": True, **changes.pop("env_args", {})}
-    options = {"agent_args": {}, "create_env": create_fragile, "env_args": env_args, **changes}
-    return Batcher(
-        n_timesteps, create_agent=RecurrentAgent, n_threads=n_threads, seeds=seeds, **options
-    )
+    options = {"create_agent": RecurrentAgent, "agent_args": {}, "create_env": create_fragile}
+    options |= {"env_args": env_args, **changes}
+    return Batcher(n_timesteps, n_threads=n_threads, seeds=seeds, **options)
 
 
 def episodes_of(n_threads: int, seeds: Any = 5) -> EpisodeBatcher:
@@ -166,9 +166,10 @@ def test_a_state_is_of_what_was_handed_out() -> None:
         ({"env_args": {"n_lanes": 3}}, "n_lanes was 2 where the state was saved, it is 3 here"),
         ({"n_threads": 2, "env_args": {"n_lanes": 1}}, "lanes of each worker was 2 .* 1 here"),
         ({"n_timesteps": 4}, "n_timesteps was 5 where the state was saved, it is 4 here"),
+        ({"create_agent": StepCounter}, r"agent's states were \{'hidden.* here \{'steps'"),
     ],
 )
-def test_a_state_of_other_lanes_or_windows_is_refused(changes: Any, text: str) -> None:
+def test_a_state_of_other_lanes_windows_or_agents_is_refused(changes: Any, text: str) -> None:
     with windows_of(0) as batcher, windows_of(**{"n_threads": 0, **changes}) as other:
         reset(batcher)
         collect(batcher, [0])

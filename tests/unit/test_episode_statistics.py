@@ -87,6 +87,19 @@ def test_windows_of_a_batcher(restarts: bool) -> None:
         assert ended == [[[], [], []], [first, [4], rows[0]], [second, [7], rows[1]]]
 
 
+def test_lanes_that_were_reset_in_between_begin_anew() -> None:
+    statistics, env_args = EpisodeStatistics(), {"n_envs": 2, "restarts": True, "length": 4}
+    arguments: dict[str, Any] = {"n_threads": 0, "seeds": 0, "env_args": env_args}
+    with Batcher(3, None, StepCounter, {}, create_counting, **arguments) as batcher:
+        for n_windows in (1, 2):  # the first episodes are never finished
+            batcher.reset()
+            for _ in range(n_windows):
+                batcher.execute()
+                ended = statistics.update(batcher.get())
+    assert ended.returns.tolist() == [10.0, 10.0]
+    assert ended.lengths.tolist() == [4, 4]
+
+
 def test_reset_forgets_what_was_running() -> None:
     statistics = EpisodeStatistics()
     goes_on = {"_reward": torch.ones(2, 3), "_done": torch.zeros(2, 3, dtype=torch.bool)}

@@ -248,6 +248,7 @@ def test_only_environments_of_a_gym_env_can_be_filmed(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"agent": StepCounter}, r"(?s)agent is the class StepCounter.*StepCounter\(...\)"),
+        ({"agent": len}, "(?s)agent is a builtin_function_or_method, not an Agent.*fix"),
         ({"n_episodes": 0}, "n_episodes should be an int of at least 1"),
         ({"seeds": -1}, "seeds should be an int of at least 0"),
         ({"video": "films", "video_episodes": [2]}, "has episode 2, there are 2"),
@@ -264,6 +265,13 @@ def test_arguments_that_do_not_fit_are_named(
     with pytest.raises(SpecError, match=message):
         evaluate(**arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_films_that_cannot_be_written_are_told_with_the_path(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(SpecError, match=r"(?s)video is .*/file: .*fix: +pass a directory"):
+        evaluate(StepCounter(), create_counting, 2, video=path)
 
 
 def test_an_agent_that_cannot_be_copied_is_refused() -> None:

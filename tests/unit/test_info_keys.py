@@ -276,6 +276,7 @@ def test_float64_can_be_kept() -> None:
         ({"x": (float, 2)}, 1.0, r"info 'x' should be float32\[2\]"),
         ({"x": (float, 2)}, [[1], [2, 3]], "info 'x'"),
         ({"x": float}, "text", "info 'x'"),
+        ({"x": float}, {"y": 1, "z": {"w": 2}}, "a dict of 'x/y', 'x/z/w'"),
     ],
 )
 def test_what_does_not_fit_is_refused(keys: Any, given: Any, told: str) -> None:
@@ -301,6 +302,14 @@ def test_what_does_not_fit_is_refused(keys: Any, given: Any, told: str) -> None:
 def test_bad_info_keys_are_refused(keys: Any, told: str) -> None:
     with pytest.raises(SpecError, match=f"(?s){told}.*fix: "):
         GymEnv([TellingEnv()], 0, info_keys=keys)
+
+
+def test_a_dict_where_numbers_should_be_is_named_in_vector_environments() -> None:
+    vector = SyncVectorEnv([lambda: TellingEnv(extra={"x": {"y": 1, "z": {"w": 2}}})] * 2)
+    env = VectorGymEnv(vector, 0, info_keys={"x": float})
+    env.reset()
+    with pytest.raises(EnvSpecError, match=r"(?s)a dict of 'x/y', 'x/z/w'.*fix: +name its parts"):
+        env.step(DictTensor({"action": torch.zeros(2).long()}))
 
 
 @pytest.mark.parametrize(("kind", "lane"), [("gym", 0), ("manager", 0), ("sync", 0)])

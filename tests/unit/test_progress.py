@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from rlpool import EnvError, EpisodeBatcher, GymEnv, MonoThreadEpisodeBatcher, Progress, SpecError
+from rlpool import (
+    EnvError,
+    EpisodeBatcher,
+    GymEnv,
+    MonoThreadEpisodeBatcher,
+    Progress,
+    SpecError,
+    UsageError,
+)
 from rlpool.batch import progress as module
 
 from support.agents import StepCounter
@@ -86,6 +94,22 @@ def test_what_the_function_raises_comes_out_of_get(n_threads: int) -> None:
         with pytest.raises(ZeroDivisionError):
             batcher.get(progress=fail)
         assert batcher.get(progress=True) is not None
+
+
+@pytest.mark.parametrize("n_threads", [0, 1])
+def test_the_function_may_look_at_the_batcher_but_not_wait_for_it(n_threads: int) -> None:
+    looks: list[tuple[int, int]] = []
+
+    def look(progress: Progress) -> None:
+        looks.append(batcher.progress)
+        with pytest.raises(UsageError, match="by the function that its progress is shown with"):
+            batcher.get()
+
+    with make(n_threads) as batcher:
+        batcher.execute(3)
+        assert batcher.get(progress=look) is not None
+    assert looks
+    assert {n_episodes for _, n_episodes in looks} == {3}
 
 
 class Ends:

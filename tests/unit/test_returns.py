@@ -172,7 +172,7 @@ def test_known_results_of_on_policy_traces() -> None:
         ({"next_value": None}, "next_value is NoneType"),
         ({"done": torch.zeros(2, 6)}, r"done has dtype torch.float32.*done.bool\(\)"),
         ({"terminated": None}, "terminated is NoneType"),
-        ({"reward": torch.zeros(2, 6, dtype=torch.int64)}, "reward is int64"),
+        ({"reward": torch.zeros(2, 6, dtype=torch.int64)}, r"reward is int64.*reward.float\(\)"),
         ({"reward": torch.tensor(1.0)}, r"reward is float32 \[\]"),
         ({"discount": 1.5}, "discount should be a number from 0 to 1, got 1.5"),
         ({"discount": torch.full((6,), 0.9)}, r"discount is float32 \[6\]"),
