@@ -30,7 +30,7 @@ from rlpool.envs.columns import converted
 from rlpool.envs.vec_env import Options
 from rlpool.memory.storage import Array
 from rlpool.slots.blocks import Arrays, Layout, successor_key
-from rlpool.specs import FLAGS, Structure, TensorSpec, flattener
+from rlpool.specs import FLAGS, Structure, TensorSpec, flattener, is_action
 
 Actions = dict[str, Array]
 """Action key to array ``[k, ...]``: what was done in ``k`` steps."""
