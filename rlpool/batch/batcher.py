@@ -232,7 +232,7 @@ class EpisodeBatcher(BatcherBase):
                 still works.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
             Exception: What a function given as ``progress`` raises. Episodes of workers go on, and
-                ``get`` can be called again.
+                ``get`` can be called again; with ``n_threads=0`` the request is lost.
         """
         dispatcher = self._open()
         progress = self._progress if progress is None else checked_progress(progress)
