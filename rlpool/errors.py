@@ -5,7 +5,8 @@
     RlpoolError
     ├ UsageError(RuntimeError)        order of calls, closed, nothing pending, no __main__ guard
     ├ SpecError(ValueError)           shape, dtype, device, key, space; names got and expected
-    │ └ UnknownArgumentError(TypeError)  an argument that the function does not have
+    │ ├ UnknownArgumentError(TypeError)  an argument that the function does not have
+    │ └ WantedTypeError(TypeError)       an argument of another type, where Gymnasium says TypeError
     ├ NotEnoughDataError(ValueError)  a pool cannot fill the sample
     └ WorkerError(RuntimeError)       has .where (worker, lane, episode, step, seed, env_info, node)
       │                               and .capsule, what replay_crash needs to repeat the episode
@@ -90,6 +91,10 @@ class SpecError(RlpoolError, ValueError):
 
 class UnknownArgumentError(SpecError, TypeError):
     """An argument that the function does not have; also a ``TypeError``, as Python raises."""
+
+
+class WantedTypeError(SpecError, TypeError):
+    """An argument of another type than wanted; also a ``TypeError``, as Gymnasium raises."""
 
 
 class NotEnoughDataError(RlpoolError, ValueError):
