@@ -6,7 +6,7 @@
     ├ UsageError(RuntimeError)        order of calls, closed, nothing pending, no __main__ guard
     ├ SpecError(ValueError)           shape, dtype, device, key, space; names got and expected
     │ ├ UnknownArgumentError(TypeError)  an argument that the function does not have
-    │ └ WantedTypeError(TypeError)       an argument of another type, where Gymnasium says TypeError
+    │ └ VectorSpecError(TypeError, RuntimeError)  what Gymnasium's vector environments refuse so
     ├ NotEnoughDataError(ValueError)  a pool cannot fill the sample
     └ WorkerError(RuntimeError)       has .where (worker, lane, episode, step, seed, env_info, node)
       │                               and .capsule, what replay_crash needs to repeat the episode
@@ -93,8 +93,11 @@ class UnknownArgumentError(SpecError, TypeError):
     """An argument that the function does not have; also a ``TypeError``, as Python raises."""
 
 
-class WantedTypeError(SpecError, TypeError):
-    """An argument of another type than wanted; also a ``TypeError``, as Gymnasium raises."""
+class VectorSpecError(SpecError, TypeError, RuntimeError):
+    """Arguments and spaces that do not fit a vector environment.
+
+    Gymnasium's raise ``TypeError`` or ``RuntimeError`` there, which programs may catch.
+    """
 
 
 class NotEnoughDataError(RlpoolError, ValueError):

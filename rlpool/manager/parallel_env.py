@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
 from rlpool.envs.gym_env import GymEnv
@@ -26,8 +24,6 @@ from rlpool.manager.buffers import action_specs, observation_specs
 from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.remotes import Remote, WorkerHandle
 from rlpool.manager.stepper import Kind, Stepper
-from rlpool.manager.vector_env import ParallelVectorEnv
-from rlpool.manager.vector_lane import made_lane
 from rlpool.memory.storage import Array
 from rlpool.record.capsule_files import CrashDir
 from rlpool.specs import (
@@ -44,7 +40,10 @@ from rlpool.workers.process_owner import ProcessOwner
 from rlpool.workers.stack_dumps import DumpsStacks
 
 if TYPE_CHECKING:
+    from gymnasium import Space
     from typing_extensions import Unpack
+
+    from rlpool.manager.vector_env import ParallelVectorEnv
 
 _ALL = slice(None)
 
@@ -144,7 +143,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
     ) -> None:
         refuse_during_import()
         failure_policy = FailurePolicy(**policy)
-        env_fns = _checked_functions(env_fns)
+        env_fns = checked_functions(env_fns)
         whole_number("envs_per_worker", envs_per_worker, 1)
         check_timeout(timeout)
         for name, number in (("min_ready", min_ready), ("max_episode_steps", max_episode_steps)):
@@ -154,10 +153,10 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         self.auto_reset = auto_reset
         self.min_ready = min_ready
         self._env_fns = env_fns
-        self._made_with = {
+        self._made_with: dict[str, Any] = {
             "envs_per_worker": envs_per_worker,
             "timeout": timeout,
-            "crash_dir": crash_dir,
+            "max_episode_steps": max_episode_steps,
             **policy,
         }
         self._options: dict[str, Any] = {
@@ -390,8 +389,6 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
     def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Any:
         raise NotImplementedError  # step_lanes does all of it: results are in the buffers already
 
-    # Gymnasium's vector environments -------------------------------------------------------
-
     def as_vector_env(
         self,
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
@@ -399,58 +396,33 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         copy: bool = True,
         observation_mode: str | tuple[Space[Any], Space[Any]] = "same",
     ) -> ParallelVectorEnv:
-        """Serve the environments as a ``gymnasium.vector.VectorEnv``.
+        """Serve these environments as a ``gymnasium.vector.VectorEnv``.
 
-        Programs written for ``gymnasium.vector.SyncVectorEnv`` run on it and get the same bits
-        for the same seeds; beside that, workers that die are replaced. See
-        docs/neighbours/gymnasium.md.
-
-        This manager is closed, and new workers make the environments again: they restart as
-        Gymnasium wants it, and keep float64. ``envs_per_worker``, ``timeout``,
-        ``max_episode_steps``, ``crash_dir`` and the policy are those of this manager; the other
-        arguments have no counterpart.
+        This manager is closed, and new workers make the environments again, since a vector
+        environment restarts them by its own rules and keeps float64: ``ParallelVectorEnv`` is made
+        with the ``env_fns``, ``envs_per_worker``, ``timeout``, ``max_episode_steps`` and policy of
+        this manager. Make it directly if environments take long to make.
 
         Args:
-            autoreset_mode: When an environment whose episode ended is reset: in the next step, in
-                the same, or by ``reset`` only.
-            copy: Whether observations are copies. Otherwise they are views of shared memory that
-                the next call overwrites, and that should not be written to.
-            observation_mode: ``"same"`` if all observation spaces are equal, ``"different"`` if
-                their bounds differ, or the pair ``(observation_space, single_observation_space)``.
+            autoreset_mode: When environments restart, see ``ParallelVectorEnv``.
+            copy: Whether observations are copies.
+            observation_mode: How observation spaces are batched, see ``ParallelVectorEnv``.
 
         Returns:
             The vector environment, which owns the new workers; close it.
 
         Raises:
-            SpecError: For another mode, or spaces that do not fit together.
-            WorkerStartupError, WorkerDiedError, WorkerTimeoutError: As for the manager.
-
-        Example:
-            >>> import gymnasium
-            >>> make = lambda: gymnasium.make("CartPole-v1")
-            >>> envs = ParallelEnvManager([make] * 4, envs_per_worker=2).as_vector_env()
-            >>> observation, infos = envs.reset(seed=1)
-            >>> observation.shape
-            (4, 4)
-            >>> envs.close()
+            SpecError, WorkerStartupError, WorkerDiedError, WorkerTimeoutError: See
+                ``ParallelVectorEnv``.
+            UsageError: If the manager is closed.
         """
-        try:
-            mode = AutoresetMode(autoreset_mode)
-        except ValueError:
-            modes = [mode.value for mode in AutoresetMode]
-            raise SpecError(
-                f"autoreset_mode should be one of {modes}, got {autoreset_mode!r}"
-            ) from None
+        from rlpool.manager.vector_env import ParallelVectorEnv
+
         self._workers.check_open()
         self.close()
-        limit = self._options["max_episode_steps"]
-        lanes = [partial(made_lane, env_fn, mode, limit) for env_fn in self._env_fns]
-        manager = ParallelEnvManager(lanes, keep_float64=True, **self._made_with)
-        try:
-            return ParallelVectorEnv(manager, mode, observation_mode, copy=copy)
-        except BaseException:
-            manager.close()
-            raise
+        return ParallelVectorEnv(
+            self._env_fns, copy, observation_mode, autoreset_mode, **self._made_with
+        )
 
     # Life and end --------------------------------------------------------------------------
 
@@ -506,7 +478,12 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         return "_workers" in self.__dict__
 
 
-def _checked_functions(env_fns: Any) -> list[Callable[[], Any]]:
+def checked_functions(env_fns: Any) -> list[Callable[[], Any]]:
+    """A copy of a list of functions that make environments.
+
+    Raises:
+        SpecError: If it is not one, or empty.
+    """
     try:
         functions = list(env_fns)
     except TypeError:

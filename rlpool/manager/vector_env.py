@@ -1,9 +1,10 @@
-"""A ``ParallelEnvManager`` as a vector environment of Gymnasium."""
+"""A vector environment of Gymnasium over the workers of a ``ParallelEnvManager``."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,19 +19,23 @@ from gymnasium.vector.utils import (
     iterate,
 )
 
-from rlpool.errors import EnvError, SpecError, UsageError, WantedTypeError, Where
+from rlpool.errors import EnvError, SpecError, UsageError, VectorSpecError, Where
+from rlpool.machine.arguments import names_arguments, whole_number
+from rlpool.manager.parallel_env import ParallelEnvManager, checked_functions
 from rlpool.manager.vector_lane import (
     ACTION_BYTES,
     HEADER_BYTES,
     Beginning,
     Description,
+    made_lane,
     structure_in_arrays,
 )
 from rlpool.memory.storage import Array
 from rlpool.specs import Leaf, flattener, leaves_of, nester
+from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, PolicyOptions, takes_policy
 
 if TYPE_CHECKING:
-    from rlpool.manager.parallel_env import ParallelEnvManager
+    from typing_extensions import Unpack
 
 _MOST = 2**63  # seeds travel as int64
 
@@ -38,51 +43,118 @@ _MOST = 2**63  # seeds travel as int64
 class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
     """Environments in worker processes behind Gymnasium's interface of vector environments.
 
-    ``ParallelEnvManager.as_vector_env`` makes it. It returns the same bits as Gymnasium's
-    ``SyncVectorEnv`` does for the same seeds and actions, wherever a worker that died was replaced
-    in between.
+    It takes the place of ``gymnasium.vector.SyncVectorEnv`` or ``AsyncVectorEnv`` in a program, and
+    gives the same bits as the first of them for the same seeds and actions::
+
+        envs = rlpool.ParallelVectorEnv([make_env] * 8)
+
+    Beside that, workers that die or hang are replaced: a new one resets their environments as they
+    were reset and repeats all actions since, automatic restarts included. If that leads to the
+    same observations, the caller sees no difference; otherwise the environments raise ``EnvError``
+    until they are reset. See docs/neighbours/gymnasium.md.
+
+    Args:
+        env_fns: Functions without arguments that make one environment each, in the workers.
+        copy: Whether observations are copies. Otherwise they are views of shared memory that the
+            next call overwrites, and that should not be written to.
+        observation_mode: ``"same"`` if all observation spaces are equal, ``"different"`` if their
+            bounds differ, or the pair ``(observation_space, single_observation_space)``.
+        autoreset_mode: When an environment whose episode ended is reset: in the next step, in the
+            same, or by ``reset`` only.
+        envs_per_worker: Environments of each worker process, which steps them one after another.
+        timeout: Seconds without progress after which a worker counts as hanging, ``None`` for
+            never.
+        max_episode_steps: Truncate episodes after this many steps.
+        **policy: ``on_worker_failure``, ``max_restarts``, ``on_env_error``, ``max_rss_bytes`` and
+            ``start_method`` as for ``ParallelEnvManager``. Healthy workers are replaced at a call
+            of ``reset``.
 
     Attributes:
-        manager: The ``ParallelEnvManager`` whose workers step the environments.
+        manager: The ``ParallelEnvManager`` that runs the workers: ``manager.workers`` are their
+            handles.
         num_envs: Number of environments.
         single_observation_space, single_action_space: The spaces of one environment.
         observation_space, action_space: Those of the batch.
         metadata: The first environment's, and ``"autoreset_mode"``.
         render_mode: The first environment's.
-        copy: Whether observations are copies.
-        autoreset_mode: When environments restart.
+        copy: As given.
+        autoreset_mode: As given.
+
+    Raises:
+        SpecError: For arguments of the wrong kind, and for environments whose spaces do not fit
+            together, which is also a ``RuntimeError``.
+        WorkerStartupError: If an environment cannot be made.
+        WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
+        UsageError: If the script lacks its ``if __name__ == "__main__":`` guard.
+
+    Example:
+        >>> import gymnasium
+        >>> envs = ParallelVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+        >>> observation, infos = envs.reset(seed=1)
+        >>> observation.shape
+        (2, 4)
+        >>> envs.close()
     """
 
+    @names_arguments
+    @takes_policy
     def __init__(
         self,
-        manager: ParallelEnvManager,
-        autoreset_mode: AutoresetMode,
-        observation_mode: str | tuple[Space[Any], Space[Any]],
+        env_fns: Sequence[Callable[[], Any]],
+        copy: bool = True,
+        observation_mode: str | tuple[Space[Any], Space[Any]] = "same",
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
         *,
-        copy: bool,
+        envs_per_worker: int = 1,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+        max_episode_steps: int | None = None,
+        **policy: Unpack[PolicyOptions],
     ) -> None:
-        self.manager = manager
-        self.num_envs = manager.n_lanes
+        self.autoreset_mode = _checked_mode(autoreset_mode)
         self.copy = copy
-        self.autoreset_mode = autoreset_mode
+        if max_episode_steps is not None:
+            whole_number("max_episode_steps", max_episode_steps, 1)
+        lanes = [
+            partial(made_lane, env_fn, self.autoreset_mode, max_episode_steps)
+            for env_fn in checked_functions(env_fns)
+        ]
+        try:
+            self.manager = ParallelEnvManager(
+                lanes,
+                envs_per_worker=envs_per_worker,
+                timeout=timeout,
+                keep_float64=True,
+                **policy,
+            )
+            try:
+                self._describe(observation_mode)
+            except BaseException:
+                self.manager.close()
+                raise
+        except SpecError as error:
+            raise VectorSpecError(error.what, fix=error.fix) from error
+
+    def _describe(self, observation_mode: str | tuple[Space[Any], Space[Any]]) -> None:
+        """Learn from the environments what this object says about them."""
+        self.num_envs = self.manager.n_lanes
         self._all = list(range(self.num_envs))
         lanes: list[Description] = self._ask(self._all, "rlpool_description")
-        self.metadata = {**lanes[0].metadata, "autoreset_mode": autoreset_mode}
+        self.metadata = {**lanes[0].metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = lanes[0].render_mode
         self._set_spaces(lanes, observation_mode)
         self._ended = np.zeros(self.num_envs, bool)
         self._attributes: list[dict[str, Any]] = [{} for _ in self._all]  # set by ``set_attr``
         self._pickled: list[Any] = [None] * self.num_envs  # observations that are pickled
+        self._flatten: Callable[[Any], list[Any]] | None = None
+        self._nest: Callable[[list[Array]], Any] | None = None
         action = structure_in_arrays(self.single_action_space, "action_space")
-        self._flatten = None if action is None else flattener(action, "actions")
-        self._action_leaves = leaves_of({"action": action}, "") if action is not None else {}
-        structure = structure_in_arrays(self.single_observation_space, "observation_space")
-        self._keys: list[str] = []
-        self._nest: Any = None
-        if structure is not None:
-            self._keys = list(leaves_of({"observation": structure}, ""))
-            self._nest = (lambda arrays: arrays[0]) if isinstance(structure, Leaf) else None
-            self._nest = self._nest or nester(structure)
+        if action is not None:
+            self._flatten = flattener(action, "actions")
+            self._action_keys = list(leaves_of({"action": action}, ""))
+        observed = structure_in_arrays(lanes[0].observation_space, "observation_space")
+        if observed is not None:
+            self._nest = _only if isinstance(observed, Leaf) else nester(observed)
+            self._keys = list(leaves_of({"observation": observed}, ""))
 
     def _set_spaces(
         self,
@@ -109,10 +181,12 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
                 f"{observation_mode!r}"
             )
         for number, lane in enumerate(lanes):
-            theirs = lane.observation_space
-            is_same = theirs == first if observation_mode == "same" else True
-            wanted = self.single_observation_space
-            if not is_same or not is_space_dtype_shape_equiv(theirs, wanted):
+            theirs, wanted = lane.observation_space, self.single_observation_space
+            if observation_mode == "same":
+                fits = theirs == wanted
+            else:
+                fits = is_space_dtype_shape_equiv(theirs, wanted)
+            if not fits:
                 raise SpecError(
                     f"observation_space of environment {number} is {theirs}, wanted is {wanted}",
                     fix="make environments with equal spaces, or pass observation_mode='different' "
@@ -232,7 +306,7 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
         fix = f"pass a NumPy array of bool with shape [{self.num_envs}]"
         if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
             kind = getattr(mask, "dtype", type(mask).__name__)
-            raise WantedTypeError(
+            raise VectorSpecError(
                 f"options['reset_mask'] should be of dtype bool, is {kind}", fix=fix
             )
         if mask.shape != (self.num_envs,):
@@ -246,13 +320,13 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
     def _action_arrays(self, actions: Any) -> dict[str, Array]:
         """Actions as the manager takes them."""
         if np.isscalar(actions):
-            raise WantedTypeError(
+            raise VectorSpecError(
                 f"actions should have one row per environment, got {actions!r}",
                 fix=f"pass an element of action_space, {self.action_space}",
             )
         if self._flatten is not None:
             values = [_array(value) for value in self._flatten(actions)]
-            return dict(zip(self._action_leaves, values, strict=True))
+            return dict(zip(self._action_keys, values, strict=True))
         rows = list(iterate(self.action_space, actions))
         if len(rows) != self.num_envs:
             raise SpecError(f"got {len(rows)} actions for {self.num_envs} environments")
@@ -274,7 +348,7 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
         """The current observation of all environments."""
         if self._nest is None:
             space = self.single_observation_space
-            empty = create_empty_array(space, n=self.num_envs)
+            empty: Any = create_empty_array(space, n=self.num_envs)
             return concatenate(space, self._pickled, empty)
         arrays = [self.manager.current[key] for key in self._keys]
         return self._nest([array.copy() for array in arrays] if self.copy else arrays)
@@ -352,7 +426,7 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
         """What ``render`` returns in every environment."""
         return self.call("render")
 
-    @property
+    @property  # type: ignore[misc]  # Gymnasium's own have no setter either
     def np_random(self) -> Any:
         """Copies of the environments' generators."""
         return self.get_attr("np_random")
@@ -396,3 +470,16 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
 def _array(value: Any) -> Array:
     """A value as an array, also a tensor on another device."""
     return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+
+
+def _only(arrays: list[Array]) -> Array:
+    (array,) = arrays
+    return array
+
+
+def _checked_mode(mode: Any) -> AutoresetMode:
+    try:
+        return AutoresetMode(mode)
+    except ValueError:
+        modes = [each.value for each in AutoresetMode]
+        raise SpecError(f"autoreset_mode should be one of {modes}, got {mode!r}") from None

@@ -217,7 +217,7 @@ class VectorLane(gymnasium.Env[Any, Any]):
     # What the caller asks for by name ----------------------------------------------------------
 
     def get_wrapper_attr(self, name: str) -> Any:
-        """An attribute of the environment, or one of those that only the vector environment asks."""
+        """An attribute of the environment, or one that only the vector environment asks for."""
         own = {
             "rlpool_description": self._description,
             "rlpool_generator": self._generator,
