@@ -50,7 +50,7 @@ def given_options(mask: Any, others: Any) -> dict[str, Any] | None:
 
 @pytest.mark.promise("I2")
 @pytest.mark.timeout(250)
-@settings(max_examples=25, phases=PHASES)
+@settings(max_examples=15, phases=PHASES)
 @given(
     observations=st.sampled_from(sorted(SPACES)),
     actions=st.sampled_from(sorted(SPACES)),

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -68,7 +69,7 @@ class RestlessEnv(gymnasium.Env[Any, Any]):
         observations, actions: Names of ``SPACES``.
     """
 
-    metadata = {"render_modes": ["ansi"]}
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"]}
 
     def __init__(self, observations: str = "float64", actions: str = "discrete") -> None:
         self.observation_space = copy.deepcopy(SPACES[observations])
@@ -138,3 +139,42 @@ def assert_same_bits(ours: Any, theirs: Any, where: str = "") -> None:
             assert_same_bits(one, other, f"{where}[{number}]")
     else:
         assert (type(ours), ours) == (type(theirs), theirs), where
+
+
+class TimedEnv(RestlessEnv):
+    """Its infos tell the time, which no repetition gives again."""
+
+    def _info(self, info: dict[str, Any]) -> dict[str, Any]:
+        return {"now": time.perf_counter()}
+
+
+class BrittleEnv(RestlessEnv):
+    """Raises for the action 2, and in resets with the option ``"breaks"``."""
+
+    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
+        if (arguments.get("options") or {}).get("breaks"):
+            raise KeyError("goal")
+        return super().reset(**arguments)
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        if action == 2:
+            raise KeyError("door")
+        return super().step(action)
+
+
+class NarrowEnv(RestlessEnv):
+    """A ``RestlessEnv`` with other bounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = spaces.Box(-0.5, 0.5, (3,), np.float64)
+
+
+class SpacelessEnv(gymnasium.Env[Any, Any]):
+    """Declares no spaces."""
+
+    def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
+        return 0, {}
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        return 0, 0.0, False, False, {}
