@@ -19,7 +19,14 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
-from rlpool import EnvError, ParallelEnvManager, ParallelVectorEnv, SpecError, UsageError
+from rlpool import (
+    EnvError,
+    ParallelEnvManager,
+    ParallelVectorEnv,
+    SpecError,
+    UsageError,
+    replay_crash,
+)
 from rlpool.errors import WorkerStartupError
 
 from support.restarting import (
@@ -251,7 +258,7 @@ def test_a_call_that_fails_names_the_environment_and_the_next_step_works(make: M
 
 
 def test_an_environment_that_raises_can_be_reset(make: Make) -> None:
-    envs = make(partial(BrittleEnv, actions="discrete"))
+    envs = make(BrittleEnv)
     envs.reset(seed=0)
     with pytest.raises(EnvError, match="door") as caught:
         envs.step([0, 2, 0])
@@ -262,6 +269,28 @@ def test_an_environment_that_raises_can_be_reset(make: Make) -> None:
         envs.reset(options={"breaks": True})
     envs.reset()
     envs.step(ACTION)
+
+
+@pytest.mark.promise("I9")
+@pytest.mark.parametrize("seed", [3, None])
+def test_a_failure_after_automatic_restarts_is_repeated_in_this_process(
+    seed: int | None, make: Make
+) -> None:
+    same_step = AutoresetMode.SAME_STEP
+
+    def create_env(seed: Any) -> ParallelEnvManager:
+        return ParallelVectorEnv([BrittleEnv] * N, autoreset_mode=same_step).manager
+
+    envs = make(BrittleEnv, autoreset_mode=same_step)
+    envs.reset(seed=seed)
+    for _ in range(30):  # some six episodes
+        envs.step(ACTION)
+    with pytest.raises(EnvError, match="door") as caught:
+        envs.step([0, 0, 2])
+    with pytest.raises(KeyError, match="door") as repeated:
+        replay_crash(caught.value.capsule, create_env)
+    frame = repeated.traceback[-1].locals
+    assert frame["self"].n_steps == 30
 
 
 def test_an_ended_environment_is_not_stepped_where_restarts_are_disabled(make: Make) -> None:
