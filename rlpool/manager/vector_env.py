@@ -250,8 +250,7 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         """Step all environments.
 
-        If a signal handler raises in it, it may be called again with the same actions: the step
-        is made once.
+        If a signal handler raises in it, the step may have been made or not: go on with ``reset``.
 
         Args:
             actions: One row per environment, as ``action_space`` has them; converted to the dtypes
