@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 from gymnasium import Space
@@ -169,7 +169,7 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
         first = self.single_observation_space = lanes[0].observation_space
         self.single_action_space = lanes[0].action_space
         self.action_space = batch_space(self.single_action_space, self.num_envs)
-        if isinstance(observation_mode, tuple):
+        if _is_pair_of_spaces(observation_mode):
             self.observation_space, self.single_observation_space = observation_mode
         elif observation_mode == "different":
             self.observation_space = batch_differing_spaces([e.observation_space for e in lanes])
@@ -469,6 +469,11 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
 def _array(value: Any) -> Array:
     """A value as an array, also a tensor on another device."""
     return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+
+
+def _is_pair_of_spaces(mode: Any) -> TypeGuard[tuple[Space[Any], Space[Any]]]:
+    is_pair = isinstance(mode, tuple) and len(mode) == 2
+    return is_pair and all(isinstance(space, Space) for space in mode)
 
 
 def _only(arrays: list[Array]) -> Array:
