@@ -37,6 +37,7 @@ from rlpool.errors import (
 )
 from rlpool.machine.worker_limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager
+from rlpool.manager.vector_env import ParallelVectorEnv
 from rlpool.meta.learner import AGENT_ARCHS, Learner, collect_rollouts_parallel
 from rlpool.meta.make import make_env, make_parallel_env
 from rlpool.meta.trials import VariBadWrapper
@@ -79,6 +80,7 @@ __all__ = [
     "MonoThreadEpisodeBatcher",
     "NotEnoughDataError",
     "ParallelEnvManager",
+    "ParallelVectorEnv",
     "Pool",
     "Progress",
     "Replay",

@@ -5,7 +5,8 @@
     RlpoolError
     ├ UsageError(RuntimeError)        order of calls, closed, nothing pending, no __main__ guard
     ├ SpecError(ValueError)           shape, dtype, device, key, space; names got and expected
-    │ └ UnknownArgumentError(TypeError)  an argument that the function does not have
+    │ ├ UnknownArgumentError(TypeError)  an argument that the function does not have
+    │ └ VectorSpecError(TypeError, RuntimeError)  what Gymnasium's vector environments refuse so
     ├ NotEnoughDataError(ValueError)  a pool cannot fill the sample
     └ WorkerError(RuntimeError)       has .where (worker, lane, episode, step, seed, env_info, node)
       │                               and .capsule, what replay_crash needs to repeat the episode
@@ -90,6 +91,13 @@ class SpecError(RlpoolError, ValueError):
 
 class UnknownArgumentError(SpecError, TypeError):
     """An argument that the function does not have; also a ``TypeError``, as Python raises."""
+
+
+class VectorSpecError(SpecError, TypeError, RuntimeError):
+    """Arguments and spaces that do not fit a vector environment.
+
+    Gymnasium's raise ``TypeError`` or ``RuntimeError`` there, which programs may catch.
+    """
 
 
 class NotEnoughDataError(RlpoolError, ValueError):

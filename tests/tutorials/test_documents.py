@@ -13,7 +13,10 @@ import pytest
 from support.programs import run_as_main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DOCUMENTS = ["README.md", *(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))]
+DOCUMENTS = [
+    "README.md",
+    *(str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "docs").rglob("*.md"))),
+]
 
 TIMEOUT_S = 120.0
 
