@@ -1,11 +1,14 @@
-"""What README and documents show can be run, and what they link to exists."""
+"""What README and documents show can be run, what they link to exists, and no public name lacks."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,16 @@ import pytest
 from support.programs import run_as_main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DOCUMENTS = ["README.md", *(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))]
+DOCUMENTS = [
+    "README.md",
+    *(str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "docs").rglob("*.md"))),
+]
+
+# What programs may import beside what the tests need: without it they are skipped.
+OPTIONAL = {
+    *("datasets", "minari", "pandas", "polars", "pyarrow", "ray"),
+    *("stable_baselines3", "torchrl", "trackio", "wandb"),
+}
 
 TIMEOUT_S = 120.0
 
@@ -23,7 +35,7 @@ def text_of(document: str) -> str:
 
 
 def blocks_of(document: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", text_of(document), re.MULTILINE | re.DOTALL)
+    return re.findall(r"^ *```python\n(.*?)^ *```$", text_of(document), re.MULTILINE | re.DOTALL)
 
 
 def anchors_of(document: str) -> list[str]:
@@ -32,19 +44,36 @@ def anchors_of(document: str) -> list[str]:
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-PROGRAMS = {
+BLOCKS = {
     f"{document}-{number}": source
-    for document in ("README.md", "docs/guide.md")
+    for document in DOCUMENTS
     for number, source in enumerate(blocks_of(document))
 }
+# A block with a main guard is a program, but for these: one has a test of its own below, the other
+# names a module of the reader's.
+NOT_RUN = {"docs/cluster.md-0", "docs/start_methods.md-0"}
+PROGRAMS = {
+    name: source
+    for name, source in BLOCKS.items()
+    if "import rlpool" in source or "from rlpool" in source
+    if 'if __name__ == "__main__":' in source and name not in NOT_RUN
+}
+
+
+def needs(source: str) -> set[str]:
+    """What a program imports that may be missing here."""
+    roots = set(re.findall(r"^ *(?:from|import) (\w+)", source, flags=re.MULTILINE))
+    return {root for root in roots & OPTIONAL if importlib.util.find_spec(root) is None}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_runs(name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    if missing := needs(PROGRAMS[name]):
+        pytest.skip(f"needs {', '.join(sorted(missing))}")
     script = program_folder / "program.py"
     script.write_text(PROGRAMS[name], encoding="utf-8")
-    # One that says how all of its process logs and takes signals needs a process of its own.
-    if "on_signal(" in PROGRAMS[name]:
+    # One that says how all of its process logs needs a process of its own.
+    if "basicConfig(" in PROGRAMS[name]:
         output, errors = run_script(script)
     else:
         run_as_main(script, folder=program_folder)
@@ -55,6 +84,13 @@ def test_a_program_runs(name: str, program_folder: Path, capfd: pytest.CaptureFi
         returns = [float(value) for value in re.findall(r"average return (\d+)", output)]
         assert returns[0] < 50
         assert max(returns) > 200  # it learns
+
+
+def test_the_guides_have_programs_and_every_other_block_is_python() -> None:
+    assert set(BLOCKS) > NOT_RUN
+    assert len(PROGRAMS) > 12
+    for name, source in BLOCKS.items():
+        compile(textwrap.dedent(source), name, "exec")
 
 
 @pytest.mark.ray
@@ -94,13 +130,48 @@ def test_links_lead_somewhere(document: str) -> None:
         assert not anchor or anchor in anchors_of(str(path.relative_to(REPOSITORY))), anchor
 
 
-@pytest.mark.parametrize(
-    "document", ["docs/cluster.md", "docs/guide.md", "docs/troubleshooting.md"]
-)
+LISTS = {
+    document: listed
+    for document in DOCUMENTS
+    if (listed := re.findall(r"^- \[(.*)\]\(#.*\)$", text_of(document), flags=re.MULTILINE))
+}
+
+
+@pytest.mark.parametrize("document", LISTS)
 def test_the_list_at_the_top_is_that_of_the_sections(document: str) -> None:
     sections = re.findall(r"^## (.*)$", text_of(document), flags=re.MULTILINE)
-    listed = re.findall(r"^- \[(.*)\]\(#.*\)$", text_of(document), flags=re.MULTILINE)
-    assert listed == sections
+    assert LISTS[document] == sections
+
+
+def public_names(module: str) -> list[str]:
+    """The full names of ``__all__``, read without importing, as extras may be missing."""
+    tree = ast.parse(text_of(f"{module.replace('.', '/')}/__init__.py"))
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return [f"{module}.{name}" for name in names if not name.startswith("__")]
+
+
+def test_every_public_name_has_one_place_in_the_reference() -> None:
+    pages = [document for document in DOCUMENTS if document.startswith("docs/api/")]
+    listed = [name for page in pages for name in re.findall(r"^::: (\S+)$", text_of(page), re.M)]
+    public = [n for m in ("rlpool", "rlpool.testing", "rlpool.cluster") for n in public_names(m)]
+    assert len(listed) == len(set(listed))
+    assert sorted(set(public) - set(listed)) == []
+    integrations = (REPOSITORY / "rlpool" / "integrations").glob("[!_]*.py")
+    modules = {f"rlpool.integrations.{path.stem}" for path in integrations}
+    assert {name for name in modules if name not in text_of("docs/api/integrations.md")} == set()
+
+
+def test_every_document_has_its_place_on_the_site() -> None:
+    navigation = text_of("mkdocs.yml").partition("\nnav:\n")[2]
+    placed = re.findall(r"^ +- (\S+\.md)$", navigation, flags=re.MULTILINE)
+    tutorials = [f"tutorials/{path.stem}.md" for path in (REPOSITORY / "tutorials").glob("*.py")]
+    documents = [name.removeprefix("docs/") for name in DOCUMENTS if name != "README.md"]
+    made = ["index.md", "contributing.md", "changes.md", *tutorials]
+    assert sorted(placed) == sorted([*documents, *made])
 
 
 def test_the_program_that_measures_where_time_goes_runs(
