@@ -176,7 +176,8 @@ class Browser:
         for event in self.events:
             method, what = event.get("method"), event.get("params", {})
             if method == "Runtime.exceptionThrown":
-                yield f"exception: {what['exceptionDetails']['text']}"
+                details = what["exceptionDetails"]
+                yield f"exception: {details.get('exception', details).get('description', details)}"
             elif method == "Runtime.consoleAPICalled" and what["type"] == "error":
                 yield f"console: {[value.get('value') for value in what['args']]}"
             elif method == "Log.entryAdded" and what["entry"]["level"] == "error":

@@ -25,18 +25,18 @@ PAGES = {
     "LICENSE": "licence.md",
     "CITATION.cff": "citation.md",
     **{
-        f"{folder}/{path.name}": f"{folder}/{path.stem}.md"
-        for folder in ("benchmarks", "tutorials")
+        f"{folder}/{path.name}": f"{folder.removeprefix('docs/')}/{path.stem}.md"
+        for folder in ("benchmarks", "docs/pictures", "tutorials")
         for path in sorted((REPOSITORY / folder).glob("*.py"))
     },
 }
-"""Files outside of docs/ and the pages that are made of them."""
+"""Programs and files outside of docs/, and the pages that are made of them."""
 
 SOURCES = {page: source for source, page in PAGES.items()}
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add the pages of files outside of docs/."""
+    """Add the pages that are made of other files."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=page_of(source)))
     return files
@@ -92,7 +92,10 @@ def as_markdown(docstring: str) -> str:
         is_literal = line.endswith("::")
         is_example = line.strip() in ("Example:", "Example::")
         if not (is_literal or is_example):
-            result.append(line)
+            # Powers are not bold, unless they are code already.
+            parts = line.split("``")
+            parts[::2] = [re.sub(r"(?<=\w)\*\*(?=\w)", r"\\*\\*", part) for part in parts[::2]]
+            result.append("``".join(parts))
             continue
         block = []
         while lines and (not lines[0].strip() or len(lines[0]) - len(lines[0].lstrip()) > indent):
