@@ -34,6 +34,13 @@ PAGES = {
 
 SOURCES = {page: source for source, page in PAGES.items()}
 
+NAMES = {
+    name.rpartition(".")[2]: name
+    for path in sorted((REPOSITORY / "docs" / "api").glob("*.md"))
+    for name in re.findall(r"^::: (\S+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+}
+"""What the reference explains, by short and by full name."""
+
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the pages that are made of other files."""
@@ -69,9 +76,26 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         relative = posixpath.relpath(target, posixpath.dirname(place) or ".")
         return f"{link['before']}{relative}{mark}{anchor}{link['after']}"
 
-    return re.sub(
+    markdown = re.sub(
         r'(?P<before>\]\(|src=")(?P<target>[^)"#:]+(#[^)"]*)?)(?P<after>[)"])', lead, markdown
     )
+    return markdown if place.startswith("api/") else with_names_linked(markdown)
+
+
+def with_names_linked(markdown: str) -> str:
+    """Let the first mention of each public name lead to the reference."""
+    names = dict(NAMES)
+
+    def lead(mention: re.Match[str]) -> str:
+        name = names.pop(mention[1], None)
+        return f"[{mention[0]}][{name}]" if name else mention[0]
+
+    lines, is_code = markdown.split("\n"), False
+    for number, line in enumerate(lines):
+        is_code ^= line.lstrip().startswith("```")
+        if not is_code and not line.startswith("#"):
+            lines[number] = re.sub(r"(?<![\[`])`(\w+)`(?![\]`])", lead, line)
+    return "\n".join(lines)
 
 
 class DocstringsAsMarkdown(Extension):

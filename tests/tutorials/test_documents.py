@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import re
 import subprocess
@@ -20,12 +19,6 @@ DOCUMENTS = [
     "README.md",
     *(str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "docs").rglob("*.md"))),
 ]
-
-# What programs may import beside what the tests need: without it they are skipped.
-OPTIONAL = {
-    *("datasets", "minari", "pandas", "polars", "pyarrow", "ray"),
-    *("stable_baselines3", "torchrl", "trackio", "wandb"),
-}
 
 TIMEOUT_S = 120.0
 
@@ -49,27 +42,19 @@ BLOCKS = {
     for document in DOCUMENTS
     for number, source in enumerate(blocks_of(document))
 }
-# A block with a main guard is a program, but for these: one has a test of its own below, the other
-# names a module of the reader's.
+# A block with a main guard is a program, but for these: the first has a test of its own below, the
+# second names a module of the reader's. Those of docs/neighbours are tested with the neighbours.
 NOT_RUN = {"docs/cluster.md-0", "docs/start_methods.md-0"}
 PROGRAMS = {
     name: source
     for name, source in BLOCKS.items()
-    if "import rlpool" in source or "from rlpool" in source
-    if 'if __name__ == "__main__":' in source and name not in NOT_RUN
+    if 'if __name__ == "__main__":' in source and re.search(r"^(import|from) rlpool", source, re.M)
+    if name not in NOT_RUN and not name.startswith("docs/neighbours/")
 }
-
-
-def needs(source: str) -> set[str]:
-    """What a program imports that may be missing here."""
-    roots = set(re.findall(r"^ *(?:from|import) (\w+)", source, flags=re.MULTILINE))
-    return {root for root in roots & OPTIONAL if importlib.util.find_spec(root) is None}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_runs(name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    if missing := needs(PROGRAMS[name]):
-        pytest.skip(f"needs {', '.join(sorted(missing))}")
     script = program_folder / "program.py"
     script.write_text(PROGRAMS[name], encoding="utf-8")
     # One that says how all of its process logs needs a process of its own.
@@ -151,7 +136,7 @@ def public_names(module: str) -> list[str]:
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     )
-    return [f"{module}.{name}" for name in names if not name.startswith("__")]
+    return [f"{module}.{name}" for name in names]
 
 
 def test_every_public_name_has_one_place_in_the_reference() -> None:

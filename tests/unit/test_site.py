@@ -124,3 +124,11 @@ def test_literal_blocks_and_examples_of_docstrings_become_markdown() -> None:
     assert hooks.as_markdown(DOCSTRING) + "\n" == MARKDOWN
     doctest = "Do.\n\nExample:\n    >>> do(1)\n    2"
     assert hooks.as_markdown(doctest) == "Do.\n\nExamples:\n    >>> do(1)\n    2"
+
+
+def test_the_first_mention_of_a_name_leads_to_the_reference() -> None:
+    pytest.importorskip("mkdocs", reason='needs the extra docs: pip install "rlpool[docs]"')
+    linked = load("docs/hooks.py").with_names_linked
+    assert linked("a `Pool`, a `Pool`") == "a [`Pool`][rlpool.Pool], a `Pool`"
+    for untouched in ("# `Pool`", "```\n`Pool`\n```", "[`Pool`](pools.md)", "`no_name_of_rlpool`"):
+        assert linked(untouched) == untouched
