@@ -140,8 +140,13 @@ def public_names(module: str) -> list[str]:
 
 
 def test_every_public_name_has_one_place_in_the_reference() -> None:
-    pages = [document for document in DOCUMENTS if document.startswith("docs/api/")]
-    listed = [name for page in pages for name in re.findall(r"^::: (\S+)$", text_of(page), re.M)]
+    listed = []
+    for page in (document for document in DOCUMENTS if document.startswith("docs/api/")):
+        # A module is shown with the public names of its own that are asked for.
+        entry = r"^::: (\S+)$(?:\n    options:\n      members: \[(.*)\]$)?"
+        for name, members in re.findall(entry, text_of(page), re.MULTILINE):
+            package = name.rpartition(".")[0]
+            listed += [f"{package}.{m}" for m in members.split(", ")] if members else [name]
     public = [n for m in ("rlpool", "rlpool.testing", "rlpool.cluster") for n in public_names(m)]
     assert len(listed) == len(set(listed))
     assert sorted(set(public) - set(listed)) == []
