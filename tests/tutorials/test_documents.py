@@ -7,12 +7,11 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
-from support.programs import run_as_main
+from support.programs import blocks_of, run_as_main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
@@ -25,10 +24,6 @@ TIMEOUT_S = 120.0
 
 def text_of(document: str) -> str:
     return (REPOSITORY / document).read_text(encoding="utf-8")
-
-
-def blocks_of(document: str) -> list[str]:
-    return re.findall(r"^ *```python\n(.*?)^ *```$", text_of(document), re.MULTILINE | re.DOTALL)
 
 
 def anchors_of(document: str) -> list[str]:
@@ -75,7 +70,7 @@ def test_the_guides_have_programs_and_every_other_block_is_python() -> None:
     assert set(BLOCKS) > NOT_RUN
     assert len(PROGRAMS) > 12
     for name, source in BLOCKS.items():
-        compile(textwrap.dedent(source), name, "exec")
+        compile(source, name, "exec")
 
 
 @pytest.mark.ray
