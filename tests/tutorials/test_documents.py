@@ -83,12 +83,13 @@ def test_the_program_of_a_cluster_runs_on_one_machine(program_folder: Path) -> N
     assert re.search(r"action +int64 \[256, \d+\]", output)
 
 
-def run_script(script: Path, **variables: str) -> tuple[str, str]:
+def run_script(
+    script: Path, *arguments: str, folder: Path | None = None, **variables: str
+) -> tuple[str, str]:
     """Run it in a process of its own, and to its end; returns what it printed."""
-    command = [sys.executable, script.name]
     done = subprocess.run(
-        command,
-        cwd=script.parent,
+        [sys.executable, str(script), *arguments],
+        cwd=folder or script.parent,
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
@@ -96,6 +97,14 @@ def run_script(script: Path, **variables: str) -> tuple[str, str]:
         check=True,
     )
     return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", ["lanes", "memory"])
+def test_a_picture_is_drawn_from_a_real_run(name: str, program_folder: Path) -> None:
+    script = REPOSITORY / "docs" / "pictures" / f"{name}.py"
+    run_script(script, "--output", "drawn.svg", folder=program_folder)
+    assert (REPOSITORY / "docs" / "pictures" / f"{name}.svg").exists()
+    assert "</svg>" in (program_folder / "drawn.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
