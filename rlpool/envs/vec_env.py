@@ -86,6 +86,14 @@ class VecEnv(ABC):
         min_ready: How many lanes the rollout loop waits for at a time, ``None`` for all.
         lane_in_use: One element: the lane whose environment is running. It explains the death of
             this process.
+
+    Example:
+        >>> env = create_env(seed=0)
+        >>> isinstance(env, VecEnv), env.n_lanes
+        (True, 2)
+        >>> observation, lanes = env.reset()
+        >>> list(observation)
+        ['frame', 'reward', 'terminated', 'truncated', 'done', 'initial_state', 'last_action']
     """
 
     auto_reset = False

@@ -1,0 +1,97 @@
+"""The examples of docstrings: every public name has one, and shows what really comes out."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import inspect
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import rlpool
+import rlpool.cluster
+import rlpool.patterns
+import rlpool.testing
+from rlpool import Array, Batcher, DictTensor, EpisodeBatcher, Pool, TemporalDictTensor
+
+from support.examples import namespace
+
+MODULES = {
+    rlpool: rlpool.__all__,
+    rlpool.testing: rlpool.testing.__all__,
+    rlpool.cluster: rlpool.cluster.__all__,
+    rlpool.patterns: ["write_to_piped_array"],
+}
+CONSTANTS = {"__version__": "rlpool", "KINDS": "rlpool.testing.faults"}
+"""Name to the module that assigns it, and describes it in the string below."""
+
+MAIN_CLASSES = Array, Batcher, DictTensor, EpisodeBatcher, Pool, TemporalDictTensor
+"""Those whose methods have examples, too."""
+
+NEEDS = {
+    "EnvPoolEnv": "envpool",
+    "RayBatcher": "ray",
+    "RayEpisodeBatcher": "ray",
+    "to_tensordict": "tensordict",
+    "from_tensordict": "tensordict",
+}
+"""Last part of a name to the module, and the extra, without which its example is skipped."""
+
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def docstring_of_constant(module: str, name: str) -> str:
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    for statement, following in itertools.pairwise(body):
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == name:
+            return str(ast.literal_eval(following.value)) if isinstance(following, ast.Expr) else ""
+    raise LookupError(name)
+
+
+def methods_of(kind: type) -> Iterator[tuple[str, Any]]:
+    for name, value in inspect.getmembers(kind, inspect.isroutine):
+        is_public = not name.startswith("_") and value.__module__.startswith("rlpool")
+        # A hook, or what is described in a base class.
+        if is_public and not (inspect.getdoc(value) or "").startswith("See "):
+            yield f"{kind.__name__}.{name}", value
+
+
+def documented() -> Iterator[tuple[str, str]]:
+    """Names and their docstrings."""
+    for module, names in MODULES.items():
+        for name in names:
+            value = getattr(module, name)
+            is_constant = name in CONSTANTS
+            text = docstring_of_constant(CONSTANTS[name], name) if is_constant else value.__doc__
+            yield f"{module.__name__}.{name}", text or ""
+    seen = set()
+    for kind in MAIN_CLASSES:
+        for name, value in methods_of(kind):
+            if value not in seen:  # inherited ones are shown once
+                seen.add(value)
+                yield name, value.__doc__ or ""
+
+
+def needing(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.ray] if NEEDS.get(name.rpartition(".")[2]) == "ray" else []
+
+
+@pytest.mark.parametrize(
+    ("name", "docstring"),
+    [pytest.param(name, text, id=name, marks=needing(name)) for name, text in documented()],
+)
+def test_the_example_of_a_public_name_shows_what_comes_out(
+    name: str, docstring: str, program_folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if extra := NEEDS.get(name.rpartition(".")[2]):
+        pytest.importorskip(extra, reason=f'needs {extra}: pip install "rlpool[{extra}]"')
+    monkeypatch.chdir(program_folder)
+    example = doctest.DocTestParser().get_doctest(docstring, namespace(), name, name, 0)
+    assert example.examples, f"{name} has no example in its docstring"
+    said: list[str] = []
+    doctest.DocTestRunner(optionflags=FLAGS).run(example, out=said.append)
+    assert not said, "".join(said)
