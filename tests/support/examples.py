@@ -1,7 +1,12 @@
-"""What the examples of docstrings use without saying so: an agent, environments, names."""
+"""Runs examples of docstrings, with what they use without saying so: an agent, environments.
+
+``python -m support.examples RayBatcher`` runs that of a class of ``rlpool.cluster`` on its own.
+"""
 
 from __future__ import annotations
 
+import doctest
+import sys
 from typing import Any
 
 import gymnasium
@@ -9,6 +14,7 @@ import numpy as np
 import torch
 
 import rlpool
+import rlpool.cluster
 import rlpool.testing
 from rlpool import Agent, DictTensor, GymEnv
 from rlpool.testing import CountingEnv
@@ -44,3 +50,19 @@ def namespace() -> dict[str, Any]:
     own = {"create_agent": Coin, "create_env": create_env}
     # Workers get what an example defines by value, as what a script defines.
     return {**public, **usual, **own, "__name__": "__main__"}
+
+
+def complaints(name: str, docstring: str) -> str:
+    """What is wrong with the example in a docstring; empty if nothing is."""
+    example = doctest.DocTestParser().get_doctest(docstring, namespace(), name, name, 0)
+    if not example.examples:
+        return f"{name} has no example in its docstring"
+    said: list[str] = []
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    doctest.DocTestRunner(optionflags=flags).run(example, out=said.append)
+    return "".join(said)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(complaints(name, getattr(rlpool.cluster, name).__doc__ or ""), end="")

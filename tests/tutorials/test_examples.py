@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
-import doctest
 import inspect
 import itertools
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +20,11 @@ import rlpool.patterns
 import rlpool.testing
 from rlpool import Array, Batcher, DictTensor, EpisodeBatcher, Pool, TemporalDictTensor
 
-from support.examples import namespace
+from support.examples import complaints
 
 MODULES = {
     rlpool: rlpool.__all__,
     rlpool.testing: rlpool.testing.__all__,
-    rlpool.cluster: rlpool.cluster.__all__,
     rlpool.patterns: ["write_to_piped_array"],
 }
 CONSTANTS = {"__version__": "rlpool", "KINDS": "rlpool.testing.faults"}
@@ -32,16 +33,8 @@ CONSTANTS = {"__version__": "rlpool", "KINDS": "rlpool.testing.faults"}
 MAIN_CLASSES = Array, Batcher, DictTensor, EpisodeBatcher, Pool, TemporalDictTensor
 """Those whose methods have examples, too."""
 
-NEEDS = {
-    "EnvPoolEnv": "envpool",
-    "RayBatcher": "ray",
-    "RayEpisodeBatcher": "ray",
-    "to_tensordict": "tensordict",
-    "from_tensordict": "tensordict",
-}
+NEEDS = {"EnvPoolEnv": "envpool", "to_tensordict": "tensordict", "from_tensordict": "tensordict"}
 """Last part of a name to the module, and the extra, without which its example is skipped."""
-
-FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def docstring_of_constant(module: str, name: str) -> str:
@@ -76,22 +69,32 @@ def documented() -> Iterator[tuple[str, str]]:
                 yield name, value.__doc__ or ""
 
 
-def needing(name: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.ray] if NEEDS.get(name.rpartition(".")[2]) == "ray" else []
+EXAMPLES = dict(documented())
 
 
-@pytest.mark.parametrize(
-    ("name", "docstring"),
-    [pytest.param(name, text, id=name, marks=needing(name)) for name, text in documented()],
-)
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.filterwarnings("ignore:.*precision lowered by casting:UserWarning")  # EnvPool's spaces
 def test_the_example_of_a_public_name_shows_what_comes_out(
-    name: str, docstring: str, program_folder: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, program_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if extra := NEEDS.get(name.rpartition(".")[2]):
         pytest.importorskip(extra, reason=f'needs {extra}: pip install "rlpool[{extra}]"')
-    monkeypatch.chdir(program_folder)
-    example = doctest.DocTestParser().get_doctest(docstring, namespace(), name, name, 0)
-    assert example.examples, f"{name} has no example in its docstring"
-    said: list[str] = []
-    doctest.DocTestRunner(optionflags=FLAGS).run(example, out=said.append)
-    assert not said, "".join(said)
+    monkeypatch.chdir(program_folder)  # for those that write files
+    told = complaints(name, EXAMPLES[name])
+    assert not told, told
+
+
+@pytest.mark.ray
+def test_the_examples_of_a_cluster_run_on_one_machine() -> None:
+    pytest.importorskip("ray", reason='needs Ray: pip install "rlpool[ray]"')
+    # In a process of its own, with a Ray of its own: Ray logs, and takes signals.
+    told = subprocess.run(
+        [sys.executable, "-m", "support.examples", *rlpool.cluster.__all__],
+        cwd=Path(__file__).resolve().parents[1],
+        env={**os.environ, "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=200.0,
+        check=True,
+    ).stdout
+    assert not told, told
