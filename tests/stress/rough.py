@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import resource
 import signal
 import time
@@ -148,7 +149,7 @@ def held() -> Counter[str]:
             "descriptors": len(os.listdir("/proc/self/fd")) - 1,  # one is the listing's own
             "threads": psutil.Process().num_threads(),
             "processes": len(workers()),
-            "mappings": Path("/proc/self/maps").read_text().count("memfd:rlpool"),
+            **Counter(re.findall(r"memfd:rlpool\S*", Path("/proc/self/maps").read_text())),
             **dict.fromkeys(named_memory.names(), 1),
         }
     )
