@@ -87,6 +87,14 @@ class VecEnv(ABC):
         lane_in_use: One element: the lane whose environment is running. It explains the death of
             this process.
         varying_keys: Keys of ``current`` that are not compared when an episode is repeated.
+
+    Example:
+        >>> env = create_env(seed=0)
+        >>> isinstance(env, VecEnv), env.n_lanes
+        (True, 2)
+        >>> observation, lanes = env.reset()
+        >>> list(observation)
+        ['frame', 'reward', 'terminated', 'truncated', 'done', 'initial_state', 'last_action']
     """
 
     auto_reset = False

@@ -122,6 +122,14 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         WorkerStartupError: If an environment cannot be made.
         WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
         UsageError: If the script lacks its ``if __name__ == "__main__":`` guard.
+
+    Example:
+        >>> with ParallelEnvManager([CountingEnv, CountingEnv], seed=0) as env:
+        ...     observation, lanes = env.reset()
+        ...     after, _ = env.step(DictTensor({"action": torch.tensor([0, 1])}))
+        ...     print(after[0]["frame"], after[1])
+        tensor([[1.],
+                [1.]]) tensor([0, 1])
     """
 
     @names_arguments
