@@ -37,8 +37,8 @@ try:
     from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
     from stable_baselines3.dqn.policies import DQNPolicy
     from stable_baselines3.td3.policies import TD3Policy
-except ImportError as error:
-    what = "Stable-Baselines3 is not installed"
+except ModuleNotFoundError as error:
+    what = f"Stable-Baselines3 is not installed: {error}"
     raise ImportError(compose(what, fix="pip install 'rlpool[sb3]'")) from error
 
 __all__ = ["PoolReplayBuffer", "Sb3Agent", "from_sb3", "to_sb3"]
@@ -415,9 +415,11 @@ def _fill_rollouts(trajectories: TemporalDictTensor, buffer: Any, policy: Any) -
         values, log_probabilities = (torch.tensor(steps[key]) for key in keys)
     else:
         space = buffer.action_space
-        flat = torch.from_numpy(actions.reshape(-1, *space.shape)).to(_checked(policy).device)
+        flat = torch.from_numpy(actions.reshape(-1, *space.shape).astype(np.float32))
         with torch.no_grad():
-            told = policy.evaluate_actions(_seen(policy, observations), flat)
+            told = _checked(policy).evaluate_actions(
+                _seen(policy, observations), flat.to(policy.device)
+            )
         values, log_probabilities = (each.reshape(done.shape).cpu() for each in told[:2])
     # Where the value of the next observation counts, and the buffer does not know it.
     is_cut = steps["_truncated"] & ~steps["_terminated"] | (steps.is_row_end & ~done)
