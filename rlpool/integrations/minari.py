@@ -178,7 +178,7 @@ class _Writer:
         taken = {*observed, *self._action.dtypes, *_NO_INFOS}
         pairs = (key for key in self._arrays if successor_key(key) in self._arrays)
         self._infos = [key for key in pairs if key not in taken and not key.startswith("_")]
-        self._refuse_images([*wanted, *self._infos])
+        self._refuse_images([*observed, *self._action.dtypes, *self._infos])
 
     def buffers(self) -> list[Any]:
         """One buffer per episode."""

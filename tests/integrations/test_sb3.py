@@ -215,8 +215,9 @@ def test_episodes_of_any_length_fill_a_buffer_of_one_environment() -> None:
 
 def test_rows_that_end_in_the_middle_of_episodes_are_bootstrapped_there() -> None:
     model = A2C("MlpPolicy", drifts(), seed=0, device="cpu")
-    window = window_of(np.full((5, 2, 2), 0.1, np.float32), model.action_space)
-    assert not window["_done"].any()
+    window = window_of(np.full((6, 2, 2), 0.1, np.float32), model.action_space)
+    window = window.temporal_slice(1, 6)
+    assert not (window["_done"] | window["initial_state"]).any()
     buffer = RolloutBuffer(10, model.observation_space, model.action_space, "cpu", 1, 0.9, 1)
     to_sb3(window, buffer, model.policy)
     apart = RolloutBuffer(5, model.observation_space, model.action_space, "cpu", 1, 0.9, 2)
