@@ -142,10 +142,10 @@ def _refuse_parts(trajectories: TemporalDictTensor) -> None:
     lengths = trajectories.lengths
     if not len(lengths) or not bool((lengths > 0).all()):
         raise SpecError("there are no episodes, or rows without steps", fix=fix)
-    is_whole = trajectories["initial_state"][:, 0].bool()
+    first = trajectories["initial_state"][:, 0].bool()
     done = trajectories["_done"].bool() & trajectories.mask().bool()
     last = trajectories.temporal_multi_index(lengths - 1)["_done"].bool()
-    is_whole &= last & (done.sum(1) == 1)
+    is_whole = first & last & (done.sum(1) == 1)
     if not bool(is_whole.all()):
         row = int((~is_whole).nonzero()[0])
         raise SpecError(f"row {row} is no complete episode", fix=fix)

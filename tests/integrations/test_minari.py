@@ -362,6 +362,10 @@ def test_windows_are_refused() -> None:
         to_minari(episodes.temporal_slice(1, episodes.n_timesteps()), "window-v0", make())
     with pytest.raises(SpecError, match="no complete episode"):
         to_minari(episodes.temporal_slice(0, 2), "window-v0", make())
+    two = episodes.clone()
+    two["_done"][3, 0] = True
+    with pytest.raises(SpecError, match="row 3 is no complete episode"):
+        to_minari(two, "window-v0", make())
     with pytest.raises(SpecError, match="no episodes"):
         to_minari(episodes.slice(0, 0), "window-v0", make())
     with pytest.raises(SpecError, match="pass a TemporalDictTensor"):

@@ -455,6 +455,19 @@ def test_samples_are_normalised_by_the_environment() -> None:
         pool.sample(4, env)
 
 
+def test_parts_of_an_observation_are_normalised_by_the_environment() -> None:
+    env = VecNormalize(drifts(observation="dict"), norm_obs_keys=["place"])
+    options: dict[str, Any] = {"learning_starts": 0, "train_freq": 1000, "device": "cpu"}
+    model = SAC("MultiInputPolicy", env, replay_buffer_class=PoolReplayBuffer, **options)
+    model.learn(45)
+    every = model.replay_buffer.pool.transitions()
+    wanted = env.normalize_obs({"place": every["_place"].numpy(), "number": None})["place"]
+    batch = model.replay_buffer.sample(64, env)
+    rows = {row.tobytes() for row in wanted}
+    assert all(row.numpy().tobytes() in rows for row in batch.next_observations["place"])
+    assert set(batch.observations["number"].flatten().tolist()) <= set(range(9))
+
+
 def test_an_empty_pool_says_so_and_a_reset_empties_it() -> None:
     pool = filled(PoolReplayBuffer)
     pool.reset()
@@ -564,10 +577,11 @@ def test_soft_actor_critic_learns_pendulum_on_a_pool() -> None:
         "Pendulum-v1",
         learning_rate=1e-3,
         replay_buffer_class=PoolReplayBuffer,
+        policy_kwargs={"net_arch": [64, 64]},
         seed=0,
         device="cpu",
     )
-    model.learn(6000)
+    model.learn(5000)
     agent = from_sb3(model, deterministic=True)
     returns = evaluate(agent, create_pendulums, 20, seeds=1).returns
     assert returns.mean() > -250  # without learning about -1200
