@@ -145,7 +145,9 @@ def test_a_rollout_buffer_becomes_what_the_algorithm_would_have_collected(
     kind = DictRolloutBuffer if observation == "dict" else RolloutBuffer
     options = "cpu", model.gae_lambda, model.gamma, N_LANES
     buffer = kind(20, model.observation_space, space, *options)
+    before = window.clone()
     to_sb3(window, buffer, model.policy)
+    assert all(torch.equal(window[key], tensor) for key, tensor in before.items())
     for key in ("observations", "actions", "episode_starts"):
         assert_equal(getattr(buffer, key), getattr(wanted, key))
     for key in ("rewards", "values", "log_probs", "advantages", "returns"):
