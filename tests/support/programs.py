@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def blocks_of(document: str) -> list[str]:
-    """The Python programs of a document, by its path in the repository."""
+    """The Python programs that a document of the repository shows, such as ``README.md``."""
     text = (REPOSITORY / document).read_text(encoding="utf-8")
     return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
