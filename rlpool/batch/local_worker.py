@@ -207,23 +207,14 @@ class LocalWorker:
     @contextmanager
     def _at_work(self) -> Iterator[None]:
         """What users' code finds in a worker process: its own generators, one torch thread."""
-        with self._generators.in_use(), _one_thread():
-            was_at_work, self._is_at_work = self._is_at_work, True
+        with self._generators.in_use():
+            was_at_work, n_threads = self._is_at_work, torch.get_num_threads()
             try:
+                self._is_at_work = True
+                if n_threads != 1:  # the bits of a result can depend on it
+                    torch.set_num_threads(1)
                 yield
             finally:
                 self._is_at_work = was_at_work
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One torch thread, as in a worker process: the bits of a result can depend on it."""
-    n_threads = torch.get_num_threads()
-    if n_threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(n_threads)
+                if n_threads != 1:
+                    torch.set_num_threads(n_threads)

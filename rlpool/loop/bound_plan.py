@@ -24,7 +24,8 @@ class Lane:
         chunk: Number of the chunk within the episode.
         steps_before: Steps of the episode before row 0 of the slot; negative if the episode
             started later in the slot.
-        parked: Its rows of the batch while it waits for a slot; ``None`` while it steps.
+        parked: Its rows of the batch while it waits for a slot, empty as long as nobody else can
+            overwrite them there; ``None`` while it steps.
         tape: Records the slots that the episode has left; ``None`` if it has left none.
     """
 
