@@ -220,8 +220,9 @@ class EpisodeBatcher(BatcherBase):
             EnvError, AgentError: If the user's code failed. The request is lost, the batcher
                 still works.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
-            Exception: What a function given as ``progress`` raises. Episodes of workers go on, and
-                ``get`` can be called again; with ``n_threads=0`` the request is lost.
+            Exception: What a function given as ``progress`` raises. ``get`` can be called again:
+                episodes of workers go on meanwhile; with ``n_threads=0`` those that were running
+                begin again then.
         """
         dispatcher = self._open()
         progress = self._progress if progress is None else checked_progress(progress)
