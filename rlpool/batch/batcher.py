@@ -247,6 +247,7 @@ class EpisodeBatcher(BatcherBase):
         return self._open().finished_episodes()
 
     _KIND = "EpisodeBatcher"
+    _KEYS = ("n_executions", "n_episodes", "last")
 
     def _state(self, dispatcher: RequestQueue) -> State:
         last = None

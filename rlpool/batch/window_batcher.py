@@ -220,6 +220,7 @@ class Batcher(BatcherBase):
 
     _KIND = "Batcher"
     _COUNTERS = ("n_resets", "n_windows", "n_windows_before", "is_reset", "is_first")
+    _KEYS = (*_COUNTERS, "agent_info", "env_info", "running", "tapes")
 
     def _state(self, dispatcher: RequestQueue) -> State:
         lanes = [] if self._is_first or not self._is_reset else list(self._running)
