@@ -139,7 +139,7 @@ class LocalWorker:
         if self._has_message():
             try:
                 with self._at_work():
-                    while self._has_message() and not self._carry_out():
+                    while not self._carry_out() and self._has_message():
                         pass
             except BaseException as error:
                 with InterruptsHeld():

@@ -467,7 +467,7 @@ class WindowRequest(Request):
         """See ``part``."""
         block = self.running_block
         running = block.arrays.control["running"].reshape(-1)
-        self.lanes_left = np.flatnonzero(running >= 0).tolist()
+        self.lanes_left = (running >= 0).nonzero()[0].tolist()
         if self.tapes is not None:
             self.tapes.record(block.layout, block.arrays, self.lanes, self.lanes_left)
         lane_seeds, seeded = self._seeds, [self._seeded(lane) for lane in self.lanes]

@@ -69,7 +69,7 @@ class Batcher(BatcherBase):
     _running: Sequence[int] = ()
     _tapes: WindowTapes | None = None  # if the caller records, and after load_state_dict()
     _is_first = False
-    _last_window = 0  # number of the last request whose lanes_left was taken over
+    _followed = 0  # number of the last request behind which a queued one was submitted
     _is_reset = False  # False again after an error, which ends all episodes
     # What windows run with that wait for the previous one.
     _queued: tuple[tuple[Policy, Infos], ...] = ()
@@ -188,11 +188,11 @@ class Batcher(BatcherBase):
             raise
         if request is None:
             return None
-        if isinstance(request, WindowRequest) and request.number != self._last_window:
-            with InterruptsHeld():
-                self._last_window = request.number
-                self._running = request.lanes_left
-                if self._queued and self._running:
+        if isinstance(request, WindowRequest) and request.number != self._followed:
+            self._running = request.lanes_left
+            if self._queued and self._running:
+                with InterruptsHeld():
+                    self._followed = request.number
                     (policy, infos), *queued = self._queued
                     self._queued = tuple(queued)
                     self._submit(dispatcher, policy, infos)

@@ -107,7 +107,6 @@ class Rollout:
         self._history = History(steps) if steps.wants_history else None
         return steps
 
-    @torch.inference_mode()
     def run(self, queue: PlanQueue) -> None:
         """Run plans until the queue has no further one, under ``torch.inference_mode``.
 
@@ -120,15 +119,16 @@ class Rollout:
             BaseException: What ``queue.failed`` raises. Either way all lanes are idle then.
         """
         self._queue = queue
-        self._bind_batch()
         is_at_end = False
         try:
-            while not is_at_end:
-                try:
-                    self._go_on()
-                    is_at_end = True
-                except LaneError as error:
-                    self._drop_failed(error)
+            with torch.inference_mode():
+                self._bind_batch()
+                while not is_at_end:
+                    try:
+                        self._go_on()
+                        is_at_end = True
+                    except LaneError as error:
+                        self._drop_failed(error)
         finally:
             if not is_at_end:
                 self.abandon()

@@ -84,20 +84,30 @@ class Slice:
 
     def part(self, index: slice | Array) -> Slice:
         """Some rows, cut to the longest: views for a slice, copies for numbers or a mask."""
-        lengths = np.array(self.lengths[index])
-        longest = int(np.maximum.reduce(lengths, initial=0))
-        return Slice(
-            {key: array[index, :longest] for key, array in self.rows.items()},
-            {key: array[index] for key, array in self.finals.items()},
-            lengths,
-            np.array(self.starts[index]),
-        )
+        return _part(self.rows, self.finals, self.lengths, self.starts, index)
+
+
+def _part(
+    rows: Mapping[str, Array],
+    finals: Mapping[str, Array],
+    lengths: Array,
+    starts: Array,
+    index: slice | Array,
+) -> Slice:
+    lengths = np.array(lengths[index])
+    longest = int(np.maximum.reduce(lengths, initial=0))
+    return Slice(
+        {key: array[index, :longest] for key, array in rows.items()},
+        {key: array[index] for key, array in finals.items()},
+        lengths,
+        np.array(starts[index]),
+    )
 
 
 def slots_of(arrays: Arrays, slots: slice | Array) -> Slice:
     """Some slots of a block, see ``Slice.part``; their lengths are copied in any case."""
     control = arrays.control
-    return Slice(arrays.rows, arrays.finals, control["length"], control["starts"]).part(slots)
+    return _part(arrays.rows, arrays.finals, control["length"], control["starts"], slots)
 
 
 class Glue:
