@@ -38,8 +38,10 @@ class DerivedTensors(dict[str, Tensor]):
     def __getitem__(self, key: str) -> Tensor:
         value: Any = super().__getitem__(key)
         if not isinstance(value, Tensor):
-            with torch.inference_mode(False):  # it is kept, and may be used in autograd
-                value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value()
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False):  # it is kept, and may be used in autograd
+                    return self[key]
+            value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value()
             super().__setitem__(key, value)
         tensor: Tensor = value
         return tensor
