@@ -16,8 +16,9 @@ from rlpool.agents.sampling import (
     sample_normal,
     sample_tanh_normal,
 )
-from rlpool.batch.batcher import Batcher, EpisodeBatcher, MonoThreadEpisodeBatcher
+from rlpool.batch.batcher import EpisodeBatcher, MonoThreadEpisodeBatcher
 from rlpool.batch.progress import Progress
+from rlpool.batch.window_batcher import Batcher
 from rlpool.crash_replay import Replay, replay_crash
 from rlpool.data.array import Array
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor, masked_tensor

@@ -70,7 +70,8 @@ _PERMUTATION_ROUNDS = 5  # with four, differences of neighbours are already unif
 _PERMUTATION_FACTORS = (0x85EBCA6B, 0xC2B2AE35)  # of MurmurHash3's finaliser: odd
 
 # First word of a spawn key: what the derived words are for.
-_EPISODES, _LANES, _WORKERS, _PROBES, _STREAMS, _TASKS, _EPISODE_SEEDS, _LANE_SEEDS = range(8)
+_EPISODES, _LANES, _WORKERS, _PROBES, _STREAMS, _TASKS = range(6)
+_EPISODE_SEEDS, _LANE_SEEDS, _EVALUATIONS = range(6, 9)
 
 _Numbers = TypeVar("_Numbers", int, Words)
 
@@ -91,7 +92,22 @@ def root_from(seeds: int | Sequence[int] | None) -> int:
     each = seeds if isinstance(seeds, Sequence) else [seeds]
     words = [2, len(each)] if is_list else [1]
     words += [whole_number("a seed", seed, 0) for seed in each]
-    low, high = np.random.SeedSequence(words).generate_state(2, np.uint64).tolist()
+    return _joined(np.random.SeedSequence(words).generate_state(2, np.uint64))
+
+
+def evaluation_root(seed: int) -> int:
+    """The root of an evaluation, which shares no stream with a batcher of the same seed.
+
+    An evaluation on the episodes of training would say little about others.
+
+    Args:
+        seed: What the user gave, a non-negative int.
+    """
+    return _joined(_derive(root_from(seed), _EVALUATIONS))
+
+
+def _joined(words: Words) -> int:
+    low, high = words.tolist()
     root: int = (high << 64) | low
     return root
 
@@ -181,6 +197,10 @@ class LaneSeeds:
         number = lane + self._first_lane
         keys, heads = noise(self._noise_key, self._noise_salt, number, block, n_noise)
         return NoiseStart(keys[row], heads[row])
+
+
+lane_seeds = functools.lru_cache(maxsize=64)(LaneSeeds)
+"""``LaneSeeds``, of which all windows since a reset need the same."""
 
 
 def seed_from(seed: int) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 from rlpool.agents.agent import Agent
 from rlpool.batch.dispatch import Dispatcher
 from rlpool.batch.request_queue import RequestQueue
-from rlpool.batch.resuming import State, checked_state
+from rlpool.batch.resuming import FORMAT, State, checked_state
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_timeout, whole_number
@@ -191,7 +191,8 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             2
         """
         dispatcher = self._idle("state_dict()")
-        state = {"kind": self._KIND, "root": f"{self._root:x}", **self._state(dispatcher)}
+        whose = {"kind": self._KIND, "format": FORMAT, "root": f"{self._root:x}"}
+        state = {**whose, **self._state(dispatcher)}
         if state["why_lost"]:
             _LOG.warning("this state cannot be resumed: %s", state["why_lost"])
         return {**state, "policy_version": dispatcher.policy.version}
@@ -215,11 +216,11 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             state: What ``state_dict`` returned, saved and loaded or not.
 
         Raises:
-            SpecError: If it is of another kind of batcher; for a ``Batcher`` also of one with other
-                lanes, another ``n_timesteps`` or an agent with other states or actions. If its
-                episodes cannot be repeated: the agent requires a history, environments cannot be
-                reset one by one or not be seeded, or episodes were so long that their first actions
-                were dropped. Nothing has changed then.
+            SpecError: If it is of another kind of batcher or of another format, or lacks a key; for
+                a ``Batcher`` also of one with other lanes, another ``n_timesteps`` or an agent with
+                other states or actions. If its episodes cannot be repeated: the agent requires a
+                history, environments cannot be reset one by one or not be seeded, or episodes were
+                so long that their first actions were dropped. Nothing has changed then.
             UsageError: If results are pending, or the batcher is closed.
 
         Example:
@@ -232,7 +233,8 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             True
         """
         dispatcher = self._idle("load_state_dict()")
-        checked = checked_state(state, self._KIND, self._expected(dispatcher))
+        keys = ("root", "policy_version", "why_lost", *self._KEYS)
+        checked = checked_state(state, self._KIND, keys, self._expected(dispatcher))
         self._load(dispatcher, checked)
         self._root = int(checked["root"], 16)
         # Workers tell policies apart by their versions: none may come back with other parameters.
@@ -241,6 +243,9 @@ class BatcherBase(ProcessOwner, DumpsStacks):
 
     _KIND = ""
     """What states of this kind of batcher are called."""
+
+    _KEYS: tuple[str, ...] = ()
+    """What ``_state`` returns beside ``why_lost`` and what is expected to be the same."""
 
     def _state(self, dispatcher: RequestQueue) -> State:
         """What is particular to this kind of batcher, and ``why_lost``: why it cannot go on."""

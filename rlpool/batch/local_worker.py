@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,13 @@ from rlpool.workers.lifecycle import Client
 from rlpool.workers.stacks import Stacks, own_stacks
 from rlpool.workers.wire import Done, Failed, Message, Ready
 from rlpool.workers.worker_process import CONTROL_COLUMNS, Control, Place
+
+
+class LocalClient(Client, Protocol):
+    """Gives a worker in the same process something to do."""
+
+    def again(self, worker: int, number: int) -> tuple[Message, Memory | None] | None:
+        """What is left of a request that was interrupted, ``None`` if nothing is."""
 
 
 class LocalWorker:
@@ -46,7 +53,7 @@ class LocalWorker:
     n_restarts = 0
     up = (0,)
 
-    def __init__(self, root: int, client: Client) -> None:
+    def __init__(self, root: int, client: LocalClient) -> None:
         self.fatal: RlpoolError | None = None
         self._client = client
         self._inbox: deque[tuple[Message, Memory | None]] = deque()
@@ -56,6 +63,7 @@ class LocalWorker:
             send=self._take, receive=self._inbox.popleft, poll=lambda: bool(self._inbox)
         )
         self._look: Callable[[], bool] | None = None  # somebody looks while it runs
+        self._is_looking = False
         self._collector = Collector(Place(0, 1, root), link, self._control, notice=self._notice)
         self._generators = OwnGenerators()
         self._is_closed = False
@@ -111,7 +119,9 @@ class LocalWorker:
 
     def _notice(self) -> None:
         if self._look is not None:
+            self._is_looking = True
             self._look()
+            self._is_looking = False
 
     def rest(self) -> None:
         """Carry out one message."""
@@ -120,7 +130,8 @@ class LocalWorker:
     def poll(self, timeout_s: float) -> None:
         """Carry out messages up to the first request, however long that takes.
 
-        If it is interrupted, a request is lost; anything else is carried out by the next call.
+        If it is interrupted, a request is lost, unless whoever looks has done that; anything else
+        is carried out by the next call.
         Called by what it runs itself, such as a function that shows progress, it does nothing.
         """
         if self._is_at_work and timeout_s == 0.0:
@@ -128,12 +139,12 @@ class LocalWorker:
         if self._has_message():
             try:
                 with self._at_work():
-                    while self._has_message() and not self._carry_out():
+                    while not self._carry_out() and self._has_message():
                         pass
             except BaseException as error:
-                if self._message is not None:
-                    with InterruptsHeld():
-                        self._give_up(self._message[0], error)
+                with InterruptsHeld():
+                    if self._message is not None:
+                        self._interrupted(self._message[0], error)
                 raise
         elif timeout_s != 0.0:
             raise LookupError("waiting for a local worker that has nothing to do")
@@ -150,14 +161,18 @@ class LocalWorker:
         if self._message is None:
             with InterruptsHeld():
                 self._message = self._collector.inbox.receive()
+        self._is_looking = False
         self._collector.handle(*self._message)
         message, _ = self._message
         self._message = None
         return isinstance(message, Execute | Window)
 
-    def _give_up(self, message: Message, error: BaseException) -> None:
-        """Tell the caller's bookkeeping that a request will not be completed."""
-        if isinstance(message, Execute | Window):
+    def _interrupted(self, message: Message, error: BaseException) -> None:
+        """Keep what is left of a request, or give it up if users' code was interrupted."""
+        if isinstance(message, Execute) and self._is_looking:
+            self._collector.inbox.read()  # slots that came back are part of what is left
+            self._message = self._client.again(0, message.number)
+        elif isinstance(message, Execute | Window):
             self._message = None
             failure = WorkerError(
                 f"the request was interrupted by {described(error)}", fix="request it again"
@@ -207,23 +222,14 @@ class LocalWorker:
     @contextmanager
     def _at_work(self) -> Iterator[None]:
         """What users' code finds in a worker process: its own generators, one torch thread."""
-        with self._generators.in_use(), _one_thread():
-            was_at_work, self._is_at_work = self._is_at_work, True
+        with self._generators.in_use():
+            was_at_work, n_threads = self._is_at_work, torch.get_num_threads()
             try:
+                self._is_at_work = True
+                if n_threads != 1:  # the bits of a result can depend on it
+                    torch.set_num_threads(1)
                 yield
             finally:
                 self._is_at_work = was_at_work
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One torch thread, as in a worker process: the bits of a result can depend on it."""
-    n_threads = torch.get_num_threads()
-    if n_threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(n_threads)
+                if n_threads != 1:
+                    torch.set_num_threads(n_threads)

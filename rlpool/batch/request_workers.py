@@ -318,6 +318,18 @@ class RequestWorkers:
             if not request.give_back(worker) or request.error:
                 self._note_done(worker, request.number)
 
+    def again(self, worker: int, number: int) -> tuple[Message, Memory | None] | None:
+        """What is left of a request that was interrupted: episodes that run begin again."""
+        request = self._find(number)
+        if request is None:
+            return None
+        self._strays.add(self.agreement.specs, {worker}, "its episodes were interrupted")
+        if not request.give_back(worker):
+            self._note_done(worker, number)
+            return None
+        payload, memory = request.packed or (None, None)
+        return request.message(worker, payload), memory
+
     def busy(self) -> Collection[int]:
         """Workers that have something to do.
 

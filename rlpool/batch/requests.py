@@ -20,7 +20,7 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, Where
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape, WindowTapes
-from rlpool.seeding import LaneSeeds, episode_seeds
+from rlpool.seeding import LaneSeeds, episode_seeds, lane_seeds
 from rlpool.slots.blocks import Block, Layout
 from rlpool.slots.trajectories import Derivation, Glue, Slice, slots_of, trajectories_of
 from rlpool.specs import join_key
@@ -418,7 +418,7 @@ class WindowRequest(Request):
         """The seeds of all lanes; before the reset a lane can have restarted once per step."""
         layout = self.running_block.layout
         n_restarts = self.n_windows * layout.n_timesteps if layout.restarts else 0
-        return LaneSeeds(self.root, self.n_resets, n_restarts, self.first_lane)
+        return lane_seeds(self.root, self.n_resets, n_restarts, self.first_lane)
 
     def _rows_of(self, worker: int) -> list[tuple[int, int]]:
         """Rows and lanes of a worker."""
@@ -467,7 +467,7 @@ class WindowRequest(Request):
         """See ``part``."""
         block = self.running_block
         running = block.arrays.control["running"].reshape(-1)
-        self.lanes_left = np.flatnonzero(running >= 0).tolist()
+        self.lanes_left = (running >= 0).nonzero()[0].tolist()
         if self.tapes is not None:
             self.tapes.record(block.layout, block.arrays, self.lanes, self.lanes_left)
         lane_seeds, seeded = self._seeds, [self._seeded(lane) for lane in self.lanes]

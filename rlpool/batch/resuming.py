@@ -17,6 +17,7 @@ import torch
 
 from rlpool.batch.messages import Infos
 from rlpool.errors import SpecError
+from rlpool.machine.arguments import refuse_other_states
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape
 from rlpool.slots.blocks import StepSpecs
@@ -27,21 +28,28 @@ State = dict[str, Any]
 _FIX = "call reset() instead, or save states right after reset(), before execute()"
 
 
-def checked_state(state: Any, kind: str, expected: Mapping[str, Any]) -> State:
+FORMAT = 1
+"""Of the states of batchers; another number where a state is made of other things."""
+
+
+def checked_state(state: Any, kind: str, keys: Iterable[str], expected: Mapping[str, Any]) -> State:
     """Refuse what no batcher with these arguments can go on from.
 
     Args:
         state: What ``state_dict`` returned.
         kind: The kind of batcher.
+        keys: What a state of that kind consists of.
         expected: What has to be the same in the state, by argument or property of the batcher.
 
     Raises:
-        SpecError: If it is something else, another batcher's, or cannot be resumed.
+        SpecError: If it is something else, another batcher's or another version's, lacks a key, or
+            cannot be resumed.
     """
     if not isinstance(state, Mapping) or state.get("kind") != kind:
         found = state.get("kind") if isinstance(state, Mapping) else None
         what = f"a state of {found}" if found else f"{type(state).__name__}, no state of a batcher"
         raise SpecError(f"got {what}", fix=f"pass what state_dict() of the same {kind} returned")
+    refuse_other_states(state, kind, [*keys, *expected], FORMAT)
     for name, value in expected.items():
         if state[name] != value:
             what = f"{name} was {state[name]} where the state was saved, it is {value} here"

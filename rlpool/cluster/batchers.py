@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from rlpool.batch.batcher import Batcher, EpisodeBatcher
+from rlpool.batch.batcher import EpisodeBatcher
 from rlpool.batch.batcher_base import BatcherBase
 from rlpool.batch.request_queue import RequestQueue
+from rlpool.batch.window_batcher import Batcher
 from rlpool.cluster.dispatch import ClusterDispatcher
 from rlpool.cluster.requests import DividedEpisodes, DividedWindow
 from rlpool.cluster.shards import NodeSetup

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlpool.batch.batcher import Batcher, EpisodeBatcher
+from rlpool.batch.batcher import EpisodeBatcher
 from rlpool.batch.dispatch import Dispatcher
 from rlpool.batch.requests import EpisodeRequest, Policy, Request, WindowRequest
+from rlpool.batch.window_batcher import Batcher
 from rlpool.cluster.fingerprint import fingerprint
 from rlpool.cluster.shards import (
     EpisodeShard,

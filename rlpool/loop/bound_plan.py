@@ -24,7 +24,8 @@ class Lane:
         chunk: Number of the chunk within the episode.
         steps_before: Steps of the episode before row 0 of the slot; negative if the episode
             started later in the slot.
-        parked: Its rows of the batch while it waits for a slot; ``None`` while it steps.
+        parked: Its rows of the batch while it waits for a slot, empty as long as nobody else can
+            overwrite them there; ``None`` while it steps.
         tape: Records the slots that the episode has left; ``None`` if it has left none.
     """
 
@@ -74,8 +75,8 @@ class BoundPlan:
         self.writer = writer
         control, worker = plan.arrays.control, plan.worker
         self.restarts = plan.layout.restarts
-        self._n_timesteps = n_timesteps = plan.layout.n_timesteps
-        self._spare_rows = plan.layout.n_slots * n_timesteps + np.arange(n_lanes) % n_timesteps
+        self._n_timesteps = plan.layout.n_timesteps
+        self._spare_rows = writer.spare_rows
         self._slots: Array = control["slot"][worker]
         self.rows: Array = control["row"][worker]
         self.rows[:] = self._spare_rows
@@ -143,4 +144,4 @@ class BoundPlan:
     def steps_until_full(self) -> int:
         """Steps until the first slot is full, at most ``n_timesteps``."""
         steps = (self.rows - self._slots * self._n_timesteps) * self.strides
-        return self._n_timesteps - int(steps.max(initial=0))
+        return self._n_timesteps - int(np.maximum.reduce(steps, initial=0))

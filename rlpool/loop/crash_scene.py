@@ -49,8 +49,9 @@ class CrashScene:
         """Record a full slot on the tape before the lane leaves it."""
         if self._env.seeding != "episode":
             return  # it cannot be repeated
-        rows, last_reward = running.bound.plan.arrays.rows, self._env.current[REWARD][lane]
-        chunk = slot_steps(rows, running.slot, running.start, rows[REWARD].shape[1], last_reward)
+        plan, last_reward = running.bound.plan, self._env.current[REWARD][lane]
+        rows = running.slot, running.start, plan.layout.n_timesteps
+        chunk = slot_steps(plan.layout, plan.arrays, *rows, last_reward)
         running.tape_so_far.add(chunk, self._most_bytes)
 
     def error(
@@ -94,12 +95,13 @@ class CrashScene:
         failing: dict[str, Array] = {}
         batch: dict[str, Array] = {}
         if running is not None:
-            slot, tape, rows = running.slot, running.tape_so_far, running.bound.plan.arrays.rows
-            tape.add(slot_steps(rows, slot, running.start, row, env.current[REWARD][lane]))
+            tape, plan = running.tape_so_far, running.bound.plan
+            slot = plan.layout, plan.arrays, running.slot
+            tape.add(slot_steps(*slot, running.start, row, env.current[REWARD][lane]))
             if call in ("step", "agent"):
                 shown, state = map(self._before_the_call, (self._shown, self._state))
             if call == "step":
-                steps = slot_steps(rows, slot, row, row + 1, 0)
+                steps = slot_steps(*slot, row, row + 1, 0)
                 failing = {key: array for key, array in steps.items() if key != REWARD}
         if call != "reset":
             tape.observation = _row(shown, lane)

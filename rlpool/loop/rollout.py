@@ -74,6 +74,7 @@ class Rollout:
         self._lanes: dict[int, Lane] = {}
         self._live: list[int] = []
         self._waiting: list[int] = []  # idle or parked
+        self._unsaved: set[int] = set()  # parked, with their rows still in the batch
         self._stepping: set[int] = set()  # lanes whose step is not finished
         self._restarting: list[int] = []  # lanes of a window whose next episode has yet to begin
 
@@ -106,7 +107,6 @@ class Rollout:
         self._history = History(steps) if steps.wants_history else None
         return steps
 
-    @torch.inference_mode()
     def run(self, queue: PlanQueue) -> None:
         """Run plans until the queue has no further one, under ``torch.inference_mode``.
 
@@ -119,15 +119,16 @@ class Rollout:
             BaseException: What ``queue.failed`` raises. Either way all lanes are idle then.
         """
         self._queue = queue
-        self._bind_batch()
         is_at_end = False
         try:
-            while not is_at_end:
-                try:
-                    self._go_on()
-                    is_at_end = True
-                except LaneError as error:
-                    self._drop_failed(error)
+            with torch.inference_mode():
+                self._bind_batch()
+                while not is_at_end:
+                    try:
+                        self._go_on()
+                        is_at_end = True
+                    except LaneError as error:
+                        self._drop_failed(error)
         finally:
             if not is_at_end:
                 self.abandon()
@@ -153,13 +154,18 @@ class Rollout:
                     self._fill_lanes()
             elif any(bound.plan.wait() for bound in self._bound) or self._bind_next() is not None:
                 self._fill_lanes()
-            elif self._bound and self._env.advance():
+            elif self._bound and self._advance():
                 self._progress[0] += 1
                 self._fill_lanes()
             elif self._bound:
                 raise RuntimeError("no lane runs any of the plans, and they are not over")
             else:
                 return
+
+    def _advance(self) -> bool:
+        """See ``VecEnv.advance``."""
+        self._save_parked()
+        return self._env.advance()
 
     def tapes(self) -> dict[int, Tape]:
         """By lane, what the episodes have done so far that go on with the next window."""
@@ -168,7 +174,8 @@ class Rollout:
         for lane, running in self._lanes.items():
             tape, n_restarts = running.tape_so_far, running.episode.n_restarts
             if tape.n_steps:
-                rows = list(zip(keys, (row for _, row in running.parked or []), strict=True))
+                parked = running.parked or self._kept_rows(lane)
+                rows = list(zip(keys, (row for _, row in parked), strict=True))
                 observation = {k: row for k, row in rows[:n_shown] if k not in FLAGS}
                 tape = replace(tape, observation=observation, state=dict(rows[n_shown:]))
             tapes[lane] = replace(tape, n_restarts=n_restarts)
@@ -182,6 +189,7 @@ class Rollout:
 
     def _clear_lanes(self) -> None:
         self._lanes.clear()
+        self._unsaved.clear()
         self._stepping.clear()
         self._restarting.clear()
 
@@ -190,7 +198,8 @@ class Rollout:
     def _bind_batch(self) -> None:
         """Prepare the views of the batch, which all plans share."""
         self._waiting = list(range(self._n_lanes))
-        self._take_stock()
+        self._waiting_at_stock = list(self._waiting)
+        self._live, self._steps_until_full = [], 0
         env, driver = self._env, self._driver
         sources = [*env.current.values(), *driver.state.values()]
         if len(sources) == len(self._sources) and all(map(operator.is_, sources, self._sources)):
@@ -242,7 +251,8 @@ class Rollout:
         if not self._bound:
             self._continue_with(bound)
         self._bound.append(bound)
-        self._take_over(bound)
+        if plan.tapes:
+            self._take_over(bound)
         return bound
 
     def _continue_with(self, bound: BoundPlan) -> None:
@@ -257,8 +267,9 @@ class Rollout:
         if new := [lane for lane, running in self._lanes.items() if not running.steps_before]:
             self._driver.start(new, self._infos.tensors)
             for lane in new:
-                of_env = (self._lanes[lane].parked or [])[: len(self._env.current)]
-                self._lanes[lane].parked = of_env + _rows_of(self._driver.state, lane)
+                if parked := self._lanes[lane].parked:
+                    of_env = parked[: len(self._env.current)]
+                    self._lanes[lane].parked = of_env + _rows_of(self._driver.state, lane)
 
     def _take_over(self, bound: BoundPlan) -> None:
         """Bring lanes to where another worker was with a plan's episodes.
@@ -303,6 +314,7 @@ class Rollout:
                 cancelled.abandon(lane, running)
                 del self._lanes[lane]
                 self._stepping.discard(lane)
+                self._unsaved.discard(lane)
         self._restarting = [lane for lane in self._restarting if lane in self._lanes]
         self._waiting = [n for n in range(self._n_lanes) if not self._is_live(n)]
         self._queue.done(cancelled.plan)
@@ -360,6 +372,8 @@ class Rollout:
 
     def _act(self, lanes: Sequence[int] | None = None) -> dict[str, Array]:
         """Call the agent for lanes, all by default; write its inputs and outputs."""
+        if self._unsaved:
+            self._save_parked()
         driver, targets = self._driver, self._targets(lanes)
         if self._noise is not None:
             self._noise.draw(lanes)
@@ -426,10 +440,7 @@ class Rollout:
         return [lane for lane, _ in live]
 
     def _leave_slot(self, lane: int, is_last: bool) -> None:
-        """Complete a slot; the lane becomes idle, or parked if the episode continues.
-
-        A parked lane's rows of the batch may be overwritten, so they are saved.
-        """
+        """Complete a slot; the lane becomes idle, or parked if the episode continues."""
         running = self._lanes[lane]
         bound, slot, chunk = running.bound, running.slot, running.chunk
         length = bound.steps_in_slot(lane, running)
@@ -443,7 +454,8 @@ class Rollout:
         else:
             running.steps_before += length
             running.chunk += 1
-            running.parked = self._kept_rows(lane)
+            running.parked = []
+            self._unsaved.add(lane)
         bound.plan.chunk_done(running.episode.number, slot, chunk, is_last)
 
     def _fill_lanes(self) -> None:
@@ -475,7 +487,7 @@ class Rollout:
                 self._enter_slot(lane, running)
                 served.add(lane)
         idle = [lane for lane in idle if self._env.is_ready(lane)]
-        for bound in self._bound:
+        for bound in self._bound if idle else ():
             episodes = bound.plan.next_episodes(idle)
             for lane, episode in episodes.items():
                 starting[lane] = running = Lane(episode, bound, episode.slot)
@@ -493,6 +505,12 @@ class Rollout:
             return False
         lacks_slots = [bound.plan.lacks_slots for bound in self._bound if bound.plan.begins_anew]
         return any(lacks_slots) or any(lane in self._lanes for lane in self._waiting)
+
+    def _save_parked(self) -> None:
+        """Save the rows of the batch of parked lanes, which a step of others may overwrite."""
+        for lane in self._unsaved.intersection(self._lanes):
+            self._lanes[lane].parked = self._kept_rows(lane)
+        self._unsaved.clear()
 
     def _kept_rows(self, lane: int) -> list[tuple[Array, Array]]:
         return _rows_of(self._env.current, lane) + _rows_of(self._driver.state, lane)
@@ -548,6 +566,7 @@ class Rollout:
             for array, row in running.parked:
                 array[lane] = row
             running.parked = None
+            self._unsaved.discard(lane)
             if self._noise is not None and running.episode.noise is not None:
                 self._noise.start(lane, running.episode.noise, running.steps_before)
         self._lanes[lane] = running
@@ -586,4 +605,4 @@ class Rollout:
 
 def _rows_of(arrays: Mapping[str, Array], lane: int) -> list[tuple[Array, Array]]:
     """Arrays ``[n_lanes, ...]``, each with a copy of a lane's row."""
-    return [(array, np.array(array[lane])) for array in arrays.values()]
+    return [(array, array[lane].copy()) for array in arrays.values()]

@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from rlpool.errors import SpecError, UnknownArgumentError
@@ -36,6 +36,28 @@ _NUMBER_OF_ENVS = "n_envs num_envs n_environments num_environments n_lanes num_l
 
 _CLOSE = 0.8
 """Similarity, from 0 to 1, above which a name counts as a misspelling of another."""
+
+
+def refuse_other_states(state: Any, of: str, keys: Iterable[str], version: int) -> None:
+    """Refuse what is no state, was saved by another version of rlpool, or lacks something.
+
+    Args:
+        state: What was returned by a ``state_dict``, or is said to have been.
+        of: Whose.
+        keys: What has to be in it, beside its ``format``.
+        version: The ``format`` that is known here.
+
+    Raises:
+        SpecError: If it is.
+    """
+    fix = f"pass what state_dict() of a {of} of this version of rlpool has returned, all of it"
+    if not isinstance(state, Mapping):
+        raise SpecError(f"got {type(state).__name__}, no state of a {of}", fix=fix)
+    if missing := sorted({"format", *keys}.difference(state)):
+        raise SpecError(f"the state of the {of} lacks {', '.join(missing)}", fix=fix)
+    if state["format"] != version:
+        what = f"the state of the {of} has format {state['format']!r}, here it is {version}"
+        raise SpecError(what, fix=fix)
 
 
 def whole_number(name: str, value: Any, least: int, *, fix: str = "") -> int:

@@ -5,8 +5,10 @@ step of a small environment. Here the words are copied as memory. The rest, a no
 may be kept for the next call, goes through NumPy, whose ``RandomState`` is shown a bit generator
 without words meanwhile.
 
-That is not part of NumPy's interface. So it is tried on a generator of its own first; where it does
-not give what NumPy's own calls give, or the global generator is not an MT19937, these are used.
+That is not part of NumPy's interface, which has no cheaper way: ``set_bit_generator`` exchanges the
+words at no cost, but drops the variable that is kept, and only ``get_state`` tells it. So it is
+tried on a generator of its own first; where it does not give what NumPy's own calls give, or the
+global generator is not an MT19937, these are used.
 
 Reference:
     Matsumoto, Nishimura, "Mersenne twister", ACM TOMACS 8 (1), 1998: 624 words and a position.

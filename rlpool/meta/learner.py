@@ -16,7 +16,7 @@ from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import AgentError, EnvError, SpecError, UsageError, WorkerError
 from rlpool.loop.plan import Episode, OnePlan
 from rlpool.loop.rollout import Rollout
-from rlpool.machine.arguments import takes_keyword, whole_number
+from rlpool.machine.arguments import refuse_other_states, takes_keyword, whole_number
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.meta.agents import ActingAgent, RandomAgent
 from rlpool.meta.rollouts import Deliver, RolloutColumns, RolloutPlan, RowsEnv
@@ -33,6 +33,7 @@ MAX_CHUNK = 128
 out in pieces."""
 
 _SAMPLE = ("observation", "action", "reward", "terminal", "next_observation")
+_FORMAT = 1  # of states, see Learner.state_dict
 _METHODS = (("add_episode", RolloutColumns._fields), ("add_sample", _SAMPLE))
 
 
@@ -192,6 +193,7 @@ class Learner:
         """
         root, n_collections, n_rollouts = _drawn(self)
         return {
+            "format": _FORMAT,
             "root": root,
             "n_collections": n_collections,
             "n_rollouts": n_rollouts,
@@ -204,7 +206,13 @@ class Learner:
 
         Args:
             state: The learner's, which had the same tasks.
+
+        Raises:
+            SpecError: If it is no such state, of another format, or lacks a key.
         """
+        totals = "n_env_steps_total", "n_rollouts_total"
+        drawn = "root", "n_collections", "n_rollouts"
+        refuse_other_states(state, "learner", (*drawn, *totals), _FORMAT)
         n_before = state["n_collections"], state["n_rollouts"]
         self._rlpool_drawn = (self.seed, state["root"], *n_before)
         self.n_env_steps_total = state["n_env_steps_total"]

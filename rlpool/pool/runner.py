@@ -19,7 +19,7 @@ import torch
 from gymnasium.utils import seeding
 
 from rlpool.agents.agent import Agent, AgentStep
-from rlpool.batch.batcher import Batcher
+from rlpool.batch.window_batcher import Batcher
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.columns import Columns

@@ -30,7 +30,7 @@ from rlpool.envs.columns import converted
 from rlpool.envs.vec_env import Options
 from rlpool.memory.storage import Array
 from rlpool.slots.blocks import Arrays, Layout, successor_key
-from rlpool.specs import FLAGS, Structure, TensorSpec, flattener, is_action
+from rlpool.specs import FLAGS, Structure, TensorSpec, flattener
 
 Actions = dict[str, Array]
 """Action key to array ``[k, ...]``: what was done in ``k`` steps."""
@@ -47,25 +47,34 @@ MOST_BYTES_TO_RESTORE = 2**30
 _CHUNK_BYTES = 2**14
 """Largest chunk that is joined from smaller ones."""
 
+_JOINED_AT_ONCE = 16
+"""Chunks of about the same length that are joined: so a long episode in short slots has few chunks,
+and each of its steps is copied only a few times."""
+
 _BLOCK_BYTES = 2**18
 _FEWEST_ROWS, _MOST_ROWS = 16, 1024
 """Steps of a manager in a block that is divided among its lanes: as many as fit into the bytes."""
 
 
 def slot_steps(
-    rows: Mapping[str, Array], slot: int, start: int, stop: int, last_reward: Any
+    layout: Layout, arrays: Arrays, slot: int, start: int, stop: int, last_reward: Any
 ) -> Actions:
     """Actions and rewards of some rows of a slot, a copy.
 
     Args:
-        rows: The block's rows by key, ``[n_slots, T, ...]``.
+        layout: Layout of the block.
+        arrays: The block.
         slot: The slot.
         start: The first row.
         stop: The row behind the last.
         last_reward: The reward of row ``T - 1``'s action; each row has the reward before it.
     """
-    chunk = {key: array[slot, start:stop].copy() for key, array in rows.items() if is_action(key)}
-    chunk[REWARD] = np.append(rows[REWARD][slot, start + 1 :], last_reward)[: stop - start]
+    rows = arrays.rows
+    chunk = {key: rows[key][slot, start:stop].copy() for key in layout.step.action_keys}
+    known = rows[REWARD][slot, start + 1 : stop + 1]
+    chunk[REWARD] = rewards = np.empty(stop - start, known.dtype)
+    rewards[: len(known)] = known
+    rewards[len(known) :] = last_reward
     return chunk
 
 
@@ -95,6 +104,10 @@ class Tape:
     observation: Mapping[str, Array] = field(default_factory=dict)
     state: Mapping[str, Array] = field(default_factory=dict)
     lost: str = ""
+    _n_bytes: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._n_bytes = sum(map(_n_bytes, self.chunks))
 
     @property
     def n_steps(self) -> int:
@@ -137,12 +150,12 @@ class Tape:
             return
         chunks = self.chunks
         chunks.append(chunk)
-        while len(chunks) > 1 and _should_be_joined(*chunks[-2:]):
-            chunks[-2:] = [_joined(chunks[-2:])]
-        n_over = sum(map(_n_bytes, chunks)) - most_bytes if most_bytes is not None else 0
-        while n_over > 0 and len(chunks) > 1:
+        self._n_bytes += _n_bytes(chunk)
+        while len(chunks) >= _JOINED_AT_ONCE and _can_be_joined(chunks[-_JOINED_AT_ONCE:]):
+            chunks[-_JOINED_AT_ONCE:] = [_joined(chunks[-_JOINED_AT_ONCE:])]
+        while most_bytes is not None and self._n_bytes > most_bytes and len(chunks) > 1:
             dropped = chunks.pop(0)
-            n_over -= _n_bytes(dropped)
+            self._n_bytes -= _n_bytes(dropped)
             self.first_step += _n_rows(dropped)
 
     def without_last(self) -> tuple[Tape, Actions]:
@@ -311,7 +324,8 @@ class WindowTapes:
             if ends[row]:
                 tape = Tape(n_restarts=tape.n_restarts + int(ends[row]))
             if start < layout.n_timesteps:  # else its episode begins with the next window
-                chunk = slot_steps(arrays.rows, row, start, layout.n_timesteps, shown[REWARD][row])
+                last_reward = shown[REWARD][row]
+                chunk = slot_steps(layout, arrays, row, start, layout.n_timesteps, last_reward)
                 tape.add(chunk, self._most_bytes)
                 tape.observation = {key: array[row] for key, array in shown.items()}
                 tape.state = {key: array[row] for key, array in state.items()}
@@ -348,15 +362,14 @@ def _n_bytes(chunk: Mapping[str, Array]) -> int:
     return sum(array.nbytes for array in chunk.values())
 
 
-def _should_be_joined(first: Mapping[str, Array], second: Mapping[str, Array]) -> bool:
-    """Whether two small chunks, the first no longer than the second, differ in no dtype or shape.
-
-    Each step is copied a few times that way, and a long episode in short slots has few chunks.
-    """
-    if _n_rows(first) > _n_rows(second) or _n_bytes(first) + _n_bytes(second) > _CHUNK_BYTES:
+def _can_be_joined(chunks: Sequence[Mapping[str, Array]]) -> bool:
+    """Whether chunks are small, of about the same length, and differ in no dtype or shape."""
+    if _n_rows(chunks[0]) > 2 * _n_rows(chunks[-1]):  # that one was joined before
         return False
-    kinds = [{k: (a.dtype, a.shape[1:]) for k, a in chunk.items()} for chunk in (first, second)]
-    return kinds[0] == kinds[1]
+    if sum(map(_n_bytes, chunks)) > _CHUNK_BYTES:
+        return False
+    kinds = [{k: (a.dtype, a.shape[1:]) for k, a in chunk.items()} for chunk in chunks]
+    return all(kind == kinds[0] for kind in kinds)
 
 
 def _joined(chunks: Sequence[Mapping[str, Array]]) -> Actions:

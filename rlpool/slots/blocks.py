@@ -38,7 +38,7 @@ from rlpool.errors import SpecError
 from rlpool.machine.limits import check_size
 from rlpool.memory.storage import Array, Memory, carved_bytes
 from rlpool.seeding import Seeding
-from rlpool.specs import FLAGS, TensorSpec, refuse_collisions
+from rlpool.specs import FLAGS, TensorSpec, is_action, refuse_collisions
 
 NOISE_KEY = "noise"
 
@@ -49,6 +49,10 @@ _BOOL = TensorSpec((), np.dtype(bool))
 def successor_key(key: str) -> str:
     """Name of a key's value after the step."""
     return f"_{key}"
+
+
+_Place = tuple[str, tuple[int, ...], np.dtype[Any], int]
+"""Key, shape, dtype and first byte of an array."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,11 @@ class StepSpecs:
     def succeeded(self) -> dict[str, TensorSpec]:
         """Keys that also have a value after the step."""
         return {**self.observation, **self.state}
+
+    @cached_property
+    def action_keys(self) -> list[str]:
+        """The keys of an action, among the agent's outputs."""
+        return [key for key in self.output if is_action(key)]
 
     @property
     def noise(self) -> dict[str, TensorSpec]:
@@ -204,16 +213,23 @@ class Layout:
         check_size(sizes, advice, what)
         return self
 
-    def arrays(self, root: Array) -> Arrays:
-        """The arrays of a block that starts at ``root[0]``, no copy."""
-        control, rows, finals = (
-            {key: np.ndarray(shape, dtype, root, start) for key, shape, dtype, start in area}
-            for area in self._places
-        )
-        return Arrays(rows, finals, control)
+    def arrays(self, root: Array, control: dict[str, Array] | None = None) -> Arrays:
+        """The arrays of a block that starts at ``root[0]``, no copy.
+
+        Args:
+            root: The memory of the block.
+            control: Its bookkeeping, if that was made before.
+        """
+        _, rows, finals = self._places
+        control = control or self.control_arrays(root)
+        return Arrays(_placed(rows, root), _placed(finals, root), control)
+
+    def control_arrays(self, root: Array) -> dict[str, Array]:
+        """The bookkeeping of a block, see ``control``; no copy."""
+        return _placed(self._places[0], root)
 
     @cached_property
-    def _places(self) -> list[list[tuple[str, tuple[int, ...], np.dtype[Any], int]]]:
+    def _places(self) -> list[list[_Place]]:
         """Key, shape, dtype and first byte of every array, by area."""
         areas, start = [], 0
         for specs, n in self._areas:
@@ -251,6 +267,10 @@ class Arrays:
     control: dict[str, Array]
 
 
+def _placed(places: Sequence[_Place], root: Array) -> dict[str, Array]:
+    return {key: np.ndarray(shape, dtype, root, start) for key, shape, dtype, start in places}
+
+
 def flat(array: Array, n_leading: int) -> Array:
     """A view with one element per row, whatever the shape of a row.
 
@@ -284,15 +304,17 @@ class Block:
         self.memory = memory
         self.is_taken = False
         self._arrays: Arrays | None = None
+        self._control: dict[str, Array] | None = None  # kept, as no user gets any of it
         self._root: weakref.ref[Array] | None = None
 
     @property
     def arrays(self) -> Arrays:
         """The arrays. The block is not free while they, or anything made from them, are alive."""
         if self._arrays is None:
+            self._control = self._control or self.layout.control_arrays(self.memory.root())
             root = self.memory.root()
             self._root = weakref.ref(root)
-            self._arrays = self.layout.arrays(root)
+            self._arrays = self.layout.arrays(root, self._control)
         return self._arrays
 
     def take(self) -> None:
@@ -361,6 +383,8 @@ class BlockPool:
 
     def forget_surplus(self) -> list[int]:
         """Drop all but a few blocks; returns their numbers, for the workers to unmap."""
+        if len(self._blocks) <= self._MAX_FREE:
+            return []
         surplus = [block for block in self._blocks if block.is_free][self._MAX_FREE :]
         kept = [block for block in self._blocks if block not in surplus]
         n_beyond = len(kept) - self._MAX_KNOWN

@@ -24,28 +24,32 @@ class DerivedTensors(dict[str, Tensor]):
     """Tensors by name, some of which are computed on first access.
 
     Args:
-        known: Tensors that exist already.
+        known: Tensors that exist already, or the arrays that they will be views of.
         derived: Functions without arguments that compute the others.
     """
 
-    def __init__(self, known: Mapping[str, Tensor], derived: Mapping[str, Derivation]) -> None:
-        super().__init__(known)
+    def __init__(
+        self, known: Mapping[str, Tensor | Array], derived: Mapping[str, Derivation]
+    ) -> None:
+        super().__init__(known)  # type: ignore[arg-type]
         for key, derive in derived.items():
             super().__setitem__(key, derive)  # type: ignore[assignment]
 
     def __getitem__(self, key: str) -> Tensor:
         value: Any = super().__getitem__(key)
         if not isinstance(value, Tensor):
-            with torch.inference_mode(False):  # it is kept, and may be used in autograd
-                value = value()
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False):  # it is kept, and may be used in autograd
+                    return self[key]
+            value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value()
             super().__setitem__(key, value)
         tensor: Tensor = value
         return tensor
 
     def derivation(self, key: str) -> Derivation | None:
-        """What computes a tensor on its first access; ``None`` if it exists already."""
+        """What computes a tensor on its first access; ``None`` if its values exist already."""
         value: Any = super().get(key)
-        return None if value is None or isinstance(value, Tensor) else value
+        return None if value is None or isinstance(value, Tensor | np.ndarray) else value
 
     # Copies such as dict(...) and {**...} take the fast path around __getitem__ unless __iter__
     # is overridden.
@@ -82,20 +86,30 @@ class Slice:
 
     def part(self, index: slice | Array) -> Slice:
         """Some rows, cut to the longest: views for a slice, copies for numbers or a mask."""
-        lengths = np.array(self.lengths[index])
-        longest = int(lengths.max(initial=0))
-        return Slice(
-            {key: array[index, :longest] for key, array in self.rows.items()},
-            {key: array[index] for key, array in self.finals.items()},
-            lengths,
-            np.array(self.starts[index]),
-        )
+        return _part(self.rows, self.finals, self.lengths, self.starts, index)
+
+
+def _part(
+    rows: Mapping[str, Array],
+    finals: Mapping[str, Array],
+    lengths: Array,
+    starts: Array,
+    index: slice | Array,
+) -> Slice:
+    lengths = np.array(lengths[index])
+    longest = int(np.maximum.reduce(lengths, initial=0))
+    return Slice(
+        {key: array[index, :longest] for key, array in rows.items()},
+        {key: array[index] for key, array in finals.items()},
+        lengths,
+        np.array(starts[index]),
+    )
 
 
 def slots_of(arrays: Arrays, slots: slice | Array) -> Slice:
     """Some slots of a block, see ``Slice.part``; their lengths are copied in any case."""
     control = arrays.control
-    return Slice(arrays.rows, arrays.finals, control["length"], control["starts"]).part(slots)
+    return _part(arrays.rows, arrays.finals, control["length"], control["starts"], slots)
 
 
 class Glue:
@@ -192,9 +206,10 @@ def trajectories_of(
         part: Rows and finals.
         info: Functions that compute the per-row information, each ``[B, ...]``.
     """
-    rows = {key: torch.from_numpy(array) for key, array in part.rows.items()}
+    rows: dict[str, Any] = dict(part.rows)
     derived: dict[str, Derivation] = {}
     if not layout.restarts:
+        rows = {key: torch.from_numpy(array) for key, array in rows.items()}
         # A copy: the user may change the lengths of the result.
         lengths = part.lengths.copy()
         never, first = np.zeros_like(lengths), np.zeros_like(lengths)
@@ -207,8 +222,9 @@ def trajectories_of(
                 derived[successor_key(key)] = Successor(key, rows[key], final, lengths)
             else:
                 derived[successor_key(key)] = _flags(lengths, lengths - 1, final)
-    ordered = {key: derived.get(key) for key in layout.step.succeeded if key in derived}
-    tensors = DerivedTensors(rows, {**ordered, **derived})  # type: ignore[dict-item]
+        first_keys = [key for key in layout.step.succeeded if key in derived]
+        derived = {key: derived[key] for key in [*first_keys, *derived]}
+    tensors = DerivedTensors(rows, derived)
     told = DictTensor._wrap(DerivedTensors({}, info or {}))
     return TemporalDictTensor._wrap(tensors, torch.from_numpy(part.lengths), told)
 

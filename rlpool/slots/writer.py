@@ -26,6 +26,9 @@ class SlotWriter:
         arrays: The block.
         current: Key to array ``[n_lanes, ...]``: the environments' buffers and the noise.
         state: Key to array ``[n_lanes, ...]``: the agent's state.
+
+    Attributes:
+        spare_rows: int64 ``[n_lanes]``: rows of the spare slot, for lanes that write into no other.
     """
 
     def __init__(
@@ -58,6 +61,8 @@ class SlotWriter:
         numbers: tuple[Any, ...] = tuple(arrays.control[k].data for k in _OF_SLOTS)
         self._length, self._starts, self._dirty = numbers
         self._n_timesteps = layout.n_timesteps
+        spare = layout.n_slots * layout.n_timesteps
+        self.spare_rows: Array = spare + np.arange(n_lanes) % layout.n_timesteps
 
     def write_before(self, rows: Array) -> None:
         """Write what the step starts from, one row per lane."""

@@ -21,7 +21,7 @@ from rlpool.data.infos import Info, info_rows
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import names_arguments, whole_number
-from rlpool.seeding import episode_seeds, root_from
+from rlpool.seeding import episode_seeds, evaluation_root, root_from
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.training.statistics import episode_returns
 from rlpool.training.video import Filming, best_suffix, number_of
@@ -94,9 +94,8 @@ def evaluate(
         n_episodes: How many episodes, from 1.
         env_args: As for ``EpisodeBatcher``.
         n_threads: As for ``EpisodeBatcher``.
-        seeds: Root of all seeds, a non-negative int. An ``EpisodeBatcher`` made with the same one
-            runs episodes with the same seeds: to evaluate on others than those of training, take
-            another.
+        seeds: A non-negative int, from which all seeds derive, apart from those of training: a
+            batcher made with the same one runs other episodes.
         agent_info: ``[n_episodes, ...]`` or empty, as for ``EpisodeBatcher.execute``: what makes
             the agent greedy, say.
         env_info: Likewise.
@@ -127,12 +126,13 @@ def evaluate(
     ]
     agent_args = {"agent": _checked_agent(agent, n_threads)}
     numbers = _checked_numbers(video_episodes, n_episodes) if video is not None else []
-    with _filmed(create_env, video, numbers, seeds) as (create, take_videos):
+    root = evaluation_root(seeds)
+    with _filmed(create_env, video, numbers, root) as (create, take_videos):
         factories = _in_evaluation_mode, agent_args, create, env_args
         # As many slots as its own layout says.
         n_slots: Any = None
         with _Evaluator(
-            _N_TIMESTEPS, n_slots, *factories, n_threads, seeds, timeout=timeout
+            _N_TIMESTEPS, n_slots, *factories, n_threads, root, timeout=timeout
         ) as batcher:
             outcomes = [_outcome(part) for part in batcher.parts(n_episodes, *infos)]
         videos = take_videos()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rlpool.agents.agent import Agent, AgentStep
-from rlpool.batch.batcher import Batcher
+from rlpool.batch.window_batcher import Batcher
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.columns import Columns
 from rlpool.envs.gym_env import GymEnv, GymEnvInf, is_environment

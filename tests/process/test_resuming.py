@@ -185,6 +185,20 @@ def test_what_is_no_state_of_such_a_batcher_is_refused(state: Any) -> None:
         batcher.load_state_dict(state)
 
 
+@pytest.mark.parametrize("make", [windows_of, episodes_of])
+def test_a_state_of_another_format_or_that_lacks_a_key_is_refused(make: Any) -> None:
+    with make(0) as batcher:
+        state = batcher.state_dict()
+        for key in state.keys() - {"kind"}:
+            with pytest.raises(SpecError, match=rf"lacks {key}\n") as caught:
+                batcher.load_state_dict({k: v for k, v in state.items() if k != key})
+            assert "of this version of rlpool" in caught.value.fix
+        with pytest.raises(SpecError, match="has format 0, here it is 1"):
+            batcher.load_state_dict({**state, "format": 0})
+        assert batcher.state_dict() == state
+        batcher.load_state_dict(state)
+
+
 def create_vector(seed: int, seeds: str, seeding: Any) -> VectorGymEnv:
     lanes = vector_envs.ArrayEnv(2, AutoresetMode.NEXT_STEP, seeds)
     return VectorGymEnv(lanes, seed, seeding=seeding, auto_reset=True)

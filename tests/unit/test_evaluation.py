@@ -54,7 +54,7 @@ def create_cartpole(seed: int, n_envs: int = 2) -> GymEnv:
     return GymEnv([gymnasium.make("CartPole-v1") for _ in range(n_envs)], seed)
 
 
-def test_results_are_the_same_for_any_number_of_workers_and_those_of_a_batcher() -> None:
+def test_results_are_the_same_for_any_number_of_workers() -> None:
     policy = Policy()
     info = {"is_greedy": torch.arange(21) % 2 == 0}
     results = [
@@ -69,14 +69,19 @@ def test_results_are_the_same_for_any_number_of_workers_and_those_of_a_batcher()
     for other in results[1:]:
         for name in ("returns", "lengths", "seeds"):
             assert torch.equal(getattr(first, name), getattr(other, name))
-    arguments: Any = {"n_threads": 0, "seeds": 3, "agent_args": {}, "env_args": {}}
-    with EpisodeBatcher(500, 8, Policy, create_env=create_cartpole, **arguments) as batcher:
-        batcher.execute(21, agent_info={"is_greedy": True})
-        episodes = batcher.get()
-    assert episodes is not None
-    assert torch.equal(episodes.info["seed"], first.seeds)
     again = evaluate(policy, create_cartpole, 21, seeds=4, agent_info=info)
     assert not torch.equal(again.seeds, first.seeds)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_no_episode_is_one_that_a_batcher_with_the_same_seed_has_run(seed: int) -> None:
+    evaluation = evaluate(Policy(), create_cartpole, 40, seeds=seed)
+    arguments: Any = {"create_env": create_cartpole, "n_threads": 0, "seeds": seed}
+    with EpisodeBatcher(500, 80, Policy, **arguments) as batcher:
+        batcher.execute(80)
+        training = batcher.get()
+    assert training is not None
+    assert not set(training.info["seed"].tolist()) & set(evaluation.seeds.tolist())
 
 
 def test_the_agent_and_the_generators_of_the_caller_stay_as_they_were() -> None:

@@ -485,3 +485,17 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(error, match=message):
         learner.collect_rollouts_parallel(**{"num_rollouts": 1, **arguments})
     assert not getattr(learner.policy_storage, "episodes", [])
+
+
+def test_a_state_of_another_format_or_that_lacks_a_key_is_refused() -> None:
+    learner = Learner(MarkovActor(2), Storage(), None, None, BOTH, seed=5)
+    state = learner.state_dict()
+    for key in state:
+        with pytest.raises(SpecError, match=rf"lacks {key}\n"):
+            learner.load_state_dict({k: v for k, v in state.items() if k != key})
+    with pytest.raises(SpecError, match="has format 2, here it is 1"):
+        learner.load_state_dict({**state, "format": 2})
+    with pytest.raises(SpecError, match="no state of a learner"):
+        learner.load_state_dict(None)  # type: ignore[arg-type]
+    learner.load_state_dict({**state, "n_rollouts": 7})
+    assert learner.state_dict() == {**state, "n_rollouts": 7}

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from rlpool import (
     EnvError,
@@ -22,7 +23,7 @@ from rlpool import (
 )
 from rlpool.batch import progress as module
 
-from support.agents import StepCounter
+from support.agents import NoisyAgent, StepCounter
 from support.envs import CountingEnv, FailingEnv
 
 
@@ -38,7 +39,8 @@ def create_slow(seed: int) -> GymEnv:
 
 def make(n_threads: int = 0, create_env: Any = create_slow, **options: Any) -> EpisodeBatcher:
     options = {"n_threads": n_threads, "seeds": 0, "env_args": {}, **options}
-    return EpisodeBatcher(2, 8, StepCounter, {}, create_env, **options)
+    options = {"create_agent": StepCounter, "agent_args": {}, **options}
+    return EpisodeBatcher(2, 8, create_env=create_env, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +96,35 @@ def test_what_the_function_raises_comes_out_of_get(n_threads: int) -> None:
         with pytest.raises(ZeroDivisionError):
             batcher.get(progress=fail)
         assert batcher.get(progress=True) is not None
+
+
+@pytest.mark.parametrize("n_episodes", [6, 20])  # in place, and in slots that are emptied
+@pytest.mark.parametrize("n_finished", [0, 1, 5])
+def test_a_function_that_raises_in_the_middle_loses_no_episode(
+    n_finished: int, n_episodes: int
+) -> None:
+    def fail(progress: Progress) -> None:
+        if progress.n_steps and progress.n_finished >= n_finished:
+            raise ZeroDivisionError
+
+    with make(create_agent=NoisyAgent) as undisturbed:
+        undisturbed.execute(n_episodes)
+        undisturbed.execute(3)
+        expected = [undisturbed.get(), undisturbed.get()]
+    with make(create_agent=NoisyAgent) as batcher:
+        batcher.execute(n_episodes)
+        batcher.execute(3)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                batcher.get(progress=fail)
+        found = [batcher.get(), batcher.get()]
+    for one, other in zip(expected, found, strict=True):
+        assert one is not None
+        assert other is not None
+        assert one.keys() == other.keys()
+        assert torch.equal(one.lengths, other.lengths)
+        for key in one:
+            assert torch.equal(one[key], other[key]), key
 
 
 @pytest.mark.parametrize("n_threads", [0, 1])

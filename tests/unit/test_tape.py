@@ -64,6 +64,20 @@ def test_what_is_kept_is_bounded() -> None:
     assert "first 28672 actions" in tape.why_lost
 
 
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=200), st.integers(8, 4000))
+def test_the_bound_holds_after_every_chunk_and_the_latest_steps_are_kept(
+    lengths: list[int], most_bytes: int
+) -> None:
+    tape, n_steps = Tape(5), 0
+    for length in lengths:
+        tape.add({"action": np.arange(n_steps, n_steps + length)}, most_bytes)
+        n_steps += length
+        kept = tape.actions["action"]
+        assert kept.nbytes <= most_bytes or len(tape.chunks) == 1
+        assert kept.tolist() == list(range(tape.first_step, n_steps))
+        assert tape.n_steps == n_steps
+
+
 # Repeating --------------------------------------------------------------------------------------
 
 

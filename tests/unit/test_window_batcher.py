@@ -19,6 +19,7 @@ from rlpool import (
     TemporalDictTensor,
     UsageError,
 )
+from rlpool.batch.request_queue import RequestQueue
 
 from support.agents import (
     ConstantAgent,
@@ -145,6 +146,29 @@ def test_several_windows_may_be_requested_before_get() -> None:
 
     assert len(run(1)) == 5
     assert run(1) == run(2) == run(3)
+
+
+def test_a_window_requested_after_an_interrupted_get_follows_the_one_that_it_was_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(queue: RequestQueue) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with make(2) as batcher:
+        batcher.reset()
+        batcher.execute()
+        monkeypatch.setattr(RequestQueue, "hand_out", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            batcher.get()
+        batcher.execute()
+        found = [batcher.get(), batcher.get()]
+    with make(2) as batcher:
+        batcher.reset()
+        expected = windows(batcher, 2)
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None
+        assert torch.equal(one["frame"], other["frame"])
 
 
 def test_history_and_agent_info_follow_their_lanes_over_windows() -> None:

@@ -1,0 +1,308 @@
+"""Batcher of windows: the next steps of every lane as named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
+from rlpool.batch.messages import Infos
+from rlpool.batch.request_queue import RequestQueue
+from rlpool.batch.requests import Policy, WindowRequest, as_infos
+from rlpool.batch.resuming import (
+    State,
+    infos_of_state,
+    refuse_other_agents,
+    state_of_infos,
+    state_of_tapes,
+    tapes_of_state,
+    why_lost,
+)
+from rlpool.data.infos import Info
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.errors import RlpoolError, SpecError, UsageError
+from rlpool.machine.arguments import names_arguments
+from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.record.capsule_files import CrashDir
+from rlpool.record.tape import WindowTapes
+from rlpool.slots.blocks import Layout, StepSpecs
+from rlpool.workers.failure_policy import (
+    DEFAULT_TIMEOUT_S,
+    FailurePolicy,
+    PolicyOptions,
+    takes_policy,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Batcher(BatcherBase):
+    """Collects windows: the next ``n_timesteps`` steps of every lane, in lane order.
+
+    A lane is one environment of one worker; lanes of worker 0 come first. With environments that
+    restart on their own (``GymEnvInf``) lanes never end.
+
+    Args:
+        n_timesteps: Steps per window.
+        n_slots: Ignored; accepted because ``EpisodeBatcher`` takes it.
+        create_agent: As for ``EpisodeBatcher``.
+        agent_args: As for ``EpisodeBatcher``.
+        create_env: As for ``EpisodeBatcher``.
+        env_args: As for ``EpisodeBatcher``.
+        n_threads: As for ``EpisodeBatcher``.
+        seeds: As for ``EpisodeBatcher``, but lanes that restart on their own share no seed for
+            2**30 steps of all lanes together, resets included.
+        timeout: As for ``EpisodeBatcher``.
+        crash_dir: As for ``EpisodeBatcher``.
+        **policy: As for ``EpisodeBatcher``. The successor of a worker restores every running
+            episode by repeating its recorded actions; if that does not lead to the same
+            observation, ``get`` raises ``EnvError``. If the agent requires a history, the failure
+            is reported, and ``reset`` goes on with new workers.
+
+    Example:
+        >>> def create_endless_env(seed):
+        ...     return GymEnvInf([CountingEnv(length=4) for _ in range(2)], seed)
+        >>> batcher = Batcher(6, None, create_agent, {}, create_endless_env, n_threads=0)
+        >>> batcher.reset()
+        >>> for _ in range(2):
+        ...     batcher.execute()
+        ...     print(batcher.get()["_reward"][0])
+        tensor([1., 2., 3., 4., 1., 2.])
+        tensor([3., 4., 1., 2., 3., 4.])
+    """
+
+    _WINDOWS = WindowRequest
+
+    _n_resets = _n_windows = 0
+    _n_windows_before = 0  # those before the last reset
+    _infos: Infos = ({}, {})
+    _running: Sequence[int] = ()
+    _tapes: WindowTapes | None = None  # if the caller records, and after load_state_dict()
+    _is_first = False
+    _followed = 0  # number of the last request behind which a queued one was submitted
+    _is_reset = False  # False again after an error, which ends all episodes
+    # What windows run with that wait for the previous one.
+    _queued: tuple[tuple[Policy, Infos], ...] = ()
+
+    @names_arguments
+    @takes_policy
+    def __init__(
+        self,
+        n_timesteps: int,
+        n_slots: int | None = None,
+        create_agent: CreateAgent | None = None,
+        agent_args: Mapping[str, Any] | None = None,
+        create_env: CreateEnv | None = None,
+        env_args: Mapping[str, Any] | None = None,
+        n_threads: int = 1,
+        seeds: Seeds = None,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+        crash_dir: CrashDir = None,
+        **policy: Unpack[PolicyOptions],
+    ) -> None:
+        factories = create_agent, agent_args, create_env, env_args
+        failing = timeout, FailurePolicy(**policy), crash_dir
+        super().__init__(n_timesteps, n_slots, *factories, n_threads, seeds, *failing)
+
+    @property
+    def n_lanes(self) -> int:
+        """Lanes of all workers."""
+        return self._open().n_lanes * self._n_workers
+
+    @property
+    def all_stopped(self) -> bool:
+        """Whether every lane has ended, so that ``get`` returns ``None``."""
+        n_pending = self._open().n_pending
+        return self._is_reset and not self._running and not n_pending
+
+    @names_arguments
+    def reset(self, agent_info: Info = None, env_info: Info = None) -> None:
+        """Restart every lane with the next window; pending windows are dropped.
+
+        Args:
+            agent_info: ``[n_lanes, ...]`` or empty, as for ``EpisodeBatcher.execute``.
+            env_info: Likewise; its rows are passed to the environments at every reset.
+
+        Raises:
+            SpecError: If an info holds anything but numbers, or has another number of rows.
+
+        Example:
+            >>> def create_endless_env(seed):
+            ...     return GymEnvInf([CountingEnv(length=4) for _ in range(2)], seed)
+            >>> batcher = Batcher(6, None, create_agent, {}, create_endless_env, n_threads=0)
+            >>> batcher.reset(env_info={"length": [2, 4]})
+            >>> batcher.execute()
+            >>> batcher.get()["_done"]
+            tensor([[False,  True, False,  True, False,  True],
+                    [False, False, False,  True, False, False]])
+        """
+        dispatcher = self._open()
+        infos = as_infos(agent_info, env_info, self.n_lanes)
+        dispatcher.drop_pending()
+        self._infos = infos
+        self._is_first = self._is_reset = True
+        self._n_resets += 1
+        self._n_windows_before = self._n_windows
+        self._tapes = WindowTapes(self.n_lanes) if dispatcher.records else None
+        self._queued = ()
+        self._running = list(range(self.n_lanes))
+
+    @names_arguments
+    def execute(self, agent_info: Info = None) -> None:
+        """Request the next window; returns at once.
+
+        Args:
+            agent_info: ``[n_lanes, ...]``, as for ``reset``: what the agent gets from this window
+                on, in the episodes that are running, too. It replaces all that was given before,
+                and may have other keys; an empty dict for none. ``None`` leaves it as it is.
+
+        Raises:
+            SpecError: If ``agent_info`` holds anything but numbers, or has another number of rows.
+            UsageError: Before ``reset``, and after an error.
+
+        Example:
+            >>> def create_endless_env(seed):
+            ...     return GymEnvInf([CountingEnv(length=4) for _ in range(2)], seed)
+            >>> batcher = Batcher(6, None, create_agent, {}, create_endless_env, n_threads=0)
+            >>> batcher.reset()
+            >>> batcher.execute()
+            >>> batcher.execute()  # windows queue up: learn from one while the next is collected
+            >>> batcher.get().n_timesteps(), batcher.get().n_timesteps()
+            (6, 6)
+        """
+        dispatcher = self._open()
+        if not self._is_reset:
+            raise UsageError("the lanes have no episodes to go on with", fix="call reset() first")
+        infos = self._infos
+        if agent_info is not None:
+            infos = as_infos(agent_info, None, self.n_lanes)[0], infos[1]
+        with InterruptsHeld():
+            self._infos = infos
+            self._n_windows += 1
+            if dispatcher.n_pending:
+                # Which lanes run is known once the previous window is there; what they run with is
+                # fixed now.
+                self._queued += ((dispatcher.policy, infos),)
+            elif self._running:
+                self._submit(dispatcher, dispatcher.policy, infos)
+
+    @names_arguments
+    def get(self, blocking: bool = True) -> TemporalDictTensor | None:
+        """Take the oldest window.
+
+        Args:
+            blocking: Wait for it; otherwise return ``None`` until it is there.
+
+        Returns:
+            Tensors ``[lanes that ran, T, ...]`` as from ``EpisodeBatcher.get``, lengths from 1 to
+            ``n_timesteps`` (from 0 where lanes cannot be reset one by one: the steps in which they
+            restart are missing); ``None`` once all lanes have stopped (see ``all_stopped``).
+
+        Raises:
+            UsageError: If nothing was requested.
+            EnvError, AgentError: If the user's code failed; call ``reset`` to go on.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+
+        Example:
+            >>> def create_endless_env(seed):
+            ...     return GymEnvInf([CountingEnv(length=4) for _ in range(2)], seed)
+            >>> batcher = Batcher(6, None, create_agent, {}, create_endless_env, n_threads=0)
+            >>> batcher.reset()
+            >>> batcher.execute()
+            >>> window = batcher.get()
+            >>> window["frame"].shape, window["_frame"].shape
+            (torch.Size([2, 6, 1]), torch.Size([2, 6, 1]))
+        """
+        dispatcher = self._open()
+        if self.all_stopped:
+            return None
+        try:
+            request = dispatcher.wait(blocking=blocking)
+        except UsageError:
+            raise
+        except RlpoolError:
+            dispatcher.drop_pending()
+            self._is_reset = False
+            self._queued = ()
+            raise
+        if request is None:
+            return None
+        if isinstance(request, WindowRequest) and request.number != self._followed:
+            self._running = request.lanes_left
+            if self._queued and self._running:
+                with InterruptsHeld():
+                    self._followed = request.number
+                    (policy, infos), *queued = self._queued
+                    self._queued = tuple(queued)
+                    self._submit(dispatcher, policy, infos)
+        return dispatcher.hand_out()
+
+    def _submit(self, dispatcher: RequestQueue, policy: Policy, infos: Infos) -> None:
+        dispatcher.submit(
+            self._WINDOWS(
+                number=dispatcher.next_number(),
+                n_rows=len(self._running),
+                lanes=list(self._running),
+                infos=infos,
+                policy=policy,
+                n_lanes=dispatcher.n_lanes,
+                n_resets=self._n_resets - 1,
+                n_windows=self._n_windows_before,
+                is_first=self._is_first,
+                root=self._root,
+                tapes=self._tapes,
+            )
+        )
+        self._is_first = False
+        if not dispatcher.records:
+            self._tapes = None  # the worker in this process has them, and goes on with them
+
+    _KIND = "Batcher"
+    _COUNTERS = ("n_resets", "n_windows", "n_windows_before", "is_reset", "is_first")
+    _KEYS = (*_COUNTERS, "agent_info", "env_info", "running", "tapes")
+
+    def _state(self, dispatcher: RequestQueue) -> State:
+        lanes = [] if self._is_first or not self._is_reset else list(self._running)
+        tapes = self._tapes.tapes if self._tapes is not None else {}
+        if lanes and self._tapes is None:
+            tapes = dispatcher.tapes()
+        why = why_lost(dispatcher.step, tapes, lanes)
+        return {
+            **{name: getattr(self, f"_{name}") for name in self._COUNTERS},
+            **self._expected(dispatcher),
+            **state_of_infos(self._infos),
+            "running": list(self._running),
+            "tapes": [] if why else state_of_tapes({lane: tapes[lane] for lane in lanes}),
+            "why_lost": why,
+        }
+
+    def _expected(self, dispatcher: RequestQueue) -> Mapping[str, Any]:
+        lanes = {"n_lanes": self.n_lanes, "lanes of each worker": dispatcher.n_lanes}
+        return {"n_timesteps": self._n_timesteps, **lanes}
+
+    def _load(self, dispatcher: RequestQueue, state: State) -> None:
+        refuse_other_agents(dispatcher.step, state["tapes"])
+        for name in self._COUNTERS:
+            setattr(self, f"_{name}", state[name])
+        self._infos, self._running = infos_of_state(state), list(state["running"])
+        self._queued = ()
+        self._tapes = WindowTapes(self.n_lanes)
+        self._tapes.tapes = tapes_of_state(state["tapes"])
+        if self._tapes.tapes:
+            dispatcher.resume()
+
+    @classmethod
+    def layout(
+        cls, n_timesteps: int, n_slots: int | None, n_workers: int, specs: StepSpecs
+    ) -> Layout:
+        """See ``BatcherBase.layout``."""
+        if specs.depends_on_timing:
+            raise SpecError(
+                "windows need lanes that step together, not those of an asynchronous EnvPool",
+                fix="make the pool without batch_size, or use EpisodeBatcher",
+            )
+        n_lanes = specs.n_lanes * n_workers
+        layout = Layout(specs, n_lanes, n_timesteps, n_workers, specs.auto_reset)
+        return layout.checked(("n_timesteps",))
