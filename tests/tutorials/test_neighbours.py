@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from support.programs import run_as_main
-
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "neighbours"
-
-
-def blocks_of(document: str) -> list[str]:
-    text = (FOLDER / document).read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+from support.programs import blocks_of, run_as_main
 
 
 def run(source: str, folder: Path) -> None:
@@ -26,7 +18,7 @@ def run(source: str, folder: Path) -> None:
 def test_the_vector_environment_prints_returns_of_episodes(
     program_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (program,) = blocks_of("gymnasium.md")
+    (program,) = blocks_of("docs/neighbours/gymnasium.md")
     run(program, program_folder)
     output, errors = capfd.readouterr()
     assert errors == ""
@@ -42,7 +34,7 @@ def test_tensorboard_gets_the_numbers_of_the_windows_and_of_the_progress(
         "tensorboard.backend.event_processing.event_accumulator",
         reason='needs TensorBoard: pip install "rlpool[tutorials]"',
     )
-    collecting, tensorboard, *_ = blocks_of("tracking.md")
+    collecting, tensorboard, *_ = blocks_of("docs/neighbours/tracking.md")
     run(collecting + tensorboard, program_folder)
     events = accumulators.EventAccumulator(str(program_folder / "runs" / "uniform"))
     events.Reload()
