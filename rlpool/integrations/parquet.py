@@ -33,6 +33,7 @@ from rlpool.data.dict_tensor_base import check_alike, kind, listed
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.machine.extras import import_extra
+from rlpool.memory.storage import Array
 
 __all__ = ["from_parquet", "to_parquet"]
 
@@ -43,14 +44,11 @@ _METADATA, _N_TIMESTEPS = "rlpool", "rlpool_n_timesteps"
 _GROUP_BYTES = 2**26
 """Bytes of the steps in a row group, about: what writing and reading hold twice."""
 
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32),
-        *(torch.int32, torch.uint64, torch.int64, torch.float16, torch.float32, torch.float64),
-    )
-}
-"""What both torch and Parquet have, by the name that files use."""
+_DTYPES = (
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "float32", "float64"),
+)
+"""What torch, NumPy and Parquet have, by the name that files use."""
 
 
 def to_parquet(
@@ -182,15 +180,6 @@ class _Contents:
         fields = [required(name, kind) for name, kind in columns.items()]
         return arrow.schema(fields, metadata={_METADATA: json.dumps(asdict(self))})
 
-    def empty(self, n_elems: int, n_timesteps: int) -> TemporalDictTensor:
-        """Rows of zeros, of length 0."""
-        size = (n_elems, n_timesteps)
-        return TemporalDictTensor(
-            {key: torch.zeros(*size, *s, dtype=_DTYPES[d]) for key, (d, s) in self.steps.items()},
-            torch.zeros(n_elems, dtype=torch.int64),
-            {key: torch.zeros(n_elems, *s, dtype=_DTYPES[d]) for key, (d, s) in self.info.items()},
-        )
-
 
 def _described(
     tensors: Iterable[tuple[str, Tensor]], n_leading: int
@@ -212,6 +201,8 @@ def _described(
 
 def _alike(parts: Any) -> Iterator[TemporalDictTensor]:
     """Parts, each checked against the first when it is asked for."""
+    if not isinstance(parts, Iterable):
+        raise SpecError(f"trajectories are {kind(parts)}", fix="pass a TemporalDictTensor")
     first = None
     for number, part in enumerate(parts):
         (part,) = listed([part], TemporalDictTensor, "trajectories")
@@ -233,27 +224,29 @@ def _groups(batch: TemporalDictTensor) -> Iterator[slice]:
 
 
 def _table(arrow: Any, schema: Any, batch: TemporalDictTensor) -> Any:
-    """A row group; arrays of numbers are shared with Arrow, not copied."""
+    """A row group; Arrow shares the arrays of numbers that are cut out of the padding."""
     lengths = batch.lengths.cpu().numpy()
+    is_step = np.arange(batch.n_timesteps()) < lengths[:, None]
     offsets = arrow.array(np.append(0, np.cumsum(lengths)).astype(np.int32))
-    steps, columns = batch.flatten(), []
+    columns = []
     for field in schema:
         if field.name == _LENGTH:
             columns.append(arrow.array(lengths))
-        elif field.name in steps:
-            values = _values(arrow, steps[field.name], field.type.value_type)
+        elif field.name in batch:
+            numbers = batch[field.name].numpy(force=True)[is_step]
+            values = _values(arrow, numbers, field.type.value_type)
             columns.append(arrow.ListArray.from_arrays(offsets, values, type=field.type))
         else:
-            tensor = batch.info[field.name.removeprefix("info/")]
-            columns.append(_values(arrow, tensor, field.type))
+            numbers = batch.info[field.name.removeprefix("info/")].numpy(force=True)
+            columns.append(_values(arrow, numbers, field.type))
     return arrow.Table.from_arrays(columns, schema=schema)
 
 
-def _values(arrow: Any, tensor: Tensor, kind: Any) -> Any:
+def _values(arrow: Any, numbers: Array, kind: Any) -> Any:
     """Numbers ``[N]``, or arrays ``[N, ...]`` flattened to lists of a fixed size."""
-    numbers = arrow.array(tensor.numpy(force=True).reshape(-1))
+    flat = arrow.array(numbers.reshape(-1))
     is_list = arrow.types.is_fixed_size_list(kind)
-    return arrow.FixedSizeListArray.from_arrays(numbers, type=kind) if is_list else numbers
+    return arrow.FixedSizeListArray.from_arrays(flat, type=kind) if is_list else flat
 
 
 # Reading ------------------------------------------------------------------------------------------
@@ -262,17 +255,35 @@ def _values(arrow: Any, tensor: Tensor, kind: Any) -> Any:
 def _read(arrow: Any, file: Any, name: str) -> TemporalDictTensor:
     """All episodes of an open file, one row group after another."""
     contents = _contents_of(arrow, file.schema_arrow, name)
-    lengths = file.read([_LENGTH])[_LENGTH].to_numpy()
+    lengths = np.array(file.read([_LENGTH])[_LENGTH].to_numpy())
     metadata = file.metadata.metadata or {}
     # It is missing where another program has written the file again: rows are as long as needed.
     n_timesteps = max(int(lengths.max(initial=0)), int(metadata.get(_N_TIMESTEPS.encode(), 0)))
-    every, start = contents.empty(len(lengths), n_timesteps), 0
+    size = (len(lengths), n_timesteps)
+    steps = {k: np.zeros((*size, *shape), dtype) for k, (dtype, shape) in contents.steps.items()}
+    info = {k: np.zeros((size[0], *shape), dtype) for k, (dtype, shape) in contents.info.items()}
+    start = 0
     for number in range(file.num_row_groups):
-        part = _part(arrow, file.read_row_group(number), contents, name)
-        rows = torch.arange(part.n_elems())
-        every.copy_(part, rows, start + rows)
-        start += len(rows)
-    return every
+        table = file.read_row_group(number)
+        rows = slice(start, start := start + table.num_rows)
+        is_step = np.arange(n_timesteps) < lengths[rows, None]
+        for key, array in steps.items():
+            if 0 in array.shape[2:]:
+                continue
+            lists = table[key].combine_chunks()
+            if not np.array_equal(np.diff(lists.offsets), lengths[rows]):
+                what = f"the lists of column {key!r} of {name} are not as long as {_LENGTH!r} says"
+                raise SpecError(what, fix="write it again with to_parquet")
+            array[rows][is_step] = _numbers(arrow, lists.flatten(), array.shape[2:])
+        for key, array in info.items():
+            if 0 not in array.shape[1:]:
+                values = table[f"info/{key}"].combine_chunks()
+                array[rows] = _numbers(arrow, values, array.shape[1:])
+    return TemporalDictTensor(
+        {key: torch.from_numpy(array) for key, array in steps.items()},
+        torch.from_numpy(lengths),
+        {key: torch.from_numpy(array) for key, array in info.items()},
+    )
 
 
 def _contents_of(arrow: Any, schema: Any, name: str) -> _Contents:
@@ -291,28 +302,7 @@ def _contents_of(arrow: Any, schema: Any, name: str) -> _Contents:
     return contents
 
 
-def _part(arrow: Any, table: Any, contents: _Contents, name: str) -> TemporalDictTensor:
-    """The episodes of a row group."""
-    lengths = table[_LENGTH].to_numpy()
-    steps = {}
-    for key, (dtype, shape) in contents.steps.items():
-        lists = table[key].combine_chunks() if 0 not in shape else None
-        if lists is not None and not np.array_equal(np.diff(lists.offsets), lengths):
-            what = f"the lists of column {key!r} of {name} are not as long as {_LENGTH!r} says"
-            raise SpecError(what, fix="write it again with to_parquet")
-        values = None if lists is None else lists.flatten()
-        steps[key] = _tensor(arrow, values, int(lengths.sum()), dtype, shape)
-    info = {}
-    for column, (dtype, shape) in contents.info_columns.items():
-        values = table[column].combine_chunks() if 0 not in shape else None
-        info[column.removeprefix("info/")] = _tensor(arrow, values, len(lengths), dtype, shape)
-    return TemporalDictTensor.from_packed(steps, torch.tensor(lengths), info)
-
-
-def _tensor(arrow: Any, values: Any, n: int, dtype: str, shape: list[int]) -> Tensor:
-    """A tensor ``[n, *shape]`` of the values of a column, ``None`` for no values."""
-    if values is None:
-        return torch.zeros(n, *shape, dtype=_DTYPES[dtype])
+def _numbers(arrow: Any, values: Any, shape: tuple[int, ...]) -> Any:
+    """An array ``[N, *shape]`` of numbers, or of lists of a fixed size."""
     numbers = values.flatten() if arrow.types.is_fixed_size_list(values.type) else values
-    # A copy: torch refuses to share memory that may not be written.
-    return torch.from_numpy(np.array(numbers.to_numpy(zero_copy_only=False))).view(n, *shape)
+    return numbers.to_numpy(zero_copy_only=False).reshape(-1, *shape)
