@@ -6,11 +6,12 @@
     length            int64                           steps of the episode
     reward, ...       list<float>                     one number per step
     frame, ...        list<fixed_size_list<float>>    one array per step, flattened
+    image, ...        list<large_binary>              the bytes of one image per step
     info/seed, ...    int64, fixed_size_list<...>     one value per episode
 
-Columns have the names and dtypes of the keys, and no nulls. Shapes of steps, which a list does not
-have, are in the schema's metadata under ``rlpool``, as JSON. pandas, polars and ``datasets`` read
-all but that.
+Columns have the names and dtypes of the keys, and no nulls. Images are steps of uint8 with two or
+more dimensions: number by number, they would take twenty times as long. Shapes are in the schema's
+metadata under ``rlpool``, as JSON. pandas, polars and ``datasets`` read all but that.
 """
 
 from __future__ import annotations
@@ -123,9 +124,9 @@ def from_parquet(path: FilePath) -> TemporalDictTensor:
     try:
         with parquet.ParquetFile(path) as file:
             return _read(arrow, file, repr(str(path)))
-    except FileNotFoundError:
+    except (FileNotFoundError, SpecError):
         raise
-    except (OSError, arrow.ArrowException) as error:
+    except (OSError, ValueError, arrow.ArrowException) as error:
         raise SpecError(
             f"{str(path)!r} cannot be read as a Parquet file: {error}",
             fix="write it again with to_parquet, it is damaged or of another kind",
@@ -167,6 +168,8 @@ class _Contents:
             return arrow.field(name, kind, nullable=False)
 
         def values(dtype: str, shape: list[int]) -> Any:
+            if dtype == "uint8" and len(shape) > 1:
+                return arrow.large_binary()
             number = arrow.from_numpy_dtype(np.dtype(dtype))
             return arrow.list_(required("element", number), math.prod(shape)) if shape else number
 
@@ -243,10 +246,15 @@ def _table(arrow: Any, schema: Any, batch: TemporalDictTensor) -> Any:
 
 
 def _values(arrow: Any, numbers: Array, kind: Any) -> Any:
-    """Numbers ``[N]``, or arrays ``[N, ...]`` flattened to lists of a fixed size."""
-    flat = arrow.array(numbers.reshape(-1))
-    is_list = arrow.types.is_fixed_size_list(kind)
-    return arrow.FixedSizeListArray.from_arrays(flat, type=kind) if is_list else flat
+    """Numbers ``[N]``, or arrays ``[N, ...]`` flattened to lists of a fixed size, or to bytes."""
+    flat = numbers.reshape(-1)
+    if arrow.types.is_large_binary(kind):
+        bounds = np.arange(len(numbers) + 1) * math.prod(numbers.shape[1:])
+        buffers = [None, arrow.py_buffer(bounds), arrow.py_buffer(flat)]
+        return arrow.Array.from_buffers(kind, len(numbers), buffers)
+    if arrow.types.is_fixed_size_list(kind):
+        return arrow.FixedSizeListArray.from_arrays(arrow.array(flat), type=kind)
+    return arrow.array(flat)
 
 
 # Reading ------------------------------------------------------------------------------------------
@@ -303,6 +311,8 @@ def _contents_of(arrow: Any, schema: Any, name: str) -> _Contents:
 
 
 def _numbers(arrow: Any, values: Any, shape: tuple[int, ...]) -> Any:
-    """An array ``[N, *shape]`` of numbers, or of lists of a fixed size."""
+    """An array ``[N, *shape]`` of numbers, of lists of a fixed size, or of bytes."""
+    if arrow.types.is_large_binary(values.type):
+        return np.frombuffer(b"".join(values.to_pylist()), np.uint8).reshape(-1, *shape)
     numbers = values.flatten() if arrow.types.is_fixed_size_list(values.type) else values
     return numbers.to_numpy(zero_copy_only=False).reshape(-1, *shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from rlpool.integrations.parquet import from_parquet, to_parquet
 
 from support.agents import ConstantAgent, StepCounter
 from support.envs import GymEnv, SpaceEnv, create_counting
+from support.programs import blocks_of, run_as_main
 
 pyarrow = pytest.importorskip("pyarrow", reason='needs PyArrow: pip install "rlpool[parquet]"')
 pq = pytest.importorskip("pyarrow.parquet")
@@ -168,31 +170,24 @@ def test_a_file_that_arrow_has_written_again_is_read(path: Path) -> None:
 
 
 def assert_reads(path: Path, read: Any, *, keeps_dtype: bool = True) -> None:
-    """What another library reads, as rows by column, is what the episodes are."""
+    """What another library reads, as cells by column, is what the episodes are."""
     episodes = image_episodes()
     to_parquet(episodes, path)
     columns = read(path)
     assert list(columns["length"]) == [3, 3, 3]
     np.testing.assert_array_equal(columns["info/seed"], episodes.info["seed"])
     for key in ("image", "_image", "pose/1", "is_open", "_reward", "_done"):
-        expected = episodes[key].numpy()
-        for row in range(3):
-            got = np.asarray(columns[key][row])
+        for row, expected in enumerate(episodes[key].numpy()):
+            cell = columns[key][row]
+            is_image = isinstance(cell[0], bytes)
+            got = np.frombuffer(b"".join(cell), np.uint8) if is_image else np.stack(cell)
             assert got.dtype == expected.dtype or not keeps_dtype, key
-            np.testing.assert_array_equal(got.reshape(expected[row].shape), expected[row])
+            np.testing.assert_array_equal(got.reshape(expected.shape), expected)
 
 
 def test_pandas_reads_it(path: Path) -> None:
     pandas = pytest.importorskip("pandas", reason="pandas is to read the file")
-
-    def read(path: Path) -> Any:
-        frame = pandas.read_parquet(path)
-        # A list of lists is an array of arrays.
-        return {
-            key: [np.stack(cell) if np.ndim(cell) else cell for cell in frame[key]] for key in frame
-        }
-
-    assert_reads(path, read)
+    assert_reads(path, pandas.read_parquet)
 
 
 def test_polars_reads_it(path: Path) -> None:
@@ -200,12 +195,8 @@ def test_polars_reads_it(path: Path) -> None:
 
     def read(path: Path) -> Any:
         frame = polars.read_parquet(path)
-        return {
-            column.name: [
-                cell.to_numpy() if isinstance(cell, polars.Series) else cell for cell in column
-            ]
-            for column in frame
-        }
+        images = {name: frame[name].to_list() for name in ("image", "_image")}
+        return {**{column.name: column.to_numpy() for column in frame}, **images}
 
     assert_reads(path, read)
 
@@ -215,8 +206,8 @@ def test_datasets_reads_it(path: Path, tmp_path: Path) -> None:
 
     def read(path: Path) -> Any:
         rows = datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "cache"))
-        assert rows.features["image"].feature.feature.dtype == "uint8"
-        return rows.with_format("numpy")[:]  # all integers as int64
+        assert rows.features["_reward"].feature.dtype == "float32"
+        return rows[:]  # as lists of Python
 
     assert_reads(path, read, keeps_dtype=False)
 
@@ -334,3 +325,19 @@ def test_a_bad_file_is_named_with_what_is_wrong(damage: Any, message: str, path:
     assert str(path) in str(caught.value)
     assert "fix:" in str(caught.value)
     shutil.rmtree(path, ignore_errors=True)
+
+
+# The page -----------------------------------------------------------------------------------------
+
+
+def test_the_programs_of_the_page_run(
+    program_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pandas", reason="pandas is to read the file")
+    for number, source in enumerate(blocks_of("docs/neighbours/parquet.md")):
+        script = program_folder / f"program_{number}.py"
+        script.write_text(source, encoding="utf-8")
+        run_as_main(script, folder=program_folder)
+    output = capfd.readouterr().out
+    assert re.search(r"frame +float32 \[96, \d+, 4\]", output)
+    assert re.search(r"average return: \d\d", output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -34,6 +35,7 @@ from rlpool.integrations.torchrl import from_torchrl, to_torchrl
 
 from support.agents import GruAgent, StepCounter
 from support.envs import SpaceEnv, create_counting
+from support.programs import blocks_of, run_as_main
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # deprecated classes of its own, defined on import
@@ -529,3 +531,17 @@ def test_split_trajectories_become_rows_with_lengths() -> None:
     assert torch.equal(
         from_torchrl(split_trajectories(without, done_key="done")).lengths, batch.lengths
     )
+
+
+# The page -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(len(blocks_of("docs/neighbours/torchrl.md"))))
+def test_a_program_of_the_page_runs(
+    number: int, program_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = program_folder / "program.py"
+    script.write_text(blocks_of("docs/neighbours/torchrl.md")[number], encoding="utf-8")
+    run_as_main(script, folder=program_folder)
+    expected = ["entropy: 0", "torch.Size([32, 8, 4]) torch.Size([32])", "_reward"]
+    assert expected[number] in capfd.readouterr().out

@@ -8,6 +8,7 @@ needs a script.
 from __future__ import annotations
 
 import multiprocessing
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -16,6 +17,14 @@ from unittest import mock
 
 import gymnasium
 import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def blocks_of(document: str) -> list[str]:
+    """The Python programs that a document of the repository shows, such as ``README.md``."""
+    text = (REPOSITORY / document).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def run_as_main(path: Path, *arguments: str, folder: Path | None = None) -> dict[str, Any]:

@@ -10,20 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from support.programs import run_as_main
+from support.programs import blocks_of, run_as_main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DOCUMENTS = ["README.md", *(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))]
+DOCUMENTS = [
+    "README.md",
+    *(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").rglob("*.md")),
+]
 
 TIMEOUT_S = 120.0
 
 
 def text_of(document: str) -> str:
     return (REPOSITORY / document).read_text(encoding="utf-8")
-
-
-def blocks_of(document: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", text_of(document), re.MULTILINE | re.DOTALL)
 
 
 def anchors_of(document: str) -> list[str]:
