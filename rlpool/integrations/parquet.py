@@ -10,8 +10,9 @@
     info/seed, ...    int64, fixed_size_list<...>     one value per episode
 
 Columns have the names and dtypes of the keys, and no nulls. Images are steps of uint8 with two or
-more dimensions: number by number, they would take twenty times as long. Shapes are in the schema's
-metadata under ``rlpool``, as JSON. pandas, polars and ``datasets`` read all but that.
+more dimensions: number by number, they would take four times as long, and more than twice the
+memory. Shapes are in the schema's metadata under ``rlpool``, as JSON. pandas, polars and
+``datasets`` read all but that.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ FilePath: TypeAlias = str | os.PathLike[str]
 
 _LENGTH = "length"
 _METADATA, _N_TIMESTEPS = "rlpool", "rlpool_n_timesteps"
-_GROUP_BYTES = 2**26
-"""Bytes of the steps in a row group, about: what writing and reading hold twice."""
+_GROUP_BYTES = 2**25
+"""Bytes of the steps in a row group, about: what writing and reading hold several times."""
 
 _DTYPES = (
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
@@ -58,7 +59,7 @@ def to_parquet(
     """Write trajectories into a Parquet file, one row per episode.
 
     Every bit of the steps, of ``lengths`` and of ``info`` is kept; padding is not written. Rows are
-    written in groups of about 64 MiB, so that little is held twice. ``_frame`` is as large as
+    written in groups of about 32 MiB, so that little is held twice. ``_frame`` is as large as
     ``frame``: leave it out with ``get(keys)`` where the file should be small.
 
     Args:
@@ -91,7 +92,7 @@ def to_parquet(
     path = Path(path)
     unfinished = path.with_name(f".{uuid.uuid4().hex}")
     try:
-        # Dictionaries would take long, and do not tell all NaNs from each other.
+        # A dictionary is for values that repeat, which most observations do not.
         options = {"compression": "zstd", "use_dictionary": False}
         with parquet.ParquetWriter(unfinished, schema, **options) as writer:
             for part in itertools.chain([first], parts):

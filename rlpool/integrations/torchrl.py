@@ -108,12 +108,12 @@ def from_torchrl(
     Returns:
         With time, trajectories ``[B, T, ...]``, otherwise a ``DictTensor`` ``[B, ...]``. The
         tensors are views, and ``from_torchrl(to_torchrl(batch))`` has the keys and bits of
-        ``batch``. The mask becomes ``lengths``; other entries of the collector are left out. A
-        reward or flag that ends with a dimension of 1 loses it.
+        ``batch``. The mask becomes ``lengths``; other entries of the collector are left out, as are
+        those that are no tensors. A reward or flag that ends with a dimension of 1 loses it.
 
     Raises:
-        SpecError: If it is no TensorDict, has no batch dimension, has entries that are no tensors,
-            or has a mask that is not true for the first steps of every row.
+        SpecError: If it is no TensorDict, has no batch dimension, or has a mask that is not true
+            for the first steps of every row.
     """
     entries = base.from_tensordict(tensordict)
     n_leading = tensordict.ndim
@@ -190,8 +190,6 @@ def _named(
         name = path.removeprefix(f"{_NEXT}/")
         ours = names.get(name, name)
         key = ours if name == path else f"_{ours}"
-        if not isinstance(tensor, Tensor):
-            raise SpecError(f"entry {path!r} is {kind(tensor)}", fix=f"exclude({path!r})")
         if key in named:
             raise SpecError(f"two entries would be {key!r}, one is {path!r}", fix="rename one")
         if ours in _SIGNALS and tensor.ndim == n_leading + 1 and tensor.shape[-1] == 1:
@@ -218,7 +216,8 @@ def _episode_numbers(batch: TemporalDictTensor, is_step: Tensor) -> Tensor:
     is_first = torch.zeros_like(is_step)
     is_first[:, :1] = True
     if "_done" in batch:
-        is_first[:, 1:] = (batch["_done"][:, :-1] != 0) & is_step[:, 1:]
+        is_done = (batch["_done"] != 0).unsqueeze(-1).flatten(2).all(2)  # of all agents
+        is_first[:, 1:] = is_done[:, :-1] & is_step[:, 1:]
     return is_first.flatten().cumsum(0).view(is_step.shape) - 1
 
 

@@ -40,7 +40,7 @@ from support.programs import blocks_of, run_as_main
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # deprecated classes of its own, defined on import
     pytest.importorskip("torchrl", reason='needs TorchRL: pip install "rlpool[torchrl]"')
-    from tensordict import TensorDict
+    from tensordict import NonTensorData, TensorDict
     from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule
     from tensordict.nn import ProbabilisticTensorDictSequential as ProbabilisticSequence
     from torchrl.collectors import Collector
@@ -229,6 +229,14 @@ def test_episodes_of_a_window_have_numbers_of_their_own() -> None:
     ]
 
 
+def test_data_of_several_agents_keep_a_dimension_for_them() -> None:
+    done = torch.tensor([[0, 1, 0], [0, 0, 0]])[:, :, None, None].repeat(1, 1, 4, 1) > 0
+    done[1, 0, 2] = True  # one agent's, while the others go on
+    data = to_torchrl(TemporalDictTensor({"_done": done, "_reward": torch.ones(2, 3, 4, 1)}))
+    assert data["next", "reward"].shape == (2, 3, 4, 1)
+    assert data["collector", "traj_ids"].tolist() == [[0, 0, 1], [2, 2, 2]]
+
+
 def test_nested_observations_have_nested_entries() -> None:
     data = to_torchrl(nested_episodes())
     assert data["image"].shape == data["next", "image"].shape == (3, 3, 3, 2)
@@ -313,6 +321,11 @@ def steps(**entries: Any) -> Any:
 def test_data_that_cannot_be_trajectories_are_refused(data: Any, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         from_torchrl(data)
+
+
+def test_entries_that_are_no_tensors_are_left_out() -> None:
+    batch = from_torchrl(steps(task=NonTensorData("reach", [2, 3])))
+    assert list(batch) == ["frame"]
 
 
 def test_what_is_no_batch_is_refused() -> None:
