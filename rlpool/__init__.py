@@ -1,4 +1,10 @@
-"""rlpool: experience collection for reinforcement learning in PyTorch."""
+"""rlpool: experience collection for reinforcement learning in PyTorch.
+
+The examples of docstrings run as tests. They use every public name of ``rlpool`` and
+``rlpool.testing``, ``torch``, ``np`` and ``gymnasium`` as if imported. ``create_agent()`` makes the
+agent of the example of ``Agent``, and ``create_env(seed)`` two environments that count their steps:
+``GymEnv([CountingEnv(length=4) for _ in range(2)], seed)``.
+"""
 
 from rlpool.agents.agent import Agent
 from rlpool.agents.device_agent import DeviceAgent
@@ -37,6 +43,7 @@ from rlpool.errors import (
 )
 from rlpool.machine.worker_limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager
+from rlpool.manager.vector_env import ParallelVectorEnv
 from rlpool.meta.learner import AGENT_ARCHS, Learner, collect_rollouts_parallel
 from rlpool.meta.make import make_env, make_parallel_env
 from rlpool.meta.trials import VariBadWrapper
@@ -55,6 +62,12 @@ from rlpool.workers.process_start import preload, shutdown
 from rlpool.workers.stack_dumps import dump_stacks_on_signal
 
 __version__ = "0.1.0"
+"""The installed version.
+
+Example:
+    >>> print("rlpool", rlpool.__version__)
+    rlpool 0...
+"""
 
 __all__ = [
     "AGENT_ARCHS",
@@ -79,6 +92,7 @@ __all__ = [
     "MonoThreadEpisodeBatcher",
     "NotEnoughDataError",
     "ParallelEnvManager",
+    "ParallelVectorEnv",
     "Pool",
     "Progress",
     "Replay",

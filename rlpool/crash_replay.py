@@ -49,6 +49,18 @@ class Replay:
             ``None`` if the agent has none, or if all rows had just started.
         diverged_at: The first step whose reward or observation differs from the recorded one,
             ``None`` if all agree.
+
+    Example:
+        >>> class Navigator(Agent):
+        ...     def __call__(self, state, observation, agent_info=None, history=None):
+        ...         return observation["goal"]
+        >>> try:
+        ...     evaluate(Navigator(), create_env, n_episodes=1)
+        ... except AgentError as error:
+        ...     replay = replay_crash(error, create_env)
+        >>> replay.step, replay.observation["frame"]
+        (0, tensor([[0.],
+                [0.]]))
     """
 
     env: VecEnv
@@ -96,6 +108,18 @@ def replay_crash(
         SpecError: If the file is not a capsule, or ``create_env`` makes no environment.
         UsageError: For errors without a capsule, and for episodes so long that their first
             actions were not kept.
+
+    Example:
+        >>> def broken(seed):
+        ...     return GymEnv([FaultyEnv("raise", at_step=3)], seed)
+        >>> try:
+        ...     evaluate(create_agent(), broken, n_episodes=1)
+        ... except EnvError as error:
+        ...     capsule = error.capsule
+        >>> replay_crash(capsule, broken)  # in a debugger, this stops at the line that fails
+        Traceback (most recent call last):
+            ...
+        KeyError: 'struck'
     """
     capsule = _capsule_of(capsule)
     if not callable(create_env):

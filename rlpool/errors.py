@@ -5,7 +5,8 @@
     RlpoolError
     ├ UsageError(RuntimeError)        order of calls, closed, nothing pending, no __main__ guard
     ├ SpecError(ValueError)           shape, dtype, device, key, space; names got and expected
-    │ └ UnknownArgumentError(TypeError)  an argument that the function does not have
+    │ ├ UnknownArgumentError(TypeError)  an argument that the function does not have
+    │ └ VectorSpecError(TypeError, RuntimeError)  what Gymnasium's vector environments refuse so
     ├ NotEnoughDataError(ValueError)  a pool cannot fill the sample
     └ WorkerError(RuntimeError)       has .where (worker, lane, episode, step, seed, env_info, node)
       │                               and .capsule, what replay_crash needs to repeat the episode
@@ -39,6 +40,10 @@ class Where(NamedTuple):
         seed: Seed that the episode was reset with.
         env_info: The episode's row of ``env_info`` as Python values.
         node: Name of the machine, where workers run on several.
+
+    Example:
+        >>> print(Where(worker=1, episode=3, step=7, seed=42))
+        worker 1, episode 3, step 7, seed 42
     """
 
     worker: int | None = None
@@ -65,6 +70,13 @@ class RlpoolError(Exception):
     Attributes:
         what, fix: As given.
         hint: What ``fix`` is where nothing better is known: how to debug it. Empty if nothing is.
+
+    Example:
+        >>> try:
+        ...     Pool(pool_size=0)
+        ... except RlpoolError as error:
+        ...     print(error)
+        pool_size should be an int of at least 1, got 0
     """
 
     hint = ""
@@ -81,19 +93,52 @@ class RlpoolError(Exception):
 
 
 class UsageError(RlpoolError, RuntimeError):
-    """Calls in the wrong order, a closed object, nothing pending, a missing ``__main__`` guard."""
+    """Calls in the wrong order, a closed object, nothing pending, a missing ``__main__`` guard.
+
+    Example:
+        >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+        >>> try:
+        ...     batcher.get()
+        ... except UsageError as error:
+        ...     print(error)
+        nothing is pending
+          fix:   call execute() before get()
+    """
 
 
 class SpecError(RlpoolError, ValueError):
-    """A shape, dtype, device, key or space does not fit; the message says got and expected."""
+    """A shape, dtype, device, key or space does not fit; the message says got and expected.
+
+    Example:
+        >>> try:
+        ...     DictTensor({"frame": torch.zeros(2, 4), "action": torch.zeros(3)})
+        ... except SpecError as error:
+        ...     print(error.what)
+        key 'action' is float32 [3], key 'frame' is float32 [2, 4]
+    """
 
 
 class UnknownArgumentError(SpecError, TypeError):
     """An argument that the function does not have; also a ``TypeError``, as Python raises."""
 
 
+class VectorSpecError(SpecError, TypeError, RuntimeError):
+    """Arguments and spaces that do not fit a vector environment.
+
+    Gymnasium's raise ``TypeError`` or ``RuntimeError`` there, which programs may catch.
+    """
+
+
 class NotEnoughDataError(RlpoolError, ValueError):
-    """A pool cannot fill the requested sample."""
+    """A pool cannot fill the requested sample.
+
+    Example:
+        >>> try:
+        ...     Pool(pool_size=100).sample(32)
+        ... except NotEnoughDataError as error:
+        ...     print(error.what)
+        32 transitions were asked for, but there are 0
+    """
 
 
 class RemoteTraceback(Exception):
@@ -121,6 +166,15 @@ class WorkerError(RlpoolError, RuntimeError):
     Attributes:
         capsule: A ``CrashCapsule`` if an environment or an agent failed in an episode: pass it,
             or the error itself, to ``rlpool.replay_crash``. ``None`` for other failures.
+
+    Example:
+        >>> def broken(seed):
+        ...     return GymEnv([FaultyEnv("raise", at_step=3)], seed)
+        >>> try:
+        ...     evaluate(create_agent(), broken, n_episodes=1)
+        ... except WorkerError as error:
+        ...     print(type(error).__name__, "in step", error.where.step)
+        EnvError in step 3
     """
 
     _arguments: tuple[str, ...] = ("what", "where", "hint", "traceback_text", "capsule")
@@ -161,23 +215,77 @@ class WorkerError(RlpoolError, RuntimeError):
 
 
 class WorkerStartupError(WorkerError):
-    """``create_env`` or ``create_agent`` raised, or could not be pickled."""
+    """``create_env`` or ``create_agent`` raised, or could not be pickled.
+
+    Example:
+        >>> def forgets_to_return(seed):
+        ...     GymEnv([CountingEnv()], seed)
+        >>> try:
+        ...     EpisodeBatcher(8, 4, create_agent, {}, forgets_to_return, n_threads=0)
+        ... except WorkerStartupError as error:
+        ...     print(error)
+        create_env returned NoneType, not a VecEnv
+          where: worker 0
+          fix:   end create_env with return GymEnv([...environments...], seed)
+    """
 
 
 class EnvError(WorkerError):
-    """The environment's ``reset`` or ``step`` raised."""
+    """The environment's ``reset`` or ``step`` raised.
+
+    Example:
+        >>> def broken(seed):
+        ...     return GymEnv([FaultyEnv("raise", at_step=3)], seed)
+        >>> try:
+        ...     evaluate(create_agent(), broken, n_episodes=1)
+        ... except EnvError as error:
+        ...     print(error.what, "in step", error.where.step)
+        env.step raised KeyError: 'struck' in step 3
+    """
 
 
 class EnvSpecError(EnvError, SpecError):
-    """The environment returned a value of a wrong shape, dtype or structure."""
+    """The environment returned a value of a wrong shape, dtype or structure.
+
+    Example:
+        >>> def broken(seed):
+        ...     return GymEnv([FaultyEnv("wrong_shape", at_step=1)], seed)
+        >>> try:
+        ...     evaluate(create_agent(), broken, n_episodes=1)
+        ... except EnvSpecError as error:
+        ...     print(error.what)
+        env.step: 'frame' should have shape [1], got [2]
+    """
 
 
 class AgentError(WorkerError):
-    """The agent's call, ``initial_state``, ``update`` or ``seed`` raised."""
+    """The agent's call, ``initial_state``, ``update`` or ``seed`` raised.
+
+    Example:
+        >>> class Broken(Agent):
+        ...     def __call__(self, state, observation, agent_info=None, history=None):
+        ...         return 1 / 0
+        >>> try:
+        ...     evaluate(Broken(), create_env, n_episodes=1)
+        ... except AgentError as error:
+        ...     print(error.what)
+        the agent raised ZeroDivisionError: division by zero
+    """
 
 
 class AgentSpecError(AgentError, SpecError):
-    """The agent returned a value of a wrong shape, dtype or structure."""
+    """The agent returned a value of a wrong shape, dtype or structure.
+
+    Example:
+        >>> class Short(Agent):
+        ...     def __call__(self, state, observation, agent_info=None, history=None):
+        ...         return DictTensor(), DictTensor({"action": torch.zeros(1)}), DictTensor()
+        >>> try:
+        ...     evaluate(Short(), create_env, n_episodes=1)  # two lanes
+        ... except AgentSpecError as error:
+        ...     print(error.what)
+        the agent: 'action' in the agent's output should have 2 rows, got shape [1]
+    """
 
 
 class WorkerDiedError(WorkerError):
@@ -190,6 +298,19 @@ class WorkerDiedError(WorkerError):
         history: The failures that used up the restarts, this one last; empty if there were no
             restarts.
         **report: The other arguments of ``WorkerError``.
+
+    Example:
+        >>> def deadly(seed):
+        ...     return GymEnv([FaultyEnv("sigkill", at_step=1)], seed)
+        >>> with EpisodeBatcher(
+        ...     8, 4, create_agent, {}, deadly, n_threads=1, on_worker_failure="raise"
+        ... ) as batcher:
+        ...     batcher.execute(1)
+        ...     try:
+        ...         batcher.get()
+        ...     except WorkerDiedError as error:
+        ...         print(error.signal_name, "in step", error.where.step)
+        SIGKILL in step 1
     """
 
     _arguments = (*WorkerError._arguments, "exitcode", "signal_name", "history")
@@ -210,7 +331,28 @@ class WorkerDiedError(WorkerError):
 
 
 class WorkerTimeoutError(WorkerError, TimeoutError):
-    """A worker made no progress for longer than ``timeout`` seconds."""
+    """A worker made no progress for longer than ``timeout`` seconds.
+
+    Example:
+        >>> def endless(seed):
+        ...     return GymEnv([FaultyEnv("hang", at_step=1)], seed)
+        >>> with EpisodeBatcher(
+        ...     8,
+        ...     4,
+        ...     create_agent,
+        ...     {},
+        ...     endless,
+        ...     n_threads=1,
+        ...     timeout=1.0,
+        ...     on_worker_failure="raise",
+        ... ) as batcher:
+        ...     batcher.execute(1)
+        ...     try:
+        ...         batcher.get()
+        ...     except WorkerTimeoutError as error:
+        ...         print("hangs in step", error.where.step)
+        hangs in step 1
+    """
 
 
 def compose(what: str, *, where: str = "", fix: str = "") -> str:

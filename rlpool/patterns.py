@@ -14,8 +14,13 @@ def write_to_piped_array(pipe: Connection[Any, Any]) -> None:
 
     Example:
         >>> import multiprocessing
+        >>> from rlpool.patterns import write_to_piped_array
         >>> here, there = multiprocessing.Pipe()
-        >>> process = multiprocessing.Process(target=write_to_piped_array, args=(there,))
+        >>> array = Array((3,), "int64", storage="shared")
+        >>> here.send(array)
+        >>> write_to_piped_array(there)  # or multiprocessing.Process(target=..., args=(there,))
+        >>> array
+        Array([42,42,42], storage=shared, dtype=int64, padding=0)
     """
     array = pipe.recv()
     array[...] = 42

@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from support.staying import stays
+from support.staying import started, stays
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -89,11 +89,9 @@ def no_process_left_behind() -> Iterator[None]:
     nor do the two that live as long as this one: the tracker that ``multiprocessing`` keeps, and
     the template from which workers are forked.
     """
-    this_process = psutil.Process()
-    before = set(this_process.children(recursive=True))
+    before = started()
     yield
-    left = set(this_process.children(recursive=True)) - before
-    left = [process for process in left if not stays(process)]
+    left = [process for process in started() - before if not stays(process)]
     if not left:
         return
     gc.collect()

@@ -35,6 +35,16 @@ class Agent:
             ``observation["noise"]``, float32 ``[B, n_noise]``, uniform in [0, 1), and depend only
             on the episode and its step. An agent that takes all its randomness from them (see
             ``sample_normal``) gives bitwise the same episodes for any number of workers.
+
+    Example:
+        >>> class Coin(Agent):
+        ...     n_noise = 1
+        ...
+        ...     def __call__(self, state, observation, agent_info=None, history=None):
+        ...         action = (observation["noise"][:, 0] < 0.5).long()
+        ...         return DictTensor(), DictTensor({"action": action}), DictTensor()
+        >>> evaluate(Coin(), create_env, n_episodes=3).returns
+        tensor([10., 10., 10.])
     """
 
     n_noise: int = 0

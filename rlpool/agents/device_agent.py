@@ -31,10 +31,10 @@ class DeviceAgent(Agent):
         agent: The agent. It puts its parameters on the device itself.
         device: The device.
 
-    Example::
-
-        def create_agent():
-            return DeviceAgent(MyAgent(model.to("cuda")), "cuda")
+    Example:
+        >>> device = "cuda" if torch.cuda.is_available() else "cpu"
+        >>> evaluate(DeviceAgent(create_agent(), device), create_env, n_episodes=3).returns
+        tensor([10., 10., 10.])
     """
 
     def __init__(self, agent: Agent, device: torch.device | str) -> None:

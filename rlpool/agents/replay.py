@@ -60,12 +60,21 @@ def replay_agent(
         ``history`` holds the collected steps as constants and starts at the row's first step at
         the earliest: steps before a window are not available.
 
-    Example::
-
-        trajectories = batcher.get()
-        logits = replay_agent(agent, trajectories)["logits"]
-        log_probabilities = categorical_log_probability(logits, trajectories["action"])
-        loss = -(log_probabilities * advantages * trajectories.mask()).sum()
+    Example:
+        >>> class Linear(torch.nn.Module, Agent):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.net = torch.nn.Linear(1, 2)
+        ...
+        ...     def __call__(self, state, observation, agent_info=None, history=None):
+        ...         logits = self.net(observation["frame"])
+        ...         output = DictTensor({"action": logits.argmax(1), "logits": logits})
+        ...         return DictTensor(), output, DictTensor()
+        >>> batcher = EpisodeBatcher(8, 4, Linear, {}, create_env, n_threads=0, seeds=0)
+        >>> batcher.execute(2)
+        >>> logits = replay_agent(Linear(), batcher.get())["logits"]
+        >>> logits.shape, logits.requires_grad
+        (torch.Size([2, 4, 2]), True)
     """
     if state not in ("recompute", "stored"):
         raise SpecError(f"state is {state!r}", fix="pass state='recompute' or state='stored'")

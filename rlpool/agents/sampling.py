@@ -26,6 +26,11 @@ def sample_categorical(
 
     Returns:
         Samples int64 ``[B]`` and their log-probabilities ``[B]``, differentiable in ``logits``.
+
+    Example:
+        >>> logits = torch.tensor([[0.25, 0.75], [0.25, 0.75]]).log()
+        >>> sample_categorical(logits, noise=torch.tensor([0.2, 0.3]))
+        (tensor([0, 1]), tensor([-1.3863, -0.2877]))
     """
     log_probabilities = torch.log_softmax(logits, -1)
     with torch.no_grad():
@@ -37,7 +42,13 @@ def sample_categorical(
 
 
 def categorical_log_probability(logits: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-    """Log-probability of actions int64 ``[B]`` under logits float ``[B, n]``."""
+    """Log-probability of actions int64 ``[B]`` under logits float ``[B, n]``.
+
+    Example:
+        >>> logits = torch.tensor([[0.25, 0.75], [0.25, 0.75]]).log()
+        >>> categorical_log_probability(logits, torch.tensor([0, 1])).exp()
+        tensor([0.2500, 0.7500])
+    """
     return torch.log_softmax(logits, -1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
 
@@ -54,6 +65,12 @@ def sample_normal(
     Returns:
         Samples ``[B, n]``, differentiable in both parameters, and the log-probabilities ``[B]``
         of whole rows.
+
+    Example:
+        >>> mean, log_std = torch.tensor([[1.0]]), torch.tensor([0.0])
+        >>> sample, log_probability = sample_normal(mean, log_std, noise=torch.tensor([[0.5]]))
+        >>> sample, log_probability.exp()
+        (tensor([[1.0000]]), tensor([0.3989]))
     """
     standard = math.sqrt(2.0) * torch.erfinv((2.0 * noise - 1.0) + 2.0 * _HALF_STEP)
     samples = mean + log_std.exp() * standard
@@ -63,7 +80,13 @@ def sample_normal(
 def normal_log_probability(
     mean: torch.Tensor, log_std: torch.Tensor, action: torch.Tensor
 ) -> torch.Tensor:
-    """Log-probability ``[B]`` of rows of actions ``[B, n]`` under independent normals."""
+    """Log-probability ``[B]`` of rows of actions ``[B, n]`` under independent normals.
+
+    Example:
+        >>> mean, log_std = torch.zeros(2, 1), torch.zeros(1)
+        >>> normal_log_probability(mean, log_std, torch.tensor([[0.0], [1.0]])).exp()
+        tensor([0.3989, 0.2420])
+    """
     standard = (action - mean) * (-log_std).exp()
     terms = -0.5 * standard * standard - log_std - _LOG_SQRT_2PI
     return terms.expand_as(standard).sum(-1)
@@ -85,6 +108,12 @@ def sample_tanh_normal(
     Reference:
         Haarnoja et al. 2018, "Soft actor-critic", appendix C, equation 21, in the numerically
         stable form ``log(1 - tanh(x)^2) = 2 (log 2 - x - softplus(-2 x))``.
+
+    Example:
+        >>> mean, log_std = torch.full((2, 3), 10.0), torch.zeros(3)
+        >>> sample, log_probability = sample_tanh_normal(mean, log_std, torch.rand(2, 3))
+        >>> bool((sample.abs() <= 1).all()), log_probability.shape
+        (True, torch.Size([2]))
     """
     samples, log_probability = sample_normal(mean, log_std, noise)
     correction = 2.0 * (math.log(2.0) - samples - torch.nn.functional.softplus(-2.0 * samples))

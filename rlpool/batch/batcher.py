@@ -96,18 +96,19 @@ class EpisodeBatcher(BatcherBase):
         WorkerDiedError: If a worker dies before it is ready.
         UsageError: If the script lacks its ``if __name__ == "__main__":`` guard.
 
-    Example::
-
-        with EpisodeBatcher(
-            n_timesteps=100,
-            n_slots=128,
-            n_threads=4,
-            seeds=42,
-            create_agent=create_agent,
-            create_env=create_env,
-        ) as batcher:
-            batcher.execute(n_episodes=32)
-            trajectories = batcher.get()
+    Example:
+        >>> with EpisodeBatcher(
+        ...     n_timesteps=100,
+        ...     n_slots=128,
+        ...     create_agent=create_agent,
+        ...     create_env=create_env,
+        ...     n_threads=2,
+        ...     seeds=42,
+        ... ) as batcher:
+        ...     batcher.execute(n_episodes=32)
+        ...     trajectories = batcher.get()
+        >>> trajectories["frame"].shape
+        torch.Size([32, 4, 1])
     """
 
     _LOWERABLE: tuple[str, ...] = ("n_slots", "n_timesteps")
@@ -171,6 +172,12 @@ class EpisodeBatcher(BatcherBase):
                 that can only be reset together (see ``VectorGymEnv``).
             UsageError: If the batcher is closed.
             WorkerDiedError: If a worker died meanwhile.
+
+        Example:
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> batcher.execute(3, env_info={"length": [1, 4, 2]})
+            >>> batcher.get().lengths
+            tensor([1, 4, 2])
         """
         dispatcher = self._open()
         whole_number("n_episodes", n_episodes, 1)
@@ -197,6 +204,14 @@ class EpisodeBatcher(BatcherBase):
 
         Raises:
             UsageError: Before the first ``execute``.
+
+        Example:
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> batcher.execute(3, env_info={"length": [1, 4, 2]})
+            >>> batcher.reexecute()
+            >>> first, second = batcher.get(), batcher.get()
+            >>> second.lengths, bool((first.info["seed"] == second.info["seed"]).any())
+            (tensor([1, 4, 2]), False)
         """
         self._open()
         if self._last is None:
@@ -233,6 +248,16 @@ class EpisodeBatcher(BatcherBase):
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
             Exception: What a function given as ``progress`` raises. Episodes of workers go on, and
                 ``get`` can be called again; with ``n_threads=0`` the request is lost.
+
+        Example:
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> batcher.execute(2, env_info={"length": [2, 3]})
+            >>> trajectories = batcher.get()
+            >>> trajectories["_reward"]
+            tensor([[1., 2., 0.],
+                    [1., 2., 3.]])
+            >>> trajectories["frame"].shape, trajectories.lengths
+            (torch.Size([2, 3, 1]), tensor([2, 3]))
         """
         dispatcher = self._open()
         progress = self._progress if progress is None else checked_progress(progress)
@@ -296,6 +321,12 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         env_args: Keyword arguments of ``create_env``.
         seeds: As for ``EpisodeBatcher``.
         progress: As for ``EpisodeBatcher``.
+
+    Example:
+        >>> with MonoThreadEpisodeBatcher(create_agent, {}, create_env) as batcher:
+        ...     batcher.execute()
+        ...     print(batcher.get().lengths)
+        tensor([4, 4])
     """
 
     _N_TIMESTEPS = 128
@@ -357,6 +388,17 @@ class Batcher(BatcherBase):
             episode by repeating its recorded actions; if that does not lead to the same
             observation, ``get`` raises ``EnvError``. If the agent requires a history, the failure
             is reported, and ``reset`` goes on with new workers.
+
+    Example:
+        >>> def create_endless_env(seed):
+        ...     return GymEnvInf([CountingEnv(length=4) for _ in range(2)], seed)
+        >>> batcher = Batcher(6, None, create_agent, {}, create_endless_env, n_threads=0)
+        >>> batcher.reset()
+        >>> for _ in range(2):
+        ...     batcher.execute()
+        ...     print(batcher.get()["_reward"][0])
+        tensor([1., 2., 3., 4., 1., 2.])
+        tensor([3., 4., 1., 2., 3., 4.])
     """
 
     _WINDOWS = WindowRequest
@@ -414,6 +456,16 @@ class Batcher(BatcherBase):
 
         Raises:
             SpecError: If an info holds anything but numbers, or has another number of rows.
+
+        Example:
+            >>> def create_endless_env(seed):
+            ...     return GymEnvInf([CountingEnv(length=4) for _ in range(2)], seed)
+            >>> batcher = Batcher(6, None, create_agent, {}, create_endless_env, n_threads=0)
+            >>> batcher.reset(env_info={"length": [2, 4]})
+            >>> batcher.execute()
+            >>> batcher.get()["_done"]
+            tensor([[False,  True, False,  True, False,  True],
+                    [False, False, False,  True, False, False]])
         """
         dispatcher = self._open()
         infos = as_infos(agent_info, env_info, self.n_lanes)
@@ -438,6 +490,16 @@ class Batcher(BatcherBase):
         Raises:
             SpecError: If ``agent_info`` holds anything but numbers, or has another number of rows.
             UsageError: Before ``reset``, and after an error.
+
+        Example:
+            >>> def create_endless_env(seed):
+            ...     return GymEnvInf([CountingEnv(length=4) for _ in range(2)], seed)
+            >>> batcher = Batcher(6, None, create_agent, {}, create_endless_env, n_threads=0)
+            >>> batcher.reset()
+            >>> batcher.execute()
+            >>> batcher.execute()  # windows queue up: learn from one while the next is collected
+            >>> batcher.get().n_timesteps(), batcher.get().n_timesteps()
+            (6, 6)
         """
         dispatcher = self._open()
         if not self._is_reset:
@@ -471,6 +533,16 @@ class Batcher(BatcherBase):
             UsageError: If nothing was requested.
             EnvError, AgentError: If the user's code failed; call ``reset`` to go on.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
+
+        Example:
+            >>> def create_endless_env(seed):
+            ...     return GymEnvInf([CountingEnv(length=4) for _ in range(2)], seed)
+            >>> batcher = Batcher(6, None, create_agent, {}, create_endless_env, n_threads=0)
+            >>> batcher.reset()
+            >>> batcher.execute()
+            >>> window = batcher.get()
+            >>> window["frame"].shape, window["_frame"].shape
+            (torch.Size([2, 6, 1]), torch.Size([2, 6, 1]))
         """
         dispatcher = self._open()
         if self.all_stopped:

@@ -152,6 +152,14 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         Raises:
             UsageError: If the batcher is closed.
             SpecError: If the object cannot be pickled, or there is no memory or descriptor for it.
+
+        Example:
+            >>> policy = torch.nn.Linear(4, 2)
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> batcher.update(policy.state_dict())
+            >>> batcher.execute(2)
+            >>> batcher.get().info["policy_version"]
+            tensor([1, 1])
         """
         dispatcher = self._open()
         try:
@@ -173,6 +181,14 @@ class BatcherBase(ProcessOwner, DumpsStacks):
 
         Raises:
             UsageError: If results are pending, or the batcher is closed.
+
+        Example:
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> batcher.execute(2)
+            >>> trajectories = batcher.get()
+            >>> torch.save(batcher.state_dict(), "batcher.pt")
+            >>> torch.load("batcher.pt")["n_episodes"]
+            2
         """
         dispatcher = self._idle("state_dict()")
         state = {"kind": self._KIND, "root": f"{self._root:x}", **self._state(dispatcher)}
@@ -205,6 +221,15 @@ class BatcherBase(ProcessOwner, DumpsStacks):
                 reset one by one or not be seeded, or episodes were so long that their first actions
                 were dropped. Nothing has changed then.
             UsageError: If results are pending, or the batcher is closed.
+
+        Example:
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> other = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> other.load_state_dict(batcher.state_dict())
+            >>> for each in (batcher, other):
+            ...     each.execute(2)
+            >>> torch.equal(batcher.get()["action"], other.get()["action"])
+            True
         """
         dispatcher = self._idle("load_state_dict()")
         checked = checked_state(state, self._KIND, self._expected(dispatcher))
@@ -248,6 +273,12 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         """End the workers, whatever they are doing, within a few seconds. May be repeated.
 
         Results that were handed out stay valid.
+
+        Example:
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> batcher.close()  # a "with" statement does that, too
+            >>> batcher.closed
+            True
         """
         if self._dispatcher is not None:
             self._dispatcher.close()

@@ -40,6 +40,15 @@ class Progress(NamedTuple):
         elapsed_s: Seconds since ``get`` was first called for this request.
         episodes_per_s: Episodes per second in this time.
         steps_per_s: Steps per second in this time.
+
+    Example:
+        >>> def show(progress):
+        ...     print(progress.n_finished, "of", progress.n_episodes, "episodes")
+        >>> with EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0) as batcher:
+        ...     batcher.execute(2)
+        ...     episodes = batcher.get(progress=show)
+        0 of 2 episodes
+        2 of 2 episodes
     """
 
     n_finished: int

@@ -342,7 +342,7 @@ class ClusterDispatcher(RequestQueue):
         if not self._has_started:
             self._fail(error)
             return
-        _LOG.warning("a node cannot be used: %s", error)
+        _LOG.warning("a node cannot be used: %s", str(error))
         self._transport.dismiss(number)
         self._lose_all_of(number, error)
 

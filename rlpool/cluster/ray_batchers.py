@@ -58,6 +58,13 @@ class RayEpisodeBatcher(ClusterEpisodeBatcher):
             processors.
         WorkerStartupError, WorkerDiedError, UsageError: As for ``EpisodeBatcher``.
         ImportError: If Ray is not installed.
+
+    Example:
+        >>> from rlpool.cluster import RayEpisodeBatcher
+        >>> with RayEpisodeBatcher(8, 16, create_agent, {}, create_env, seeds=0) as batcher:
+        ...     batcher.execute(n_episodes=12)
+        ...     print(batcher.get()["frame"].shape)
+        torch.Size([12, 4, 1])
     """
 
     @names_arguments
@@ -110,6 +117,14 @@ class RayBatcher(ClusterBatcher):
         crash_dir: As for ``RayEpisodeBatcher``.
         require_same_bits: As for ``RayEpisodeBatcher``.
         **policy: As for ``Batcher``; ``max_restarts`` as for ``RayEpisodeBatcher``.
+
+    Example:
+        >>> from rlpool.cluster import RayBatcher
+        >>> with RayBatcher(3, None, create_agent, {}, create_env, n_nodes=1) as batcher:
+        ...     batcher.reset()
+        ...     batcher.execute()
+        ...     print(batcher.get()["frame"].shape)
+        torch.Size([2, 3, 1])
     """
 
     @names_arguments

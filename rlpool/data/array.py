@@ -214,6 +214,14 @@ class Array:
 
         Raises:
             UsageError: On a view, or after ``close``.
+
+        Example:
+            >>> array = Array((2,), "int64", full_size=4)
+            >>> array[...] = [1, 2]
+            >>> array.rotate()
+            >>> array[...] = [3, 4]
+            >>> array.full
+            Array([1,2,3,4], storage=local, dtype=int64, padding=0)
         """
         self._refuse_if_view("rotate")
         self._allocation.rotate()
@@ -225,6 +233,16 @@ class Array:
 
         Raises:
             UsageError: On a view, or after ``close``.
+
+        Example:
+            >>> array = Array((2,), "int64", full_size=4)
+            >>> array.full[...] = [1, 2, 3, 4]
+            >>> array.reset()
+            >>> for _ in range(2):
+            ...     array.rotate()
+            ...     print(array)
+            Array([1,2], storage=local, dtype=int64, padding=0)
+            Array([3,4], storage=local, dtype=int64, padding=0)
         """
         self._refuse_if_view("reset")
         self._allocation.go_to_end()
@@ -263,6 +281,14 @@ class Array:
 
         Raises:
             UsageError: After ``close``.
+
+        Example:
+            >>> array = Array((3,), "int64", padding=1)
+            >>> array[...] = [1, 2, 3]
+            >>> values = array.to_ndarray()
+            >>> values[0] = 7  # the same memory
+            >>> array[0]
+            Array(7, storage=local, dtype=int64, padding=1)
         """
         values, place = self._region.place(self._allocation.values)
         if place is not ...:
@@ -289,6 +315,12 @@ class Array:
         Raises:
             SpecError: If torch has no such dtype.
             UsageError: After ``close``.
+
+        Example:
+            >>> array = Array((3,), "int64", padding=1)
+            >>> array[...] = [1, 2, 3]
+            >>> array.to_tensor()
+            tensor([1, 2, 3])
         """
         values = self.to_ndarray()
         if any(stride < 0 for stride in values.strides):
@@ -358,6 +390,12 @@ class Array:
         Reading and writing raise ``UsageError`` from then on. NumPy arrays and tensors that were
         made before stay valid, and so do unpickled copies of the array, here and in other
         processes. Without ``close`` the memory is released with its last view.
+
+        Example:
+            >>> array = Array((3,), "int64", storage="shared")
+            >>> array.close()
+            >>> array
+            Array(closed, shape=(3,), storage=shared, dtype=int64, padding=0)
         """
         self._allocation.close()
 

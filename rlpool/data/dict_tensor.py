@@ -73,19 +73,41 @@ class DictTensor(DictTensorBase):
         """Number of rows B; 0 without keys and where every tensor is 0-d.
 
         It has no meaning for the result of ``index(int)``, which has no batch dimension.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> batch.n_elems()
+            3
         """
         return next((tensor.shape[0] for tensor in self._tensors.values() if tensor.ndim), 0)
 
     def empty(self) -> bool:
-        """True if there are no keys."""
+        """True if there are no keys.
+
+        Example:
+            >>> DictTensor().empty()
+            True
+        """
         return not self._tensors
 
     def device(self) -> torch.device | None:
-        """The device of all tensors, ``None`` without keys."""
+        """The device of all tensors, ``None`` without keys.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> batch.device()
+            device(type='cpu')
+        """
         return next((tensor.device for tensor in self._tensors.values()), None)
 
     def specs(self) -> dict[str, dict[str, Any]]:
-        """Per key ``{"size": shape of one row, "dtype": dtype}``."""
+        """Per key ``{"size": shape of one row, "dtype": dtype}``.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> batch.specs()["frame"]
+            {'size': torch.Size([2]), 'dtype': torch.float32}
+        """
         return {k: {"size": t.shape[1:], "dtype": t.dtype} for k, t in self._tensors.items()}
 
     def index(self, rows: Rows) -> DictTensor:
@@ -100,11 +122,24 @@ class DictTensor(DictTensorBase):
             IndexError: If a row does not exist (a slice is clipped, as in Python).
             SpecError: If ``rows`` is of another kind, a mask does not have B entries, or a tensor
                 is 0-d.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> batch.index(torch.tensor([2, 0]))["action"]
+            tensor([2, 0])
+            >>> batch.index(1)["action"]
+            tensor(1)
         """
         return super().index(rows) if self._tensors else DictTensor()
 
     def slice(self, start: int, stop: int | None = None) -> DictTensor:
-        """Views of rows ``start <= i < stop``, or of row ``start`` without its batch dimension."""
+        """Views of rows ``start <= i < stop``, or of row ``start`` without its batch dimension.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> batch.slice(1, 3)["action"]
+            tensor([1, 2])
+        """
         return self.index(start if stop is None else slice(start, stop))
 
     @staticmethod
@@ -117,6 +152,11 @@ class DictTensor(DictTensorBase):
 
         Raises:
             SpecError: If the parts differ, or a tensor is 0-d.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> DictTensor.cat([batch, batch])["action"]
+            tensor([0, 1, 2, 0, 1, 2])
         """
         return cat_named(base.listed(parts, DictTensor, "cat"), "part")
 
@@ -129,17 +169,35 @@ class DictTensor(DictTensorBase):
 
         Raises:
             SpecError: If it is no tensor, or its first dimension or device differs.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> batch.set("reward", torch.ones(3))
+            >>> list(batch)
+            ['frame', 'action', 'reward']
         """
         base.check([*self._tensors.items(), (key, tensor)])
         self._tensors[key] = tensor
 
     def prepend_key(self, prefix: str) -> DictTensor:
-        """Put ``prefix`` before every key; the tensors are shared."""
+        """Put ``prefix`` before every key; the tensors are shared.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> list(batch.prepend_key("old/"))
+            ['old/frame', 'old/action']
+        """
         instance(prefix, str, "the prefix")
         return DictTensor._wrap({prefix + key: t for key, t in self._tensors.items()})
 
     def truncate_key(self, prefix: str) -> DictTensor:
-        """Keep only keys that start with ``prefix``, without it; the tensors are shared."""
+        """Keep only keys that start with ``prefix``, without it; the tensors are shared.
+
+        Example:
+            >>> batch = DictTensor({"info/goal": torch.zeros(3, 2), "frame": torch.zeros(3, 4)})
+            >>> list(batch.truncate_key("info/"))
+            ['goal']
+        """
         cut, own = len(instance(prefix, str, "the prefix")), self._tensors
         return DictTensor._wrap({k[cut:]: t for k, t in own.items() if k.startswith(prefix)})
 
@@ -168,6 +226,12 @@ class DictTensor(DictTensorBase):
             SpecError: If the batches or the numbers of rows do not match.
 
         If it raises, nothing is written. Without keys, it does nothing.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> batch.copy_(batch.clone(), torch.tensor([2]), torch.tensor([0]))
+            >>> batch["action"]
+            tensor([2, 1, 2])
         """
         base.check_alike(self, instance(source, DictTensor, "source"), 1, "source", subset=True)
         if self._tensors:
@@ -179,13 +243,24 @@ class DictTensor(DictTensorBase):
         """The same tensors, not copied, as a ``tensordict.TensorDict`` (needs ``tensordict``).
 
         Its batch size is ``[B]``, or ``[]`` if a tensor is 0-d or first dimensions differ.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> batch.to_tensordict().batch_size
+            torch.Size([3])
         """
         sizes = {tensor.shape[:1] for tensor in self._tensors.values()} or {torch.Size([0])}
         return base.to_tensordict(self._tensors, sizes.pop() if len(sizes) == 1 else [])
 
     @staticmethod
     def from_tensordict(tensordict: Any) -> DictTensor:
-        """The tensors of a ``TensorDict``, not copied; nested keys are joined with ``/``."""
+        """The tensors of a ``TensorDict``, not copied; nested keys are joined with ``/``.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> list(DictTensor.from_tensordict(batch.to_tensordict()))
+            ['frame', 'action']
+        """
         return DictTensor(base.from_tensordict(tensordict))
 
     def __reduce__(self) -> tuple[Callable[..., DictTensor], tuple[Any, ...]]:
@@ -242,7 +317,13 @@ def masked_tensor(tensor0: Tensor, tensor1: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_dicttensor(dicttensor0: DictTensor, dicttensor1: DictTensor, mask: Tensor) -> DictTensor:
-    """``masked_tensor`` for every key; ``SpecError`` unless both have the same keys."""
+    """``masked_tensor`` for every key; ``SpecError`` unless both have the same keys.
+
+    Example:
+        >>> old, new = DictTensor({"x": torch.zeros(3)}), DictTensor({"x": torch.ones(3)})
+        >>> masked_dicttensor(old, new, torch.tensor([True, False, True]))["x"]
+        tensor([1., 0., 1.])
+    """
     first = instance(dicttensor0, DictTensor, "the first")
     second = instance(dicttensor1, DictTensor, "the second")
     base.check_alike(first, second, 0, "the second")

@@ -56,15 +56,33 @@ class DictTensorBase:
         raise NotImplementedError
 
     def keys(self) -> KeysView[str]:
-        """Names of the tensors, in insertion order."""
+        """Names of the tensors, in insertion order.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> list(batch.keys())
+            ['frame', 'action']
+        """
         return self._tensors.keys()
 
     def values(self) -> ValuesView[Tensor]:
-        """The tensors."""
+        """The tensors.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> [tensor.shape for tensor in batch.values()]
+            [torch.Size([3, 2]), torch.Size([3])]
+        """
         return self._tensors.values()
 
     def items(self) -> ItemsView[str, Tensor]:
-        """Pairs of name and tensor."""
+        """Pairs of name and tensor.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> {key: tensor.dtype for key, tensor in batch.items()}
+            {'frame': torch.float32, 'action': torch.int64}
+        """
         return self._tensors.items()
 
     def __iter__(self) -> Iterator[str]:
@@ -96,6 +114,12 @@ class DictTensorBase:
         Raises:
             KeyError: If a key does not exist.
             SpecError: If ``keys`` is a single string, or contains anything but strings.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> batch.get(["action"])
+            DictTensor
+              action  int64 [3]
         """
         kept = self._with({key: self[key] for key in listed(keys, str, "keys")})
         return kept.clone() if clone else kept
@@ -111,6 +135,11 @@ class DictTensorBase:
             IndexError: If a row does not exist (a slice is cut to what exists, as in Python).
             SpecError: If ``rows`` is of another kind, a mask does not have B entries, or there is
                 no batch dimension.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> batch.index(torch.tensor([2, 0]))["action"]
+            tensor([2, 0])
         """
         found = resolve_rows(rows, self._n_rows())
         if not isinstance(found, Tensor):
@@ -120,11 +149,23 @@ class DictTensorBase:
         return self._map(lambda tensor: tensor.index_select(0, on_device))
 
     def unfold(self: BatchT) -> list[BatchT]:
-        """One batch of views ``[1, ...]`` per row."""
+        """One batch of views ``[1, ...]`` per row.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> [row["action"] for row in batch.unfold()]
+            [tensor([0]), tensor([1]), tensor([2])]
+        """
         return [self._map(itemgetter(slice(i, i + 1))) for i in range(self._n_rows())]
 
     def to(self: BatchT, device: torch.device | str | int, non_blocking: bool = False) -> BatchT:
-        """Move to a device; returns ``self`` if everything is there already."""
+        """Move to a device; returns ``self`` if everything is there already.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> batch.to("cpu") is batch
+            True
+        """
         try:
             where = torch.empty(0, device=device).device
         except (TypeError, ValueError, RuntimeError, AssertionError) as error:
@@ -134,7 +175,15 @@ class DictTensorBase:
         return self._map(lambda tensor: tensor.to(where, non_blocking=non_blocking))
 
     def clone(self: BatchT) -> BatchT:
-        """Copy every tensor."""
+        """Copy every tensor.
+
+        Example:
+            >>> batch = DictTensor({"frame": torch.zeros(3, 2), "action": torch.arange(3)})
+            >>> copied = batch.clone()
+            >>> copied["action"][0] = 7
+            >>> batch["action"]
+            tensor([0, 1, 2])
+        """
         return self._map(Tensor.clone)
 
     def __copy__(self: BatchT) -> BatchT:

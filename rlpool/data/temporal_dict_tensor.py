@@ -110,6 +110,12 @@ class TemporalDictTensor(DictTensorBase):
 
         Raises:
             SpecError: If the lengths do not add up to the number of transitions.
+
+        Example:
+            >>> steps = {"reward": torch.tensor([1.0, 2.0, 3.0, 4.0])}
+            >>> TemporalDictTensor.from_packed(steps, torch.tensor([3, 1]))["reward"]
+            tensor([[1., 2., 3.],
+                    [4., 0., 0.]])
         """
         packed = DictTensor(transitions)
         _check_lengths(lengths, None)
@@ -137,7 +143,13 @@ class TemporalDictTensor(DictTensorBase):
         return self._info
 
     def n_elems(self) -> int:
-        """Number of rows B; ``SpecError`` for the result of ``index(int)``, which has no rows."""
+        """Number of rows B; ``SpecError`` for the result of ``index(int)``, which has no rows.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> batch.n_elems()
+            2
+        """
         if not self._lengths.ndim:
             raise SpecError(
                 "a single trajectory, as index(int) gives it, has no batch dimension",
@@ -146,34 +158,77 @@ class TemporalDictTensor(DictTensorBase):
         return self._lengths.shape[0]
 
     def n_timesteps(self) -> int:
-        """Size T of the time dimension; without keys, the largest length."""
+        """Size T of the time dimension; without keys, the largest length.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> batch.n_timesteps()
+            3
+        """
         for tensor in self._tensors.values():
             return tensor.shape[self._lengths.ndim]
         return _longest(self._lengths)
 
     def device(self) -> torch.device:
-        """The device of all tensors and of the lengths."""
+        """The device of all tensors and of the lengths.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> batch.device()
+            device(type='cpu')
+        """
         return self._lengths.device
 
     def specs(self) -> dict[str, dict[str, Any]]:
-        """Per key ``{"size": shape of one step, "dtype": dtype}``."""
+        """Per key ``{"size": shape of one step, "dtype": dtype}``.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> batch.specs()
+            {'reward': {'size': torch.Size([]), 'dtype': torch.float32}}
+        """
         n_leading = self._lengths.ndim + 1
         return {k: {"size": t.shape[n_leading:], "dtype": t.dtype} for k, t in self.items()}
 
     def mask(self) -> Tensor:
-        """float32 ``[B, T]``: 1 for steps, 0 for padding."""
+        """float32 ``[B, T]``: 1 for steps, 0 for padding.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> batch.mask()
+            tensor([[1., 1., 1.],
+                    [1., 0., 0.]])
+        """
         return _is_step(self._lengths, self.n_timesteps()).to(torch.float32)
 
     def full(self) -> bool:
-        """True if every row has T steps."""
+        """True if every row has T steps.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> batch.full(), batch.slice(0).full()
+            (False, True)
+        """
         return bool((self._lengths == self.n_timesteps()).all())
 
     def shorten(self) -> TemporalDictTensor:
-        """Views of the first ``max(lengths)`` steps: drops steps that are padding in every row."""
+        """Views of the first ``max(lengths)`` steps: drops steps that are padding in every row.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> batch.slice(1).shorten()["reward"]
+            tensor([[1.]])
+        """
         return self._with(self._in_time(0, _longest(self._lengths)))
 
     def slice(self, start: int, stop: int | None = None) -> TemporalDictTensor:
-        """Views of rows ``start <= i < stop``, or of row ``start`` with B = 1."""
+        """Views of rows ``start <= i < stop``, or of row ``start`` with B = 1.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> batch.slice(1).lengths
+            tensor([1])
+        """
         if stop is None:
             start = instance(base.resolve_rows(start, self.n_elems()), int, "start")
             stop = start + 1
@@ -208,7 +263,13 @@ class TemporalDictTensor(DictTensorBase):
         return TemporalDictTensor._wrap(self._in_time(start, stop), lengths, copy(self._info))
 
     def temporal_index(self, step: int) -> DictTensor:
-        """Views ``[B, ...]`` of one step, padding included; ``SpecError`` if not in 0 to T - 1."""
+        """Views ``[B, ...]`` of one step, padding included; ``SpecError`` if not in 0 to T - 1.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> batch.temporal_index(0)["reward"]
+            tensor([1., 1.])
+        """
         step, dim = self._checked_step(step), self._lengths.ndim
         return self._steps._map(lambda tensor: tensor.select(dim, step))
 
@@ -250,6 +311,12 @@ class TemporalDictTensor(DictTensorBase):
 
         Raises:
             SpecError: If the step is out of range.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> steps, rows = batch.masked_temporal_index(2)
+            >>> steps["reward"], rows
+            (tensor([1.]), tensor([0]))
         """
         self.n_elems()  # refuses a single trajectory
         step = self._checked_step(step)
@@ -267,6 +334,11 @@ class TemporalDictTensor(DictTensorBase):
 
         Raises:
             SpecError: If ``info`` has a key of the steps.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> batch.flatten()["reward"]
+            tensor([1., 1., 1., 1.])
         """
         self.n_elems()  # refuses a single trajectory
         rows, times = _is_step(self._lengths, self.n_timesteps()).nonzero(as_tuple=True)
@@ -283,6 +355,11 @@ class TemporalDictTensor(DictTensorBase):
 
         Raises:
             SpecError: If the parts differ.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> TemporalDictTensor.cat([batch, batch]).lengths
+            tensor([3, 1, 3, 1])
         """
         batches = base.listed(parts, TemporalDictTensor, "cat")
         if not batches:
@@ -306,6 +383,11 @@ class TemporalDictTensor(DictTensorBase):
 
         Raises:
             SpecError: If it is smaller.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> batch.expand(3).lengths
+            tensor([3, 1, 0])
         """
         fix = "slice(0, n) takes rows away"
         n_elems = whole_number("n_elems", n_elems, self.n_elems(), fix=fix)
@@ -324,6 +406,13 @@ class TemporalDictTensor(DictTensorBase):
 
         Raises:
             SpecError: If it is no tensor, or its first two dimensions or its device differ.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> batch.set("return", batch["reward"].flip(1).cumsum(1).flip(1))
+            >>> batch["return"]
+            tensor([[3., 2., 1.],
+                    [3., 2., 1.]])
         """
         n_elems = self.n_elems()
         _check_steps([*self._tensors.items(), (key, tensor)])
@@ -366,6 +455,13 @@ class TemporalDictTensor(DictTensorBase):
             SpecError: If batches or numbers of rows do not match, or a trajectory is longer than T.
 
         If it raises, nothing is written.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> store = batch.expand(3)
+            >>> store.copy_(batch, torch.tensor([0]), torch.tensor([2]))
+            >>> store.lengths
+            tensor([3, 1, 3])
         """
         sizes = instance(source, TemporalDictTensor, "source").n_elems(), self.n_elems()
         base.check_alike(self, source, 2, "source", subset=True)
@@ -387,6 +483,11 @@ class TemporalDictTensor(DictTensorBase):
 
         It has batch size ``[B]`` and the entries ``steps`` (a ``TensorDict`` ``[B, T]``),
         ``lengths`` and ``info`` (a ``TensorDict`` ``[B]``).
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> batch.to_tensordict()["steps"].batch_size
+            torch.Size([2, 3])
         """
         size = [self.n_elems()]
         steps = base.to_tensordict(self._tensors, [*size, self.n_timesteps()])
@@ -395,7 +496,13 @@ class TemporalDictTensor(DictTensorBase):
 
     @staticmethod
     def from_tensordict(tensordict: Any) -> TemporalDictTensor:
-        """The tensors of a ``TensorDict`` as ``to_tensordict`` makes it, not copied."""
+        """The tensors of a ``TensorDict`` as ``to_tensordict`` makes it, not copied.
+
+        Example:
+            >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
+            >>> TemporalDictTensor.from_tensordict(batch.to_tensordict()).lengths
+            tensor([3, 1])
+        """
         entries = {key.partition("/")[0] for key in base.from_tensordict(tensordict)}
         if not {"steps", "lengths"} <= entries:
             raise SpecError(

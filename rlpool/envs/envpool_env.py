@@ -43,10 +43,14 @@ class EnvPoolEnv(VectorGymEnv):
         SpecError: For anything else, for actions that are not one array, for an asynchronous pool
             with ``auto_reset``, or whose ``batch_size`` does not divide its ``num_envs``.
 
-    Example::
-
-        def create_env(seed):
-            return EnvPoolEnv(envpool.make("Pong-v5", env_type="gymnasium", num_envs=64, seed=seed))
+    Example:
+        >>> import envpool
+        >>> def create_env(seed):
+        ...     return EnvPoolEnv(
+        ...         envpool.make("CartPole-v1", env_type="gymnasium", num_envs=8, seed=seed)
+        ...     )
+        >>> evaluate(create_agent(), create_env, n_episodes=8).returns.shape
+        torch.Size([8])
     """
 
     def __new__(cls, pool: Any = None, **options: Any) -> EnvPoolEnv:

@@ -61,6 +61,13 @@ class GymEnv(VecEnv):
     Raises:
         SpecError: Without environments, for spaces without a fixed shape, for spaces that
             differ, and for ``info_keys`` without a dtype of numbers.
+
+    Example:
+        >>> env = GymEnv([CountingEnv(length=3), CountingEnv(length=3)], seed=0)
+        >>> observation, lanes = env.reset()
+        >>> observation["frame"], lanes
+        (tensor([[0.],
+                [0.]]), tensor([0, 1]))
     """
 
     @names_arguments
@@ -290,6 +297,14 @@ class GymEnvInf(GymEnv):
     At the end of an episode, the lane resets at once with the same row of ``env_info``. ``step``
     returns the terminal observation in its first result and the first observation of the new
     episode in its second. In a ``Batcher``, lanes never stop.
+
+    Example:
+        >>> env = GymEnvInf([CountingEnv(length=1)], seed=0)
+        >>> env.reset()[0]["frame"]
+        tensor([[0.]])
+        >>> ended, running = env.step(DictTensor({"action": torch.tensor([0])}))
+        >>> ended[0]["frame"], running[0]["frame"]
+        (tensor([[1.]]), tensor([[0.]]))
     """
 
     auto_reset = True

@@ -9,7 +9,7 @@ DictTensors, which sit on the same two methods. A new kind of environments is a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableSequence, Sequence
+from collections.abc import Collection, Mapping, MutableSequence, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -86,6 +86,15 @@ class VecEnv(ABC):
         min_ready: How many lanes the rollout loop waits for at a time, ``None`` for all.
         lane_in_use: One element: the lane whose environment is running. It explains the death of
             this process.
+        varying_keys: Keys of ``current`` that are not compared when an episode is repeated.
+
+    Example:
+        >>> env = create_env(seed=0)
+        >>> isinstance(env, VecEnv), env.n_lanes
+        (True, 2)
+        >>> observation, lanes = env.reset()
+        >>> list(observation)
+        ['frame', 'reward', 'terminated', 'truncated', 'done', 'initial_state', 'last_action']
     """
 
     auto_reset = False
@@ -94,6 +103,7 @@ class VecEnv(ABC):
     seeding: Seeding = "episode"
     depends_on_timing = False
     min_ready: int | None = None
+    varying_keys: Collection[str] = ()
     _widens, _prefix = False, ""  # of the observations' columns
     _columns: Columns | None = None
     _info_specs: Mapping[str, TensorSpec] = {}

@@ -87,6 +87,11 @@ class VectorGymEnv(VecEnv):
         SpecError: For anything but a vector environment, for spaces without a fixed shape, for an
             ``AsyncVectorEnv`` that forgets what was reset, if the seeding cannot be found out, and
             for ``info_keys`` that ``GymEnv`` refuses or the vector environment does not give.
+
+    Example:
+        >>> env = VectorGymEnv(gymnasium.make_vec("CartPole-v1", num_envs=3))
+        >>> env.n_lanes, env.seeding
+        (3, 'request')
     """
 
     steps_all_lanes = True

@@ -86,6 +86,12 @@ def worker_count(num_workers: int | str) -> int:
 
     Raises:
         SpecError: If it is neither.
+
+    Example:
+        >>> worker_count(3)
+        3
+        >>> worker_count("auto") >= 1
+        True
     """
     if num_workers == "auto":
         return max(1, n_cores() - 2)

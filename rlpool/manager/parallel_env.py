@@ -10,6 +10,8 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gymnasium.vector import AutoresetMode
+
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.info_keys import InfoKeys, wanted_infos
 from rlpool.envs.vec_env import Options, VecEnv
@@ -38,7 +40,10 @@ from rlpool.workers.process_owner import ProcessOwner
 from rlpool.workers.stack_dumps import DumpsStacks
 
 if TYPE_CHECKING:
+    from gymnasium import Space
     from typing_extensions import Unpack
+
+    from rlpool.manager.vector_env import ParallelVectorEnv
 
 _ALL = slice(None)
 
@@ -117,6 +122,14 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         WorkerStartupError: If an environment cannot be made.
         WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
         UsageError: If the script lacks its ``if __name__ == "__main__":`` guard.
+
+    Example:
+        >>> with ParallelEnvManager([CountingEnv, CountingEnv], seed=0) as env:
+        ...     observation, lanes = env.reset()
+        ...     after, _ = env.step(DictTensor({"action": torch.tensor([0, 1])}))
+        ...     print(after[0]["frame"], after[1])
+        tensor([[1.],
+                [1.]]) tensor([0, 1])
     """
 
     @names_arguments
@@ -138,7 +151,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
     ) -> None:
         refuse_during_import()
         failure_policy = FailurePolicy(**policy)
-        env_fns = _checked_functions(env_fns)
+        env_fns = checked_functions(env_fns)
         whole_number("envs_per_worker", envs_per_worker, 1)
         check_timeout(timeout)
         for name, number in (("min_ready", min_ready), ("max_episode_steps", max_episode_steps)):
@@ -148,6 +161,12 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         self.auto_reset = auto_reset
         self.min_ready = min_ready
         self._env_fns = env_fns
+        self._made_with: dict[str, Any] = {
+            "envs_per_worker": envs_per_worker,
+            "timeout": timeout,
+            "max_episode_steps": max_episode_steps,
+            **policy,
+        }
         self._options: dict[str, Any] = {
             "max_episode_steps": max_episode_steps,
             "keep_float64": keep_float64,
@@ -378,6 +397,41 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
     def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Any:
         raise NotImplementedError  # step_lanes does all of it: results are in the buffers already
 
+    def as_vector_env(
+        self,
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        *,
+        copy: bool = True,
+        observation_mode: str | tuple[Space[Any], Space[Any]] = "same",
+    ) -> ParallelVectorEnv:
+        """Serve these environments as a ``gymnasium.vector.VectorEnv``.
+
+        This manager is closed, and new workers make the environments again, since a vector
+        environment restarts them by its own rules and keeps float64: ``ParallelVectorEnv`` is made
+        with the ``env_fns``, ``envs_per_worker``, ``timeout``, ``max_episode_steps`` and policy of
+        this manager. Make it directly if environments take long to make.
+
+        Args:
+            autoreset_mode: When environments restart, see ``ParallelVectorEnv``.
+            copy: Whether observations are copies.
+            observation_mode: How observation spaces are batched, see ``ParallelVectorEnv``.
+
+        Returns:
+            The vector environment, which owns the new workers; close it.
+
+        Raises:
+            SpecError, WorkerStartupError, WorkerDiedError, WorkerTimeoutError: See
+                ``ParallelVectorEnv``.
+            UsageError: If the manager is closed.
+        """
+        from rlpool.manager.vector_env import ParallelVectorEnv
+
+        self._workers.check_open()
+        self.close()
+        return ParallelVectorEnv(
+            self._env_fns, copy, observation_mode, autoreset_mode, **self._made_with
+        )
+
     # Life and end --------------------------------------------------------------------------
 
     @property
@@ -432,7 +486,12 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         return "_workers" in self.__dict__
 
 
-def _checked_functions(env_fns: Any) -> list[Callable[[], Any]]:
+def checked_functions(env_fns: Any) -> list[Callable[[], Any]]:
+    """A copy of a list of functions that make environments.
+
+    Raises:
+        SpecError: If it is not one, or empty.
+    """
     try:
         functions = list(env_fns)
     except TypeError:

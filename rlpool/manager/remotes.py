@@ -25,7 +25,7 @@ from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.tape import action_row
 from rlpool.seeding import LaneSeeds, root_from, seed_from
 
-_COMMANDS = ("reset", "step", "get_attr", "seed", "close")
+_COMMANDS = ("reset", "step", "get_attr", "set_attr", "call", "seed", "close")
 
 
 class Remote:
@@ -39,6 +39,10 @@ class Remote:
     ``("step", action)``,                  ``("transition", (observation, reward, done, info))``
     ``("step", {"action": action})``
     ``("get_attr", {"attr": name})``       ``("attr", value)``
+    ``("set_attr", {"attr": name,          ``("done", None)``
+    "value": value})``
+    ``("call", {"name": name,              ``("result", value)``, that of the attribute if it
+    "args": (...), "kwargs": {...}})``     cannot be called
     ``("seed", {"seed": seed})``           ``("done", None)``; the next reset uses the seed
     ``("close", None)``                    none
     ====================================== ======================================================
@@ -46,7 +50,8 @@ class Remote:
     If the environment fails the reply is ``("error", text)``, with the remote traceback; it can be
     reset again. ``done`` is terminated or truncated; of an episode that was only truncated,
     ``info["TimeLimit.truncated"]`` is True. Each reset gets a seed that follows from the
-    manager's; ``"seed"`` and ``"options"`` may stand beside ``"task"``.
+    manager's; ``"seed"`` and ``"options"`` may stand beside ``"task"``. An episode in which an
+    attribute was set cannot be repeated if its worker dies: the environment then needs a reset.
 
     Args:
         workers: The workers.
@@ -101,11 +106,16 @@ class Remote:
         elif command == "step":
             data = self._action(data)
         elif command == "get_attr":
-            data = _named(data, "attr", command)
-            if not isinstance(data, str):
-                raise SpecError(f"the name of an attribute should be a str, got {data!r}")
+            (data,) = _named(data, ("attr",), command)
+            _refuse_no_name(data)
+        elif command == "set_attr":
+            data = _named(data, ("attr", "value"), command)
+            _refuse_no_name(data[0])
+        elif command == "call":
+            data = _named(data, ("name", "args", "kwargs"), command)
+            _refuse_no_name(data[0])
         elif command == "seed":
-            data = _checked_seed(_named(data, "seed", command))
+            data = _checked_seed(*_named(data, ("seed",), command))
         with InterruptsHeld():
             if command == "seed":  # of the resets that follow, which this process gives
                 self._seeds = _seeds_from(data)
@@ -188,6 +198,8 @@ class Remote:
         workers.requests[lane] = Request(call)
         if command in ("reset", "describe"):
             workers.tapes.record_reset(lane, *data)
+        elif command == "set_attr":
+            workers.tapes.lose(lane, f"the attribute {data[0]!r} was set in the middle of it")
         elif command == "step":
             report = workers.reports[0]
             with suppress(Exception):  # it does not fit, as the worker will answer
@@ -276,11 +288,17 @@ class WorkerHandle:
         return f"WorkerHandle(pid={self.pid}, {state})"
 
 
-def _named(data: Any, key: str, command: str) -> Any:
-    """The one entry of a request's data."""
-    if not isinstance(data, Mapping) or set(data) != {key}:
-        raise SpecError(f"the data of {command!r} should be {{{key!r}: ...}}, got {data!r}")
-    return data[key]
+def _named(data: Any, keys: tuple[str, ...], command: str) -> tuple[Any, ...]:
+    """The entries of a request's data."""
+    if not isinstance(data, Mapping) or set(data) != set(keys):
+        wanted = ", ".join(f"{key!r}: ..." for key in keys)
+        raise SpecError(f"the data of {command!r} should be {{{wanted}}}, got {data!r}")
+    return tuple(data[key] for key in keys)
+
+
+def _refuse_no_name(name: Any) -> None:
+    if not isinstance(name, str):
+        raise SpecError(f"the name of an attribute should be a str, got {name!r}")
 
 
 def _checked_seed(seed: Any) -> int:

@@ -341,10 +341,16 @@ class EnvServer:
 
     def _result(self, call: Call) -> tuple[str, Any]:
         lane, env = call.lane, self._env
-        if lane in self._lost and call.command in ("get_attr", "step"):
+        if lane in self._lost and call.command in ("get_attr", "set_attr", "call", "step"):
             raise EnvError(_LOST.format(self._lost[lane]), fix=_LOST_FIX)
         if call.command == "get_attr":
             return "attr", env.attribute(lane, call.data)
+        if call.command == "set_attr":
+            return "done", env.attribute(lane, "set_wrapper_attr")(*call.data)
+        if call.command == "call":
+            name, arguments, named = call.data
+            value = env.attribute(lane, name)
+            return "result", value(*arguments, **named) if callable(value) else value
         if call.command == "describe":
             return "declaration", self._shown_by_reset(lane, *call.data)
         env.keeps_results = True

@@ -44,6 +44,10 @@ class AGENT_ARCHS(str, Enum):  # noqa: N801  (the name that users know)
         Memory: All observations of the rollout so far; stored by rollout.
         Memory_Markov: The observation, while another part of the learner has a memory; stored by
             rollout.
+
+    Example:
+        >>> AGENT_ARCHS("markov")
+        <AGENT_ARCHS.Markov: 'markov'>
     """
 
     Markov = "markov"
@@ -95,6 +99,16 @@ def collect_rollouts_parallel(
         UsageError: Without any environment, or for an agent without the memory it needs.
         EnvError, AgentError, WorkerError: If the environment, the agent or a worker fails. The
             rollouts that were complete by then are stored and counted.
+
+    Example:
+        >>> class Storage(list):
+        ...     def add_sample(self, observation, action, reward, terminal, next_observation):
+        ...         self.append((observation, action, reward))
+        >>> learner = Learner(create_agent(), Storage(), train_tasks=None, seed=0)
+        >>> with make_parallel_env("CartPole-v1", 2, num_workers=1) as parallel_env:
+        ...     n_steps = collect_rollouts_parallel(learner, 3, parallel_env=parallel_env)
+        >>> n_steps == learner.n_env_steps_total == len(learner.policy_storage)
+        True
     """
     n_rollouts = whole_number("num_rollouts", num_rollouts, 0)
     n_rows = whole_number("batch_rows", getattr(learner, "batch_rows", BATCH_ROWS), 1)
@@ -145,14 +159,16 @@ class Learner:
         n_env_steps_total: Steps of all rollouts that were stored.
         n_rollouts_total: Their number.
 
-    Example::
-
-        train_env = make_env("my_envs:AntDir-v0", episodes_per_task=2)
-        learner = Learner(agent, storage, train_env, range(50), AGENT_ARCHS.Memory, seed=0)
-        with make_parallel_env("my_envs:AntDir-v0", 2, num_workers="auto") as parallel_env:
-            while learner.n_env_steps_total < 1_000_000:
-                learner.collect_rollouts_parallel(12, parallel_env=parallel_env)
-                ...  # learn from the storage
+    Example:
+        >>> class Storage(list):
+        ...     def add_sample(self, observation, action, reward, terminal, next_observation):
+        ...         self.append((observation, action, reward))
+        >>> storage = Storage()
+        >>> train_env = make_env("CartPole-v1", episodes_per_task=2)
+        >>> learner = Learner(create_agent(), storage, train_env, seed=0)
+        >>> n_steps = learner.collect_rollouts_parallel(3)
+        >>> learner.n_rollouts_total, n_steps == len(storage)
+        (3, True)
     """
 
     agent: Any

@@ -38,6 +38,11 @@ def make_env(
 
     Returns:
         The environment. It needs a ``reset`` before the first step.
+
+    Example:
+        >>> env = make_env("CartPole-v1", episodes_per_task=2, seed=0)
+        >>> env.reset()[0].shape, env.horizon_bamdp
+        ((5,), 1000)
     """
     env = gymnasium.make(env_id, **kwargs) if isinstance(env_id, str) else env_id(**kwargs)
     trials = VariBadWrapper(env, episodes_per_task, oracle)
@@ -86,6 +91,11 @@ def make_parallel_env(
     Raises:
         SpecError: For wrong numbers, or more processes than the system allows.
         WorkerStartupError: If an environment cannot be made.
+
+    Example:
+        >>> with make_parallel_env("CartPole-v1", 2, num_workers=1, envs_per_worker=3) as env:
+        ...     print(env.n_lanes, env.horizon_bamdp)
+        3 1000
     """
     whole_number("episodes_per_task", episodes_per_task, 1)
     whole_number("envs_per_worker", envs_per_worker, 1)

@@ -61,6 +61,11 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         Zintgraf et al. 2020, "VariBAD: a very good method for Bayes-adaptive deep RL via
         meta-learning". Ni et al. 2022, "Recurrent model-free RL can be a strong baseline for many
         POMDPs", whose wrapper of this name this follows.
+
+    Example:
+        >>> env = VariBadWrapper(gymnasium.make("CartPole-v1"), episodes_per_task=2)
+        >>> env.horizon_bamdp, env.observation_space.shape  # the flag is the fifth number
+        (1000, (5,))
     """
 
     def __init__(self, env: Any, episodes_per_task: int, oracle: bool = False) -> None:

@@ -175,6 +175,14 @@ class Pool(Sampler, DumpsStacks):
             SpecError: If keys, shapes or dtypes are not those that the pool holds, what should be a
                 stack of frames is none, or a disk or the memory is full. Nothing that was stored is
                 lost.
+
+        Example:
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> batcher.execute(3)
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> pool.extend(batcher.get())
+            >>> len(pool), pool.sample(8)["frame"].shape
+            (12, torch.Size([8, 1]))
         """
         if not isinstance(trajectories, TemporalDictTensor):
             raise SpecError(
@@ -222,6 +230,13 @@ class Pool(Sampler, DumpsStacks):
 
         Raises:
             SpecError: If something does not fit what the pool holds.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> pool.pool(s=[0.0], a=1, next_s=[1.0], r=0.5, done=False)
+            >>> pool([1.0], 0, [2.0], 0.5, done=True)  # the same, shorter
+            >>> len(pool)
+            2
         """
         index = self._checked_index(index)
         values = ingest.transition_of(s, a, next_s, r, done, terminated)
@@ -261,6 +276,12 @@ class Pool(Sampler, DumpsStacks):
                 added, and the next run starts anew.
             WorkerStartupError, WorkerDiedError, WorkerTimeoutError: If a process cannot start,
                 dies or hangs; likewise.
+
+        Example:
+            >>> with Pool([CountingEnv(length=3), CountingEnv(length=4)], pool_size=100) as pool:
+            ...     pool.store()  # an episode in each of them, in two processes
+            ...     print(len(pool))
+            7
         """
         every, lengths = self._open_runner().run()
         if not self._arguments["random"] or self._n_sub_pools == 1:
@@ -281,7 +302,16 @@ class Pool(Sampler, DumpsStacks):
         self._store, self._has_stored = store, True
 
     def clear(self) -> None:
-        """Drop all transitions; their keys stay fixed."""
+        """Drop all transitions; their keys stay fixed.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> pool.clear()
+            >>> len(pool)
+            0
+        """
         if self._store is not None:
             self._store.clear()
 
@@ -297,6 +327,14 @@ class Pool(Sampler, DumpsStacks):
         Raises:
             UsageError: If the pool samples uniformly.
             SpecError: For other shapes or values.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0, priority_exponent=1.0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> batch = pool.sample(4)
+            >>> errors = torch.rand(4)  # how wrong the learner's prediction was
+            >>> pool.update_priorities(batch["index"], errors + 1e-6)
         """
         alpha = self._arguments["priority_exponent"]
         if alpha is None:
@@ -400,6 +438,14 @@ class Pool(Sampler, DumpsStacks):
         Raises:
             UsageError: If the transitions have no ``frame``, ``action``, ``_frame``, ``_reward``
                 or ``_done``.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> s, a, next_s, r, done = pool.get_pool()
+            >>> next_s.ravel(), done
+            (array([1, 2, 3, 4]), array([False, False, False,  True]))
         """
         s, a, next_s, r, done = (np.zeros(0, kind) for kind in ["f4"] * 4 + ["?"])
         if len(self):
@@ -431,6 +477,16 @@ class Pool(Sampler, DumpsStacks):
         Returns:
             Tensors and a text, which ``torch.save`` writes and ``torch.load(weights_only=True)``
             reads. The tensors are views: save them, or copy them, before the pool is changed.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> torch.save(pool.state_dict(), "pool.pt")
+            >>> other = Pool(pool_size=1000)
+            >>> other.load_state_dict(torch.load("pool.pt"))
+            >>> len(other)
+            4
         """
         return checkpoint.to_tensors(*self._state())
 
@@ -444,6 +500,15 @@ class Pool(Sampler, DumpsStacks):
             SpecError: If the saved pool was made with other sizes, rules, keys or another
                 ``priority_exponent``, or holds other keys than this one, which keeps what it has.
                 ``seed`` and ``storage`` may differ.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> other = Pool(pool_size=1000)
+            >>> other.load_state_dict(pool.state_dict())
+            >>> torch.equal(pool.sample(3)["frame"], other.sample(3)["frame"])
+            True
         """
         with checkpoint.loading("the state"):
             self._restore(checkpoint.from_tensors(state))
@@ -459,6 +524,16 @@ class Pool(Sampler, DumpsStacks):
 
         Raises:
             SpecError: If the disk is full or the path cannot be written.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> pool.save("pool.safetensors")
+            >>> other = Pool(pool_size=1000)
+            >>> other.load("pool.safetensors")
+            >>> len(other)
+            4
         """
         checkpoint.write_file(path, *self._state())
 
@@ -472,6 +547,16 @@ class Pool(Sampler, DumpsStacks):
         Raises:
             SpecError: If the file cannot be read or is damaged, or for the reasons of
                 ``load_state_dict``. This pool keeps what it has.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> pool.save("pool.safetensors")
+            >>> pool.clear()
+            >>> pool.load("pool.safetensors")
+            >>> len(pool)
+            4
         """
         with checkpoint.opened_file(path) as saved:
             self._restore(saved)
@@ -563,7 +648,12 @@ class Pool(Sampler, DumpsStacks):
         return self._open_runner().stacks()
 
     def close(self) -> None:
-        """End the processes of ``store()``. What is stored stays. May be repeated."""
+        """End the processes of ``store()``. What is stored stays. May be repeated.
+
+        Example:
+            >>> pool = Pool([CountingEnv()], pool_size=100)
+            >>> pool.close()
+        """
         if self._runner is not None:
             self._runner.close()
 

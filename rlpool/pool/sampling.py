@@ -89,6 +89,13 @@ class Sampler:
 
         Raises:
             SpecError: For a key that is not stored.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> pool.transitions(["frame", "_done"])["_done"]
+            tensor([False, False, False,  True])
         """
         if self._store is None:
             return DictTensor()
@@ -144,6 +151,14 @@ class Sampler:
         Reference:
             Sutton, 1988, for n-step returns; Pardo et al., "Time Limits in Reinforcement Learning",
             ICML 2018, for truncation; Schaul et al., 2016, section 3.4 for the weights.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> batch = pool.sample(2, n_step=3, discount=0.5)
+            >>> batch["frame"].shape, batch["n_step_return"].shape
+            (torch.Size([2, 1]), torch.Size([2]))
         """
         whole_number("batch_size", batch_size, 1)
         if n_step is not None:
@@ -190,6 +205,13 @@ class Sampler:
         Reference:
             Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning",
             ICLR 2019, for replaying from stored states.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> pool.sample_sequences(2, length=3)["frame"].shape
+            torch.Size([2, 3, 1])
         """
         whole_number("batch_size", batch_size, 1)
         length = whole_number("length", length, 1)
@@ -226,6 +248,13 @@ class Sampler:
             batch_size: Transitions per batch.
             n_batches: How many batches, ``None`` for no end.
             **options: As for ``sample``.
+
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> for step in range(4):
+            ...     pool([step], 0, [step + 1], 1.0, step == 3)
+            >>> [batch["frame"].shape for batch in pool.batches(3, n_batches=2)]
+            [torch.Size([3, 1]), torch.Size([3, 1])]
         """
         if n_batches is not None:
             whole_number("n_batches", n_batches, 0)

@@ -82,6 +82,16 @@ class CrashCapsule:
         batch: For failures of the agent, all lanes of what it was called with:
             ``"observation/..."``, ``"agent_info/..."`` and ``"state/..."``, ``[n_lanes, ...]``.
         versions: Versions of the libraries there.
+
+    Example:
+        >>> def broken(seed):
+        ...     return GymEnv([FaultyEnv("raise", at_step=3)], seed)
+        >>> try:
+        ...     evaluate(create_agent(), broken, n_episodes=1)
+        ... except EnvError as error:
+        ...     capsule = error.capsule
+        >>> capsule.call, capsule.rewards.tolist(), len(capsule.actions["action"])
+        ('step', [1.0, 2.0, 3.0], 4)
     """
 
     call: str

@@ -290,6 +290,10 @@ def check_agent(
     Raises:
         AgentSpecError: If ``strict`` and there are errors, with all of them.
         SpecError: For arguments that make no sense, or an environment that gives no observations.
+
+    Example:
+        >>> check_agent(create_agent, CountingEnv).ok
+        True
     """
     observations = observations_of(env, env_args, options, action_space, seed)
     subject = AgentSubject(

@@ -50,6 +50,12 @@ class EnvContract:
         n_steps: How many steps of an episode to look at.
         options: ``options`` of every reset.
         actions: Actions to take in turn, instead of samples of the action space.
+
+    Example:
+        >>> class TestCounting(EnvContract):
+        ...     def make_env(self):
+        ...         return CountingEnv()
+        >>> TestCounting().test_repeats()
     """
 
     seed: int = 0
@@ -93,6 +99,15 @@ class AgentContract:
         options: ``options`` of every reset.
         action_space: The action space, where ``make_env`` returns none.
         update_info: What ``update`` is tried with, instead of the agent's ``state_dict()``.
+
+    Example:
+        >>> class TestCoin(AgentContract):
+        ...     def make_agent(self):
+        ...         return create_agent()
+        ...
+        ...     def make_env(self):
+        ...         return CountingEnv()
+        >>> TestCoin().test_deterministic()
     """
 
     seed: int = 0

@@ -22,7 +22,12 @@ _ENDING = ("exit", "sigkill", "segfault", "hang", "hang_gil", "stop")
 _NAN = ("nan", "nan_observation", "nan_reward")
 WRONG = (*_NAN, "buffer_reuse", "wrong_dtype", "wrong_shape", "wrong_reward", "wrong_flag")
 KINDS = ("none", *_RAISING, *_ENDING, "leak", *WRONG)
-"""All kinds of faults; a kind's number in ``env_info`` is its place here."""
+"""All kinds of faults; a kind's number in ``env_info`` is its place here.
+
+Example:
+    >>> "sigkill" in KINDS, KINDS.index("raise")
+    (True, 1)
+"""
 
 EXIT_CODE = 17
 """What ``exit`` exits with."""
@@ -51,6 +56,10 @@ def code(kind: str) -> int:
 
     Raises:
         SpecError: If there is no such kind.
+
+    Example:
+        >>> code("raise"), KINDS[code("raise")]
+        (1, 'raise')
     """
     if kind not in KINDS:
         raise SpecError(f"no fault is called {kind!r}", fix=f"choose one of {', '.join(KINDS)}")
@@ -125,6 +134,12 @@ def strike(kind: str) -> None:
         UnprintableError: For ``unprintable``.
         SystemExit: For ``sys_exit``.
         SpecError: If there is no such kind.
+
+    Example:
+        >>> strike("raise")
+        Traceback (most recent call last):
+            ...
+        KeyError: 'struck'
     """
     code(kind)
     raised = {"raise": KeyError, "unpicklable": UnpicklableError, "unprintable": UnprintableError}

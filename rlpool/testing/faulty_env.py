@@ -185,6 +185,16 @@ class FaultyEnv(CountingEnv):
 
     Raises:
         SpecError: For an unknown kind or place, or a kind that cannot be at that place.
+
+    Example:
+        >>> env = FaultyEnv("raise", at_step=1)
+        >>> observation, info = env.reset()
+        >>> env.step(0)[0]
+        array([1.], dtype=float32)
+        >>> env.step(0)
+        Traceback (most recent call last):
+            ...
+        KeyError: 'struck'
     """
 
     def __init__(

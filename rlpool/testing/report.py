@@ -39,6 +39,12 @@ class Finding:
             works, but probably not as intended.
         what: What is wrong and where.
         fix: What to do.
+
+    Example:
+        >>> report = check_env(lambda: FaultyEnv("nan_reward", at_step=1), strict=False)
+        >>> print(report.errors[0])
+        error: values_are_finite: episode 0, step 1: the reward is NaN, or contains NaN
+          fix:   find the division or logarithm that it comes from: one NaN spoils a network
     """
 
     check: str
@@ -59,6 +65,11 @@ class Report:
         findings: What was found, errors first.
         passed: Names of the checks that found nothing.
         not_checked: Name of each check that could not be made, and why.
+
+    Example:
+        >>> report = check_env(lambda: FaultyEnv("nan_reward", at_step=1), strict=False)
+        >>> report.ok, report.failed
+        (False, ('values_are_finite',))
     """
 
     subject: str

@@ -47,6 +47,12 @@ class Evaluation:
         successes: bool ``[n_episodes]``, ``None`` if the environments do not say.
         seeds: int64 ``[n_episodes]``: what each episode was reset with.
         videos: The files that were written, in order of episodes.
+
+    Example:
+        >>> lengths = {"length": [2, 3]}
+        >>> evaluation = evaluate(create_agent(), create_env, n_episodes=2, env_info=lengths)
+        >>> evaluation.returns, evaluation.lengths
+        (tensor([3., 6.]), tensor([2, 3]))
     """
 
     returns: Tensor
@@ -107,10 +113,11 @@ def evaluate(
         EnvError, AgentError: If the user's code fails.
         WorkerDiedError, WorkerTimeoutError: If a worker dies or hangs again and again.
 
-    Example::
-
-        evaluation = evaluate(policy, create_env, 50, agent_info={"is_greedy": True})
-        print(evaluation.returns.mean(), evaluation.returns.std())
+    Example:
+        >>> lengths = {"length": [2, 3, 4]}  # options of the environment's reset
+        >>> evaluation = evaluate(create_agent(), create_env, n_episodes=3, env_info=lengths)
+        >>> evaluation.returns, evaluation.returns.mean()
+        (tensor([ 3.,  6., 10.]), tensor(6.3333))
     """
     n_episodes = whole_number("n_episodes", n_episodes, 1)
     seeds = whole_number("seeds", seeds, 0)

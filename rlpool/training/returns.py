@@ -123,6 +123,12 @@ def n_step_returns(
 
     Reference:
         Sutton, Barto 2018, "Reinforcement learning: an introduction", equation 7.1.
+
+    Example:
+        >>> reward = value = next_value = torch.ones(1, 4)
+        >>> terminated = done = torch.tensor([[False, True, False, False]])
+        >>> n_step_returns(reward, next_value, terminated, done, 0.5, n_step=2)
+        tensor([[1.5000, 1.0000, 1.7500, 1.5000]])
     """
     steps = _Steps(reward, done, terminated, next_value, discount, lengths)
     n_before = min(whole_number("n_step", n_step, 1), steps.n_timesteps) - 1
@@ -167,15 +173,18 @@ def gae(
     Raises:
         SpecError: If shapes, dtypes or devices differ, or a number is out of range.
 
-    Example::
-
-        value, next_value = critic(window["frame"]), critic(window["_frame"])
-        ended = window["_terminated"], window["_done"]
-        advantage = gae(window["_reward"], value, next_value, *ended, 0.99, 0.95)
-
     Reference:
         Schulman et al. 2016, "High-dimensional continuous control using generalized advantage
         estimation", equation 16.
+
+    Example:
+        >>> reward = value = next_value = torch.ones(1, 4)
+        >>> terminated = done = torch.tensor([[False, True, False, False]])
+        >>> advantage = gae(reward, value, next_value, terminated, done, 0.5, 0.5)
+        >>> advantage
+        tensor([[0.5000, 0.0000, 0.6250, 0.5000]])
+        >>> advantage + value
+        tensor([[1.5000, 1.0000, 1.6250, 1.5000]])
     """
     steps = _Steps(reward, done, terminated, next_value, discount, lengths, value=value)
     difference = steps.reward + steps.future - value
@@ -189,6 +198,15 @@ class VTrace(NamedTuple):
     Attributes:
         target: Target of the value function.
         advantage: What weighs the gradient of the log-probability of each action.
+
+    Example:
+        >>> reward = value = next_value = torch.ones(1, 4)
+        >>> terminated = done = torch.tensor([[False, True, False, False]])
+        >>> target, advantage = vtrace(
+        ...     torch.zeros(1, 4), reward, value, next_value, terminated, done, 0.5
+        ... )
+        >>> advantage
+        tensor([[0.5000, 0.0000, 0.7500, 0.5000]])
     """
 
     target: Tensor
@@ -237,6 +255,13 @@ def vtrace(
     Reference:
         Espeholt et al. 2018, "IMPALA: scalable distributed deep-RL with importance weighted
         actor-learner architectures", equation 1, remark 2 and section 4.2.
+
+    Example:
+        >>> reward = value = next_value = torch.ones(1, 4)
+        >>> terminated = done = torch.tensor([[False, True, False, False]])
+        >>> same_policy = torch.zeros(1, 4)
+        >>> vtrace(same_policy, reward, value, next_value, terminated, done, 0.5).target
+        tensor([[1.5000, 1.0000, 1.7500, 1.5000]])
     """
     given = {"value": value, "log_ratio": log_ratio}
     steps = _Steps(reward, done, terminated, next_value, discount, lengths, **given)

@@ -48,7 +48,13 @@ def episode_returns(trajectories: TemporalDictTensor, key: str = _REWARD) -> Ten
 
 @names_arguments
 def episode_lengths(trajectories: TemporalDictTensor) -> Tensor:
-    """Number of steps of each row of complete episodes: a copy of ``lengths``, int64 ``[B]``."""
+    """Number of steps of each row of complete episodes: a copy of ``lengths``, int64 ``[B]``.
+
+    Example:
+        >>> steps = {"_reward": torch.tensor([[1.0, 2.0, 4.0], [1.0, 0.0, 0.0]])}
+        >>> episode_lengths(TemporalDictTensor(steps, torch.tensor([3, 1])))
+        tensor([3, 1])
+    """
     return _checked(trajectories).lengths.clone()
 
 
@@ -59,6 +65,13 @@ class EndedEpisodes(NamedTuple):
         returns: float32 ``[N]`` (float64 if the rewards are).
         lengths: int64 ``[N]``, in steps, also those of earlier windows.
         rows: int64 ``[N]``: the row of this window in which each of them ended.
+
+    Example:
+        >>> done = torch.tensor([[False, True, False], [False, False, True]])
+        >>> steps = {"_reward": torch.ones(2, 3), "_done": done}
+        >>> returns, lengths, rows = EpisodeStatistics().update(TemporalDictTensor(steps))
+        >>> returns, rows
+        (tensor([2., 3.]), tensor([0, 1]))
     """
 
     returns: Tensor
@@ -73,14 +86,17 @@ class EpisodeStatistics:
         key: What is summed up: one number per step. ``"_success"`` or ``"_cost"``, say, in
             another object beside the one for rewards.
 
-    Example::
-
-        statistics = EpisodeStatistics()
-        batcher.reset()
-        for _ in range(n_windows):
-            batcher.execute()
-            window = batcher.get()
-            returns, lengths, rows = statistics.update(window)
+    Example:
+        >>> def create_endless_env(seed):
+        ...     return GymEnvInf([CountingEnv(length=4) for _ in range(2)], seed)
+        >>> batcher = Batcher(6, None, create_agent, {}, create_endless_env, n_threads=0)
+        >>> batcher.reset()
+        >>> statistics = EpisodeStatistics()
+        >>> for _ in range(2):  # windows of 6 steps, episodes of 4
+        ...     batcher.execute()
+        ...     print(statistics.update(batcher.get()).lengths)
+        tensor([4, 4])
+        tensor([4, 4, 4, 4])
     """
 
     @names_arguments

@@ -70,6 +70,11 @@ class WorkerSuggestion:
         mean_length: Average length of the episodes that ended in the measurement, in steps;
             ``None`` if none did, so that resets do not count.
         n_cores: Cores that were assumed.
+
+    Example:
+        >>> suggestion = suggest_workers(CountingEnv, create_agent, n_cores=1, seconds=0.1)
+        >>> suggestion.n_threads
+        0
     """
 
     n_threads: int
@@ -144,9 +149,11 @@ def suggest_workers(
             without an agent if the environments declare no action space.
         WorkerStartupError, EnvError, AgentError: If the user's code fails.
 
-    Example::
-
-        print(suggest_workers(lambda: gym.make("HalfCheetah-v5"), create_agent))
+    Example:
+        >>> print("Suggested:", suggest_workers(create_env, create_agent, seconds=0.1))
+        Suggested: ... lane...: about ... steps per second; ...
+          a step of ... takes ...; ... of it needs no core
+          env.step takes ...; a call of the agent ...; cores: ...
     """
     wanted = None if n_lanes is None else whole_number("n_lanes", n_lanes, 1)
     cores = usable_cores() if n_cores is None else whole_number("n_cores", n_cores, 1)

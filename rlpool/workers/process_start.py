@@ -57,6 +57,9 @@ def preload(*modules: str) -> None:
 
     Raises:
         SpecError: If one is not the name of a module that can be imported by name.
+
+    Example:
+        >>> preload("json", "logging.handlers")  # imported once, before the next worker starts
     """
     for name in modules:
         is_name = isinstance(name, str) and all(part.isidentifier() for part in name.split("."))
@@ -73,6 +76,9 @@ def shutdown() -> None:
     """End the template process, if there is one; the next worker starts another.
 
     Running workers continue. Called when Python exits.
+
+    Example:
+        >>> shutdown()  # after a change to a module that was given to preload()
     """
     _template.shutdown()
 

@@ -64,6 +64,12 @@ class DumpsStacks(ABC):
 
         Raises:
             UsageError: If this is closed.
+
+        Example:
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> text = batcher.dump_stacks(file=None)
+            >>> "most recent call" in text
+            True
         """
         target = sys.stderr if file is STDERR else file
         if target is not None and not hasattr(target, "write"):
@@ -102,9 +108,9 @@ def dump_stacks_on_signal(signum: int = signal.SIGUSR1, file: Any = None) -> Cal
         UsageError: Outside of the main thread, where Python can set no signal handlers.
         SpecError: For a signal that cannot be handled, or a file without a descriptor.
 
-    Example::
-
-        undo = rlpool.dump_stacks_on_signal()
+    Example:
+        >>> undo = dump_stacks_on_signal()  # from now on: kill -USR1 <pid>
+        >>> undo()
     """
     _refuse_other_threads()
     if isinstance(signum, bool) or not isinstance(signum, int) or signum < 1:

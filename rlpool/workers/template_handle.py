@@ -179,7 +179,7 @@ class Template:
             if -answer in (errno.EPERM, errno.ENOSYS):
                 self._refuse(self._fits, refusal)
             else:  # for want of memory or descriptors: the next one may be forked again
-                _LOG.warning("a worker is spawned, not forked: %s", refusal)
+                _LOG.warning("a worker is spawned, not forked: %s", str(refusal))
             raise refusal
         return int(answer)
 
@@ -187,8 +187,10 @@ class Template:
         self.end()
         self._refused = wanted
         if str(error) != self.reason:  # logged once
+            # As text: a handler that keeps records would keep what the error's traceback refers to,
+            # down to the memory of the batcher that asked for a worker.
             self.reason = str(error)
-            _LOG.warning("workers are spawned, not forked from a template: %s", error)
+            _LOG.warning("workers are spawned, not forked from a template: %s", self.reason)
 
     def _start(self) -> None:
         """Start another process, again without each module that it cannot have.
@@ -208,7 +210,9 @@ class Template:
             except UnsafeError as error:
                 if module:
                     self._left_out.add(module)
-                    _LOG.warning("preload: %s is left out, workers import it: %s", module, error)
+                    _LOG.warning(
+                        "preload: %s is left out, workers import it: %s", module, str(error)
+                    )
                     continue
                 n_left -= 1
                 if not n_left or not isinstance(error, TemplateLostError):

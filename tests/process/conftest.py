@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,8 @@ from process.watching import Script, Struck
 
 from rlpool import preload
 from rlpool.workers import lifecycle, process_end
+
+from support import named_memory
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,10 +44,9 @@ def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_shared_memory_left() -> Iterator[None]:
     """Fail a test that leaves a file in /dev/shm, or anonymous shared memory mapped by name."""
-    before = set(os.listdir("/dev/shm"))
+    before = named_memory.names()
     yield
-    # Semaphores of multiprocessing come and go with other programs; rlpool makes none.
-    left = {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")} - before
+    left = named_memory.names() - before
     assert not left, f"left in /dev/shm: {left}"
 
 

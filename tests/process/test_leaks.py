@@ -6,6 +6,8 @@ import gc
 import io
 import os
 import pickle
+import signal
+import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from process.watching import Script, Struck, n_descriptors, worker_pids
 
 from rlpool import DictTensor, EnvError, EpisodeBatcher, TemporalDictTensor
 
+from support import named_memory
 from support.faults import create_agent, create_env, faults_at
 
 pytestmark = [
@@ -79,11 +82,27 @@ def held() -> dict[str, float]:
     }
 
 
+def test_files_that_another_program_has_open_are_not_taken_for_left_ones(tmp_path: Path) -> None:
+    before = named_memory.names()
+    ours, theirs = (Path(f"/dev/shm/{tmp_path.name}-{whose}") for whose in ("ours", "theirs"))
+    # Its shell has ended: it belongs to no process of this one.
+    command = f"exec 9>{theirs}; sleep 100 >{os.devnull} & echo $!"
+    other = int(subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, check=True).stdout)
+    try:
+        with ours.open("w"):
+            assert theirs.exists()
+            assert named_memory.names() - before == {ours.name}
+    finally:
+        os.kill(other, signal.SIGKILL)
+        for path in (ours, theirs):
+            path.unlink()
+
+
 # Descriptors, processes, memory ---------------------------------------------------------------
 
 
 def test_nothing_grows_over_many_batchers(struck: Struck) -> None:
-    seen, in_dev_shm = [], set(os.listdir("/dev/shm"))
+    seen, in_dev_shm = [], named_memory.names()
     for number in range(10):
         # It succeeds and fails, and is closed or dropped; its successor does not start at all.
         batcher = open_batcher(1, 50, 100, on_worker_failure="restart")
@@ -92,7 +111,7 @@ def test_nothing_grows_over_many_batchers(struck: Struck) -> None:
             run(batcher, 10)
         fail(batcher)
         batcher.execute(10)
-        assert set(os.listdir("/dev/shm")) <= in_dev_shm  # which may be small, in containers
+        assert named_memory.names() <= in_dev_shm  # which may be small, in containers
         if number % 3 != 1:
             batcher.close()
         del batcher

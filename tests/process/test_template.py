@@ -185,6 +185,8 @@ def test_a_template_that_cannot_start_is_not_tried_for_each_worker(
     assert len(tries.read_text()) == 3
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
     assert "(exit code -9)" in caplog.text
+    # As text: the error's traceback would keep the batcher that asked, and its memory, alive.
+    assert [type(argument) for record in caplog.records for argument in record.args] == [str]
     assert not why_spawned()
 
 

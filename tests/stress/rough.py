@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import resource
 import signal
 import time
@@ -24,6 +25,7 @@ import torch
 
 from rlpool import DictTensor, GymEnv, GymEnvInf
 
+from support import named_memory
 from support.fragile import FragileEnv
 from support.staying import stays
 
@@ -142,14 +144,12 @@ def workers() -> list[psutil.Process]:
 def held() -> Counter[str]:
     """What this process holds now, garbage aside."""
     gc.collect()
-    # Semaphores of multiprocessing come and go with other programs; rlpool makes none.
-    names = [f"/dev/shm/{n}" for n in os.listdir("/dev/shm") if not n.startswith("sem.mp-")]
     return Counter(
         {
             "descriptors": len(os.listdir("/proc/self/fd")) - 1,  # one is the listing's own
             "threads": psutil.Process().num_threads(),
             "processes": len(workers()),
-            "mappings": Path("/proc/self/maps").read_text().count("memfd:rlpool"),
-            **dict.fromkeys(names, 1),
+            **Counter(re.findall(r"memfd:rlpool\S*", Path("/proc/self/maps").read_text())),
+            **dict.fromkeys(named_memory.names(), 1),
         }
     )

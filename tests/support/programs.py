@@ -11,10 +11,12 @@ import multiprocessing
 import re
 import runpy
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import ale_py  # noqa: F401  (registers its environments, for more than one program)
 import gymnasium
 import pytest
 
@@ -27,13 +29,19 @@ def blocks_of(document: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def run_as_main(path: Path, *arguments: str, folder: Path | None = None) -> dict[str, Any]:
+def run_as_main(
+    path: Path,
+    *arguments: str,
+    folder: Path | None = None,
+    constants: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Run a program; returns its global names.
 
     Args:
         path: Its file.
         arguments: What would follow its name on the command line.
         folder: Where it is run, if not where tests are.
+        constants: Other values of its global names, before its ``main()`` is called.
     """
     start_method = multiprocessing.get_start_method(allow_none=True)
     with pytest.MonkeyPatch.context() as patch, mock.patch.dict(gymnasium.registry):
@@ -42,6 +50,11 @@ def run_as_main(path: Path, *arguments: str, folder: Path | None = None) -> dict
         patch.setattr(sys, "argv", [str(path), *arguments])
         multiprocessing.set_start_method(None, force=True)  # as it is in a new process
         try:
-            return runpy.run_path(str(path), run_name="__main__")
+            if constants is None:
+                return runpy.run_path(str(path), run_name="__main__")
+            names = runpy.run_path(str(path))
+            names["main"].__globals__.update(constants)  # those are not the copy that is returned
+            names["main"]()
+            return names
         finally:
             multiprocessing.set_start_method(start_method, force=True)

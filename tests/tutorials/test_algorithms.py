@@ -24,13 +24,16 @@ SMALL = {
     "meta_rl": "--num-iters=3 --num-rollouts-per-iter=8 --envs-per-worker=2 "
     "--num-parallel-workers=0 --checkpoint-interval=1",
     "ppo": "--total-timesteps=2048 --checkpoint-interval=1",
-    "ppo_atari": "--total-timesteps=2048 --checkpoint-interval=1 --n-threads=0",
+    "ppo_atari": "--total-timesteps=256 --checkpoint-interval=1 --n-threads=0",
     "ppo_continuous": "--env-id=Pendulum-v1 --total-timesteps=4096 --checkpoint-interval=1",
     "ppo_recurrent": "--total-timesteps=1024 --checkpoint-interval=1 --evaluate=2",
     "reinforce": "--n-epochs=4 --checkpoint-interval=1 --n-threads=1",
     "sac": CONTINUOUS,
     "td3": f"{CONTINUOUS} --evaluate=2",
 }
+
+# Learning from whole windows of images takes longer than all the others together.
+CONSTANTS = {"ppo_atari": {"N_STEPS": 16, "BATCH_SIZE": 8 * 16, "N_EPOCHS": 2}}
 
 
 class PowerFailureError(Exception):
@@ -39,7 +42,8 @@ class PowerFailureError(Exception):
 
 def run(name: str, folder: Path, *flags: str) -> dict[str, Any]:
     """Run a script; returns what it saved."""
-    run_as_main(FOLDER / f"{name}.py", *SMALL[name].split(), *flags, folder=folder)
+    path, flags = FOLDER / f"{name}.py", (*SMALL[name].split(), *flags)
+    run_as_main(path, *flags, folder=folder, constants=CONSTANTS.get(name))
     saved: dict[str, Any] = torch.load(folder / f"{name}.pt", weights_only=True)
     return saved
 

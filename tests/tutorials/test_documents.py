@@ -1,7 +1,8 @@
-"""What README and documents show can be run, and what they link to exists."""
+"""What README and documents show can be run, what they link to exists, and no public name lacks."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ from support.programs import blocks_of, run_as_main
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     "README.md",
-    *(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").rglob("*.md")),
+    *(str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "docs").rglob("*.md"))),
 ]
 
 TIMEOUT_S = 120.0
@@ -31,10 +32,19 @@ def anchors_of(document: str) -> list[str]:
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-PROGRAMS = {
+BLOCKS = {
     f"{document}-{number}": source
-    for document in ("README.md", "docs/guide.md")
+    for document in DOCUMENTS
     for number, source in enumerate(blocks_of(document))
+}
+# A block with a main guard is a program, but for these: the first has a test of its own below, the
+# second names a module of the reader's. Those of docs/neighbours are tested with the neighbours.
+NOT_RUN = {"docs/cluster.md-0", "docs/start_methods.md-0"}
+PROGRAMS = {
+    name: source
+    for name, source in BLOCKS.items()
+    if 'if __name__ == "__main__":' in source and re.search(r"^(import|from) rlpool", source, re.M)
+    if name not in NOT_RUN and not name.startswith("docs/neighbours/")
 }
 
 
@@ -42,8 +52,8 @@ PROGRAMS = {
 def test_a_program_runs(name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = program_folder / "program.py"
     script.write_text(PROGRAMS[name], encoding="utf-8")
-    # One that says how all of its process logs and takes signals needs a process of its own.
-    if "on_signal(" in PROGRAMS[name]:
+    # One that says how all of its process logs needs a process of its own.
+    if "basicConfig(" in PROGRAMS[name]:
         output, errors = run_script(script)
     else:
         run_as_main(script, folder=program_folder)
@@ -56,6 +66,13 @@ def test_a_program_runs(name: str, program_folder: Path, capfd: pytest.CaptureFi
         assert max(returns) > 200  # it learns
 
 
+def test_the_guides_have_programs_and_every_other_block_is_python() -> None:
+    assert set(BLOCKS) > NOT_RUN
+    assert len(PROGRAMS) > 12
+    for name, source in BLOCKS.items():
+        compile(source, name, "exec")
+
+
 @pytest.mark.ray
 def test_the_program_of_a_cluster_runs_on_one_machine(program_folder: Path) -> None:
     pytest.importorskip("ray", reason='needs Ray: pip install "rlpool[ray]"')
@@ -66,12 +83,13 @@ def test_the_program_of_a_cluster_runs_on_one_machine(program_folder: Path) -> N
     assert re.search(r"action +int64 \[256, \d+\]", output)
 
 
-def run_script(script: Path, **variables: str) -> tuple[str, str]:
+def run_script(
+    script: Path, *arguments: str, folder: Path | None = None, **variables: str
+) -> tuple[str, str]:
     """Run it in a process of its own, and to its end; returns what it printed."""
-    command = [sys.executable, script.name]
     done = subprocess.run(
-        command,
-        cwd=script.parent,
+        [sys.executable, str(script), *arguments],
+        cwd=folder or script.parent,
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
@@ -79,6 +97,14 @@ def run_script(script: Path, **variables: str) -> tuple[str, str]:
         check=True,
     )
     return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", ["lanes", "memory"])
+def test_a_picture_is_drawn_from_a_real_run(name: str, program_folder: Path) -> None:
+    script = REPOSITORY / "docs" / "pictures" / f"{name}.py"
+    run_script(script, "--output", "drawn.svg", folder=program_folder)
+    assert (REPOSITORY / "docs" / "pictures" / f"{name}.svg").exists()
+    assert "</svg>" in (program_folder / "drawn.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -93,13 +119,54 @@ def test_links_lead_somewhere(document: str) -> None:
         assert not anchor or anchor in anchors_of(str(path.relative_to(REPOSITORY))), anchor
 
 
-@pytest.mark.parametrize(
-    "document", ["docs/cluster.md", "docs/guide.md", "docs/troubleshooting.md"]
-)
+LISTS = {
+    document: listed
+    for document in DOCUMENTS
+    if (listed := re.findall(r"^- \[(.*)\]\(#.*\)$", text_of(document), flags=re.MULTILINE))
+}
+
+
+@pytest.mark.parametrize("document", LISTS)
 def test_the_list_at_the_top_is_that_of_the_sections(document: str) -> None:
     sections = re.findall(r"^## (.*)$", text_of(document), flags=re.MULTILINE)
-    listed = re.findall(r"^- \[(.*)\]\(#.*\)$", text_of(document), flags=re.MULTILINE)
-    assert listed == sections
+    assert LISTS[document] == sections
+
+
+def public_names(module: str) -> list[str]:
+    """The full names of ``__all__``, read without importing, as extras may be missing."""
+    tree = ast.parse(text_of(f"{module.replace('.', '/')}/__init__.py"))
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return [f"{module}.{name}" for name in names]
+
+
+def test_every_public_name_has_one_place_in_the_reference() -> None:
+    listed = []
+    for page in (document for document in DOCUMENTS if document.startswith("docs/api/")):
+        # A module is shown with the public names of its own that are asked for.
+        entry = r"^::: (\S+)$(?:\n    options:\n      members: \[(.*)\]$)?"
+        for name, members in re.findall(entry, text_of(page), re.MULTILINE):
+            package = name.rpartition(".")[0]
+            listed += [f"{package}.{m}" for m in members.split(", ")] if members else [name]
+    public = [n for m in ("rlpool", "rlpool.testing", "rlpool.cluster") for n in public_names(m)]
+    assert len(listed) == len(set(listed))
+    assert sorted(set(public) - set(listed)) == []
+    integrations = (REPOSITORY / "rlpool" / "integrations").glob("[!_]*.py")
+    modules = [path.stem for path in integrations if "\n__all__" in path.read_text("utf-8")]
+    page = text_of("docs/api/integrations.md")
+    assert [name for name in modules if f"rlpool.integrations.{name}`" not in page] == []
+
+
+def test_every_document_has_its_place_on_the_site() -> None:
+    navigation = text_of("mkdocs.yml").partition("\nnav:\n")[2]
+    placed = re.findall(r"^ +- (\S+\.md)$", navigation, flags=re.MULTILINE)
+    tutorials = [f"tutorials/{path.stem}.md" for path in (REPOSITORY / "tutorials").glob("*.py")]
+    documents = [name.removeprefix("docs/") for name in DOCUMENTS if name != "README.md"]
+    made = ["index.md", "contributing.md", "changes.md", *tutorials]
+    assert sorted(placed) == sorted([*documents, *made])
 
 
 def test_the_program_that_measures_where_time_goes_runs(

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tutorials import test_algorithms
+
 from support.programs import run_as_main
 
 FOLDER = Path(__file__).resolve().parents[2] / "tutorials"
@@ -23,14 +25,11 @@ SMALL = {
     "nonblocking": ("--n-epochs 3 --n-episodes 8 --n-evaluation-episodes 8", []),
     "pool": ("", []),
 }
-# Those that train have their tests in test_algorithms.py.
-ALGORITHMS = {"a2c", "dqn", "meta_rl", "reinforce", "sac", "td3"}
-ALGORITHMS |= {"ppo", "ppo_atari", "ppo_continuous", "ppo_recurrent"}
 PUBLIC_MODULES = {"rlpool", "rlpool.cluster", "rlpool.patterns"}
 
 
 def test_no_tutorial_is_forgotten() -> None:
-    assert {path.stem for path in TUTORIALS} == {*SMALL, "cluster", *ALGORITHMS}
+    assert {path.stem for path in TUTORIALS} == {*SMALL, "cluster", *test_algorithms.SMALL}
 
 
 @pytest.mark.parametrize("name", SMALL)

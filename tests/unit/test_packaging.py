@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -64,6 +65,22 @@ def test_the_readme_installs_and_runs_the_main_tutorial_and_the_tests() -> None:
     script = [str(REPOSITORY / ".ci" / "run"), "--print-test-command"]
     assert subprocess.check_output(script, cwd="/", text=True) == commands[1] + "\n"
     assert "-m pytest" not in _text(".ci/run"), "the command is extracted, not copied"
+
+
+def test_the_image_does_the_main_job_and_is_built_from_files_that_are_sent() -> None:
+    dockerfile, ignore = _text("Dockerfile"), _text(".dockerignore").splitlines()
+    job = next(line for line in _text("README.md").splitlines() if '[tutorials]" && ' in line)
+    install, run = job.split(" && ")
+    command = re.findall(r"^CMD (.+)$", dockerfile, flags=re.MULTILINE)
+    assert [" ".join(json.loads(words)) for words in command] == [run]
+    assert f"RUN {install}\n" in dockerfile
+    copied = [
+        name
+        for line in re.findall(r"^COPY (.+)$", dockerfile, flags=re.MULTILINE)
+        for name in line.split()[:-1]
+    ]
+    assert [name for name in copied if not (REPOSITORY / name).exists()] == []
+    assert sorted(f"!{name}" for name in copied) == [n for n in ignore if n.startswith("!")]
 
 
 def test_pre_commit_runs_what_ci_runs() -> None:

@@ -22,6 +22,8 @@ from rlpool.memory import descriptors
 from rlpool.memory.storage import PAGE_BYTES, Memory, allocate, batch_array, carve, carved_bytes
 from rlpool.specs import TensorSpec
 
+from support import named_memory
+
 SPECS = {
     "flag": TensorSpec((), np.dtype(bool)),
     "frame": TensorSpec((84, 84), np.dtype(np.uint8)),
@@ -114,7 +116,7 @@ def test_memory_that_is_not_available_is_refused_with_the_reason(arguments: Any,
 
 
 def test_attached_memory_is_the_same_memory_unless_it_is_private() -> None:
-    before, in_shm = open_descriptors(), set(os.listdir("/dev/shm"))
+    before, in_shm = open_descriptors(), named_memory.names()
     memory = Memory.shared(100)
     other = Memory.attach(os.dup(memory.fd), 100)
     private = Memory.attach(os.dup(memory.fd), 100, private=True)
@@ -125,7 +127,7 @@ def test_attached_memory_is_the_same_memory_unless_it_is_private() -> None:
     assert memory.root()[4:7].tolist() == [0, 9, 8]
     memory.close_fd()
     memory.close_fd()
-    assert (open_descriptors(), set(os.listdir("/dev/shm"))) == (before, in_shm)
+    assert (open_descriptors(), named_memory.names()) == (before, in_shm)
     for without_descriptor in (memory, Memory.local(10)):
         with pytest.raises(SpecError, match="descriptor"):
             _ = without_descriptor.fd

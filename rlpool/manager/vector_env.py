@@ -1,0 +1,489 @@
+"""A vector environment of Gymnasium over the workers of a ``ParallelEnvManager``."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import numpy as np
+from gymnasium import Space
+from gymnasium.spaces.utils import is_space_dtype_shape_equiv
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import (
+    batch_differing_spaces,
+    batch_space,
+    concatenate,
+    create_empty_array,
+    iterate,
+)
+
+from rlpool.errors import EnvError, SpecError, UsageError, VectorSpecError, Where
+from rlpool.machine.arguments import names_arguments, whole_number
+from rlpool.manager.parallel_env import ParallelEnvManager, checked_functions
+from rlpool.manager.vector_lane import (
+    ACTION_BYTES,
+    HEADER_BYTES,
+    Beginning,
+    Description,
+    made_lane,
+    structure_in_arrays,
+)
+from rlpool.memory.storage import Array
+from rlpool.specs import Leaf, flattener, leaves_of, nester
+from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, PolicyOptions, takes_policy
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_MOST = 2**63  # seeds travel as int64
+
+
+class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
+    """Environments in worker processes behind Gymnasium's interface of vector environments.
+
+    It takes the place of ``gymnasium.vector.SyncVectorEnv`` or ``AsyncVectorEnv`` in a program, and
+    gives the same bits as the first of them for the same seeds and actions::
+
+        envs = rlpool.ParallelVectorEnv([make_env] * 8)
+
+    Beside that, workers that die or hang are replaced: a new one resets their environments as they
+    were reset and repeats all actions since, automatic restarts included. If that leads to the
+    same observations, the caller sees no difference; otherwise the environments raise ``EnvError``
+    until they are reset. See docs/neighbours/gymnasium.md.
+
+    Args:
+        env_fns: Functions without arguments that make one environment each, in the workers.
+        copy: Whether observations are copies. Otherwise they are views of shared memory that the
+            next call overwrites, and that should not be written to.
+        observation_mode: ``"same"`` if all observation spaces are equal, ``"different"`` if their
+            bounds differ, or the pair ``(observation_space, single_observation_space)``.
+        autoreset_mode: When an environment whose episode ended is reset: in the next step, in the
+            same, or by ``reset`` only.
+        envs_per_worker: Environments of each worker process, which steps them one after another.
+        timeout: Seconds without progress after which a worker counts as hanging, ``None`` for
+            never.
+        max_episode_steps: Truncate episodes after this many steps.
+        **policy: ``on_worker_failure``, ``max_restarts``, ``on_env_error``, ``max_rss_bytes`` and
+            ``start_method`` as for ``ParallelEnvManager``. Healthy workers are replaced at a call
+            of ``reset``.
+
+    Attributes:
+        manager: The ``ParallelEnvManager`` that runs the workers: ``manager.workers`` are their
+            handles.
+        num_envs: Number of environments.
+        single_observation_space, single_action_space: The spaces of one environment.
+        observation_space, action_space: Those of the batch.
+        metadata: The first environment's, and ``"autoreset_mode"``.
+        render_mode: The first environment's.
+        copy: As given.
+        autoreset_mode: As given.
+
+    Raises:
+        SpecError: For arguments of the wrong kind, and for environments whose spaces do not fit
+            together, which is also a ``RuntimeError``.
+        WorkerStartupError: If an environment cannot be made.
+        WorkerDiedError, WorkerTimeoutError: If a worker does not get ready.
+        UsageError: If the script lacks its ``if __name__ == "__main__":`` guard.
+
+    Example:
+        >>> import gymnasium
+        >>> envs = ParallelVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+        >>> observation, infos = envs.reset(seed=1)
+        >>> observation.shape
+        (2, 4)
+        >>> envs.close()
+    """
+
+    @names_arguments
+    @takes_policy
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], Any]],
+        copy: bool = True,
+        observation_mode: str | tuple[Space[Any], Space[Any]] = "same",
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        *,
+        envs_per_worker: int = 1,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+        max_episode_steps: int | None = None,
+        **policy: Unpack[PolicyOptions],
+    ) -> None:
+        self.autoreset_mode = _checked_mode(autoreset_mode)
+        self.copy = copy
+        if max_episode_steps is not None:
+            whole_number("max_episode_steps", max_episode_steps, 1)
+        lanes = [
+            partial(made_lane, env_fn, self.autoreset_mode, max_episode_steps)
+            for env_fn in checked_functions(env_fns)
+        ]
+        try:
+            self.manager = ParallelEnvManager(
+                lanes,
+                envs_per_worker=envs_per_worker,
+                timeout=timeout,
+                keep_float64=True,
+                **policy,
+            )
+            try:
+                self._describe(observation_mode)
+            except BaseException:
+                self.manager.close()
+                raise
+        except SpecError as error:
+            raise VectorSpecError(error.what, fix=error.fix) from error
+
+    def _describe(self, observation_mode: str | tuple[Space[Any], Space[Any]]) -> None:
+        """Learn from the environments what this object says about them."""
+        self.num_envs = self.manager.n_lanes
+        self._all = list(range(self.num_envs))
+        lanes: list[Description] = self._ask(self._all, "rlpool_description")
+        self.metadata = {**lanes[0].metadata, "autoreset_mode": self.autoreset_mode}
+        self.render_mode = lanes[0].render_mode
+        self._set_spaces(lanes, observation_mode)
+        self._ended = np.zeros(self.num_envs, bool)
+        self._attributes: list[dict[str, Any]] = [{} for _ in self._all]  # set by ``set_attr``
+        self._pickled: list[Any] = [None] * self.num_envs  # observations that are pickled
+        self._flatten: Callable[[Any], list[Any]] | None = None
+        self._nest: Callable[[list[Array]], Any] | None = None
+        action = structure_in_arrays(self.single_action_space, "action_space")
+        if action is not None:
+            self._flatten = flattener(action, "actions")
+            self._action_keys = list(leaves_of({"action": action}, ""))
+        observed = structure_in_arrays(lanes[0].observation_space, "observation_space")
+        if observed is not None:
+            self._nest = _only if isinstance(observed, Leaf) else nester(observed)
+            self._keys = list(leaves_of({"observation": observed}, ""))
+
+    def _set_spaces(
+        self,
+        lanes: Sequence[Description],
+        observation_mode: str | tuple[Space[Any], Space[Any]],
+    ) -> None:
+        """Make the spaces of the batch.
+
+        Raises:
+            SpecError: If the environments' spaces do not fit together.
+        """
+        first = self.single_observation_space = lanes[0].observation_space
+        self.single_action_space = lanes[0].action_space
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        if _is_pair_of_spaces(observation_mode):
+            self.observation_space, self.single_observation_space = observation_mode
+        elif observation_mode == "different":
+            self.observation_space = batch_differing_spaces([e.observation_space for e in lanes])
+        elif observation_mode == "same":
+            self.observation_space = batch_space(first, self.num_envs)
+        else:
+            raise SpecError(
+                f"observation_mode should be 'same', 'different' or a pair of spaces, got "
+                f"{observation_mode!r}"
+            )
+        for number, lane in enumerate(lanes):
+            theirs, wanted = lane.observation_space, self.single_observation_space
+            if observation_mode == "same":
+                fits = theirs == wanted
+            else:
+                fits = is_space_dtype_shape_equiv(theirs, wanted)
+            if not fits:
+                raise SpecError(
+                    f"observation_space of environment {number} is {theirs}, wanted is {wanted}",
+                    fix="make environments with equal spaces, or pass observation_mode='different' "
+                    "if only their bounds differ",
+                )
+            if lane.action_space != self.single_action_space:
+                raise SpecError(
+                    f"action_space of environment {number} is {lane.action_space}, of environment "
+                    f"0 it is {self.single_action_space}",
+                    fix="make environments with equal action spaces",
+                )
+
+    # Episodes ----------------------------------------------------------------------------------
+
+    def reset(
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset the environments.
+
+        A worker that dies later on is brought back by resetting its environments as here and
+        repeating all actions since, automatic restarts included.
+
+        Args:
+            seed: An int gives environment *i* the seed ``seed + i``; or a list of one seed per
+                environment. Environments whose seed is ``None`` go on with their generators.
+            options: Passed to every environment, without ``"reset_mask"``: a bool array
+                ``[num_envs]``, True for the environments to reset; the others are left alone.
+
+        Returns:
+            The observations of all environments, and the infos of those that were reset.
+
+        Raises:
+            SpecError: For seeds or a mask that do not fit; also a ``TypeError`` if the mask is
+                no bool array.
+            EnvError: If an environment raises.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs, for good.
+        """
+        seeds = self._seeds(seed)
+        lanes = self._all
+        if options is not None and "reset_mask" in options:
+            lanes = self._masked(options["reset_mask"])
+            options = {key: value for key, value in options.items() if key != "reset_mask"}
+        unseeded = [lane for lane in lanes if seeds[lane] is None]
+        generators = dict(zip(unseeded, self._ask(unseeded, "rlpool_generator"), strict=True))
+        beginnings: list[Mapping[str, Any] | None] = []
+        for lane in lanes:
+            seeded, attributes = lane not in generators, self._attributes[lane]
+            if seeded and options is None and not attributes:
+                beginnings.append(None)
+            else:
+                start = Beginning(options, seeded, generators.get(lane), dict(attributes))
+                beginnings.append({"beginning": start})
+        self.manager.reset_lanes(lanes, [seeds[lane] or 0 for lane in lanes], beginnings)
+        self._ended[lanes] = False
+        infos = self._infos(lanes)
+        return self._observation(), infos
+
+    def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
+        """Step all environments.
+
+        If a signal handler raises in it, the step may have been made or not: go on with ``reset``.
+
+        Args:
+            actions: One row per environment, as ``action_space`` has them; converted to the dtypes
+                of the space.
+
+        Returns:
+            Observations, rewards float64 ``[num_envs]``, terminated and truncated bool
+            ``[num_envs]``, and infos. All but the observations are copies.
+
+        Raises:
+            SpecError: If the actions do not fit; also a ``TypeError`` for a single number.
+            EnvError: If an environment raises; the environments of its worker need a reset.
+            UsageError: If an environment needs a reset.
+            WorkerDiedError, WorkerTimeoutError: If a worker died or hangs, for good.
+        """
+        if self.autoreset_mode is AutoresetMode.DISABLED and self._ended.any():
+            ended = np.flatnonzero(self._ended).tolist()
+            raise UsageError(
+                f"the episodes of environments {ended} have ended, and autoreset_mode is DISABLED",
+                fix="reset them, with options={'reset_mask': mask}",
+            )
+        self.manager.step_lanes(self._all, self._action_arrays(actions))
+        results = self.manager.current["results"]
+        rewards = results[:, 0].copy()
+        terminated, truncated = results[:, 1] != 0, results[:, 2] != 0
+        if self.autoreset_mode is AutoresetMode.DISABLED:
+            self._ended = terminated | truncated
+        infos = self._infos(self._all)
+        return self._observation(), rewards, terminated, truncated, infos
+
+    def _seeds(self, seed: Any) -> list[int | None]:
+        """One seed per environment."""
+        if seed is None:
+            return [None] * self.num_envs
+        if isinstance(seed, int | np.integer):
+            seed = [int(seed) + number for number in self._all]
+        try:
+            seeds = [None if each is None else int(each) for each in seed]
+        except (TypeError, ValueError):
+            raise SpecError(f"seed should be an int or one per environment, got {seed!r}") from None
+        if len(seeds) != self.num_envs:
+            raise SpecError(
+                f"got {len(seeds)} seeds for {self.num_envs} environments",
+                fix="pass one seed for all, or one for each",
+            )
+        if any(each is not None and not 0 <= each < _MOST for each in seeds):
+            raise SpecError(f"seeds should be from 0 to 2**63 - 1, got {seeds}")
+        return seeds
+
+    def _masked(self, mask: Any) -> list[int]:
+        """The environments that a ``reset_mask`` asks for."""
+        fix = f"pass a NumPy array of bool with shape [{self.num_envs}]"
+        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
+            kind = getattr(mask, "dtype", type(mask).__name__)
+            raise VectorSpecError(
+                f"options['reset_mask'] should be of dtype bool, is {kind}", fix=fix
+            )
+        if mask.shape != (self.num_envs,):
+            what = f"options['reset_mask'] has shape {list(mask.shape)}, not [{self.num_envs}]"
+            raise SpecError(what, fix=fix)
+        lanes: list[int] = mask.nonzero()[0].tolist()
+        if not lanes:
+            raise SpecError("options['reset_mask'] is True for no environment", fix=fix)
+        return lanes
+
+    def _action_arrays(self, actions: Any) -> dict[str, Array]:
+        """Actions as the manager takes them."""
+        if np.isscalar(actions):
+            raise VectorSpecError(
+                f"actions should have one row per environment, got {actions!r}",
+                fix=f"pass an element of action_space, {self.action_space}",
+            )
+        if self._flatten is not None:
+            values = [_array(value) for value in self._flatten(actions)]
+            return dict(zip(self._action_keys, values, strict=True))
+        rows = list(iterate(self.action_space, actions))
+        if len(rows) != self.num_envs:
+            raise SpecError(f"got {len(rows)} actions for {self.num_envs} environments")
+        batch = np.zeros((self.num_envs, ACTION_BYTES), np.uint8)
+        for lane, row in enumerate(rows):
+            pickled = pickle.dumps(row, pickle.HIGHEST_PROTOCOL)
+            if len(pickled) > ACTION_BYTES:
+                raise SpecError(
+                    f"the action of environment {lane} takes {len(pickled)} bytes, {ACTION_BYTES} "
+                    "are the most for a space without a fixed shape",
+                    fix="wrap the environment so that its actions are arrays",
+                )
+            batch[lane, : len(pickled)] = np.frombuffer(pickled, np.uint8)
+        return {"action": batch}
+
+    # Results -----------------------------------------------------------------------------------
+
+    def _observation(self) -> Any:
+        """The current observation of all environments."""
+        if self._nest is None:
+            space = self.single_observation_space
+            empty: Any = create_empty_array(space, n=self.num_envs)
+            return concatenate(space, self._pickled, empty)
+        arrays = [self.manager.current[key] for key in self._keys]
+        return self._nest([array.copy() for array in arrays] if self.copy else arrays)
+
+    def _infos(self, lanes: Sequence[int]) -> dict[str, Any]:
+        """The infos of the last step or reset, in Gymnasium's form; notes pickled observations."""
+        messages = self.manager.current["message"]
+        lengths = messages.view(np.int64)[:, 0]
+        infos: dict[str, Any] = {}
+        if not lengths.any():
+            return infos
+        n_most = messages.shape[1] - HEADER_BYTES
+        long = [lane for lane in lanes if lengths[lane] > n_most]
+        rest = dict(zip(long, self._ask(long, "rlpool_message"), strict=True))
+        for lane in lanes:
+            if not lengths[lane]:
+                continue
+            told, observation = pickle.loads(rest.get(lane) or messages[lane, HEADER_BYTES:].data)
+            self._pickled[lane] = observation
+            for info in told:
+                infos = self._add_info(infos, info, lane)
+        return infos
+
+    # Single environments -----------------------------------------------------------------------
+
+    def call(self, name: str, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of every environment, or read an attribute that cannot be called.
+
+        What the method changes is lost if the worker is replaced; use ``set_attr`` for attributes.
+
+        Args:
+            name: The name; it is looked up through wrappers.
+            *args: Its arguments; they are pickled, as the results are.
+            **kwargs: Likewise.
+
+        Returns:
+            One result per environment.
+
+        Raises:
+            EnvError: If it raises in an environment, or there is none of that name.
+        """
+        return tuple(self._ask(self._all, name, *args, **kwargs))
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """An attribute of every environment, a copy; a method is called, as by ``call``."""
+        return self.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of the environments.
+
+        Later resets set it in the successor of a worker, too. Set in the middle of episodes, it
+        makes these impossible to repeat: if a worker dies before the next reset, the environments
+        that it had raise ``EnvError`` until they are reset.
+
+        Args:
+            name: The name.
+            values: A list or tuple of one value per environment, or one value for all.
+
+        Raises:
+            SpecError: If the list has another length.
+        """
+        if not isinstance(values, list | tuple):
+            values = [values] * self.num_envs
+        if len(values) != self.num_envs:
+            raise SpecError(
+                f"got {len(values)} values of {name!r} for {self.num_envs} environments",
+                fix="pass one per environment, or one that is neither list nor tuple",
+            )
+        requests = [("set_attr", {"attr": name, "value": value}) for value in values]
+        self._answers(dict(enumerate(requests)), name)
+        for attributes, value in zip(self._attributes, values, strict=True):
+            attributes[name] = value
+
+    def render(self) -> tuple[Any, ...]:
+        """What ``render`` returns in every environment."""
+        return self.call("render")
+
+    @property  # type: ignore[misc]  # Gymnasium's own have no setter either
+    def np_random(self) -> Any:
+        """Copies of the environments' generators."""
+        return self.get_attr("np_random")
+
+    @property
+    def np_random_seed(self) -> Any:
+        """The seeds of the environments' generators."""
+        return self.get_attr("np_random_seed")
+
+    def _ask(self, lanes: Sequence[int], name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of some environments, all at the same time."""
+        request = ("call", {"name": name, "args": args, "kwargs": kwargs})
+        return self._answers(dict.fromkeys(lanes, request), name)
+
+    def _answers(self, requests: Mapping[int, tuple[str, Any]], name: str) -> list[Any]:
+        """Send a request to each of some environments, and wait for all replies.
+
+        Raises:
+            EnvError: If an environment raised.
+        """
+        remotes, sent, replies = self.manager.remotes, [], []
+        try:
+            for lane, request in requests.items():
+                remotes[lane].send(request)
+                sent.append(lane)
+        finally:  # no reply may be left behind: the lane could not step
+            replies = [(lane, *remotes[lane].recv()) for lane in sent]
+        for lane, kind, value in replies:
+            if kind == "error":
+                last = str(value).strip().splitlines()[-1]
+                raise EnvError(
+                    f"env.{name} raised {last}", where=Where(lane=lane), traceback_text=value
+                )
+        return [value for _, _, value in replies]
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """End the workers; called by ``close``, whose arguments are not used."""
+        self.manager.close()
+
+
+def _array(value: Any) -> Array:
+    """A value as an array, also a tensor on another device."""
+    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+
+
+def _is_pair_of_spaces(mode: Any) -> TypeGuard[tuple[Space[Any], Space[Any]]]:
+    is_pair = isinstance(mode, tuple) and len(mode) == 2
+    return is_pair and all(isinstance(space, Space) for space in mode)
+
+
+def _only(arrays: list[Array]) -> Array:
+    (array,) = arrays
+    return array
+
+
+def _checked_mode(mode: Any) -> AutoresetMode:
+    try:
+        return AutoresetMode(mode)
+    except ValueError:
+        modes = [each.value for each in AutoresetMode]
+        raise SpecError(f"autoreset_mode should be one of {modes}, got {mode!r}") from None

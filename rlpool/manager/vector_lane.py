@@ -1,0 +1,241 @@
+"""One environment of a ``ParallelVectorEnv``, as the worker's ``GymEnv`` sees it.
+
+Gymnasium's vector environments reset an ended lane by themselves, without a seed: what follows
+depends on all that the environment has done before. So for the manager a ``VectorLane`` is one
+episode without an end, from a reset that the caller asked for to the next one. Its tape holds all
+of that, and the successor of a worker that dies leads to the same bits.
+
+Everything that a step returns travels as an observation, through shared memory::
+
+    observation   as the space declares it, if the space has a fixed shape
+    results       float64 [3]: reward, terminated, truncated
+    message       uint8 [n]: the number of bytes that follow, then a pickle of infos, and of the
+                  observation if its space has no fixed shape; 0 if there is nothing to tell
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import create_empty_array
+from gymnasium.wrappers import TimeLimit
+
+from rlpool.envs.gym_env import is_environment
+from rlpool.envs.legacy import modernised
+from rlpool.errors import SpecError
+from rlpool.memory.storage import Array
+from rlpool.specs import Structure, flattener, leaves_of, structure_of_space
+
+HEADER_BYTES = 8
+"""Before the pickle, an int64: its length."""
+
+_MESSAGE_BYTES = 1024
+"""Room for the infos of a step, of some twenty numbers: what is longer takes a message more."""
+
+ACTION_BYTES = 8192
+"""Room for an action of a space without a fixed shape, pickled."""
+
+_MOST_FINAL_BYTES = 2**17
+"""Room for a last observation, where lanes restart in the same step: that of most images."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """How a lane is reset, where a seed alone does not say it.
+
+    Attributes:
+        options: For the environment's ``reset``.
+        is_seeded: Whether the seed that comes with it is used.
+        generator: The environment's generator and its seed, for a successor that goes on without
+            another seed; ``None`` where ``is_seeded``.
+        attributes: What ``set_attr`` has set until now, for a successor.
+    """
+
+    options: dict[str, Any] | None = None
+    is_seeded: bool = True
+    generator: tuple[Any, Any] | None = field(default=None, repr=False)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a vector environment says of its lanes.
+
+    Attributes:
+        observation_space, action_space, metadata, render_mode: The environment's.
+    """
+
+    observation_space: spaces.Space[Any]
+    action_space: spaces.Space[Any]
+    metadata: dict[str, Any]
+    render_mode: str | None
+
+
+def made_lane(
+    env_fn: Callable[[], Any], mode: AutoresetMode, max_episode_steps: int | None
+) -> VectorLane:
+    """Make an environment and prepare it for a vector environment; runs in the worker.
+
+    Raises:
+        SpecError: If it is no environment, or does not declare both spaces.
+    """
+    env = env_fn()
+    if not is_environment(env):
+        raise SpecError(
+            f"a function of env_fns returned {type(env).__name__}, not an environment",
+            fix="let it return one Gymnasium environment",
+        )
+    env = modernised(env)
+    for name in ("observation_space", "action_space"):
+        if not isinstance(getattr(env, name, None), spaces.Space):
+            raise SpecError(
+                f"{env} has no {name}, which a vector environment needs to make its own",
+                fix=f"declare {name} in the environment",
+            )
+    if max_episode_steps is not None:
+        env = TimeLimit(env, max_episode_steps)
+    return VectorLane(env, mode)
+
+
+def structure_in_arrays(space: spaces.Space[Any], name: str) -> Structure | None:
+    """How the values of a space lie in arrays, ``None`` if they have to be pickled.
+
+    The arrays of a batch have to be those that Gymnasium makes for the space.
+    """
+    try:
+        structure = structure_of_space(space, keep_float64=True, name=name)
+        leaves = list(leaves_of({"value": structure}, "").values())
+        batch = flattener(structure, name)(create_empty_array(space, n=1))
+    except Exception:
+        return None  # a space of the user's own, or one whose values differ in shape
+    pairs = zip(leaves, batch, strict=True)
+    fits = all((leaf.spec.dtype, (1, *leaf.spec.shape)) == (a.dtype, a.shape) for leaf, a in pairs)
+    return structure if fits and leaves else None
+
+
+class VectorLane(gymnasium.Env[Any, Any]):
+    """An environment that restarts by itself and returns everything as an observation.
+
+    Args:
+        env: The environment.
+        mode: When it restarts.
+
+    Attributes:
+        varying_keys: Keys whose values may differ when the same actions are repeated: infos hold
+            times and what else an environment likes.
+    """
+
+    varying_keys = ("message",)
+
+    def __init__(self, env: Any, mode: AutoresetMode) -> None:
+        self._env = env
+        self._mode = mode
+        self._has_ended = False
+        self._has_begun = False
+        self._told_generator = False
+        self._long_message = b""
+        is_plain = structure_in_arrays(env.observation_space, "observation_space") is not None
+        self._pickles_observations = not is_plain
+        self._pickles_actions = structure_in_arrays(env.action_space, "action_space") is None
+        parts: dict[str, spaces.Space[Any]] = {}
+        n_bytes = _MESSAGE_BYTES
+        if is_plain:
+            parts["observation"] = env.observation_space
+            if mode is AutoresetMode.SAME_STEP:
+                row = create_empty_array(env.observation_space, n=1)
+                n_bytes += min(_MOST_FINAL_BYTES, 8 * (len(pickle.dumps(row)) // 8))
+        parts["results"] = spaces.Box(-np.inf, np.inf, (3,), np.float64)
+        parts["message"] = spaces.Box(0, 255, (n_bytes,), np.uint8)
+        self._silence = np.zeros(n_bytes, np.uint8)
+        self.observation_space = spaces.Dict(parts)
+        self.action_space = env.action_space
+        if self._pickles_actions:
+            self.action_space = spaces.Box(0, 255, (ACTION_BYTES,), np.uint8)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset the environment as the caller asked; ``options`` holds a ``Beginning``, if any."""
+        beginning = options["beginning"] if options else Beginning()
+        if not self._has_begun:
+            for name, value in beginning.attributes.items():
+                self._env.get_wrapper_attr("set_wrapper_attr")(name, value)
+        if beginning.generator is not None and not (self._has_begun or self._told_generator):
+            base = self._env.unwrapped
+            base._np_random, base._np_random_seed = beginning.generator
+        self._has_begun, self._has_ended = True, False
+        seed = seed if beginning.is_seeded else None
+        observation, info = self._env.reset(seed=seed, options=beginning.options)
+        return self._shown(observation, 0.0, False, False, [info]), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Step, or restart; for the manager the episode never ends."""
+        if self._pickles_actions:
+            action = pickle.loads(action.tobytes())
+        infos = []
+        if self._has_ended and self._mode is AutoresetMode.NEXT_STEP:
+            observation, info = self._env.reset()
+            reward, terminated, truncated = 0.0, False, False
+        else:
+            observation, reward, terminated, truncated, info = self._env.step(action)
+            if self._mode is AutoresetMode.SAME_STEP and (terminated or truncated):
+                infos.append({"final_obs": observation, "final_info": info})
+                observation, info = self._env.reset()
+        self._has_ended = bool(terminated or truncated)
+        infos.append(info)
+        return self._shown(observation, reward, terminated, truncated, infos), 0.0, False, False, {}
+
+    def _shown(
+        self, observation: Any, reward: Any, terminated: Any, truncated: Any, infos: list[Any]
+    ) -> dict[str, Any]:
+        """What the caller sees of a step or reset."""
+        results = np.empty(3)
+        results[0], results[1], results[2] = reward, terminated, truncated
+        told: Any = [info for info in infos if info]
+        if self._pickles_observations:
+            return {"results": results, "message": self._message((told, observation))}
+        message = self._message((told, None)) if told else self._silence
+        return {"observation": observation, "results": results, "message": message}
+
+    def _message(self, content: Any) -> Array:
+        pickled = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
+        message = np.zeros_like(self._silence)
+        message[:HEADER_BYTES].view(np.int64)[0] = len(pickled)
+        if len(pickled) <= len(message) - HEADER_BYTES:
+            message[HEADER_BYTES : HEADER_BYTES + len(pickled)] = np.frombuffer(pickled, np.uint8)
+        else:
+            self._long_message = pickled
+        return message
+
+    # What the caller asks for by name ----------------------------------------------------------
+
+    def get_wrapper_attr(self, name: str) -> Any:
+        """An attribute of the environment, or one that only the vector environment asks for."""
+        own = {
+            "rlpool_description": self._description,
+            "rlpool_generator": self._generator,
+            "rlpool_message": lambda: self._long_message,
+        }
+        return own[name] if name in own else self._env.get_wrapper_attr(name)
+
+    def _description(self) -> Description:
+        env = self._env
+        metadata = dict(env.metadata or {})
+        return Description(env.observation_space, env.action_space, metadata, env.render_mode)
+
+    def _generator(self) -> tuple[Any, Any]:
+        """The environment's generator and its seed, as they are now."""
+        self._told_generator = True
+        base = self._env.unwrapped
+        return base.np_random, base.np_random_seed
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._env.close()

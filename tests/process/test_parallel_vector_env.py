@@ -1,0 +1,377 @@
+"""ParallelVectorEnv: Gymnasium's interface over workers that may die, and what it refuses.
+
+That its bits are those of a ``SyncVectorEnv`` is tested in ``property/test_vector_env_model.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+
+from rlpool import (
+    EnvError,
+    ParallelEnvManager,
+    ParallelVectorEnv,
+    SpecError,
+    UsageError,
+    replay_crash,
+)
+from rlpool.errors import WorkerStartupError
+
+from support.restarting import (
+    BrittleEnv,
+    NarrowEnv,
+    RestlessEnv,
+    SpacelessEnv,
+    TimedEnv,
+    WordSpace,
+    assert_same_bits,
+)
+
+pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(60)]
+
+N = 3
+ACTION = np.array([0, 1, 0])
+
+Make = Callable[..., ParallelVectorEnv]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """A function that makes vector environments of three environments, closed afterwards."""
+    made = []
+
+    def make(env_fn: Any = RestlessEnv, *arguments: Any, **named: Any) -> ParallelVectorEnv:
+        made.append(ParallelVectorEnv([env_fn] * N, *arguments, **named))
+        return made[-1]
+
+    yield make
+    for envs in made:
+        envs.close()
+
+
+def make_cartpole() -> Any:
+    return gymnasium.make("CartPole-v1")
+
+
+def kill(envs: ParallelVectorEnv, worker: int = 0) -> None:
+    pid = envs.manager.workers[worker].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+def cartpole_actions(n: int) -> list[Any]:
+    return list(np.random.default_rng(0).integers(0, 2, (n, N)))
+
+
+# Among Gymnasium's --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_gymnasiums_episode_statistics_are_those_over_a_sync_vector_env(
+    mode: AutoresetMode, make: Make
+) -> None:
+    ours = RecordEpisodeStatistics(make(make_cartpole, autoreset_mode=mode, envs_per_worker=2))
+    sync = RecordEpisodeStatistics(SyncVectorEnv([make_cartpole] * N, autoreset_mode=mode))
+    ours.reset(seed=3)
+    sync.reset(seed=3)
+    for number, action in enumerate(cartpole_actions(120)):
+        if number == 50:
+            kill(ours.unwrapped)
+        *_, one = ours.step(action)
+        *_, other = sync.step(action)
+        assert one.keys() == other.keys()
+        for key in ("r", "l"):
+            if "episode" in other:
+                assert_same_bits(one["episode"][key], other["episode"][key])
+    assert list(ours.return_queue) == list(sync.return_queue)
+    assert len(ours.return_queue) > N
+    sync.close()
+
+
+def test_it_says_what_gymnasiums_vector_environments_say_of_themselves(make: Make) -> None:
+    envs = make(observation_mode="same")
+    sync = SyncVectorEnv([RestlessEnv] * N)
+    for name in ("num_envs", "single_observation_space", "observation_space", "spec", "closed"):
+        assert getattr(envs, name) == getattr(sync, name)
+    assert (envs.metadata, envs.render_mode) == (sync.metadata, "ansi")
+    assert "autoreset_mode" not in RestlessEnv.metadata
+    assert isinstance(envs, gymnasium.vector.VectorEnv)
+    envs.close()
+    envs.close()
+    assert envs.closed
+    with pytest.raises(UsageError, match="closed"):
+        envs.reset()
+
+
+def test_values_of_a_custom_space_are_batched_as_a_tuple(make: Make) -> None:
+    envs = make(partial(RestlessEnv, "custom", "custom"))
+    observation, _ = envs.reset(seed=0)
+    assert isinstance(envs.single_observation_space, WordSpace)
+    assert isinstance(envs.observation_space, spaces.Tuple)
+    assert isinstance(observation, tuple)
+    assert [word[:5] for word in observation] == ["word "] * N
+
+
+def test_bounds_may_differ_where_the_observation_mode_says_so(make: Make) -> None:
+    env_fns = [RestlessEnv, NarrowEnv]
+    with pytest.raises(RuntimeError, match="environment 1") as caught:
+        ParallelVectorEnv(env_fns)
+    assert isinstance(caught.value, SpecError)
+    both = ParallelVectorEnv(env_fns, observation_mode="different")
+    sync = SyncVectorEnv(env_fns, observation_mode="different")
+    assert both.observation_space == sync.observation_space
+    both.close()
+    pair = spaces.Box(-9.0, 9.0, (N, 3), np.float64), spaces.Box(-9.0, 9.0, (3,), np.float64)
+    own = make(observation_mode=pair)
+    assert (own.observation_space, own.single_observation_space) == pair
+
+
+def test_a_manager_hands_its_arguments_on_and_is_closed() -> None:
+    manager = ParallelEnvManager([make_cartpole] * N, envs_per_worker=2, max_episode_steps=4)
+    with manager.as_vector_env("SameStep", copy=False).manager as inner:
+        assert (inner.n_lanes, len(inner.workers)) == (N, 2)
+        assert manager.closed
+    with pytest.raises(UsageError, match="closed"):
+        manager.as_vector_env()
+
+
+def test_time_limits_truncate_episodes(make: Make) -> None:
+    envs = make(make_cartpole, max_episode_steps=2)
+    envs.reset(seed=0)
+    envs.step(ACTION)
+    _, _, terminated, truncated, _ = envs.step(ACTION)
+    assert (terminated.tolist(), truncated.tolist()) == ([False] * N, [True] * N)
+
+
+# Memory ---------------------------------------------------------------------------------------
+
+
+def test_observations_are_copies_unless_copy_is_false(make: Make) -> None:
+    for is_copy in (True, False):
+        envs = make(copy=is_copy)
+        first, _ = envs.reset(seed=0)
+        before = first.copy()
+        second, *_ = envs.step(ACTION)
+        assert np.array_equal(first, before) == is_copy
+        assert np.shares_memory(first, second) != is_copy
+
+
+def test_rewards_and_flags_are_copies_of_gymnasiums_dtypes(make: Make) -> None:
+    envs = make(copy=False)
+    envs.reset(seed=0)
+    _, reward, terminated, truncated, _ = envs.step(ACTION)
+    before = reward.copy()
+    envs.step(ACTION)
+    assert np.array_equal(reward, before)
+    assert (reward.dtype, terminated.dtype, truncated.dtype) == (np.float64, bool, bool)
+
+
+# Deaths ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise("I3")
+def test_infos_that_tell_the_time_do_not_hinder_a_successor(make: Make) -> None:
+    envs = make(TimedEnv)
+    envs.reset(seed=0)
+    envs.step(ACTION)
+    kill(envs)
+    _, _, _, _, infos = envs.step(ACTION)
+    assert infos["now"].shape == (N,)
+
+
+@pytest.mark.promise("I3")
+def test_attributes_set_before_a_reset_are_those_of_a_successor(make: Make) -> None:
+    rewards = []
+    for dies in (False, True):
+        envs = make()
+        envs.set_attr("bonus", [1.0, 2.0, 3.0])
+        envs.reset(seed=0)
+        if dies:
+            kill(envs, 1)
+        rewards.append(envs.step(ACTION)[1])
+        assert envs.get_attr("bonus") == (1.0, 2.0, 3.0)
+    assert np.array_equal(*rewards)
+
+
+@pytest.mark.promise("I3")
+def test_an_episode_in_which_an_attribute_was_set_is_refused_after_a_death(make: Make) -> None:
+    envs = make()
+    envs.reset(seed=0)
+    envs.set_attr("bonus", 1.0)
+    kill(envs)
+    with pytest.raises(EnvError, match="'bonus' was set") as caught:
+        envs.step(ACTION)
+    assert caught.value.where.lane == 0
+    envs.reset(seed=0)
+    assert envs.get_attr("bonus") == (1.0,) * N
+    envs.step(ACTION)
+
+
+@pytest.mark.promise("I3")
+def test_a_worker_that_dies_before_the_first_reset_is_replaced(make: Make) -> None:
+    envs = make()
+    envs.set_attr("bonus", 1.0)
+    kill(envs)
+    envs.reset(seed=0)
+    assert envs.get_attr("bonus") == (1.0,) * N
+
+
+# Single environments --------------------------------------------------------------------------
+
+
+def test_methods_are_called_and_attributes_read_in_all_environments(make: Make) -> None:
+    envs = make()
+    envs.reset(seed=0)
+    envs.step(ACTION)
+    assert envs.call("add", 2, name="total") == (("total", 3),) * N
+    assert envs.call("bonus") == (0.0,) * N
+    assert envs.render() == ("after 1 steps",) * N
+    assert [each.bit_generator.state for each in envs.np_random] == [
+        each.bit_generator.state for each in envs.get_attr("np_random")
+    ]
+
+
+def test_a_call_that_fails_names_the_environment_and_the_next_step_works(make: Make) -> None:
+    envs = make()
+    envs.reset(seed=0)
+    with pytest.raises(EnvError, match=r"env\.missing raised AttributeError.*missing") as caught:
+        envs.get_attr("missing")
+    assert caught.value.where.lane == 0
+    with pytest.raises(SpecError, match="cannot be pickled"):
+        envs.set_attr("bonus", [0.0, 0.0, (each for each in ())])
+    envs.step(ACTION)
+
+
+# What fails, and what is refused --------------------------------------------------------------
+
+
+def test_an_environment_that_raises_can_be_reset(make: Make) -> None:
+    envs = make(BrittleEnv)
+    envs.reset(seed=0)
+    with pytest.raises(EnvError, match="door") as caught:
+        envs.step([0, 2, 0])
+    assert caught.value.where.lane == 1
+    with pytest.raises(UsageError, match="reset"):
+        envs.step(ACTION)
+    with pytest.raises(EnvError, match="goal"):
+        envs.reset(options={"breaks": True})
+    envs.reset()
+    envs.step(ACTION)
+
+
+@pytest.mark.promise("I9")
+@pytest.mark.parametrize("seed", [3, None])
+def test_a_failure_after_automatic_restarts_is_repeated_in_this_process(
+    seed: int | None, make: Make
+) -> None:
+    same_step = AutoresetMode.SAME_STEP
+
+    def create_env(seed: Any) -> ParallelEnvManager:
+        return ParallelVectorEnv([BrittleEnv] * N, autoreset_mode=same_step).manager
+
+    envs = make(BrittleEnv, autoreset_mode=same_step)
+    envs.reset(seed=seed)
+    for _ in range(30):  # some six episodes
+        envs.step(ACTION)
+    with pytest.raises(EnvError, match="door") as caught:
+        envs.step([0, 0, 2])
+    with pytest.raises(KeyError, match="door") as repeated:
+        replay_crash(caught.value.capsule, create_env)
+    frame = repeated.traceback[-1].locals
+    assert frame["self"].n_steps == 30
+
+
+def test_an_ended_environment_is_not_stepped_where_restarts_are_disabled(make: Make) -> None:
+    envs = make(make_cartpole, autoreset_mode=AutoresetMode.DISABLED, max_episode_steps=1)
+    envs.reset(seed=0)
+    envs.step(ACTION)
+    mask = np.array([True, False, True])
+    envs.reset(options={"reset_mask": mask})
+    with pytest.raises(UsageError, match=r"\[1\] have ended.*DISABLED"):
+        envs.step(ACTION)
+    envs.reset(options={"reset_mask": ~mask})
+    envs.step(ACTION)
+
+
+def test_actions_may_be_lists_and_tensors(make: Make) -> None:
+    envs = make(make_cartpole)
+    shown = []
+    for actions in (ACTION, ACTION.tolist(), torch.from_numpy(ACTION), ACTION.astype(np.int32)):
+        envs.reset(seed=0)
+        shown.append(envs.step(actions)[0])
+    for other in shown[1:]:
+        assert_same_bits(other, shown[0])
+
+
+BAD_RESETS: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (ValueError, "2 seeds for 3", {"seed": [1, 2]}),
+    (ValueError, "one per environment", {"seed": "seven"}),
+    (ValueError, "from 0 to", {"seed": -1}),
+    (ValueError, "from 0 to", {"seed": 2**63}),
+    (TypeError, "dtype bool, is int64", {"options": {"reset_mask": np.array([1, 0, 1])}}),
+    (TypeError, "dtype bool, is list", {"options": {"reset_mask": [True, False, True]}}),
+    (ValueError, r"shape \[2\], not \[3\]", {"options": {"reset_mask": np.array([True, True])}}),
+    (ValueError, "for no environment", {"options": {"reset_mask": np.zeros(3, bool)}}),
+]
+BAD_ACTIONS: list[tuple[type[Exception], str, Any]] = [
+    (TypeError, "one row per environment", 0),
+    (ValueError, r"shapes \{'action': \[3\]\}", [0, 1]),
+    (ValueError, r"shapes \{'action': \[3\]\}", [0, 1, 0, 1]),
+    (ValueError, "float64", [0.5, 1.0, 0.0]),
+]
+
+
+def test_resets_and_actions_that_do_not_fit_are_refused_and_change_nothing(make: Make) -> None:
+    envs = make(make_cartpole)
+    first, _ = envs.reset(seed=0)
+    for kind, message, arguments in BAD_RESETS:
+        with pytest.raises(SpecError, match=message) as caught:
+            envs.reset(**arguments)
+        assert isinstance(caught.value, kind)
+    for kind, message, actions in BAD_ACTIONS:
+        with pytest.raises(SpecError, match=message) as caught:
+            envs.step(actions)
+        assert isinstance(caught.value, kind)
+    with pytest.raises(SpecError, match="2 values of 'gravity' for 3"):
+        envs.set_attr("gravity", [1.0, 2.0])
+    sync = SyncVectorEnv([make_cartpole] * N)
+    assert_same_bits(first, sync.reset(seed=0)[0])
+    assert_same_bits(envs.step(ACTION), sync.step(ACTION))
+    sync.close()
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        ("autoreset_mode should be one of", {"autoreset_mode": "Never"}),
+        ("observation_mode should be", {"observation_mode": "equal"}),
+        ("observation_mode should be", {"observation_mode": (spaces.Discrete(2), 2)}),
+        ("envs_per_worker", {"envs_per_worker": 0}),
+        ("max_episode_steps", {"max_episode_steps": 0}),
+        ("keep_float64", {"keep_float64": True}),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(message: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=message):
+        ParallelVectorEnv([make_cartpole], **arguments)
+
+
+def test_environments_without_spaces_and_other_objects_are_refused() -> None:
+    with pytest.raises(WorkerStartupError, match="no observation_space"):
+        ParallelVectorEnv([SpacelessEnv])
+    with pytest.raises(WorkerStartupError, match="returned dict, not an environment"):
+        ParallelVectorEnv([dict])
+    with pytest.raises(SpecError, match="env_fns"):
+        ParallelVectorEnv([])

@@ -1,0 +1,100 @@
+"""The examples of docstrings: every public name has one, and shows what really comes out."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlpool
+import rlpool.cluster
+import rlpool.patterns
+import rlpool.testing
+from rlpool import Array, Batcher, DictTensor, EpisodeBatcher, Pool, TemporalDictTensor
+
+from support.examples import complaints
+
+MODULES = {
+    rlpool: rlpool.__all__,
+    rlpool.testing: rlpool.testing.__all__,
+    rlpool.patterns: ["write_to_piped_array"],
+}
+CONSTANTS = {"__version__": "rlpool", "KINDS": "rlpool.testing.faults"}
+"""Name to the module that assigns it, and describes it in the string below."""
+
+MAIN_CLASSES = Array, Batcher, DictTensor, EpisodeBatcher, Pool, TemporalDictTensor
+"""Those whose methods have examples, too."""
+
+NEEDS = {"EnvPoolEnv": "envpool", "to_tensordict": "tensordict", "from_tensordict": "tensordict"}
+"""Last part of a name to the module, and the extra, without which its example is skipped."""
+
+
+def docstring_of_constant(module: str, name: str) -> str:
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    for statement, following in itertools.pairwise(body):
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == name:
+            return str(ast.literal_eval(following.value)) if isinstance(following, ast.Expr) else ""
+    raise LookupError(name)
+
+
+def methods_of(kind: type) -> Iterator[tuple[str, Any]]:
+    for name, value in inspect.getmembers(kind, inspect.isroutine):
+        is_public = not name.startswith("_") and value.__module__.startswith("rlpool")
+        # A hook, or what is described in a base class.
+        if is_public and not (inspect.getdoc(value) or "").startswith("See "):
+            yield f"{kind.__name__}.{name}", value
+
+
+def documented() -> Iterator[tuple[str, str]]:
+    """Names and their docstrings."""
+    for module, names in MODULES.items():
+        for name in names:
+            value = getattr(module, name)
+            is_constant = name in CONSTANTS
+            text = docstring_of_constant(CONSTANTS[name], name) if is_constant else value.__doc__
+            yield f"{module.__name__}.{name}", text or ""
+    seen = set()
+    for kind in MAIN_CLASSES:
+        for name, value in methods_of(kind):
+            if value not in seen:  # inherited ones are shown once
+                seen.add(value)
+                yield name, value.__doc__ or ""
+
+
+EXAMPLES = dict(documented())
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.filterwarnings("ignore:.*precision lowered by casting:UserWarning")  # EnvPool's spaces
+def test_the_example_of_a_public_name_shows_what_comes_out(
+    name: str, program_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if extra := NEEDS.get(name.rpartition(".")[2]):
+        pytest.importorskip(extra, reason=f'needs {extra}: pip install "rlpool[{extra}]"')
+    monkeypatch.chdir(program_folder)  # for those that write files
+    told = complaints(name, EXAMPLES[name])
+    assert not told, told
+
+
+@pytest.mark.ray
+def test_the_examples_of_a_cluster_run_on_one_machine() -> None:
+    pytest.importorskip("ray", reason='needs Ray: pip install "rlpool[ray]"')
+    # In a process of its own, with a Ray of its own: Ray logs, and takes signals.
+    told = subprocess.run(
+        [sys.executable, "-m", "support.examples", *rlpool.cluster.__all__],
+        cwd=Path(__file__).resolve().parents[1],
+        env={**os.environ, "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=200.0,
+        check=True,
+    ).stdout
+    assert not told, told

@@ -1,0 +1,53 @@
+"""The programs of docs/neighbours that need nothing but what the tests have."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support.programs import run_as_main
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "neighbours"
+
+
+def blocks_of(document: str) -> list[str]:
+    text = (FOLDER / document).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def run(source: str, folder: Path) -> None:
+    script = folder / "program.py"
+    script.write_text(source, encoding="utf-8")
+    run_as_main(script, folder=folder)
+
+
+def test_the_vector_environment_prints_returns_of_episodes(
+    program_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (program,) = blocks_of("gymnasium.md")
+    run(program, program_folder)
+    output, errors = capfd.readouterr()
+    assert errors == ""
+    returns = [float(number) for number in re.findall(r"\d+\.", output)]
+    assert len(returns) > 4
+    assert min(returns) >= 8  # no CartPole falls sooner
+
+
+def test_tensorboard_gets_the_numbers_of_the_windows_and_of_the_progress(
+    program_folder: Path,
+) -> None:
+    accumulators = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator",
+        reason='needs TensorBoard: pip install "rlpool[tutorials]"',
+    )
+    collecting, tensorboard, *_ = blocks_of("tracking.md")
+    run(collecting + tensorboard, program_folder)
+    events = accumulators.EventAccumulator(str(program_folder / "runs" / "uniform"))
+    events.Reload()
+    returns = events.Scalars("return")
+    assert [point.step for point in returns] == [8 * 64 * 2 * n for n in range(1, 11)]
+    assert all(8 < point.value < 60 for point in returns)  # of an agent that draws its actions
+    assert events.Scalars("collecting/steps_per_s")[-1].value > 0
+    assert 8 < events.Scalars("evaluation/length")[0].value < 60

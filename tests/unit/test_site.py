@@ -1,0 +1,134 @@
+"""What checks the documentation's site finds what is wrong, and what makes it reads docstrings."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def load(path: str) -> ModuleType:
+    """A file of the repository that is no part of a package."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, REPOSITORY / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A site of two pages, on which every reference leads somewhere."""
+    (tmp_path / "guide").mkdir()
+    (tmp_path / "style.css").write_text("h1 { color: green }")
+    (tmp_path / "index.html").write_text(
+        '<link href="style.css"><h1 id="start">Start</h1><a href="guide/page.html#two">two</a>'
+        '<a href="https://example.org">elsewhere</a><a href="#start">up</a>'
+    )
+    (tmp_path / "guide" / "page.html").write_text(
+        '<link href="/style.css"><h2 id="two">Two</h2><a href="..">start</a>'
+    )
+    return tmp_path
+
+
+def problems(site: Path) -> list[str]:
+    return list(load(".ci/check_site.py").broken_references(site))
+
+
+def test_a_site_whose_references_lead_somewhere_has_no_problems(site: Path) -> None:
+    assert problems(site) == []
+
+
+@pytest.mark.parametrize(
+    ("added", "problem"),
+    [
+        ('<a href="../gone.html">', "guide/page.html links to ../gone.html, which is not there"),
+        ('<a href="#three">', "guide/page.html links to #three: no such place on that page"),
+        ('<a href="../index.html#end">', "index.html#end: no such place on that page"),
+        ('<img src="lost.svg">', "links to lost.svg, which is not there"),
+        (
+            '<script src="https://cdn.example/a.js">',
+            "loads https://cdn.example/a.js from elsewhere",
+        ),
+        ('<link href="//fonts.example/b.css">', "loads //fonts.example/b.css from elsewhere"),
+    ],
+)
+def test_a_reference_that_leads_nowhere_or_elsewhere_is_named(
+    site: Path, added: str, problem: str
+) -> None:
+    page = site / "guide" / "page.html"
+    page.write_text(page.read_text() + added)
+    (found,) = problems(site)
+    assert found.endswith(problem)
+
+
+def test_a_style_that_loads_from_elsewhere_is_named(site: Path) -> None:
+    (site / "style.css").write_text("@font-face { src: url('https://fonts.example/c.woff') }")
+    assert problems(site) == ["style.css loads https://fonts.example/c.woff' from elsewhere"]
+
+
+def test_a_folder_without_pages_is_a_problem(tmp_path: Path) -> None:
+    assert problems(tmp_path) == [f"{tmp_path} has no pages"]
+
+
+# docs/hooks.py -----------------------------------------------------------------------------------
+
+DOCSTRING = """Do something.
+
+It goes like this::
+
+    first
+    second
+
+Args:
+    value: What it takes.
+
+Example::
+
+    do(1)
+
+Raises:
+    SpecError: Never.
+"""
+
+MARKDOWN = """Do something.
+
+It goes like this:
+
+```python
+first
+second
+```
+
+Args:
+    value: What it takes.
+
+Examples:
+    ```python
+    do(1)
+    ```
+
+Raises:
+    SpecError: Never.
+"""
+
+
+def test_literal_blocks_and_examples_of_docstrings_become_markdown() -> None:
+    pytest.importorskip("mkdocs", reason='needs the extra docs: pip install "rlpool[docs]"')
+    hooks = load("docs/hooks.py")
+    assert hooks.as_markdown(DOCSTRING) + "\n" == MARKDOWN
+    doctest = "Do.\n\nExample:\n    >>> do(1)\n    2"
+    assert hooks.as_markdown(doctest) == "Do.\n\nExamples:\n    >>> do(1)\n    2"
+
+
+def test_the_first_mention_of_a_name_leads_to_the_reference() -> None:
+    pytest.importorskip("mkdocs", reason='needs the extra docs: pip install "rlpool[docs]"')
+    linked = load("docs/hooks.py").with_names_linked
+    assert linked("a `Pool`, a `Pool`") == "a [`Pool`][rlpool.Pool], a `Pool`"
+    for untouched in ("# `Pool`", "```\n`Pool`\n```", "[`Pool`](pools.md)", "`no_name_of_rlpool`"):
+        assert linked(untouched) == untouched
