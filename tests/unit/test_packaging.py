@@ -127,6 +127,7 @@ def test_library_imports_nothing_but_its_dependencies() -> None:
     # The annotations of keywords need what torch brings along.
     allowed = CORE | {"rlpool", "typing_extensions"} | set(sys.stdlib_module_names)
     optional = {"cluster": {"ray"}, "batch": {"tqdm"}, "training": {"imageio_ffmpeg", "PIL"}}
+    optional["integrations"] = {"minari", "stable_baselines3"}
     foreign = set()
     for path in (REPOSITORY / "rlpool").rglob("*.py"):
         extra = optional.get(path.parent.name, set())

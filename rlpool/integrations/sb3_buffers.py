@@ -1,0 +1,226 @@
+"""Filling the buffers of Stable-Baselines3 with trajectories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from stable_baselines3 import HerReplayBuffer
+from stable_baselines3.common.buffers import NStepReplayBuffer, ReplayBuffer, RolloutBuffer
+from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.policies import ActorCriticPolicy
+from torch import Tensor
+
+from rlpool.data.dict_tensor_base import instance
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.errors import SpecError
+from rlpool.integrations.sb3_policies import Observation, observed, part_of
+from rlpool.memory.storage import Array
+
+
+def to_sb3(trajectories: TemporalDictTensor, target: Any, policy: Any = None) -> None:
+    """Put trajectories into a buffer of Stable-Baselines3.
+
+    A ``ReplayBuffer`` gets them in addition to what it holds, its actions scaled to [-1, 1] where
+    they are a ``Box``, as its algorithms want them. A truncation that is no termination is a
+    timeout. A ``RolloutBuffer`` is emptied first and has to be full afterwards; its returns and
+    advantages are computed. Rewards of truncated steps get the discounted value of the observation
+    after them, as in its ``collect_rollouts``.
+
+    A buffer of ``n_envs`` lanes takes full windows of that many rows; one with ``n_envs=1`` takes
+    any trajectories, row after row.
+
+    Args:
+        trajectories: What a batcher returned. For a ``RolloutBuffer`` with the outputs ``value``
+            and ``log_probability``, and ``policy_action`` where actions were clipped, as an agent
+            of ``from_sb3`` has them; without the first two they are computed.
+        target: A model, for its own buffer and policy, or a buffer.
+        policy: For a ``RolloutBuffer``: the policy that gives values and log-probabilities that
+            the trajectories lack, such as the values of observations after truncations.
+
+    Raises:
+        SpecError: If sizes, keys or shapes do not fit the buffer, a policy is needed, the model
+            learns on-policy from a ``VecNormalize``, or the target is something else.
+
+    Reference:
+        Pardo et al., "Time Limits in Reinforcement Learning", ICML 2018, for truncation.
+    """
+    trajectories = instance(trajectories, TemporalDictTensor, "what to_sb3() gets")
+    buffer = target
+    if isinstance(target, OffPolicyAlgorithm):
+        buffer = target.replay_buffer
+    elif isinstance(target, OnPolicyAlgorithm):
+        if target.get_vec_normalize_env() is not None:
+            raise SpecError(
+                "the model's environment is a VecNormalize, whose statistics follow from its own "
+                "steps, and its rollouts hold what is normalised",
+                fix="let create_env normalise, with gymnasium.wrappers.NormalizeObservation",
+            )
+        buffer, policy = target.rollout_buffer, target.policy if policy is None else policy
+    if isinstance(buffer, RolloutBuffer):
+        _fill_rollouts(trajectories, buffer, policy)
+    elif isinstance(buffer, ReplayBuffer) and not isinstance(buffer, HerReplayBuffer):
+        _add_transitions(trajectories, buffer)
+    else:
+        raise SpecError(
+            f"to_sb3() cannot fill a {type(buffer).__name__}",
+            fix="pass a model, or its replay_buffer or rollout_buffer; HerReplayBuffer needs the "
+            "steps of its own environments",
+        )
+
+
+class _Steps:
+    """Steps of trajectories in the order of a buffer: ``[n_steps, n_envs, ...]``.
+
+    Args:
+        trajectories: The trajectories.
+        buffer: The buffer.
+        n_steps: How many steps it takes at once, ``None`` for any number.
+
+    Attributes:
+        begins: bool ``[n_steps, n_envs]``: where an episode, or a row, begins.
+        is_row_end: Likewise: where a row ends, and the next step is not the one that follows.
+    """
+
+    def __init__(
+        self, trajectories: TemporalDictTensor, buffer: Any, n_steps: int | None = None
+    ) -> None:
+        self._trajectories = trajectories
+        self._buffer = buffer
+        self._has_lanes = trajectories.n_elems() == buffer.n_envs and trajectories.full()
+        lengths = trajectories.lengths
+        found = trajectories.n_timesteps() if self._has_lanes else int(lengths.sum())
+        if (not self._has_lanes and buffer.n_envs > 1) or n_steps not in (None, found):
+            size = "" if n_steps is None else f"buffer_size={n_steps} and "
+            raise SpecError(
+                f"trajectories of {_told(lengths)} steps do not fit a buffer with {size}"
+                f"n_envs={buffer.n_envs}",
+                fix="give it windows of as many lanes and steps, or make a buffer with n_envs=1"
+                + ("" if n_steps is None else f" and buffer_size={int(lengths.sum())}"),
+            )
+        self.begins = self["initial_state"].astype(bool)
+        self.is_row_end = np.zeros_like(self.begins)
+        if not self._has_lanes:
+            ends = lengths.cpu().numpy().cumsum()[lengths.cpu().numpy() > 0] - 1
+            self.is_row_end[ends] = True
+            self.begins[0] = True
+            self.begins[1:] |= self.is_row_end[:-1]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._trajectories
+
+    def __getitem__(self, key: str) -> Array:
+        if key not in self._trajectories:
+            raise SpecError(
+                f"the trajectories have no {key!r}, they have {list(self._trajectories)}",
+                fix="collect with environments and an agent that give it",
+            )
+        if self._has_lanes:
+            steps = self._trajectories[key].transpose(0, 1)
+        else:
+            steps = self._trajectories.get([key]).flatten()[key][:, None]
+        array: Array = steps.numpy(force=True)
+        return array
+
+    def observations(self, prefix: str = "") -> Observation:
+        """Observations before the steps, or after them with the prefix ``_``."""
+        space = self._buffer.observation_space
+        return observed(space, self, "the trajectories", prefix)
+
+
+def _add_transitions(trajectories: TemporalDictTensor, buffer: Any) -> None:
+    """Add every step to a replay buffer."""
+    if not trajectories.n_elems() or not trajectories.lengths.any():
+        return
+    steps = _Steps(trajectories, buffer)
+    done, terminated = steps["_done"], steps["_terminated"]
+    is_ordered = isinstance(buffer, NStepReplayBuffer) or buffer.optimize_memory_usage
+    if is_ordered and (steps.is_row_end & ~done).any():
+        raise SpecError(
+            "rows end in the middle of episodes, and this buffer takes the next step for the one "
+            "that follows",
+            fix="give it complete episodes, or windows of n_envs lanes",
+        )
+    actions = steps["action"]
+    if isinstance(buffer.action_space, spaces.Box):
+        low, high = buffer.action_space.low, buffer.action_space.high
+        actions = 2.0 * ((actions - low) / (high - low)) - 1.0
+    rewards, is_timeout = steps["_reward"], steps["_truncated"] & ~terminated
+    before, after = steps.observations(), steps.observations("_")
+    for step in range(len(done)):
+        infos = [{"TimeLimit.truncated": bool(flag)} for flag in is_timeout[step]]
+        states = part_of(before, step), part_of(after, step)
+        buffer.add(*states, actions[step], rewards[step], done[step], infos)
+
+
+def _fill_rollouts(trajectories: TemporalDictTensor, buffer: Any, policy: Any) -> None:
+    """Fill a rollout buffer, and compute its returns and advantages."""
+    steps = _Steps(trajectories, buffer, buffer.buffer_size)
+    observations, done = steps.observations(), steps["_done"].astype(bool)
+    actions = steps["policy_action" if "policy_action" in steps else "action"]
+    rewards = steps["_reward"].astype(np.float32)
+    keys = ("value", "log_probability")
+    if all(key in steps for key in keys):
+        values, log_probabilities = (torch.tensor(steps[key]) for key in keys)
+    else:
+        space = buffer.action_space
+        flat = torch.from_numpy(actions.reshape(-1, *space.shape).astype(np.float32))
+        with torch.no_grad():
+            told = _checked(policy).evaluate_actions(
+                _seen(policy, observations), flat.to(policy.device)
+            )
+        values, log_probabilities = (each.reshape(done.shape).cpu() for each in told[:2])
+    # Where the value of the next observation counts, and the buffer does not know it.
+    is_cut = steps["_truncated"] & ~steps["_terminated"] | (steps.is_row_end & ~done)
+    ends = done | steps.is_row_end
+    if is_cut.any() or not ends[-1].all():
+        after = steps.observations("_")
+        rewards[is_cut] += buffer.gamma * _values(policy, after, is_cut)
+        is_newest = np.zeros_like(done)
+        is_newest[-1] = True
+        last = torch.from_numpy(_values(policy, after, is_newest))
+    else:
+        last = torch.zeros(buffer.n_envs)
+    buffer.reset()
+    for step in range(len(done)):
+        row = part_of(observations, step), actions[step], rewards[step], steps.begins[step]
+        buffer.add(*row, values[step], log_probabilities[step])
+    buffer.compute_returns_and_advantage(last_values=last, dones=ends[-1])
+
+
+def _checked(policy: Any) -> Any:
+    if not isinstance(policy, ActorCriticPolicy):
+        got = "missing" if policy is None else f"a {type(policy).__name__}"
+        raise SpecError(
+            f"values or log-probabilities have to be computed, and the policy is {got}",
+            fix="pass the policy of the model that learns: to_sb3(trajectories, buffer, "
+            "model.policy)",
+        )
+    return policy
+
+
+def _values(policy: Any, observations: Observation, where: Array) -> Array:
+    """The policy's values where a mask ``[n_steps, n_envs]`` is true, float32 ``[n]``."""
+    some = part_of(observations, where)
+    with torch.no_grad():
+        values = _checked(policy).predict_values(policy.obs_to_tensor(some)[0])
+    flat: Array = values.cpu().numpy().flatten()
+    return flat
+
+
+def _seen(policy: Any, observations: Observation) -> Any:
+    """Observations ``[n_steps, n_envs, ...]`` as the policy takes them: ``[n, ...]``."""
+    whole: Any = observations
+    if isinstance(observations, dict):
+        flat: Any = {key: each.reshape(-1, *each.shape[2:]) for key, each in observations.items()}
+    else:
+        flat = whole.reshape(-1, *whole.shape[2:])
+    return policy.obs_to_tensor(flat)[0]
+
+
+def _told(lengths: Tensor) -> str:
+    """Numbers of steps, in words."""
+    return f"{lengths.tolist()}" if len(lengths) <= 4 else f"{lengths[:3].tolist()} and more"

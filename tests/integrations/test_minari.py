@@ -1,0 +1,424 @@
+"""Minari itself: episodes become its datasets and come back, and repeat bit by bit."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from rlpool import (
+    Agent,
+    Batcher,
+    DictTensor,
+    EpisodeBatcher,
+    GymEnv,
+    GymEnvInf,
+    Pool,
+    SpecError,
+    TemporalDictTensor,
+)
+
+from support.drifting import Drift
+from support.programs import blocks_of, run_as_main
+
+pytest.importorskip("minari", reason='needs the extra: pip install "rlpool[minari]"')
+pytest.importorskip("h5py", reason='needs the extra: pip install "rlpool[minari]"')
+
+import minari
+from minari.data_collector import EpisodeBuffer
+
+from rlpool.integrations import minari as adapter
+from rlpool.integrations.minari import from_minari, to_minari
+
+HAS_ARROW = importlib.util.find_spec("pyarrow") is not None
+needs_arrow = pytest.mark.skipif(not HAS_ARROW, reason="Minari's format needs pyarrow")
+FORMATS = ["hdf5", pytest.param("arrow", marks=needs_arrow)]
+needs_images = pytest.mark.skipif(
+    not adapter._IS_LOSSLESS, reason="before 0.5.4, Minari makes all images JPEG"
+)
+INFO_KEYS = {"cost": np.float32, "score/total": np.int64, "score/both": (np.int64, 2)}
+
+
+@pytest.fixture(autouse=True)
+def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test's datasets are."""
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    return tmp_path
+
+
+class UniformAgent(Agent):
+    """Actions of any space, and a state and an output of its own."""
+
+    def __init__(self, space: Any) -> None:
+        self.space = space
+        self.n_noise = 3
+
+    def __call__(
+        self, state: Any, observation: DictTensor, agent_info: Any = None, history: Any = None
+    ) -> Any:
+        noise, space = observation["noise"], self.space
+        n = len(noise)
+        if state is None:
+            state = DictTensor({"memory": torch.zeros(n, 2)})
+        if isinstance(space, gym.spaces.Box):
+            low, high = (torch.as_tensor(b) for b in (space.low, space.high))
+            action = low + noise[:, : len(low)] * (high - low)
+        elif isinstance(space, gym.spaces.Discrete):
+            action = (noise[:, 0] * int(space.n)).long()
+        else:
+            action = (noise[:, : len(space.nvec)] * torch.as_tensor(space.nvec)).long()
+        output = DictTensor({"action": action, "value": noise[:, 0]})
+        return state, output, DictTensor({"memory": state["memory"] + 1})
+
+
+def create_env(seed: int, kind: type[GymEnv], make: Any, **options: Any) -> GymEnv:
+    return kind([make() for _ in range(4)], seed, **options)
+
+
+def episodes_of(make: Any, n: int = 10, env_info: Any = None, **options: Any) -> TemporalDictTensor:
+    env_args = {"kind": GymEnv, "make": make, **options}
+    agent_args = {"space": make().action_space}
+    with EpisodeBatcher(
+        300, n, UniformAgent, agent_args, create_env, env_args, n_threads=0, seeds=3
+    ) as batcher:
+        batcher.execute(n, env_info=env_info)
+        return batcher.get().clone()
+
+
+def starts(n: int = 10) -> dict[str, Any]:
+    return {"start": torch.linspace(-1.9, 1.9, n)}
+
+
+def episodes_and_env(observation: str, action: str = "box") -> tuple[TemporalDictTensor, Any]:
+    def make() -> Drift:
+        return Drift(observation, action)
+
+    return episodes_of(make, env_info=starts(), info_keys=INFO_KEYS, keep_float64=True), make()
+
+
+def assert_same(got: TemporalDictTensor, wanted: TemporalDictTensor, keys: Any) -> None:
+    assert torch.equal(got.lengths, wanted.lengths)
+    for key in keys:
+        assert got[key].dtype == wanted[key].dtype, key
+        assert torch.equal(got[key], wanted[key]), key
+
+
+@pytest.mark.filterwarnings("ignore:env_spec is None")
+@pytest.mark.parametrize("data_format", FORMATS)
+@pytest.mark.parametrize(
+    ("observation", "action"),
+    [
+        ("vector", "box"),
+        ("double", "discrete"),
+        ("number", "many"),
+        ("dict", "box"),
+        pytest.param("nested", "box", marks=needs_images),
+        pytest.param("image", "box", marks=needs_images),
+    ],
+)
+def test_episodes_come_back_as_they_were(observation: str, action: str, data_format: str) -> None:
+    episodes, env = episodes_and_env(observation, action)
+    assert len(set(episodes.lengths.tolist())) > 2
+    to_minari(episodes, "drift/any-v0", env, data_format=data_format)
+    got = from_minari(minari.load_dataset("drift/any-v0"), keep_float64=True)
+    own = {"value", "noise", "last_action", "_last_action", "_initial_state"}
+    assert set(got) == set(episodes) - own | {"_initial_state"}
+    assert_same(got, episodes, set(episodes) - own)
+    for key in ("seed", "episode", "env_info/start"):
+        assert torch.equal(got.info[key].to(episodes.info[key].dtype), episodes.info[key])
+
+
+def check_repeats(dataset: Any, env: gym.Env[Any, Any], n: int) -> None:
+    """Every episode of a dataset, repeated with what is stored of it, is the same bit by bit."""
+    metadata = list(dataset.storage.get_episode_metadata(dataset.episode_indices))
+    for episode, described in zip(dataset.iterate_episodes(), metadata, strict=True):
+        options = described.get("options")
+        observation, _ = env.reset(seed=described["seed"], options=options)
+        steps = [(observation, 0.0, False, False)]
+        for t in range(len(episode)):
+            action = episode.actions[t]
+            observation, *rest, _ = env.step(action)
+            steps.append((observation, *rest))
+        seen, rewards, terminated, truncated = (list(part) for part in zip(*steps, strict=True))
+        stacked = gym.vector.utils.concatenate(
+            env.observation_space,
+            seen,
+            gym.vector.utils.create_empty_array(env.observation_space, len(seen)),
+        )
+        for got, wanted in zip(leaves(episode.observations), leaves(stacked), strict=True):
+            assert got.dtype == wanted.dtype
+            np.testing.assert_array_equal(got, wanted)
+        np.testing.assert_array_equal(episode.rewards, np.float32(rewards[1:]))
+        np.testing.assert_array_equal(episode.terminations, terminated[1:])
+        np.testing.assert_array_equal(episode.truncations, truncated[1:])
+        n -= 1
+    assert n == 0
+
+
+def leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for key in sorted(value) for leaf in leaves(value[key])]
+    if isinstance(value, tuple):
+        return [leaf for part in value for leaf in leaves(part)]
+    return [np.asarray(value)]
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", "MountainCarContinuous-v0"])
+def test_a_dataset_is_repeated_bit_by_bit_in_its_recovered_environment(name: str) -> None:
+    env_info = None
+    if name == "CartPole-v1":
+        env_info = {"low": torch.full((6,), -0.02), "high": torch.linspace(0, 0.2, 6)}
+
+    def make() -> gym.Env[Any, Any]:
+        return gym.make(name, max_episode_steps=40)
+
+    episodes = episodes_of(make, 6, env_info, keep_float64=True)
+    written = to_minari(episodes, "some/random-v0", make(), algorithm_name="uniform")
+    assert (written.total_episodes, written.total_steps) == (6, int(episodes.lengths.sum()))
+    dataset = minari.load_dataset("some/random-v0")
+    assert dataset.spec.env_spec.max_episode_steps == 40
+    check_repeats(dataset, dataset.recover_environment(), 6)
+
+
+@pytest.mark.filterwarnings("ignore:env_spec is None")
+@needs_images
+def test_images_and_nested_observations_are_repeated_bit_by_bit() -> None:
+    episodes, env = episodes_and_env("nested")
+    to_minari(episodes, "drift/nested-v0", env)
+    check_repeats(minari.load_dataset("drift/nested-v0"), Drift("nested"), 10)
+
+
+def test_an_environment_may_be_given_by_its_id() -> None:
+    episodes = episodes_of(lambda: gym.make("CartPole-v1"), 4)
+    to_minari(episodes, "cartpole-v0", "CartPole-v1", description="random")
+    assert minari.load_dataset("cartpole-v0").spec.env_spec.id == "CartPole-v1"
+
+
+def test_float64_observations_are_what_the_batcher_made_of_them() -> None:
+    def make() -> Drift:
+        return Drift("double")
+
+    with pytest.warns(UserWarning, match="env_spec is None"):
+        dataset = to_minari(episodes_of(make), "double-v0", make())
+    frame = dataset[0].observations
+    assert frame.dtype == np.float64
+    np.testing.assert_array_equal(frame, np.float32(frame))
+    assert from_minari(dataset)["frame"].dtype == torch.float32
+    assert from_minari(dataset, keep_float64=True)["frame"].dtype == torch.float64
+
+
+@pytest.mark.filterwarnings("ignore:env_spec is None")
+def test_a_dataset_flows_into_a_pool() -> None:
+    episodes, env = episodes_and_env("dict")
+    got = from_minari(to_minari(episodes, "drift-v0", env))
+    pool, wanted = Pool(pool_size=1000, seed=0), Pool(pool_size=1000, seed=0, keys=list(got))
+    pool.extend(got)
+    wanted.extend(episodes)
+    one, two = pool.sample(50, n_step=3), wanted.sample(50, n_step=3)
+    for key, tensor in two.items():
+        assert torch.equal(one[key], tensor), key
+
+
+# Datasets of others ------------------------------------------------------------------------------
+
+
+def collected(env: gym.Env[Any, Any], n: int = 4, **options: Any) -> tuple[Any, list[Any]]:
+    """A dataset of Minari's own collector, and what the environment returned."""
+    pytest.importorskip("jax", reason="Minari's own collector needs jax")
+    told = []
+    with warnings.catch_warnings():
+        # The collector drops folders that it has made without removing them.
+        warnings.simplefilter("ignore", ResourceWarning)
+        collector = minari.DataCollector(env, record_infos=True, **options)
+        for _ in range(n):
+            observation, info = collector.reset()
+            steps: list[Any] = [(observation, info, None)]
+            is_over = False
+            while not is_over:
+                action = collector.action_space.sample()
+                observation, reward, *flags, info = collector.step(action)
+                steps.append((observation, info, (action, reward, *flags)))
+                is_over = any(flags)
+            told.append(steps)
+        with pytest.warns(UserWarning, match="is set to None"):
+            dataset = collector.create_dataset("others/random-v0")
+        collector.close()
+        del collector
+        gc.collect()
+    return dataset, told
+
+
+@pytest.mark.filterwarnings("ignore:env_spec is None")
+@pytest.mark.parametrize("data_format", FORMATS)
+def test_a_dataset_of_minaris_collector_is_read(data_format: str) -> None:
+    dataset, told = collected(Drift("dict", limit=5), data_format=data_format)
+    got = from_minari(dataset)
+    assert got.lengths.tolist() == [len(steps) - 1 for steps in told]
+    metadata = list(dataset.storage.get_episode_metadata(range(4)))
+    assert [seed % 2**64 for seed in got.info["seed"].tolist()] == [m["seed"] for m in metadata]
+    for row, steps in enumerate(told):
+        for t, (observation, info, taken) in enumerate(steps[1:]):
+            before = steps[t][0]
+            assert torch.equal(got["place"][row, t], torch.from_numpy(before["place"]))
+            assert torch.equal(got["_place"][row, t], torch.from_numpy(observation["place"]))
+            assert got["_number"][row, t] == observation["number"]
+            action, reward, terminated, truncated = taken
+            assert torch.equal(got["action"][row, t], torch.from_numpy(action))
+            assert got["_reward"][row, t] == np.float32(reward)
+            assert got["_terminated"][row, t] == terminated
+            assert got["_truncated"][row, t] == truncated
+            assert got["_done"][row, t] == (terminated or truncated)
+            assert got["initial_state"][row, t] == (t == 0)
+            assert got["_cost"][row, t] == info["cost"]
+            if data_format == "hdf5":  # Minari does not read nested ones of the other format
+                assert got["_score/total"][row, t] == info["score"]["total"]
+                assert got["score/both"][row, t].tolist() == steps[t][1]["score"]["both"].tolist()
+        assert not got["_done"][row, len(steps) - 1 :].any()
+
+
+def test_a_part_of_a_dataset_is_read() -> None:
+    episodes = episodes_of(lambda: gym.make("CartPole-v1"), 8)
+    dataset = to_minari(episodes, "cartpole-v0", "CartPole-v1")
+    longer = dataset.filter_episodes(lambda episode: len(episode) > 20)
+    rows = (episodes.lengths > 20).nonzero().flatten()
+    assert 0 < len(rows) < 8
+    got = from_minari(longer)
+    assert torch.equal(got.info["episode"], rows)
+    wanted = episodes.index(rows).shorten()
+    assert_same(got, wanted, ["frame", "_frame", "action", "_reward", "_done"])
+    with pytest.raises(SpecError, match="has no episodes"):
+        from_minari(dataset.filter_episodes(lambda _: False))
+
+
+def a_dataset(infos: Any, n_steps: int = 3, n_observations: int = 4) -> Any:
+    """A dataset of two episodes that was written in another way."""
+    buffers = [
+        EpisodeBuffer(
+            observations=np.zeros((n_observations, 3), np.float32),
+            actions=np.zeros(n_steps, np.int64),
+            rewards=[1.0] * n_steps,
+            terminations=[False] * n_steps,
+            truncations=[False] * n_steps,
+            infos=info,
+        )
+        for info in infos
+    ]
+    spaces = {"observation_space": Drift().observation_space}
+    spaces["action_space"] = gym.spaces.Discrete(3)
+    with pytest.warns(UserWarning, match="is set to None"):
+        return minari.create_dataset_from_buffers("odd-v0", buffers, **spaces)
+
+
+@pytest.mark.filterwarnings("ignore:env_spec is None")
+def test_infos_that_are_no_numbers_of_every_step_are_left_out_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    every = {"speed": np.ones(4), "name": ["a"] * 4, "short": np.ones(2), "reward": np.ones(4)}
+    dataset = a_dataset([every, {**every, "once": np.ones(4)}])
+    with caplog.at_level(logging.WARNING, "rlpool"):
+        got = from_minari(dataset)
+    assert "speed" in got
+    assert "seed" not in got.info
+    assert got["_reward"].sum() == 6
+    for name in ("name", "short", "reward", "once"):
+        assert repr(name) in caplog.text
+    assert "'speed'" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:env_spec is None")
+def test_an_episode_without_its_last_observation_is_named() -> None:
+    with pytest.raises(SpecError, match="episode 0 of 'odd-v0' has 3 values of 'frame'"):
+        from_minari(a_dataset([None] * 2, n_observations=3))
+
+
+# What cannot be written --------------------------------------------------------------------------
+
+
+def test_windows_are_refused() -> None:
+    make = Drift
+    env_args = {"kind": GymEnvInf, "make": make}
+    agent_args = {"space": make().action_space}
+    with Batcher(
+        12, None, UniformAgent, agent_args, create_env, env_args, n_threads=0, seeds=0
+    ) as batcher:
+        batcher.reset()
+        batcher.execute()
+        window = batcher.get()
+    with pytest.raises(SpecError, match="row 0 is no complete episode"):
+        to_minari(window, "window-v0", make())
+    without = window.get([key for key in window if key != "_done"])
+    with pytest.raises(SpecError, match="_done"):
+        to_minari(without, "window-v0", make())
+    episodes = episodes_of(make)
+    with pytest.raises(SpecError, match="row 0 is no complete episode"):
+        to_minari(episodes.temporal_slice(1, episodes.n_timesteps()), "window-v0", make())
+    with pytest.raises(SpecError, match="no complete episode"):
+        to_minari(episodes.temporal_slice(0, 2), "window-v0", make())
+    two = episodes.clone()
+    two["_done"][3, 0] = True
+    with pytest.raises(SpecError, match="row 3 is no complete episode"):
+        to_minari(two, "window-v0", make())
+    with pytest.raises(SpecError, match="no episodes"):
+        to_minari(episodes.slice(0, 0), "window-v0", make())
+    with pytest.raises(SpecError, match="pass a TemporalDictTensor"):
+        to_minari({}, "window-v0", make())  # type: ignore[arg-type]
+
+
+def test_an_id_that_exists_or_is_none_is_refused(datasets: Path) -> None:
+    episodes = episodes_of(lambda: gym.make("CartPole-v1"), 4)
+    to_minari(episodes, "cartpole-v0", "CartPole-v1")
+    with pytest.raises(SpecError, match="'cartpole-v0' already"):
+        to_minari(episodes, "cartpole-v0", "CartPole-v1")
+    assert minari.load_dataset("cartpole-v0").total_episodes == 4
+    for name in ("no version", "noversion", None):
+        with pytest.raises(SpecError, match="is no id"):
+            to_minari(episodes, name, "CartPole-v1")  # type: ignore[arg-type]
+
+
+def test_a_failed_try_leaves_nothing_behind(datasets: Path) -> None:
+    episodes = episodes_of(lambda: gym.make("CartPole-v1"), 4)
+    with pytest.raises(ValueError, match="No storage implemented"):
+        to_minari(episodes, "cartpole-v0", "CartPole-v1", data_format="other")
+    to_minari(episodes, "cartpole-v0", "CartPole-v1")
+    assert minari.load_dataset("cartpole-v0").total_episodes == 4
+
+
+def test_another_environment_and_spaces_without_a_shape_are_refused() -> None:
+    episodes = episodes_of(Drift)
+    with pytest.raises(SpecError, match=r"have no \['number', 'place'"):
+        to_minari(episodes, "drift-v0", Drift("dict"))
+    env = Drift()
+    env.observation_space = gym.spaces.Text(5)
+    with pytest.raises(SpecError, match="Text"):
+        to_minari(episodes, "drift-v0", env)
+
+
+def test_images_are_refused_by_a_minari_that_would_change_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adapter, "_IS_LOSSLESS", False)
+    episodes, env = episodes_and_env("nested")
+    with pytest.raises(SpecError, match=r"'picture'.*JPEG"):
+        to_minari(episodes, "drift-v0", env)
+
+
+def test_what_is_no_dataset_is_refused() -> None:
+    with pytest.raises(SpecError, match="pass a MinariDataset"):
+        from_minari("cartpole-v0")
+
+
+def test_the_program_of_the_page_runs(program_folder: Path, capfd: Any) -> None:
+    script = program_folder / "program.py"
+    script.write_text(blocks_of("docs/neighbours/minari.md")[0], encoding="utf-8")
+    run_as_main(script, folder=program_folder)
+    output, errors = capfd.readouterr()
+    assert errors == ""
+    assert "the same bits" in output
