@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import operator
 from collections.abc import (
     Callable,
@@ -21,7 +20,8 @@ from typing import Any, TypeAlias, TypeVar, overload
 import torch
 from torch import Tensor
 
-from rlpool.errors import SpecError, compose
+from rlpool.errors import SpecError
+from rlpool.machine.extras import import_extra
 
 _T = TypeVar("_T")
 BatchT = TypeVar("BatchT", bound="DictTensorBase")
@@ -349,14 +349,23 @@ def compact(value: Any) -> Any:
 # TensorDict ---------------------------------------------------------------------------------------
 
 
-def to_tensordict(values: Mapping[str, Any], batch_size: Sequence[int]) -> Any:
-    """A ``TensorDict`` of these values, not copied."""
-    try:
-        tensordict = importlib.import_module("tensordict")
-    except ImportError as error:
-        fix = "pip install 'rlpool[tensordict]'"
-        raise ImportError(compose("tensordict is not installed", fix=fix)) from error
-    return tensordict.TensorDict(dict(values), batch_size=list(batch_size))
+def to_tensordict(
+    values: Mapping[Any, Any],
+    batch_size: Sequence[int],
+    *,
+    extra: str = "tensordict",
+    **options: Any,
+) -> Any:
+    """A ``TensorDict`` of these values, not copied; a tuple as a key is a path.
+
+    Args:
+        values: The entries.
+        batch_size: Its leading dimensions.
+        extra: The extra to name if the package is missing.
+        **options: Other arguments of ``TensorDict``.
+    """
+    tensordict = import_extra("tensordict", extra)
+    return tensordict.TensorDict(dict(values), batch_size=list(batch_size), **options)
 
 
 def from_tensordict(tensordict: Any) -> dict[str, Tensor]:
