@@ -59,7 +59,10 @@ def page_of(source: str) -> str:
     if source.endswith(".py"):
         summary = re.match(r'"""(.*?)(?:"""|\n\n)', text, flags=re.DOTALL)
         about = summary[1] if summary else ""
-        return f"# {name}\n\n{about}\n\n```console\npython {source}\n```\n\n```python\n{text}```\n"
+        return (
+            "---\nsearch:\n  boost: 0.5\n---\n"  # what explains a name is found before what uses it
+            f"# {name}\n\n{about}\n\n```console\npython {source}\n```\n\n```python\n{text}```\n"
+        )
     return f"# {name}\n\n```text\n{text}```\n"
 
 

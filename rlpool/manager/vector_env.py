@@ -74,7 +74,8 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
             handles.
         num_envs: Number of environments.
         single_observation_space, single_action_space: The spaces of one environment.
-        observation_space, action_space: Those of the batch.
+        observation_space: That of the batch.
+        action_space: That of the batch.
         metadata: The first environment's, and ``"autoreset_mode"``.
         render_mode: The first environment's.
         copy: As given.

@@ -162,7 +162,7 @@ def test_every_public_name_has_one_place_in_the_reference() -> None:
 
 def test_every_document_has_its_place_on_the_site() -> None:
     navigation = text_of("mkdocs.yml").partition("\nnav:\n")[2]
-    placed = re.findall(r"^ +- (\S+\.md)$", navigation, flags=re.MULTILINE)
+    placed = re.findall(r"^ +- (?:.+: )?(\S+\.md)$", navigation, flags=re.MULTILINE)
     tutorials = [f"tutorials/{path.stem}.md" for path in (REPOSITORY / "tutorials").glob("*.py")]
     documents = [name.removeprefix("docs/") for name in DOCUMENTS if name != "README.md"]
     made = ["index.md", "contributing.md", "changes.md", *tutorials]
