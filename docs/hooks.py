@@ -182,6 +182,8 @@ class DefaultsAsValues(Extension):
             if isinstance(section, DocstringSectionParameters):
                 for described in section.value:
                     described.value = values.get(described.name, described.value)
+        if func.name == "__init__" and func.docstring and not func.docstring.value:
+            func.docstring = None  # made by unpacking: the class explains the same arguments
 
 
 POLICY = "rlpool.workers.failure_policy.FailurePolicy"

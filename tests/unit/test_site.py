@@ -161,10 +161,17 @@ def test_defaults_are_shown_as_values() -> None:
     griffe = pytest.importorskip("griffe")
     hooks = str(REPOSITORY / "docs" / "hooks.py")
     extensions = griffe.load_extensions("unpack_typeddict", f"{hooks}:DefaultsAsValues")
-    rlpool = griffe.load("rlpool", search_paths=[REPOSITORY], extensions=extensions)
+    rlpool = griffe.load(
+        "rlpool", search_paths=[REPOSITORY], extensions=extensions, docstring_parser="google"
+    )
     function = rlpool["batch.batcher.EpisodeBatcher.__init__"]
     defaults = {each.name: each.default for each in function.parameters}
     assert defaults["timeout"] == "600.0"
     assert defaults["max_restarts"] == "16"
     assert defaults["on_worker_failure"] == "'restart'"
     assert "..." not in map(str, defaults.values())
+    assert function.docstring is None  # its class explains all of them, once
+    (section,) = (
+        each for each in function.parent.docstring.parsed if each.kind.value == "parameters"
+    )
+    assert {each.name: each.value for each in section.value}["max_restarts"] == "16"
