@@ -170,6 +170,7 @@ class StatsReader:
 
     def _worker(self, worker: int) -> WorkerStats:
         row = self._control.rows[worker].copy()
+        lanes = self._lanes(worker, row)  # right after it: their steps follow from both
         now = self._look(row)
         before = self._last.get(worker)
         self._last[worker] = now
@@ -193,7 +194,7 @@ class StatsReader:
             waiting_share=waiting_share,
             rss_bytes=resident_bytes(pid),
             private_bytes=private_bytes(pid),
-            lanes=self._lanes(worker, row),
+            lanes=lanes,
         )
 
     @staticmethod
