@@ -34,7 +34,7 @@ def anchors_of(document: str) -> list[str]:
 
 PROGRAMS = {
     f"{document}-{number}": source
-    for document in ("README.md", "docs/guide.md")
+    for document in ("README.md", "docs/guide.md", "docs/monitoring.md")
     for number, source in enumerate(blocks_of(document))
 }
 

@@ -131,15 +131,18 @@ def test_between_windows_lanes_wait_in_the_middle_of_their_episodes() -> None:
     assert (stats.n_steps, stats.n_episodes) == (8, 1)
 
 
-def test_a_lane_without_a_slot_waits() -> None:
-    with make(n_timesteps=2, n_slots=3) as batcher:
-        seen: list[Stats] = []
-        looks.append(lambda step: seen.append(batcher.stats()))
-        batcher.execute(4)
+def test_the_steps_of_a_long_episode_go_on_in_its_next_slot() -> None:
+    def create_one(seed: int) -> GymEnv:
+        return GymEnv([LookingEnv(length=5)], seed)
+
+    with EpisodeBatcher(2, 1, StepCounter, {}, create_one, {}, 0, 1) as batcher:
+        seen: list[tuple[int, Stats]] = []
+        looks.append(lambda step: seen.append((step, batcher.stats())))
+        batcher.execute(1)
         batcher.get()
-    states = {state for stats in seen for state, _, _, step in lanes_of(stats)}
-    assert states >= {"running"}
-    assert all(step is None or step <= 5 for stats in seen for *_, step in lanes_of(stats))
+    assert [step for step, _ in seen][-5:] == [1, 2, 3, 4, 5]
+    for step, stats in seen[-5:]:
+        assert lanes_of(stats) == [("running", 1, 0, step - 1)]
 
 
 class FailingAgent(StepCounter):

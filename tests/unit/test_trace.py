@@ -65,7 +65,8 @@ def test_an_episode_longer_than_a_slot_waits_in_the_middle(tmp_path: Path) -> No
         batcher.get()
     trace = read_trace(tmp_path / "long.json")
     assert sorted(span["args"]["steps"] for span in trace.complete_episodes) == [5, 5, 6]
-    assert trace.named("waits for a slot")
+    waits = [span for span in trace.of("wait") if span["name"] == "waits for a slot"]
+    assert len(waits) == 2 + 2 + 2  # between the slots of an episode
 
 
 def test_a_trace_of_the_second_window_knows_what_lanes_had_done_before(tmp_path: Path) -> None:
