@@ -16,7 +16,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from time import monotonic_ns
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -343,14 +342,10 @@ class Rollout:
         """Step all live lanes together."""
         outputs = self._act()
         record, n_lanes = self._record, len(self._live)
-        began_ns = monotonic_ns()
-        record.env_ns[0] -= began_ns
+        began_ns = record.begin_call(record.env_ns)
         ended = self._env.step_lanes(self._live, outputs)
-        ended_ns = monotonic_ns()
-        record.env_ns[0] += ended_ns
+        record.end_call(record.env_ns, began_ns, Kind.STEP, n_lanes)
         record.n_steps[0] += n_lanes
-        if record.events is not None:
-            record.events.note(Kind.STEP, began_ns, ended_ns, n_lanes)
         for bound in self._bound:
             bound.writer.write_after(bound.rows)
             np.add(bound.rows, bound.strides, out=bound.rows)
@@ -369,19 +364,15 @@ class Rollout:
         free = [lane for lane in self._live if lane not in self._stepping]
         outputs = self._act(free) if free else {}
         record = self._record
-        began_ns = monotonic_ns()
-        record.env_ns[0] -= began_ns
+        began_ns = record.begin_call(record.env_ns)
         ready = env.step_some(env.min_ready or 1, free, outputs)
-        ended_ns = monotonic_ns()
-        record.env_ns[0] += ended_ns
+        record.end_call(record.env_ns, began_ns, Kind.STEP, len(ready))
         self._stepping.update(free)
         # A lane may still be stepping for a cancelled plan.
         ready = [lane for lane in ready if lane in self._stepping]
         self._stepping.difference_update(ready)
         record.first_steps[list(self._stepping)] += 1  # these have not made this step yet
         record.n_steps[0] += len(ready)
-        if record.events is not None:
-            record.events.note(Kind.STEP, began_ns, ended_ns, len(ready))
         for bound in self._bound:
             bound.writer.write_after(bound.rows_of(ready))
             bound.rows[ready] += bound.strides[ready]
@@ -403,13 +394,9 @@ class Rollout:
             # Copied before the agent can change it.
             before = {key: np.array(array) for key, array in self._current.items()}
         record = self._record
-        began_ns = monotonic_ns()
-        record.agent_ns[0] -= began_ns
+        began_ns = record.begin_call(record.agent_ns)
         outputs = driver.act(self._observation, self._infos.tensors, history)
-        ended_ns = monotonic_ns()
-        record.agent_ns[0] += ended_ns
-        if record.events is not None:
-            record.events.note(Kind.AGENT, began_ns, ended_ns, len(self._live))
+        record.end_call(record.agent_ns, began_ns, Kind.AGENT, len(self._live))
         if driver.state:
             for lane in starting:
                 for bound in self._bound:
@@ -568,13 +555,9 @@ class Rollout:
         seeds = [episode.seed for episode in episodes]
         options = [episode.options for episode in episodes]
         record = self._record
-        began_ns = monotonic_ns()
-        record.env_ns[0] -= began_ns
+        began_ns = record.begin_call(record.env_ns)
         self._env.reset_lanes(lanes, seeds, options)
-        ended_ns = monotonic_ns()
-        record.env_ns[0] += ended_ns
-        if record.events is not None:
-            record.events.note(Kind.RESET, began_ns, ended_ns, len(lanes))
+        record.end_call(record.env_ns, began_ns, Kind.RESET, len(lanes))
         for bound in self._bound:
             agent_info = bound.plan.agent_info or {}
             if agent_info or self._infos.arrays:

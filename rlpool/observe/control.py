@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable
 from enum import IntEnum
+from time import monotonic_ns
 from typing import Any
 from weakref import WeakSet
 
@@ -167,14 +167,14 @@ class WorkerRecord:
         self._pause[lane] = 0
         self._episode[lane] = episode + 1
         if self.events is not None:
-            now_ns = time.monotonic_ns()
+            now_ns = monotonic_ns()
             self.events.note(Kind.LANE_BEGINS, now_ns, now_ns, lane, request, episode, n_steps)
 
     def lane_pauses(self, lane: int, n_steps: int) -> None:
         """A lane waits after ``n_steps`` steps of its episode."""
         self._pause[lane] = n_steps + 1
         if self.events is not None:
-            now_ns = time.monotonic_ns()
+            now_ns = monotonic_ns()
             self.events.note(Kind.LANE_PAUSES, now_ns, now_ns, lane)
 
     def lane_ends(self, lane: int, n_steps: int, entry: int) -> None:
@@ -183,34 +183,47 @@ class WorkerRecord:
         self._finished[entry] += 1
         self._n_episodes[0] += 1
         if self.events is not None:
-            now_ns = time.monotonic_ns()
+            now_ns = monotonic_ns()
             self.events.note(Kind.LANE_ENDS, now_ns, now_ns, lane, n_steps, 1)
 
     def lane_gives_up(self, lane: int, n_steps: int) -> None:
         """A lane has left its episode, which is not complete."""
         self._episode[lane] = 0
         if self.events is not None:
-            now_ns = time.monotonic_ns()
+            now_ns = monotonic_ns()
             self.events.note(Kind.LANE_ENDS, now_ns, now_ns, lane, n_steps, 0)
 
     # What its time goes into --------------------------------------------------------------------
+
+    def begin_call(self, spent_ns: memoryview[int]) -> int:
+        """A call begins whose time counts as ``agent_ns`` or ``env_ns``; returns when."""
+        now_ns = monotonic_ns()
+        spent_ns[0] -= now_ns
+        return now_ns
+
+    def end_call(self, spent_ns: memoryview[int], began_ns: int, kind: int, n_lanes: int) -> None:
+        """That call is over; ``kind`` says what it was, see ``Kind``."""
+        now_ns = monotonic_ns()
+        spent_ns[0] += now_ns
+        if self.events is not None:
+            self.events.note(kind, began_ns, now_ns, n_lanes)
 
     def end_calls(self) -> None:
         """End the times of calls that have not returned but raised."""
         for word in (self.agent_ns, self.env_ns):
             if word[0] < 0:
-                word[0] += time.monotonic_ns()
+                word[0] += monotonic_ns()
 
     def begin_wait(self) -> None:
         """From now on there is nothing to do."""
         if self.waiting_ns[0] >= 0:
-            self._waits_since_ns = time.monotonic_ns()
+            self._waits_since_ns = monotonic_ns()
             self.waiting_ns[0] -= self._waits_since_ns
 
     def end_wait(self, kind: int) -> None:
         """There is something to do again; ``kind`` says what was waited for, see ``Kind``."""
         if self.waiting_ns[0] < 0:
-            now_ns = time.monotonic_ns()
+            now_ns = monotonic_ns()
             self.waiting_ns[0] += now_ns
             if self.events is not None:
                 self.events.note(kind, self._waits_since_ns, now_ns)
@@ -310,7 +323,7 @@ class Control:
         row[[Word.STEPS, Word.LANE, Word.DONE, Word.PID]] = 0
         row[[Word.AGENT_NS, Word.ENV_NS, Word.WAITING_NS]] = 0
         row[Word.N_STARTS] += 1
-        row[Word.SINCE_NS] = time.monotonic_ns()
+        row[Word.SINCE_NS] = monotonic_ns()
         self.lanes[worker, 1] = 0
 
     def set_state(self, worker: int, state: State) -> None:
@@ -318,7 +331,7 @@ class Control:
         row = self.rows[worker]
         row[Word.STATE] = state
         if self.events is not None:
-            now_ns = time.monotonic_ns()
+            now_ns = monotonic_ns()
             pid, n_starts = int(row[Word.PID]), int(row[Word.N_STARTS])
             self.events.note(Kind.WORKER_STATE, now_ns, now_ns, worker, state, pid, n_starts)
 
@@ -330,7 +343,7 @@ class Control:
         self.header[Head.N_ROWS + entry] = n_rows
         running[entry] = number
         if self.events is not None:
-            now_ns = time.monotonic_ns()
+            now_ns = monotonic_ns()
             self.events.note(Kind.REQUEST_BEGINS, now_ns, now_ns, number, n_rows)
 
     def request_ends(self, number: int, is_complete: bool) -> None:
@@ -338,7 +351,7 @@ class Control:
         running = self.header[Head.REQUESTS : Head.REQUESTS + MAX_REQUESTS]
         running[running == number] = 0
         if self.events is not None:
-            now_ns = time.monotonic_ns()
+            now_ns = monotonic_ns()
             self.events.note(Kind.REQUEST_ENDS, now_ns, now_ns, number, is_complete)
 
     def _entries(self, number: int) -> Array:
