@@ -1,106 +1,135 @@
-"""What it costs to look at a running program: W1 while ``top`` watches it, and while it is traced.
+"""What it costs that a program can be looked at: CPU time per batch step of W1, noted and traced.
 
-    python benchmarks/observing.py [--windows 10] [--seconds 2]
+    python benchmarks/observing.py [--seconds 100]
 
-Windows of the batcher alternate with windows of the same batcher that is looked at: ``top`` is
-another process that reads what ``python -m rlpool top`` shows, twice a second; ``trace`` is
-``rlpool.trace``, whose file is written after the window. ``ratio`` compares each of these windows
-with the mean of the two windows around it. What workers note all the time is not left out in any of
-them.
+One batcher with ``n_threads=0`` runs small requests, each in one of several ways, in random order:
 
-Prints one JSON line per way of looking, and every window to stderr.
+- ``nothing``: what workers note for ``stats()`` and ``top`` is replaced by what does nothing
+- ``noted``: as it is; ``noted again`` the same once more: what it deviates from 1 is noise
+- ``watched``: as it is, while another process reads all that ``top`` shows, 25 times as often
+- ``traced``: within ``rlpool.trace``; writing the file is not counted
+
+Each is compared with the request of another way in the same round. Times are CPU time of this
+thread, as programs next to it cost less of that than of the time of day; they still cost some, so
+look at ``noted again`` first. Prints one JSON line per comparison.
 """
 
 from __future__ import annotations
 
 import os
+import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
-from workloads import (
-    WORKLOADS,
-    in_turns,
-    make_batcher,
-    noise_of,
-    parser_of,
-    quartiles,
-    show,
-)
+from workloads import WORKLOADS, make_batcher, parser_of, quartiles, show
 
 import rlpool
 from rlpool import EpisodeBatcher
-from rlpool.top import EVERY_S
+from rlpool.observe.control import WorkerRecord
 
-N_EPISODES = 2000
+N_EPISODES = 120
+N_LANES = WORKLOADS["W1"].n_lanes
+
+NOTING = ("begin_call", "end_call", "lane_begins", "lane_pauses", "lane_ends")
 
 WATCHER = """
-import sys
-from rlpool.top import Program
+import sys, time
+from rlpool.top import EVERY_S, Program
 
 program = Program(int(sys.argv[1]))
 print("ready", flush=True)
-while sys.stdin.readline():  # a line for each look
+while True:
     program.read()
+    time.sleep(EVERY_S / 25)
 """
 
-
-def window(batcher: EpisodeBatcher, seconds: float, watcher: subprocess.Popen[str] | None) -> float:
-    """Collect for at least this long; returns steps per second."""
-    n_steps, n_looks = 0, 0
-    start = now = time.perf_counter()
-    while now - start < seconds:
-        batcher.execute(N_EPISODES)
-        result = batcher.get()
-        n_steps += int(result.lengths.sum())
-        del result
-        now = time.perf_counter()
-        if watcher is not None and watcher.stdin is not None and now - start > n_looks * EVERY_S:
-            n_looks += 1
-            watcher.stdin.write("\n")
-            watcher.stdin.flush()
-    return n_steps / (now - start)
+COMPARISONS = {
+    "noted": "nothing",
+    "noted again": "noted",
+    "watched": "noted",
+    "traced": "noted",
+}
 
 
-def traced_window(batcher: EpisodeBatcher, path: Path, seconds: float) -> float:
-    """The same within ``rlpool.trace``."""
-    with rlpool.trace(path):
-        return window(batcher, seconds, None)
+def step_us(batcher: EpisodeBatcher) -> float:
+    """CPU time of a batch step of all lanes in a request, in microseconds."""
+    start = time.thread_time()
+    batcher.execute(N_EPISODES)
+    result = batcher.get()
+    spent_s = time.thread_time() - start
+    assert result is not None
+    return 1e6 * N_LANES * spent_s / int(result.lengths.sum())
+
+
+@contextmanager
+def not_noted() -> Any:
+    def nothing(*arguments: Any) -> int:
+        return 0
+
+    with mock.patch.multiple(WorkerRecord, **dict.fromkeys(NOTING, nothing)):
+        yield
+
+
+@contextmanager
+def watched(watcher: subprocess.Popen[str]) -> Any:
+    watcher.send_signal(signal.SIGCONT)
+    yield
+    watcher.send_signal(signal.SIGSTOP)
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--windows", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--seconds", type=float, default=100.0)
     args = parser.parse_args()
     with (
-        make_batcher(WORKLOADS["W1"], N_EPISODES) as batcher,
+        make_batcher(WORKLOADS["W1"], N_EPISODES, 0) as batcher,
         tempfile.TemporaryDirectory() as folder,
         subprocess.Popen(
-            [sys.executable, "-c", WATCHER, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-c", WATCHER, str(os.getpid())], stdout=subprocess.PIPE, text=True
         ) as watcher,
     ):
-        assert watcher.stdin is not None
         assert watcher.stdout is not None
-        with closing(watcher.stdin):
-            assert watcher.stdout.readline() == "ready\n"
-            others = {
-                "top": lambda seconds: window(batcher, seconds, watcher),
-                "trace": partial(traced_window, batcher, Path(folder) / "trace.json"),
-            }
-            base, found = in_turns(
-                lambda seconds: window(batcher, seconds, None), others, args.windows, args.seconds
-            )
-    for name, (_, ratios) in found.items():
-        ratio = quartiles(ratios)
-        show({"looking": name, "ratio": ratio["median"], **ratio, "noise": noise_of(base)})
+        assert watcher.stdout.readline() == "ready\n"
+        watcher.send_signal(signal.SIGSTOP)
+        ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+            "nothing": not_noted,
+            "noted": nullcontext,
+            "noted again": nullcontext,
+            "watched": partial(watched, watcher),
+            "traced": partial(rlpool.trace, Path(folder) / "trace.json"),
+        }
+        try:
+            times = in_rounds(batcher, ways, args.seconds)
+        finally:
+            watcher.kill()
+    for way, other in COMPARISONS.items():
+        pairs = zip(times[way], times[other], strict=False)
+        ratio = quartiles([mine / theirs for mine, theirs in pairs], 4)
+        us = quartiles(times[way], 1)["median"]
+        show({"way": way, "compared_with": other, "step_us": us, **ratio})
+
+
+def in_rounds(
+    batcher: EpisodeBatcher, ways: dict[str, Callable[[], Any]], seconds: float
+) -> dict[str, list[float]]:
+    """Requests in all ways, round after round; CPU time of a batch step in each of them."""
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    step_us(batcher)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for way in random.sample(list(ways), len(ways)):
+            with ways[way]():
+                times[way].append(step_us(batcher))
+    return times
 
 
 if __name__ == "__main__":

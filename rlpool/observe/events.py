@@ -72,7 +72,8 @@ class EventLog:
         self._region = region
         self._pid = os.getpid()
         self._room = (len(region) - _FIRST) // _EVENT.size
-        self._n_noted, self._n_left_out = _COUNTS.unpack_from(region)
+        self._counts = memoryview(region)[: _COUNTS.size].cast("q")
+        self._n_noted = self._counts[0]
 
     def note(
         self, kind: int, start_ns: int, end_ns: int, a: int = 0, b: int = 0, c: int = 0, d: int = 0
@@ -80,13 +81,12 @@ class EventLog:
         """Note an event, see ``Event``."""
         n_noted = self._n_noted
         if n_noted == self._room:
-            self._n_left_out += 1
-        else:
-            at = _FIRST + n_noted * _EVENT.size
-            _EVENT.pack_into(self._region, at, kind, start_ns, end_ns, a, b, c, d, self._pid)
-            self._n_noted = n_noted + 1
+            self._counts[1] += 1
+            return
+        at = _FIRST + n_noted * _EVENT.size
+        _EVENT.pack_into(self._region, at, kind, start_ns, end_ns, a, b, c, d, self._pid)
         # Last: a process that is killed before this has not noted it.
-        _COUNTS.pack_into(self._region, 0, self._n_noted, self._n_left_out)
+        self._counts[0] = self._n_noted = n_noted + 1
 
 
 class EventMemory:

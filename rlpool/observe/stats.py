@@ -13,6 +13,9 @@ from rlpool.observe.control import MAX_REQUESTS, MAX_SHOWN_LANES, Control, Head,
 
 _TIMES = (Word.AGENT_NS, Word.ENV_NS, Word.WAITING_NS)
 
+_MEMORY_EVERY_NS = 2_000_000_000
+"""The kernel walks all pages of a process to count them, and holds it up if it maps memory."""
+
 
 @dataclass(frozen=True)
 class LaneStats:
@@ -55,7 +58,7 @@ class WorkerStats:
         env_share: Share of the time in steps and resets of the environments, 0 to 1.
         agent_share: Share of the time in calls of the agent.
         waiting_share: Share of the time in which it had nothing to do. The rest is rlpool's own.
-        rss_bytes: Resident memory, without shared blocks.
+        rss_bytes: Resident memory, without shared blocks, at most two seconds ago.
         private_bytes: Memory that only this process has.
         lanes: Its lanes; none if it has more than 1,024, and none of a ``ParallelEnvManager``.
     """
@@ -142,6 +145,7 @@ class StatsReader:
     def __init__(self, control: Control) -> None:
         self._control = control
         self._last: dict[int, _Look] = {}
+        self._memory: dict[int, tuple[int, int, int]] = {}  # by process: when, and its sizes
 
     def read(self) -> Stats:
         """What the workers do now; rates and shares since the last call."""
@@ -181,6 +185,7 @@ class StatsReader:
         shares = np.clip((now.spent_ns - before.spent_ns) / passed_ns, 0.0, 1.0)
         agent_share, env_share, waiting_share = (round(share, 4) for share in shares.tolist())
         pid, n_starts = int(row[Word.PID]), int(row[Word.N_STARTS])
+        rss, private = self._sizes(pid, now.at_ns)
         return WorkerStats(
             worker=worker,
             pid=pid,
@@ -192,10 +197,18 @@ class StatsReader:
             env_share=env_share,
             agent_share=agent_share,
             waiting_share=waiting_share,
-            rss_bytes=resident_bytes(pid),
-            private_bytes=private_bytes(pid),
+            rss_bytes=rss,
+            private_bytes=private,
             lanes=lanes,
         )
+
+    def _sizes(self, pid: int, now_ns: int) -> tuple[int, int]:
+        """Resident and private memory of a process, as it was a moment ago."""
+        at_ns, rss, private = self._memory.get(pid, (-_MEMORY_EVERY_NS, 0, 0))
+        if now_ns - at_ns >= _MEMORY_EVERY_NS:
+            rss, private = resident_bytes(pid), private_bytes(pid)
+            self._memory[pid] = now_ns, rss, private
+        return rss, private
 
     @staticmethod
     def _look(row: Array) -> _Look:
