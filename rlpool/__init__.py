@@ -64,7 +64,7 @@ from rlpool.training.suggestion import WorkerSuggestion, suggest_workers
 from rlpool.workers.process_start import preload, shutdown
 from rlpool.workers.stack_dumps import dump_stacks_on_signal
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 """The installed version.
 
 Example:

@@ -288,11 +288,15 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         Raises:
             UsageError: If the batcher is closed, or its workers are on other machines.
 
-        Example::
-
-            batcher.execute(n_episodes=1000)
-            for worker in batcher.stats().workers:
-                print(worker.state, worker.steps_per_s, worker.env_share)
+        Example:
+            >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+            >>> batcher.execute(n_episodes=6)
+            >>> trajectories = batcher.get()
+            >>> worker = batcher.stats().workers[0]
+            >>> worker.state, worker.n_episodes, worker.n_steps
+            ('alive', 6, 24)
+            >>> 0 < worker.env_share < 1
+            True
         """
         control = self._open().control
         if control is None:

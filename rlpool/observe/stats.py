@@ -106,6 +106,14 @@ class Stats:
         restarts: How often a worker was replaced.
         requests: The requests that the workers run, the oldest first.
         workers: What each worker does.
+
+    Example:
+        >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+        >>> batcher.execute(n_episodes=6)
+        >>> trajectories = batcher.get()
+        >>> stats = batcher.stats()
+        >>> stats.name, stats.n_episodes, stats.n_steps, stats.restarts, len(stats.workers)
+        ('EpisodeBatcher', 6, 24, 0, 1)
     """
 
     name: str

@@ -65,6 +65,17 @@ class trace:  # noqa: N801  (used like a function)
         SpecError: If the file cannot be written, or ``max_events`` is below 1.
         UsageError: On entering, if another trace is being made in this process.
 
+    Example:
+        >>> import json, tempfile
+        >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
+        >>> with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        ...     with trace(file.name):
+        ...         batcher.execute(n_episodes=2)
+        ...         trajectories = batcher.get()
+        ...     events = json.load(file)["traceEvents"]
+        >>> [event["name"] for event in events if event["name"].startswith("episode")]
+        ['episode 0', 'episode 1']
+
     References:
         "Trace Event Format", Google (Chromium): what the file consists of.
     """
