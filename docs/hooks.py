@@ -6,12 +6,13 @@ work wherever the repository is read. On the site these files are pages, and lin
 
 from __future__ import annotations
 
+import ast
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
-from griffe import Extension, Object
+from griffe import DocstringSectionParameters, ExprName, Extension, Function, Object
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -58,7 +59,10 @@ def page_of(source: str) -> str:
     if source.endswith(".py"):
         summary = re.match(r'"""(.*?)(?:"""|\n\n)', text, flags=re.DOTALL)
         about = summary[1] if summary else ""
-        return f"# {name}\n\n{about}\n\n```console\npython {source}\n```\n\n```python\n{text}```\n"
+        return (
+            "---\nsearch:\n  boost: 0.5\n---\n"  # what explains a name is found before what uses it
+            f"# {name}\n\n{about}\n\n```console\npython {source}\n```\n\n```python\n{text}```\n"
+        )
     return f"# {name}\n\n```text\n{text}```\n"
 
 
@@ -68,18 +72,26 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     source = SOURCES.get(place, f"docs/{place}")
 
     def lead(link: re.Match[str]) -> str:
-        path, mark, anchor = link["target"].partition("#")
-        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        written, mark, anchor = link["target"].partition("#")
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), written))
         target = PAGES.get(path) or path.removeprefix("docs/")
         if files.get_file_from_path(target) is None:
             return link[0]  # MkDocs reports it
+        before = link["before"]
+        if before == f"[{written}](" and path.endswith(".md"):
+            before = f"[{title_of(path)}]("  # a site has pages, not files
         relative = posixpath.relpath(target, posixpath.dirname(place) or ".")
-        return f"{link['before']}{relative}{mark}{anchor}{link['after']}"
+        return f"{before}{relative}{mark}{anchor}{link['after']}"
 
-    markdown = re.sub(
-        r'(?P<before>\]\(|src=")(?P<target>[^)"#:]+(#[^)"]*)?)(?P<after>[)"])', lead, markdown
-    )
+    before, after = r'(?P<before>\[[^\[\]\n]*\]\(|src=")', r'(?P<after>[)"])'
+    markdown = re.sub(rf'{before}(?P<target>[^)"#:]+(#[^)"]*)?){after}', lead, markdown)
     return markdown if place.startswith("api/") else with_names_linked(markdown)
+
+
+def title_of(path: str) -> str:
+    """The heading of a document of the repository."""
+    heading = re.search(r"^# (.+)$", (REPOSITORY / path).read_text(encoding="utf-8"), re.MULTILINE)
+    return heading[1] if heading else path
 
 
 def with_names_linked(markdown: str) -> str:
@@ -137,6 +149,53 @@ def as_markdown(docstring: str) -> str:
             depth = min((len(each) - len(each.lstrip()) for each in block if each), default=0)
             margin = " " * (depth if is_example else indent)
             code = [f"{margin}{each[depth:]}".rstrip() for each in block]
-            block = [f"{margin}```python", *code, f"{margin}```"]
+            language = "python" if is_python("\n".join(each[depth:] for each in block)) else "text"
+            block = [f"{margin}```{language}", *code, f"{margin}```"]
         result += block + after
     return "\n".join(result)
+
+
+def is_python(text: str) -> bool:
+    """Whether a literal block is a program or a session, and not a table, say."""
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return ">>> " in text
+    return True
+
+
+class DefaultsAsValues(Extension):
+    """Shows defaults as their values: neither names of constants, nor the dots of unpacked ones."""
+
+    def on_function(self, *, func: Function, **_: Any) -> None:
+        """Rewrite the defaults of one function, in its signature and in its docstring."""
+        values = {}
+        for parameter in func.parameters:
+            constant = None
+            if parameter.default == "...":
+                constant = f"{POLICY}.{parameter.name}"
+            elif isinstance(parameter.default, ExprName):
+                constant = parameter.default.canonical_path
+            if constant and (value := value_of(func, constant)):
+                parameter.default = values[parameter.name] = value
+        for section in func.docstring.parsed if func.docstring and values else ():
+            if isinstance(section, DocstringSectionParameters):
+                for described in section.value:
+                    described.value = values.get(described.name, described.value)
+        if func.name == "__init__" and func.docstring and not func.docstring.value:
+            func.docstring = None  # made by unpacking: the class explains the same arguments
+
+
+POLICY = "rlpool.workers.failure_policy.FailurePolicy"
+"""Where the defaults of the arguments are that many classes share."""
+
+
+def value_of(function: Function, constant: str) -> str | None:
+    """What a constant of rlpool is, as it is written; None if it is not known."""
+    try:
+        value = function.modules_collection[constant].value
+    except (AttributeError, KeyError):
+        return None
+    if isinstance(value, ExprName):
+        return value_of(function, value.canonical_path)
+    return value if value is None else str(value)

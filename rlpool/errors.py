@@ -68,7 +68,8 @@ class RlpoolError(Exception):
         fix: One line that says what to do about it, empty if unknown.
 
     Attributes:
-        what, fix: As given.
+        what: As given.
+        fix: As given.
         hint: What ``fix`` is where nothing better is known: how to debug it. Empty if nothing is.
 
     Example:

@@ -175,9 +175,9 @@ def main():
                 save_checkpoint(arguments.checkpoint, parts, progress)
         bar.close()
         if arguments.evaluate:
-            how = {"env_args": {**env_args, "n_envs": 10}, "agent_info": {"epsilon": 0.0}}
-            found = evaluate(q_network, create_env, arguments.evaluate, **how)
-            progress["evaluation"] = found.returns.tolist()
+            greedy = {"env_args": {**env_args, "n_envs": 10}, "agent_info": {"epsilon": 0.0}}
+            evaluation = evaluate(q_network, create_env, arguments.evaluate, **greedy)
+            progress["evaluation"] = evaluation.returns.tolist()
             print(f"average return of greedy episodes: {fmean(progress['evaluation']):.1f}")
         save_checkpoint(arguments.checkpoint, parts, progress)
 

@@ -53,7 +53,7 @@ class Hyperparameters:
 
 # rl-baselines3-zoo's (hyperparams/sac.yml, and the defaults of Stable-Baselines3).
 PENDULUM = Hyperparameters(20_000, actor_lr=1e-3, learning_starts=100, actor_period=1)
-LOW, HIGH = -5.0, 2.0  # limits of the logarithm of the standard deviation
+LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # of the normal distribution, before it is squashed
 GREEDY, SAMPLED, UNIFORM = 0, 1, 2  # how actions are chosen: agent_info["exploration"]
 
 
@@ -73,7 +73,7 @@ class Actor(nn.Module, Agent):
 
     def distribution(self, frame):
         mean, log_std = self.model(frame).chunk(2, -1)
-        return mean, LOW + 0.5 * (HIGH - LOW) * (log_std.tanh() + 1)
+        return mean, LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std.tanh() + 1)
 
     def __call__(self, state, observation, agent_info=None, history=None):
         mean, log_std = self.distribution(observation["frame"])
@@ -130,6 +130,7 @@ class Learner(nn.Module):
             for _ in range(self.hyper.actor_period):
                 self.learn_actor(batch["frame"])
         with torch.no_grad():
+            # A moving average of the critics, of all parameters in one call.
             targets, critics = self.target_critics.parameters(), self.critics.parameters()
             torch._foreach_lerp_(list(targets), list(critics), self.hyper.tau)
         return {"loss": loss, "value": values.mean(), "alpha": self.log_alpha.exp()}
@@ -245,9 +246,9 @@ def main():
                 save_checkpoint(arguments.checkpoint, parts, progress)
         bar.close()
         if arguments.evaluate:
-            how = {"env_args": {**env_args, "n_envs": 10}, "agent_info": {"exploration": GREEDY}}
-            found = evaluate(learner.actor, create_env, arguments.evaluate, **how)
-            progress["evaluation"] = found.returns.tolist()
+            greedy = {"env_args": {**env_args, "n_envs": 10}, "agent_info": {"exploration": GREEDY}}
+            evaluation = evaluate(learner.actor, create_env, arguments.evaluate, **greedy)
+            progress["evaluation"] = evaluation.returns.tolist()
             print(f"average return of greedy episodes: {fmean(progress['evaluation']):.1f}")
         save_checkpoint(arguments.checkpoint, parts, progress)
 

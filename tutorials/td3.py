@@ -65,8 +65,8 @@ PENDULUM = Hyperparameters(
     hidden_2=300,
 )
 # Standard deviations of the noise of actions: those that are taken, and those in targets, whose
-# noise is limited.
-NOISE, TARGET_NOISE, LIMIT = 0.1, 0.2, 0.5
+# noise is clipped.
+EXPLORATION_NOISE, TARGET_NOISE, NOISE_CLIP = 0.1, 0.2, 0.5
 GREEDY, NOISY, UNIFORM = 0, 1, 2  # how actions are chosen: agent_info["exploration"]
 
 
@@ -88,7 +88,7 @@ class Actor(nn.Module, Agent):
     def __call__(self, state, observation, agent_info=None, history=None):
         action, noise = self.model(observation["frame"]), observation["noise"]
         exploration = agent_info["exploration"].unsqueeze(1)
-        noisy, _ = sample_normal(action, torch.tensor(math.log(NOISE)), noise)
+        noisy, _ = sample_normal(action, torch.tensor(math.log(EXPLORATION_NOISE)), noise)
         action = torch.where(exploration == NOISY, noisy.clamp(-1, 1), action)
         action = torch.where(exploration == UNIFORM, 2 * noise - 1, action)
         return DictTensor(), DictTensor({"action": action}), DictTensor()
@@ -122,8 +122,9 @@ class Learner(nn.Module):
         """What the values of the actions in a batch should be: ``[B]``."""
         target_actor, target_critics = self.targets
         with torch.no_grad():
-            # Actions that are similar have similar values.
-            noise = (TARGET_NOISE * torch.randn_like(batch["action"])).clamp(-LIMIT, LIMIT)
+            # Target policy smoothing: similar actions should have similar values.
+            noise = TARGET_NOISE * torch.randn_like(batch["action"])
+            noise = noise.clamp(-NOISE_CLIP, NOISE_CLIP)
             next_action = (target_actor.model(batch["_frame"]) + noise).clamp(-1, 1)
             next_value = values_of(target_critics, batch["_frame"], next_action).amin(0)
         # What would have followed a time limit counts, what follows an end does not.
@@ -137,7 +138,7 @@ class Learner(nn.Module):
         if n_steps % self.hyper.actor_period == 0:
             action = self.actor.model(batch["frame"])
             self.step("actor", -values_of(self.critics[:1], batch["frame"], action).mean())
-            with torch.no_grad():
+            with torch.no_grad():  # a moving average, of all parameters in one call
                 followed = [*self.actor.parameters(), *self.critics.parameters()]
                 torch._foreach_lerp_(list(self.targets.parameters()), followed, self.hyper.tau)
         return {"loss": loss, "value": values.mean()}
@@ -246,9 +247,9 @@ def main():
                 save_checkpoint(arguments.checkpoint, parts, progress)
         bar.close()
         if arguments.evaluate:
-            how = {"env_args": {**env_args, "n_envs": 10}, "agent_info": {"exploration": GREEDY}}
-            found = evaluate(learner.actor, create_env, arguments.evaluate, **how)
-            progress["evaluation"] = found.returns.tolist()
+            greedy = {"env_args": {**env_args, "n_envs": 10}, "agent_info": {"exploration": GREEDY}}
+            evaluation = evaluate(learner.actor, create_env, arguments.evaluate, **greedy)
+            progress["evaluation"] = evaluation.returns.tolist()
             print(f"average return of greedy episodes: {fmean(progress['evaluation']):.1f}")
         save_checkpoint(arguments.checkpoint, parts, progress)
 

@@ -53,7 +53,8 @@ class GymEnv(VecEnv):
             info has no such key.
 
     Attributes:
-        observation_space, action_space: The environments' spaces, ``None`` if they have none.
+        observation_space: The environments' space of observations, ``None`` if they have none.
+        action_space: Their space of actions, ``None`` if they have none.
         action_structure: Structure of an action, ``None`` without an action space.
         keeps_results: Whether to keep ``results``.
         results: What the environments returned from the last call, one entry per lane.

@@ -81,7 +81,8 @@ class VectorGymEnv(VecEnv):
     Attributes:
         vector_env: The vector environment.
         seeding: ``"episode"``, ``"request"`` or ``"stream"``.
-        observation_space, action_space: The spaces of one lane.
+        observation_space: The space of one lane's observations.
+        action_space: The space of one lane's actions.
 
     Raises:
         SpecError: For anything but a vector environment, for spaces without a fixed shape, for an

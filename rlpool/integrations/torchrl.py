@@ -6,9 +6,9 @@
     frame, _frame                   "observation", ("next", "observation")
     image/left, _image/left         ("image", "left"), ("next", "image", "left")
     action, any output of the agent the same name
-    _reward, _terminated, ...       ("next", "reward"), ("next", "terminated"), ... with a last 1
-    reward, done, ...               "reward", "done", ... with a last 1
-    initial_state                   "is_init", with a last 1
+    _reward, _terminated, ...       ("next", "reward"), ("next", "terminated"), ... [B, T, 1]
+    reward, done, ...               "reward", "done", ... [B, T, 1]
+    initial_state                   "is_init", [B, T, 1]
     lengths                         ("collector", "mask"), bool [B, T]
     info                            ("info", ...), the same in every step of a row
     weight (of a pool's sample)     "priority_weight"

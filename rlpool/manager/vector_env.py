@@ -73,8 +73,10 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
         manager: The ``ParallelEnvManager`` that runs the workers: ``manager.workers`` are their
             handles.
         num_envs: Number of environments.
-        single_observation_space, single_action_space: The spaces of one environment.
-        observation_space, action_space: Those of the batch.
+        single_observation_space: That of one environment.
+        single_action_space: That of one environment.
+        observation_space: That of the batch.
+        action_space: That of the batch.
         metadata: The first environment's, and ``"autoreset_mode"``.
         render_mode: The first environment's.
         copy: As given.

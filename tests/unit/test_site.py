@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -132,3 +132,46 @@ def test_the_first_mention_of_a_name_leads_to_the_reference() -> None:
     assert linked("a `Pool`, a `Pool`") == "a [`Pool`][rlpool.Pool], a `Pool`"
     for untouched in ("# `Pool`", "```\n`Pool`\n```", "[`Pool`](pools.md)", "`no_name_of_rlpool`"):
         assert linked(untouched) == untouched
+
+
+def test_a_literal_block_that_is_no_program_is_not_coloured_as_one() -> None:
+    pytest.importorskip("mkdocs", reason='needs the extra docs: pip install "rlpool[docs]"')
+    hooks = load("docs/hooks.py")
+    assert "```text\n" in hooks.as_markdown(
+        "Names::\n\n    rlpool    TorchRL\n    frame     observation"
+    )
+    assert "```python\n" in hooks.as_markdown("So::\n\n    >>> 1 + 1\n    2")
+
+
+def test_a_link_under_the_name_of_a_document_gets_its_title() -> None:
+    pytest.importorskip("mkdocs", reason='needs the extra docs: pip install "rlpool[docs]"')
+    hooks, known = load("docs/hooks.py"), SimpleNamespace(get_file_from_path=lambda path: path)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="neighbours/sb3.md"))
+
+    def on_the_site(markdown: str) -> str:
+        return str(hooks.on_page_markdown(markdown, page=page, config=None, files=known))
+
+    assert on_the_site("see [../pools.md](../pools.md#x)") == "see [Replay pools](../pools.md#x)"
+    assert on_the_site("see [pools](../pools.md)") == "see [pools](../pools.md)"
+    assert on_the_site("[ppo.py](../../tutorials/ppo.py)") == "[ppo.py](../tutorials/ppo.md)"
+
+
+def test_defaults_are_shown_as_values() -> None:
+    pytest.importorskip("mkdocs", reason='needs the extra docs: pip install "rlpool[docs]"')
+    griffe = pytest.importorskip("griffe")
+    hooks = str(REPOSITORY / "docs" / "hooks.py")
+    extensions = griffe.load_extensions("unpack_typeddict", f"{hooks}:DefaultsAsValues")
+    rlpool = griffe.load(
+        "rlpool", search_paths=[REPOSITORY], extensions=extensions, docstring_parser="google"
+    )
+    function = rlpool["batch.batcher.EpisodeBatcher.__init__"]
+    defaults = {each.name: each.default for each in function.parameters}
+    assert defaults["timeout"] == "600.0"
+    assert defaults["max_restarts"] == "16"
+    assert defaults["on_worker_failure"] == "'restart'"
+    assert "..." not in map(str, defaults.values())
+    assert function.docstring is None  # its class explains all of them, once
+    (section,) = (
+        each for each in function.parent.docstring.parsed if each.kind.value == "parameters"
+    )
+    assert {each.name: each.value for each in section.value}["max_restarts"] == "16"
