@@ -125,6 +125,18 @@ class _Steps:
         array: Array = steps.numpy(force=True)
         return array
 
+    def actions(self, key: str) -> Array:
+        """Actions, of the shape that the buffer's space has."""
+        actions, space = self[key], self._buffer.action_space
+        is_cut = actions.dtype.kind == "f" and space.dtype.kind != "f"
+        if actions.shape[2:] != space.shape or is_cut:
+            raise SpecError(
+                f"{key!r} of the trajectories is {actions.dtype} with the shape "
+                f"{list(actions.shape[2:])}, the buffer has {space}",
+                fix="collect in environments like those that the model learns from",
+            )
+        return actions
+
     def observations(self, prefix: str = "") -> Observation:
         """Observations before the steps, or after them with the prefix ``_``."""
         space = self._buffer.observation_space
@@ -144,7 +156,7 @@ def _add_transitions(trajectories: TemporalDictTensor, buffer: Any) -> None:
             "that follows",
             fix="give it complete episodes, or windows of n_envs lanes",
         )
-    actions = steps["action"]
+    actions = steps.actions("action")
     if isinstance(buffer.action_space, spaces.Box):
         low, high = buffer.action_space.low, buffer.action_space.high
         actions = 2.0 * ((actions - low) / (high - low)) - 1.0
@@ -160,7 +172,7 @@ def _fill_rollouts(trajectories: TemporalDictTensor, buffer: Any, policy: Any) -
     """Fill a rollout buffer, and compute its returns and advantages."""
     steps = _Steps(trajectories, buffer, buffer.buffer_size)
     observations, done = steps.observations(), steps["_done"].astype(bool)
-    actions = steps["policy_action" if "policy_action" in steps else "action"]
+    actions = steps.actions("policy_action" if "policy_action" in steps else "action")
     rewards = steps["_reward"].astype(np.float32)
     keys = ("value", "log_probability")
     if all(key in steps for key in keys):

@@ -401,6 +401,28 @@ def test_another_environment_and_spaces_without_a_shape_are_refused() -> None:
         to_minari(episodes, "drift-v0", env)
 
 
+def test_steps_that_do_not_fit_the_spaces_are_refused(datasets: Path) -> None:
+    episodes = episodes_of(Drift, 4)
+    others = {
+        r"'frame'.* shape \[4\]": {"observation_space": gym.spaces.Box(-1, 1, (4,), np.float32)},
+        r"'frame' .* has uint8": {"observation_space": gym.spaces.Box(0, 255, (3,), np.uint8)},
+        r"'action' .*int64": {"action_space": gym.spaces.Discrete(2)},
+    }
+    for message, spaces in others.items():
+        env = Drift()
+        vars(env).update(spaces)
+        with pytest.raises(SpecError, match=message):
+            to_minari(episodes, "drift-v0", env)
+    dataset = to_minari(episodes, "drift-v0", Drift("double"))  # what GymEnv made of float64
+    assert dataset.total_episodes == 4
+
+
+@pytest.mark.parametrize("env", [None, 5, create_env(0, GymEnv, Drift)])
+def test_what_is_no_environment_is_refused(env: Any) -> None:
+    with pytest.raises(SpecError, match=r"env is .*\n.*pass an environment, its id or its spec"):
+        to_minari(episodes_of(Drift, 4), "drift-v0", env)
+
+
 def test_images_are_refused_by_a_minari_that_would_change_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
