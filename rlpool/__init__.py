@@ -48,6 +48,8 @@ from rlpool.manager.vector_env import ParallelVectorEnv
 from rlpool.meta.learner import AGENT_ARCHS, Learner, collect_rollouts_parallel
 from rlpool.meta.make import make_env, make_parallel_env
 from rlpool.meta.trials import VariBadWrapper
+from rlpool.observe.stats import Stats
+from rlpool.observe.trace import trace
 from rlpool.pool.pool import Pool
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.training.evaluation import Evaluation, evaluate
@@ -99,6 +101,7 @@ __all__ = [
     "Replay",
     "RlpoolError",
     "SpecError",
+    "Stats",
     "TemporalDictTensor",
     "UsageError",
     "VTrace",
@@ -134,6 +137,7 @@ __all__ = [
     "sample_tanh_normal",
     "shutdown",
     "suggest_workers",
+    "trace",
     "vtrace",
     "worker_count",
 ]

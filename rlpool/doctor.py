@@ -121,6 +121,7 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
     text = "print what this machine offers and which of its limits would be hit"
     commands = parser.add_subparsers(required=True, metavar="command")
     doctor = commands.add_parser("doctor", help=text, description=f"{text} (exit code 1)")
+    commands.add_parser("top", help="show what the workers of a running program do, by its pid")
     add_number = partial(doctor.add_argument, type=int, metavar="N")
     add_number("--workers", help="worker processes (default: all cores but two)")
     add_number("--slots", default=128, help="n_slots of a batcher (default: 128)")

@@ -21,6 +21,7 @@ from rlpool.machine.arguments import check_timeout, whole_number
 from rlpool.machine.main_guard import refuse_during_import
 from rlpool.machine.pickling import pickled, why_not
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
+from rlpool.observe.stats import Stats, StatsReader
 from rlpool.record.capsule_files import CrashDir
 from rlpool.seeding import root_from
 from rlpool.slots.blocks import Layout, StepSpecs
@@ -45,6 +46,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
     """The owner of a batcher's workers, who updates and closes them."""
 
     _dispatcher: RequestQueue | None = None
+    _stats_reader: StatsReader | None = None
 
     _ONE_SEED_PER_WORKER = True
     """Whether a list of ``seeds`` is as long as there are workers."""
@@ -86,6 +88,8 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             functions = pickled(parts, functions, fix=_HOW_TO_PICKLE)
         failing = policy, timeout if n_threads else None, crash_dir
         self._dispatcher = self._started(functions, n_timesteps, n_slots, n_threads, *failing)
+        if self._dispatcher.control is not None:
+            self._dispatcher.control.name = type(self).__name__
 
     def _started(
         self,
@@ -270,6 +274,35 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             what = f"{call} while {dispatcher.n_pending} results are pending"
             raise UsageError(what, fix="take them with get() first")
         return dispatcher
+
+    def stats(self) -> Stats:
+        """What the workers are doing, read from memory that they share: nobody waits for anybody.
+
+        ``python -m rlpool top`` shows the same numbers from outside the program.
+
+        Returns:
+            Numbers per worker and lane; rates and shares are those of the time since the previous
+            call, see ``WorkerStats``. With ``n_threads=0`` this process is worker 0, and whatever
+            it does outside of rlpool counts as waiting.
+
+        Raises:
+            UsageError: If the batcher is closed, or its workers are on other machines.
+
+        Example::
+
+            batcher.execute(n_episodes=1000)
+            for worker in batcher.stats().workers:
+                print(worker.state, worker.steps_per_s, worker.env_share)
+        """
+        control = self._open().control
+        if control is None:
+            raise UsageError(
+                "stats() reads the memory of this machine, and the workers are on others",
+                fix="run python -m rlpool top on a node",
+            )
+        if self._stats_reader is None:
+            self._stats_reader = StatsReader(control)
+        return self._stats_reader.read()
 
     def _stacks(self) -> str:
         return self._open().stacks()

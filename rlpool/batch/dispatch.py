@@ -85,6 +85,7 @@ class Dispatcher(RequestQueue):
         )
         self._processes = self._workers.processes
         self._agreement = self._workers.agreement
+        self.control = self._workers.control
         self.deliver_logs = self._processes.deliver_logs
         self.stacks = self._workers.stacks
         try:
@@ -266,11 +267,11 @@ class Dispatcher(RequestQueue):
     def _stop(self, request: Request) -> None:
         self._workers.stop(request)
 
-    def _n_finished(self, request: Request) -> int:
-        if request.block is None:
-            return 0
-        # An episode whose worker died just after its end is counted again when it is repeated.
-        return int(request.running_block.arrays.control["n_finished"].sum())
+    def n_finished(self, request: Request) -> int:
+        """See ``RequestQueue.n_finished``."""
+        if request.is_complete:
+            return request.n_rows
+        return self._workers.control.n_finished(request.number)
 
     def _abort(self) -> None:
         self._processes.abort()

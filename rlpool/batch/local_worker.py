@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from rlpool.batch.messages import Execute, Window
@@ -18,13 +17,15 @@ from rlpool.batch.worker import Collector
 from rlpool.errors import RlpoolError, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Memory
+from rlpool.observe.control import Control, State, Word
+from rlpool.observe.events import Kind
 from rlpool.record.failures import described
 from rlpool.record.tape import Tape
 from rlpool.seeding import OwnGenerators
 from rlpool.workers.lifecycle import Client
 from rlpool.workers.stacks import Stacks, own_stacks
 from rlpool.workers.wire import Done, Failed, Message, Ready
-from rlpool.workers.worker_process import CONTROL_COLUMNS, Control, Place
+from rlpool.workers.worker_process import Place
 
 
 class LocalClient(Client, Protocol):
@@ -45,6 +46,7 @@ class LocalWorker:
 
     Attributes:
         fatal: Why nothing will work any more.
+        control: The shared record.
     """
 
     n_workers = 1
@@ -57,14 +59,18 @@ class LocalWorker:
         self.fatal: RlpoolError | None = None
         self._client = client
         self._inbox: deque[tuple[Message, Memory | None]] = deque()
-        self._control = Control(np.zeros(CONTROL_COLUMNS, np.int64))
+        self.control = Control.create(1)
+        self.control.worker_starts(0)
+        self.control.rows[0, Word.PID] = os.getpid()
+        self.control.set_state(0, State.STARTING)
+        self._record = self.control.of_worker(0)
         # The worker's end of the line, which is the caller's as well.
         link: Any = SimpleNamespace(
             send=self._take, receive=self._inbox.popleft, poll=lambda: bool(self._inbox)
         )
         self._look: Callable[[], bool] | None = None  # somebody looks while it runs
         self._is_looking = False
-        self._collector = Collector(Place(0, 1, root), link, self._control, notice=self._notice)
+        self._collector = Collector(Place(0, 1, root), link, self._record, notice=self._notice)
         self._generators = OwnGenerators()
         self._is_closed = False
         self._is_at_work = False
@@ -88,6 +94,7 @@ class LocalWorker:
     def _take(self, message: Message) -> None:
         """Hand the worker's message to the caller's bookkeeping."""
         if isinstance(message, Ready):
+            self.control.set_state(0, State.UP)
             self._client.brief(0, message.report)
         elif isinstance(message, Failed) and message.command is None:
             self.fatal = message.error
@@ -182,7 +189,7 @@ class LocalWorker:
 
     def lane_in_use(self, worker: int) -> int:
         """The lane whose environment ran last."""
-        return int(self._control.lane[0])
+        return int(self._record.lane[0])
 
     def deliver_logs(self) -> None:
         """Do nothing: what is logged in this process needs no delivery."""
@@ -218,6 +225,7 @@ class LocalWorker:
             self._inbox.clear()
             with self._at_work():
                 self._collector.close()
+            self.control.close()
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -226,6 +234,7 @@ class LocalWorker:
             was_at_work, n_threads = self._is_at_work, torch.get_num_threads()
             try:
                 self._is_at_work = True
+                self._record.end_wait(Kind.WAIT_FOR_REQUEST)
                 if n_threads != 1:  # the bits of a result can depend on it
                     torch.set_num_threads(1)
                 yield
@@ -233,3 +242,5 @@ class LocalWorker:
                 self._is_at_work = was_at_work
                 if n_threads != 1:
                     torch.set_num_threads(n_threads)
+                if not was_at_work:
+                    self._record.begin_wait()

@@ -10,11 +10,12 @@ from rlpool.batch.messages import BeginsAgain, ChunksDone, Execute, Infos, Windo
 from rlpool.batch.shares import Shares
 from rlpool.envs.vec_env import Options
 from rlpool.loop.plan import Episode, Plan
+from rlpool.observe.control import WorkerRecord
 from rlpool.record.tape import Tape
 from rlpool.seeding import NoiseStarts, episode_seeds, noise_keys
 from rlpool.slots.blocks import Block
 from rlpool.workers.recycling import Recycling
-from rlpool.workers.worker_process import Control, Place
+from rlpool.workers.worker_process import Place
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Site:
     Attributes:
         place: Which worker it is.
         lock_fd: What workers lock to claim episodes, see ``Claims``.
-        control: Its shared numbers.
+        control: Its part of the shared record.
         recycling: Says when it should begin no further episode.
         send: Sends a message to the caller.
         read: Reads messages of the caller, waiting for one if told so; False if there was none.
@@ -34,7 +35,7 @@ class Site:
 
     place: Place
     lock_fd: int | None
-    control: Control
+    control: WorkerRecord
     recycling: Recycling
     send: Callable[[object], None]
     read: Callable[[bool], bool]

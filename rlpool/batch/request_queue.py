@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic_ns
 from typing import Any
 
 from rlpool.batch.progress import SHOW_EVERY_S, SoFar
@@ -18,6 +19,8 @@ from rlpool.batch.requests import Policy, Request
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError
 from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.observe.control import Control
+from rlpool.observe.events import Kind
 from rlpool.record.tape import Tape
 from rlpool.slots.blocks import BlockPool, StepSpecs
 
@@ -31,6 +34,7 @@ class RequestQueue(ABC):
         is_closed: Whether ``close`` was called.
         deliver_logs: Hands what was logged elsewhere to the loggers of this process.
         stacks: Returns what the workers are doing.
+        control: The shared record of the workers, ``None`` if they are on other machines.
     """
 
     deliver_logs: Callable[[], None]
@@ -41,6 +45,7 @@ class RequestQueue(ABC):
         self._pending: deque[Request] = deque()  # not yet handed to the user
         self._blocks: BlockPool | None = None
         self._n_requests = 0
+        self.control: Control | None = None
         self.policy = Policy()
         self.n_lanes = 0
         self.is_closed = False
@@ -79,7 +84,7 @@ class RequestQueue(ABC):
         """Let a request that runs come to an end."""
 
     @abstractmethod
-    def _n_finished(self, request: Request) -> int:
+    def n_finished(self, request: Request) -> int:
         """How many episodes of a request that runs are finished."""
 
     @property
@@ -178,6 +183,17 @@ class RequestQueue(ABC):
         return request
 
     def _wait_for(self, request: Request, look: Callable[[], None] | None) -> None:
+        events = None if self.control is None else self.control.events
+        if events is None:
+            self._wait_and_look(request, look)
+            return
+        began_ns = monotonic_ns()
+        try:
+            self._wait_and_look(request, look)
+        finally:
+            events.note(Kind.CALLER_WAITS, began_ns, monotonic_ns())
+
+    def _wait_and_look(self, request: Request, look: Callable[[], None] | None) -> None:
         if look is None:
             self.wait_until(lambda: self._is_settled(request))
             return
@@ -240,7 +256,7 @@ class RequestQueue(ABC):
         error = request.error or self.fatal
         if error is not None and not request.is_complete:
             raise error
-        return min(self._n_finished(request), request.n_rows), request.n_rows
+        return min(self.n_finished(request), request.n_rows), request.n_rows
 
     def so_far(self) -> SoFar:
         """How far the oldest request is, as far as that has been heard of."""
@@ -250,7 +266,7 @@ class RequestQueue(ABC):
         if request.trajectories is not None:
             n_steps = int(request.trajectories.lengths.sum())
             return SoFar(request.n_rows, request.n_rows, n_steps, True)
-        n_finished = min(self._n_finished(request), request.n_rows)
+        n_finished = min(self.n_finished(request), request.n_rows)
         return SoFar(n_finished, request.n_rows, request.n_steps, False)
 
     # The bookkeeping ----------------------------------------------------------------------------

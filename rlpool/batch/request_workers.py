@@ -86,6 +86,7 @@ class RequestWorkers:
 
     Attributes:
         processes: The workers.
+        control: What they do.
         agreement: What a step consists of.
         crash_files: Where capsules are written.
         running: Requests that were sent, and are not yet done in every worker.
@@ -124,6 +125,7 @@ class RequestWorkers:
             note_source(self)
         else:
             self.processes = LocalWorker(root, self)
+        self.control = self.processes.control
         self.agreement = Agreement(self.processes)
 
     def start(self, wake_fd: int = -1) -> None:
@@ -190,6 +192,7 @@ class RequestWorkers:
         """
         request.remaining.update(request.takers(self.processes.n_workers))
         self.running.append(request)
+        self.control.request_begins(request.number, request.n_rows)
         for worker in self.processes.up:
             if worker in request.remaining:
                 self._send_to(worker, request, gone)
@@ -297,6 +300,7 @@ class RequestWorkers:
             request.strays.add(worker)
         if not request.remaining:
             self.running.remove(request)
+            self.control.request_ends(request.number, request.error is None)
             request.drop_payloads()
             self._owner.over(request)
 
@@ -315,6 +319,8 @@ class RequestWorkers:
             if not request.error and not request.can_be_repeated():
                 request.error = failure or _cannot_go_on(worker)
                 self.stop(request)
+            if request.running_block.layout.step.resets_together:
+                self.control.forget_finished(request.number, worker)
             if not request.give_back(worker) or request.error:
                 self._note_done(worker, request.number)
 

@@ -299,10 +299,8 @@ class EpisodeRequest(Request):
 
     def _give_back_share(self, worker: int) -> bool:
         """Let a successor run all that a dead worker had to run."""
-        control = self.running_block.arrays.control
         share = self._shares.of(worker)
         self._note_writing(worker)
-        control["n_finished"][worker] = 0
         self._arrived[share] = False
         self.drop_chunks(share)
         return bool(share)

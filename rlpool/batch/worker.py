@@ -34,6 +34,8 @@ from rlpool.loop.plan import Plan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
 from rlpool.memory.storage import Memory
+from rlpool.observe.control import WorkerRecord
+from rlpool.observe.events import Kind
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT, agent_error, described, text_of
 from rlpool.record.tape import Tape
 from rlpool.seeding import episode_seeds, probe_seed, seed_generators
@@ -42,7 +44,7 @@ from rlpool.workers.payload import Payload, unpack
 from rlpool.workers.recycling import Recycling
 from rlpool.workers.speedups import FastSeeding, install_fast_checks
 from rlpool.workers.wire import Close, Done, Failed, Message, Pipe, Ready, Retiring
-from rlpool.workers.worker_process import Control, Place, called, run, settle_in
+from rlpool.workers.worker_process import Place, called, run, settle_in
 
 _HASHED_AT_ONCE = 1024
 """Seeds of episodes: enough that the cost per request no longer matters."""
@@ -54,7 +56,7 @@ def main(place: Place, connection: Connection, control_fd: int) -> None:
     Args:
         place: Which worker it is.
         connection: The worker's end of its pipe.
-        control_fd: Descriptor of the shared numbers.
+        control_fd: Descriptor of the shared record.
     """
     # A second descriptor stays open for locking the file behind it.
     lock_fd = os.dup(control_fd) if place.n_workers > 1 else None
@@ -123,7 +125,7 @@ class Collector:
     Args:
         place: Which worker it is.
         link: The line to the caller.
-        control: The worker's shared numbers.
+        control: The worker's part of the shared record.
         lock_fd: What workers lock to claim episodes, see ``Claims``.
         seeding: Is told the seeds of the episodes to come.
         notice: Is called when episodes have ended.
@@ -137,7 +139,7 @@ class Collector:
         self,
         place: Place,
         link: Pipe,
-        control: Control,
+        control: WorkerRecord,
         lock_fd: int | None = None,
         seeding: FastSeeding | None = None,
         notice: Callable[[], None] = lambda: None,
@@ -177,8 +179,12 @@ class Collector:
 
     def serve(self) -> None:
         """Carry out messages until told to close."""
-        while self.handle(*self.inbox.receive()):
-            pass
+        goes_on = True
+        while goes_on:
+            self._control.begin_wait()
+            message, memory = self.inbox.receive()
+            self._control.end_wait(Kind.WAIT_FOR_REQUEST)
+            goes_on = self.handle(message, memory)
 
     def handle(self, message: Message, memory: Memory | None) -> bool:
         """Carry out one message; False if this worker is to end now."""
@@ -248,7 +254,7 @@ class Collector:
         what, fix = _agent_problem(agent)
         if what:
             raise WorkerStartupError(what, where=self._here, fix=fix)
-        self._rollout = Rollout(agent, env, self._place.worker, self._control.steps, seed)
+        self._rollout = Rollout(agent, env, self._place.worker, self._control, seed)
 
     def _probed(self, infos: Infos | None) -> Report:
         """Learn the keys, with the infos of the first lanes if there are any."""
@@ -374,6 +380,7 @@ class Collector:
         return error.reworded(hint=LOCAL_HINT) if is_here else error
 
     def _plan_of(self, message: Execute | Window, memory: Memory | None) -> Plan:
+        self._control.follow_trace()
         infos, tapes = _infos(message.payload, memory)
         block = self._blocks[message.block]
         if isinstance(message, Window):

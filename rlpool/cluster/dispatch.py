@@ -209,7 +209,8 @@ class ClusterDispatcher(RequestQueue):
                     del node.flights[n]
         request.release()
 
-    def _n_finished(self, request: Request) -> int:
+    def n_finished(self, request: Request) -> int:
+        """See ``RequestQueue.n_finished``."""
         n_finished = request.n_there if isinstance(request, Divided) else 0
         for node in self._nodes.values():
             for number, flight in node.flights.items():

@@ -162,9 +162,7 @@ class NodeWorkers:
         """What this node is doing, as far as shared memory shows."""
         n_finished = {}
         for run in list(self._runs):
-            with suppress(LookupError):  # it has no block, or none any more
-                control = run.request.running_block.arrays.control
-                n_finished[run.shard.number] = int(control["n_finished"].sum())
+            n_finished[run.shard.number] = self._dispatcher.n_finished(run.request)
         return Look(n_finished, self._dispatcher.n_restarts if self._is_ready else 0)
 
     def stacks(self) -> str:

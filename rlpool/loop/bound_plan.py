@@ -9,6 +9,7 @@ import numpy as np
 
 from rlpool.loop.plan import Episode, Plan
 from rlpool.memory.storage import Array
+from rlpool.observe.control import MAX_REQUESTS, WorkerRecord
 from rlpool.record.tape import Tape
 from rlpool.slots.writer import SlotWriter
 
@@ -59,6 +60,7 @@ class BoundPlan:
         plan: The plan.
         writer: Writes into its block.
         n_lanes: Number of lanes.
+        record: Is told what they do.
 
     Attributes:
         plan: The plan.
@@ -70,7 +72,7 @@ class BoundPlan:
         restarts: Whether lanes restart inside a slot.
     """
 
-    def __init__(self, plan: Plan, writer: SlotWriter, n_lanes: int) -> None:
+    def __init__(self, plan: Plan, writer: SlotWriter, n_lanes: int, record: WorkerRecord) -> None:
         self.plan = plan
         self.writer = writer
         control, worker = plan.arrays.control, plan.worker
@@ -83,11 +85,11 @@ class BoundPlan:
         self.strides = np.zeros(n_lanes, np.int64)
         self.n_lanes = 0
         # As memoryviews: single numbers are read and written faster that way.
-        self._n_finished = control["n_finished"][worker : worker + 1].data
         self._running = control["running"][worker].data
         self._steps_before = control["steps_before"][worker].data
         self._slot, self._row, self._stride = self._slots.data, self.rows.data, self.strides.data
         self._spare_row = self._spare_rows.data
+        self._record, self._entry = record, record.entry_of(plan.number)
 
     def enter_slot(self, lane: int, running: Lane) -> None:
         """Let a lane write into the slot of what it runs, from the first row."""
@@ -98,27 +100,48 @@ class BoundPlan:
         self.n_lanes += 1
         self._running[lane] = running.episode.number
         self._steps_before[lane] = running.steps_before
+        self._note_begin(lane, running, running.steps_before)
+
+    def end_in_slot(self, lane: int, running: Lane) -> None:
+        """Record that a lane has ended an episode in the middle of its slot."""
+        self._record.lane_ends(lane, self._n_steps(lane, running), MAX_REQUESTS)
 
     def restart_in_slot(self, lane: int, running: Lane) -> None:
         """Let a lane go on writing into its slot, with its next episode."""
         self._steps_before[lane] = running.steps_before
+        self._note_begin(lane, running, 0)
+
+    def _note_begin(self, lane: int, running: Lane, n_steps: int) -> None:
+        """Record that a lane begins an episode, or goes on with one.
+
+        All episodes of a lane that restarts are those of one row, so they are counted.
+        """
+        episode = running.episode
+        number = episode.n_restarts if self.restarts else episode.number
+        self._record.lane_begins(lane, self.plan.number, number, n_steps)
 
     def complete_slot(self, lane: int, running: Lane, length: int) -> None:
         """Complete the slot of a lane, which leaves it."""
         self.writer.complete(running.slot, lane, length, running.steps_before == 0)
         self._leave(lane)
 
-    def finish_episode(self, lane: int) -> None:
-        """Count the episode of a lane as finished."""
+    def pause_episode(self, lane: int, running: Lane) -> None:
+        """Record that a lane waits for a slot in which its episode goes on."""
+        self._record.lane_pauses(lane, running.steps_before)
+
+    def finish_episode(self, lane: int, n_steps: int) -> None:
+        """Count the episode of a lane as finished, after so many steps."""
         self._running[lane] = -1
-        self._n_finished[0] += 1
+        self._record.lane_ends(lane, n_steps, self._entry)
 
     def abandon(self, lane: int, running: Lane) -> None:
         """Let a lane leave its slot, if it is in one, whose contents are lost."""
+        n_steps = self._n_steps(lane, running)
         if running.parked is None:
             self.writer.abandon(running.slot, self.steps_in_slot(lane, running))
             self._leave(lane)
         self._running[lane] = -1
+        self._record.lane_gives_up(lane, n_steps)
 
     def _leave(self, lane: int) -> None:
         self._row[lane] = self._spare_row[lane]
@@ -135,6 +158,11 @@ class BoundPlan:
         """Rows of its slot that a lane has filled."""
         steps: int = self._row[lane] - running.slot * self._n_timesteps
         return steps
+
+    def _n_steps(self, lane: int, running: Lane) -> int:
+        """Steps of the episode of a lane."""
+        in_slot = self.steps_in_slot(lane, running) if running.parked is None else 0
+        return running.steps_before + in_slot
 
     def is_full(self, lane: int, running: Lane) -> bool:
         """Whether a lane has filled its slot."""

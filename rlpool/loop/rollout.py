@@ -14,7 +14,7 @@ plan leaves idle begin with the next one, so that several may be under way. Each
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, MutableSequence, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -30,6 +30,8 @@ from rlpool.loop.crash_scene import CrashScene
 from rlpool.loop.plan import Plan, PlanQueue
 from rlpool.loop.probe import probe
 from rlpool.memory.storage import Array
+from rlpool.observe.control import WorkerRecord
+from rlpool.observe.events import Kind
 from rlpool.record.failures import env_error
 from rlpool.record.repeat import take_over_together
 from rlpool.record.tape import Tape
@@ -46,7 +48,7 @@ class Rollout:
         agent: The agent.
         env: The environments.
         worker: Number of the worker, for error messages.
-        progress: One element that counts the steps; the caller watches it.
+        record: Is told what the rollout does; the caller watches it. By default a new one.
         worker_seed: The ``seed`` that ``env`` was created with, for crash capsules.
     """
 
@@ -55,13 +57,14 @@ class Rollout:
         agent: Agent,
         env: VecEnv,
         worker: int = 0,
-        progress: MutableSequence[int] | memoryview | None = None,
+        record: WorkerRecord | None = None,
         worker_seed: int | None = None,
     ) -> None:
         self._env = env
         self._scene = CrashScene(env, worker_seed)
         self._worker = worker
-        self._progress = progress if progress is not None else [0]
+        self._record = record if record is not None else WorkerRecord.private()
+        self._record.begin_lanes(env.n_lanes)
         self._n_lanes = env.n_lanes
         self._driver = AgentDriver(agent, env.n_lanes)
         self._noise = NoiseStream(env.n_lanes, agent.n_noise) if agent.n_noise else None
@@ -128,9 +131,11 @@ class Rollout:
                         self._go_on()
                         is_at_end = True
                     except LaneError as error:
+                        self._record.end_calls()
                         self._drop_failed(error)
         finally:
             if not is_at_end:
+                self._record.end_calls()
                 self.abandon()
             self._bound.clear()
             self._held = None
@@ -152,10 +157,10 @@ class Rollout:
                 step()
                 if self._waiting and self._has_news():
                     self._fill_lanes()
-            elif any(bound.plan.wait() for bound in self._bound) or self._bind_next() is not None:
+            elif self._wait() or self._bind_next() is not None:
                 self._fill_lanes()
             elif self._bound and self._advance():
-                self._progress[0] += 1
+                self._record.steps[0] += 1
                 self._fill_lanes()
             elif self._bound:
                 raise RuntimeError("no lane runs any of the plans, and they are not over")
@@ -166,6 +171,13 @@ class Rollout:
         """See ``VecEnv.advance``."""
         self._save_parked()
         return self._env.advance()
+
+    def _wait(self) -> bool:
+        """Wait for slots, when no lane can step; False if there is nothing to wait for."""
+        self._record.begin_wait()
+        has_waited = any(bound.plan.wait() for bound in self._bound)
+        self._record.end_wait(Kind.WAIT_FOR_SLOT)
+        return has_waited
 
     def tapes(self) -> dict[int, Tape]:
         """By lane, what the episodes have done so far that go on with the next window."""
@@ -247,7 +259,7 @@ class Rollout:
             return None
         if plan.begins_anew:
             self._env.begin_anew()
-        bound = BoundPlan(plan, self._writer_of(plan), self._n_lanes)
+        bound = BoundPlan(plan, self._writer_of(plan), self._n_lanes, self._record)
         if not self._bound:
             self._continue_with(bound)
         self._bound.append(bound)
@@ -287,7 +299,7 @@ class Rollout:
             lane: Where(self._worker, lane, episodes[lane].number, 0, tape.seed, tape.options)
             for lane, tape in tapes.items()
         }
-        take_over_together(self._env, tapes, wheres, self._progress)
+        take_over_together(self._env, tapes, wheres, self._record.steps)
         for lane, tape in tapes.items():
             episode = episodes[lane]
             self._infos.show(plan.agent_info or {}, {lane: episode.number})
@@ -341,7 +353,11 @@ class Rollout:
     def _step(self) -> None:
         """Step all live lanes together."""
         outputs = self._act()
+        record, n_lanes = self._record, len(self._live)
+        began_ns = record.begin_call(record.env_ns)
         ended = self._env.step_lanes(self._live, outputs)
+        record.end_call(record.env_ns, began_ns, Kind.STEP, n_lanes)
+        record.n_steps[0] += n_lanes
         for bound in self._bound:
             bound.writer.write_after(bound.rows)
             np.add(bound.rows, bound.strides, out=bound.rows)
@@ -359,11 +375,16 @@ class Rollout:
         env = self._env
         free = [lane for lane in self._live if lane not in self._stepping]
         outputs = self._act(free) if free else {}
+        record = self._record
+        began_ns = record.begin_call(record.env_ns)
         ready = env.step_some(env.min_ready or 1, free, outputs)
+        record.end_call(record.env_ns, began_ns, Kind.STEP, len(ready))
         self._stepping.update(free)
         # A lane may still be stepping for a cancelled plan.
         ready = [lane for lane in ready if lane in self._stepping]
         self._stepping.difference_update(ready)
+        record.first_steps[list(self._stepping)] += 1  # these have not made this step yet
+        record.n_steps[0] += len(ready)
         for bound in self._bound:
             bound.writer.write_after(bound.rows_of(ready))
             bound.rows[ready] += bound.strides[ready]
@@ -386,7 +407,10 @@ class Rollout:
             history = self._history.view({**self._current, **driver.state})
             # Copied before the agent can change it.
             before = {key: np.array(array) for key, array in self._current.items()}
+        record = self._record
+        began_ns = record.begin_call(record.agent_ns)
         outputs = driver.act(self._observation, self._infos.tensors, history)
+        record.end_call(record.agent_ns, began_ns, Kind.AGENT, len(self._live))
         if driver.state:
             for lane in starting:
                 for bound in self._bound:
@@ -405,7 +429,7 @@ class Rollout:
         return [(bound.writer, bound.rows_of(lanes)) for bound in self._bound]
 
     def _conclude(self, ended: Sequence[int]) -> None:
-        self._progress[0] += 1
+        self._record.steps[0] += 1
         self._steps_until_full -= 1
         if ended or not self._steps_until_full:
             self._turn_over(ended)
@@ -450,12 +474,13 @@ class Rollout:
         self._waiting.append(lane)
         if is_last:
             del self._lanes[lane]  # last: if interrupted before, the slot is marked as dirty
-            bound.finish_episode(lane)
+            bound.finish_episode(lane, running.steps_before + length)
         else:
             running.steps_before += length
             running.chunk += 1
             running.parked = []
             self._unsaved.add(lane)
+            bound.pause_episode(lane, running)
         bound.plan.chunk_done(running.episode.number, slot, chunk, is_last)
 
     def _fill_lanes(self) -> None:
@@ -535,6 +560,7 @@ class Rollout:
         for lane in lanes:
             episodes[lane] = running = self._lanes[lane]
             bound = running.bound
+            bound.end_in_slot(lane, running)
             running.episode = bound.plan.restarted(lane, running.episode)
             running.tape = None
             running.steps_before = -bound.steps_in_slot(lane, running)
@@ -546,7 +572,10 @@ class Rollout:
         episodes = [starting[lane].episode for lane in lanes]
         seeds = [episode.seed for episode in episodes]
         options = [episode.options for episode in episodes]
+        record = self._record
+        began_ns = record.begin_call(record.env_ns)
         self._env.reset_lanes(lanes, seeds, options)
+        record.end_call(record.env_ns, began_ns, Kind.RESET, len(lanes))
         for bound in self._bound:
             agent_info = bound.plan.agent_info or {}
             if agent_info or self._infos.arrays:

@@ -25,6 +25,7 @@ from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.remotes import Remote, WorkerHandle
 from rlpool.manager.stepper import Kind, Stepper
 from rlpool.memory.storage import Array
+from rlpool.observe.stats import Stats, StatsReader
 from rlpool.record.capsule_files import CrashDir
 from rlpool.specs import (
     TensorSpec,
@@ -187,6 +188,8 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             self._workers.close()
             raise
         self.num_envs = self.n_lanes
+        self._workers.processes.control.name = type(self).__name__
+        self._stats_reader = StatsReader(self._workers.processes.control)
         self.workers = [WorkerHandle(self._workers, w) for w in range(self._workers.n_workers)]
         self.remotes = [
             Remote(self._workers, self._stepper, lane, self.action_space)
@@ -471,6 +474,17 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             half = self._half_step = actions, super()._stepped(actions)
         self._stepper.open = None
         return half[1]
+
+    def stats(self) -> Stats:
+        """What the workers are doing, see ``Batcher.stats``; without episodes, lanes and waiting.
+
+        Only time in steps counts as that of the environments; all the rest is not told apart.
+
+        Raises:
+            UsageError: If the manager is closed.
+        """
+        self._workers.check_open()
+        return self._stats_reader.read()
 
     def _stacks(self) -> str:
         if self._workers.closed:

@@ -14,20 +14,21 @@ from rlpool.envs.gym_env import GymEnv, all_tasks, is_environment
 from rlpool.envs.vec_env import LaneError
 from rlpool.errors import SpecError, Where, WorkerStartupError
 from rlpool.manager.messages import Report, Setup
+from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import env_error, text_of
 from rlpool.seeding import probe_seed, root_from, seed_generators
-from rlpool.workers.worker_process import Control, Place, called
+from rlpool.workers.worker_process import Place, called
 
 _LOG = logging.getLogger("rlpool")
 
 
-def made_environments(setup: Setup, place: Place, control: Control) -> GymEnv:
+def made_environments(setup: Setup, place: Place, control: WorkerRecord) -> GymEnv:
     """Make a worker's environments.
 
     Args:
         setup: What to make.
         place: Which worker makes them.
-        control: Its shared numbers.
+        control: Its part of the shared record.
 
     Raises:
         WorkerStartupError: If that failed.

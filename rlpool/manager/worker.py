@@ -6,6 +6,7 @@ import pickle
 import select
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
+from time import monotonic_ns
 from typing import Any
 
 import cloudpickle
@@ -28,6 +29,7 @@ from rlpool.manager.messages import (
 )
 from rlpool.manager.startup import made_environments, report_of
 from rlpool.memory.storage import Array, Memory
+from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import described, env_error, text_of
 from rlpool.record.repeat import batch_of, take_over
 from rlpool.record.tape import action_row
@@ -37,7 +39,7 @@ from rlpool.workers.recycling import Recycling
 from rlpool.workers.speedups import FastSeeding, install_fast_checks
 from rlpool.workers.wake import Wake
 from rlpool.workers.wire import Close, Failed, Message, Pipe, Ready, Retiring
-from rlpool.workers.worker_process import Control, Place, run, settle_in
+from rlpool.workers.worker_process import Place, run, settle_in
 
 _LONGEST_SLEEP_S = 3600.0
 """Of a worker that waits; nothing happens at the end of it."""
@@ -60,7 +62,7 @@ def main(wake: Wake, done: Wake, place: Place, connection: Connection, control_f
         done: Is signalled when a command is carried out, for a caller that sleeps.
         place: Which worker it is.
         connection: The worker's end of its pipe.
-        control_fd: Descriptor of the shared numbers.
+        control_fd: Descriptor of the shared record.
     """
     control = settle_in(place, control_fd)
     run(EnvServer(place, Pipe(connection), control, wake, done))
@@ -72,7 +74,7 @@ class EnvServer:
     Args:
         place: Which worker it is.
         pipe: The line to the caller.
-        control: Its shared numbers.
+        control: Its part of the shared record.
         wake: What it waits for, beside its pipe.
         done: Is signalled when a command is carried out.
     """
@@ -81,7 +83,9 @@ class EnvServer:
     _is_over = False
     _n_seen = 0  # number of the last step
 
-    def __init__(self, place: Place, pipe: Pipe, control: Control, wake: Wake, done: Wake) -> None:
+    def __init__(
+        self, place: Place, pipe: Pipe, control: WorkerRecord, wake: Wake, done: Wake
+    ) -> None:
         self._place = place
         self._me = place.worker
         self._pipe = pipe
@@ -264,9 +268,14 @@ class EnvServer:
             self._conclude(number, FAILED)
             return
         outcome = NONE_ENDED
+        record = self._control
+        record.env_ns[0] -= monotonic_ns()
         try:
             ended = self._env.step_lanes(lanes, self._buffers.action)
+            record.env_ns[0] += monotonic_ns()
+            record.n_steps[0] += len(lanes)
         except LaneError as error:
+            record.end_calls()
             self._report(number, error)
             outcome = FAILED
         else:

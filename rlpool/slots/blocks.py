@@ -165,7 +165,6 @@ class Layout:
             "slot": (self.n_workers, self.step.n_lanes),  # the slot that each lane writes to
             "row": (self.n_workers, self.step.n_lanes),  # slot * n_timesteps + step, of each lane
             "steps_before": (self.n_workers, self.step.n_lanes),  # steps in earlier slots
-            "n_finished": (self.n_workers,),  # episodes each worker has finished
             "cancelled": (1,),
         }
         return {key: TensorSpec(shape, _INT64) for key, shape in shapes.items()}
@@ -321,7 +320,7 @@ class Block:
         """Begin a request's use."""
         self.is_taken = True
         control = self.arrays.control
-        for name in ("length", "whole", "claim", "n_finished", "cancelled"):
+        for name in ("length", "whole", "claim", "cancelled"):
             control[name][:] = 0
         control["running"][:] = -1
 

@@ -20,12 +20,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from enum import Enum
 from multiprocessing.context import SpawnProcess
 from multiprocessing.util import Finalize, is_exiting
 from typing import Any, Protocol
-
-import numpy as np
 
 from rlpool.errors import (
     RlpoolError,
@@ -38,7 +35,8 @@ from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.limits import process_activity
 from rlpool.machine.main_guard import missing_guard_error
 from rlpool.machine.worker_limits import refuse_small_limit
-from rlpool.memory.storage import Array, Memory
+from rlpool.memory.storage import Memory
+from rlpool.observe.control import Control, State, Word
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
 from rlpool.workers.hang_watch import HangWatch
 from rlpool.workers.logs import Logs
@@ -46,7 +44,7 @@ from rlpool.workers.process_end import end_all, reap, signal_name
 from rlpool.workers.process_start import launch, prepare, reap_template, starting_processes
 from rlpool.workers.stacks import Stacks, ask
 from rlpool.workers.wire import CallerPipe, Failed, Message, Ready, Retiring
-from rlpool.workers.worker_process import CONTROL_COLUMNS, Place, WorkerMain
+from rlpool.workers.worker_process import Place, WorkerMain
 
 _LOG = logging.getLogger("rlpool")
 
@@ -63,15 +61,6 @@ _OUT_OF_MEMORY = (
     "most likely the system ran out of memory (dmesg shows it): run fewer workers, "
     "or set max_rss_bytes"
 )
-
-
-class State(Enum):
-    """What a worker is doing."""
-
-    DOWN = 0
-    STARTING = 1
-    UP = 2
-    LEAVING = 3
 
 
 class Life:
@@ -132,7 +121,7 @@ class Workers:
     """Worker processes, and the caller's ends of their pipes.
 
     Each worker costs the caller three descriptors: its pipe, and two by which multiprocessing lets
-    caller and worker notice each other's end. The shared numbers, the log file and the poller cost
+    caller and worker notice each other's end. The shared record, the log file and the poller cost
     one each.
 
     Nothing happens in the background: a caller that waits calls ``poll`` or ``wait_until``.
@@ -149,7 +138,8 @@ class Workers:
 
     Attributes:
         fatal: Why nothing works any more.
-        control_fd: Descriptor of the shared numbers, for locks.
+        control: The shared record.
+        control_fd: Its descriptor, for locks.
         all_up: Whether every worker is ready.
     """
 
@@ -182,10 +172,8 @@ class Workers:
         self._look_for_ends_s = 0.0
         self._worker_of: dict[int, int] = {}  # descriptor: worker
         self._wake_fd = -1
-        n_bytes = n_workers * CONTROL_COLUMNS * np.dtype(np.int64).itemsize
-        self._control = Memory.shared(n_bytes, "rlpool-control")
-        self.control_fd = self._control.fd
-        self._numbers: Array = self._control.root().view(np.int64).reshape(n_workers, -1)
+        self.control = Control.create(n_workers)
+        self.control_fd = self.control.fd
         self._logs = Logs(n_workers)
         self.deliver_logs = self._logs.deliver
         # Runs once: on close(), when this object is collected, or before multiprocessing waits for
@@ -417,6 +405,7 @@ class Workers:
     def _set_state(self, life: Life, state: State, seconds: float = math.inf) -> None:
         """Change a worker's state, for some time if it is down or leaving."""
         life.state, life.deadline_s = state, time.monotonic() + seconds
+        self.control.set_state(life.worker, state)
         self.all_up = all(life.state is State.UP or life.is_dismissed for life in self._lives)
 
     # Ending and starting ------------------------------------------------------------------------
@@ -475,7 +464,7 @@ class Workers:
             if not self._policy.restarts_on(failure):
                 self.fatal = failure
                 return
-            if self._numbers[life.worker, 2]:  # messages come only after whole requests
+            if self.control.rows[life.worker, Word.DONE]:  # messages come only after whole requests
                 self.note_success(life.worker)
             self._restart(life, failure)
 
@@ -531,7 +520,7 @@ class Workers:
         """
         before, start_method = life.process, self._policy.start_method
         prepare(start_method)
-        self._numbers[life.worker] = 0
+        self.control.worker_starts(life.worker)
         self._watch.forget(life.worker)
         place = Place(life.worker, self.n_workers, self._root, self._policy, self._n_before)
         with starting_processes():
@@ -539,6 +528,7 @@ class Workers:
             life.pipe, life.process = launch(
                 self._runs[life.worker], place, logs, self.control_fd, start_method
             )
+            self.control.rows[life.worker, Word.PID] = life.process.pid or 0
             self._set_state(life, State.STARTING)
             self._watch_process(life.worker, life.pipe, life.process)
             try:
@@ -584,15 +574,16 @@ class Workers:
         It counts steps, and the lane within a step, as each of many lanes may be slow. While a
         worker starts it is the processor time, as a negative number, or 0 if that is unknown.
         """
-        progress: list[int] = ((self._numbers[:, 0] << 20) + self._numbers[:, 1]).tolist()
+        rows = self.control.rows
+        progress: list[int] = ((rows[:, Word.STEPS] << 20) + rows[:, Word.LANE]).tolist()
         for life in self._lives:
-            if not self._numbers[life.worker, 0] and life.pipe is not None and life.process:
+            if not rows[life.worker, Word.STEPS] and life.pipe is not None and life.process:
                 progress[life.worker] = -process_activity(life.process.pid)
         return progress
 
     def lane_in_use(self, worker: int) -> int:
         """The lane whose environment a worker ran last."""
-        return int(self._numbers[worker, 1])
+        return int(self.control.rows[worker, Word.LANE])
 
     def stacks(self) -> list[Stacks]:
         """What each worker is doing; may be called from a signal handler."""
@@ -617,7 +608,7 @@ class Workers:
         self._end()
         self._poller = None
         reap_template()
-        self._control.close_fd()
+        self.control.close()
 
 
 def _close(lives: list[Life], logs: Logs) -> None:

@@ -129,7 +129,7 @@ def launch(
         run: The main function of the process.
         place: Which worker it is.
         logs: Its end of the log file.
-        control_fd: Descriptor of the shared numbers.
+        control_fd: Descriptor of the shared record.
         start_method: One of ``START_METHODS``.
 
     Raises:

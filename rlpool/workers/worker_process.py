@@ -10,11 +10,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from rlpool.errors import Where, WorkerStartupError
-from rlpool.memory.storage import Array, Memory
+from rlpool.observe.control import WorkerRecord, worker_record
 from rlpool.record.failures import described, text_of
 from rlpool.seeding import seed_generators, worker_seed
 from rlpool.workers.failure_policy import FailurePolicy
@@ -22,9 +21,6 @@ from rlpool.workers.logs import WorkerLogs
 from rlpool.workers.parent_death import end_with_parent
 from rlpool.workers.process_title import set_title
 from rlpool.workers.stacks import WorkerStacks
-
-CONTROL_COLUMNS = 3
-"""Shared int64 numbers per worker: steps done (1 when it begins), lane in use, work done."""
 
 
 class Place(NamedTuple):
@@ -48,23 +44,6 @@ class Place(NamedTuple):
     def seed(self) -> int:
         """See ``worker_seed``."""
         return worker_seed(self.root, self.n_before + self.worker)
-
-
-class Control:
-    """A worker's row of the shared numbers.
-
-    Args:
-        row: int64 ``[CONTROL_COLUMNS]``.
-
-    Attributes:
-        steps: One element, which counts resets and steps.
-        lane: One element: the lane whose environment runs.
-        done: One element, which counts completed episodes and commands.
-    """
-
-    def __init__(self, row: Array) -> None:
-        numbers = row.data
-        self.steps, self.lane, self.done = numbers[0:1], numbers[1:2], numbers[2:3]
 
 
 WorkerMain = Callable[[Place, Connection, int], None]
@@ -105,12 +84,12 @@ class Server(Protocol):
         """Close environments and agent."""
 
 
-def settle_in(place: Place, control_fd: int) -> Control:
+def settle_in(place: Place, control_fd: int) -> WorkerRecord:
     """Make this process a worker: signals, the parent's end, threads, seeds.
 
     Args:
         place: Which worker it is.
-        control_fd: Descriptor of the shared numbers of all workers; closed here.
+        control_fd: Descriptor of the shared record of all workers; closed here.
     """
     set_title(f"rlpool-worker-{place.worker}")
     # Ctrl-C goes to the whole foreground group; the caller decides what happens to its workers.
@@ -124,11 +103,9 @@ def settle_in(place: Place, control_fd: int) -> Control:
     seed_generators(seed)
     if _has_other_devices():
         torch.manual_seed(seed)  # also theirs, which costs a worker 1 MB and 2 ms
-    n_bytes = place.n_workers * CONTROL_COLUMNS * np.dtype(np.int64).itemsize
-    memory = Memory.attach(control_fd, n_bytes)
-    control = Control(memory.root().view(np.int64).reshape(-1, CONTROL_COLUMNS)[place.worker])
-    control.steps[0] = 1  # from here on no progress means a hang
-    return control
+    record = worker_record(control_fd, place.n_workers, place.worker)
+    record.steps[0] = 1  # from here on no progress means a hang
+    return record
 
 
 def called(where: Where, what: str, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -18,6 +18,7 @@ from rlpool import (
     EnvError,
     EpisodeBatcher,
     SpecError,
+    UsageError,
     VectorGymEnv,
     WorkerDiedError,
     WorkerError,
@@ -341,3 +342,11 @@ def test_a_shard_that_is_given_up_when_it_is_complete_gives_its_slots_to_the_nex
         wait_until(lambda: requests.look() or first.is_complete)
         requests.drop(first)
         wait_until(lambda: batcher.get(blocking=False) is not None, 20.0)
+
+
+def test_the_workers_of_nodes_are_seen_there() -> None:
+    with (
+        make(InProcess(1)) as batcher,
+        pytest.raises(UsageError, match="the workers are on others"),
+    ):
+        batcher.stats()

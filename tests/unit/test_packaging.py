@@ -126,8 +126,13 @@ def test_the_pinned_mujoco_does_not_warn_about_half_cheetah(tmp_path: Path) -> N
 def test_library_imports_nothing_but_its_dependencies() -> None:
     # The annotations of keywords need what torch brings along.
     allowed = CORE | {"rlpool", "typing_extensions"} | set(sys.stdlib_module_names)
-    optional = {"cluster": {"ray"}, "batch": {"tqdm"}, "training": {"imageio_ffmpeg", "PIL"}}
-    optional["integrations"] = {"minari", "stable_baselines3"}
+    optional = {
+        "cluster": {"ray"},
+        "batch": {"tqdm"},
+        "integrations": {"minari", "stable_baselines3"},
+        "rlpool": {"rich"},  # top.py
+        "training": {"imageio_ffmpeg", "PIL"},
+    }
     foreign = set()
     for path in (REPOSITORY / "rlpool").rglob("*.py"):
         extra = optional.get(path.parent.name, set())

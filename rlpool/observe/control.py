@@ -1,0 +1,412 @@
+"""The shared record of a batcher's or manager's workers: who writes what, and where it lies.
+
+One anonymous file holds all of it, as int64 words::
+
+    header            who owns the workers, the requests that run, where traces are noted
+    row of a worker   progress, its process and state, what its time went into
+    lanes of a worker which episode each of them runs, and since which step of the worker
+
+Workers write their progress and what their lanes run, the caller all the rest. Nobody waits for
+anybody: every number is a word of its own. The caller watches the progress (``hang_watch``), and
+reads the rest for errors and ``stats()``; ``python -m rlpool top`` finds the file by its name
+through ``/proc``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from enum import IntEnum
+from time import monotonic_ns
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+
+from rlpool.memory.storage import Array, Memory
+from rlpool.observe.events import EventLog, EventMemory, Kind, opened_log
+
+_LOG = logging.getLogger("rlpool")
+
+FILE_NAME = "rlpool-control"
+"""What the system calls the file."""
+
+FORMAT = int.from_bytes(b"rlpool\0\1", "little")
+"""The first word: what the file is, and which version of it."""
+
+MAX_SHOWN_LANES = 1024
+"""Lanes of a worker that have words of their own; workers with more show none."""
+
+MAX_REQUESTS = 8
+"""Requests that workers may have at once."""
+
+HEADER_WORDS = 64
+ROW_WORDS = 32
+"""A row is a multiple of a cache line of 64 bytes: workers do not write into one another's."""
+
+_LANE_WORDS = 4
+
+_NAME_BYTES = 32
+
+
+class Head(IntEnum):
+    """Words of the header."""
+
+    FORMAT = 0
+    OWNER_PID = 1
+    N_WORKERS = 2
+    NAME = 4  # up to the next
+    TRACE_NUMBER = 8  # 0 while nothing is traced
+    TRACE_FD = 9
+    TRACE_BYTES = 10  # of a region
+    REQUESTS = 16  # numbers of the requests that run, 0 for none
+    N_ROWS = 24  # of each of them
+
+
+class Word(IntEnum):
+    """Words of a worker's row."""
+
+    STEPS = 0  # calls of the environments so far, 1 when the process begins
+    LANE = 1  # the lane whose environment runs
+    DONE = 2  # episodes and commands completed
+    N_LANES = 3
+    N_STEPS = 4  # steps of all lanes, of all processes that had this number
+    N_EPISODES = 5  # episodes that ended, likewise
+    AGENT_NS = 6  # these three: see WorkerRecord
+    ENV_NS = 7
+    WAITING_NS = 8
+    N_FINISHED = 9  # episodes finished of each request, one word more for what is none
+    PID = 18  # from here on written by the caller
+    STATE = 19
+    N_STARTS = 20
+    SINCE_NS = 21  # when the process was started
+
+
+class State(IntEnum):
+    """What a worker is doing, as its owner knows it."""
+
+    DOWN = 0
+    STARTING = 1
+    UP = 2
+    LEAVING = 3
+
+
+class WorkerRecord:
+    """A worker's part of the shared record, as it writes it.
+
+    The three times count the nanoseconds spent in calls of a kind. While such a call runs, the time
+    at which it began is subtracted already, and the number is negative. So a single word tells a
+    reader everything, whenever it looks.
+
+    Args:
+        header: int64 ``[HEADER_WORDS]``.
+        row: int64 ``[ROW_WORDS]``.
+        lanes: int64 ``[_LANE_WORDS, MAX_SHOWN_LANES]``.
+        region: Where it notes events for a trace.
+
+    Attributes:
+        steps: One element, which counts resets and steps: a worker that changes neither this nor
+            ``lane`` does nothing.
+        lane: One element: the lane whose environment runs.
+        done: One element, which counts completed episodes and commands.
+        n_steps: One element: steps of all lanes.
+        agent_ns: One element: time in calls of the agent.
+        env_ns: One element: time in steps and resets of the environments.
+        waiting_ns: One element: time without anything to do.
+        events: Where events are noted, ``None`` while nothing is traced.
+    """
+
+    def __init__(self, header: Array, row: Array, lanes: Array, region: int = 1) -> None:
+        # As memoryviews: single numbers are read and written faster that way.
+        words, self._head, self._lanes = row.data, header.data, lanes
+        self.steps, self.lane, self.done, self.n_steps, self._n_episodes = (
+            words[word : word + 1]
+            for word in (Word.STEPS, Word.LANE, Word.DONE, Word.N_STEPS, Word.N_EPISODES)
+        )
+        self.agent_ns, self.env_ns, self.waiting_ns = (
+            words[word : word + 1] for word in (Word.AGENT_NS, Word.ENV_NS, Word.WAITING_NS)
+        )
+        self._n_lanes = words[Word.N_LANES : Word.N_LANES + 1]
+        self._finished = words[Word.N_FINISHED : Word.N_FINISHED + MAX_REQUESTS + 1]
+        self._region = region
+        self._trace_number = 0
+        self.events: EventLog | None = None
+        self._name_lanes(lanes)
+
+    @classmethod
+    def private(cls) -> WorkerRecord:
+        """A record that nobody else reads."""
+        header, row = np.zeros(HEADER_WORDS, np.int64), np.zeros(ROW_WORDS, np.int64)
+        return cls(header, row, np.zeros((_LANE_WORDS, 1), np.int64))
+
+    def _name_lanes(self, lanes: Array) -> None:
+        self._request, self._episode, self._first_step, self._pause = (a.data for a in lanes)
+        self.first_steps: Array = lanes[2]
+
+    def begin_lanes(self, n_lanes: int) -> None:
+        """Say how many lanes there are; none of them runs anything."""
+        self._n_lanes[0] = n_lanes
+        if n_lanes > self._lanes.shape[1]:
+            self._lanes = np.zeros((_LANE_WORDS, n_lanes), np.int64)
+            self._name_lanes(self._lanes)
+
+    def entry_of(self, number: int) -> int:
+        """Where a request's finished episodes are counted."""
+        for entry in range(MAX_REQUESTS):
+            if number and self._head[Head.REQUESTS + entry] == number:
+                return entry
+        return MAX_REQUESTS
+
+    # What lanes do ------------------------------------------------------------------------------
+
+    def lane_begins(self, lane: int, request: int, episode: int, n_steps: int) -> None:
+        """A lane begins an episode, or goes on with one after ``n_steps`` steps."""
+        self._request[lane] = request
+        self._first_step[lane] = self.steps[0] - n_steps
+        self._pause[lane] = 0
+        self._episode[lane] = episode + 1
+        if self.events is not None:
+            now_ns = monotonic_ns()
+            self.events.note(Kind.LANE_BEGINS, now_ns, now_ns, lane, request, episode, n_steps)
+
+    def lane_pauses(self, lane: int, n_steps: int) -> None:
+        """A lane waits after ``n_steps`` steps of its episode."""
+        self._pause[lane] = n_steps + 1
+        if self.events is not None:
+            now_ns = monotonic_ns()
+            self.events.note(Kind.LANE_PAUSES, now_ns, now_ns, lane)
+
+    def lane_ends(self, lane: int, n_steps: int, entry: int) -> None:
+        """A lane has completed its episode, of the request that is counted at ``entry``."""
+        self._episode[lane] = 0
+        self._finished[entry] += 1
+        self._n_episodes[0] += 1
+        if self.events is not None:
+            now_ns = monotonic_ns()
+            self.events.note(Kind.LANE_ENDS, now_ns, now_ns, lane, n_steps, 1)
+
+    def lane_gives_up(self, lane: int, n_steps: int) -> None:
+        """A lane has left its episode, which is not complete."""
+        self._episode[lane] = 0
+        if self.events is not None:
+            now_ns = monotonic_ns()
+            self.events.note(Kind.LANE_ENDS, now_ns, now_ns, lane, n_steps, 0)
+
+    # What its time goes into --------------------------------------------------------------------
+
+    def begin_call(self, spent_ns: memoryview[int]) -> int:
+        """A call begins whose time counts as ``agent_ns`` or ``env_ns``; returns when."""
+        now_ns = monotonic_ns()
+        spent_ns[0] -= now_ns
+        return now_ns
+
+    def end_call(self, spent_ns: memoryview[int], began_ns: int, kind: int, n_lanes: int) -> None:
+        """That call is over; ``kind`` says what it was, see ``Kind``."""
+        now_ns = monotonic_ns()
+        spent_ns[0] += now_ns
+        if self.events is not None:
+            self.events.note(kind, began_ns, now_ns, n_lanes)
+
+    def end_calls(self) -> None:
+        """End the times of calls that have not returned but raised."""
+        for word in (self.agent_ns, self.env_ns):
+            if word[0] < 0:
+                word[0] += monotonic_ns()
+
+    def begin_wait(self) -> None:
+        """From now on there is nothing to do."""
+        if self.waiting_ns[0] >= 0:
+            self._waits_since_ns = monotonic_ns()
+            self.waiting_ns[0] -= self._waits_since_ns
+
+    def end_wait(self, kind: int) -> None:
+        """There is something to do again; ``kind`` says what was waited for, see ``Kind``."""
+        if self.waiting_ns[0] < 0:
+            now_ns = monotonic_ns()
+            self.waiting_ns[0] += now_ns
+            if self.events is not None:
+                self.events.note(kind, self._waits_since_ns, now_ns)
+
+    def follow_trace(self) -> None:
+        """Begin to note events, or no longer do, as the caller wishes."""
+        number = self._head[Head.TRACE_NUMBER]
+        if number == self._trace_number:
+            return
+        self._trace_number, self.events = number, None
+        if number:
+            head = self._head
+            pid, fd, n_bytes = head[Head.OWNER_PID], head[Head.TRACE_FD], head[Head.TRACE_BYTES]
+            try:
+                self.events = opened_log(pid, fd, self._region, n_bytes)
+            except (OSError, ValueError) as error:
+                _LOG.warning("rlpool.trace lacks the events of this worker: %s", error)
+
+
+class Control:
+    """The whole record, as its owner and its readers see it.
+
+    Args:
+        words: int64 ``[...]``, all of it.
+
+    Attributes:
+        header: int64 ``[HEADER_WORDS]``.
+        rows: int64 ``[n_workers, ROW_WORDS]``.
+        lanes: int64 ``[n_workers, _LANE_WORDS, MAX_SHOWN_LANES]``.
+        events: Where the caller's events are noted, ``None`` while nothing is traced.
+        n_workers: Number of workers.
+    """
+
+    def __init__(self, words: Array, n_workers: int) -> None:
+        self.n_workers = n_workers
+        self._memory: Memory | None = None
+        rows, lanes = HEADER_WORDS + n_workers * ROW_WORDS, _LANE_WORDS * MAX_SHOWN_LANES
+        self.header: Array = words[:HEADER_WORDS]
+        self.rows: Array = words[HEADER_WORDS:rows].reshape(n_workers, ROW_WORDS)
+        shape = n_workers, _LANE_WORDS, MAX_SHOWN_LANES
+        self.lanes: Array = words[rows : rows + n_workers * lanes].reshape(shape)
+        self.events: EventLog | None = None
+
+    @classmethod
+    def create(cls, n_workers: int) -> Control:
+        """A new one, in memory that other processes can map."""
+        memory = Memory.shared(control_bytes(n_workers), FILE_NAME)
+        control = cls(memory.root().view(np.int64), n_workers)
+        control._memory = memory
+        head = control.header
+        head[Head.OWNER_PID], head[Head.N_WORKERS] = os.getpid(), n_workers
+        control.name = "workers"
+        head[Head.FORMAT] = FORMAT  # last: from here on it may be read
+        living.add(control)
+        for follow in followers:
+            follow(control)
+        return control
+
+    @property
+    def fd(self) -> int:
+        """Descriptor of the memory."""
+        if self._memory is None:
+            raise LookupError("only the owner of this record has its descriptor")
+        return self._memory.fd
+
+    def close(self) -> None:
+        """Close the descriptor: nobody finds it any more."""
+        if self._memory is not None:
+            self._memory.close_fd()
+        living.discard(self)
+
+    @property
+    def name(self) -> str:
+        """What the workers belong to, such as ``"EpisodeBatcher"``."""
+        return self._name_bytes.tobytes().rstrip(b"\0").decode(errors="replace")
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name_bytes[:] = 0
+        encoded = np.frombuffer(name.encode()[:_NAME_BYTES], np.uint8)
+        self._name_bytes[: len(encoded)] = encoded
+
+    @property
+    def _name_bytes(self) -> Array:
+        words: Array = self.header[Head.NAME : Head.NAME + _NAME_BYTES // 8]
+        return words.view(np.uint8)
+
+    def of_worker(self, worker: int) -> WorkerRecord:
+        """A worker's part."""
+        return WorkerRecord(self.header, self.rows[worker], self.lanes[worker], worker + 1)
+
+    # Written by the caller ----------------------------------------------------------------------
+
+    def worker_starts(self, worker: int) -> None:
+        """Forget what the process did that had this number before, except for its counts."""
+        row = self.rows[worker]
+        row[[Word.STEPS, Word.LANE, Word.DONE, Word.PID]] = 0
+        row[[Word.AGENT_NS, Word.ENV_NS, Word.WAITING_NS]] = 0
+        row[Word.N_STARTS] += 1
+        row[Word.SINCE_NS] = monotonic_ns()
+        self.lanes[worker, 1] = 0
+
+    def set_state(self, worker: int, state: State) -> None:
+        """Record what a worker is doing."""
+        row = self.rows[worker]
+        row[Word.STATE] = state
+        if self.events is not None:
+            now_ns = monotonic_ns()
+            pid, n_starts = int(row[Word.PID]), int(row[Word.N_STARTS])
+            self.events.note(Kind.WORKER_STATE, now_ns, now_ns, worker, state, pid, n_starts)
+
+    def request_begins(self, number: int, n_rows: int) -> None:
+        """Record that a request is sent to the workers."""
+        running = self.header[Head.REQUESTS : Head.REQUESTS + MAX_REQUESTS]
+        entry = int(np.flatnonzero(running == 0)[0])
+        self.rows[:, Word.N_FINISHED + entry] = 0
+        self.header[Head.N_ROWS + entry] = n_rows
+        running[entry] = number
+        if self.events is not None:
+            now_ns = monotonic_ns()
+            self.events.note(Kind.REQUEST_BEGINS, now_ns, now_ns, number, n_rows)
+
+    def request_ends(self, number: int, is_complete: bool) -> None:
+        """Record that all workers are done with a request."""
+        running = self.header[Head.REQUESTS : Head.REQUESTS + MAX_REQUESTS]
+        running[running == number] = 0
+        if self.events is not None:
+            now_ns = monotonic_ns()
+            self.events.note(Kind.REQUEST_ENDS, now_ns, now_ns, number, is_complete)
+
+    def _entries(self, number: int) -> Array:
+        running = self.header[Head.REQUESTS : Head.REQUESTS + MAX_REQUESTS]
+        entries: Array = np.flatnonzero(running == number)
+        return entries
+
+    def n_finished(self, number: int) -> int:
+        """Episodes that are finished of a request that runs, 0 for any other.
+
+        An episode whose worker died just after its end is counted again when it is repeated.
+        """
+        return int(self.rows[:, Word.N_FINISHED + self._entries(number)].sum())
+
+    def forget_finished(self, number: int, worker: int) -> None:
+        """Let a worker's successor run all of its share of a request anew."""
+        self.rows[worker, Word.N_FINISHED + self._entries(number)] = 0
+
+    # Traces ---------------------------------------------------------------------------------------
+
+    def begin_trace(self, number: int, n_events: int) -> EventMemory:
+        """Let caller and workers note events, workers from their next request on.
+
+        Args:
+            number: Tells traces apart, not 0.
+            n_events: How many each of them may note.
+        """
+        memory = EventMemory(self.n_workers + 1, n_events)
+        self.events = memory.log(0)
+        head = self.header
+        head[Head.TRACE_FD], head[Head.TRACE_BYTES] = memory.fd, memory.region_bytes
+        head[Head.TRACE_NUMBER] = number
+        for worker, row in enumerate(self.rows):
+            self.set_state(worker, State(row[Word.STATE]))
+        return memory
+
+    def end_trace(self) -> None:
+        """Let nobody note events any more."""
+        self.header[Head.TRACE_NUMBER] = 0
+        self.events = None
+
+
+def control_bytes(n_workers: int) -> int:
+    """Size of the record of some workers."""
+    return 8 * (HEADER_WORDS + n_workers * (ROW_WORDS + _LANE_WORDS * MAX_SHOWN_LANES))
+
+
+def worker_record(control_fd: int, n_workers: int, worker: int) -> WorkerRecord:
+    """A worker's part, in its process; closes the descriptor."""
+    memory = Memory.attach(control_fd, control_bytes(n_workers))
+    return Control(memory.root().view(np.int64), n_workers).of_worker(worker)
+
+
+living: WeakSet[Control] = WeakSet()
+"""Those of this process that are not closed."""
+
+followers: list[Callable[[Control], Any]] = []
+"""Called with each new one."""

@@ -1,0 +1,246 @@
+"""What the workers of a batcher or a manager do, in numbers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlpool.machine.limits import has_ended, private_bytes, resident_bytes
+from rlpool.memory.storage import Array
+from rlpool.observe.control import MAX_REQUESTS, MAX_SHOWN_LANES, Control, Head, State, Word
+
+_TIMES = (Word.AGENT_NS, Word.ENV_NS, Word.WAITING_NS)
+
+_MEMORY_EVERY_NS = 2_000_000_000
+"""The kernel walks all pages of a process to count them, and holds it up if it maps memory."""
+
+
+@dataclass(frozen=True)
+class LaneStats:
+    """What a lane does.
+
+    Attributes:
+        lane: Its number within its worker.
+        state: ``"running"``; ``"waiting"`` in the middle of an episode, for a slot or for the next
+            window; or ``"idle"``.
+        request: Number of the request that it runs, ``None`` if it is idle.
+        episode: The row of the request that it runs; for the lanes of windows that restart by
+            themselves, how often this one has. ``None`` if it is idle.
+        step: Steps of that episode so far, ``None`` if it is idle.
+    """
+
+    lane: int
+    state: str
+    request: int | None
+    episode: int | None
+    step: int | None
+
+
+@dataclass(frozen=True)
+class WorkerStats:
+    """What a worker does.
+
+    Rates and shares are those of the time since the previous look, of the process that has the
+    worker's number now; at the first look, of all the time since that was started.
+
+    Attributes:
+        worker: Its number.
+        pid: Its process.
+        state: ``"starting"``, ``"alive"``, ``"restarting"``, ``"leaving"`` (it closes its
+            environments, to be replaced or for good), or ``"dead"`` (its owner, who would replace
+            it, was not inside rlpool since).
+        restarts: How often its process was replaced, for whatever reason.
+        n_steps: Steps of all its lanes, of all processes with its number together.
+        n_episodes: Episodes that ended, likewise.
+        steps_per_s: Steps of all lanes per second.
+        env_share: Share of the time in steps and resets of the environments, 0 to 1.
+        agent_share: Share of the time in calls of the agent.
+        waiting_share: Share of the time in which it had nothing to do. The rest is rlpool's own.
+        rss_bytes: Resident memory, without shared blocks, at most two seconds ago.
+        private_bytes: Memory that only this process has.
+        lanes: Its lanes; none if it has more than 1,024, and none of a ``ParallelEnvManager``.
+    """
+
+    worker: int
+    pid: int
+    state: str
+    restarts: int
+    n_steps: int
+    n_episodes: int
+    steps_per_s: float
+    env_share: float
+    agent_share: float
+    waiting_share: float
+    rss_bytes: int
+    private_bytes: int
+    lanes: tuple[LaneStats, ...]
+
+
+@dataclass(frozen=True)
+class RequestStats:
+    """How far a request is that the workers run.
+
+    Attributes:
+        number: Its number.
+        n_episodes: Its rows: episodes, or the lanes of a window.
+        n_finished: Episodes that are finished; of a window, lanes whose last episode has ended.
+    """
+
+    number: int
+    n_episodes: int
+    n_finished: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What the workers of a batcher or a manager do.
+
+    Attributes:
+        name: The class of their owner, such as ``"EpisodeBatcher"``.
+        pid: The process of their owner.
+        steps_per_s: Steps of all lanes of all workers per second.
+        n_steps: Steps so far.
+        n_episodes: Episodes that ended.
+        restarts: How often a worker was replaced.
+        requests: The requests that the workers run, the oldest first.
+        workers: What each worker does.
+    """
+
+    name: str
+    pid: int
+    steps_per_s: float
+    n_steps: int
+    n_episodes: int
+    restarts: int
+    requests: tuple[RequestStats, ...]
+    workers: tuple[WorkerStats, ...]
+
+
+@dataclass
+class _Look:
+    """What a worker had done at one time.
+
+    Attributes:
+        at_ns: When.
+        since_ns: When its process was started.
+        n_steps: Steps of its lanes.
+        spent_ns: int64 ``[3]``: what its time went into, see ``_TIMES``.
+    """
+
+    at_ns: int
+    since_ns: int
+    n_steps: int
+    spent_ns: Array
+
+
+class StatsReader:
+    """Reads statistics from a shared record, in whichever process.
+
+    Args:
+        control: The record.
+    """
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._last: dict[int, _Look] = {}
+        self._memory: dict[int, tuple[int, int, int]] = {}  # by process: when, and its sizes
+
+    def read(self) -> Stats:
+        """What the workers do now; rates and shares since the last call."""
+        control = self._control
+        workers = tuple(self._worker(worker) for worker in range(control.n_workers))
+        return Stats(
+            name=control.name,
+            pid=int(control.header[Head.OWNER_PID]),
+            steps_per_s=sum(worker.steps_per_s for worker in workers),
+            n_steps=sum(worker.n_steps for worker in workers),
+            n_episodes=sum(worker.n_episodes for worker in workers),
+            restarts=sum(worker.restarts for worker in workers),
+            requests=self._requests(),
+            workers=workers,
+        )
+
+    def _requests(self) -> tuple[RequestStats, ...]:
+        header, rows = self._control.header, self._control.rows
+        requests = []
+        for entry in range(MAX_REQUESTS):
+            number, n_rows = int(header[Head.REQUESTS + entry]), int(header[Head.N_ROWS + entry])
+            n_finished = int(rows[:, Word.N_FINISHED + entry].sum())
+            if number:
+                requests.append(RequestStats(number, n_rows, min(n_finished, n_rows)))
+        return tuple(sorted(requests, key=lambda request: request.number))
+
+    def _worker(self, worker: int) -> WorkerStats:
+        row = self._control.rows[worker].copy()
+        lanes = self._lanes(worker, row)  # right after it: their steps follow from both
+        now = self._look(row)
+        before = self._last.get(worker)
+        self._last[worker] = now
+        if before is None or before.since_ns != now.since_ns:
+            n_steps = before.n_steps if before is not None else 0
+            before = _Look(now.since_ns, now.since_ns, n_steps, np.zeros(len(_TIMES), np.int64))
+        passed_ns = max(now.at_ns - before.at_ns, 1)
+        shares = np.clip((now.spent_ns - before.spent_ns) / passed_ns, 0.0, 1.0)
+        agent_share, env_share, waiting_share = (round(share, 4) for share in shares.tolist())
+        pid, n_starts = int(row[Word.PID]), int(row[Word.N_STARTS])
+        rss, private = self._sizes(pid, now.at_ns)
+        return WorkerStats(
+            worker=worker,
+            pid=pid,
+            state=_state_of(State(int(row[Word.STATE])), pid, n_starts),
+            restarts=max(0, n_starts - 1),
+            n_steps=now.n_steps,
+            n_episodes=int(row[Word.N_EPISODES]),
+            steps_per_s=round((now.n_steps - before.n_steps) / passed_ns * 1e9, 1),
+            env_share=env_share,
+            agent_share=agent_share,
+            waiting_share=waiting_share,
+            rss_bytes=rss,
+            private_bytes=private,
+            lanes=lanes,
+        )
+
+    def _sizes(self, pid: int, now_ns: int) -> tuple[int, int]:
+        """Resident and private memory of a process, as it was a moment ago."""
+        at_ns, rss, private = self._memory.get(pid, (-_MEMORY_EVERY_NS, 0, 0))
+        if now_ns - at_ns >= _MEMORY_EVERY_NS:
+            rss, private = resident_bytes(pid), private_bytes(pid)
+            self._memory[pid] = now_ns, rss, private
+        return rss, private
+
+    @staticmethod
+    def _look(row: Array) -> _Look:
+        now_ns = time.monotonic_ns()
+        spent_ns = row[list(_TIMES)]
+        spent_ns[spent_ns < 0] += now_ns  # a call that runs, see WorkerRecord
+        return _Look(now_ns, int(row[Word.SINCE_NS]), int(row[Word.N_STEPS]), spent_ns)
+
+    def _lanes(self, worker: int, row: Array) -> tuple[LaneStats, ...]:
+        n_lanes, n_calls = int(row[Word.N_LANES]), int(row[Word.STEPS])
+        if n_lanes > MAX_SHOWN_LANES:
+            return ()
+        requests, episodes, first_steps, pauses = self._control.lanes[worker, :, :n_lanes].tolist()
+        lanes = []
+        for lane, episode in enumerate(episodes):
+            if not episode:
+                lanes.append(LaneStats(lane, "idle", None, None, None))
+                continue
+            state = "waiting" if pauses[lane] else "running"
+            step = pauses[lane] - 1 if pauses[lane] else max(0, n_calls - first_steps[lane])
+            lanes.append(LaneStats(lane, state, requests[lane], episode - 1, step))
+        return tuple(lanes)
+
+
+def _state_of(state: State, pid: int, n_starts: int) -> str:
+    """What a worker's state is called."""
+    if state is State.LEAVING:
+        return "leaving"
+    if state is State.DOWN:
+        return "restarting" if n_starts else "starting"
+    if pid and has_ended(pid):
+        return "dead"
+    if state is State.UP:
+        return "alive"
+    return "restarting" if n_starts > 1 else "starting"

@@ -1,0 +1,200 @@
+"""``python -m rlpool top``, and traces, of programs with worker processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process.watching import Script, Struck, wait_until
+
+import rlpool
+from rlpool import EpisodeBatcher, ParallelEnvManager, top
+
+from support.envs import CountingEnv
+from support.faults import create_agent, create_env, faults_at
+from support.traces import end_of, read_trace
+
+pytestmark = [
+    pytest.mark.usefixtures("no_shared_memory_left", "short_patience"),
+    pytest.mark.timeout(180),
+]
+
+HANGING_ROW, HANGING_STEP = 3, 2
+
+PROGRAM = f"""
+import sys
+from rlpool import EpisodeBatcher
+from support.faults import create_agent, create_env, faults_at
+
+if __name__ == "__main__":
+    arguments = 16, 16, create_agent, {{}}, create_env, {{"n_lanes": 2, "struck_at": sys.argv[1]}}
+    with EpisodeBatcher(*arguments, 2, 1, timeout=None) as batcher:
+        batcher.execute(6, env_info=faults_at(6, {HANGING_ROW}, "hang", {HANGING_STEP}))
+        batcher.get()
+"""
+
+
+def workers_of(stats: Any) -> dict[int, Any]:
+    return {worker["worker"]: worker for worker in stats["workers"]}
+
+
+def test_a_program_that_runs_is_seen_by_its_pid(
+    tmp_path: Path, struck: Struck, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    program = Script(tmp_path / "run", [str(tmp_path / "program.py"), struck.path])
+    try:
+        wait_until(lambda: struck.is_there or program.returncode is not None)
+        assert program.returncode is None, program.stderr
+
+        def seen() -> Any:
+            command = [sys.executable, "-m", "rlpool", "top", str(program.pid), "--once", "--json"]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            assert done.stderr == ""
+            return json.loads(done.stdout)
+
+        report = seen()
+        (stats,) = report["batchers"]
+        assert (report["pid"], stats["pid"], stats["name"]) == (
+            program.pid,
+            program.pid,
+            "EpisodeBatcher",
+        )
+        assert [worker["state"] for worker in stats["workers"]] == ["alive", "alive"]
+        (hanging,) = (w for w in stats["workers"] if w["pid"] == struck.pid)
+        # It has not returned from env.step during the half second that was looked at.
+        assert (hanging["env_share"], hanging["steps_per_s"]) == (1.0, 0.0)
+        assert hanging["rss_bytes"] > 0
+        lanes = [lane for lane in hanging["lanes"] if lane["episode"] == HANGING_ROW]
+        assert [(lane["state"], lane["step"]) for lane in lanes] == [("running", HANGING_STEP)]
+        (request,) = stats["requests"]
+        assert (request["number"], request["n_episodes"]) == (1, 6)
+        assert request["n_finished"] < 6
+
+        assert program.pid in top.programs()
+        assert top.main([]) == 0
+        assert f"{program.pid}  {sys.executable}" in capsys.readouterr().out
+        assert top.main([str(program.pid), "--once"]) == 0
+        text = capsys.readouterr().out
+        assert f"EpisodeBatcher of process {program.pid}" in text
+        assert f"{HANGING_ROW}:{HANGING_STEP}" in text
+        assert top.main([str(struck.pid), "--once"]) == 1
+        assert f"is a worker of process {program.pid}" in capsys.readouterr().err
+
+        os.kill(program.pid, signal.SIGSTOP)  # nobody notices deaths any more
+        os.kill(struck.pid, signal.SIGKILL)
+        watched = top.Program(program.pid)
+        wait_until(lambda: "dead" in {w.state for w in watched.read()[0].workers})
+    finally:
+        os.killpg(program.pid, signal.SIGKILL)
+        wait_until(lambda: program.returncode is not None)
+    with pytest.raises(rlpool.UsageError, match="there is no process"):
+        watched.read()
+
+
+def test_processes_that_show_nothing_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert top.main([str(os.getpid())]) == 1
+    assert "has no batcher and no ParallelEnvManager\n  fix:" in capsys.readouterr().err
+    assert top.main(["4194304"]) == 1  # one more than Linux gives
+    assert "there is no process 4194304\n  fix:" in capsys.readouterr().err
+
+
+def test_a_process_of_another_user_is_refused(tmp_path: Path) -> None:
+    child = os.fork()
+    if not child:
+        try:
+            if os.getuid() == 0:
+                os.setuid(65534)
+            with open(os.memfd_create("told"), "w") as told:
+                sys.stderr = told
+                code = top.main(["1"])
+                told.flush()
+                told.seek(0)
+                text = Path(f"/proc/self/fd/{told.fileno()}").read_text()
+            os._exit(0 if code == 1 and "belongs to another user" in text else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_json_of_the_live_display_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        top.main([str(os.getpid()), "--json"])
+    assert "--json goes with --once" in capsys.readouterr().err
+
+
+def test_without_rich_the_display_names_the_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich.live", None)
+    with EpisodeBatcher(8, 4, create_agent, {}, create_env, {}, 0, 1):
+        assert top.main([str(os.getpid())]) == 1
+    assert 'pip install "rlpool[top]"' in capsys.readouterr().err
+
+
+def test_the_display_shows_a_table_until_the_program_ends(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    struck = Struck(str(tmp_path / "struck"))
+    program = Script(tmp_path / "run", [str(tmp_path / "program.py"), struck.path])
+    try:
+        wait_until(lambda: struck.is_there or program.returncode is not None)
+        display = Script(tmp_path / "top", ["-m", "rlpool", "top", str(program.pid)])
+        # It draws, and goes on: what it draws stays in a buffer of the terminal that there is none.
+        wait_until(lambda: "rlpool-control" in _open_files(display.pid))
+    finally:
+        os.killpg(program.pid, signal.SIGKILL)
+        wait_until(lambda: program.returncode is not None)
+    wait_until(lambda: display.returncode is not None)
+    assert (display.returncode, display.stderr) == (0, "")
+    assert f"process {program.pid} has ended" in display.stdout
+
+
+def _open_files(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return ""
+
+
+def test_a_managers_workers_are_seen() -> None:
+    with ParallelEnvManager([CountingEnv] * 3, seed=1, envs_per_worker=2) as manager:
+        manager.reset()
+        stats = manager.stats()
+        assert (stats.name, len(stats.workers), stats.requests) == ("ParallelEnvManager", 2, ())
+        assert [worker.state for worker in stats.workers] == ["alive", "alive"]
+        assert {worker.pid for worker in stats.workers} == set(manager._workers.pids)
+        (seen,) = top.Program(os.getpid()).read()
+        assert [worker.pid for worker in seen.workers] == [w.pid for w in stats.workers]
+
+
+def test_a_trace_shows_the_death_of_a_worker_and_its_successor(
+    tmp_path: Path, struck: Struck
+) -> None:
+    env_args = {"n_lanes": 2, "struck_at": struck.path, "once": True}
+    with EpisodeBatcher(16, 16, create_agent, {}, create_env, env_args, 2, 1) as batcher:
+        with rlpool.trace(tmp_path / "death.json"):
+            batcher.execute(12, env_info=faults_at(12, HANGING_ROW, "sigkill", HANGING_STEP))
+            result = batcher.get()
+        assert result is not None
+        stats = batcher.stats()
+    assert (stats.restarts, stats.n_episodes) == (1, 12)
+    trace = read_trace(tmp_path / "death.json")
+    episodes = sorted(span["args"]["episode"] for span in trace.complete_episodes)
+    assert episodes == list(range(12))
+    steps = {span["args"]["episode"]: span["args"]["steps"] for span in trace.complete_episodes}
+    assert [steps[row] for row in range(12)] == result.lengths.tolist()
+    (restart,) = trace.named("restarting")
+    interrupted = [span for span in trace.of("episode") if not span["args"]["complete"]]
+    assert HANGING_ROW in {span["args"]["episode"] for span in interrupted}
+    assert {span["pid"] for span in interrupted} == {struck.pid}
+    assert all(end_of(span) <= restart["ts"] for span in interrupted)
+    (again,) = (s for s in trace.complete_episodes if s["args"]["episode"] == HANGING_ROW)
+    assert again["ts"] >= end_of(restart)
+    assert again["pid"] != struck.pid
+    assert len({span["pid"] for span in trace.named("agent")}) == 3

@@ -1,0 +1,217 @@
+"""What ``stats()`` says of a worker in this process, whose every step is known."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rlpool import (
+    AgentError,
+    Batcher,
+    EpisodeBatcher,
+    GymEnv,
+    GymEnvInf,
+    Progress,
+    Stats,
+    UsageError,
+)
+from rlpool.observe.control import Control, State, Word
+from rlpool.observe.stats import StatsReader
+
+from support.agents import StepCounter
+from support.envs import CountingEnv
+
+looks: list[Callable[[int], None]] = []
+
+
+class LookingEnv(CountingEnv):
+    """Calls the last of ``looks`` in every step, with the number of the step from 1."""
+
+    def step(self, action: Any) -> Any:
+        if looks:
+            looks[-1](self.t + 1)
+        return super().step(action)
+
+
+@pytest.fixture(autouse=True)
+def nobody_looks() -> Any:
+    yield
+    looks.clear()
+
+
+def create_env(seed: int) -> GymEnv:
+    return GymEnv([LookingEnv(length=5) for _ in range(2)], seed)
+
+
+def make(n_timesteps: int = 8, n_slots: int = 8, **options: Any) -> EpisodeBatcher:
+    return EpisodeBatcher(n_timesteps, n_slots, StepCounter, {}, create_env, {}, 0, 1, **options)
+
+
+def lanes_of(stats: Stats) -> list[tuple[str, Any, Any, Any]]:
+    return [(n.state, n.request, n.episode, n.step) for n in stats.workers[0].lanes]
+
+
+def test_a_finished_request_is_counted_and_its_lanes_are_idle() -> None:
+    with make() as batcher:
+        batcher.execute(7)
+        result = batcher.get()
+        assert result is not None
+        stats = batcher.stats()
+        assert (stats.name, stats.pid, stats.requests) == ("EpisodeBatcher", os.getpid(), ())
+        assert (stats.n_steps, stats.n_episodes, stats.restarts) == (35, 7, 0)
+        (worker,) = stats.workers
+        assert (worker.pid, worker.state, worker.restarts) == (os.getpid(), "alive", 0)
+        assert worker.rss_bytes > worker.private_bytes // 2 > 0
+        assert lanes_of(stats) == [("idle", None, None, None)] * 2
+        assert stats.steps_per_s > 0
+
+
+def test_in_the_middle_of_a_step_lanes_are_where_they_are() -> None:
+    with make() as batcher:
+        seen: list[Stats] = []
+        looks.append(lambda step: seen.append(batcher.stats()) if step == 3 else None)
+        batcher.execute(4)
+        batcher.get()
+    assert [lanes_of(stats) for stats in seen[:2]] == [
+        [("running", 1, 0, 2), ("running", 1, 1, 2)],
+    ] * 2
+    assert lanes_of(seen[-1]) == [("running", 1, 2, 2), ("running", 1, 3, 2)]
+    request = seen[-1].requests[0]
+    assert (request.number, request.n_episodes, request.n_finished) == (1, 4, 2)
+
+
+def test_the_time_of_a_call_that_runs_counts() -> None:
+    with make() as batcher:
+        shares = []
+
+        def look_twice(step: int) -> None:
+            batcher.stats()
+            end = os.times().elapsed + 0.05
+            while os.times().elapsed < end:
+                pass
+            shares.append(batcher.stats().workers[0].env_share)
+            looks.clear()
+
+        looks.append(look_twice)
+        batcher.execute(1)
+        batcher.get()
+    assert shares == [1.0]
+
+
+def test_requests_show_how_many_episodes_are_finished() -> None:
+    with make() as batcher:
+        told = []
+
+        def note(progress: Progress) -> None:
+            requests = batcher.stats().requests
+            if requests:
+                told.append((progress.n_finished, requests[0].n_finished))
+
+        batcher.execute(6)
+        batcher.get(progress=note)
+    assert told
+    assert [mine for mine, _ in told] == [theirs for _, theirs in told]
+
+
+def test_between_windows_lanes_wait_in_the_middle_of_their_episodes() -> None:
+    def create_restarting(seed: int) -> GymEnv:
+        return GymEnvInf([CountingEnv(length=3 + 3 * n) for n in range(2)], seed)
+
+    arguments = {"create_agent": StepCounter, "create_env": create_restarting}
+    with Batcher(4, n_threads=0, seeds=1, **arguments) as batcher:
+        batcher.reset()
+        batcher.execute()
+        batcher.get()
+        stats = batcher.stats()
+    # Lane 0 has restarted once, after three steps; lane 1 is in its first episode.
+    assert lanes_of(stats) == [("waiting", 1, 1, 1), ("waiting", 1, 0, 4)]
+    assert (stats.n_steps, stats.n_episodes) == (8, 1)
+
+
+def test_the_steps_of_a_long_episode_go_on_in_its_next_slot() -> None:
+    def create_one(seed: int) -> GymEnv:
+        return GymEnv([LookingEnv(length=5)], seed)
+
+    with EpisodeBatcher(2, 1, StepCounter, {}, create_one, {}, 0, 1) as batcher:
+        seen: list[tuple[int, Stats]] = []
+        looks.append(lambda step: seen.append((step, batcher.stats())))
+        batcher.execute(1)
+        batcher.get()
+    assert [step for step, _ in seen][-5:] == [1, 2, 3, 4, 5]
+    for step, stats in seen[-5:]:
+        assert lanes_of(stats) == [("running", 1, 0, step - 1)]
+
+
+class FailingAgent(StepCounter):
+    def __call__(self, state, observation, agent_info=None, history=None):
+        if observation["frame"][0, 0] == 2:
+            raise ValueError("on purpose")
+        return super().__call__(state, observation, agent_info, history)
+
+
+def test_a_call_that_raised_is_over() -> None:
+    with EpisodeBatcher(8, 8, FailingAgent, {}, create_env, {}, 0, 1) as batcher:
+        batcher.execute(2)
+        with pytest.raises(AgentError):
+            batcher.get()
+        stats = batcher.stats()
+        batcher.stats()
+        assert lanes_of(stats) == [("idle", None, None, None)] * 2
+        assert stats.requests == ()
+        rows = batcher._dispatcher.control.rows
+        assert rows[0, Word.AGENT_NS] >= 0
+        assert rows[0, Word.ENV_NS] >= 0
+
+
+def test_a_closed_batcher_has_no_stats() -> None:
+    batcher = make()
+    batcher.close()
+    with pytest.raises(UsageError, match="closed"):
+        batcher.stats()
+
+
+def test_more_lanes_than_are_shown_are_counted_only() -> None:
+    def create_many(seed: int) -> GymEnv:
+        return GymEnv([CountingEnv() for _ in range(1025)], seed)
+
+    with EpisodeBatcher(4, 1100, StepCounter, {}, create_many, {}, 0, 1) as batcher:
+        batcher.execute(1030)
+        batcher.get()
+        stats = batcher.stats()
+    assert (stats.n_episodes, stats.workers[0].lanes) == (1030, ())
+
+
+def test_a_process_that_took_a_number_over_starts_with_shares_of_its_own() -> None:
+    control = Control.create(1)
+    try:
+        reader = StatsReader(control)
+        control.worker_starts(0)
+        control.rows[0, [Word.ENV_NS, Word.N_STEPS]] = 10**15, 50
+        reader.read()
+        control.worker_starts(0)
+        control.set_state(0, State.STARTING)
+        (worker,) = reader.read().workers
+        assert (worker.state, worker.restarts, worker.n_steps) == ("restarting", 1, 50)
+        assert (worker.env_share, worker.steps_per_s) == (0.0, 0.0)
+    finally:
+        control.close()
+
+
+def test_the_record_holds_as_many_requests_as_workers_may_have() -> None:
+    control = Control.create(2)
+    try:
+        for number in range(1, 9):
+            control.request_begins(number, 10 * number)
+        control.of_worker(1).lane_ends(0, 5, control.of_worker(1).entry_of(3))
+        assert (control.n_finished(3), control.n_finished(4)) == (1, 0)
+        control.request_ends(3, True)
+        assert control.n_finished(3) == 0
+        control.request_begins(9, 4)
+        assert control.n_finished(9) == 0
+        numbers = [request.number for request in StatsReader(control).read().requests]
+        assert numbers == [1, 2, 4, 5, 6, 7, 8, 9]
+    finally:
+        control.close()
