@@ -24,10 +24,12 @@ from rlpool.slots.trajectories import DerivedTensors, Successor
 from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
     FLAGS,
+    TensorSpec,
     flattener,
     join_key,
     leaves_of,
     nester,
+    refuse_collisions,
     stored_dtype,
     structure_of_space,
 )
@@ -47,7 +49,8 @@ _LOG = logging.getLogger("rlpool")
 
 _ACTION = "action"
 _OPTIONS = "env_info"
-_NO_INFOS = {"reward", "last_action", *FLAGS}
+_OWN = ["reward", *FLAGS]
+_NO_INFOS = {"last_action", *_OWN}
 """Keys with a value after the step that Minari stores elsewhere, or that follow from others."""
 
 _SAME = "pass an environment that is wrapped like those of create_env"
@@ -226,14 +229,12 @@ class _Writer:
 
     def _refuse_others(self, part: _Part) -> None:
         """Refuse values that a space does not have: they would be lost."""
-        for key, dtype in part.dtypes.items():
-            array, shape = self._arrays[key], part.shapes[key]
-            is_cut = array.dtype.kind == "f" and dtype.kind != "f"
-            if array.shape[2:] != shape or is_cut:
+        for key, spec in part.specs.items():
+            found = TensorSpec(self._arrays[key].shape[2:], self._arrays[key].dtype)
+            if not spec.takes(found):
                 raise SpecError(
-                    f"{key!r} of the trajectories is {array.dtype} with the shape "
-                    f"{list(array.shape[2:])}, the space of the environment has {dtype} with the "
-                    f"shape {list(shape)}",
+                    f"{key!r} of the trajectories is {found}, in the spaces of the environment it "
+                    f"is {spec}",
                     fix=_SAME,
                 )
 
@@ -255,15 +256,15 @@ class _Part:
         prefix: Prefix of the keys; without parts, the key itself.
 
     Attributes:
-        dtypes: Key to the dtype that the space declares.
-        shapes: Key to the shape.
+        specs: Key to the shape and dtype that the space declares.
+        dtypes: Key to the dtype alone.
     """
 
     def __init__(self, space: Any, name: str, prefix: str = "") -> None:
         structure = structure_of_space(space, keep_float64=True, name=name)
         leaves = leaves_of({prefix: structure} if prefix else structure, DEFAULT_OBSERVATION_KEY)
-        self.dtypes = {key: leaf.spec.dtype for key, leaf in leaves.items()}
-        self.shapes = {key: leaf.spec.shape for key, leaf in leaves.items()}
+        self.specs = {key: leaf.spec for key, leaf in leaves.items()}
+        self.dtypes = {key: spec.dtype for key, spec in self.specs.items()}
         self._nest, self._flatten = nester(structure), flattener(structure, name)
 
     def nested(self, values: Callable[[str], Array]) -> Any:
@@ -299,7 +300,8 @@ def from_minari(dataset: Any, *, keep_float64: bool = False) -> TemporalDictTens
 
     Raises:
         SpecError: If it is no dataset, has no episodes, one of them has not one observation more
-            than steps, or a space has no fixed shape.
+            than steps, a space has no fixed shape, or a part of the observation is called like
+            something else, such as ``reward``.
     """
     dataset = instance(dataset, MinariDataset, "what from_minari() gets")
     reader = _Reader(dataset, keep_float64)
@@ -342,6 +344,8 @@ class _Reader:
     def __init__(self, dataset: Any, keep_float64: bool) -> None:
         self._observation = _Part(dataset.observation_space, "observation_space")
         self._action = _Part(dataset.action_space, "action_space", _ACTION)
+        groups = {"rlpool": _OWN, "the action": list(self._action.dtypes)}
+        refuse_collisions({**groups, "the observation": list(self._observation.dtypes)})
         self._keep_float64 = keep_float64
         self._name = dataset.id
 

@@ -19,6 +19,7 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.integrations.sb3_policies import Observation, observed, part_of
 from rlpool.memory.storage import Array
+from rlpool.specs import TensorSpec
 
 
 def to_sb3(trajectories: TemporalDictTensor, target: Any, policy: Any = None) -> None:
@@ -126,13 +127,12 @@ class _Steps:
         return array
 
     def actions(self, key: str) -> Array:
-        """Actions, of the shape that the buffer's space has."""
+        """Actions, checked against the buffer's space."""
         actions, space = self[key], self._buffer.action_space
-        is_cut = actions.dtype.kind == "f" and space.dtype.kind != "f"
-        if actions.shape[2:] != space.shape or is_cut:
+        found = TensorSpec(actions.shape[2:], actions.dtype)
+        if not TensorSpec(space.shape, np.dtype(space.dtype)).takes(found):
             raise SpecError(
-                f"{key!r} of the trajectories is {actions.dtype} with the shape "
-                f"{list(actions.shape[2:])}, the buffer has {space}",
+                f"{key!r} of the trajectories is {found}, the buffer has {space}",
                 fix="collect in environments like those that the model learns from",
             )
         return actions

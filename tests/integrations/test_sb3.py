@@ -362,9 +362,7 @@ def test_other_actions_are_refused(action: str) -> None:
     env = Drift(action=action)
     buffer = ReplayBuffer(60, env.observation_space, env.action_space, "cpu", N_LANES)
     window = window_of(np.zeros((4, N_LANES, 2), np.float32), Drift().action_space)
-    with pytest.raises(
-        SpecError, match=r"'action' .* float32 with the shape \[2\], the buffer has"
-    ):
+    with pytest.raises(SpecError, match=r"'action' .* is float32\[2\], the buffer has"):
         to_sb3(window, buffer)
 
 
@@ -374,7 +372,7 @@ def test_numbers_are_no_actions_of_a_box() -> None:
     window = window_of(np.zeros((4, N_LANES), np.int64), space, **options)
     model = PPO("MlpPolicy", drifts(), n_steps=4, batch_size=12, device="cpu")
     for target in (replay_buffer(n_envs=N_LANES), model):
-        with pytest.raises(SpecError, match=r"action' .* int64 with the shape \[\], .* Box"):
+        with pytest.raises(SpecError, match=r"action' .* is int64\[\], the buffer has Box"):
             to_sb3(window, target)
 
 
