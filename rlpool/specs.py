@@ -63,7 +63,7 @@ FLAGS = ("terminated", "truncated", "done", "initial_state")
 """Rows of ``VecEnv.flags``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Leaf:
     """A leaf of a structure.
 
@@ -74,6 +74,9 @@ class Leaf:
 
     spec: TensorSpec
     is_scalar: bool
+
+    def __repr__(self) -> str:
+        return f"a single {self.spec.dtype}" if self.is_scalar else str(self.spec)
 
 
 Structure = Leaf | Mapping[str, "Structure"] | tuple["Structure", ...]
