@@ -81,7 +81,8 @@ def to_parquet(
                 [1., 0., 0.]])
     """
     arrow, parquet = _pyarrow()
-    path = _checked(path)
+    _check(path)
+    path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{str(path)!r} is a directory, not the name of a file")
     if not path.parent.is_dir():
@@ -126,7 +127,7 @@ def from_parquet(path: FilePath) -> TemporalDictTensor:
         SpecError: If it is damaged, or not a file of ``to_parquet``.
     """
     arrow, parquet = _pyarrow()
-    path = _checked(path)
+    _check(path)
     try:
         with parquet.ParquetFile(path) as file:
             return _read(arrow, file, repr(str(path)))
@@ -139,10 +140,9 @@ def from_parquet(path: FilePath) -> TemporalDictTensor:
         ) from error
 
 
-def _checked(path: Any) -> Path:
+def _check(path: Any) -> None:
     if not isinstance(path, str | os.PathLike):
         raise SpecError(f"path is {kind(path)}", fix='pass a file, such as "episodes.parquet"')
-    return Path(path)
 
 
 def _pyarrow() -> tuple[Any, Any]:
