@@ -48,6 +48,11 @@ class TensorSpec:
         """Bytes of one row."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def takes(self, found: TensorSpec) -> bool:
+        """Whether values with another spec have this shape and need no fractions cut off."""
+        is_cut = found.dtype.kind == "f" and self.dtype.kind != "f"
+        return found.shape == self.shape and not is_cut
+
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
 
@@ -58,7 +63,7 @@ FLAGS = ("terminated", "truncated", "done", "initial_state")
 """Rows of ``VecEnv.flags``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Leaf:
     """A leaf of a structure.
 
@@ -69,6 +74,9 @@ class Leaf:
 
     spec: TensorSpec
     is_scalar: bool
+
+    def __repr__(self) -> str:
+        return f"a single {self.spec.dtype}" if self.is_scalar else str(self.spec)
 
 
 Structure = Leaf | Mapping[str, "Structure"] | tuple["Structure", ...]

@@ -12,9 +12,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
+from gymnasium.envs.registration import EnvSpec
 
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.dict_tensor_base import instance
+from rlpool.data.dict_tensor_base import instance, kind
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, compose
 from rlpool.memory.storage import Array
@@ -23,10 +24,12 @@ from rlpool.slots.trajectories import DerivedTensors, Successor
 from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
     FLAGS,
+    TensorSpec,
     flattener,
     join_key,
     leaves_of,
     nester,
+    refuse_collisions,
     stored_dtype,
     structure_of_space,
 )
@@ -46,8 +49,11 @@ _LOG = logging.getLogger("rlpool")
 
 _ACTION = "action"
 _OPTIONS = "env_info"
-_NO_INFOS = {"reward", "last_action", *FLAGS}
+_OWN = ["reward", *FLAGS]
+_NO_INFOS = {"last_action", *_OWN}
 """Keys with a value after the step that Minari stores elsewhere, or that follow from others."""
+
+_SAME = "pass an environment that is wrapped like those of create_env"
 
 _N_SEEDS = 2**64
 """Seeds that Minari draws have 64 bits; ``info["seed"]`` has the same bits as an int64."""
@@ -91,14 +97,18 @@ def to_minari(
         The ``minari.MinariDataset``.
 
     Raises:
-        SpecError: If a row is no complete episode, keys do not fit the spaces, a space is of a
-            kind that Minari or rlpool cannot store, the id exists or is none, or, with a Minari
-            before 0.5.4, there are images.
+        SpecError: If a row is no complete episode, keys, shapes or dtypes do not fit the spaces, a
+            space is of a kind that Minari or rlpool cannot store, the id exists or is none, ``env``
+            is something else, or, with a Minari before 0.5.4, there are images.
+        gymnasium.error.Error: If Gymnasium cannot make ``env`` of its id or spec.
     """
     trajectories = instance(trajectories, TemporalDictTensor, "what to_minari() gets")
     path = _free_path(dataset_id)
     _refuse_parts(trajectories)
-    made = gymnasium.make(env) if not isinstance(env, gymnasium.Env) else env
+    if not isinstance(env, str | EnvSpec | gymnasium.Env):
+        fix = "pass an environment, its id or its spec: it tells the spaces"
+        raise SpecError(f"env is {kind(env)}", fix=fix)
+    made = env if isinstance(env, gymnasium.Env) else gymnasium.make(env)
     try:
         buffers = _Writer(trajectories, made).buffers()
         options: dict[str, Any] = {"jpeg_encoding": False} if _IS_LOSSLESS else {}
@@ -118,7 +128,7 @@ def to_minari(
 
 def _free_path(dataset_id: Any) -> Any:
     """Where a dataset will be."""
-    fix = 'pass an id such as "pendulum/random-v0"'
+    fix = 'pass an id such as "pendulum/random-v0": namespace (two letters or more), name, version'
     try:
         parse_dataset_id(dataset_id)
     except (TypeError, ValueError):
@@ -173,8 +183,10 @@ class _Writer:
             raise SpecError(
                 f"the trajectories have no {missing}, which the spaces of the environment have; "
                 f"they have {list(self._arrays)}",
-                fix="pass an environment that is wrapped like those of create_env",
+                fix=_SAME,
             )
+        self._refuse_others(self._observation)
+        self._refuse_others(self._action)
         taken = {*observed, *self._action.dtypes, *_NO_INFOS}
         pairs = (key for key in self._arrays if successor_key(key) in self._arrays)
         self._infos = [key for key in pairs if key not in taken and not key.startswith("_")]
@@ -215,6 +227,17 @@ class _Writer:
         }
         return {key: value.tolist() for key, value in rows.items()} or None
 
+    def _refuse_others(self, part: _Part) -> None:
+        """Refuse values that a space does not have: they would be lost."""
+        for key, spec in part.specs.items():
+            found = TensorSpec(self._arrays[key].shape[2:], self._arrays[key].dtype)
+            if not spec.takes(found):
+                raise SpecError(
+                    f"{key!r} of the trajectories is {found}, in the spaces of the environment it "
+                    f"is {spec}",
+                    fix=_SAME,
+                )
+
     def _refuse_images(self, keys: list[str]) -> None:
         images = [key for key in keys if self._arrays[key].dtype == np.uint8]
         if images and not _IS_LOSSLESS:
@@ -233,13 +256,15 @@ class _Part:
         prefix: Prefix of the keys; without parts, the key itself.
 
     Attributes:
-        dtypes: Key to the dtype that the space declares.
+        specs: Key to the shape and dtype that the space declares.
+        dtypes: Key to the dtype alone.
     """
 
     def __init__(self, space: Any, name: str, prefix: str = "") -> None:
         structure = structure_of_space(space, keep_float64=True, name=name)
         leaves = leaves_of({prefix: structure} if prefix else structure, DEFAULT_OBSERVATION_KEY)
-        self.dtypes = {key: leaf.spec.dtype for key, leaf in leaves.items()}
+        self.specs = {key: leaf.spec for key, leaf in leaves.items()}
+        self.dtypes = {key: spec.dtype for key, spec in self.specs.items()}
         self._nest, self._flatten = nester(structure), flattener(structure, name)
 
     def nested(self, values: Callable[[str], Array]) -> Any:
@@ -275,7 +300,8 @@ def from_minari(dataset: Any, *, keep_float64: bool = False) -> TemporalDictTens
 
     Raises:
         SpecError: If it is no dataset, has no episodes, one of them has not one observation more
-            than steps, or a space has no fixed shape.
+            than steps, a space has no fixed shape, or a part of the observation is called like
+            something else, such as ``reward``.
     """
     dataset = instance(dataset, MinariDataset, "what from_minari() gets")
     reader = _Reader(dataset, keep_float64)
@@ -318,6 +344,8 @@ class _Reader:
     def __init__(self, dataset: Any, keep_float64: bool) -> None:
         self._observation = _Part(dataset.observation_space, "observation_space")
         self._action = _Part(dataset.action_space, "action_space", _ACTION)
+        groups = {"rlpool": _OWN, "the action": list(self._action.dtypes)}
+        refuse_collisions({**groups, "the observation": list(self._observation.dtypes)})
         self._keep_float64 = keep_float64
         self._name = dataset.id
 

@@ -71,7 +71,7 @@ def to_parquet(
         ImportError: If pyarrow is not installed.
         OSError: If the file cannot be written.
         SpecError: If there is nothing to write, parts differ, a dtype is none of Parquet's (such as
-            bfloat16), or two columns would have the same name.
+            bfloat16), two columns would have the same name, or ``path`` is no path.
 
     Example:
         >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
@@ -81,6 +81,12 @@ def to_parquet(
                 [1., 0., 0.]])
     """
     arrow, parquet = _pyarrow()
+    _check(path)
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{str(path)!r} is a directory, not the name of a file")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no directory {str(path.parent)!r} for the file")
     is_one = isinstance(trajectories, TemporalDictTensor)
     parts = _alike([trajectories] if is_one else trajectories)
     first = next(parts, None)
@@ -89,7 +95,6 @@ def to_parquet(
     contents = _Contents.of(first)
     schema = contents.schema(arrow)
     n_timesteps = first.n_timesteps()
-    path = Path(path)
     unfinished = path.with_name(f".{uuid.uuid4().hex}")
     try:
         # A dictionary is for values that repeat, which most observations do not.
@@ -122,6 +127,7 @@ def from_parquet(path: FilePath) -> TemporalDictTensor:
         SpecError: If it is damaged, or not a file of ``to_parquet``.
     """
     arrow, parquet = _pyarrow()
+    _check(path)
     try:
         with parquet.ParquetFile(path) as file:
             return _read(arrow, file, repr(str(path)))
@@ -132,6 +138,11 @@ def from_parquet(path: FilePath) -> TemporalDictTensor:
             f"{str(path)!r} cannot be read as a Parquet file: {error}",
             fix="write it again with to_parquet, it is damaged or of another kind",
         ) from error
+
+
+def _check(path: Any) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise SpecError(f"path is {kind(path)}", fix='pass a file, such as "episodes.parquet"')
 
 
 def _pyarrow() -> tuple[Any, Any]:

@@ -19,6 +19,7 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.integrations.sb3_policies import Observation, observed, part_of
 from rlpool.memory.storage import Array
+from rlpool.specs import TensorSpec
 
 
 def to_sb3(trajectories: TemporalDictTensor, target: Any, policy: Any = None) -> None:
@@ -125,6 +126,17 @@ class _Steps:
         array: Array = steps.numpy(force=True)
         return array
 
+    def actions(self, key: str) -> Array:
+        """Actions, checked against the buffer's space."""
+        actions, space = self[key], self._buffer.action_space
+        found = TensorSpec(actions.shape[2:], actions.dtype)
+        if not TensorSpec(space.shape, np.dtype(space.dtype)).takes(found):
+            raise SpecError(
+                f"{key!r} of the trajectories is {found}, the buffer has {space}",
+                fix="collect in environments like those that the model learns from",
+            )
+        return actions
+
     def observations(self, prefix: str = "") -> Observation:
         """Observations before the steps, or after them with the prefix ``_``."""
         space = self._buffer.observation_space
@@ -144,7 +156,7 @@ def _add_transitions(trajectories: TemporalDictTensor, buffer: Any) -> None:
             "that follows",
             fix="give it complete episodes, or windows of n_envs lanes",
         )
-    actions = steps["action"]
+    actions = steps.actions("action")
     if isinstance(buffer.action_space, spaces.Box):
         low, high = buffer.action_space.low, buffer.action_space.high
         actions = 2.0 * ((actions - low) / (high - low)) - 1.0
@@ -160,7 +172,7 @@ def _fill_rollouts(trajectories: TemporalDictTensor, buffer: Any, policy: Any) -
     """Fill a rollout buffer, and compute its returns and advantages."""
     steps = _Steps(trajectories, buffer, buffer.buffer_size)
     observations, done = steps.observations(), steps["_done"].astype(bool)
-    actions = steps["policy_action" if "policy_action" in steps else "action"]
+    actions = steps.actions("policy_action" if "policy_action" in steps else "action")
     rewards = steps["_reward"].astype(np.float32)
     keys = ("value", "log_probability")
     if all(key in steps for key in keys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributions import Bernoulli, Categorical
 from rlpool.agents.agent import Agent, AgentStep
 from rlpool.agents.sampling import sample_categorical, sample_normal
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.dict_tensor_base import kind
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
@@ -37,8 +39,9 @@ def from_sb3(
 ) -> Sb3Agent:
     """An agent that acts as the policy of a model of Stable-Baselines3 does.
 
-    For ``EpisodeBatcher``, ``Batcher`` and ``evaluate``. The parameters are copied: what the model
-    learns later reaches the agents of a batcher with ``batcher.update(model.policy.state_dict())``.
+    For ``evaluate``, and with ``Sb3Agent.copy`` for ``EpisodeBatcher`` and ``Batcher``. The
+    parameters are copied: what the model learns later reaches the agents of a batcher with
+    ``batcher.update(model.policy.state_dict())``.
     Where the model's environment is a ``VecNormalize``, the agent normalises observations with a
     copy of its statistics.
 
@@ -59,7 +62,7 @@ def from_sb3(
         print(evaluate(agent, create_env, 100, n_threads=4).returns.mean())
     """
     if not isinstance(model, BaseAlgorithm):
-        got = model.__name__ if isinstance(model, type) else type(model).__name__
+        got = f"the class {model.__name__}" if isinstance(model, type) else kind(model)
         raise SpecError(f"model is {got}", fix="pass a model, such as PPO.load(path)")
     policy = model.policy
     if _kind_of(policy) is None:
@@ -144,6 +147,18 @@ class Sb3Agent(Agent):
         outputs["action"] = self._as_taken(drawn)
         tensors = {key: tensor.cpu() for key, tensor in outputs.items()}
         return DictTensor(), DictTensor(tensors), DictTensor()
+
+    def copy(self) -> Sb3Agent:
+        """A copy, with parameters of its own.
+
+        As the ``create_agent`` of a batcher, it sends workers the policy only. ``from_sb3`` with
+        ``{"model": model}`` pickles the whole model: its environments and its buffers as well.
+
+        Example::
+
+            Batcher(128, None, from_sb3(model).copy, {}, create_env, {}, n_threads=4)
+        """
+        return copy.deepcopy(self)
 
     def update(self, info: Any) -> None:
         """Take over parameters: ``model.policy.state_dict()``."""

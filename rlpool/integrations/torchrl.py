@@ -63,7 +63,8 @@ def to_torchrl(
 
     Raises:
         ImportError: If tensordict is not installed.
-        SpecError: If two keys would get the same name, or one is a name that the layout needs.
+        SpecError: If two keys would get the same name, one is a name that the layout needs, or
+            there is no key ``observation``.
 
     Example:
         >>> steps = {"frame": torch.zeros(1, 3, 4), "_reward": torch.ones(1, 3)}
@@ -79,6 +80,11 @@ def to_torchrl(
     else:
         raise SpecError(
             f"to_torchrl() got {kind(batch)}", fix="pass a TemporalDictTensor or a DictTensor"
+        )
+    if observation != DEFAULT_OBSERVATION_KEY and observation not in batch:
+        raise SpecError(
+            f"there is no key {observation!r} to become TorchRL's observation: {list(batch)}",
+            fix="pass one of these keys as observation, or leave it out",
         )
     names = _names(observation, len(size))
     _check_keys(batch, names, reserved)
@@ -108,8 +114,9 @@ def from_torchrl(
     Returns:
         With time, trajectories ``[B, T, ...]``, otherwise a ``DictTensor`` ``[B, ...]``. The
         tensors are views, and ``from_torchrl(to_torchrl(batch))`` has the keys and bits of
-        ``batch``. The mask becomes ``lengths``; other entries of the collector are left out, as are
-        those that are no tensors. A reward or flag that ends with a dimension of 1 loses it.
+        ``batch``. Of trajectories, the mask becomes ``lengths``, and other entries of the collector
+        are left out; without time, they are keys such as ``collector/mask``. Entries that are no
+        tensors are left out. A reward or flag that ends with a dimension of 1 loses it.
 
     Raises:
         SpecError: If it is no TensorDict, has no batch dimension, or has a mask that is not true

@@ -512,9 +512,10 @@ def checked_functions(env_fns: Any) -> list[Callable[[], Any]]:
         functions = []
     bad = [number for number, function in enumerate(functions) if not callable(function)]
     if not functions or bad:
-        what = f"env_fns[{bad[0]}] is {functions[bad[0]]!r}" if bad else f"env_fns is {env_fns!r}"
         raise SpecError(
-            f"{what}, not a list of functions",
+            f"env_fns[{bad[0]}] is {functions[bad[0]]!r}, not a function"
+            if bad
+            else f"env_fns is {env_fns!r}, not a list of functions",
             fix="pass functions without arguments that make one environment each, "
             "such as [lambda: gymnasium.make('CartPole-v1')] * 4",
         )

@@ -401,6 +401,31 @@ def test_another_environment_and_spaces_without_a_shape_are_refused() -> None:
         to_minari(episodes, "drift-v0", env)
 
 
+@pytest.mark.filterwarnings("ignore:env_spec is None")
+def test_steps_that_do_not_fit_the_spaces_are_refused(datasets: Path) -> None:
+    episodes = episodes_of(Drift, 4)
+    others = {
+        r"'frame' .* is float32\[3\], .* is float32\[4\]": {
+            "observation_space": gym.spaces.Box(-1, 1, (4,), np.float32)
+        },
+        r"'frame' .* is uint8\[3\]": {"observation_space": gym.spaces.Box(0, 255, (3,), np.uint8)},
+        r"'action' .* is float32\[2\], .* is int64\[\]": {"action_space": gym.spaces.Discrete(2)},
+    }
+    for message, spaces in others.items():
+        env = Drift()
+        vars(env).update(spaces)
+        with pytest.raises(SpecError, match=message):
+            to_minari(episodes, "drift-v0", env)
+    dataset = to_minari(episodes, "drift-v0", Drift("double"))  # what GymEnv made of float64
+    assert dataset.total_episodes == 4
+
+
+@pytest.mark.parametrize("env", [None, 5, create_env(0, GymEnv, Drift)])
+def test_what_is_no_environment_is_refused(env: Any) -> None:
+    with pytest.raises(SpecError, match=r"env is .*\n.*pass an environment, its id or its spec"):
+        to_minari(episodes_of(Drift, 4), "drift-v0", env)
+
+
 def test_images_are_refused_by_a_minari_that_would_change_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -408,6 +433,23 @@ def test_images_are_refused_by_a_minari_that_would_change_them(
     episodes, env = episodes_and_env("nested")
     with pytest.raises(SpecError, match=r"'picture'.*JPEG"):
         to_minari(episodes, "drift-v0", env)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:minari")
+@pytest.mark.parametrize("name", ["reward", "action", "initial_state"])
+def test_observations_named_like_something_else_are_refused(name: str) -> None:
+    env = Drift()
+    env.observation_space = gym.spaces.Dict({name: env.observation_space})
+    episode = EpisodeBuffer(
+        observations={name: np.zeros((3, 3), np.float32)},
+        actions=np.zeros((2, 2), np.float32),
+        rewards=[1.0, 2.0],
+        terminations=[False, True],
+        truncations=[False, False],
+    )
+    dataset = minari.create_dataset_from_buffers("drift-v0", [episode], env)
+    with pytest.raises(SpecError, match=f"key '{name}' is given by .* the observation"):
+        from_minari(dataset)
 
 
 def test_what_is_no_dataset_is_refused() -> None:

@@ -278,6 +278,23 @@ def test_a_failure_in_the_middle_keeps_the_file_that_was_there(path: Path) -> No
     assert_same_bits(from_parquet(path), episodes)
 
 
+def test_a_place_where_no_file_can_be_is_named_before_anything_is_collected(path: Path) -> None:
+    def parts() -> Iterator[TemporalDictTensor]:
+        pytest.fail("collected for nothing")
+        yield
+
+    with pytest.raises(IsADirectoryError, match=str(path.parent)):
+        to_parquet(parts(), path.parent)
+    missing = path.parent / "missing" / "episodes.parquet"
+    with pytest.raises(FileNotFoundError, match=str(missing.parent)):
+        to_parquet(parts(), missing)
+    for wrong in (None, 5):
+        with pytest.raises(SpecError, match="path is"):
+            to_parquet(parts(), wrong)  # type: ignore[arg-type]
+        with pytest.raises(SpecError, match="path is"):
+            from_parquet(wrong)  # type: ignore[arg-type]
+
+
 def test_a_missing_file_is_no_bad_file(path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         from_parquet(path)

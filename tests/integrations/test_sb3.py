@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ from stable_baselines3.common.noise import NormalActionNoise
 from stable_baselines3.common.type_aliases import TrainFreq, TrainFrequencyUnit
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
-from rlpool.integrations.sb3 import PoolReplayBuffer, Sb3Agent, from_sb3, to_sb3
+from rlpool.integrations.sb3 import PoolReplayBuffer, from_sb3, to_sb3
 
 N_LANES = 3
 
@@ -354,6 +355,25 @@ def test_other_targets_are_refused() -> None:
     model = PPO("MlpPolicy", VecNormalize(drifts()), device="cpu")
     with pytest.raises(SpecError, match="VecNormalize"):
         to_sb3(a_window(), model)
+
+
+@pytest.mark.parametrize("action", ["discrete", "bits", "many"])
+def test_other_actions_are_refused(action: str) -> None:
+    env = Drift(action=action)
+    buffer = ReplayBuffer(60, env.observation_space, env.action_space, "cpu", N_LANES)
+    window = window_of(np.zeros((4, N_LANES, 2), np.float32), Drift().action_space)
+    with pytest.raises(SpecError, match=r"'action' .* is float32\[2\], the buffer has"):
+        to_sb3(window, buffer)
+
+
+def test_numbers_are_no_actions_of_a_box() -> None:
+    options = {"action": "discrete"}
+    space = Drift(**options).action_space
+    window = window_of(np.zeros((4, N_LANES), np.int64), space, **options)
+    model = PPO("MlpPolicy", drifts(), n_steps=4, batch_size=12, device="cpu")
+    for target in (replay_buffer(n_envs=N_LANES), model):
+        with pytest.raises(SpecError, match=r"action' .* is int64\[\], the buffer has Box"):
+            to_sb3(window, target)
 
 
 def test_other_observations_are_refused_by_name_and_shape() -> None:
@@ -679,11 +699,11 @@ def test_samples_are_distributed_as_those_of_the_model(name: str) -> None:
 def test_episodes_of_a_policy_are_the_same_for_any_number_of_workers() -> None:
     model, kinds = model_of("ppo box")
     model.learn(96)  # afterwards its distribution has tensors that cannot be copied
-    agent_args = {"agent": from_sb3(model)}
+    agent = from_sb3(model)
     found = []
     for n_threads in (0, 2):
         with EpisodeBatcher(
-            8, 12, copied, agent_args, create_env, kinds, n_threads=n_threads, seeds=0
+            8, 12, agent.copy, {}, create_env, kinds, n_threads=n_threads, seeds=0
         ) as batcher:
             batcher.execute(12)
             found.append(batcher.get())
@@ -691,8 +711,18 @@ def test_episodes_of_a_policy_are_the_same_for_any_number_of_workers() -> None:
         assert torch.equal(found[0][key], found[1][key])
 
 
-def copied(agent: Sb3Agent) -> Sb3Agent:
-    return copy.deepcopy(agent)
+def test_workers_get_the_policy_without_environments_and_buffers() -> None:
+    # What Stable-Baselines3 wraps images in cannot be pickled.
+    model, kinds = model_of("dqn images")
+    model.learn(5)
+    with pytest.raises(TypeError, match="pickle"):
+        cloudpickle.dumps(model.env)
+    agent = from_sb3(model, deterministic=True)
+    with EpisodeBatcher(8, 3, agent.copy, {}, create_env, kinds, n_threads=1, seeds=0) as batcher:
+        batcher.execute(3)
+        episodes = batcher.get()
+    actions, _ = model.predict(episodes["frame"][:, 0].numpy(), deterministic=True)
+    np.testing.assert_array_equal(episodes["action"][:, 0].numpy(), actions)
 
 
 def test_evaluation_gives_the_returns_of_evaluate_policy() -> None:

@@ -328,6 +328,12 @@ def test_entries_that_are_no_tensors_are_left_out() -> None:
     assert list(batch) == ["frame"]
 
 
+def test_an_observation_that_is_missing_is_refused_by_name() -> None:
+    with pytest.raises(SpecError, match=r"no key 'place' .*observation"):
+        to_torchrl(TemporalDictTensor({"frame": torch.zeros(2, 3)}), observation="place")
+    assert "pose" in to_torchrl(TemporalDictTensor({"pose": torch.zeros(2, 3)}))
+
+
 def test_what_is_no_batch_is_refused() -> None:
     with pytest.raises(SpecError, match="pass a TemporalDictTensor or a DictTensor"):
         to_torchrl({"frame": torch.zeros(2)})  # type: ignore[arg-type]

@@ -368,6 +368,14 @@ def test_arguments_that_do_not_fit_are_refused(message: str, arguments: dict[str
         ParallelVectorEnv([make_cartpole], **arguments)
 
 
+def test_environments_with_other_spaces_are_told_by_shapes_and_dtypes() -> None:
+    env_fns = [lambda: gymnasium.make("CartPole-v1"), lambda: gymnasium.make("Pendulum-v1")]
+    with pytest.raises(SpecError, match=r"is float32\[1\], .* environment 0 is a single int64"):
+        ParallelVectorEnv(env_fns)
+    with pytest.raises(SpecError, match=r"env_fns\[1\] is 5, not a function"):
+        ParallelVectorEnv([env_fns[0], 5])  # type: ignore[list-item]
+
+
 def test_environments_without_spaces_and_other_objects_are_refused() -> None:
     with pytest.raises(WorkerStartupError, match="no observation_space"):
         ParallelVectorEnv([SpacelessEnv])
