@@ -262,6 +262,8 @@ class Control:
         self._memory: Memory | None = None
         rows, lanes = HEADER_WORDS + n_workers * ROW_WORDS, _LANE_WORDS * MAX_SHOWN_LANES
         self.header: Array = words[:HEADER_WORDS]
+        # Numbers are looked up faster in a list than in an array of eight.
+        self._requests = self.header[Head.REQUESTS : Head.REQUESTS + MAX_REQUESTS].data
         self.rows: Array = words[HEADER_WORDS:rows].reshape(n_workers, ROW_WORDS)
         shape = n_workers, _LANE_WORDS, MAX_SHOWN_LANES
         self.lanes: Array = words[rows : rows + n_workers * lanes].reshape(shape)
@@ -337,38 +339,38 @@ class Control:
 
     def request_begins(self, number: int, n_rows: int) -> None:
         """Record that a request is sent to the workers."""
-        running = self.header[Head.REQUESTS : Head.REQUESTS + MAX_REQUESTS]
-        entry = int(np.flatnonzero(running == 0)[0])
+        entry = self._requests.tolist().index(0)
         self.rows[:, Word.N_FINISHED + entry] = 0
         self.header[Head.N_ROWS + entry] = n_rows
-        running[entry] = number
+        self._requests[entry] = number
         if self.events is not None:
             now_ns = monotonic_ns()
             self.events.note(Kind.REQUEST_BEGINS, now_ns, now_ns, number, n_rows)
 
     def request_ends(self, number: int, is_complete: bool) -> None:
         """Record that all workers are done with a request."""
-        running = self.header[Head.REQUESTS : Head.REQUESTS + MAX_REQUESTS]
-        running[running == number] = 0
+        for entry in self._entries(number):
+            self._requests[entry] = 0
         if self.events is not None:
             now_ns = monotonic_ns()
             self.events.note(Kind.REQUEST_ENDS, now_ns, now_ns, number, is_complete)
 
-    def _entries(self, number: int) -> Array:
-        running = self.header[Head.REQUESTS : Head.REQUESTS + MAX_REQUESTS]
-        entries: Array = np.flatnonzero(running == number)
-        return entries
+    def _entries(self, number: int) -> list[int]:
+        """Where a request is counted: one place, or none if it does not run."""
+        numbers = self._requests.tolist()
+        return [numbers.index(number)] if number in numbers else []
 
     def n_finished(self, number: int) -> int:
         """Episodes that are finished of a request that runs, 0 for any other.
 
         An episode whose worker died just after its end is counted again when it is repeated.
         """
-        return int(self.rows[:, Word.N_FINISHED + self._entries(number)].sum())
+        return sum(int(self.rows[:, Word.N_FINISHED + e].sum()) for e in self._entries(number))
 
     def forget_finished(self, number: int, worker: int) -> None:
         """Let a worker's successor run all of its share of a request anew."""
-        self.rows[worker, Word.N_FINISHED + self._entries(number)] = 0
+        for entry in self._entries(number):
+            self.rows[worker, Word.N_FINISHED + entry] = 0
 
     # Traces ---------------------------------------------------------------------------------------
 
