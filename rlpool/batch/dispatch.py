@@ -19,15 +19,13 @@ from rlpool.batch.request_workers import RequestWorkers
 from rlpool.batch.requests import Policy, Request
 from rlpool.errors import RlpoolError, SpecError, WorkerError
 from rlpool.memory.storage import Memory
+from rlpool.observe.control import MAX_REQUESTS
 from rlpool.record.capsule_files import CrashDir
 from rlpool.record.tape import Tape
 from rlpool.slots.blocks import BlockPool, Layout, StepSpecs
 from rlpool.workers.failure_policy import FailurePolicy
 
 _LOG = logging.getLogger("rlpool")
-
-_MAX_RUNNING = 8
-"""Requests that workers may have at once: enough to keep them busy."""
 
 LayoutMaker = Callable[[StepSpecs], Layout]
 
@@ -235,7 +233,7 @@ class Dispatcher(RequestQueue):
             request = self._queued[0]
             n_slots = self._blocks.layout.n_slots
             wanted = request.slots_wanted(n_slots - self._n_slots_used(), n_slots)
-            if not wanted or len(self.running) >= _MAX_RUNNING:
+            if not wanted or len(self.running) >= MAX_REQUESTS:
                 return
             self._queued.popleft()
             try:

@@ -123,7 +123,7 @@ class TemporalDictTensor(DictTensorBase):
         if not packed.empty() and packed._n_rows() != n_steps:
             what = f"{packed.n_elems()} transitions for lengths that add up to {n_steps}"
             raise SpecError(what, fix="give one row per step of every trajectory")
-        places = _is_step(lengths, n_timesteps).view(-1).nonzero().squeeze(1)
+        places = steps_within(lengths, n_timesteps).view(-1).nonzero().squeeze(1)
 
         def unpack(tensor: Tensor) -> Tensor:
             rows = tensor.new_zeros((n_elems * n_timesteps, *tensor.shape[1:]))
@@ -199,7 +199,7 @@ class TemporalDictTensor(DictTensorBase):
             tensor([[1., 1., 1.],
                     [1., 0., 0.]])
         """
-        return _is_step(self._lengths, self.n_timesteps()).to(torch.float32)
+        return steps_within(self._lengths, self.n_timesteps()).to(torch.float32)
 
     def full(self) -> bool:
         """True if every row has T steps.
@@ -341,7 +341,7 @@ class TemporalDictTensor(DictTensorBase):
             tensor([1., 1., 1., 1.])
         """
         self.n_elems()  # refuses a single trajectory
-        rows, times = _is_step(self._lengths, self.n_timesteps()).nonzero(as_tuple=True)
+        rows, times = steps_within(self._lengths, self.n_timesteps()).nonzero(as_tuple=True)
         flat = self._steps._map(lambda tensor: _take(tensor, rows, times))
         return flat + self._info.index(rows) if with_info else flat
 
@@ -553,7 +553,7 @@ _pytree.register_pytree_node(
 )
 
 
-def _is_step(lengths: Tensor, n_timesteps: int) -> Tensor:
+def steps_within(lengths: Tensor, n_timesteps: int) -> Tensor:
     """Bool ``[B, T]``: true for steps, false for padding (``[T]`` for a single trajectory)."""
     return torch.arange(n_timesteps, device=lengths.device) < lengths.unsqueeze(-1)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from rlpool.data import dict_tensor_base as base
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.dict_tensor_base import kind
-from rlpool.data.temporal_dict_tensor import TemporalDictTensor
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor, steps_within
 from rlpool.errors import SpecError
 from rlpool.specs import DEFAULT_OBSERVATION_KEY, FLAGS
 
@@ -91,7 +91,7 @@ def to_torchrl(
     entries = {_path(key, names): _with_last_one(key, t, len(size)) for key, t in batch.items()}
     if not isinstance(batch, TemporalDictTensor):
         return base.to_tensordict(entries, size, extra="torchrl")
-    is_step = _is_step(batch.lengths, size[1])
+    is_step = steps_within(batch.lengths, size[1])
     entries[_COLLECTOR, "mask"] = is_step
     entries[_COLLECTOR, "traj_ids"] = _episode_numbers(batch, is_step)
     for key, tensor in batch.info.items() if size[1] else ():
@@ -142,7 +142,7 @@ def from_torchrl(
         elif first != _COLLECTOR:
             steps[key] = tensor
     batch = TemporalDictTensor(_named(steps.items(), names, 2), lengths)
-    is_step = _is_step(batch.lengths, batch.n_timesteps())
+    is_step = steps_within(batch.lengths, batch.n_timesteps())
     told = {key: _first_step(key, tensor, is_step) for key, tensor in info.items()}
     return TemporalDictTensor(batch._tensors, batch.lengths, told)
 
@@ -213,11 +213,6 @@ def _with_last_one(key: str, tensor: Tensor, n_leading: int) -> Tensor:
 # Masks --------------------------------------------------------------------------------------------
 
 
-def _is_step(lengths: Tensor, n_timesteps: int) -> Tensor:
-    """Bool ``[B, T]``: true for steps, false for padding."""
-    return torch.arange(n_timesteps, device=lengths.device) < lengths.unsqueeze(1)
-
-
 def _episode_numbers(batch: TemporalDictTensor, is_step: Tensor) -> Tensor:
     """int64 ``[B, T]``: the number of every step's episode; padding has that of the last step."""
     is_first = torch.zeros_like(is_step)
@@ -241,7 +236,7 @@ def _lengths_of(mask: Tensor | None) -> Tensor | None:
     if mask.dtype is not torch.bool or mask.ndim != 2:
         raise SpecError(f"the mask is {kind(mask)}", fix="make it bool [B, T], or rename it")
     lengths = mask.sum(1)
-    if not torch.equal(mask, _is_step(lengths, mask.shape[1])):
+    if not torch.equal(mask, steps_within(lengths, mask.shape[1])):
         raise SpecError(
             "the mask is true for steps that follow padding",
             fix="begin every row with its first step, as split_trajectories of TorchRL does",

@@ -39,7 +39,7 @@ MAX_SHOWN_LANES = 1024
 """Lanes of a worker that have words of their own; workers with more show none."""
 
 MAX_REQUESTS = 8
-"""Requests that workers may have at once."""
+"""Requests that workers may have at once: enough to keep them busy."""
 
 HEADER_WORDS = 64
 ROW_WORDS = 32
