@@ -37,8 +37,13 @@ import numpy as np
 import torch
 
 from rlpool.machine.arguments import whole_number
+from rlpool.machine.generator_states import (
+    numpy_state,
+    python_state,
+    set_numpy_state,
+    set_python_state,
+)
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.machine.numpy_state import numpy_state, set_numpy_state
 
 Words = np.ndarray[Any, np.dtype[Any]]
 States = tuple[Any, Any, torch.Tensor]
@@ -421,11 +426,11 @@ def _mix_(words: Words) -> Words:
 
 def generator_states() -> States:
     """The states of ``random``, ``numpy.random`` and torch, copies."""
-    return random.getstate(), numpy_state(), torch.get_rng_state()
+    return python_state(), numpy_state(), torch.get_rng_state()
 
 
 def _set_generator_states(states: States) -> None:
-    random.setstate(states[0])
+    set_python_state(states[0])
     set_numpy_state(states[1])
     torch.set_rng_state(states[2])
 

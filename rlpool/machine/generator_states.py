@@ -1,14 +1,14 @@
-"""The state of NumPy's global generator, read and written in a fraction of the time.
+"""The states of Python's and NumPy's global generators, read and written in a fraction of the time.
 
-``numpy.random.get_state`` and ``set_state`` convert 624 words one by one, which takes longer than a
-step of a small environment. Here the words are copied as memory. The rest, a normal variable that
-may be kept for the next call, goes through NumPy, whose ``RandomState`` is shown a bit generator
-without words meanwhile.
+``random.getstate`` and ``numpy.random.get_state`` convert 624 words one by one, which takes longer
+than a step of a small environment. Here the words are copied as memory. A normal variable that may
+be kept for the next call is an attribute of Python's generator; NumPy's goes through NumPy, whose
+``RandomState`` is shown a bit generator without words meanwhile.
 
-That is not part of NumPy's interface, which has no cheaper way: ``set_bit_generator`` exchanges the
-words at no cost, but drops the variable that is kept, and only ``get_state`` tells it. So it is
-tried on a generator of its own first; where it does not give what NumPy's own calls give, or the
-global generator is not an MT19937, these are used.
+That is not part of their interfaces, which have no cheaper way (NumPy's ``set_bit_generator``
+exchanges the words at no cost, but drops the variable that is kept, and only ``get_state`` tells
+it). So it is tried on generators of our own first; where it does not give what the interfaces give,
+or a global generator is of another kind, the interfaces are used.
 
 Reference:
     Matsumoto, Nishimura, "Mersenne twister", ACM TOMACS 8 (1), 1998: 624 words and a position.
@@ -16,9 +16,13 @@ Reference:
 
 from __future__ import annotations
 
+import _random
 import ctypes
 import functools
+import random
+import sys
 import threading
+from array import array
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +30,58 @@ import numpy as np
 _N_BYTES = 624 * 4 + 4
 """The words, and the position in them."""
 
+_WORDS = ctypes.c_char * _N_BYTES
+_PYTHON: Any = random._inst  # draws for the functions of the module
+
 _RANDOM: Any = np.random  # its stubs lack some of what it has
 _GLOBAL = _RANDOM.mtrand._rand
+
+
+class PythonState(NamedTuple):
+    """A state of a ``random.Random``.
+
+    Attributes:
+        words: The position and the words; ``None`` if ``rest`` is all of the state.
+        rest: What Python gives.
+    """
+
+    words: bytes | None
+    rest: Any
+
+
+def python_state() -> PythonState:
+    """The state of ``random``, a copy."""
+    if python_has_words():
+        return PythonState(_words_of(_PYTHON).raw, _PYTHON.gauss_next)
+    return PythonState(None, _PYTHON.getstate())
+
+
+def set_python_state(state: PythonState) -> None:
+    """Let ``random`` continue from a state of ``python_state``."""
+    if state.words is None:
+        _PYTHON.setstate(state.rest)
+    else:
+        _words_of(_PYTHON).raw = state.words
+        _PYTHON.gauss_next = state.rest
+
+
+def _words_of(generator: Any) -> Any:
+    """The memory of a generator: an object's header, the position, the words."""
+    return _WORDS.from_address(id(generator) + object.__basicsize__)
+
+
+@functools.cache
+def python_has_words() -> bool:
+    """Whether this Python's generator can be read and written that way."""
+    n_bytes = _random.Random.__basicsize__ - object.__basicsize__
+    if sys.implementation.name != "cpython" or not _N_BYTES <= n_bytes < _N_BYTES + 8:
+        return False
+    one, other = random.Random(1), random.Random(2)
+    position, *words = array("I", _words_of(one).raw)
+    if (*words, position) != one.getstate()[1]:
+        return False
+    _words_of(other).raw = _words_of(one).raw
+    return other.getstate() == one.getstate()
 
 
 class NumpyState(NamedTuple):
@@ -47,7 +101,7 @@ class NumpyState(NamedTuple):
 def numpy_state() -> NumpyState:
     """The state of ``numpy.random``, a copy."""
     generator = _RANDOM.get_bit_generator()
-    if type(generator) is np.random.MT19937 and _has_words():
+    if type(generator) is np.random.MT19937 and numpy_has_words():
         return _read(_GLOBAL)
     return NumpyState(generator, None, _GLOBAL.get_state(legacy=False))
 
@@ -104,7 +158,7 @@ def _write(random: Any, words: bytes, rest: Any) -> None:
 
 
 @functools.cache
-def _has_words() -> bool:
+def numpy_has_words() -> bool:
     """Whether this version of NumPy can be read and written that way."""
     try:
         one, other = np.random.RandomState(1), np.random.RandomState(2)
