@@ -2,12 +2,15 @@
 
     python benchmarks/learning.py --all                    # all runs that are not in the folder yet
     python benchmarks/learning.py --tasks ppo-CartPole-v1  # those of one task
+    python benchmarks/learning.py --all --cleanrl FOLDER --cleanrl-python PYTHON  # and CleanRL's
     python benchmarks/learning.py --table                  # what the folder has, as Markdown
 
 A run is a process, ``python tutorials/<script>.py --seed <seed> ...``, without worker processes.
 ``--jobs`` of them run at the same time; one that was cut off goes on from its checkpoint. Its
 curve, its result and the versions are written to ``<folder>/<task>-<seed>.json``, and a picture of
-all seeds to ``<folder>/<task>.png``.
+all seeds to ``<folder>/<task>.png``. Where nothing is published for the budget, the reference is a
+run of CleanRL's own script, unchanged, whose ``FOLDER`` holds ``ppo_atari.py`` and
+``sac_continuous_action.py``; it is written to ``<folder>/<task>-cleanrl.json``.
 
 The result of a run is the mean return of the last 100 episodes of training at the end of the
 budget, as in CleanRL's tables; where the reference is an evaluation, the mean return of 50 greedy
@@ -24,12 +27,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import platform
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from itertools import product
 from pathlib import Path
@@ -37,10 +44,14 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
+from workloads import ATARI, cleanrl_command, interpreter
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 N_POINTS = 200
 """Points of a curve that are kept."""
+
+EPISODE = re.compile(r"global_step=(\d+), episodic_return=\[?\s*(-?[\d.]+)")
+"""What CleanRL's scripts print at the end of an episode."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,8 @@ class Task:
         reference: What is published, and by whom.
         n_seeds: How many seeds are run.
         n_greedy: Greedy episodes after training which are the result; 0 for training returns.
+        cleanrl: CleanRL's script and its arguments, if a run of it is the reference.
+        setup: What CleanRL's interpreter runs before the script.
     """
 
     script: str
@@ -64,6 +77,8 @@ class Task:
     reference: str
     n_seeds: int = 5
     n_greedy: int = 0
+    cleanrl: tuple[str, ...] = ()
+    setup: str = ""
 
     @property
     def name(self) -> str:
@@ -87,8 +102,17 @@ TASKS = [
     Task("ppo_recurrent", "CartPole-v1", 100_000, 480.0, "zoo 500 ± 0", n_greedy=50),
     Task("sac", "Pendulum-v1", 20_000, -165.0, "zoo −157.0 ± 88.7", n_greedy=50),
     Task("td3", "Pendulum-v1", 20_000, -165.0, "zoo −151.9 ± 90.2", n_greedy=50),
-    Task("sac", "HalfCheetah-v4", 200_000, None, "CleanRL's script, run here", 1),
-    Task("ppo_atari", "pong", 1_000_000, None, "CleanRL's script, run here", 1),
+    Task(
+        *("sac", "HalfCheetah-v4", 200_000, None, "CleanRL's script, run here"),
+        n_seeds=1,
+        cleanrl=("sac_continuous_action.py", "--env-id=HalfCheetah-v4"),
+    ),
+    Task(
+        *("ppo_atari", "pong", 1_000_000, None, "CleanRL's script, run here"),
+        n_seeds=1,
+        cleanrl=("ppo_atari.py", "--env-id=PongNoFrameskip-v4"),
+        setup=ATARI,
+    ),
 ]
 
 
@@ -109,6 +133,29 @@ def run(task: Task, seed: int, folder: Path) -> None:
         subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
     progress = torch.load(checkpoint, weights_only=True)["progress"]
     Path(result_path(task, seed, folder)).write_text(json.dumps(result_of(task, seed, progress)))
+
+
+def run_cleanrl(scripts: Path, python: str, task: Task, folder: Path) -> None:
+    """Run CleanRL's script to its end, and write what came out."""
+    script, *arguments = task.cleanrl
+    command = cleanrl_command(python, scripts / script, task.setup)
+    command += [*arguments, f"--total-timesteps={task.n_steps}", "--seed=1", "--no-cuda"]
+    versions = "from importlib.metadata import version as v; import json; "
+    versions += "print(json.dumps({name: v(name) for name in ('torch', 'gymnasium')}))"
+    found = subprocess.run([python, "-c", versions], check=True, capture_output=True).stdout
+    log = folder / f"{task.name}-cleanrl.log"
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with log.open("w") as output, tempfile.TemporaryDirectory() as runs:
+        subprocess.run(command, check=True, stdout=output, cwd=runs, env=environ)
+    episodes = [(int(step), float(value)) for step, value in EPISODE.findall(log.read_text())]
+    steps, returns = zip(*episodes, strict=True)
+    progress = {"returns": returns, "steps": steps, "n_steps": task.n_steps}
+    result = {**result_of(task, 1, progress), "versions": json.loads(found)}
+    cleanrl_path(task, folder).write_text(json.dumps(result))
+
+
+def cleanrl_path(task: Task, folder: Path) -> Path:
+    return folder / f"{task.name}-cleanrl.json"
 
 
 def result_path(task: Task, seed: int, folder: Path) -> Path:
@@ -144,12 +191,19 @@ def results_of(task: Task, folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
+def cleanrl_result(task: Task, folder: Path) -> dict[str, Any] | None:
+    path = cleanrl_path(task, folder)
+    return json.loads(path.read_text()) if path.exists() else None
+
+
 def draw(task: Task, folder: Path) -> None:
     """Draw the curves of all seeds beside what is published."""
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(5, 3.2), layout="constrained")).subplots()
     results = results_of(task, folder)
+    if theirs := cleanrl_result(task, folder):
+        axes.plot(*zip(*theirs["curve"], strict=True), color="grey", label="CleanRL")
     for result in results:
         axes.plot(*zip(*result["curve"], strict=True), linewidth=1, label=f"seed {result['seed']}")
     if (published := task.published) is not None:
@@ -171,9 +225,12 @@ def rows(tasks: Sequence[Task], folder: Path) -> Iterator[str]:
         ours = f"{fmean(results):.1f} ± {spread:.1f}" if results else "not run"
         listed = ", ".join(f"{result:.1f}" for result in results)
         bar = "see below" if task.bar is None else f"≥ {task.bar:g}"
+        reference = task.reference
+        if theirs := cleanrl_result(task, folder):
+            reference = f"CleanRL {theirs['result']:.1f}, its script run here"
         kind = f" ({task.n_greedy} greedy episodes)" if task.n_greedy else ""
         yield (
-            f"| {task.script} | {task.env_id} | {task.n_steps:,} | {task.reference}{kind} "
+            f"| {task.script} | {task.env_id} | {task.n_steps:,} | {reference}{kind} "
             f"| {bar} | {ours} | {listed} |"
         )
 
@@ -186,26 +243,38 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=[], choices=[task.name for task in TASKS])
     parser.add_argument("--seeds", nargs="+", type=int, help="only these of a task's seeds")
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
+    parser.add_argument("--cleanrl", metavar="FOLDER", type=Path, help="CleanRL's scripts")
+    parser.add_argument(
+        "--cleanrl-python", metavar="PYTHON", type=interpreter, default=sys.executable
+    )
     parser.add_argument("--folder", type=Path, default=REPOSITORY / "docs" / "results")
     parser.add_argument("--table", action="store_true", help="only print what is there")
     arguments = parser.parse_args()
     tasks = [t for t in TASKS if arguments.all or arguments.table or t.name in arguments.tasks]
     if not tasks:
         parser.error("nothing to do: give --all, --tasks or --table")
+    folder = arguments.folder.resolve()
     if not arguments.table:
-        arguments.folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         wanted = [
             (task, seed)
             for seed, task in product(range(1, 6), tasks)
             if seed <= task.n_seeds and (arguments.seeds is None or seed in arguments.seeds)
         ]
-        missing = [w for w in wanted if not result_path(*w, arguments.folder).exists()]
+        missing = [partial(run, *w, folder) for w in wanted if not result_path(*w, folder).exists()]
+        if arguments.cleanrl:
+            theirs = partial(run_cleanrl, arguments.cleanrl.resolve(), arguments.cleanrl_python)
+            missing += [
+                partial(theirs, task, folder)
+                for task in tasks
+                if task.cleanrl and not cleanrl_path(task, folder).exists()
+            ]
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            for _ in pool.map(lambda w: run(*w, arguments.folder), missing):
+            for _ in pool.map(lambda job: job(), missing):
                 pass
         for task in tasks:
-            draw(task, arguments.folder)
-    print("\n".join(rows(tasks, arguments.folder)))
+            draw(task, folder)
+    print("\n".join(rows(tasks, folder)))
 
 
 if __name__ == "__main__":

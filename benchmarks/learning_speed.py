@@ -35,7 +35,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workloads import note, parser_of, quartiles, show
+from workloads import ATARI, cleanrl_command, interpreter, note, parser_of, quartiles, show
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = re.compile(rb"\s(\d+)/\d+ \[|SPS: (\d+)|\nsteps (\d+)")
@@ -101,15 +101,6 @@ class Workload:
     setup: str = ""
 
 
-ATARI = """
-try:
-    import ale_py.env
-    from ale_py.registration import register_v0_v4_envs
-    register_v0_v4_envs()  # ale-py 0.12 does not do it by itself for Gymnasium 0.29
-except ImportError:
-    pass
-"""
-
 TWO_WORKERS = {"rlpool, 2 workers": ("--n-threads=2",)}
 WORKLOADS = {
     "cartpole": Workload("ppo.py", (), "ppo.py", (), 4 * 128, variants=TWO_WORKERS),
@@ -145,12 +136,10 @@ def commands(name: str, args: object, folder: str) -> dict[str, list[str]]:
     if args.variants:
         found |= {which: [*ours, *more] for which, more in workload.variants.items()}
     if args.cleanrl:
-        script = str(Path(args.cleanrl).resolve() / workload.cleanrl)
-        start = f"{workload.setup}\nimport runpy, sys, torch\nsys.argv = sys.argv[1:]\n"
-        start += f"torch.set_num_threads({workload.n_threads})\n"
-        start += "sys.path.insert(0, sys.argv[0].rpartition('/cleanrl/')[0])\n"
-        start += "runpy.run_path(sys.argv[0], run_name='__main__')"
-        found["CleanRL"] = [args.cleanrl_python, "-W", "ignore", "-c", start, script]
+        script = Path(args.cleanrl).resolve() / workload.cleanrl
+        found["CleanRL"] = cleanrl_command(
+            args.cleanrl_python, script, workload.setup, workload.n_threads
+        )
         found["CleanRL"] += [*workload.cleanrl_arguments, "--total-timesteps=10000000"]
     if args.sb3_python:
         found["Stable-Baselines3"] = [args.sb3_python, "-W", "ignore", "-c", BASELINES, name]
@@ -202,8 +191,12 @@ def main() -> None:
     parser.add_argument("--warm-up", type=float, default=2.0)
     parser.add_argument("--variants", action="store_true", help="other numbers of workers, too")
     parser.add_argument("--cleanrl", metavar="FOLDER", help="CleanRL's scripts")
-    parser.add_argument("--cleanrl-python", metavar="PYTHON", default=sys.executable)
-    parser.add_argument("--sb3-python", metavar="PYTHON", help="that has Stable-Baselines3")
+    parser.add_argument(
+        "--cleanrl-python", metavar="PYTHON", type=interpreter, default=sys.executable
+    )
+    parser.add_argument(
+        "--sb3-python", metavar="PYTHON", type=interpreter, help="that has Stable-Baselines3"
+    )
     args = parser.parse_args()
     for name in args.workloads:
         rates: dict[str, list[float]] = {}

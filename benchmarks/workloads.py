@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -469,3 +471,37 @@ def quartiles(values: Sequence[float], n_digits: int = 3) -> dict[str, Any]:
         "quartiles": [round(low, n_digits), round(high, n_digits)],
         "n": len(values),
     }
+
+
+# Programs of others -----------------------------------------------------------------------------
+
+ATARI = """
+try:
+    import ale_py.env
+    from ale_py.registration import register_v0_v4_envs
+    register_v0_v4_envs()  # ale-py 0.12 does not do it by itself for Gymnasium 0.29
+except ImportError:
+    pass
+"""
+"""Setup of CleanRL's scripts for Atari."""
+
+
+def interpreter(path: str) -> str:
+    """The type of an argument: a Python that can be started in any folder."""
+    return os.path.abspath(shutil.which(path) or path)
+
+
+def cleanrl_command(python: str, script: Path, setup: str = "", n_threads: int = 1) -> list[str]:
+    """The command that runs one of CleanRL's scripts unchanged, to be followed by its arguments.
+
+    Args:
+        python: An interpreter that has what the script imports.
+        script: Its path, as ``.../cleanrl/ppo.py``.
+        setup: What is run before.
+        n_threads: Threads of torch.
+    """
+    start = f"{setup}\nimport runpy, sys, torch\nsys.argv = sys.argv[1:]\n"
+    start += f"torch.set_num_threads({n_threads})\n"
+    start += "sys.path.insert(0, sys.argv[0].rpartition('/cleanrl/')[0])\n"
+    start += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    return [python, "-W", "ignore", "-c", start, str(script)]
