@@ -430,8 +430,8 @@ def test_many_slow_environments_of_one_worker_are_no_hang_but_one_that_hangs_is(
 @pytest.mark.promise("I4")
 def test_a_hang_in_a_failed_request_does_not_block_the_next_one_for_ever(struck: Struck) -> None:
     with open_batcher(struck, 2, n_lanes=1, n_slots=2, timeout=HANG_TIMEOUT_S) as batcher:
-        # Long after the other one has begun to hang.
-        batcher.execute(2, env_info=faults(2, {0: ("hang", 0), 1: ("raise", 300)}, length=1001))
+        # The second fails when the first one hangs.
+        batcher.execute(2, env_info=faults(2, {0: ("hang", 0), 1: ("raise_second", 0)}))
         with pytest.raises(rlpool.EnvError):
             batcher.get()
         batcher.execute(2)

@@ -45,7 +45,7 @@ WRONG = ("wrong_shape", "wrong_dtype")
 WRONG_REWARDS = {"wrong_reward": np.zeros(2), "huge_reward": 1e39}  # float32 holds less than 1e39
 WRONG_FLAGS = {"wrong_flag": np.array([True, False]), "nan_flag": float("nan")}
 WRONG_STEPS = (*WRONG_REWARDS, *WRONG_FLAGS)
-FAILURES = ("none", "raise_and_die", "fork_and_sigkill", *RAISES, *DEATHS, *HANGS)
+FAILURES = ("none", "raise_and_die", "raise_second", "fork_and_sigkill", *RAISES, *DEATHS, *HANGS)
 KINDS = (*FAILURES, *WRONG, *WRONG_STEPS)
 
 ENDINGS = ("hang", "hold_the_lock", "linger", "raise", "os_exit", "sigkill", "segfault")
@@ -72,6 +72,10 @@ def strike(
     """
     if kind == "none" or (once and struck_at is not None and os.path.exists(struck_at)):
         return "none"
+    if kind == "raise_second" and struck_at is not None:
+        while not os.path.exists(struck_at):  # until another one was struck
+            time.sleep(0.001)
+        kind = "raise"
     if struck_at is not None:
         note = {"time": time.time(), "seed": seed, "pid": os.getpid()}
         partial = Path(f"{struck_at}.{os.getpid()}")
