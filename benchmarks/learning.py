@@ -163,8 +163,12 @@ def result_path(task: Task, seed: int, folder: Path) -> Path:
 
 
 def result_of(task: Task, seed: int, progress: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of a run: its result, and the mean of 100 episodes at some points."""
+    """What is kept of a run: its result, and the mean of the last episodes at some points.
+
+    These are 100 episodes, or a tenth of a run that has fewer than a thousand.
+    """
     returns, steps = progress["returns"], progress["steps"]
+    width = min(100, max(1, len(returns) // 10))
     ends = sorted(
         {round(point * len(returns) / N_POINTS) for point in range(1, N_POINTS + 1)} - {0}
     )
@@ -175,8 +179,9 @@ def result_of(task: Task, seed: int, progress: dict[str, Any]) -> dict[str, Any]
         "n_steps": progress["n_steps"],
         "n_episodes": len(returns),
         "result": fmean(final),
+        "episodes_per_point": width,
         "curve": [
-            [steps[end - 1], round(fmean(returns[max(0, end - 100) : end]), 3)] for end in ends
+            [steps[end - 1], round(fmean(returns[max(0, end - width) : end]), 3)] for end in ends
         ],
         "versions": {name: metadata.version(name) for name in ("rlpool", "torch", "gymnasium")},
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
@@ -210,7 +215,9 @@ def draw(task: Task, folder: Path) -> None:
         mean, spread = published
         axes.axhspan(mean - spread, mean + spread, color="grey", alpha=0.2, linewidth=0)
         axes.axhline(mean, color="grey", linestyle=":", label=task.reference.split()[0])
-    axes.set(xlabel="environment steps", ylabel="return, mean of 100 episodes", title=task.name)
+    width = min((result.get("episodes_per_point", 100) for result in results), default=100)
+    axes.set(xlabel="environment steps", ylabel=f"return, mean of {width} episodes")
+    axes.set_title(task.name)
     axes.legend(fontsize="small", frameon=False)
     figure.savefig(folder / f"{task.name}.png", dpi=100)
 
