@@ -42,10 +42,12 @@ from rlpool import (
 LEARNING_RATE = 1e-3  # at first; it falls linearly to zero
 N_ENVS, N_STEPS = 8, 32  # a window: this many steps of each environment
 BATCH_SIZE = N_ENVS * N_STEPS
-N_EPOCHS = 20  # how often to learn from a window, each time from all of it
+N_EPOCHS = 20  # how often to learn from a window at most, each time from all of it
 DISCOUNT, LAMBDA = 0.98, 0.8  # lambda: between one-step differences (0) and whole returns (1)
 # There it falls to zero with the learning rate. Here policies got worse near the end if it did.
 CLIP = 0.2  # how far the probability of an action may move per window
+# Not there: epochs end when the policy has moved this far. Without it some runs unlearn.
+TARGET_KL = 0.02  # Kullback-Leibler divergence from the policy that collected the window
 VALUE_WEIGHT, MAX_GRADIENT_NORM = 0.5, 0.5
 LIMIT = 10.0  # of normalised observations and rewards
 N_HIDDEN = 64
@@ -148,7 +150,10 @@ def learn(agent, reward_scale, optimizer, window):
         log_probability = categorical_log_probability(
             outputs["logits"].flatten(0, 1), window["action"].flatten()
         ).view_as(advantage)
-        ratio = (log_probability - window["log_probability"]).exp()
+        log_ratio = log_probability - window["log_probability"]
+        if -log_ratio.mean() > TARGET_KL:
+            break
+        ratio = log_ratio.exp()
         gain = torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
         error = (outputs["value"] - target).square()
         losses = {"policy": -gain.mean(), "value": error.mean()}
