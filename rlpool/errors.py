@@ -12,6 +12,7 @@
       │                               and .capsule, what replay_crash needs to repeat the episode
       ├ WorkerStartupError            create_env or create_agent raised, or could not be pickled
       ├ EnvError                      the environment raised; __cause__ has the remote traceback
+      │ ├ VectorAttributeError(AttributeError)  an environment of a vector has no such attribute
       │ └ EnvSpecError(SpecError)     the environment returned a wrong shape, dtype or key
       ├ AgentError                    the agent raised; __cause__ has the remote traceback
       │ └ AgentSpecError(SpecError)   the agent returned a wrong shape, dtype or key
@@ -243,6 +244,10 @@ class EnvError(WorkerError):
         ...     print(error.what, "in step", error.where.step)
         env.step raised KeyError: 'struck' in step 3
     """
+
+
+class VectorAttributeError(EnvError, AttributeError):
+    """An environment of a vector environment has no such attribute, or raised an AttributeError."""
 
 
 class EnvSpecError(EnvError, SpecError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import io
+import pickle
 import types
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from rlpool.errors import WorkerStartupError
+from rlpool.errors import SpecError, WorkerStartupError
 
 _DEPTH = 8
 """Longest path that is named."""
@@ -44,23 +44,43 @@ def pickled(parts: Mapping[str, Any], value: Any, *, fix: str, what: str = "") -
     return data
 
 
-def why_not(
-    parts: Mapping[str, Any],
-    error: Exception,
-    *,
-    what: str = "",
-    kind: type[Any] = cloudpickle.Pickler,
-) -> str:
+class ByValue:
+    """Data of the user on its way to a worker, where it unpickles to the data itself.
+
+    Pickled as functions that make environments are: a class of a script or notebook is the same
+    for both. Later changes of the data do not travel.
+
+    Args:
+        name: What errors call the data.
+        value: The data.
+
+    Raises:
+        SpecError: Naming what cannot be pickled.
+    """
+
+    def __init__(self, name: str, value: Any) -> None:
+        try:
+            self._data: bytes = cloudpickle.dumps(value)
+        except Exception as error:
+            raise SpecError(
+                why_not({name: value}, error),
+                fix="pass numbers, arrays, or other objects without open files and locks",
+            ) from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self._data,)
+
+
+def why_not(parts: Mapping[str, Any], error: Exception, *, what: str = "") -> str:
     """One line that says which part cannot be pickled, and why.
 
     Args:
         parts: What was pickled, by the names that its user knows.
         error: What the pickler raised.
         what: What the line calls the part, if that is not its name.
-        kind: The class of the pickler.
     """
     for name, part in parts.items():
-        if (found := _culprit(part, kind)) is not None:
+        if (found := _culprit(part)) is not None:
             path, culprit, error = found
             place = f"{name}{path}" if path else "it"
             is_what = f"{place} is {_described(culprit)} ({_one_line(error)})"
@@ -68,20 +88,17 @@ def why_not(
     return f"{what or ', '.join(parts)} cannot be pickled: {_one_line(error)}"
 
 
-def _culprit(
-    value: Any, kind: type[Any], above: tuple[Any, ...] = ()
-) -> tuple[str, Any, Exception] | None:
+def _culprit(value: Any, above: tuple[Any, ...] = ()) -> tuple[str, Any, Exception] | None:
     """The innermost part that cannot be pickled: path, part and error; ``None`` if all can.
 
     Args:
         value: Where to search.
-        kind: The class of the pickler.
         above: The objects on the way here.
     """
     if isinstance(value, _ATOMS) or any(value is one for one in above):
         return None
     try:
-        kind(io.BytesIO()).dump(value)
+        cloudpickle.dumps(value)
     except Exception as error:
         cause = error
     else:
@@ -89,7 +106,7 @@ def _culprit(
     if len(above) < _DEPTH:
         with suppress(Exception):  # whatever users' containers and attributes raise when read
             for step, inner in _contents(value):
-                if (found := _culprit(inner, kind, (*above, value))) is not None:
+                if (found := _culprit(inner, (*above, value))) is not None:
                     return step + found[0], *found[1:]
     return "", value, cause
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 
 from rlpool.errors import EnvError, SpecError, UsageError, Where, WorkerError
 from rlpool.machine.limits import check_size
-from rlpool.machine.pickling import pickled, why_not
+from rlpool.machine.pickling import ByValue, pickled
 from rlpool.machine.worker_limits import check_workers
 from rlpool.manager.buffers import Buffers, bookkeeping_specs
 from rlpool.manager.lane_failure import LaneFailure, lane_failure
@@ -26,6 +25,7 @@ from rlpool.manager.messages import (
     Reply,
     Report,
     Reset,
+    SetAttribute,
     Setup,
 )
 from rlpool.manager.worker import main
@@ -91,6 +91,7 @@ class EnvWorkers:
         commanded: For each worker the lanes of its last command.
         requests: Requests to single lanes whose replies the user has not received.
         wakes: What each worker waits for, beside its pipe.
+        attributes: For each lane the attributes that were set, for a successor.
         closed_lanes: Lanes that were closed one by one.
         announced: For each worker the episodes that will come.
         closed: Whether all are closed.
@@ -121,6 +122,7 @@ class EnvWorkers:
         self.commanded: list[Sequence[int]] = [()] * self.n_workers
         self.requests: dict[int, Request] = {}
         self.closed = False
+        self.attributes: list[dict[str, ByValue]] = [{} for _ in range(self.n_lanes)]
         self.closed_lanes: set[int] = set()
         self.announced: dict[int, Announce] = {}
         self._last_pids: list[int | None] = []
@@ -199,20 +201,8 @@ class EnvWorkers:
         self._mapped[what] = message, memory
 
     def send(self, worker: int, message: Message) -> None:
-        """Send a message to a worker; one that is being replaced is briefed with it later.
-
-        Raises:
-            SpecError: If something that the user passed cannot be pickled.
-        """
-        try:
-            if not self.processes.is_up(worker):
-                pickle.dumps(message)
-            self.processes.send(worker, message)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise SpecError(
-                why_not({"message": message}, error, kind=pickle.Pickler),
-                fix="pass numbers, arrays, or objects of classes at module level",
-            ) from error
+        """Send a message to a worker; one that is being replaced is briefed with it later."""
+        self.processes.send(worker, message)
 
     def reset(self, worker: int, message: Reset) -> None:
         """Let a worker reset lanes."""
@@ -310,7 +300,8 @@ class EnvWorkers:
         closed = [lane - own.start for lane in self.closed_lanes.intersection(own)]
         unanswered = filter(self.is_unanswered, own)
         doubtful = [n - own.start for n in unanswered if self.requests[n].call.command == "step"]
-        packed = pack(Predecessor(tapes, closed, doubtful), Memory.shared)
+        attributes = {lane - own.start: self.attributes[lane] for lane in own}
+        packed = pack(Predecessor(tapes, closed, doubtful, attributes), Memory.shared)
         is_busy, step = self._is_busy(worker), self.buffers.step[worker]
         is_step = is_busy and step == self.issued[worker]
         send(worker, Begin(step - 1 if is_step else step, packed.payload), packed.memory)
@@ -389,6 +380,10 @@ class EnvWorkers:
                     return
                 request.error = error
                 self.tapes.lose(lane, "there, an earlier request of its remote failed")
+            elif isinstance(request.call.data, SetAttribute):
+                name = request.call.data.name
+                self.attributes[lane][name] = request.call.data.value
+                self.tapes.lose(lane, f"the attribute {name!r} was set in the middle of it")
             request.reply = message.reply
 
     def _error_of(

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError
+from rlpool.machine.pickling import ByValue
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape
 from rlpool.specs import Declaration, Structure, TensorSpec
@@ -73,11 +74,13 @@ class Predecessor:
         tapes: The episode of each lane, without a step that is not finished.
         closed: Lanes that were closed.
         doubtful: Lanes whose observation may be that of a remote's step without a reply.
+        attributes: For each lane the attributes that were set.
     """
 
     tapes: Mapping[int, Tape]
     closed: Sequence[int]
     doubtful: Sequence[int]
+    attributes: Mapping[int, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,14 @@ class Reset:
     lanes: Sequence[int]
     seeds: Sequence[int]
     options: Sequence[Options]
+
+
+@dataclass(frozen=True)
+class SetAttribute:
+    """The data of a ``Call`` that sets an attribute."""
+
+    name: str
+    value: ByValue
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from rlpool.envs.vec_env import Options
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
 from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.machine.pickling import ByValue
 from rlpool.manager.env_workers import EnvWorkers, Request
-from rlpool.manager.messages import Call
+from rlpool.manager.messages import Call, SetAttribute
 from rlpool.manager.stepper import Stepper
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.tape import action_row
@@ -186,7 +187,11 @@ class Remote:
         workers, lane = self._workers, self._lane
         worker = workers.worker_of[lane]
         own = workers.lanes_of[worker]
-        call = Call(lane - own.start, command, data)
+        if command == "set_attr":
+            sent: Any = SetAttribute(data[0], ByValue("value", data[1]))
+        else:
+            sent = ByValue("data", data)
+        call = Call(lane - own.start, command, sent)
         workers.send(worker, call)
         if command == "close":
             workers.closed_lanes.add(lane)
@@ -198,8 +203,6 @@ class Remote:
         workers.requests[lane] = Request(call)
         if command in ("reset", "describe"):
             workers.tapes.record_reset(lane, *data)
-        elif command == "set_attr":
-            workers.tapes.lose(lane, f"the attribute {data[0]!r} was set in the middle of it")
         elif command == "step":
             report = workers.reports[0]
             with suppress(Exception):  # it does not fit, as the worker will answer

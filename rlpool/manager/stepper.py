@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError, SpecError, UsageError
 from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.machine.pickling import ByValue
 from rlpool.manager.buffers import ALL_LANES, FAILED, SOME_LANES
 from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.lane_failure import LaneFailure
@@ -134,6 +135,7 @@ class Stepper:
         """
         workers, buffers = self._workers, self._buffers
         rows: dict[int, list[int]] = {}
+        sent: list[Any] = [option and ByValue("options", option) for option in options]
         for row, lane in enumerate(lanes):
             index = int(buffers.is_ahead[lane])
             if index >= 0 and self._is_announced(lane, index, seeds[row], options[row]):
@@ -150,7 +152,7 @@ class Stepper:
                 self._issued[worker] + 1,
                 [lanes[row] - first for row in mine],
                 [seeds[row] for row in mine],
-                [options[row] for row in mine],
+                [sent[row] for row in mine],
             )
             workers.reset(worker, message)
         for lane, seed, option in zip(lanes, seeds, options, strict=True):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import cloudpickle
 import numpy as np
 from gymnasium import Space
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
@@ -19,7 +21,14 @@ from gymnasium.vector.utils import (
     iterate,
 )
 
-from rlpool.errors import EnvError, SpecError, UsageError, VectorSpecError, Where
+from rlpool.errors import (
+    EnvError,
+    SpecError,
+    UsageError,
+    VectorAttributeError,
+    VectorSpecError,
+    Where,
+)
 from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.manager.parallel_env import ParallelEnvManager, checked_functions
 from rlpool.manager.vector_lane import (
@@ -65,9 +74,10 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
         timeout: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
         max_episode_steps: Truncate episodes after this many steps.
-        **policy: ``on_worker_failure``, ``max_restarts``, ``on_env_error``, ``max_rss_bytes`` and
-            ``start_method`` as for ``ParallelEnvManager``. Healthy workers are replaced at a call
-            of ``reset``.
+        **policy: ``on_worker_failure``, ``max_restarts``, ``on_env_error``, ``max_rss_bytes``,
+            ``max_episodes_per_worker`` and ``start_method`` as for ``ParallelEnvManager``. Healthy
+            workers are replaced at a call of ``reset``, unless an attribute was set in an episode
+            that goes on.
 
     Attributes:
         manager: The ``ParallelEnvManager`` that runs the workers: ``manager.workers`` are their
@@ -79,8 +89,7 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
         action_space: That of the batch.
         metadata: The first environment's, and ``"autoreset_mode"``.
         render_mode: The first environment's.
-        copy: As given.
-        autoreset_mode: As given.
+        env_fns, copy, observation_mode, autoreset_mode: As given.
 
     Raises:
         SpecError: For arguments of the wrong kind, and for environments whose spaces do not fit
@@ -113,7 +122,7 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
         **policy: Unpack[PolicyOptions],
     ) -> None:
         self.autoreset_mode = _checked_mode(autoreset_mode)
-        self.copy = copy
+        self.env_fns, self.copy, self.observation_mode = env_fns, copy, observation_mode
         if max_episode_steps is not None:
             whole_number("max_episode_steps", max_episode_steps, 1)
         lanes = [
@@ -145,7 +154,6 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
         self.render_mode = lanes[0].render_mode
         self._set_spaces(lanes, observation_mode)
         self._ended = np.zeros(self.num_envs, bool)
-        self._attributes: list[dict[str, Any]] = [{} for _ in self._all]  # set by ``set_attr``
         self._pickled: list[Any] = [None] * self.num_envs  # observations that are pickled
         self._flatten: Callable[[Any], list[Any]] | None = None
         self._nest: Callable[[list[Array]], Any] | None = None
@@ -238,12 +246,9 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
         generators = dict(zip(unseeded, self._ask(unseeded, "rlpool_generator"), strict=True))
         beginnings: list[Mapping[str, Any] | None] = []
         for lane in lanes:
-            seeded, attributes = lane not in generators, self._attributes[lane]
-            if seeded and options is None and not attributes:
-                beginnings.append(None)
-            else:
-                start = Beginning(options, seeded, generators.get(lane), dict(attributes))
-                beginnings.append({"beginning": start})
+            seeded = lane not in generators
+            start = Beginning(options, seeded, generators.get(lane))
+            beginnings.append(None if seeded and options is None else {"options": start})
         self.manager.reset_lanes(lanes, [seeds[lane] or 0 for lane in lanes], beginnings)
         self._ended[lanes] = False
         infos = self._infos(lanes)
@@ -256,7 +261,7 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
 
         Args:
             actions: One row per environment, as ``action_space`` has them; converted to the dtypes
-                of the space.
+                of the space if they are of the same kind.
 
         Returns:
             Observations, rewards float64 ``[num_envs]``, terminated and truncated bool
@@ -290,8 +295,8 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
         if isinstance(seed, int | np.integer):
             seed = [int(seed) + number for number in self._all]
         try:
-            seeds = [None if each is None else int(each) for each in seed]
-        except (TypeError, ValueError):
+            seeds = [None if each is None else operator.index(each) for each in seed]
+        except TypeError:
             raise SpecError(f"seed should be an int or one per environment, got {seed!r}") from None
         if len(seeds) != self.num_envs:
             raise SpecError(
@@ -320,7 +325,7 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
 
     def _action_arrays(self, actions: Any) -> dict[str, Array]:
         """Actions as the manager takes them."""
-        if np.isscalar(actions):
+        if actions is None or np.isscalar(actions):
             raise VectorSpecError(
                 f"actions should have one row per environment, got {actions!r}",
                 fix=f"pass an element of action_space, {self.action_space}",
@@ -333,7 +338,7 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
             raise SpecError(f"got {len(rows)} actions for {self.num_envs} environments")
         batch = np.zeros((self.num_envs, ACTION_BYTES), np.uint8)
         for lane, row in enumerate(rows):
-            pickled = pickle.dumps(row, pickle.HIGHEST_PROTOCOL)
+            pickled = cloudpickle.dumps(row)
             if len(pickled) > ACTION_BYTES:
                 raise SpecError(
                     f"the action of environment {lane} takes {len(pickled)} bytes, {ACTION_BYTES} "
@@ -400,9 +405,9 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
     def set_attr(self, name: str, values: Any) -> None:
         """Set an attribute of the environments.
 
-        Later resets set it in the successor of a worker, too. Set in the middle of episodes, it
-        makes these impossible to repeat: if a worker dies before the next reset, the environments
-        that it had raise ``EnvError`` until they are reset.
+        The successor of a worker sets it, too. Set in the middle of episodes, it makes these
+        impossible to repeat: if a worker dies before the next reset, the environments that it had
+        raise ``EnvError`` until they are reset.
 
         Args:
             name: The name.
@@ -420,8 +425,6 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
             )
         requests = [("set_attr", {"attr": name, "value": value}) for value in values]
         self._answers(dict(enumerate(requests)), name)
-        for attributes, value in zip(self._attributes, values, strict=True):
-            attributes[name] = value
 
     def render(self) -> tuple[Any, ...]:
         """What ``render`` returns in every environment."""
@@ -457,10 +460,11 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
             replies = [(lane, *remotes[lane].recv()) for lane in sent]
         for lane, kind, value in replies:
             if kind == "error":
-                last = str(value).strip().splitlines()[-1]
-                raise EnvError(
-                    f"env.{name} raised {last}", where=Where(lane=lane), traceback_text=value
-                )
+                # What is indented belongs to the traceback or to rlpool's own errors.
+                last = [line for line in value.splitlines() if line and line[0] != " "][-1]
+                error = VectorAttributeError if last.startswith("AttributeError") else EnvError
+                what = f"env.{name} raised {last}"
+                raise error(what, where=Where(lane=lane), traceback_text=value)
         return [value for _, _, value in replies]
 
     def close_extras(self, **kwargs: Any) -> None:

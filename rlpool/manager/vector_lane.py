@@ -16,10 +16,11 @@ Everything that a step returns travels as an observation, through shared memory:
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import cloudpickle
 import gymnasium
 import numpy as np
 from gymnasium import spaces
@@ -30,6 +31,7 @@ from gymnasium.wrappers import TimeLimit
 from rlpool.envs.gym_env import is_environment
 from rlpool.envs.legacy import modernised
 from rlpool.errors import SpecError
+from rlpool.machine.pickling import why_not
 from rlpool.memory.storage import Array
 from rlpool.specs import Structure, flattener, leaves_of, structure_of_space
 
@@ -55,13 +57,14 @@ class Beginning:
         is_seeded: Whether the seed that comes with it is used.
         generator: The environment's generator and its seed, for a successor that goes on without
             another seed; ``None`` where ``is_seeded``.
-        attributes: What ``set_attr`` has set until now, for a successor.
     """
 
     options: dict[str, Any] | None = None
     is_seeded: bool = True
     generator: tuple[Any, Any] | None = field(default=None, repr=False)
-    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:  # errors show what the user passed
+        return repr(self.options)
 
 
 @dataclass(frozen=True)
@@ -163,41 +166,38 @@ class VectorLane(gymnasium.Env[Any, Any]):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """Reset the environment as the caller asked; ``options`` holds a ``Beginning``, if any."""
-        beginning = options["beginning"] if options else Beginning()
-        if not self._has_begun:
-            for name, value in beginning.attributes.items():
-                self._env.get_wrapper_attr("set_wrapper_attr")(name, value)
+        beginning = options["options"] if options else Beginning()
         if beginning.generator is not None and not (self._has_begun or self._told_generator):
             base = self._env.unwrapped
             base._np_random, base._np_random_seed = beginning.generator
         self._has_begun, self._has_ended = True, False
         seed = seed if beginning.is_seeded else None
         observation, info = self._env.reset(seed=seed, options=beginning.options)
-        return self._shown(observation, 0.0, False, False, [info]), {}
+        return self._shown(observation, 0.0, np.zeros(2, bool), [info]), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Step, or restart; for the manager the episode never ends."""
         if self._pickles_actions:
             action = pickle.loads(action.tobytes())
-        infos = []
+        infos, flags = [], np.zeros(2, bool)  # which converts as Gymnasium's vector environments do
         if self._has_ended and self._mode is AutoresetMode.NEXT_STEP:
             observation, info = self._env.reset()
-            reward, terminated, truncated = 0.0, False, False
+            reward = 0.0
         else:
-            observation, reward, terminated, truncated, info = self._env.step(action)
-            if self._mode is AutoresetMode.SAME_STEP and (terminated or truncated):
+            observation, reward, flags[0], flags[1], info = self._env.step(action)
+            if self._mode is AutoresetMode.SAME_STEP and flags.any():
                 infos.append({"final_obs": observation, "final_info": info})
                 observation, info = self._env.reset()
-        self._has_ended = bool(terminated or truncated)
+        self._has_ended = bool(flags.any())
         infos.append(info)
-        return self._shown(observation, reward, terminated, truncated, infos), 0.0, False, False, {}
+        return self._shown(observation, reward, flags, infos), 0.0, False, False, {}
 
     def _shown(
-        self, observation: Any, reward: Any, terminated: Any, truncated: Any, infos: list[Any]
+        self, observation: Any, reward: Any, flags: Array, infos: list[Any]
     ) -> dict[str, Any]:
         """What the caller sees of a step or reset."""
         results = np.empty(3)
-        results[0], results[1], results[2] = reward, terminated, truncated
+        results[0], results[1:] = reward, flags
         told: Any = [info for info in infos if info]
         if self._pickles_observations:
             return {"results": results, "message": self._message((told, observation))}
@@ -205,7 +205,7 @@ class VectorLane(gymnasium.Env[Any, Any]):
         return {"observation": observation, "results": results, "message": message}
 
     def _message(self, content: Any) -> Array:
-        pickled = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
+        pickled = _pickled(content)
         message = np.zeros_like(self._silence)
         message[:HEADER_BYTES].view(np.int64)[0] = len(pickled)
         if len(pickled) <= len(message) - HEADER_BYTES:
@@ -239,3 +239,22 @@ class VectorLane(gymnasium.Env[Any, Any]):
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
+
+
+def _pickled(content: tuple[Any, Any]) -> bytes:
+    """Infos and perhaps an observation, pickled.
+
+    Raises:
+        SpecError: If that is impossible.
+    """
+    try:
+        return pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
+    except Exception:  # such as objects of a script's classes, which are pickled by value
+        try:
+            return bytes(cloudpickle.dumps(content))
+        except Exception as error:
+            infos, observation = content
+            raise SpecError(
+                why_not({"infos": infos, "the observation": observation}, error),
+                fix="leave it out, or wrap the environment to do so: it travels between processes",
+            ) from error

@@ -99,6 +99,7 @@ class EnvServer:
         self._open_lanes: set[int] = set()
         self._coming = _ComingEpisodes()
         self._lost: dict[int, str] = {}  # lanes that could not be restored, and why
+        self._changed: set[int] = set()  # lanes where an attribute was set in their episode
 
     def start(self) -> bool:
         """Create the environments and report; False if that failed."""
@@ -193,6 +194,9 @@ class EnvServer:
         n_new = len(message.lanes) if isinstance(message, Reset) else int(is_call)
         if not n_new or not self._recycling.is_due(n_new):
             return False
+        reset = {message.lane} if is_call else set(message.lanes)
+        if not self._changed <= reset:
+            return False  # a successor could not repeat their episodes
         self._pipe.send(Retiring(str(self._recycling)))
         return True
 
@@ -219,6 +223,9 @@ class EnvServer:
         number = buffers.step[me]
         is_torn = number != self._n_seen and buffers.writing[me] == number
         torn = self._asked_lanes() if is_torn else []
+        for lane, attributes in predecessor.attributes.items():
+            for name, value in attributes.items():
+                self._env.attribute(lane, "set_wrapper_attr")(name, value)
         for lane, tape in predecessor.tapes.items():
             self._coming.note_begin(lane, tape.seed)
             if lane not in torn and lane not in predecessor.doubtful:
@@ -245,6 +252,7 @@ class EnvServer:
     def _note_begin(self, lane: int, seed: int) -> None:
         """Record that a lane is reset, whatever was wrong with it."""
         self._lost.pop(lane, None)
+        self._changed.discard(lane)
         self._recycling.n_begun += 1
         self._buffers.seed[lane] = seed
         self._buffers.is_ahead[lane] = -1
@@ -355,7 +363,9 @@ class EnvServer:
         if call.command == "get_attr":
             return "attr", env.attribute(lane, call.data)
         if call.command == "set_attr":
-            return "done", env.attribute(lane, "set_wrapper_attr")(*call.data)
+            env.attribute(lane, "set_wrapper_attr")(call.data.name, call.data.value)
+            self._changed.add(lane)
+            return "done", None
         if call.command == "call":
             name, arguments, named = call.data
             value = env.attribute(lane, name)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -31,6 +33,7 @@ from rlpool.errors import WorkerStartupError
 
 from support.restarting import (
     BrittleEnv,
+    FlaggedEnv,
     NarrowEnv,
     RestlessEnv,
     SpacelessEnv,
@@ -220,12 +223,87 @@ def test_an_episode_in_which_an_attribute_was_set_is_refused_after_a_death(make:
 
 
 @pytest.mark.promise("I3")
+def test_an_attribute_is_set_after_a_death_that_came_before_it(make: Make) -> None:
+    rewards = []
+    for dies in (False, True):
+        envs = make()
+        envs.reset(seed=0)
+        envs.step(ACTION)
+        if dies:
+            kill(envs)
+        envs.set_attr("bonus", 1.0)
+        rewards.append(envs.step(ACTION)[1])
+    assert np.array_equal(*rewards)
+
+
+@pytest.mark.promise("I3")
 def test_a_worker_that_dies_before_the_first_reset_is_replaced(make: Make) -> None:
     envs = make()
     envs.set_attr("bonus", 1.0)
     kill(envs)
+    assert envs.get_attr("bonus") == (1.0,) * N
     envs.reset(seed=0)
     assert envs.get_attr("bonus") == (1.0,) * N
+
+
+def test_attributes_are_set_once_in_a_worker_that_lives(make: Make) -> None:
+    envs = make()
+    envs.set_attr("n_steps", 3)
+    envs.call("count", 2)
+    envs.reset(options={"keeps": True})
+    assert envs.get_attr("n_steps") == (5,) * N
+
+
+@pytest.mark.promise("I3")
+def test_a_worker_is_not_recycled_while_one_of_its_episodes_could_not_be_repeated(
+    make: Make,
+) -> None:
+    envs = make(envs_per_worker=N, max_episodes_per_worker=1)
+    envs.reset(seed=0)
+    envs.set_attr("bonus", 1.0)
+    pid = envs.manager.workers[0].pid
+    envs.reset(options={"reset_mask": np.array([True, True, False])})
+    envs.step(ACTION)
+    assert envs.manager.workers[0].pid == pid
+    envs.reset()
+    envs.step(ACTION)
+    assert envs.manager.workers[0].pid != pid
+    assert envs.get_attr("bonus") == (1.0,) * N
+
+
+MAIN = """
+import collections, enum
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+Mode = enum.Enum("Mode", ["EASY", "HARD"])
+Told = collections.namedtuple("Told", ["mode"])
+
+class ModalEnv(gymnasium.Env):
+    observation_space, action_space = spaces.Box(0, 9, (1,)), spaces.Discrete(2)
+    mode = Mode.EASY
+
+    def reset(self, *, seed=None, options=None):
+        mode = (options or {}).get("mode", self.mode)
+        return np.full(1, 1.0 + (mode is Mode.HARD), np.float32), {"told": Told(mode)}
+"""
+
+
+def test_classes_of_a_script_are_the_same_in_options_attributes_and_infos(
+    as_main: Callable[[str], None], make: Make
+) -> None:
+    as_main(MAIN)
+    main: Any = sys.modules["__main__"]
+    envs = make(main.ModalEnv)
+    for options, value in ((None, 1.0), ({"mode": main.Mode.HARD}, 2.0)):
+        observation, infos = envs.reset(seed=0, options=options)
+        assert observation.ravel().tolist() == [value] * N
+        assert isinstance(infos["told"][0], main.Told)
+    assert infos["told"][0].mode is main.Mode.HARD
+    envs.set_attr("mode", main.Mode.HARD)
+    assert envs.reset(seed=0)[0].ravel().tolist() == [2.0] * N
+    assert envs.get_attr("mode") == (main.Mode.HARD,) * N
 
 
 # Single environments --------------------------------------------------------------------------
@@ -249,6 +327,7 @@ def test_a_call_that_fails_names_the_environment_and_the_next_step_works(make: M
     with pytest.raises(EnvError, match=r"env\.missing raised AttributeError.*missing") as caught:
         envs.get_attr("missing")
     assert caught.value.where.lane == 0
+    assert isinstance(caught.value, AttributeError)
     with pytest.raises(SpecError, match="cannot be pickled"):
         envs.set_attr("bonus", [0.0, 0.0, (each for each in ())])
     envs.step(ACTION)
@@ -315,9 +394,27 @@ def test_actions_may_be_lists_and_tensors(make: Make) -> None:
         assert_same_bits(other, shown[0])
 
 
+@pytest.mark.parametrize("flags", [(None, None), (np.array([True]), 0), (0.0, np.float64("nan"))])
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_flags_are_converted_as_gymnasium_does(flags: Any, mode: AutoresetMode, make: Make) -> None:
+    env_fn = partial(FlaggedEnv, flags)
+    envs, sync = make(env_fn, autoreset_mode=mode), SyncVectorEnv([env_fn] * N, autoreset_mode=mode)
+    assert_same_bits(envs.reset(seed=0), sync.reset(seed=0))
+    with warnings.catch_warnings(action="ignore"):  # NumPy's, of an array as a number
+        assert_same_bits(envs.step(ACTION), sync.step(ACTION))
+    sync.close()
+
+
+def test_infos_that_cannot_be_pickled_are_named(make: Make) -> None:
+    envs = make(partial(FlaggedEnv, (False, False), has_lock=True))
+    with pytest.raises(EnvError, match=r"infos cannot be pickled: infos\[0\]\['file'\]\['lock'\]"):
+        envs.reset(seed=0)
+
+
 BAD_RESETS: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "2 seeds for 3", {"seed": [1, 2]}),
     (ValueError, "one per environment", {"seed": "seven"}),
+    (ValueError, "one per environment", {"seed": [1, 2.5, 3]}),
     (ValueError, "from 0 to", {"seed": -1}),
     (ValueError, "from 0 to", {"seed": 2**63}),
     (TypeError, "dtype bool, is int64", {"options": {"reset_mask": np.array([1, 0, 1])}}),
@@ -327,6 +424,7 @@ BAD_RESETS: list[tuple[type[Exception], str, dict[str, Any]]] = [
 ]
 BAD_ACTIONS: list[tuple[type[Exception], str, Any]] = [
     (TypeError, "one row per environment", 0),
+    (TypeError, "one row per environment", None),
     (ValueError, r"shapes \{'action': \[3\]\}", [0, 1]),
     (ValueError, r"shapes \{'action': \[3\]\}", [0, 1, 0, 1]),
     (ValueError, "float64", [0.5, 1.0, 0.0]),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 import time
 import zlib
 from collections.abc import Mapping
@@ -80,9 +81,11 @@ class RestlessEnv(gymnasium.Env[Any, Any]):
 
     def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=arguments.get("seed"))
-        if arguments:  # not by an automatic restart: what follows may not depend on what was before
-            self.n_steps = 0
         options = arguments.get("options")
+        if arguments and not (options or {}).get(
+            "keeps"
+        ):  # not by an automatic restart: what follows may not depend on what was before
+            self.n_steps = 0
         return self._observation(), self._info({"options": str(options)} if options else {})
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
@@ -109,6 +112,9 @@ class RestlessEnv(gymnasium.Env[Any, Any]):
 
     def render(self) -> Any:
         return f"after {self.n_steps} steps"
+
+    def count(self, number: int) -> None:
+        self.n_steps += number
 
     def add(self, number: int, *, name: str = "sum") -> tuple[str, int]:
         return name, self.n_steps + number
@@ -139,6 +145,27 @@ def assert_same_bits(ours: Any, theirs: Any, where: str = "") -> None:
             assert_same_bits(one, other, f"{where}[{number}]")
     else:
         assert (type(ours), ours) == (type(theirs), theirs), where
+
+
+class FlaggedEnv(gymnasium.Env[Any, Any]):
+    """Each step returns the same flags.
+
+    Args:
+        flags: Terminated and truncated.
+        has_lock: Whether the infos of a reset hold what cannot be pickled.
+    """
+
+    observation_space, action_space = spaces.Box(-1.0, 1.0, (1,)), spaces.Discrete(2)
+
+    def __init__(self, flags: tuple[Any, Any], has_lock: bool = False) -> None:
+        self.flags, self.has_lock = flags, has_lock
+
+    def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
+        info = {"file": {"lock": threading.Lock()}} if self.has_lock else {}
+        return np.zeros(1, np.float32), info
+
+    def step(self, action: Any) -> tuple[Any, float, Any, Any, dict[str, Any]]:
+        return np.ones(1, np.float32), 0.0, *self.flags, {}
 
 
 class TimedEnv(RestlessEnv):

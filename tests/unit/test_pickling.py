@@ -7,13 +7,14 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 import pytest
 
-from rlpool import WorkerStartupError
-from rlpool.machine.pickling import pickled, why_not
+from rlpool import SpecError, WorkerStartupError
+from rlpool.machine.pickling import ByValue, pickled, why_not
 
 LOCK = "a _thread.lock (TypeError: cannot pickle '_thread.lock' object)"
 
@@ -105,8 +106,15 @@ def test_of_several_parts_the_one_that_fails_is_named() -> None:
     assert words == "a, b cannot be pickled: TypeError: it was the weather"
 
 
-def test_another_pickler_fails_at_other_things() -> None:
-    value = {"task": [lambda: 0]}
-    assert cloudpickle.dumps(value)
-    words = why_not({"data": value}, TypeError(), kind=pickle.Pickler)
-    assert words.startswith("data cannot be pickled: data['task'][0] is a function (")
+def test_data_for_a_worker_arrive_as_they_were_with_the_classes_of_its_functions() -> None:
+    @dataclass
+    class Local:
+        number: int
+
+    value = [Local(3), lambda: 4]
+    sent = ByValue("task", value)
+    value.append(5)
+    arrived = pickle.loads(pickle.dumps({"data": sent}))["data"]
+    assert (arrived[0], arrived[1](), len(arrived)) == (Local(3), 4, 2)
+    with pytest.raises(SpecError, match=r"^task cannot be pickled: task\[1\]\.lock is"):
+        ByValue("task", [0, Holder(threading.Lock())])
