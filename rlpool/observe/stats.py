@@ -9,7 +9,15 @@ import numpy as np
 
 from rlpool.machine.limits import has_ended, private_bytes, resident_bytes
 from rlpool.memory.storage import Array
-from rlpool.observe.control import MAX_REQUESTS, MAX_SHOWN_LANES, Control, Head, State, Word
+from rlpool.observe.control import (
+    MAX_REQUESTS,
+    MAX_SHOWN_LANES,
+    Control,
+    Head,
+    State,
+    Word,
+    state_name,
+)
 
 _TIMES = (Word.AGENT_NS, Word.ENV_NS, Word.WAITING_NS)
 
@@ -242,13 +250,6 @@ class StatsReader:
 
 
 def _state_of(state: State, pid: int, n_starts: int) -> str:
-    """What a worker's state is called."""
-    if state is State.LEAVING:
-        return "leaving"
-    if state is State.DOWN:
-        return "restarting" if n_starts else "starting"
-    if pid and has_ended(pid):
-        return "dead"
-    if state is State.UP:
-        return "alive"
-    return "restarting" if n_starts > 1 else "starting"
+    """What a worker's state is called, by someone who sees whether its process is there."""
+    is_there = state in (State.STARTING, State.UP)  # as far as its owner knows
+    return "dead" if is_there and pid and has_ended(pid) else state_name(state, n_starts)
