@@ -7,16 +7,20 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from process.watching import Script, Struck, wait_until
 
 import rlpool
 from rlpool import EpisodeBatcher, ParallelEnvManager, top
 from rlpool.machine.limits import has_ended
+from rlpool.observe.control import Word
 
 from support.envs import CountingEnv
 from support.faults import create_agent, create_env, faults_at
@@ -232,6 +236,54 @@ def test_a_managers_workers_are_seen() -> None:
         assert {worker.pid for worker in stats.workers} == set(manager._workers.pids)
         (seen,) = top.Program(os.getpid()).read()
         assert [worker.pid for worker in seen.workers] == [w.pid for w in stats.workers]
+
+
+class SlowEnv(CountingEnv):
+    """Every reset and every step takes ``SLOW_S`` at least."""
+
+    def reset(self, **arguments: Any) -> Any:
+        time.sleep(SLOW_S)
+        return super().reset(**arguments)
+
+    def step(self, action: Any) -> Any:
+        time.sleep(SLOW_S)
+        return super().step(action)
+
+
+SLOW_S = 0.002
+
+
+def test_all_steps_and_resets_of_a_managers_environments_are_counted_and_timed() -> None:
+    with ParallelEnvManager([lambda: SlowEnv(length=2)] * 2, seed=1, envs_per_worker=2) as manager:
+        row = manager._workers.processes.control.rows[0]
+        actions = {"action": np.zeros(2, np.int64)}
+
+        def ask(*requests: tuple[str, Any]) -> None:
+            for request in requests:
+                manager.remotes[1].send(request)
+                assert manager.remotes[1].recv()[0] != "error"
+
+        def run_ahead() -> None:
+            manager.step_lanes([0, 1], actions)
+            # The reply comes after the worker has begun the episodes that follow.
+            ask(("get_attr", {"attr": "t"}))
+
+        calls: list[tuple[Callable[[], Any], int, int]] = [  # their steps, and their resets
+            (manager.reset, 0, 2),
+            (lambda: manager.step_lanes([0, 1], actions), 2, 0),
+            (lambda: ask(("step", 0)), 1, 0),
+            (lambda: ask(("reset", None), ("step", 0), ("step", 0)), 2, 1),
+            (lambda: manager.announce_episodes([5, 6, 7, 8], {}), 0, 0),
+            (lambda: manager.reset_lanes([0, 1], [5, 6], [None] * 2), 0, 2),
+            (lambda: manager.step_lanes([0, 1], actions), 2, 0),
+            (run_ahead, 2, 2),
+        ]
+        for call, n_steps, n_resets in calls:
+            n_before, ns_before = manager.stats().n_steps, int(row[Word.ENV_NS])
+            call()
+            assert manager.stats().n_steps - n_before == n_steps
+            spent_s = (int(row[Word.ENV_NS]) - ns_before) / 1e9
+            assert spent_s >= (n_steps + n_resets) * SLOW_S
 
 
 def test_a_trace_shows_the_death_of_a_worker_and_its_successor(
