@@ -60,7 +60,8 @@ class WorkerStats:
             environments, to be replaced or for good), or ``"dead"`` (its owner, who would replace
             it, was not inside rlpool since).
         restarts: How often its process was replaced, for whatever reason.
-        n_steps: Steps of all its lanes, of all processes with its number together.
+        n_steps: Steps of all its lanes, of all processes with its number together; those of
+            ``ParallelEnvManager.remotes`` count, too.
         n_episodes: Episodes that ended, likewise.
         steps_per_s: Steps of all lanes per second.
         env_share: Share of the time in steps and resets of the environments, 0 to 1.
