@@ -154,7 +154,7 @@ def _described(env: Any) -> dict[str, Any]:
             return {"env": env}
     except (TypeError, ValueError) as error:  # of Gymnasium, of JSON
         what = "the dataset cannot make its environment %r again: %s; %s"
-        _LOG.warning(what, env.spec.id, error, _RECOVERABLE)
+        _LOG.warning(what, env.spec.id, str(error).rstrip("."), _RECOVERABLE)
     return {"observation_space": env.observation_space, "action_space": env.action_space}
 
 
