@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlpool.errors import RlpoolError, UsageError
-from rlpool.machine.limits import human
+from rlpool.machine.limits import has_ended, human
 from rlpool.observe.control import FILE_NAME, FORMAT, Control, Head, control_bytes
 from rlpool.observe.stats import LaneStats, Stats, StatsReader, WorkerStats
 
@@ -33,6 +33,9 @@ EVERY_S = 0.5
 
 _SHOWN_LANES = 64
 """Lanes of a worker that a table shows; JSON has all."""
+
+_OTHERS = "python -m rlpool top lists the programs that there are"
+"""What to do about a process that is not there."""
 
 _COLUMNS = (
     *("worker", "pid", "state"),
@@ -51,11 +54,13 @@ class Program:
         pid: Its process.
 
     Raises:
-        UsageError: If there is no such process, it belongs to somebody else, or it has no batcher
-            and no ``ParallelEnvManager``.
+        UsageError: If there is no such process, it has ended or belongs to somebody else, or it
+            has no batcher and no ``ParallelEnvManager``.
     """
 
     def __init__(self, pid: int) -> None:
+        if not Path(f"/proc/{pid}").exists():
+            raise UsageError(f"there is no process {pid}", fix=_OTHERS)
         self.pid = pid
         self._owner = pid
         self._readers: dict[int, StatsReader] = {}  # by the number of the file that they read
@@ -64,18 +69,23 @@ class Program:
         if self._owner != pid:
             what = f"process {pid} is a worker of process {self._owner}"
             raise UsageError(what, fix=f"python -m rlpool top {self._owner}")
-        what = f"process {pid} has no batcher and no ParallelEnvManager"
-        raise UsageError(what, fix="look again when it has made one, or give another process")
+        raise self.shows_nothing()
+
+    def shows_nothing(self) -> UsageError:
+        """What to raise if it has neither a batcher nor a manager."""
+        what = f"process {self.pid} has no batcher and no ParallelEnvManager"
+        return UsageError(what, fix="look again when it has made one, or give another process")
 
     def read(self) -> list[Stats]:
         """What the workers of each of its batchers and managers do, the oldest first.
 
         Raises:
-            UsageError: If the process is no more, or may not be looked at.
+            UsageError: If the process has ended, whether or not its parent has noticed, or may not
+                be looked at.
         """
         readers = {}
         for path in _control_files(self.pid):
-            with suppress(FileNotFoundError):  # closed meanwhile
+            with suppress(OSError):  # closed meanwhile
                 number = path.stat().st_ino
                 known = self._readers.get(number)
                 control = None if known else _opened(path, self.pid)
@@ -85,7 +95,11 @@ class Program:
                 if known is not None:
                     readers[number] = known
         self._readers = dict(sorted(readers.items()))
-        return [reader.read() for reader in self._readers.values()]
+        all_stats = [reader.read() for reader in self._readers.values()]
+        # Last, since it may end at any time; what ends has no files, or none that may be read.
+        if has_ended(self.pid):
+            raise UsageError(f"process {self.pid} has ended", fix=_OTHERS)
+        return all_stats
 
 
 def programs() -> list[int]:
@@ -101,18 +115,17 @@ def programs() -> list[int]:
 
 
 def _control_files(pid: int) -> list[Path]:
-    """The shared records that a process has open.
+    """The shared records that a process has open; none if it has ended.
 
     Raises:
-        UsageError: If there is no such process, or it may not be looked at.
+        UsageError: If it may not be looked at.
     """
     directory = Path(f"/proc/{pid}/fd")
     try:
         files = list(directory.iterdir())
-    except FileNotFoundError:
-        what, fix = f"there is no process {pid}", "python -m rlpool top lists those that there are"
-        raise UsageError(what, fix=fix) from None
-    except PermissionError:
+    except OSError:
+        if has_ended(pid):
+            return []
         what = f"process {pid} belongs to another user, or may not be looked at"
         fix = "run it as that user; in a container, run it inside"
         raise UsageError(what, fix=fix) from None
@@ -196,9 +209,15 @@ def _command(pid: int) -> str:
 
 
 def _show_once(program: Program, as_json: bool) -> None:
-    """Print rates of half a second, since those of a whole life say little about now."""
+    """Print rates of half a second, since those of a whole life say little about now.
+
+    Raises:
+        UsageError: If there is nothing left to show after it.
+    """
     time.sleep(EVERY_S)
     all_stats = program.read()
+    if not all_stats:  # closed meanwhile
+        raise program.shows_nothing()
     if as_json:
         report = {"pid": program.pid, "batchers": [asdict(stats) for stats in all_stats]}
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
@@ -221,7 +240,7 @@ def _show_live(program: Program) -> None:
     """Show a table per batcher until the program ends, or Ctrl-C.
 
     Raises:
-        UsageError: If rich is not installed.
+        UsageError: If rich is not installed, or the program may no longer be looked at.
     """
     try:
         from rich.console import Group
@@ -236,7 +255,9 @@ def _show_live(program: Program) -> None:
             try:
                 all_stats = program.read()
             except UsageError:
-                break  # it has ended
+                if not has_ended(program.pid):
+                    raise
+                break
             display.update(Group(*map(_table, all_stats)), refresh=True)
     sys.stdout.write(f"process {program.pid} has ended\n")
 

@@ -55,6 +55,8 @@ _NO_INFOS = {"last_action", *_OWN}
 
 _SAME = "pass an environment that is wrapped like those of create_env"
 
+_RECOVERABLE = 'register it with entry_point="module:Class", and with arguments that JSON has'
+
 _N_SEEDS = 2**64
 """Seeds that Minari draws have 64 bits; ``info["seed"]`` has the same bits as an int64."""
 
@@ -88,7 +90,9 @@ def to_minari(
         dataset_id: Such as ``"pendulum/random-v0"``. Minari's directory is that of its variable
             ``MINARI_DATASETS_PATH``.
         env: An environment like those that the episodes come from, its id or its spec: for the
-            spaces, and for ``recover_environment`` of the dataset.
+            spaces, and for ``recover_environment`` of the dataset. Without a spec that can be
+            written as JSON, as with a class as entry point, the latter is missing, which a warning
+            says.
         data_format: ``"hdf5"``, ``"arrow"`` or ``"parquet"``; by default Minari's.
         **metadata: What ``minari.create_dataset_from_buffers`` takes besides, such as
             ``algorithm_name``, ``author`` or ``description``.
@@ -111,12 +115,12 @@ def to_minari(
     made = env if isinstance(env, gymnasium.Env) else gymnasium.make(env)
     try:
         buffers = _Writer(trajectories, made).buffers()
-        options: dict[str, Any] = {"jpeg_encoding": False} if _IS_LOSSLESS else {}
+        options = _described(made) | ({"jpeg_encoding": False} if _IS_LOSSLESS else {})
         with warnings.catch_warnings():
             # That metadata is missing is the user's choice.
             warnings.filterwarnings("ignore", r"`\w+` is set to None", UserWarning)
             return create_dataset_from_buffers(
-                dataset_id, buffers, made, data_format=data_format, **options, **metadata
+                dataset_id, buffers, data_format=data_format, **options, **metadata
             )
     except BaseException:
         shutil.rmtree(path, ignore_errors=True)  # it would be in the way of the next try
@@ -140,6 +144,18 @@ def _free_path(dataset_id: Any) -> Any:
             fix="choose another id or version, or delete it with minari.delete_dataset",
         )
     return path
+
+
+def _described(env: Any) -> dict[str, Any]:
+    """What a dataset is told of its environment: all, or only the spaces if that cannot be made."""
+    try:
+        if env.spec is not None:
+            env.spec.to_json()
+            return {"env": env}
+    except (TypeError, ValueError) as error:  # of Gymnasium, of JSON
+        what = "the dataset cannot make its environment %r again: %s; %s"
+        _LOG.warning(what, env.spec.id, str(error).rstrip("."), _RECOVERABLE)
+    return {"observation_space": env.observation_space, "action_space": env.action_space}
 
 
 def _refuse_parts(trajectories: TemporalDictTensor) -> None:
@@ -288,7 +304,7 @@ def from_minari(dataset: Any, *, keep_float64: bool = False) -> TemporalDictTens
     Args:
         dataset: What ``minari.load_dataset`` returns.
         keep_float64: Keep float64 values. By default they become float32, as in ``GymEnv``. Rewards
-            are float32 in any case.
+            are float32 in any case, and options are kept as the dataset has them.
 
     Returns:
         ``[B, T, ...]``, zero-padded past ``lengths``: observations (``frame``, or the keys of a
@@ -296,7 +312,8 @@ def from_minari(dataset: Any, *, keep_float64: bool = False) -> TemporalDictTens
         and those infos that are numbers of the same shape in every step of every episode, nested
         names joined with ``/``; all but actions with a value after the step, such as ``_frame``.
         ``info`` has ``episode``, the number in the dataset, and if all episodes have them ``seed``
-        (int64 with the bits of Minari's uint64: ``seed % 2**64``) and options as ``env_info/...``.
+        (int64 with the bits of Minari's uint64: ``seed % 2**64``) and options as ``env_info/...``,
+        exactly and in the dataset's dtype: float64, int64 or bool where ``to_minari`` wrote it.
 
     Raises:
         SpecError: If it is no dataset, has no episodes, one of them has not one observation more
@@ -401,9 +418,8 @@ class _Reader:
         for key in options[0]:
             values = [np.asarray(each.get(key)) for each in options]
             if _is_common(values):
-                stacked = np.stack(values)
-                dtype = self._dtype(None, [stacked])
-                info[join_key(_OPTIONS, key)] = stacked.astype(dtype)
+                # As they are: rounded, the environment would begin another episode.
+                info[join_key(_OPTIONS, key)] = np.stack(values)
         return info
 
     def _dtype(self, declared: np.dtype[Any] | None, values: Sequence[Array]) -> np.dtype[Any]:

@@ -19,7 +19,7 @@ A value after the step, whose key has a leading ``_``, is an entry of "next". Th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -63,7 +63,8 @@ def to_torchrl(
 
     Raises:
         ImportError: If tensordict is not installed.
-        SpecError: If two keys would get the same name, one is a name that the layout needs, or
+        SpecError: If two keys would get the same name, one is a name that the layout needs, a
+            reward or flag ends with a dimension of 1, which means one number per step there, or
             there is no key ``observation``.
 
     Example:
@@ -88,6 +89,9 @@ def to_torchrl(
         )
     names = _names(observation, len(size))
     _check_keys(batch, names, reserved)
+    _check_signals(batch, len(size))
+    if isinstance(batch, TemporalDictTensor):
+        _check_nesting(list(batch.info), "keys of info")
     entries = {_path(key, names): _with_last_one(key, t, len(size)) for key, t in batch.items()}
     if not isinstance(batch, TemporalDictTensor):
         return base.to_tensordict(entries, size, extra="torchrl")
@@ -114,9 +118,10 @@ def from_torchrl(
     Returns:
         With time, trajectories ``[B, T, ...]``, otherwise a ``DictTensor`` ``[B, ...]``. The
         tensors are views, and ``from_torchrl(to_torchrl(batch))`` has the keys and bits of
-        ``batch``. Of trajectories, the mask becomes ``lengths``, and other entries of the collector
-        are left out; without time, they are keys such as ``collector/mask``. Entries that are no
-        tensors are left out. A reward or flag that ends with a dimension of 1 loses it.
+        ``batch``, but for ``info`` where T is 0. Of trajectories, the mask becomes ``lengths``, and
+        other entries of the collector are left out; without time, they are keys such as
+        ``collector/mask``. Entries that are no tensors are left out. A reward or flag ``[B, T, 1]``
+        or ``[B, 1]`` loses its last dimension.
 
     Raises:
         SpecError: If it is no TensorDict, has no batch dimension, or has a mask that is not true
@@ -136,8 +141,8 @@ def from_torchrl(
     lengths = _lengths_of(_mask_of(entries))
     steps, info = {}, {}
     for key, tensor in entries.items():
-        first, _, rest = key.partition("/")
-        if first == _INFO and rest:
+        first, is_nested, rest = key.partition("/")
+        if first == _INFO and is_nested:
             info[rest] = tensor
         elif first != _COLLECTOR:
             steps[key] = tensor
@@ -172,12 +177,28 @@ def _check_keys(keys: Iterable[str], names: Mapping[str, str], reserved: list[st
             raise SpecError(
                 f"there is a key {key!r}, and TorchRL's layout needs {first!r}", fix="rename it"
             )
+    _check_nesting(plain, "keys")
+
+
+def _check_nesting(keys: Collection[str], called: str) -> None:
+    """Refuse keys of which one would be a tensor and a TensorDict."""
+    for key in keys:
         parts = key.split("/")
         outer = ["/".join(parts[:n]) for n in range(1, len(parts))]
-        if taken := [key for key in outer if key in plain]:
+        if taken := [key for key in outer if key in keys]:
             raise SpecError(
-                f"the keys {taken[0]!r} and {key!r} cannot both be in a TensorDict",
+                f"the {called} {taken[0]!r} and {key!r} cannot both be in a TensorDict",
                 fix="rename one of them",
+            )
+
+
+def _check_signals(batch: TemporalDictTensor | DictTensor, n_leading: int) -> None:
+    """Refuse signals that would come back without their last dimension."""
+    for key, tensor in batch.items():
+        if _has_last_one(key.removeprefix("_"), tensor, n_leading):
+            raise SpecError(
+                f"{key!r} is {kind(tensor)}, which TorchRL has for one number per step",
+                fix=f"batch.set({key!r}, batch[{key!r}].squeeze(-1))",
             )
 
 
@@ -199,10 +220,13 @@ def _named(
         key = ours if name == path else f"_{ours}"
         if key in named:
             raise SpecError(f"two entries would be {key!r}, one is {path!r}", fix="rename one")
-        if ours in _SIGNALS and tensor.ndim == n_leading + 1 and tensor.shape[-1] == 1:
-            tensor = tensor.squeeze(-1)
-        named[key] = tensor
+        named[key] = tensor.squeeze(-1) if _has_last_one(ours, tensor, n_leading) else tensor
     return named
+
+
+def _has_last_one(name: str, tensor: Tensor, n_leading: int) -> bool:
+    """Whether something is one number per step, with a last dimension for it."""
+    return name in _SIGNALS and tensor.ndim == n_leading + 1 and tensor.shape[-1] == 1
 
 
 def _with_last_one(key: str, tensor: Tensor, n_leading: int) -> Tensor:

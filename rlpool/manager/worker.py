@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import select
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from time import monotonic_ns
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import LaneError, Options
 from rlpool.errors import EnvError, Where, WorkerError
 from rlpool.manager.buffers import FAILED, NONE_ENDED, SOME_ENDED, Buffers
@@ -238,12 +238,22 @@ class EnvServer:
     def _advance(self) -> None:
         self._control.steps[0] += 1
 
+    @contextmanager
+    def _env_time(self) -> Iterator[None]:
+        """Count the time of a block as the environments'."""
+        self._control.env_ns[0] -= monotonic_ns()
+        try:
+            yield
+        finally:
+            self._control.end_calls()
+
     def _reset(self, message: Reset) -> None:
         for lane, seed in zip(message.lanes, message.seeds, strict=True):
             self._note_begin(lane, seed)
         outcome = NONE_ENDED
         try:
-            self._env.reset_lanes(message.lanes, message.seeds, message.options)
+            with self._env_time():
+                self._env.reset_lanes(message.lanes, message.seeds, message.options)
         except LaneError as error:
             self._report(message.number, error)
             outcome = FAILED
@@ -277,7 +287,7 @@ class EnvServer:
             return
         outcome = NONE_ENDED
         record = self._control
-        record.env_ns[0] -= monotonic_ns()
+        record.env_ns[0] -= monotonic_ns()  # not _env_time(), which takes longer
         try:
             ended = self._env.step_lanes(lanes, self._buffers.action)
             record.env_ns[0] += monotonic_ns()
@@ -320,7 +330,8 @@ class EnvServer:
         buffers.seed[lane] = seed
         last = {key: np.array(array[lane]) for key, array in buffers.observation.items()}
         try:
-            env._reset_lanes([lane], [seed], [options])
+            with self._env_time():
+                env._reset_lanes([lane], [seed], [options])
         except LaneError:
             return  # the reset will be issued, fail again, and be reported
         finally:
@@ -376,7 +387,7 @@ class EnvServer:
         try:
             if call.command == "reset":
                 return "obs", self._remote_reset(lane, *call.data)
-            return "transition", _transition(env, lane, self._with_action(lane, call.data))
+            return "transition", self._remote_step(lane, call.data)
         finally:
             env.keeps_results, env.results = False, []
 
@@ -394,25 +405,29 @@ class EnvServer:
     def _shown_by_reset(self, lane: int, seed: int, options: Options) -> Declaration | None:
         """What observations and infos consist of, which a reset has to show."""
         self._env.forget()
-        self._env.reset_lanes([lane], [seed], [options])
+        with self._env_time():
+            self._env.reset_lanes([lane], [seed], [options])
         return self._env.declaration
 
     def _remote_reset(self, lane: int, seed: int, options: Options) -> Any:
         self._note_begin(lane, seed)
-        self._env.reset_lanes([lane], [seed], [options])
+        with self._env_time():
+            self._env.reset_lanes([lane], [seed], [options])
         for array in self._buffers.action.values():
             array[lane] = 0
         return self._env.results[0][0]
 
-
-def _transition(env: GymEnv, lane: int, actions: Mapping[str, Array]) -> Any:
-    """Step one environment, which keeps its results; returns what its remote receives."""
-    env.step_lanes([lane], actions)
-    observation, reward, _, _, info = env.results[0]
-    done = bool(env.current["done"][lane])
-    if env.current["truncated"][lane] and not env.current["terminated"][lane]:
-        info = {**info, "TimeLimit.truncated": True}
-    return observation, reward, done, info
+    def _remote_step(self, lane: int, action: Any) -> Any:
+        """Step one environment, which keeps its results; returns what its remote receives."""
+        env, actions = self._env, self._with_action(lane, action)
+        with self._env_time():
+            env.step_lanes([lane], actions)
+        self._control.n_steps[0] += 1
+        observation, reward, _, _, info = env.results[0]
+        done = bool(env.current["done"][lane])
+        if env.current["truncated"][lane] and not env.current["terminated"][lane]:
+            info = {**info, "TimeLimit.truncated": True}
+        return observation, reward, done, info
 
 
 class _ComingEpisodes:

@@ -92,6 +92,16 @@ class State(IntEnum):
     LEAVING = 3
 
 
+def state_name(state: State, n_starts: int) -> str:
+    """What the state of a worker is called whose processes were started ``n_starts`` times."""
+    if state is State.UP:
+        return "alive"
+    if state is State.LEAVING:
+        return "leaving"
+    n_before = n_starts - 1 if state is State.STARTING else n_starts
+    return "restarting" if n_before > 0 else "starting"
+
+
 class WorkerRecord:
     """A worker's part of the shared record, as it writes it.
 
@@ -380,9 +390,17 @@ class Control:
         Args:
             number: Tells traces apart, not 0.
             n_events: How many each of them may note.
+
+        Raises:
+            OSError, OverflowError: If there is no memory for as many, or no descriptor for it;
+                nothing is noted then.
         """
         memory = EventMemory(self.n_workers + 1, n_events)
-        self.events = memory.log(0)
+        try:
+            self.events = memory.log(0)
+        except BaseException:
+            memory.close()
+            raise
         head = self.header
         head[Head.TRACE_FD], head[Head.TRACE_BYTES] = memory.fd, memory.region_bytes
         head[Head.TRACE_NUMBER] = number

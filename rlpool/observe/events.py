@@ -108,7 +108,11 @@ class EventMemory:
         self.region_bytes = -(-n_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         self.fd = anonymous_file(FILE_NAME)
         self._n_regions = n_regions
-        os.ftruncate(self.fd, n_regions * self.region_bytes)
+        try:
+            os.ftruncate(self.fd, n_regions * self.region_bytes)
+        except BaseException:
+            self.close()
+            raise
 
     def log(self, region: int) -> EventLog:
         """Where a process of this program notes its events."""

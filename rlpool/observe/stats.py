@@ -9,7 +9,15 @@ import numpy as np
 
 from rlpool.machine.limits import has_ended, private_bytes, resident_bytes
 from rlpool.memory.storage import Array
-from rlpool.observe.control import MAX_REQUESTS, MAX_SHOWN_LANES, Control, Head, State, Word
+from rlpool.observe.control import (
+    MAX_REQUESTS,
+    MAX_SHOWN_LANES,
+    Control,
+    Head,
+    State,
+    Word,
+    state_name,
+)
 
 _TIMES = (Word.AGENT_NS, Word.ENV_NS, Word.WAITING_NS)
 
@@ -52,7 +60,8 @@ class WorkerStats:
             environments, to be replaced or for good), or ``"dead"`` (its owner, who would replace
             it, was not inside rlpool since).
         restarts: How often its process was replaced, for whatever reason.
-        n_steps: Steps of all its lanes, of all processes with its number together.
+        n_steps: Steps of all its lanes, of all processes with its number together; those of
+            ``ParallelEnvManager.remotes`` count, too.
         n_episodes: Episodes that ended, likewise.
         steps_per_s: Steps of all lanes per second.
         env_share: Share of the time in steps and resets of the environments, 0 to 1.
@@ -242,13 +251,6 @@ class StatsReader:
 
 
 def _state_of(state: State, pid: int, n_starts: int) -> str:
-    """What a worker's state is called."""
-    if state is State.LEAVING:
-        return "leaving"
-    if state is State.DOWN:
-        return "restarting" if n_starts else "starting"
-    if pid and has_ended(pid):
-        return "dead"
-    if state is State.UP:
-        return "alive"
-    return "restarting" if n_starts > 1 else "starting"
+    """What a worker's state is called, by someone who sees whether its process is there."""
+    is_there = state in (State.STARTING, State.UP)  # as far as its owner knows
+    return "dead" if is_there and pid and has_ended(pid) else state_name(state, n_starts)

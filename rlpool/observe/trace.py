@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -13,7 +14,7 @@ from typing import Any, TextIO
 
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
-from rlpool.observe.control import Control, State, followers, living
+from rlpool.observe.control import Control, State, followers, living, state_name
 from rlpool.observe.events import Event, EventMemory, Kind
 
 Json = dict[str, Any]
@@ -32,8 +33,6 @@ _CALLS = {
     Kind.WAIT_FOR_REQUEST: "waits for a request",
     Kind.WAIT_FOR_SLOT: "waits for a slot",
 }
-
-_STATES = {State.STARTING: "starting", State.UP: "alive", State.LEAVING: "leaving"}
 
 
 class trace:  # noqa: N801  (used like a function)
@@ -58,11 +57,13 @@ class trace:  # noqa: N801  (used like a function)
     also if by an exception: about 150 bytes per event.
 
     Args:
-        path: The file, which is replaced.
+        path: The file, which is replaced; relative to the directory in which the block begins.
         max_events: How many events each worker, and the caller, may note.
 
     Raises:
-        SpecError: If the file cannot be written, or ``max_events`` is below 1.
+        SpecError: If ``max_events`` is below 1; on entering, if the file cannot be written, or the
+            system does not give the memory for as many events. Nothing is traced then. A batcher
+            that is made within the block may raise the latter, too.
         UsageError: On entering, if another trace is being made in this process.
 
     Example:
@@ -81,7 +82,7 @@ class trace:  # noqa: N801  (used like a function)
     """
 
     def __init__(self, path: str | os.PathLike[str], *, max_events: int = 500_000) -> None:
-        self._path = Path(path)
+        self._path = self._file = Path(path)
         self._n_events = whole_number("max_events", max_events, 1)
         self._traced: list[_Traced] = []
         self._start_ns = 0
@@ -90,22 +91,53 @@ class trace:  # noqa: N801  (used like a function)
         if followers:
             what = "another trace is being made in this process"
             raise UsageError(what, fix="end the block of the other trace first")
+        self._start_ns = time.monotonic_ns()
         try:
-            with self._path.open("w"):
+            followers.append(self._follow)
+            for control in list(living):
+                self._follow(control)
+            self._begin_file()  # last: what is there is replaced
+        except BaseException:
+            self._stop()
+            self._forget()
+            raise
+        return self
+
+    def _begin_file(self) -> None:
+        """Make the file, where it stays if the program changes its directory."""
+        try:
+            self._file = self._path.absolute()
+            with self._file.open("w"):
                 pass
         except OSError as error:
             what = f"the trace cannot be written to {str(self._path)!r}: {error.strerror}"
-            raise SpecError(what, fix="choose a file in a directory that is there") from error
-        self._start_ns = time.monotonic_ns()
-        followers.append(self._follow)
-        for control in list(living):
-            self._follow(control)
-        return self
+            fix = "choose a file in a directory that is there"
+            raise SpecError(what, fix=_fix(error, fix)) from error
 
     def _follow(self, control: Control) -> None:
         """Let a batcher take part."""
-        memory = control.begin_trace(self._start_ns, self._n_events)
+        try:
+            memory = control.begin_trace(self._start_ns, self._n_events)
+        except (OSError, OverflowError) as error:
+            n_processes = control.n_workers + 1
+            what = (
+                f"the system does not give the memory for max_events={self._n_events} events of "
+                f"each of {n_processes} processes: {error}"
+            )
+            raise SpecError(what, fix=_fix(error, "lower max_events")) from error
         self._traced.append(_Traced(control, memory))
+
+    def _stop(self) -> None:
+        """Let nobody note events any more."""
+        followers.clear()
+        for traced in self._traced:
+            traced.control.end_trace()
+
+    def _forget(self) -> None:
+        """Give back what the events are in."""
+        for traced in self._traced:
+            traced.memory.close()
+        self._traced.clear()
 
     def __exit__(
         self,
@@ -113,17 +145,13 @@ class trace:  # noqa: N801  (used like a function)
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        followers.clear()
         end_ns = time.monotonic_ns()
-        for traced in self._traced:
-            traced.control.end_trace()
+        self._stop()
         try:
-            with self._path.open("w") as file:
+            with self._file.open("w") as file:
                 self._write(file, end_ns)
         finally:
-            for traced in self._traced:
-                traced.memory.close()
-            self._traced.clear()
+            self._forget()
 
     def _write(self, file: TextIO, end_ns: int) -> None:
         """Write the file, one event per line."""
@@ -139,6 +167,13 @@ class trace:  # noqa: N801  (used like a function)
                 json.dump(event, file)
                 separator = ",\n"
         file.write("\n]}\n")
+
+
+def _fix(error: Exception, otherwise: str) -> str:
+    """What to do about something that the system does not give."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return "close files, or raise the limit on their number (ulimit -n)"
+    return otherwise
 
 
 @dataclass(frozen=True)
@@ -341,7 +376,8 @@ def _caller_events(events: Iterable[Event], tracks: _Tracks) -> Iterator[Json]:
             yield tracks.span(pid, track, "get waits", event.start_ns, event.end_ns, cat="wait")
         elif event.kind == Kind.WORKER_STATE:
             before = states.get(event.a)
-            if before is not None and _state_name(before) == _state_name(event):
+            if before is not None and _state_of(before) == _state_of(event):
+                states[event.a] = before._replace(c=before.c or event.c)  # it has a process now
                 continue
             if before is not None:
                 yield _state(before, event.start_ns, pid, tracks)
@@ -358,20 +394,17 @@ def _caller_events(events: Iterable[Event], tracks: _Tracks) -> Iterator[Json]:
         yield _state(state, tracks.end_ns, pid, tracks)
 
 
-def _state_name(event: Event) -> str:
+def _state_of(event: Event) -> str:
     """What a worker was doing from an event on."""
-    state, n_starts = State(event.b), event.d
-    if state is State.DOWN or (state is State.STARTING and n_starts > 1):
-        return "restarting"
-    return _STATES[state]
+    return state_name(State(event.b), n_starts=event.d)
 
 
 def _state(event: Event, end_ns: int, pid: int, tracks: _Tracks) -> Json:
-    """What a worker was doing for some time; the process is the one that it had at first."""
+    """What a worker was doing for some time, in the first process that it had then."""
     worker, worker_pid, n_starts = event.a, event.c, event.d
     track = _FIRST_WORKER + worker, f"worker {worker}"
     numbers = {"worker": worker, "process": worker_pid, "restarts": max(0, n_starts - 1)}
-    name = _state_name(event)
+    name = _state_of(event)
     return tracks.span(pid, track, name, event.start_ns, end_ns, cat="worker", **numbers)
 
 

@@ -136,6 +136,28 @@ def test_episodes_come_back_as_they_were(observation: str, action: str, data_for
         assert torch.equal(got.info[key].to(episodes.info[key].dtype), episodes.info[key])
 
 
+@pytest.mark.filterwarnings("ignore:env_spec is None")
+@pytest.mark.parametrize("keep_float64", [False, True])
+@pytest.mark.parametrize("data_format", FORMATS)
+def test_options_come_back_exactly(data_format: str, keep_float64: bool) -> None:
+    thirds = torch.arange(4, dtype=torch.float64)[:, None] / 3
+    kinds = {
+        "start": (starts(4)["start"], torch.float64),
+        "double": (thirds, torch.float64),
+        "half": (thirds.half(), torch.float64),
+        "single": (thirds.float().expand(4, 2), torch.float64),
+        "small": (torch.arange(4, dtype=torch.uint8), torch.int64),
+        "large": (torch.arange(4) + 2**53, torch.int64),
+        "flag": (torch.arange(4) > 1, torch.bool),
+    }
+    episodes = episodes_of(Drift, 4, {key: tensor for key, (tensor, _) in kinds.items()})
+    to_minari(episodes, "drift-v0", Drift(), data_format=data_format)
+    got = from_minari(minari.load_dataset("drift-v0"), keep_float64=keep_float64).info
+    for key, (tensor, dtype) in kinds.items():
+        assert got[f"env_info/{key}"].dtype == dtype
+        assert got[f"env_info/{key}"].tolist() == tensor.tolist()
+
+
 def check_repeats(dataset: Any, env: gym.Env[Any, Any], n: int) -> None:
     """Every episode of a dataset, repeated with what is stored of it, is the same bit by bit."""
     metadata = list(dataset.storage.get_episode_metadata(dataset.episode_indices))
@@ -200,6 +222,28 @@ def test_an_environment_may_be_given_by_its_id() -> None:
     episodes = episodes_of(lambda: gym.make("CartPole-v1"), 4)
     to_minari(episodes, "cartpole-v0", "CartPole-v1", description="random")
     assert minari.load_dataset("cartpole-v0").spec.env_spec.id == "CartPole-v1"
+
+
+@pytest.mark.filterwarnings("ignore:env_spec is None")
+@pytest.mark.parametrize(
+    ("entry_point", "kwargs"),
+    [(Drift, {}), ("support.drifting:Drift", {"limit": np.int64(7)})],
+)
+def test_an_environment_that_json_cannot_describe_is_written_without_its_spec(
+    entry_point: Any, kwargs: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    gym.register("Described-v0", entry_point, kwargs=kwargs)
+    try:
+        with caplog.at_level(logging.WARNING, "rlpool"):
+            to_minari(episodes_of(Drift), "described-v0", "Described-v0")
+    finally:
+        del gym.registry["Described-v0"]
+    assert "cannot make its environment 'Described-v0' again" in caplog.text
+    assert "module:Class" in caplog.text
+    dataset = minari.load_dataset("described-v0")
+    assert dataset.spec.env_spec is None
+    assert dataset.observation_space == Drift().observation_space
+    assert from_minari(dataset).n_elems() == 10
 
 
 def test_float64_observations_are_what_the_batcher_made_of_them() -> None:

@@ -266,12 +266,24 @@ parts = st.sampled_from(["", "_", "frame", "observation", "next", "info", "done"
 keys = st.lists(parts, min_size=1, max_size=3).map("/".join) | parts.map("_{}".format)
 
 
-@given(st.sets(keys, max_size=4), st.booleans(), st.sampled_from(["frame", "observation"]))
+shapes = st.sampled_from([(2, 3), (2, 1), (2, 3, 1), (2, 3, 2), (2, 3, 1, 1)])
+
+
+@given(
+    st.dictionaries(keys, shapes, max_size=4),
+    st.sets(keys, max_size=3),
+    st.booleans(),
+    st.sampled_from(["frame", "observation"]),
+)
 def test_whatever_the_keys_a_batch_comes_back_or_is_refused(
-    keys: set[str], is_temporal: bool, observation: str
+    steps: dict[str, tuple[int, ...]], info: set[str], is_temporal: bool, observation: str
 ) -> None:
-    tensors = {key: torch.full((2, 3), n) for n, key in enumerate(sorted(keys))}
-    batch = TemporalDictTensor(tensors) if is_temporal and keys else DictTensor(tensors)
+    tensors = {key: torch.full(steps[key], n) for n, key in enumerate(sorted(steps))}
+    batch: TemporalDictTensor | DictTensor = DictTensor(tensors)
+    if is_temporal and steps:
+        tensors = {key: tensor.expand(2, 3, *tensor.shape[2:]) for key, tensor in tensors.items()}
+        told = DictTensor({key: torch.arange(2) for key in info})
+        batch = TemporalDictTensor(tensors, info=told)
     try:
         data = to_torchrl(batch, observation=observation)
     except SpecError:
@@ -301,6 +313,23 @@ def test_observations_with_a_key_observation_keep_their_names_if_asked() -> None
 def test_keys_that_the_layout_needs_are_refused_by_name(keys: list[str], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         to_torchrl(TemporalDictTensor({key: torch.zeros(2, 3) for key in keys}))
+
+
+def test_keys_of_info_that_cannot_both_be_there_are_refused_by_name() -> None:
+    info = DictTensor({"task": torch.zeros(2), "task/goal": torch.zeros(2)})
+    with pytest.raises(SpecError, match="keys of info 'task' and 'task/goal' cannot both be"):
+        to_torchrl(TemporalDictTensor({"frame": torch.zeros(2, 3)}, info=info))
+
+
+@pytest.mark.parametrize("key", ["reward", "_reward", "_done", "terminated", "initial_state"])
+@pytest.mark.parametrize("kind", [TemporalDictTensor, DictTensor])
+def test_signals_that_would_lose_a_dimension_are_refused(key: str, kind: Any) -> None:
+    leading = (2, 3) if kind is TemporalDictTensor else (2,)
+    batch = kind({key: torch.ones(*leading, 1)})
+    with pytest.raises(SpecError, match=rf"'{key}' is float32 .* 1\], .* one number") as refused:
+        to_torchrl(batch)
+    eval(refused.value.fix)
+    assert_same_bits(from_torchrl(to_torchrl(batch)), kind({key: torch.ones(*leading)}))
 
 
 def steps(**entries: Any) -> Any:

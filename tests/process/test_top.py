@@ -7,14 +7,20 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from process.watching import Script, Struck, wait_until
 
 import rlpool
 from rlpool import EpisodeBatcher, ParallelEnvManager, top
+from rlpool.machine.limits import has_ended
+from rlpool.observe.control import Word
 
 from support.envs import CountingEnv
 from support.faults import create_agent, create_env, faults_at
@@ -91,11 +97,23 @@ def test_a_program_that_runs_is_seen_by_its_pid(
         os.kill(struck.pid, signal.SIGKILL)
         watched = top.Program(program.pid)
         wait_until(lambda: "dead" in {w.state for w in watched.read()[0].workers})
-    finally:
+
         os.killpg(program.pid, signal.SIGKILL)
+        wait_until(lambda: has_ended(program.pid))  # and its parent, this process, did not look
+        for look in (watched.read, lambda: top._show_once(watched, as_json=True)):
+            with pytest.raises(rlpool.UsageError, match=f"process {program.pid} has ended"):
+                look()
+        for arguments in ([], ["--once"], ["--once", "--json"]):
+            assert top.main([str(program.pid), *arguments]) == 1
+            assert f"process {program.pid} has ended\n  fix:" in capsys.readouterr().err
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
         wait_until(lambda: program.returncode is not None)
-    with pytest.raises(rlpool.UsageError, match="there is no process"):
+    with pytest.raises(rlpool.UsageError, match=f"process {program.pid} has ended"):
         watched.read()
+    assert top.main([str(program.pid), "--once"]) == 1
+    assert f"there is no process {program.pid}\n  fix:" in capsys.readouterr().err
 
 
 def test_processes_that_show_nothing_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,14 +131,50 @@ def test_a_process_of_another_user_is_refused(tmp_path: Path) -> None:
                 os.setuid(65534)
             with open(os.memfd_create("told"), "w") as told:
                 sys.stderr = told
-                code = top.main(["1"])
+                zombie = os.fork()
+                if not zombie:
+                    os._exit(0)
+                wait_until(lambda: has_ended(zombie))  # only root may list its descriptors
+                codes = [top.main(["1"]), top.main([str(zombie)])]
                 told.flush()
                 told.seek(0)
                 text = Path(f"/proc/self/fd/{told.fileno()}").read_text()
-            os._exit(0 if code == 1 and "belongs to another user" in text else 1)
+            is_told = "process 1 belongs to another user" in text
+            is_told &= f"process {zombie} has ended" in text
+            os._exit(0 if codes == [1, 1] and is_told else 1)
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+CLOSING = """
+import signal
+from rlpool import EpisodeBatcher
+from support.faults import create_agent, create_env
+
+if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    with EpisodeBatcher(8, 4, create_agent, {}, create_env, {}, 0, 1):
+        print("open", flush=True)
+        signal.sigwait([signal.SIGUSR1])
+    print("closed", flush=True)
+    signal.sigwait([signal.SIGUSR1])
+"""
+
+
+def test_a_batcher_that_is_closed_between_two_looks_is_missed(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(CLOSING)
+    program = Script(tmp_path / "run", [str(tmp_path / "program.py")])
+    try:
+        program.wait_for_line("open")
+        watched = top.Program(program.pid)
+        os.kill(program.pid, signal.SIGUSR1)
+        program.wait_for_line("closed")
+        with pytest.raises(rlpool.UsageError, match="has no batcher and no ParallelEnvManager"):
+            top._show_once(watched, as_json=False)
+    finally:
+        os.killpg(program.pid, signal.SIGKILL)
+        wait_until(lambda: program.returncode is not None)
 
 
 def test_json_of_the_live_display_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,28 +192,39 @@ def test_without_rich_the_display_names_the_extra(
     assert 'pip install "rlpool[top]"' in capsys.readouterr().err
 
 
+DISPLAY = """
+import sys
+from rlpool import top
+
+class Program(top.Program):
+    def read(self):
+        found = super().read()
+        print("looked", file=sys.__stdout__, flush=True)
+        return found
+
+top.Program = Program
+sys.exit(top.main(sys.argv[1:]))
+"""
+
+
 def test_the_display_shows_a_table_until_the_program_ends(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "display.py").write_text(DISPLAY)
     struck = Struck(str(tmp_path / "struck"))
     program = Script(tmp_path / "run", [str(tmp_path / "program.py"), struck.path])
     try:
         wait_until(lambda: struck.is_there or program.returncode is not None)
-        display = Script(tmp_path / "top", ["-m", "rlpool", "top", str(program.pid)])
-        # It draws, and goes on: what it draws stays in a buffer of the terminal that there is none.
-        wait_until(lambda: "rlpool-control" in _open_files(display.pid))
+        display = Script(tmp_path / "top", [str(tmp_path / "display.py"), str(program.pid)])
+        # Once to see that it is there, once for a table; when it looks again, that is drawn.
+        wait_until(lambda: display.stdout.count("looked") > 2 or display.returncode is not None)
+        os.killpg(program.pid, signal.SIGKILL)
+        wait_until(lambda: display.returncode is not None)  # before this process notices that end
     finally:
         os.killpg(program.pid, signal.SIGKILL)
         wait_until(lambda: program.returncode is not None)
-    wait_until(lambda: display.returncode is not None)
     assert (display.returncode, display.stderr) == (0, "")
-    assert f"process {program.pid} has ended" in display.stdout
-
-
-def _open_files(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/maps").read_text()
-    except OSError:
-        return ""
+    assert f"EpisodeBatcher of process {program.pid}" in display.stdout
+    assert display.stdout.endswith(f"process {program.pid} has ended\n")
 
 
 def test_a_managers_workers_are_seen() -> None:
@@ -173,14 +238,64 @@ def test_a_managers_workers_are_seen() -> None:
         assert [worker.pid for worker in seen.workers] == [w.pid for w in stats.workers]
 
 
+class SlowEnv(CountingEnv):
+    """Every reset and every step takes ``SLOW_S`` at least."""
+
+    def reset(self, **arguments: Any) -> Any:
+        time.sleep(SLOW_S)
+        return super().reset(**arguments)
+
+    def step(self, action: Any) -> Any:
+        time.sleep(SLOW_S)
+        return super().step(action)
+
+
+SLOW_S = 0.002
+
+
+def test_all_steps_and_resets_of_a_managers_environments_are_counted_and_timed() -> None:
+    with ParallelEnvManager([lambda: SlowEnv(length=2)] * 2, seed=1, envs_per_worker=2) as manager:
+        row = manager._workers.processes.control.rows[0]
+        actions = {"action": np.zeros(2, np.int64)}
+
+        def ask(*requests: tuple[str, Any]) -> None:
+            for request in requests:
+                manager.remotes[1].send(request)
+                assert manager.remotes[1].recv()[0] != "error"
+
+        def run_ahead() -> None:
+            manager.step_lanes([0, 1], actions)
+            # The reply comes after the worker has begun the episodes that follow.
+            ask(("get_attr", {"attr": "t"}))
+
+        calls: list[tuple[Callable[[], Any], int, int]] = [  # their steps, and their resets
+            (manager.reset, 0, 2),
+            (lambda: manager.step_lanes([0, 1], actions), 2, 0),
+            (lambda: ask(("step", 0)), 1, 0),
+            (lambda: ask(("reset", None), ("step", 0), ("step", 0)), 2, 1),
+            (lambda: manager.announce_episodes([5, 6, 7, 8], {}), 0, 0),
+            (lambda: manager.reset_lanes([0, 1], [5, 6], [None] * 2), 0, 2),
+            (lambda: manager.step_lanes([0, 1], actions), 2, 0),
+            (run_ahead, 2, 2),
+        ]
+        for call, n_steps, n_resets in calls:
+            n_before, ns_before = manager.stats().n_steps, int(row[Word.ENV_NS])
+            call()
+            assert manager.stats().n_steps - n_before == n_steps
+            spent_s = (int(row[Word.ENV_NS]) - ns_before) / 1e9
+            assert spent_s >= (n_steps + n_resets) * SLOW_S
+
+
 def test_a_trace_shows_the_death_of_a_worker_and_its_successor(
     tmp_path: Path, struck: Struck
 ) -> None:
     env_args = {"n_lanes": 2, "struck_at": struck.path, "once": True}
-    with EpisodeBatcher(16, 16, create_agent, {}, create_env, env_args, 2, 1) as batcher:
-        with rlpool.trace(tmp_path / "death.json"):
-            batcher.execute(12, env_info=faults_at(12, HANGING_ROW, "sigkill", HANGING_STEP))
-            result = batcher.get()
+    with (
+        rlpool.trace(tmp_path / "death.json"),
+        EpisodeBatcher(16, 16, create_agent, {}, create_env, env_args, 2, 1) as batcher,
+    ):
+        batcher.execute(12, env_info=faults_at(12, HANGING_ROW, "sigkill", HANGING_STEP))
+        result = batcher.get()
         assert result is not None
         stats = batcher.stats()
     assert (stats.restarts, stats.n_episodes) == (1, 12)
@@ -189,6 +304,9 @@ def test_a_trace_shows_the_death_of_a_worker_and_its_successor(
     assert episodes == list(range(12))
     steps = {span["args"]["episode"]: span["args"]["steps"] for span in trace.complete_episodes}
     assert [steps[row] for row in range(12)] == result.lengths.tolist()
+    starts = trace.named("starting")
+    assert [span["args"]["restarts"] for span in starts] == [0, 0]
+    assert all(span["args"]["process"] for span in starts)
     (restart,) = trace.named("restarting")
     interrupted = [span for span in trace.of("episode") if not span["args"]["complete"]]
     assert HANGING_ROW in {span["args"]["episode"] for span in interrupted}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from process.watching import n_descriptors
 
 import rlpool
 from rlpool import Batcher, EpisodeBatcher, GymEnv, GymEnvInf, SpecError, UsageError
@@ -146,13 +151,79 @@ def test_one_trace_at_a_time(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "two.json").spans == []
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="No such file"):
-        rlpool.trace(tmp_path / "missing" / "file.json").__enter__()
+@contextmanager
+def descriptors_left(n: int | None) -> Iterator[None]:
+    """Let the process open only so many more files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if n is not None:
+        free = [fd for fd in range(soft) if not os.path.exists(f"/proc/self/fd/{fd}")][: n + 1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("file", "max_events", "n_left", "message"),
+    [
+        ("missing/file.json", 10, None, "No such file.*\n.*choose a file"),
+        ("file.json", 10**13, None, "max_events=10{13} .*Cannot allocate.*\n.*lower max_events"),
+        ("file.json", 10**30, None, "max_events=10{30} .*\n.*lower max_events"),
+        # A batcher takes two descriptors, of which the second is closed when its file is.
+        ("file.json", 10, 0, "Too many open files.*\n.*ulimit -n"),
+        ("file.json", 10, 1, "Too many open files.*\n.*ulimit -n"),
+        ("file.json", 10, 3, "Too many open files.*\n.*ulimit -n"),
+        ("file.json", 10, 4, "cannot be written.*Too many open files.*\n.*ulimit -n"),
+    ],
+)
+def test_a_trace_that_cannot_begin_leaves_nothing_behind(
+    tmp_path: Path, file: str, max_events: int, n_left: int | None, message: str
+) -> None:
+    with make() as first, make() as second:
+        path, before = tmp_path / file, n_descriptors()
+        with descriptors_left(n_left), pytest.raises(SpecError, match=message):
+            rlpool.trace(path, max_events=max_events).__enter__()
+        assert not path.exists()
+        assert n_descriptors() == before
+        for batcher in (first, second):
+            batcher.execute(1)
+            batcher.get()
+            assert batcher._dispatcher.control.events is None
+        with rlpool.trace(tmp_path / "next.json"), make() as third:
+            third.execute(2)
+            third.get()
+    assert len(read_trace(tmp_path / "next.json").complete_episodes) == 2
+
+
+def test_a_batcher_within_the_block_is_refused_memory_by_name(tmp_path: Path) -> None:
+    many = rlpool.trace(tmp_path / "file.json", max_events=10**13)
+    with many, pytest.raises(SpecError, match="lower max_events"):
+        make()
+    assert read_trace(tmp_path / "file.json").spans == []
+
+
+def test_a_number_of_events_is_needed(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="max_events"):
         rlpool.trace(tmp_path / "file.json", max_events=0)
-    with rlpool.trace(tmp_path / "file.json"):
-        pass
+
+
+def test_a_trace_that_cannot_begin_keeps_the_file_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_text("precious")
+    with make(), pytest.raises(SpecError, match="lower max_events"):
+        rlpool.trace(tmp_path / "file.json", max_events=10**13).__enter__()
+    assert (tmp_path / "file.json").read_text() == "precious"
+
+
+def test_the_file_is_where_the_program_was_when_the_block_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with rlpool.trace("file.json"):
+        monkeypatch.chdir("elsewhere")
+    assert json.loads((tmp_path / "file.json").read_text())["traceEvents"] == []
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_closed_batchers_are_forgotten() -> None:
