@@ -185,7 +185,6 @@ def test_random_actions_keep_to_the_masks_of_infos_that_nobody_asked_for() -> No
     ("arguments", "message"),
     [
         ({"create_env": Masked, "env_info": {"offset": [1, 2]}}, "'offset' in env_info has 2 rows"),
-
         ({"create_env": 3}, "create_env is 3, not a function"),
         ({"create_env": lambda: 3}, "create_env returned 3, not an environment"),
         ({"create_env": Spending, "n_lanes": 0}, "n_lanes should be an int of at least 1"),
