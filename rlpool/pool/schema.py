@@ -180,7 +180,8 @@ def stacks_of(frame_stack: FrameStack, schema: Schema) -> dict[str, Stack]:
         return {}
     if isinstance(frame_stack, Mapping):
         return {key: _stack(key, value, schema) for key, value in frame_stack.items()}
-    stacks, vectors = {}, {}
+    stacks: dict[str, Stack] = {}
+    vectors: dict[str, Stack] = {}
     for key in schema.paired or schema.columns:
         shape = schema.columns[key].shape
         ends = [axis for axis in (0, len(shape) - 1) if shape[axis : axis + 1] == (frame_stack,)]
