@@ -158,7 +158,7 @@ def main():
             for _ in range(batcher.n_lanes):
                 progress["n_steps"] += N_STEPS
                 if progress["n_steps"] > arguments.learning_starts:
-                    batch = pool.sample(BATCH_SIZE)
+                    batch = pool.sample(min(len(pool), BATCH_SIZE))
                     results = learn(batch, q_network, target_network, optimizer)
                     if progress["n_steps"] % TARGET_PERIOD == 0:
                         target_network.load_state_dict(q_network.state_dict())

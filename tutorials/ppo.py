@@ -136,7 +136,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--env-id", default="CartPole-v1", help="with a vector as observation")
     parser.add_argument("--total-timesteps", type=int, default=500_000)
-    parser.add_argument("--n-threads", type=int, default=0, help="worker processes, 0 for none")
+    parser.add_argument("--n-threads", type=int, default=0, choices=(0, 1, 2, 4), help="workers")
     parser.add_argument("--seed", type=int, default=1, help="another one is another run")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")
     parser.add_argument("--checkpoint", default="ppo.pt", help="its curve is a .png")

@@ -156,7 +156,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--env-id", default="pong", help="a game of ale-py: space_invaders, ...")
     parser.add_argument("--total-timesteps", type=int, default=1_000_000)
-    parser.add_argument("--n-threads", type=int, default=2, help="worker processes: 0, 1, 2, 4, 8")
+    parser.add_argument("--n-threads", type=int, default=2, choices=(0, 1, 2, 4, 8), help="workers")
     parser.add_argument("--bfloat16", action="store_true", help="faster if the CPU multiplies them")
     parser.add_argument("--seed", type=int, default=1, help="another one is another run")
     parser.add_argument("--track", nargs="?", const="runs", help="folder for TensorBoard")

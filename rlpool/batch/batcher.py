@@ -214,12 +214,14 @@ class EpisodeBatcher(BatcherBase):
         """Take the result of the oldest request.
 
         Args:
-            blocking: Wait for it; otherwise return ``None`` until all of it is there.
+            blocking: Wait for it; otherwise return ``None`` until all of it is there. With
+                ``n_threads=0`` nothing runs but in calls like this one, so it waits in any case.
             progress: ``True`` shows a bar of episodes, with steps per second, until all of it is
                 there: one of tqdm if that is installed, otherwise a line on stderr. A function is
-                called instead with a ``Progress``, a few times a second and at the end; with
-                ``n_threads=0``, it is called when an episode ends. It may look at the batcher's
-                ``progress``, but not call ``get``. By default as the batcher was told.
+                called instead with a ``Progress``, at the beginning, a few times a second and at
+                the end; with ``n_threads=0`` only when an episode has ended or filled a slot. It
+                may look at the batcher's ``progress``, but not call ``get``. By default as the
+                batcher was told.
 
         Returns:
             Tensors ``[n_episodes, T, ...]``, T being the length of the longest episode, zero past
@@ -264,6 +266,10 @@ class EpisodeBatcher(BatcherBase):
     @property
     def progress(self) -> tuple[int, int]:
         """Episodes finished and requested, of the oldest request that was not handed out.
+
+        Looks at what workers have reported, and returns at once. With ``n_threads=0`` there is
+        nobody else to run the request: as in ``get``, all of it runs here, unless it is a function
+        that shows progress which looks.
 
         Raises:
             RlpoolError: If that request failed, or a worker died or hangs for good; ``get`` raises

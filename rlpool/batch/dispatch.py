@@ -69,6 +69,7 @@ class Dispatcher(RequestQueue):
     ) -> None:
         super().__init__()
         self._make_layout = make_layout
+        self.runs_here = n_workers == 0
         self._probing: Request | None = None  # whose infos the workers are probed with
         self._owner_pid = os.getpid()
         self._workers = RequestWorkers(

@@ -69,6 +69,7 @@ class LocalWorker:
             send=self._take, receive=self._inbox.popleft, poll=lambda: bool(self._inbox)
         )
         self._look: Callable[[], bool] | None = None  # somebody looks while it runs
+        self._is_awaited = False
         self._is_looking = False
         self._collector = Collector(Place(0, 1, root), link, self._record, notice=self._notice)
         self._generators = OwnGenerators()
@@ -115,14 +116,17 @@ class LocalWorker:
 
         Args:
             is_over: The condition.
-            every_s: If it is finite, the condition is also tested whenever an episode ends.
+            every_s: If it is finite, the condition is also tested whenever an episode ends or
+                fills a slot.
         """
         self._look = is_over if every_s < math.inf else None
+        self._is_awaited = True
         try:
             while not is_over():
                 self.poll(1.0)
         finally:
             self._look = None
+            self._is_awaited = False
 
     def _notice(self) -> None:
         if self._look is not None:
@@ -139,9 +143,10 @@ class LocalWorker:
 
         If it is interrupted, a request is lost, unless whoever looks has done that; anything else
         is carried out by the next call.
-        Called by what it runs itself, such as a function that shows progress, it does nothing.
+        Called without patience by what it runs itself, or by the condition that somebody waits
+        for, such as a function that shows progress, it does nothing.
         """
-        if self._is_at_work and timeout_s == 0.0:
+        if (self._is_at_work or self._is_awaited) and timeout_s == 0.0:
             return
         if self._has_message():
             try:

@@ -37,9 +37,11 @@ class Progress(NamedTuple):
         n_finished: Episodes that are finished.
         n_episodes: Episodes that were requested.
         n_steps: Steps of all its episodes. On a cluster, of those that have arrived.
-        elapsed_s: Seconds since ``get`` was first called for this request.
-        episodes_per_s: Episodes per second in this time.
-        steps_per_s: Steps per second in this time.
+        elapsed_s: Seconds since the first ``get`` of this request that shows its progress, which
+            need not be its ``execute``. If a ``get`` ends with an exception, the next one begins
+            again at zero.
+        episodes_per_s: Episodes finished in this time, per second.
+        steps_per_s: Steps made in this time, per second.
 
     Example:
         >>> def show(progress):

@@ -35,10 +35,12 @@ class RequestQueue(ABC):
         deliver_logs: Hands what was logged elsewhere to the loggers of this process.
         stacks: Returns what the workers are doing.
         control: The shared record of the workers, ``None`` if they are on other machines.
+        runs_here: Whether requests run in this process, while the caller waits for them.
     """
 
     deliver_logs: Callable[[], None]
     stacks: Callable[[], str]
+    runs_here = False
 
     def __init__(self) -> None:
         self._queued: deque[Request] = deque()  # not sent yet
@@ -171,6 +173,7 @@ class RequestQueue(ABC):
             raise UsageError("nothing is pending", fix="call execute() before get()")
         request = self._pending[0]
         if request.trajectories is None:
+            blocking = blocking or self.runs_here  # nothing would run until the next call
             if look is None or not blocking:
                 self.look()
             if not blocking and not self._is_settled(request):
@@ -252,6 +255,8 @@ class RequestQueue(ABC):
         if not self._pending:
             return 0, 0
         request = self._pending[0]
+        if request.trajectories is not None:
+            return request.n_rows, request.n_rows
         self.look()
         error = request.error or self.fatal
         if error is not None and not request.is_complete:

@@ -193,7 +193,8 @@ class Batcher(BatcherBase):
         """Take the oldest window.
 
         Args:
-            blocking: Wait for it; otherwise return ``None`` until it is there.
+            blocking: Wait for it; otherwise return ``None`` until it is there. With
+                ``n_threads=0`` nothing runs but in calls like this one, so it waits in any case.
 
         Returns:
             Tensors ``[lanes that ran, T, ...]`` as from ``EpisodeBatcher.get``, lengths from 1 to

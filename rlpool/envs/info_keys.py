@@ -235,6 +235,8 @@ class InfoLearner:
     def _described(self, name: str, value: Any) -> TensorSpec:
         try:
             array = as_array(value)
+            spec = TensorSpec(array.shape, stored_dtype(array.dtype, self._keep_float64))
+            _ = spec.torch_dtype  # not all numbers of NumPy have one
         except (ValueError, TypeError, RuntimeError):
             array = np.empty((), object)
         if array.dtype.kind not in "fiub":
@@ -242,7 +244,7 @@ class InfoLearner:
                 f"info {name!r} should be a number or an array of numbers, got {value!r:.60}",
                 fix="leave it out of info_keys, or wrap the environment and turn it into numbers",
             )
-        return TensorSpec(array.shape, stored_dtype(array.dtype, self._keep_float64))
+        return spec
 
     @property
     def has_all(self) -> bool:
@@ -267,9 +269,10 @@ class InfoLearner:
             shown = f"reset gave {there} ({why_no_step})"
             if not why_no_step:
                 shown = f"a reset and a step gave {there}"
+            declared = ", ".join(f"{key!r}: np.float32" for key in missing)
             raise SpecError(
-                f"info has no {missing[0]!r}: {shown}",
+                f"info has no {', '.join(map(repr, missing))}: {shown}",
                 fix="correct the name; or, for a key that appears later, declare its dtype: "
-                f"info_keys={{{missing[0]!r}: np.float32}}",
+                f"info_keys={{{declared}}}",
             )
         return specs

@@ -78,6 +78,10 @@ class LegacyEnv(gymnasium.Env[Any, Any]):
         flags = (False, done) if (info or {}).get("TimeLimit.truncated", False) else (done, False)
         return observation, reward, *flags, info
 
+    def render(self) -> Any:
+        """What the environment shows; ``gymnasium.Env`` would hide it."""
+        return self.inner.render()
+
     def close(self) -> None:
         """Close the environment, if it has ``close``."""
         close = getattr(self.inner, "close", None)

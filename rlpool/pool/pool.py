@@ -78,7 +78,8 @@ class Pool(Sampler, DumpsStacks):
             see ``update_priorities``; by default uniformly.
         frame_stack: Observations are stacks of so many frames, of which each is stored once: a
             quarter of the memory for 4. Samples have whole stacks. A number means the keys that
-            have so many frames along their first axis, or else their last one; ``{"frame": 4}`` or
+            have so many frames along their first axis, or else their last one (vectors of so many
+            numbers only if no key has more dimensions); ``{"frame": 4}`` or
             ``{"frame": (4, -1)}`` name keys, and the axis. The newest frame is the last one, and
             each step drops the oldest. Episodes may begin with any frames, repeated or zero. By
             default the stacks of Gymnasium's ``FrameStackObservation`` around the environments of
@@ -161,6 +162,10 @@ class Pool(Sampler, DumpsStacks):
 
     def extend(self, trajectories: TemporalDictTensor, index: int | None = None) -> None:
         """Add every step of some trajectories, in row-then-time order.
+
+        Each row is a stream of its own. The windows of a ``Batcher`` are not joined: no n-step
+        return and no sequence goes on from one window to the next, so with windows of one step
+        they have one step.
 
         Values after a step that follow from the next step, such as ``_frame``, are not stored
         twice. The pool keeps no reference to the trajectories. Their ``info`` is not stored, nor

@@ -129,10 +129,11 @@ class Sampler:
         Args:
             batch_size: How many, at most as many as there are.
             n_step: Look so many steps ahead, or fewer where an episode, or what is stored of it,
-                ends before. Keys with a leading ``_`` then have their value after the last of these
-                steps, except ``_reward``. The result also has ``n_step_return``, the discounted sum
-                of the rewards of these steps, and ``n_step_discount``, the factor for the value of
-                what comes after, both float32 ``[batch_size]``. The factor is
+                ends before: at the edge of a window, too, since windows are not joined. Keys with a
+                leading ``_`` then have their value after the last of these steps, except
+                ``_reward``. The result also has ``n_step_return``, the discounted sum of the
+                rewards of these steps, and ``n_step_discount``, the factor for the value of what
+                comes after, both float32 ``[batch_size]``. The factor is
                 ``discount ** steps``, or 0 after a termination (``_terminated``, or where that is
                 not stored ``_done`` without ``_truncated``). After a truncation, which is no
                 termination, the value of the last observation counts.
@@ -187,7 +188,8 @@ class Sampler:
         """Draw sequences of steps that followed each other in one episode, for recurrent learners.
 
         A sequence starts at a transition that is drawn as by ``sample``, and ends after ``length``
-        steps, or earlier where its episode, or what is stored of it, ends.
+        steps, or earlier where its episode, or what is stored of it, ends. It never goes on in the
+        next window, see ``extend``.
 
         Args:
             batch_size: How many, at most as many as there are transitions.

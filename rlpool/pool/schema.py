@@ -180,20 +180,33 @@ def stacks_of(frame_stack: FrameStack, schema: Schema) -> dict[str, Stack]:
         return {}
     if isinstance(frame_stack, Mapping):
         return {key: _stack(key, value, schema) for key, value in frame_stack.items()}
-    stacks = {}
+    stacks: dict[str, Stack] = {}
+    vectors: dict[str, Stack] = {}
     for key in schema.paired or schema.columns:
         shape = schema.columns[key].shape
         ends = [axis for axis in (0, len(shape) - 1) if shape[axis : axis + 1] == (frame_stack,)]
-        if len(shape) > 1 and ends and 0 not in shape:
-            stacks[key] = Stack(frame_stack, ends[0])
-    if not stacks:
+        if ends and 0 not in shape and (len(shape) > 1 or key in schema.paired):
+            (stacks if len(shape) > 1 else vectors)[key] = Stack(frame_stack, ends[0])
+    if not stacks and not vectors:
+        fix = "leave frame_stack out if observations are no stacks"
+        for key in schema.paired or schema.columns:
+            shape = schema.columns[key].shape
+            if 0 not in shape and (axes := _axes_for(frame_stack, shape)):
+                named = f"frame_stack={{{key!r}: ({frame_stack}, {axes[-1]})}}"
+                fix += f", or name the key and the axis: {named}"
+                break
         raise SpecError(
             f"frame_stack is {frame_stack}, but no observation has {frame_stack} frames along its "
             f"first or last axis: {schema}",
-            fix="leave frame_stack out if observations are no stacks, or name the key and the "
-            'axis: frame_stack={"frame": (4, 1)}',
+            fix=fix,
         )
-    return stacks
+    # Beside images, a vector is rather one of as many numbers than a stack of single ones.
+    return stacks or vectors
+
+
+def _axes_for(n_frames: int, shape: Sequence[int]) -> list[int]:
+    """The axes that may be made of so many frames."""
+    return [axis for axis, size in enumerate(shape) if size and size % n_frames == 0]
 
 
 def _stack(key: str, value: int | tuple[int, int], schema: Schema) -> Stack:
@@ -210,7 +223,7 @@ def _stack(key: str, value: int | tuple[int, int], schema: Schema) -> Stack:
         n_frames = value
         axis = next((end for end in (0, -1) if shape and shape[end] == n_frames), 0)
     if not -len(shape) <= axis < len(shape) or shape[axis] % n_frames or 0 in shape:
-        axes = [a for a in range(len(shape)) if shape[a] and shape[a] % n_frames == 0]
+        axes = _axes_for(n_frames, shape)
         fix = f"give as many frames as an axis has, and the axis: frame_stack={{{key!r}: (4, -1)}}"
         if axes:
             fix = f"name the axis: frame_stack={{{key!r}: ({n_frames}, {axes[-1]})}}"

@@ -23,7 +23,7 @@ from rlpool.errors import SpecError
 from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.seeding import episode_seeds, evaluation_root, root_from
 from rlpool.slots.blocks import Layout, StepSpecs
-from rlpool.training.statistics import episode_returns
+from rlpool.training.statistics import episode_returns, numbers_of
 from rlpool.training.video import Filming, best_suffix, number_of
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S
 
@@ -173,7 +173,8 @@ def _outcome(part: TemporalDictTensor) -> tuple[Tensor, Tensor, Tensor | None, T
     if "_success" in part:
         success = episode_returns(part, "_success") != 0
     elif "_is_success" in part:
-        success = part.temporal_multi_index(part.lengths - 1)["_is_success"] != 0
+        last = part.lengths[:, None] - 1
+        success = numbers_of(part, "_is_success").gather(1, last)[:, 0] != 0
     return episode_returns(part), part.lengths.clone(), success, part.info["seed"].clone()
 
 

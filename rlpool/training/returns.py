@@ -14,10 +14,10 @@ What all functions have in common:
 - A terminated step has no future. A truncated one has, worth ``next_value``, and so has the last
   step of a window in which no episode ends.
 - ``discount`` is a number from 0 to 1, or a tensor that multiplies what follows each step.
-- ``lengths`` (``window.lengths``) says how many steps each row has, for rows that may be shorter
-  than the others without an end of an episode; their last step is treated like that of the window,
-  and padding gets zeros. Without it, nothing of what follows an episode's end reaches that episode
-  either, and padding gets values that mean nothing.
+- ``lengths`` (``window.lengths``) says how many steps each row has, from 0 to T, for rows that may
+  be shorter than the others without an end of an episode; their last step is treated like that of
+  the window, and padding gets zeros. Without it, nothing of what follows an episode's end reaches
+  that episode either, and padding gets values that mean nothing.
 - Results are constants, without gradients: nothing flows back into targets.
 """
 
@@ -61,13 +61,13 @@ def discounted_returns(
             episode is truncated, and where the window ends.
         terminated: bool ``[..., T]``, True where a step led to a state without a future. Needed
             with ``next_value``.
-        lengths: int64 ``[...]``: steps of each row, all by default.
+        lengths: int64 ``[...]``: steps of each row, from 0 to T, all by default.
 
     Returns:
         A new tensor like ``reward``.
 
     Raises:
-        SpecError: If shapes, dtypes or devices differ, or ``discount`` is out of range.
+        SpecError: If shapes, dtypes or devices differ, or a number is out of range.
 
     Example:
         >>> reward, done = torch.ones(1, 4), torch.tensor([[False, True, False, False]])
@@ -113,7 +113,7 @@ def n_step_returns(
         done: bool ``[..., T]``, True where a step ended its episode.
         discount: A number from 0 to 1, or a tensor like ``reward``.
         n_step: How many rewards at most, from 1.
-        lengths: int64 ``[...]``: steps of each row, all by default.
+        lengths: int64 ``[...]``: steps of each row, from 0 to T, all by default.
 
     Returns:
         A new tensor like ``reward``.
@@ -165,7 +165,7 @@ def gae(
         done: bool ``[..., T]``, True where a step ended its episode.
         discount: A number from 0 to 1, or a tensor like ``reward``.
         lambda_: From 0 (one-step differences) to 1 (whole returns).
-        lengths: int64 ``[...]``: steps of each row, all by default.
+        lengths: int64 ``[...]``: steps of each row, from 0 to T, all by default.
 
     Returns:
         The advantages, a new tensor like ``reward``.
@@ -244,7 +244,7 @@ def vtrace(
         rho_clip: The largest ratio of a difference, which decides whose value function the target
             is; above 0, ``float("inf")`` for no limit.
         c_clip: The largest ratio that traces are cut with, above 0.
-        lengths: int64 ``[...]``: steps of each row, all by default.
+        lengths: int64 ``[...]``: steps of each row, from 0 to T, all by default.
 
     Returns:
         Target and advantage, new tensors like ``reward``.
@@ -414,7 +414,13 @@ def _ends_of_rows(lengths: Tensor, reward: Tensor) -> tuple[Tensor, Tensor]:
     if not is_int or lengths.shape != reward.shape[:-1]:
         what = f"lengths is {kind(lengths)}, reward is {kind(reward)}"
         raise SpecError(what, fix=f"give an int64 {list(reward.shape[:-1])}")
-    step = torch.arange(reward.shape[-1], device=reward.device)
+    n_timesteps = reward.shape[-1]
+    if lengths.device.type == "cpu" and lengths.numel():  # reading others would wait for a device
+        low, high = map(int, lengths.aminmax())
+        if low < 0 or high > n_timesteps:
+            what = f"lengths go from {low} to {high}, rows have {n_timesteps} steps"
+            raise SpecError(what, fix="give how many steps of each row are no padding")
+    step = torch.arange(n_timesteps, device=reward.device)
     last = lengths.to(reward.device).unsqueeze(-1) - 1
     return step > last, step == last
 

@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from gymnasium.spaces import Discrete
 
 from rlpool.agents.agent import Agent, AgentStep
 from rlpool.batch.window_batcher import Batcher
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.columns import Columns
 from rlpool.envs.gym_env import GymEnv, GymEnvInf, is_environment
-from rlpool.envs.vec_env import VecEnv
+from rlpool.envs.info_keys import value_of
+from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import called_with_seed
@@ -31,6 +33,7 @@ _WINDOW_S, _MOST_TIMESTEPS = 0.02, 128
 """Windows last about this long, so that a median of several is not disturbed by one."""
 
 _N_ACTIONS = 64  # that are sampled where there is no agent
+_MASK = "action_mask"
 
 
 class Lanes:
@@ -66,7 +69,8 @@ class Lanes:
         if type(made) in (GymEnv, GymEnvInf):
             self._stack.callback(made.close)
             self._envs += made._envs
-            self._options = {"keep_float64": made._keep_float64}
+            wide, infos = made._keep_float64, made._wanted_infos
+            self._options = {"keep_float64": wide, "info_keys": infos}
         elif isinstance(made, VecEnv):
             self._stack.callback(made.close)
             self.fixed = made
@@ -87,6 +91,22 @@ class Lanes:
         while len(self._envs) < n_lanes:
             self._make_more()
         return GymEnvInf(self._envs[:n_lanes], 0, **self._options)
+
+    def show_masks(self, env_info: DictTensor) -> None:
+        """Let random agents see the ``action_mask`` that the info of a reset has, if any."""
+        env = self.first(1)
+        if not isinstance(env, GymEnv) or type(env.action_space) is not Discrete:
+            return
+        env.keeps_results = True
+        options = {key: row[0].tolist() for key, row in env_info.items()} or None
+        try:
+            env.reset_lanes([0], [0], [options])
+        except LaneError:  # the run will fail as well, and say where
+            return
+        mask = value_of(env.results[0][1], _MASK)
+        if _MASK not in env.current and np.shape(mask) == (env.action_space.n,):
+            infos = {**env._wanted_infos, _MASK: (np.int8, env.action_space.n)}
+            self._options = {**self._options, "info_keys": infos}
 
 
 class Run(NamedTuple):
@@ -119,6 +139,7 @@ def measure(
     lanes: Lanes,
     create_agent: Callable[..., Any],
     agent_args: Mapping[str, Any] | None,
+    infos: tuple[DictTensor, DictTensor],
     seconds: float,
 ) -> tuple[list[Run], Parts]:
     """Run one lane, and then several; where lanes belong together, all of them.
@@ -127,6 +148,7 @@ def measure(
         lanes: The environments.
         create_agent: Makes the agent.
         agent_args: Its arguments.
+        infos: ``agent_info`` and ``env_info``: one row, which every lane gets.
         seconds: How long, about; slow environments make at least a few steps.
     """
     watch = _Stopwatch()
@@ -137,11 +159,11 @@ def measure(
 
     sizes = [1, _N_LANES] if lanes.fixed is None else [lanes.fixed.n_lanes]
     env = lanes.first(sizes[-1])
-    trial = _run(env, create_agent, agent_args, 2, 0.0)  # how long are windows to be?
+    trial = _run(env, create_agent, agent_args, infos, 2, 0.0)  # how long are windows to be?
     with watch.on_methods(env, "_step_lanes", "_reset_lanes"):
-        timed = _run(env, make_timed, agent_args, _length(trial), seconds / 5)
+        timed = _run(env, make_timed, agent_args, infos, _length(trial), seconds / 5)
     runs = [
-        _run(lanes.first(n), create_agent, agent_args, _length(timed), seconds / len(sizes))
+        _run(lanes.first(n), create_agent, agent_args, infos, _length(timed), seconds / len(sizes))
         for n in sizes
     ]
     return runs, Parts(*(watch.mean(part) for part in ("_step_lanes", "_reset_lanes", "agent")))
@@ -156,6 +178,7 @@ def _run(
     env: VecEnv,
     create_agent: Callable[..., Any],
     agent_args: Mapping[str, Any] | None,
+    infos: tuple[DictTensor, DictTensor],
     n_timesteps: int,
     seconds: float,
 ) -> Run:
@@ -173,7 +196,11 @@ def _run(
             seeds=0,
         ) as batcher,
     ):
-        batcher.reset()
+        agent_info, env_info = (
+            {key: row.expand(env.n_lanes, *row.shape[1:]) for key, row in info.items()}
+            for info in infos
+        )
+        batcher.reset(agent_info, env_info)
         start = time.perf_counter()
         while len(windows) < 4 or time.perf_counter() - start < seconds:
             before = _clocks()
@@ -257,28 +284,43 @@ class _TimedAgent(Agent):
         return result
 
 
-def random_agent(lanes: Lanes) -> Callable[[], Agent]:
-    """Makes agents whose random actions cost nothing."""
+def random_agent(lanes: Lanes, env_info: DictTensor) -> Callable[[], Agent]:
+    """Makes agents whose random actions cost nothing; none is masked by an ``action_mask``."""
     space = getattr(lanes.first(1), "action_space", None)
     if space is None:
         raise SpecError("the environments declare no action space", fix="pass create_agent")
+    lanes.show_masks(env_info)
     structure = structure_of_space(space, keep_float64=True, name="action_space")
     columns = Columns({"action": structure}, "action", _N_ACTIONS)
     columns.write(range(_N_ACTIONS), [{"action": space.sample()} for _ in range(_N_ACTIONS)])
     actions = {key: torch.from_numpy(np.array(array)) for key, array in columns.arrays.items()}
-    return lambda: _RandomAgent(actions)
+    return lambda: _RandomAgent(actions, space)
 
 
 class _RandomAgent(Agent):
-    """Gives actions that were sampled before, in turn."""
+    """Gives actions that were sampled before, in turn; where there are masks, one that is allowed.
 
-    def __init__(self, actions: Mapping[str, torch.Tensor]) -> None:
+    Args:
+        actions: The actions, ``[_N_ACTIONS, ...]`` per key.
+        space: Their space.
+    """
+
+    def __init__(self, actions: Mapping[str, torch.Tensor], space: Any) -> None:
         self._actions, self._n_calls, self._empty = actions, 0, DictTensor()
+        self._masked = (int(space.start), int(space.n)) if type(space) is Discrete else None
 
     def __call__(
         self, state: Any, observation: Any, agent_info: Any = None, history: Any = None
     ) -> AgentStep:
         self._n_calls += 1
         rows = (torch.arange(observation.n_elems()) + self._n_calls) % _N_ACTIONS
-        action = DictTensor({key: tensor[rows] for key, tensor in self._actions.items()})
-        return self._empty, action, self._empty
+        action = {key: tensor[rows] for key, tensor in self._actions.items()}
+        if self._masked is not None and _MASK in observation:
+            start, n = self._masked
+            mask = observation[_MASK]
+            if mask.shape[1:] == (n,):
+                # The first that is allowed, from the sampled one on.
+                places = (action["action"][:, None] - start + torch.arange(n)) % n
+                first = mask.gather(1, places).ne(0).to(torch.int8).argmax(1)
+                action["action"] = places.gather(1, first[:, None])[:, 0] + start
+        return self._empty, DictTensor(action), self._empty

@@ -17,6 +17,7 @@ from rlpool.memory.storage import Array
 _REWARD = "_reward"
 _DONE = "_done"
 _START = "initial_state"
+_STATE = "sums", "lengths"
 
 
 @names_arguments
@@ -26,11 +27,10 @@ def episode_returns(trajectories: TemporalDictTensor, key: str = _REWARD) -> Ten
     Args:
         trajectories: Complete episodes, such as those of an ``EpisodeBatcher``. Padding does not
             count.
-        key: What is summed up: one number per step.
+        key: What is summed up: one number per step, ``[B, T]`` or ``[B, T, 1]``.
 
     Returns:
-        ``[B]``, with the dtype and on the device of the rewards; float32 for bools and ints. Summed
-        up in float64.
+        float32 ``[B]`` (float64 if the rewards are), on their device. Summed up in float64.
 
     Raises:
         SpecError: If there is no such key, or it has more than one number per step.
@@ -40,7 +40,7 @@ def episode_returns(trajectories: TemporalDictTensor, key: str = _REWARD) -> Ten
         >>> episode_returns(TemporalDictTensor(steps, torch.tensor([3, 1])))
         tensor([7., 1.])
     """
-    values = _values(trajectories, key)
+    values = numbers_of(trajectories, key)
     steps = torch.arange(values.shape[1], device=values.device)
     is_padding = steps >= trajectories.lengths[:, None]
     return values.double().masked_fill_(is_padding, 0).sum(1).to(_dtype_of(values))
@@ -62,8 +62,9 @@ class EndedEpisodes(NamedTuple):
     """Episodes that ended in a window, in order of time, then of rows.
 
     Attributes:
-        returns: float32 ``[N]`` (float64 if the rewards are).
-        lengths: int64 ``[N]``, in steps, also those of earlier windows.
+        returns: float32 ``[N]`` (float64 if the rewards are): sums over whole episodes, steps in
+            earlier windows included, as far as these were added.
+        lengths: int64 ``[N]``: how many steps that are.
         rows: int64 ``[N]``: the row of this window in which each of them ended.
 
     Example:
@@ -83,8 +84,8 @@ class EpisodeStatistics:
     """Returns and lengths of the episodes in the windows of a ``Batcher``, which go on across them.
 
     Args:
-        key: What is summed up: one number per step. ``"_success"`` or ``"_cost"``, say, in
-            another object beside the one for rewards.
+        key: What is summed up: one number per step, ``[B, T]`` or ``[B, T, 1]``. ``"_success"`` or
+            ``"_cost"``, say, in another object beside the one for rewards.
 
     Example:
         >>> def create_endless_env(seed):
@@ -132,13 +133,16 @@ class EpisodeStatistics:
         Raises:
             SpecError: If a key is missing, or it has more than one number per step.
         """
-        values = _values(window, self._key)
-        done = _values(window, _DONE).bool().cpu().numpy()
+        values = numbers_of(window, self._key)
+        done = numbers_of(window, _DONE).bool().cpu().numpy()
         lengths = window.lengths.cpu().numpy()
-        dtype, numbers = _dtype_of(values), values.detach().cpu().numpy()
+        dtype = _dtype_of(values)
+        if values.is_floating_point():
+            values = values.to(dtype)  # NumPy lacks bfloat16
+        numbers = values.detach().cpu().numpy()
         lanes = self._lanes_of(window)
         if _START in window:  # what ran there before was dropped
-            begins = _values(window, _START)[:, :1].any(1).cpu().numpy()
+            begins = numbers_of(window, _START)[:, :1].any(1).cpu().numpy()
             for running in (self._sums, self._n_steps):
                 running[lanes] = np.where(begins, 0, running[lanes])
         is_step = None
@@ -194,13 +198,24 @@ class EpisodeStatistics:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The sums and lengths of the episodes that are running, by lane; copies."""
-        return {"sums": torch.tensor(self._sums), "lengths": torch.tensor(self._n_steps)}
+        parts = torch.tensor(self._sums), torch.tensor(self._n_steps)
+        return dict(zip(_STATE, parts, strict=True))
 
     @names_arguments
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what ``state_dict`` returned."""
-        self._sums = state["sums"].cpu().double().numpy().copy()
-        self._n_steps = state["lengths"].cpu().long().numpy().copy()
+        """Go on from what ``state_dict`` returned.
+
+        Raises:
+            SpecError: For anything else.
+        """
+        parts = [state.get(key) if isinstance(state, Mapping) else None for key in _STATE]
+        sums, lengths = (part if isinstance(part, Tensor) else torch.empty(()) for part in parts)
+        if sums.ndim != 1 or lengths.shape != sums.shape:
+            got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            what = f"the state of an EpisodeStatistics has {' and '.join(_STATE)}, got {got}"
+            raise SpecError(what, fix="pass what state_dict() returned")
+        self._sums = sums.detach().cpu().double().numpy().copy()
+        self._n_steps = lengths.detach().cpu().long().numpy().copy()
 
 
 def _checked(trajectories: Any) -> TemporalDictTensor:
@@ -210,13 +225,19 @@ def _checked(trajectories: Any) -> TemporalDictTensor:
     return trajectories
 
 
-def _values(trajectories: TemporalDictTensor, key: str) -> Tensor:
-    """One number per step, ``[B, T]``."""
+def numbers_of(trajectories: TemporalDictTensor, key: str) -> Tensor:
+    """One number per step, ``[B, T]``.
+
+    Raises:
+        SpecError: If there is no such key, or it has more than one number per step.
+    """
     _checked(trajectories)
     if key not in trajectories:
         keys = ", ".join(trajectories.keys())
         raise SpecError(f"the trajectories have no key {key!r}", fix=f"they have {keys}")
     values = trajectories[key]
+    if values.ndim == 3 and values.shape[2] == 1:
+        values = values[..., 0]
     if values.ndim != 2:
         what = f"{key!r} has shape {list(values.shape)}, not one number per step: [B, T]"
         raise SpecError(what, fix="name a key with one number per step")
@@ -224,4 +245,4 @@ def _values(trajectories: TemporalDictTensor, key: str) -> Tensor:
 
 
 def _dtype_of(values: Tensor) -> torch.dtype:
-    return values.dtype if values.is_floating_point() else torch.float32
+    return torch.float64 if values.dtype == torch.float64 else torch.float32

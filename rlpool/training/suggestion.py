@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rlpool.batch.batcher_base import CreateAgent
+from rlpool.data.infos import Info, info_rows
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.machine.limits import n_cores as usable_cores
@@ -120,18 +121,22 @@ def suggest_workers(
     n_timesteps: int = 128,
     n_cores: int | None = None,
     seconds: float = 1.0,
+    agent_info: Info = None,
+    env_info: Info = None,
 ) -> WorkerSuggestion:
     """Suggest ``n_threads``, and how many environments ``create_env`` should make.
 
     Runs the environments and the agent in this process for about a second, with one lane and with
-    four, and works out what workers would make of it; none is started. What a short run in one
+    four, and works out what workers would make of it; none is started. Where steps are slow it
+    takes longer: about seventy steps of environments are made at least. What a short run in one
     process cannot show is left out: cores that share caches, memory bandwidth (with large images
     workers gain less than estimated), and what a learner takes meanwhile, see ``n_cores``.
 
     Args:
         create_env: As for ``EpisodeBatcher``; or a function that makes a single environment.
-        create_agent: As for ``EpisodeBatcher``. Without it actions are random and the policy
-            costs nothing: then lanes and workers seem worth less than they are.
+        create_agent: As for ``EpisodeBatcher``. Without it actions are random (of those that an
+            ``action_mask`` in the info or the observation allows) and the policy costs nothing:
+            then lanes and workers seem worth less than they are.
         env_args: Keyword arguments of ``create_env``.
         agent_args: Keyword arguments of ``create_agent``.
         n_lanes: How many environments there have to be in all, if the algorithm says so (the eight
@@ -142,7 +147,10 @@ def suggest_workers(
         n_cores: Cores that workers may use, by default those that this process may use, containers
             included. That is right where learning and collecting alternate; leave out those of a
             learner that goes on meanwhile.
-        seconds: How long to measure, about.
+        seconds: How long to measure, about; longer where steps are slow, see above.
+        agent_info: What the agent needs, as for ``EpisodeBatcher.execute``, but with one row (or a
+            number), which every lane gets.
+        env_info: Likewise: the options of every reset.
 
     Raises:
         SpecError: For arguments of the wrong kind, for environments in processes of their own, and
@@ -165,6 +173,7 @@ def suggest_workers(
             f"create_env is {create_env!r:.60}, not a function",
             fix="pass a function that makes environments, such as lambda: gym.make(name)",
         )
+    infos = info_rows("agent_info", agent_info, 1), info_rows("env_info", env_info, 1)
     with ExitStack() as stack:
         lanes = Lanes(create_env, dict(env_args or {}), stack)
         if wanted is not None and lanes.fixed is not None:
@@ -173,8 +182,8 @@ def suggest_workers(
                 "belong together",
                 fix="leave out n_lanes",
             )
-        create_agent = create_agent or random_agent(lanes)
-        runs, parts = measure(lanes, create_agent, agent_args, seconds)
+        create_agent = create_agent or random_agent(lanes, infos[1])
+        runs, parts = measure(lanes, create_agent, agent_args, infos, seconds)
     return _suggestion(runs, parts, wanted, n_timesteps, cores)
 
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+import gymnasium
 import numpy as np
 
 from rlpool.envs.gym_env import GymEnv
@@ -18,6 +19,7 @@ from rlpool.memory.storage import Array
 
 _EPISODE = "episode-"
 _DEFAULT_FPS = 30.0
+_DECIMALS = 6  # of the returns in names of files
 _SHORTEST_GIF_S = 0.02  # viewers show frames that are shorter much longer
 
 
@@ -62,8 +64,11 @@ class Filming:
         return FilmedEnv(env, self._directory, self._suffix, self._episodes)
 
 
-class FilmedEnv:
+class FilmedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     """An environment that films the episodes that begin with some seeds.
+
+    As one of Gymnasium's wrappers, it does not hide what is inside from what adapts environments
+    of the old gym.
 
     Args:
         env: The environment.
@@ -71,25 +76,22 @@ class FilmedEnv:
     """
 
     def __init__(self, env: Any, directory: Path, suffix: str, episodes: Mapping[int, int]) -> None:
-        self._env, self._episodes = env, episodes
+        super().__init__(env)
+        self._episodes = episodes
         self._directory, self._suffix = directory, suffix
         self._writer: _Writer | None = None
         self._name = ""
         self._sum = 0.0
+        self._shape: tuple[int, ...] = ()  # of this film's frames
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_env":  # not there yet, as in a copy
-            raise AttributeError(name)
-        return getattr(self._env, name)
-
-    def reset(self, *, seed: int | None = None, **options: Any) -> Any:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         """Reset the environment; begin a film if the seed is that of an episode."""
         self._drop()
-        result = self._env.reset(seed=seed, **options)
+        result = self.env.reset(seed=seed, options=options)
         if seed is not None and seed in self._episodes:
             self._name = f"{_EPISODE}{self._episodes[seed]:03d}-seed-{seed}"
-            self._sum = 0.0
-            fps = (getattr(self._env, "metadata", None) or {}).get("render_fps") or _DEFAULT_FPS
+            self._sum, self._shape = 0.0, ()
+            fps = (getattr(self.env, "metadata", None) or {}).get("render_fps") or _DEFAULT_FPS
             kind = _Mp4 if self._suffix == ".mp4" else _Gif
             self._writer = kind(self._directory / f".{self._name}{self._suffix}", float(fps))
             self._writer.add(self._frame())
@@ -97,22 +99,23 @@ class FilmedEnv:
 
     def step(self, action: Any) -> Any:
         """Step the environment and film it; the end of the episode completes the file."""
-        result = self._env.step(action)
+        result: Any = self.env.step(action)
         if self._writer is not None:
-            _, reward, terminated, truncated, *_ = result
+            _, reward, *flags, _ = result  # the old gym has a single flag
             self._sum += float(reward)
             self._writer.add(self._frame())
-            if terminated or truncated:
+            if any(flags):
                 path = self._writer.finish()
                 self._writer = None
-                name = f"{self._name}-return-{self._sum:g}{self._suffix}"
-                path.replace(self._directory / name)
+                # In full, but without the digits that come from rounding.
+                shown = np.format_float_positional(round(self._sum, _DECIMALS) + 0.0, trim="-")
+                path.replace(self._directory / f"{self._name}-return-{shown}{self._suffix}")
         return result
 
     def close(self) -> None:
         """Drop an unfinished film and close the environment."""
         self._drop()
-        self._env.close()
+        self.env.close()
 
     def _drop(self) -> None:
         writer, self._writer = self._writer, None
@@ -121,12 +124,16 @@ class FilmedEnv:
 
     def _frame(self) -> Array:
         """What the environment shows: uint8 ``[height, width, 3]``."""
-        frame = self._env.render()
+        frame = self.env.render()
         array: Array = np.ascontiguousarray(frame)
         if array.dtype != np.uint8 or array.ndim != 3 or array.shape[-1] != 3:
             got = type(frame).__name__ if array.dtype == object else f"{array.dtype} {array.shape}"
             what = f"render() returned {got}, not uint8 (height, width, 3)"
             raise SpecError(what, fix="render RGB arrays with render_mode='rgb_array'")
+        self._shape = self._shape or array.shape
+        if array.shape != self._shape:
+            what = f"render() returned a frame {array.shape}, those before it were {self._shape}"
+            raise SpecError(what, fix="render frames of one size in each episode")
         return array
 
 

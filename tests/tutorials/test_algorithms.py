@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "tutorials"
 CONTINUOUS = "--total-timesteps=260 --learning-starts=205 --batch-size=16 --checkpoint-interval=220"
 SMALL = {
     "a2c": "--total-timesteps=400 --checkpoint-interval=4",
-    "dqn": "--total-timesteps=700 --learning-starts=200 --checkpoint-interval=510",
+    "dqn": "--total-timesteps=700 --learning-starts=20 --checkpoint-interval=510",
     "meta_rl": "--num-iters=3 --num-rollouts-per-iter=8 --envs-per-worker=2 "
     "--num-parallel-workers=0 --checkpoint-interval=1",
     "ppo": "--total-timesteps=2048 --checkpoint-interval=1",
@@ -87,6 +88,23 @@ def test_a_run_that_is_cut_off_resumes_bit_by_bit(
     for key, value in expected.items():
         equal = torch.equal(value, got[key]) if torch.is_tensor(value) else value == got[key]
         assert equal, key
+
+
+@pytest.mark.parametrize("name", ["a2c", "ppo", "ppo_atari", "ppo_continuous", "ppo_recurrent"])
+def test_only_workers_that_share_the_environments_are_accepted(
+    name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(name, program_folder, "--n-threads=3")
+    assert "argument --n-threads: invalid choice: 3" in capfd.readouterr().err
+    script = runpy.run_path(str(FOLDER / f"{name}.py"))
+    with pytest.raises(SystemExit):
+        run(name, program_folder, "--help")
+    shown = re.search(r"--n-threads \{([0-9,]+)\}", capfd.readouterr().out)
+    assert shown is not None
+    n_envs = script["N_ENVS"]
+    sizes = [n for n in range(1, n_envs + 1) if n_envs % n == 0]
+    assert list(map(int, shown[1].split(","))) == [0, *sizes]
 
 
 @pytest.mark.parametrize("name", ["dqn", "sac", "td3"])

@@ -110,6 +110,33 @@ def test_reset_forgets_what_was_running() -> None:
     assert statistics.update(ends.slice(1, 2)).lengths.tolist() == [3]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("last", [(), (1,)])
+def test_returns_are_float32_unless_rewards_are_float64(
+    dtype: torch.dtype, last: tuple[int, ...]
+) -> None:
+    done = torch.zeros(1, 5000, dtype=torch.bool)
+    done[0, -1] = True
+    reward = torch.full((1, 5000, *last), 20.0, dtype=dtype)
+    episodes = TemporalDictTensor({"_reward": reward, "_done": done})
+    for returns in (EpisodeStatistics().update(episodes).returns, episode_returns(episodes)):
+        assert returns.tolist() == [100_000.0]
+        assert returns.dtype == (dtype if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("state", "got"),
+    [
+        ({}, r"\[\]"),
+        (None, "NoneType"),
+        ({"sums": torch.zeros(2), "lengths": torch.zeros(3)}, r"\['lengths', 'sums'\]"),
+    ],
+)
+def test_a_state_of_something_else_is_refused(state: Any, got: str) -> None:
+    with pytest.raises(SpecError, match=f"has sums and lengths, got {got}"):
+        EpisodeStatistics().load_state_dict(state)
+
+
 def test_complete_episodes() -> None:
     env_args = {"n_envs": 2, "length": 2}
     with MonoThreadEpisodeBatcher(StepCounter, {}, create_counting, env_args, 0) as batcher:

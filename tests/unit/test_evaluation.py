@@ -11,6 +11,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.wrappers import TransformReward
 from torch import nn
 
 from rlpool import (
@@ -28,7 +29,7 @@ from rlpool import (
 )
 
 from support.agents import StepCounter
-from support.envs import CountingEnv, create_counting
+from support.envs import AncestorCountingEnv, CountingEnv, create_counting
 
 
 class Policy(nn.Module, Agent):
@@ -150,6 +151,30 @@ def test_successes_are_what_the_environment_says(key: str, expected: list[bool])
     assert result.lengths.tolist() == [1, 2, 3]
 
 
+class TellingEnv(CountingEnv):
+    """Its infos tell whether it is in its second step, as an array."""
+
+    def step(self, action: Any) -> Any:
+        return *super().step(action)[:4], {"success": np.array([self.t == 2])}
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"), [("success", [False, True, True]), ("is_success", [False, True, False])]
+)
+def test_successes_may_be_arrays_of_one_element(key: str, expected: list[bool]) -> None:
+    class Named(TellingEnv):
+        def step(self, action: Any) -> Any:
+            *results, info = super().step(action)
+            return *results, {key: info["success"]}
+
+    def create_env(seed: int) -> GymEnv:
+        return GymEnv([Named()], seed, info_keys={key: (bool, 1)})
+
+    result = evaluate(StepCounter(), create_env, 3, env_info={"length": [1, 2, 3]})
+    assert result.successes is not None
+    assert result.successes.tolist() == expected
+
+
 def test_infos_reach_their_episodes_whatever_the_size_of_a_request() -> None:
     n = 3 * 2 * 4 + 1
     lengths = torch.arange(n) % 7 + 1
@@ -166,13 +191,17 @@ class ShownEnv(CountingEnv):
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
 
-    def __init__(self, render_mode: str | None = "rgb_array", shows: Any = None) -> None:
+    def __init__(
+        self, render_mode: str | None = "rgb_array", shows: Any = None, grows: bool = False
+    ) -> None:
         super().__init__()
-        self.render_mode, self.shows = render_mode, shows
+        self.render_mode, self.shows, self.grows = render_mode, shows, grows
 
     def render(self) -> Any:
         if self.shows is not None:
             return self.shows
+        if self.grows:
+            return np.zeros((17 + self.t, 34, 3), np.uint8)
         return np.full((17, 34, 3), 40 * self.t, np.uint8)
 
 
@@ -214,6 +243,46 @@ def test_films_are_those_of_their_episodes(n_threads: int, tmp_path: Path) -> No
     assert plain.videos == ()
 
 
+class OldShownEnv(AncestorCountingEnv):
+    """For the old gym, with another interface altogether or with a reset of today's arguments."""
+
+    render_mode, render = "rgb_array", ShownEnv.render
+    shows, grows = None, False
+    observation_space, action_space = CountingEnv.observation_space, CountingEnv.action_space
+
+
+class GymnasiumsOldShownEnv(OldShownEnv, gymnasium.Env):
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return super().reset()
+
+
+@pytest.mark.usefixtures("without_ffmpeg")
+@pytest.mark.parametrize("kind", [OldShownEnv, GymnasiumsOldShownEnv])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_environments_of_the_old_gym_are_filmed(
+    kind: Any, is_wrapped: bool, tmp_path: Path
+) -> None:
+    def create_env(seed: int) -> GymEnv:
+        env = kind(is_limited=True)
+        if is_wrapped and isinstance(env, gymnasium.Env):
+            env = TransformReward(env, lambda reward: reward)
+        return GymEnv([env], seed)
+
+    result = evaluate(StepCounter(), create_env, 2, video=tmp_path, video_episodes=1)
+    (path,) = result.videos
+    assert path.name.endswith("-return-6.gif")
+    assert frames_of(path) == [0, 40, 80, 120]
+
+
+@pytest.mark.usefixtures("without_ffmpeg")
+def test_names_of_films_have_the_return_in_full(tmp_path: Path) -> None:
+    def create_env(seed: int) -> GymEnv:
+        return GymEnv([TransformReward(ShownEnv(), lambda reward: reward * 617_283.625)], seed)
+
+    (path,) = evaluate(StepCounter(), create_env, 1, video=tmp_path).videos
+    assert path.name.endswith("-return-3703701.75.gif")
+
+
 def test_an_mp4_where_there_is_ffmpeg(tmp_path: Path) -> None:
     ffmpeg = pytest.importorskip("imageio_ffmpeg")
     result = evaluate(StepCounter(), create_shown, 2, video=tmp_path, video_episodes=1)
@@ -230,6 +299,7 @@ def test_an_mp4_where_there_is_ffmpeg(tmp_path: Path) -> None:
         ({"render_mode": None}, WorkerStartupError, "(?s)render_mode is None.*render_mode='rgb_"),
         ({"render_mode": "human"}, WorkerStartupError, "render_mode is 'human'"),
         ({"shows": [1, 2]}, EnvError, r"render\(\) returned int64 \(2,\), not uint8"),
+        ({"grows": True}, EnvError, r"a frame \(18, 34, 3\), those before it were \(17, 34, 3\)"),
     ],
 )
 def test_what_cannot_be_filmed_is_refused(

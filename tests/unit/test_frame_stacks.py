@@ -11,13 +11,18 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium.wrappers import FlattenObservation, FrameStackObservation, TransformObservation
+from gymnasium.wrappers import (
+    FlattenObservation,
+    FrameStackObservation,
+    TransformObservation,
+)
 
 from rlpool import Batcher, EpisodeBatcher, GymEnv, GymEnvInf, Pool, SpecError, TemporalDictTensor
 from rlpool.machine.limits import machine_bytes
 from rlpool.memory.storage import allocate
 
 from support.agents import ConstantAgent
+from support.envs import CountingEnv
 
 FRAME_BYTES = 12 * 12
 
@@ -126,6 +131,24 @@ def test_windows_that_go_on_share_their_frames(n_steps: int) -> None:
     assert torch.equal(pool.sample(90)["frame"][:, :, 0].diff(dim=1), torch.ones(90, 3).long())
 
 
+def vectors(shape: tuple[int, ...]) -> TemporalDictTensor:
+    frame = stacks(0, 10, shape)
+    tensors = {"frame": frame[:-1], "_frame": frame[1:], "_done": torch.zeros(9).bool()}
+    return TemporalDictTensor({key: tensor[None] for key, tensor in tensors.items()})
+
+
+def test_a_number_means_vectors_only_where_nothing_else_is_a_stack() -> None:
+    alone = Pool(pool_size=20, seed=0, frame_stack=4)
+    alone.extend(vectors((4,)))
+    whole = Pool(pool_size=20, seed=0)
+    whole.extend(vectors((4,)))
+    assert_same(alone.sample(9), whole.sample(9))
+    assert alone.nbytes < whole.nbytes
+    vector = torch.rand(10, 4)  # no stack
+    angles = {"angles": vector[:-1], "_angles": vector[1:]}
+    Pool(pool_size=20, frame_stack=4).extend(steps(0, 9, **angles))
+
+
 @pytest.mark.parametrize(
     ("frame_stack", "change", "words"),
     [
@@ -133,6 +156,7 @@ def test_windows_that_go_on_share_their_frames(n_steps: int) -> None:
         ("4", {}, "frame_stack should be an int"),
         ({"frame": (4, 0, 1)}, {}, r"\(4, 0, 1\).*\n.*pairs with the axis"),
         (5, {}, r"no observation has 5 frames.*frame int64\[4, 9\](.|\n)*leave frame_stack out"),
+        (3, {}, r"no observation has 3 frames(.|\n)*frame_stack=\{'frame': \(3, 1\)\}"),
         ({"image": 4}, {}, "frame_stack names 'image', the transitions have"),
         ({"_frame": 4}, {}, "those of the key without its _"),
         ({"frame": (4, -1)}, {}, r"no 4 frames along axis -1(.|\n)*: \(4, 0\)\}"),
@@ -176,6 +200,11 @@ def test_the_wrapper_of_the_environments_of_store_is_recognised() -> None:
     with Pool(envs(FlattenObservation), 2, 50, seed=0) as pool:
         pool.store()  # no stacks any longer
         assert pool.nbytes > most
+    number = TransformObservation(CountingEnv(), np.sum, gym.spaces.Box(0, 100, ()))
+    numbers = FrameStackObservation(number, 4)
+    with Pool([numbers], 1, 50, seed=0) as pool:
+        pool.store()
+        assert "4 frames" in repr(pool)
 
 
 def test_a_saved_pool_says_whether_it_holds_frames(tmp_path: Path) -> None:

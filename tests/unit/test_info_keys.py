@@ -256,6 +256,11 @@ def test_values_and_dtypes(declared: Any, given: Any, dtype: torch.dtype, stored
     np.testing.assert_array_equal(value.numpy(), stored)
 
 
+def test_all_keys_that_are_missing_are_in_the_fix() -> None:
+    with pytest.raises(EnvSpecError, match=r"keys=\{'nix': np.float32, 'no': np.float32\}"):
+        one(["nix", "cost", "no"], {})
+
+
 def test_float64_can_be_kept() -> None:
     env = GymEnv([TellingEnv()], 0, keep_float64=True, info_keys={"cost": None, "x": float})
     observation = env.reset()[0]
@@ -266,7 +271,9 @@ def test_float64_can_be_kept() -> None:
     ("keys", "given", "told"),
     [
         (["succes"], 1, "info has no 'succes'.*'action_mask', 'cost', 'flat/t', 'part/d'"),
+        (["nix", "cost", "no"], 1, "info has no 'nix', 'no': a reset and a step gave 'action_"),
         (["x"], "text", "info 'x' should be a number.*'text'"),
+        (["x"], np.longdouble(1.5), "info 'x' should be a number.*1.5"),
         (["x"], object(), "info 'x' should be a number.*object"),
         ({"x": int}, 0.5, r"info 'x' should be int64\[\], got 0.5"),
         ({"x": int}, float("nan"), "info 'x'"),

@@ -75,6 +75,17 @@ def test_a_function_is_told_how_far_it_is(n_threads: int, n_episodes: int) -> No
         assert told == []
 
 
+def test_without_workers_get_is_told_meanwhile_how_far_it_is_without_waiting() -> None:
+    told: list[Progress] = []
+    with make() as batcher:
+        batcher.execute(6)
+        assert batcher.get(False, progress=told.append) is not None
+    assert told[0].n_steps == told[0].elapsed_s == 0
+    assert len(told) > 2
+    assert told[-1].n_steps == 18
+    assert told[-1].elapsed_s >= 9 * 0.003  # of two lanes
+
+
 def test_looks_without_waiting_go_on_with_the_same_bar() -> None:
     told: list[Progress] = []
     with make(1) as batcher:
@@ -96,6 +107,24 @@ def test_what_the_function_raises_comes_out_of_get(n_threads: int) -> None:
         with pytest.raises(ZeroDivisionError):
             batcher.get(progress=fail)
         assert batcher.get(progress=True) is not None
+
+
+@pytest.mark.parametrize("n_threads", [0, 1])
+def test_a_request_that_is_complete_stays_complete_until_it_is_handed_out(n_threads: int) -> None:
+    def fail(progress: Progress) -> None:
+        if progress.n_finished == 3:
+            raise ZeroDivisionError
+
+    with make(n_threads) as batcher:
+        batcher.execute(3)
+        batcher.execute(2)
+        while batcher.progress[0] < 3:  # without workers this runs it
+            time.sleep(0.005)
+        with pytest.raises(ZeroDivisionError):
+            batcher.get(progress=fail)
+        assert batcher.progress == (3, 3)
+        assert batcher.get() is not None
+        assert batcher.progress[1] == 2
 
 
 @pytest.mark.parametrize("n_episodes", [6, 20])  # in place, and in slots that are emptied
@@ -128,19 +157,28 @@ def test_a_function_that_raises_in_the_middle_loses_no_episode(
 
 
 @pytest.mark.parametrize("n_threads", [0, 1])
-def test_the_function_may_look_at_the_batcher_but_not_wait_for_it(n_threads: int) -> None:
+@pytest.mark.parametrize("blocking", [True, False])
+def test_the_function_may_look_at_the_batcher_but_not_wait_for_it(
+    n_threads: int, blocking: bool
+) -> None:
     looks: list[tuple[int, int]] = []
+    told: list[tuple[int, int]] = []
 
     def look(progress: Progress) -> None:
+        told.append(progress[:2])
         looks.append(batcher.progress)
         with pytest.raises(UsageError, match="by the function that its progress is shown with"):
             batcher.get()
 
     with make(n_threads) as batcher:
         batcher.execute(3)
-        assert batcher.get(progress=look) is not None
-    assert looks
-    assert {n_episodes for _, n_episodes in looks} == {3}
+        while batcher.get(blocking, progress=look) is None:
+            time.sleep(0.005)
+    assert looks[-1] == told[-1] == (3, 3)
+    if n_threads == 0:  # looking runs nothing
+        assert looks == told
+        assert looks[0] == (0, 3)
+        assert len(looks) > 2
 
 
 class Ends:

@@ -178,6 +178,8 @@ def test_known_results_of_on_policy_traces() -> None:
         ({"discount": torch.full((6,), 0.9)}, r"discount is float32 \[6\]"),
         ({"lambda_": float("nan")}, "lambda_ should be a number from 0 to 1"),
         ({"lengths": torch.zeros(6, dtype=torch.int64)}, r"lengths is int64 \[6\].*int64 \[2\]"),
+        ({"lengths": torch.tensor([3, 9])}, "lengths go from 3 to 9, rows have 6 steps"),
+        ({"lengths": torch.tensor([-1, 6])}, "lengths go from -1 to 6, rows have 6 steps"),
     ],
 )
 def test_what_does_not_fit_is_named_with_its_fix(changes: dict[str, Any], message: str) -> None:

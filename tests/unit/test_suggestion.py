@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from rlpool import (
     DictTensor,
     EnvError,
     GymEnv,
+    GymEnvInf,
     SpecError,
     VectorGymEnv,
     WorkerSuggestion,
@@ -131,9 +133,58 @@ def test_one_core_gets_no_workers() -> None:
     )
 
 
+class Masked(Spending):
+    """Needs the option ``offset``, and allows one action in each step, which its infos say."""
+
+    def info(self) -> dict[str, Any]:
+        self.allowed = (self.n_steps + self.offset) % 3
+        mask = np.zeros(3, np.int8)
+        mask[self.allowed] = 1
+        return {"action_mask": mask, "at": np.full(2, self.n_steps)}
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.offset = options["offset"]
+        return super().reset()[0], self.info()
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert action == self.allowed - 1
+        return *super().step(action)[:4], self.info()
+
+
+class MaskedPolicy(Agent):
+    """Uses all keys that the environment gives, and needs an ``agent_info``."""
+
+    def __call__(self, state: Any, observation: Any, agent_info: Any = None, history: Any = None):
+        assert observation["at"].shape[1:] == agent_info["goal"].shape[1:] == (2,)
+        action = observation["action_mask"].argmax(1) - 1
+        return DictTensor(), DictTensor({"action": action}), DictTensor()
+
+
+DECLARED = {"action_mask": (np.int8, 3), "at": None}
+
+
+@pytest.mark.parametrize("kind", [GymEnv, GymEnvInf])
+@pytest.mark.parametrize("info_keys", [DECLARED, ["at", "action_mask"]])
+@pytest.mark.parametrize("agent", [None, MaskedPolicy])
+def test_environments_and_agents_get_what_they_would_get_in_a_batcher(
+    kind: Any, info_keys: Any, agent: Any
+) -> None:
+    def create_env(seed: int) -> GymEnv:
+        return kind([Masked(), Masked()], seed, info_keys=info_keys)
+
+    infos = {"agent_info": {"goal": [[1.0, 2.0]]}, "env_info": {"offset": 1}}
+    assert quick(create_env, agent, **infos).mean_length is not None
+    assert Spending.n_open == 0
+
+
+def test_random_actions_keep_to_the_masks_of_infos_that_nobody_asked_for() -> None:
+    assert quick(Masked, env_info={"offset": [2]}).parts.env_step > 0.0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"create_env": Masked, "env_info": {"offset": [1, 2]}}, "'offset' in env_info has 2 rows"),
         ({"create_env": 3}, "create_env is 3, not a function"),
         ({"create_env": lambda: 3}, "create_env returned 3, not an environment"),
         ({"create_env": Spending, "n_lanes": 0}, "n_lanes should be an int of at least 1"),

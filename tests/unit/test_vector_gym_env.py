@@ -345,7 +345,9 @@ def test_what_can_be_seeded_is_found_out(make: Any, seeding: str) -> None:
     vec = VectorGymEnv(make(), 0)
     assert vec.seeding == seeding
     vec.close()
-    assert VectorGymEnv(make(), 0, seeding="stream").seeding == "stream"
+    vec = VectorGymEnv(make(), 0, seeding="stream")
+    assert vec.seeding == "stream"
+    vec.close()
 
 
 def test_finding_it_out_leaves_no_trace() -> None:
