@@ -27,14 +27,17 @@ SMALL = {
     "ppo": "--total-timesteps=2048 --checkpoint-interval=1",
     "ppo_atari": "--total-timesteps=256 --checkpoint-interval=1 --n-threads=0",
     "ppo_continuous": "--env-id=Pendulum-v1 --total-timesteps=4096 --checkpoint-interval=1",
-    "ppo_recurrent": "--total-timesteps=1024 --checkpoint-interval=1 --evaluate=2",
+    "ppo_recurrent": "--total-timesteps=2048 --checkpoint-interval=1 --evaluate=2",
     "reinforce": "--n-epochs=4 --checkpoint-interval=1 --n-threads=1",
     "sac": CONTINUOUS,
     "td3": f"{CONTINUOUS} --evaluate=2",
 }
 
-# Learning from whole windows of images takes longer than all the others together.
-CONSTANTS = {"ppo_atari": {"N_STEPS": 16, "BATCH_SIZE": 8 * 16, "N_EPOCHS": 2}}
+# Learning from whole windows takes longer than all the others together.
+CONSTANTS = {
+    "ppo_atari": {"N_STEPS": 16, "BATCH_SIZE": 8 * 16, "N_EPOCHS": 2},
+    "ppo_recurrent": {"N_STEPS": 64, "BATCH_SIZE": 8 * 64, "N_EPOCHS": 2},
+}
 
 
 class PowerFailureError(Exception):
