@@ -4,6 +4,7 @@
 
     RlpoolError
     ├ UsageError(RuntimeError)        order of calls, closed, nothing pending, no __main__ guard
+    │ └ EnvsClosedError(ClosedEnvironmentError)  environments in workers are closed
     ├ SpecError(ValueError)           shape, dtype, device, key, space; names got and expected
     │ ├ UnknownArgumentError(TypeError)  an argument that the function does not have
     │ └ VectorSpecError(TypeError, RuntimeError)  what Gymnasium's vector environments refuse so
@@ -28,6 +29,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+
+from gymnasium.error import ClosedEnvironmentError
 
 
 class Where(NamedTuple):
@@ -106,6 +109,10 @@ class UsageError(RlpoolError, RuntimeError):
         nothing is pending
           fix:   call execute() before get()
     """
+
+
+class EnvsClosedError(UsageError, ClosedEnvironmentError):
+    """Environments in workers are closed; also what Gymnasium's vector environments raise."""
 
 
 class SpecError(RlpoolError, ValueError):

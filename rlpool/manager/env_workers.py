@@ -9,7 +9,7 @@ from functools import partial
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from rlpool.errors import EnvError, SpecError, UsageError, Where, WorkerError
+from rlpool.errors import EnvError, EnvsClosedError, SpecError, UsageError, Where, WorkerError
 from rlpool.machine.limits import check_size
 from rlpool.machine.pickling import ByValue, pickled
 from rlpool.machine.worker_limits import check_workers
@@ -410,7 +410,7 @@ class EnvWorkers:
             WorkerDiedError, WorkerTimeoutError: If a worker died.
         """
         if self.closed:
-            raise UsageError(
+            raise EnvsClosedError(
                 "the environments are closed", fix="make a new manager, or close it later"
             )
         self.refuse_forked_copy()

@@ -22,6 +22,7 @@ from rlpool.machine.main_guard import refuse_during_import
 from rlpool.manager.actions import are_equal, hand_over, specs_of
 from rlpool.manager.buffers import action_specs, observation_specs
 from rlpool.manager.env_workers import EnvWorkers
+from rlpool.manager.messages import Report
 from rlpool.manager.remotes import Remote, WorkerHandle
 from rlpool.manager.stepper import Kind, Stepper
 from rlpool.memory.storage import Array
@@ -212,8 +213,9 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             for name, ours, others in parts:
                 if ours != others:
                     raise SpecError(
-                        f"{name} of environment {workers.lanes_of[worker][0]} is {others}, "
-                        f"that of environment 0 is {ours}",
+                        f"{name} of environment {workers.lanes_of[worker][0]} is "
+                        f"{_declared(report, name) or others}, that of environment 0 is "
+                        f"{_declared(first, name) or ours}",
                         fix="put only environments with equal spaces and infos into one manager",
                     )
         self.observation_space, self.action_space = pickle.loads(first.spaces)
@@ -498,6 +500,12 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
 
     def _has_processes(self) -> bool:
         return "_workers" in self.__dict__
+
+
+def _declared(report: Report, name: str) -> Any:
+    """A space as the environments declare it, ``None`` if they do not, or it is no space."""
+    observation, action = pickle.loads(report.spaces)
+    return {"observation_space": observation, "action_space": action}.get(name)
 
 
 def checked_functions(env_fns: Any) -> list[Callable[[], Any]]:

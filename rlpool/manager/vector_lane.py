@@ -123,6 +123,22 @@ def structure_in_arrays(space: spaces.Space[Any], name: str) -> Structure | None
     return structure if fits and leaves else None
 
 
+class LaneSpace(spaces.Dict):
+    """What a lane returns; errors show the environment's own space instead.
+
+    Args:
+        parts: What the lane returns.
+        own: The environment's own space.
+    """
+
+    def __init__(self, parts: dict[str, spaces.Space[Any]], own: spaces.Space[Any]) -> None:
+        super().__init__(parts)
+        self._own = own
+
+    def __repr__(self) -> str:
+        return repr(self._own)
+
+
 class VectorLane(gymnasium.Env[Any, Any]):
     """An environment that restarts by itself and returns everything as an observation.
 
@@ -157,7 +173,7 @@ class VectorLane(gymnasium.Env[Any, Any]):
         parts["results"] = spaces.Box(-np.inf, np.inf, (3,), np.float64)
         parts["message"] = spaces.Box(0, 255, (n_bytes,), np.uint8)
         self._silence = np.zeros(n_bytes, np.uint8)
-        self.observation_space = spaces.Dict(parts)
+        self.observation_space = LaneSpace(parts, env.observation_space)
         self.action_space = env.action_space
         if self._pickles_actions:
             self.action_space = spaces.Box(0, 255, (ACTION_BYTES,), np.uint8)

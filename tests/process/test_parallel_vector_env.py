@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
@@ -276,6 +277,7 @@ import collections, enum
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.error import ClosedEnvironmentError
 
 Mode = enum.Enum("Mode", ["EASY", "HARD"])
 Told = collections.namedtuple("Told", ["mode"])
@@ -466,12 +468,26 @@ def test_arguments_that_do_not_fit_are_refused(message: str, arguments: dict[str
         ParallelVectorEnv([make_cartpole], **arguments)
 
 
-def test_environments_with_other_spaces_are_told_by_shapes_and_dtypes() -> None:
-    env_fns = [lambda: gymnasium.make("CartPole-v1"), lambda: gymnasium.make("Pendulum-v1")]
-    with pytest.raises(SpecError, match=r"is float32\[1\], .* environment 0 is a single int64"):
+def test_environments_with_other_spaces_are_told_by_their_spaces() -> None:
+    env_fns = [lambda: gymnasium.make("FrozenLake-v1"), make_cartpole]
+    observation = r"^observation_space of environment 1 is Box\(.*float32\), .* is Discrete\(16\)\n"
+    with pytest.raises(WorkerStartupError, match=observation):
+        ParallelVectorEnv(env_fns, envs_per_worker=2)
+    with pytest.raises(SpecError, match=observation):
+        ParallelVectorEnv(env_fns)
+    env_fns[0] = lambda: gymnasium.make("Pendulum-v1")
+    with pytest.raises(SpecError, match=r"^action_space of environment 1 is Discrete\(2\), .* Box"):
         ParallelVectorEnv(env_fns)
     with pytest.raises(SpecError, match=r"env_fns\[1\] is 5, not a function"):
         ParallelVectorEnv([env_fns[0], 5])  # type: ignore[list-item]
+
+
+def test_it_is_closed_as_gymnasiums_are(make: Make) -> None:
+    envs = make(make_cartpole)
+    envs.close()
+    for call in (envs.reset, lambda: envs.step([0]), lambda: envs.call("render")):
+        with pytest.raises(ClosedEnvironmentError, match="the environments are closed"):
+            call()
 
 
 def test_environments_without_spaces_and_other_objects_are_refused() -> None:

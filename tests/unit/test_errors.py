@@ -8,12 +8,14 @@ import traceback
 from typing import Any
 
 import pytest
+from gymnasium.error import ClosedEnvironmentError
 
 from rlpool import errors
 from rlpool.errors import (
     AgentError,
     AgentSpecError,
     EnvError,
+    EnvsClosedError,
     EnvSpecError,
     NotEnoughDataError,
     RlpoolError,
@@ -35,6 +37,7 @@ DEATH = {"exitcode": -9, "signal_name": "SIGKILL", "history": (EnvError("before"
 
 BASES: dict[type[RlpoolError], set[type[Exception]]] = {
     UsageError: {RuntimeError},
+    EnvsClosedError: {UsageError, ClosedEnvironmentError},
     SpecError: {ValueError},
     UnknownArgumentError: {SpecError, TypeError},
     NotEnoughDataError: {ValueError},
