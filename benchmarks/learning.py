@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import re
@@ -228,10 +227,11 @@ def rows(tasks: Sequence[Task], folder: Path) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     for task in tasks:
         results = [result["result"] for result in results_of(task, folder)]
-        spread = stdev(results) if len(results) > 1 else math.nan
-        ours = f"{fmean(results):.1f} ± {spread:.1f}" if results else "not run"
+        ours = f"{fmean(results):.1f}" if results else "not run"
+        if len(results) > 1:
+            ours += f" ± {stdev(results):.1f}"
         listed = ", ".join(f"{result:.1f}" for result in results)
-        bar = "see below" if task.bar is None else f"≥ {task.bar:g}"
+        bar = "as CleanRL's" if task.bar is None else f"≥ {task.bar:g}"
         reference = task.reference
         if theirs := cleanrl_result(task, folder):
             reference = f"CleanRL {theirs['result']:.1f}, its script run here"

@@ -33,11 +33,10 @@ def sample_categorical(
         (tensor([0, 1]), tensor([-1.3863, -0.2877]))
     """
     log_probabilities = torch.log_softmax(logits, -1)
-    with torch.no_grad():
-        cumulative = log_probabilities.exp().cumsum(-1)
-        # Scaled by the rounded sum, so that no impossible category is drawn.
-        threshold = noise.reshape(-1, 1) * cumulative[:, -1:]
-        samples = (cumulative[:, :-1] <= threshold).sum(-1)
+    cumulative = log_probabilities.detach().exp().cumsum(-1)
+    # Scaled by the rounded sum, so that no impossible category is drawn.
+    threshold = noise.reshape(-1, 1) * cumulative[:, -1:]
+    samples = (cumulative[:, :-1] <= threshold).sum(-1)
     return samples, log_probabilities.gather(-1, samples.unsqueeze(-1)).squeeze(-1)
 
 
