@@ -58,7 +58,7 @@ def pack(value: Any, allocate: Callable[[int], Memory]) -> Packed:
         protocol=pickle.HIGHEST_PROTOCOL,
         buffer_callback=lambda buffer: views.append(buffer.raw()),
     ).dump(value)
-    head = stream.getbuffer()
+    head = np.frombuffer(stream.getvalue(), np.uint8)  # shared, not copied
     places = []
     end = head.nbytes
     for view in views:

@@ -254,7 +254,7 @@ class _Popen(popen_spawn_posix.Popen):
         self.finalizer = util.Finalize(self, util.close_fds, kept)  # type: ignore[attr-defined]
         # It may have ended already, as the pipe tells.
         with suppress(BrokenPipeError), open(here_writes, "wb", closefd=False) as pipe:
-            pipe.write(given.getbuffer())
+            pipe.write(given.getvalue())
 
 
 class _ForkingPopen(_Popen):
