@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -240,11 +241,13 @@ def _filmed(
         yield create_env, lambda: ()
         return
     suffix = best_suffix()
+    fix = "pass a directory that can be made and written, which may be missing"
+    if not isinstance(video, str | os.PathLike):
+        raise SpecError(f"video is {video!r:.60}, not a path", fix=fix)
     directory = Path(video)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        fix = "pass a directory that can be made and written, which may be missing"
         raise SpecError(f"video is {video!s:.200}: {error.strerror}", fix=fix) from error
     used = episode_seeds(root_from(seeds), 0, max(numbers, default=-1) + 1)
     with tempfile.TemporaryDirectory(prefix=".filming-", dir=directory) as folder:

@@ -22,9 +22,10 @@ from rlpool.envs.gym_env import GymEnv, GymEnvInf, is_environment
 from rlpool.envs.info_keys import value_of
 from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
-from rlpool.errors import SpecError
+from rlpool.errors import SpecError, Where
 from rlpool.machine.arguments import called_with_seed
 from rlpool.specs import structure_of_space
+from rlpool.workers.worker_process import called
 
 _N_LANES = 4
 """Lanes of the second run; the first has one."""
@@ -65,7 +66,11 @@ class Lanes:
             )
 
     def _make_more(self) -> None:
-        made = as_vec_env(called_with_seed(self._create, 0, self._arguments), 0)
+        made = called(
+            Where(),
+            "create_env",
+            lambda: as_vec_env(called_with_seed(self._create, 0, self._arguments), 0),
+        )
         if type(made) in (GymEnv, GymEnvInf):
             self._stack.callback(made.close)
             self._envs += made._envs

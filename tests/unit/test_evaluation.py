@@ -327,6 +327,8 @@ def test_only_environments_of_a_gym_env_can_be_filmed(tmp_path: Path) -> None:
         ({"n_episodes": 0}, "n_episodes should be an int of at least 1"),
         ({"seeds": -1}, "seeds should be an int of at least 0"),
         ({"video": "films", "video_episodes": [2]}, "has episode 2, there are 2"),
+        ({"video": True}, "(?s)video is True, not a path.*fix: +pass a directory"),
+        ({"video": False}, "video is False, not a path"),
         ({"env_info": {"length": [1]}}, "'length' in env_info has 1 rows, 2 were expected"),
         ({"create_env": None}, "create_env is None"),
         ({"num_workers": 2}, "pass n_threads"),

@@ -18,6 +18,7 @@ from rlpool import (
     GymEnvInf,
     SpecError,
     VectorGymEnv,
+    WorkerStartupError,
     WorkerSuggestion,
     suggest_workers,
 )
@@ -205,6 +206,8 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> Non
 def test_errors_of_environments_say_where_and_environments_are_closed() -> None:
     with pytest.raises(EnvError, match="the bug"):
         quick(Spending, env_args={"fails": True})
+    with pytest.raises(WorkerStartupError, match=r"create_env raised TypeError: .*'size'"):
+        quick(Spending, env_args={"size": 3})
     assert Spending.n_open == 0
 
 
