@@ -200,7 +200,7 @@ def main():
             returns = episodes.update(window).returns.tolist()
             progress["steps"] += [progress["n_steps"]] * len(returns)
             progress["returns"] += returns
-            average = fmean(progress["returns"][-100:] or [0.0])
+            average = fmean(progress["returns"][-100:] or [torch.nan])
             bar.set_postfix({"return": f"{average:.1f}"}, refresh=False)
             bar.update(BATCH_SIZE)
             if writer is not None:
@@ -211,7 +211,7 @@ def main():
         save_checkpoint(arguments.checkpoint, parts, progress)
         bar.close()
 
-    average = fmean(progress["returns"][-100:] or [0.0])
+    average = fmean(progress["returns"][-100:] or [torch.nan])
     print(f"average return of the last 100 episodes: {average:.1f}")
     save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
 

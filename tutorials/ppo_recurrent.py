@@ -253,7 +253,7 @@ def main():
             returns = episodes.update(window).returns.tolist()
             progress["steps"] += [progress["n_steps"]] * len(returns)
             progress["returns"] += returns
-            average = fmean(progress["returns"][-100:] or [0.0])
+            average = fmean(progress["returns"][-100:] or [torch.nan])
             bar.set_postfix({"return": f"{average:.1f}"}, refresh=False)
             bar.update(BATCH_SIZE)
             if writer is not None:
@@ -262,20 +262,16 @@ def main():
             if progress["n_steps"] // BATCH_SIZE % arguments.checkpoint_interval == 0:
                 save_checkpoint(arguments.checkpoint, parts, progress)
         bar.close()
-        evaluation = evaluate(
-            agent,
-            create_env,
-            arguments.evaluate,
-            env_args={"env_id": arguments.env_id, "n_envs": N_ENVS},
-            seeds=arguments.seed,
-            agent_info={"is_greedy": True},
-        )
-        progress["evaluation"] = evaluation.returns.tolist()
+        if arguments.evaluate:
+            greedy = {"agent_info": {"is_greedy": True}, "seeds": arguments.seed}
+            greedy["env_args"] = {"env_id": arguments.env_id, "n_envs": N_ENVS}
+            evaluation = evaluate(agent, create_env, arguments.evaluate, **greedy)
+            progress["evaluation"] = evaluation.returns.tolist()
+            print(f"average return of greedy episodes: {fmean(progress['evaluation']):.1f}")
         save_checkpoint(arguments.checkpoint, parts, progress)
 
-    average = fmean(progress["returns"][-100:] or [0.0])
+    average = fmean(progress["returns"][-100:] or [torch.nan])
     print(f"average return of the last 100 episodes: {average:.1f}")
-    print(f"{arguments.evaluate} greedy episodes: {evaluation.returns.mean():.1f}")
     save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
 
 

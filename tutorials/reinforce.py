@@ -167,7 +167,8 @@ def main():
         save_checkpoint(arguments.checkpoint, parts, progress)
         bar.close()
 
-    print(f"average return of the last 100 episodes: {fmean(progress['returns'][-100:]):.1f}")
+    average = fmean(progress["returns"][-100:] or [torch.nan])
+    print(f"average return of the last 100 episodes: {average:.1f}")
     save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
 
 

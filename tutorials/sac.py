@@ -252,7 +252,7 @@ def main():
             print(f"average return of greedy episodes: {fmean(progress['evaluation']):.1f}")
         save_checkpoint(arguments.checkpoint, parts, progress)
 
-    average = fmean(progress["returns"][-100:] or [0.0])
+    average = fmean(progress["returns"][-100:] or [torch.nan])
     print(f"average return of the last 100 episodes: {average:.1f}")
     save_curve(progress, Path(arguments.checkpoint).with_suffix(".png"))
 

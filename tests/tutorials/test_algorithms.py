@@ -93,6 +93,30 @@ def test_a_run_that_is_cut_off_resumes_bit_by_bit(
         assert equal, key
 
 
+# Flags with which a script ends before any episode does.
+SHORT = {
+    "a2c": "--total-timesteps=40",
+    "dqn": "--total-timesteps=0",
+    "ppo": "--total-timesteps=0",
+    "ppo_atari": "--total-timesteps=128",
+    "ppo_continuous": "--total-timesteps=0",
+    "ppo_recurrent": "--total-timesteps=0 --evaluate=0",
+    "reinforce": "--n-epochs=0",
+    "sac": "--total-timesteps=3",
+    "td3": "--total-timesteps=3 --evaluate=0",
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_without_a_complete_episode_there_is_no_average_return(
+    name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(name, program_folder, *SHORT[name].split())["progress"]["returns"] == []
+    output, errors = capfd.readouterr()
+    assert "average return of the last 100 episodes: nan" in output
+    assert "return=0.0" not in errors  # the bar
+
+
 @pytest.mark.parametrize("name", ["a2c", "ppo", "ppo_atari", "ppo_continuous", "ppo_recurrent"])
 def test_only_workers_that_share_the_environments_are_accepted(
     name: str, program_folder: Path, capfd: pytest.CaptureFixture[str]
