@@ -221,7 +221,10 @@ class EpisodeStatistics:
 def _checked(trajectories: Any) -> TemporalDictTensor:
     if not isinstance(trajectories, TemporalDictTensor):
         what = f"trajectories should be a TemporalDictTensor, got {type(trajectories).__name__}"
-        raise SpecError(what, fix="pass what batcher.get() returns")
+        fix = "pass what batcher.get() returns"
+        if trajectories is None:
+            fix = "get() returns None once all lanes have stopped, or if it does not wait: skip it"
+        raise SpecError(what, fix=fix)
     return trajectories
 
 
