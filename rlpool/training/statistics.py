@@ -43,7 +43,7 @@ def episode_returns(trajectories: TemporalDictTensor, key: str = _REWARD) -> Ten
     values = numbers_of(trajectories, key)
     steps = torch.arange(values.shape[1], device=values.device)
     is_padding = steps >= trajectories.lengths[:, None]
-    return values.double().masked_fill_(is_padding, 0).sum(1).to(_dtype_of(values))
+    return values.double().masked_fill(is_padding, 0).sum(1).to(_dtype_of(values))
 
 
 @names_arguments

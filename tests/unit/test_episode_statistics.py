@@ -149,6 +149,14 @@ def test_complete_episodes() -> None:
     assert episode_lengths(trajectories).tolist() == [2, 5, 3]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_returns_leave_the_rewards_as_they_are(dtype: torch.dtype) -> None:
+    rewards = torch.tensor([[1.0, 2.0, 7.0]], dtype=dtype)
+    trajectories = TemporalDictTensor({"_reward": rewards}, torch.tensor([2]))
+    assert episode_returns(trajectories).tolist() == [3.0]
+    assert rewards.tolist() == [[1.0, 2.0, 7.0]]
+
+
 def test_what_cannot_be_summed_up_is_named() -> None:
     steps = {"_reward": torch.ones(2, 3), "_frame": torch.ones(2, 3, 4)}
     trajectories = TemporalDictTensor(steps)
