@@ -129,7 +129,8 @@ def unstacked(
 def _words(array: Array, stack: Stack) -> Array:
     """Values ``[n, before, n_frames, after]`` as the widest words that frames are made of."""
     # Bits are compared, as NaN is not equal to itself; the widest words take the least time.
-    parts = array.reshape(len(array), *stack.parts(array.shape[1:]))
+    # Axes that were moved, as channels of images are, have no words; all others stay in place.
+    parts = np.ascontiguousarray(array).reshape(len(array), *stack.parts(array.shape[1:]))
     n_bytes = parts.shape[-1] * array.itemsize
     return parts.view(next(word for word in _WORDS if n_bytes % word.itemsize == 0))
 

@@ -187,6 +187,20 @@ def test_after_a_step_that_ends_an_episode_there_may_be_anything() -> None:
         Pool(pool_size=20, frame_stack=4)(state, 0, state + 1, 0.0, False)
 
 
+def test_images_whose_axes_were_moved_are_found() -> None:
+    images = stacks(0, 11, (4, 8)).to(torch.uint8)
+    done = torch.zeros(1, 10, dtype=torch.bool)
+    pools = [Pool(pool_size=20, frame_stack=4) for _ in range(2)]
+    for pool, frames in zip(pools, (images, images.mT.contiguous().mT), strict=True):
+        tensors = {"frame": frames[None, :10], "_frame": frames[None, 1:11], "_done": done}
+        pool.extend(TemporalDictTensor(tensors))
+    assert_same(pools[0].transitions(), pools[1].transitions())
+    frames = images.mT.contiguous().mT.numpy()
+    alone = Pool(pool_size=20, frame_stack=4)
+    alone(frames[0], 0, frames[1], 0.0, False)
+    assert torch.equal(alone.transitions()["_frame"], images[1:2])
+
+
 def test_the_wrapper_of_the_environments_of_store_is_recognised() -> None:
     def envs(wrap: Any) -> list[Any]:
         return [wrap(stacked_env(padding, 25)) for padding in ("reset", "zero")]
