@@ -221,7 +221,7 @@ class Sb3Agent(Agent):
             taken = self.policy.unscale_action(taken)
         else:
             taken = np.clip(taken, space.low, space.high)
-        return torch.from_numpy(taken.astype(np.float32, copy=False))
+        return torch.from_numpy(taken)
 
 
 def _kind_of(policy: Any) -> str | None:

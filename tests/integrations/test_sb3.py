@@ -664,6 +664,21 @@ def test_the_best_actions_are_those_that_the_model_predicts(name: str) -> None:
     assert "value" not in episodes
 
 
+class NarrowAim(Aim):
+    """Has bounds that float32 would round to numbers beyond them."""
+
+    action_space = gym.spaces.Box(-0.1, 0.1, (1,), np.float64)
+
+
+def test_clipped_actions_are_within_the_bounds_of_a_space_of_float64() -> None:
+    model = PPO("MlpPolicy", NarrowAim(), seed=0, device="cpu")
+    observation = {"frame": torch.zeros(50, 1), "noise": torch.linspace(0.01, 0.99, 50)[:, None]}
+    _, output, _ = from_sb3(model)(None, DictTensor(observation))
+    actions = output["action"].numpy()
+    assert all(NarrowAim.action_space.contains(action) for action in actions)
+    assert (actions.min(), actions.max()) == (-0.1, 0.1)  # as model.predict clips them
+
+
 @pytest.mark.parametrize("name", set(MODELS) - {"dqn images"})
 def test_samples_are_distributed_as_those_of_the_model(name: str) -> None:
     torch.manual_seed(0)
