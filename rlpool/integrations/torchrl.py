@@ -124,13 +124,18 @@ def from_torchrl(
         or ``[B, 1]`` loses its last dimension.
 
     Raises:
-        SpecError: If it is no TensorDict, has no batch dimension, or has a mask that is not true
-            for the first steps of every row.
+        SpecError: If it is no TensorDict, has no batch dimension, one before the last is named
+            time, or it has a mask that is not true for the first steps of every row.
     """
     entries = base.from_tensordict(tensordict)
     n_leading = tensordict.ndim
     if not n_leading:
         raise SpecError("the TensorDict has no batch dimension", fix="unsqueeze(0) adds one")
+    if "time" in tensordict.names[:-1]:
+        raise SpecError(
+            f"time is not the last batch dimension of the TensorDict: {tensordict.names}",
+            fix="transpose it, with data.transpose(0, 1)",
+        )
     is_temporal = n_leading > 1 or tensordict.names[-1] == "time"
     if is_temporal and n_leading != 2:  # one environment, or several dimensions of them
         shape = (-1, tensordict.shape[-1])

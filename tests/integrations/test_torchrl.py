@@ -341,6 +341,7 @@ def steps(**entries: Any) -> Any:
     [
         ({"observation": torch.zeros(2)}, "pass a TensorDict"),
         (steps()[0, 0], "no batch dimension"),
+        (TensorDict({}, [3, 2], names=["time", None]), "time is not the last"),
         (steps(mask=torch.tensor([[1, 0, 1], [1, 1, 1]]) > 0), "steps that follow padding"),
         (steps(mask=torch.ones(2, 3)), r"mask is float32 \[2, 3\]"),
         (steps(info={"cost": torch.arange(6).view(2, 3)}), "'cost'.* changes within a row"),
