@@ -8,9 +8,9 @@
 A run is a process, ``python tutorials/<script>.py --seed <seed> ...``, without worker processes.
 ``--jobs`` of them run at the same time; one that was cut off goes on from its checkpoint. Its
 curve, its result and the versions are written to ``<folder>/<task>-<seed>.json``, and a picture of
-all seeds to ``<folder>/<task>.png``. Where nothing is published for the budget, the reference is a
-run of CleanRL's own script, unchanged, whose ``FOLDER`` holds ``ppo_atari.py`` and
-``sac_continuous_action.py``; it is written to ``<folder>/<task>-cleanrl.json``.
+all seeds to ``<folder>/<task>.png``. Where nothing is published for the budget, the reference is
+CleanRL's own script, unchanged, on the same seeds; its ``FOLDER`` holds ``ppo_atari.py`` and
+``sac_continuous_action.py``. Those runs are written to ``<folder>/<task>-cleanrl-<seed>.json``.
 
 The result of a run is the mean return of the last 100 episodes of training at the end of the
 budget, as in CleanRL's tables; where the reference is an evaluation, the mean return of 50 greedy
@@ -32,7 +32,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -65,7 +65,7 @@ class Task:
         reference: What is published, and by whom.
         n_seeds: How many seeds are run.
         n_greedy: Greedy episodes after training which are the result; 0 for training returns.
-        cleanrl: CleanRL's script and its arguments, if a run of it is the reference.
+        cleanrl: CleanRL's script and its arguments, if runs of it are the reference.
         setup: What CleanRL's interpreter runs before the script.
     """
 
@@ -108,7 +108,7 @@ TASKS = [
     ),
     Task(
         *("ppo_atari", "pong", 1_000_000, None, "CleanRL's script, run here"),
-        n_seeds=1,
+        n_seeds=3,
         cleanrl=("ppo_atari.py", "--env-id=PongNoFrameskip-v4"),
         setup=ATARI,
     ),
@@ -134,27 +134,27 @@ def run(task: Task, seed: int, folder: Path) -> None:
     Path(result_path(task, seed, folder)).write_text(json.dumps(result_of(task, seed, progress)))
 
 
-def run_cleanrl(scripts: Path, python: str, task: Task, folder: Path) -> None:
+def run_cleanrl(scripts: Path, python: str, task: Task, seed: int, folder: Path) -> None:
     """Run CleanRL's script to its end, and write what came out."""
     script, *arguments = task.cleanrl
     command = cleanrl_command(python, scripts / script, task.setup)
-    command += [*arguments, f"--total-timesteps={task.n_steps}", "--seed=1", "--no-cuda"]
+    command += [*arguments, f"--total-timesteps={task.n_steps}", f"--seed={seed}", "--no-cuda"]
     versions = "from importlib.metadata import version as v; import json; "
     versions += "print(json.dumps({name: v(name) for name in ('torch', 'gymnasium')}))"
     found = subprocess.run([python, "-c", versions], check=True, capture_output=True).stdout
-    log = folder / f"{task.name}-cleanrl.log"
+    log = folder / f"{task.name}-cleanrl-{seed}.log"
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("w") as output, tempfile.TemporaryDirectory() as runs:
         subprocess.run(command, check=True, stdout=output, cwd=runs, env=environ)
     episodes = [(int(step), float(value)) for step, value in EPISODE.findall(log.read_text())]
     steps, returns = zip(*episodes, strict=True)
     progress = {"returns": returns, "steps": steps, "n_steps": task.n_steps}
-    result = {**result_of(task, 1, progress), "versions": json.loads(found)}
-    cleanrl_path(task, folder).write_text(json.dumps(result))
+    result = {**result_of(task, seed, progress), "versions": json.loads(found)}
+    cleanrl_path(task, seed, folder).write_text(json.dumps(result))
 
 
-def cleanrl_path(task: Task, folder: Path) -> Path:
-    return folder / f"{task.name}-cleanrl.json"
+def cleanrl_path(task: Task, seed: int, folder: Path) -> Path:
+    return folder / f"{task.name}-cleanrl-{seed}.json"
 
 
 def result_path(task: Task, seed: int, folder: Path) -> Path:
@@ -190,14 +190,18 @@ def result_of(task: Task, seed: int, progress: dict[str, Any]) -> dict[str, Any]
 # Showing ------------------------------------------------------------------------------------------
 
 
-def results_of(task: Task, folder: Path) -> list[dict[str, Any]]:
-    paths = (result_path(task, seed, folder) for seed in range(1, task.n_seeds + 1))
+def results_of(
+    task: Task, folder: Path, path_of: Callable[[Task, int, Path], Path] = result_path
+) -> list[dict[str, Any]]:
+    """The results that are there, of the scripts here or with ``cleanrl_path`` of CleanRL's."""
+    paths = (path_of(task, seed, folder) for seed in range(1, task.n_seeds + 1))
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
-def cleanrl_result(task: Task, folder: Path) -> dict[str, Any] | None:
-    path = cleanrl_path(task, folder)
-    return json.loads(path.read_text()) if path.exists() else None
+def mean_and_spread(results: Sequence[dict[str, Any]]) -> str:
+    """Mean of the results, and their standard deviation if there are several."""
+    values = [result["result"] for result in results]
+    return f"{fmean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
 
 
 def draw(task: Task, folder: Path) -> None:
@@ -206,8 +210,9 @@ def draw(task: Task, folder: Path) -> None:
 
     axes = (figure := Figure(figsize=(5, 3.2), layout="constrained")).subplots()
     results = results_of(task, folder)
-    if theirs := cleanrl_result(task, folder):
-        axes.plot(*zip(*theirs["curve"], strict=True), color="grey", label="CleanRL")
+    for result in results_of(task, folder, cleanrl_path):
+        label = "CleanRL" if result["seed"] == 1 else None
+        axes.plot(*zip(*result["curve"], strict=True), color="grey", linewidth=1, label=label)
     for result in results:
         axes.plot(*zip(*result["curve"], strict=True), linewidth=1, label=f"seed {result['seed']}")
     if (published := task.published) is not None:
@@ -226,15 +231,13 @@ def rows(tasks: Sequence[Task], folder: Path) -> Iterator[str]:
     yield "| script | environment | steps | reference | bar | rlpool | seeds |"
     yield "|---|---|---|---|---|---|---|"
     for task in tasks:
-        results = [result["result"] for result in results_of(task, folder)]
-        ours = f"{fmean(results):.1f}" if results else "not run"
-        if len(results) > 1:
-            ours += f" ± {stdev(results):.1f}"
-        listed = ", ".join(f"{result:.1f}" for result in results)
+        results = results_of(task, folder)
+        ours = mean_and_spread(results) if results else "not run"
+        listed = ", ".join(f"{result['result']:.1f}" for result in results)
         bar = "as CleanRL's" if task.bar is None else f"≥ {task.bar:g}"
         reference = task.reference
-        if theirs := cleanrl_result(task, folder):
-            reference = f"CleanRL {theirs['result']:.1f}, its script run here"
+        if theirs := results_of(task, folder, cleanrl_path):
+            reference = f"CleanRL {mean_and_spread(theirs)}, its script run here"
         kind = f" ({task.n_greedy} greedy episodes)" if task.n_greedy else ""
         yield (
             f"| {task.script} | {task.env_id} | {task.n_steps:,} | {reference}{kind} "
@@ -272,9 +275,9 @@ def main() -> None:
         if arguments.cleanrl:
             theirs = partial(run_cleanrl, arguments.cleanrl.resolve(), arguments.cleanrl_python)
             missing += [
-                partial(theirs, task, folder)
-                for task in tasks
-                if task.cleanrl and not cleanrl_path(task, folder).exists()
+                partial(theirs, task, seed, folder)
+                for task, seed in wanted
+                if task.cleanrl and not cleanrl_path(task, seed, folder).exists()
             ]
         with ThreadPoolExecutor(arguments.jobs) as pool:
             for _ in pool.map(lambda job: job(), missing):

@@ -134,7 +134,7 @@ def from_torchrl(
     if "time" in tensordict.names[:-1]:
         raise SpecError(
             f"time is not the last batch dimension of the TensorDict: {tensordict.names}",
-            fix="transpose it, with data.transpose(0, 1)",
+            fix=f"pass data.transpose({tensordict.names.index('time')}, -1)",
         )
     is_temporal = n_leading > 1 or tensordict.names[-1] == "time"
     if is_temporal and n_leading != 2:  # one environment, or several dimensions of them
