@@ -207,6 +207,7 @@ def mean_and_spread(results: Sequence[dict[str, Any]]) -> str:
 def draw(task: Task, folder: Path) -> None:
     """Draw the curves of all seeds beside what is published."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     axes = (figure := Figure(figsize=(5, 3.2), layout="constrained")).subplots()
     results = results_of(task, folder)
@@ -221,6 +222,7 @@ def draw(task: Task, folder: Path) -> None:
         axes.axhline(mean, color="grey", linestyle=":", label=task.reference.split()[0])
     width = min((result.get("episodes_per_point", 100) for result in results), default=100)
     axes.set(xlabel="environment steps", ylabel=f"return, mean of {width} episodes")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_title(task.name)
     axes.legend(fontsize="small", frameon=False)
     figure.savefig(folder / f"{task.name}.png", dpi=100)
