@@ -426,13 +426,13 @@ def _mix_(words: Words) -> Words:
 
 def generator_states() -> States:
     """The states of ``random``, ``numpy.random`` and torch, copies."""
-    return python_state(), numpy_state(), torch.get_rng_state()
+    return python_state(), numpy_state(), torch.default_generator.get_state()
 
 
 def _set_generator_states(states: States) -> None:
     set_python_state(states[0])
     set_numpy_state(states[1])
-    torch.set_rng_state(states[2])
+    torch.default_generator.set_state(states[2])
 
 
 def seed_generators(seed: int) -> None:

@@ -176,11 +176,13 @@ class RequestQueue(ABC):
             blocking = blocking or self.runs_here  # nothing would run until the next call
             if look is None or not blocking:
                 self.look()
-            if not blocking and not self._is_settled(request):
+            is_settled = self._is_settled(request)
+            if not blocking and not is_settled:
                 if look is not None:
                     look()
                 return None
-            self._wait_for(request, look)
+            if look is not None or not is_settled:
+                self._wait_for(request, look)
             with self._whole():
                 self._settle(request)
         return request

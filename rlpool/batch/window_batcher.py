@@ -114,8 +114,10 @@ class Batcher(BatcherBase):
     @property
     def all_stopped(self) -> bool:
         """Whether every lane has ended, so that ``get`` returns ``None``."""
-        n_pending = self._open().n_pending
-        return self._is_reset and not self._running and not n_pending
+        return self._has_stopped(self._open())
+
+    def _has_stopped(self, dispatcher: RequestQueue) -> bool:
+        return self._is_reset and not self._running and not dispatcher.n_pending
 
     @names_arguments
     def reset(self, agent_info: Info = None, env_info: Info = None) -> None:
@@ -217,7 +219,7 @@ class Batcher(BatcherBase):
             (torch.Size([2, 6, 1]), torch.Size([2, 6, 1]))
         """
         dispatcher = self._open()
-        if self.all_stopped:
+        if self._has_stopped(dispatcher):
             return None
         try:
             request = dispatcher.wait(blocking=blocking)

@@ -174,6 +174,8 @@ class Rollout:
 
     def _wait(self) -> bool:
         """Wait for slots, when no lane can step; False if there is nothing to wait for."""
+        if not self._bound:
+            return False
         self._record.begin_wait()
         has_waited = any(bound.plan.wait() for bound in self._bound)
         self._record.end_wait(Kind.WAIT_FOR_SLOT)
@@ -253,8 +255,7 @@ class Rollout:
         self._held = None
         if plan is None:
             return None
-        has_other_keys = row_specs(plan.agent_info or {}) != row_specs(self._infos.arrays)
-        if self._bound and (plan.begins_anew or has_other_keys):
+        if self._bound and (plan.begins_anew or self._has_other_keys(plan)):
             self._held = plan
             return None
         if plan.begins_anew:
@@ -266,6 +267,9 @@ class Rollout:
         if plan.tapes:
             self._take_over(bound)
         return bound
+
+    def _has_other_keys(self, plan: Plan) -> bool:
+        return row_specs(plan.agent_info or {}) != row_specs(self._infos.arrays)
 
     def _continue_with(self, bound: BoundPlan) -> None:
         """Let lanes that are parked go on with the next window, which may have other infos."""

@@ -2,13 +2,14 @@
 
 ``random.getstate`` and ``numpy.random.get_state`` convert 624 words one by one, which takes longer
 than a step of a small environment. Here the words are copied as memory. A normal variable that may
-be kept for the next call is an attribute of Python's generator; NumPy's goes through NumPy, whose
-``RandomState`` is shown a bit generator without words meanwhile.
+be kept for the next call is an attribute of Python's generator; of NumPy's ``RandomState`` it is
+copied as memory, too, with the flag before it that tells whether there is one.
 
 That is not part of their interfaces, which have no cheaper way (NumPy's ``set_bit_generator``
 exchanges the words at no cost, but drops the variable that is kept, and only ``get_state`` tells
-it). So it is tried on generators of our own first; where it does not give what the interfaces give,
-or a global generator is of another kind, the interfaces are used.
+it). So it is tried on generators of our own first, in one of which the variable is looked for;
+where it does not give what the interfaces give, or a global generator is of another kind, the
+interfaces are used.
 
 Reference:
     Matsumoto, Nishimura, "Mersenne twister", ACM TOMACS 8 (1), 1998: 624 words and a position.
@@ -20,8 +21,8 @@ import _random
 import ctypes
 import functools
 import random
+import struct
 import sys
-import threading
 from array import array
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ _N_BYTES = 624 * 4 + 4
 """The words, and the position in them."""
 
 _WORDS = ctypes.c_char * _N_BYTES
+_KEPT = ctypes.c_char * 16
+"""A flag, four unused bytes, and a float64."""
 _PYTHON: Any = random._inst  # draws for the functions of the module
 
 _RANDOM: Any = np.random  # its stubs lack some of what it has
@@ -90,7 +93,7 @@ class NumpyState(NamedTuple):
     Attributes:
         generator: Its bit generator.
         words: The words and the position; ``None`` if ``rest`` is all of the state.
-        rest: What NumPy gives.
+        rest: Whether a variable is kept, and which, as memory; or what NumPy gives.
     """
 
     generator: Any
@@ -101,8 +104,8 @@ class NumpyState(NamedTuple):
 def numpy_state() -> NumpyState:
     """The state of ``numpy.random``, a copy."""
     generator = _RANDOM.get_bit_generator()
-    if type(generator) is np.random.MT19937 and numpy_has_words():
-        return _read(_GLOBAL)
+    if type(generator) is np.random.MT19937 and kept_at():
+        return _read(_GLOBAL, kept_at())
     return NumpyState(generator, None, _GLOBAL.get_state(legacy=False))
 
 
@@ -113,61 +116,39 @@ def set_numpy_state(state: NumpyState) -> None:
     if state.words is None:
         _GLOBAL.set_state(state.rest)
     else:
-        _write(_GLOBAL, state.words, state.rest)
+        _write(_GLOBAL, kept_at(), state.words, state.rest)
 
 
-class _WithoutWords:
-    """A bit generator that has no words in its ``state``, in this thread."""
-
-    def __init__(self, generator: Any) -> None:
-        self._generator, self._thread = generator, threading.get_ident()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._generator, name)
-
-    @property
-    def state(self) -> Any:
-        if threading.get_ident() != self._thread:
-            return self._generator.state
-        return {"bit_generator": "MT19937", "state": {}}
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        if threading.get_ident() != self._thread:
-            self._generator.state = value
-
-
-def _read(random: Any) -> NumpyState:
+def _read(random: Any, kept_at: int) -> NumpyState:
     generator = random._bit_generator
-    words = ctypes.string_at(generator.ctypes.state_address, _N_BYTES)
-    random._bit_generator = _WithoutWords(generator)
-    try:
-        return NumpyState(generator, words, random.get_state(legacy=False))
-    finally:
-        random._bit_generator = generator
+    words = _WORDS.from_address(generator.ctypes.state_address)
+    return NumpyState(generator, words.raw, _KEPT.from_address(id(random) + kept_at).raw)
 
 
-def _write(random: Any, words: bytes, rest: Any) -> None:
-    generator = random._bit_generator
-    random._bit_generator = _WithoutWords(generator)
-    try:
-        random.set_state(rest)
-    finally:
-        random._bit_generator = generator
-    ctypes.memmove(generator.ctypes.state_address, words, _N_BYTES)
+def _write(random: Any, kept_at: int, words: bytes, kept: bytes) -> None:
+    _WORDS.from_address(random._bit_generator.ctypes.state_address).raw = words
+    _KEPT.from_address(id(random) + kept_at).raw = kept
 
 
 @functools.cache
-def numpy_has_words() -> bool:
-    """Whether this version of NumPy can be read and written that way."""
+def kept_at() -> int:
+    """Where in a ``RandomState`` the variable is that it keeps; 0 if this NumPy's is unknown."""
     try:
-        one, other = np.random.RandomState(1), np.random.RandomState(2)
+        none, one, other = (np.random.RandomState(seed) for seed in (1, 2, 3))
         one.normal(size=625)  # an odd number: one variable is kept
-        _, words, rest = _read(one)
-        _write(other, words or b"", rest)
-        return bool(_all(one) == _all(other))
+        memory = ctypes.string_at(id(one), type(one).__basicsize__)
+        kept = struct.pack("d", one.get_state(legacy=False)["gauss"])
+        if memory.count(kept) != 1:
+            return 0
+        start = memory.index(kept) - ctypes.sizeof(_KEPT) + len(kept)
+        for random in (one, none):
+            _, words, rest = _read(random, start)
+            _write(other, start, words or b"", rest)
+            if _all(random) != _all(other):
+                return 0
+        return start
     except (AttributeError, TypeError, ValueError):
-        return False
+        return 0
 
 
 def _all(random: Any) -> Any:
