@@ -235,8 +235,11 @@ class LocalWorker:
     @contextmanager
     def _at_work(self) -> Iterator[None]:
         """What users' code finds in a worker process: its own generators, one torch thread."""
+        if self._is_at_work:  # and closed by what it runs
+            yield
+            return
         with self._generators.in_use():
-            was_at_work, n_threads = self._is_at_work, torch.get_num_threads()
+            n_threads = torch.get_num_threads()
             try:
                 self._is_at_work = True
                 self._record.end_wait(Kind.WAIT_FOR_REQUEST)
@@ -244,8 +247,7 @@ class LocalWorker:
                     torch.set_num_threads(1)
                 yield
             finally:
-                self._is_at_work = was_at_work
+                self._is_at_work = False
                 if n_threads != 1:
                     torch.set_num_threads(n_threads)
-                if not was_at_work:
-                    self._record.begin_wait()
+                self._record.begin_wait()

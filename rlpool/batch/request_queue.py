@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any
 
@@ -301,14 +300,21 @@ class RequestQueue(ABC):
         else:
             request.release()
 
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _whole(self) -> InterruptsHeld:
         """A section that is done as a whole or not at all: signals wait, anything else is fatal."""
-        with InterruptsHeld():
-            try:
-                yield
-            except RlpoolError:
-                raise
-            except BaseException:
+        return _Whole(self._abort)
+
+
+class _Whole(InterruptsHeld):
+    """See ``RequestQueue._whole``."""
+
+    def __init__(self, abort: Callable[[], None]) -> None:
+        super().__init__()
+        self._abort = abort
+
+    def __exit__(self, kind: object = None, error: object = None, *_: object) -> None:
+        try:
+            if error is not None and not isinstance(error, RlpoolError):
                 self._abort()  # they may have got half a message
-                raise
+        finally:
+            super().__exit__()

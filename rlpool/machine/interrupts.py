@@ -83,7 +83,8 @@ class InterruptsHeld:
             try:
                 self._restore()
             finally:
-                _raise_all(self._held)
+                if self._held:
+                    _raise_all(self._held)
 
     def _restore(self) -> None:
         # First, so that a handler that raises during the loop leaves no other one held.

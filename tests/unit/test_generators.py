@@ -21,6 +21,7 @@ from rlpool import (
     Batcher,
     EnvError,
     EpisodeBatcher,
+    UsageError,
     WorkerStartupError,
 )
 from rlpool.seeding import OwnGenerators
@@ -145,6 +146,17 @@ def test_the_callers_generators_are_back_if_users_code_raises(
     with untouched(), raises, failing(fails_in, error) as batcher:
         batcher.execute(5)
         batcher.get()
+
+
+def test_the_callers_generators_are_back_if_users_code_closes_the_batcher() -> None:
+    def closes(what: str) -> KeyError:
+        batcher.close()
+        return KeyError(what)
+
+    with untouched(), failing("step", closes) as batcher:
+        batcher.execute(5)
+        with pytest.raises(UsageError, match="closed meanwhile"):
+            batcher.get()
 
 
 # Interruptions ------------------------------------------------------------------------------------
