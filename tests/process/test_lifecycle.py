@@ -255,7 +255,8 @@ def main():
     run(INTERRUPTED)
     run(CELL)
     # What was shown is kept for debuggers, with all that it refers to.
-    del sys.last_value, sys.last_traceback
+    for name in ("last_value", "last_traceback", "last_exc"):
+        vars(sys).pop(name, None)
     print(len(worker_pids()), len(worker_pids() & second))
 
 if __name__ == "__main__":
