@@ -354,12 +354,13 @@ class _Sum(NamedTuple):
 def _then(first: _Sum, second: _Sum) -> _Sum:
     """Some steps, and those that follow them."""
     n, n_timesteps = first.n + second.n, first.total.shape[-1]
-    following = first.factor * second.total[..., first.n :]
-    following.masked_fill_(first.factor == 0, 0)  # 0 * NaN is NaN
+    is_end = first.factor == 0  # 0 * NaN is NaN
+    following = (first.factor * second.total[..., first.n :]).masked_fill_(is_end, 0)
     total = first.total.clone()
     total[..., : n_timesteps - first.n] += following
     n_left = max(0, n_timesteps - n)
-    return _Sum(n, total, first.factor[..., :n_left] * second.factor[..., first.n :])
+    factor = first.factor[..., :n_left] * second.factor[..., first.n :]
+    return _Sum(n, total, factor.masked_fill_(is_end[..., :n_left], 0))
 
 
 def _repeated(one: _Sum, n: int) -> _Sum:

@@ -125,7 +125,7 @@ def test_nothing_passes_the_end_of_an_episode(kind: str, garbage: float) -> None
     clean = Window(3, 12)
     clean.done[:, 4], clean.terminated[:, 4] = True, torch.tensor([True, False, False])
     dirty = clean.changed(**{k: t.clone() for k, t in vars(clean).items()})
-    for tensor in (dirty.reward, dirty.value, dirty.next_value):
+    for tensor in (dirty.reward, dirty.value, dirty.next_value, dirty.log_ratio):
         tensor[:, 5:] = garbage
     got, expected = FUNCTIONS[kind](dirty), FUNCTIONS[kind](clean)
     assert torch.equal(got[..., :5], expected[..., :5])
@@ -136,6 +136,21 @@ def test_nothing_passes_the_end_of_an_episode(kind: str, garbage: float) -> None
     assert torch.equal(got, FUNCTIONS[kind](clean, lengths=lengths))
     assert not got[..., 5:].any()
     assert not got[..., 2, :].any()
+
+
+def test_factors_of_another_episode_do_not_reach_the_one_before_it() -> None:
+    # Without limits, what multiplies what follows may become infinite, or be infinite or NaN.
+    one, done = torch.ones(1, 6), torch.tensor([[False, True, False, False, False, False]])
+    for garbage in (30.0, 300.0, float("nan")):
+        ratio = torch.zeros(1, 6)
+        ratio[:, 2:] = garbage
+        clips = {"rho_clip": float("inf"), "c_clip": float("inf")}
+        both = vtrace(ratio, one, one, one, done, done, 0.5, **clips)
+        assert both.target[0, :2].tolist() == [1.5, 1.0]
+        assert both.advantage[0, :2].tolist() == [0.5, 0.0]
+    discount = torch.full((1, 6), 0.5)
+    discount[:, 2:] = float("nan")
+    assert gae(one, one, one, done, done, discount, 0.5)[0, :2].tolist() == [0.5, 0.0]
 
 
 @every_function
