@@ -400,14 +400,19 @@ class VectorGymEnv(VecEnv):
         """Write the last observations and infos of lanes that have restarted within the step."""
         if not ended:
             return
-        final = infos.get("final_obs") if isinstance(infos, Mapping) else None
-        if final is None:
+        if isinstance(infos, Mapping):
+            final = infos.get("final_obs")
+        else:  # one info per lane
+            final = [info.get("final_obs") for info in infos]
+        is_list = isinstance(final, list)
+        if final is None or (is_list and any(final[lane] is None for lane in ended)):
             raise SpecError(
                 "a lane restarted in the step that ended its episode, and the infos have no "
                 "'final_obs'",
                 fix="use AutoresetMode.NEXT_STEP or AutoresetMode.DISABLED",
             )
-        if isinstance(final, np.ndarray) and final.dtype == object:  # one observation per lane
+        is_list = is_list or (isinstance(final, np.ndarray) and final.dtype == object)
+        if is_list:  # one observation per lane
             self._observations.write(ended, [final[lane] for lane in ended])
         else:
             self._observations.write_batch(ended, final)

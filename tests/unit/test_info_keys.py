@@ -9,8 +9,9 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorWrapper
 from gymnasium.wrappers import RecordEpisodeStatistics
+from gymnasium.wrappers.vector import DictInfoToList
 from gymnasium.wrappers.vector import RecordEpisodeStatistics as RecordVectorStatistics
 from process.watching import assert_equal
 
@@ -124,6 +125,21 @@ def test_windows_keep_the_last_info_of_an_episode(kind: str, n_threads: int) -> 
 def test_windows_that_restart_within_a_step_show_the_first_info_of_the_next_episode() -> None:
     for result in windows("SAME_STEP", 0):
         check_values(result)
+
+
+def test_infos_may_be_a_list_of_one_dict_per_lane_where_lanes_restart_within_a_step() -> None:
+    def create_env(seed: int, wrapper: Any) -> VecEnv:
+        vector = SyncVectorEnv([TellingEnv] * 3, autoreset_mode=AutoresetMode.SAME_STEP)
+        return VectorGymEnv(wrapper(vector), seed, seeding="request", info_keys=KEYS)
+
+    results = []
+    for wrapper in (VectorWrapper, DictInfoToList):
+        env_args = {"wrapper": wrapper}
+        with EpisodeBatcher(5, 9, MaskedAgent, {}, create_env, env_args, 0, seeds=1) as batcher:
+            batcher.execute(9)
+            results.append(batcher.get())
+    check_values(results[1])
+    assert_equal(*results)
 
 
 class Recorded(TellingEnv):
