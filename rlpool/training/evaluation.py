@@ -82,7 +82,8 @@ def evaluate(
 
     The agent itself is not touched: its copy is put into evaluation mode (``nn.Module.eval``), and
     may change what it likes. The same seeds give the same results for any ``n_threads``, if
-    ``create_env`` makes as many environments each time.
+    ``create_env`` makes as many environments each time, whose ``seeding`` is not ``"request"`` or
+    ``"stream"`` (see ``VectorGymEnv``).
 
     Success is what the environments say under the key ``success`` (in any step of the episode, as
     Meta-World counts it) or ``is_success`` (in its last step, as Gymnasium-Robotics does), see
