@@ -150,6 +150,8 @@ def _splits(key: str) -> Iterator[tuple[str, str]]:
 
 def _mask(infos: Mapping[str, Any], key: str) -> Array | None:
     mask = infos.get(f"_{key}")
+    if isinstance(mask, torch.Tensor):
+        mask = as_array(mask)
     is_mask = isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.ndim == 1
     return mask if is_mask else None
 

@@ -185,8 +185,19 @@ class MaskedInfos(ArrayEnv):
         return *results, {"x": np.where(says, 1.0, np.nan), "_x": says, "p": part, "_p": says}
 
 
-def test_masks_of_vector_environments_say_which_lanes_have_a_value() -> None:
-    env = VectorGymEnv(MaskedInfos(4), 0, info_keys={"x": None, "p": {"y": "int8"}})
+class TensorInfos(MaskedInfos):
+    """The same as tensors, as simulators on a GPU give them."""
+
+    def step(self, actions: Any) -> Any:
+        *results, infos = super().step(actions)
+        part = {"y": torch.from_numpy(infos["p"]["y"])}
+        masks = {key: torch.from_numpy(infos[key]) for key in ("x", "_x", "_p")}
+        return *results, {**masks, "p": part}
+
+
+@pytest.mark.parametrize("kind", [MaskedInfos, TensorInfos])
+def test_masks_of_vector_environments_say_which_lanes_have_a_value(kind: Any) -> None:
+    env = VectorGymEnv(kind(4), 0, info_keys={"x": None, "p": {"y": "int8"}})
     assert not env.reset()[0]["x"].any()
     stepped = env.step(DictTensor({"action": torch.zeros(4).long()}))[0][0]
     assert stepped["x"].tolist() == [1, 0, 1, 0]
