@@ -190,7 +190,10 @@ class InfoColumns:
             BadValue: If a value does not fit.
         """
         if not isinstance(infos, Mapping):
-            self.write(lanes, [infos[lane] for lane in lanes])
+            rows = [infos[lane] for lane in lanes]
+            if left_out:
+                rows = [{key: row[key] for key in row if key not in left_out} for row in rows]
+            self.write(lanes, rows)
             return
         for column in self.columns:
             is_out = column.key.partition("/")[0] in left_out
@@ -213,7 +216,9 @@ class InfoColumns:
         """
         if not isinstance(infos, Mapping):
             rows = [infos[lane] for lane in ended]
-            self.write(ended, [row.get("final_info", row) for row in rows])
+            own = [{key: row[key] for key in of_vector if key in row} for row in rows]
+            finals = [row.get("final_info", row) for row in rows]
+            self.write(ended, [{**final, **more} for final, more in zip(finals, own, strict=True)])
             return
         final = infos.get("final_info")
         if final is None:

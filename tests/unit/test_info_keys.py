@@ -147,7 +147,7 @@ class Recorded(TellingEnv):
         return RecordEpisodeStatistics(TellingEnv())
 
 
-@pytest.mark.parametrize("kind", ["gym", "sync", *TOGETHER])
+@pytest.mark.parametrize("kind", ["gym", "sync", *TOGETHER, "list"])
 def test_statistics_of_episodes_are_in_their_last_step(kind: str) -> None:
     keys = {"episode/l": int, "episode": {"r": float}, "action_mask": None}
 
@@ -156,8 +156,11 @@ def test_statistics_of_episodes_are_in_their_last_step(kind: str) -> None:
             return GymEnv([Recorded() for _ in range(3)], seed, info_keys=keys)
         if kind == "sync":
             return VectorGymEnv(SyncVectorEnv([Recorded] * 3), seed, info_keys=keys)
-        vector = SyncVectorEnv([TellingEnv] * 3, autoreset_mode=AutoresetMode[kind])
+        mode = AutoresetMode.SAME_STEP if kind == "list" else AutoresetMode[kind]
+        vector = SyncVectorEnv([TellingEnv] * 3, autoreset_mode=mode)
         recorded: Any = RecordVectorStatistics(vector)
+        if kind == "list":  # one info per lane
+            recorded = DictInfoToList(recorded)
         return VectorGymEnv(recorded, seed, seeding="request", info_keys=keys)
 
     with EpisodeBatcher(5, 9, MaskedAgent, {}, create_env, {}, 0, seeds=1) as batcher:
