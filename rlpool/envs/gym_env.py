@@ -43,8 +43,8 @@ class GymEnv(VecEnv):
         envs: The environments, all with the same spaces. This object closes them.
         seed: Root of the seeds of ``reset(env_info)``. A batcher brings its own seeds.
         max_episode_steps: Truncate episodes after this many steps.
-        keep_float64: Store float64 values as float64. By default they become float32; all other
-            dtypes are kept.
+        keep_float64: Store float64 values as float64. By default they become float32, unless
+            ``info_keys`` declares ``np.float64``; all other dtypes are kept.
         info_keys: Keys of ``info`` that become keys of a step, with their dtypes:
             ``{"success": bool, "action_mask": (np.int8, 4), "episode/r": float}``. A value is a
             dtype, ``(dtype, shape)``, a space, a dict of these, or ``None``, as in a list of names,

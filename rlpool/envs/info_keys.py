@@ -32,7 +32,7 @@ def wanted_infos(info_keys: InfoKeys, *, keep_float64: bool) -> Wanted:
 
     Args:
         info_keys: As users give it.
-        keep_float64: Store float64 as it is, otherwise as float32.
+        keep_float64: Store ``float`` as float64, otherwise as float32.
 
     Raises:
         SpecError: For anything that is no name, dtype, shape or space.
@@ -75,7 +75,7 @@ def _declared(
             yield from _declared(key, inner, part, keep_float64)
     elif callable(getattr(value, "sample", None)) and callable(getattr(value, "contains", None)):
         shown = f"info_keys[{key!r}]"
-        structure = structure_of_space(value, keep_float64=keep_float64, name=shown)
+        structure = structure_of_space(value, keep_float64=True, name=shown)
         yield from ((leaf, each.spec) for leaf, each in leaves_of({key: structure}, "").items())
     else:
         yield key, _spec_of(key, value, keep_float64)
@@ -93,7 +93,8 @@ def _spec_of(key: str, value: Any, keep_float64: bool) -> TensorSpec:
         if isinstance(dtype, torch.dtype):
             dtype = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
         sizes = tuple(map(int, shape)) if isinstance(shape, Sequence) else (int(shape),)
-        spec = TensorSpec(sizes, stored_dtype(np.dtype(dtype), keep_float64))
+        is_kept = keep_float64 or dtype is not float  # which is no more than a number
+        spec = TensorSpec(sizes, stored_dtype(np.dtype(dtype), is_kept))
         is_good = spec.dtype.kind in "fiub" and min(sizes, default=0) >= 0
         _ = spec.torch_dtype
     except (TypeError, ValueError):

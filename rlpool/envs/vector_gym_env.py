@@ -72,8 +72,7 @@ class VectorGymEnv(VecEnv):
         max_episode_steps: Truncate episodes after this many steps. Lanes that cannot be reset step
             on until they restart by themselves, unseen: there a limit of the vector environment
             costs less.
-        keep_float64: Store float64 values as float64. By default they become float32; all other
-            dtypes are kept.
+        keep_float64: Store float64 values as float64, see ``GymEnv``.
         info_keys: Keys of the infos that become keys of a step, see ``GymEnv``. What has to be
             learned is looked for here, by a reset and a step. Where lanes restart within a step,
             the values after an episode's last step are those of ``final_info``.
