@@ -61,9 +61,9 @@ class trace:  # noqa: N801  (used like a function)
         max_events: How many events each worker, and the caller, may note.
 
     Raises:
-        SpecError: If ``max_events`` is below 1; on entering, if the file cannot be written, or the
-            system does not give the memory for as many events. Nothing is traced then. A batcher
-            that is made within the block may raise the latter, too.
+        SpecError: If ``path`` is no path or ``max_events`` is below 1; on entering, if the file
+            cannot be written, or the system does not give the memory for as many events. Nothing is
+            traced then. A batcher that is made within the block may raise the latter, too.
         UsageError: On entering, if another trace is being made in this process.
 
     Example:
@@ -82,6 +82,8 @@ class trace:  # noqa: N801  (used like a function)
     """
 
     def __init__(self, path: str | os.PathLike[str], *, max_events: int = 500_000) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise SpecError(f"path is {path!r}", fix='pass a file, such as "request.json"')
         self._path = self._file = Path(path)
         self._n_events = whole_number("max_events", max_events, 1)
         self._traced: list[_Traced] = []

@@ -8,6 +8,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from process.watching import n_descriptors
@@ -149,6 +150,12 @@ def test_one_trace_at_a_time(tmp_path: Path) -> None:
     with rlpool.trace(tmp_path / "two.json"):
         pass
     assert read_trace(tmp_path / "two.json").spans == []
+
+
+@pytest.mark.parametrize("path", [None, 5, b"request.json"])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(SpecError, match=f"path is {path!r}"):
+        rlpool.trace(path)
 
 
 @contextmanager
