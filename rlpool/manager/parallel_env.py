@@ -429,13 +429,12 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
                 ``ParallelVectorEnv``.
             UsageError: If the manager is closed.
         """
-        from rlpool.manager.vector_env import ParallelVectorEnv
+        from rlpool.manager.vector_env import ParallelVectorEnv, checked_mode
 
         self._workers.check_open()
+        mode = checked_mode(autoreset_mode)  # before anything is closed
         self.close()
-        return ParallelVectorEnv(
-            self._env_fns, copy, observation_mode, autoreset_mode, **self._made_with
-        )
+        return ParallelVectorEnv(self._env_fns, copy, observation_mode, mode, **self._made_with)
 
     # Life and end --------------------------------------------------------------------------
 

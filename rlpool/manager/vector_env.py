@@ -121,7 +121,7 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
         max_episode_steps: int | None = None,
         **policy: Unpack[PolicyOptions],
     ) -> None:
-        self.autoreset_mode = _checked_mode(autoreset_mode)
+        self.autoreset_mode = checked_mode(autoreset_mode)
         self.env_fns, self.copy, self.observation_mode = env_fns, copy, observation_mode
         if max_episode_steps is not None:
             whole_number("max_episode_steps", max_episode_steps, 1)
@@ -487,7 +487,8 @@ def _only(arrays: list[Array]) -> Array:
     return array
 
 
-def _checked_mode(mode: Any) -> AutoresetMode:
+def checked_mode(mode: Any) -> AutoresetMode:
+    """The mode that is meant, ``SpecError`` if there is none of that name."""
     try:
         return AutoresetMode(mode)
     except ValueError:

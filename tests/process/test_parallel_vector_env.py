@@ -144,6 +144,8 @@ def test_bounds_may_differ_where_the_observation_mode_says_so(make: Make) -> Non
 
 def test_a_manager_hands_its_arguments_on_and_is_closed() -> None:
     manager = ParallelEnvManager([make_cartpole] * N, envs_per_worker=2, max_episode_steps=4)
+    with pytest.raises(SpecError, match="'same_step'"):
+        manager.as_vector_env("same_step")  # and it lives
     with manager.as_vector_env("SameStep", copy=False).manager as inner:
         assert (inner.n_lanes, len(inner.workers)) == (N, 2)
         assert manager.closed
