@@ -144,12 +144,16 @@ class RequestWorkers:
     def cancel(self) -> None:
         """Let the workers stop all that they run."""
         for request in self.running:
-            request.cancel()
+            self._give_up(request)
 
     def stop(self, request: Request) -> None:
         """Let the workers stop a request that they run."""
-        request.cancel()
+        self._give_up(request)
         self._strays.add(self.agreement.specs, request.remaining, "its episodes were cancelled")
+
+    def _give_up(self, request: Request) -> None:
+        request.cancel()
+        self.control.request_stops(request.number)
 
     def close(self) -> None:
         """End the workers, whatever they run."""

@@ -61,7 +61,7 @@ class Head(IntEnum):
     TRACE_FD = 9
     TRACE_BYTES = 10  # of a region
     REQUESTS = 16  # numbers of the requests that run, 0 for none
-    N_ROWS = 24  # of each of them
+    N_ROWS = 24  # of each of them, 0 once it was given up
 
 
 class Word(IntEnum):
@@ -356,6 +356,11 @@ class Control:
         if self.events is not None:
             now_ns = monotonic_ns()
             self.events.note(Kind.REQUEST_BEGINS, now_ns, now_ns, number, n_rows)
+
+    def request_stops(self, number: int) -> None:
+        """Record that a request was given up; workers may still be busy with it."""
+        for entry in self._entries(number):
+            self.header[Head.N_ROWS + entry] = 0
 
     def request_ends(self, number: int, is_complete: bool) -> None:
         """Record that all workers are done with a request."""

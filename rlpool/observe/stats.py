@@ -113,7 +113,7 @@ class Stats:
         n_steps: Steps so far.
         n_episodes: Episodes that ended.
         restarts: How often a worker was replaced.
-        requests: The requests that the workers run, the oldest first.
+        requests: The requests that the workers run, the oldest first, without those that failed.
         workers: What each worker does.
 
     Example:
@@ -185,7 +185,7 @@ class StatsReader:
         for entry in range(MAX_REQUESTS):
             number, n_rows = int(header[Head.REQUESTS + entry]), int(header[Head.N_ROWS + entry])
             n_finished = int(rows[:, Word.N_FINISHED + entry].sum())
-            if number:
+            if number and n_rows:
                 requests.append(RequestStats(number, n_rows, min(n_finished, n_rows)))
         return tuple(sorted(requests, key=lambda request: request.number))
 

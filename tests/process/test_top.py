@@ -23,7 +23,7 @@ from rlpool.machine.limits import has_ended
 from rlpool.observe.control import Word
 
 from support.envs import CountingEnv
-from support.faults import create_agent, create_env, faults_at
+from support.faults import create_agent, create_env, faults, faults_at
 from support.traces import end_of, read_trace
 
 pytestmark = [
@@ -225,6 +225,19 @@ def test_the_display_shows_a_table_until_the_program_ends(tmp_path: Path) -> Non
     assert (display.returncode, display.stderr) == (0, "")
     assert f"EpisodeBatcher of process {program.pid}" in display.stdout
     assert display.stdout.endswith(f"process {program.pid} has ended\n")
+
+
+def test_a_request_that_failed_is_not_shown_although_a_worker_hangs_in_it(struck: Struck) -> None:
+    env_args = {"n_lanes": 1, "struck_at": struck.path}
+    arguments = 4, 4, create_agent, {}, create_env, env_args
+    with EpisodeBatcher(*arguments, n_threads=2, seeds=1) as batcher:
+        # The second fails when the first one hangs.
+        batcher.execute(2, env_info=faults(2, {0: ("hang", 0), 1: ("raise_second", 0)}))
+        with pytest.raises(rlpool.EnvError):
+            batcher.get()
+        stats = batcher.stats()
+        assert stats.requests == ()
+        assert 1 in [lane.request for worker in stats.workers for lane in worker.lanes]  # it hangs
 
 
 def test_a_managers_workers_are_seen() -> None:
