@@ -90,6 +90,7 @@ class State(IntEnum):
     STARTING = 1
     UP = 2
     LEAVING = 3
+    GONE = 4  # without a successor
 
 
 def state_name(state: State, n_starts: int) -> str:
@@ -98,6 +99,8 @@ def state_name(state: State, n_starts: int) -> str:
         return "alive"
     if state is State.LEAVING:
         return "leaving"
+    if state is State.GONE:
+        return "dead"
     n_before = n_starts - 1 if state is State.STARTING else n_starts
     return "restarting" if n_before > 0 else "starting"
 

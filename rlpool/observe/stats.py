@@ -58,7 +58,7 @@ class WorkerStats:
         pid: Its process.
         state: ``"starting"``, ``"alive"``, ``"restarting"``, ``"leaving"`` (it closes its
             environments, to be replaced or for good), or ``"dead"`` (its owner, who would replace
-            it, was not inside rlpool since).
+            it, was not inside rlpool since, or it has no successor).
         restarts: How often its process was replaced, for whatever reason.
         n_steps: Steps of all its lanes, of all processes with its number together; those of
             ``ParallelEnvManager.remotes`` count, too.

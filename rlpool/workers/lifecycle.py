@@ -447,6 +447,8 @@ class Workers:
         self._set_state(life, State.DOWN)
         if self.fatal is None and not life.is_dismissed:
             self._judge(life, process.exitcode)
+        if self.fatal is not None or life.is_dismissed:
+            self.control.set_state(life.worker, State.GONE)
 
     def _judge(self, life: Life, exitcode: int | None) -> None:
         """Decide what follows from a worker's end."""

@@ -240,6 +240,30 @@ def test_a_request_that_failed_is_not_shown_although_a_worker_hangs_in_it(struck
         assert 1 in [lane.request for worker in stats.workers for lane in worker.lanes]  # it hangs
 
 
+def test_a_worker_that_has_no_successor_is_dead() -> None:
+    arguments = 16, 16, create_agent, {}, create_env, {"n_lanes": 1}
+    with EpisodeBatcher(*arguments, n_threads=2, seeds=1, on_worker_failure="raise") as batcher:
+        batcher.execute(2, env_info=faults_at(2, 0, "sigkill", 2))
+        with pytest.raises(rlpool.WorkerDiedError):
+            batcher.get()
+        assert "dead" in [worker.state for worker in batcher.stats().workers]
+
+
+def test_a_worker_whose_environment_was_closed_is_dead() -> None:
+    with ParallelEnvManager([CountingEnv] * 2, seed=1) as manager:
+        closed, other = manager.remotes
+        pid = manager.stats().workers[0].pid
+
+        def is_noticed() -> bool:
+            other.send(("reset", None))
+            other.recv()
+            return not Path(f"/proc/{pid}").exists()
+
+        closed.send(("close", None))
+        wait_until(is_noticed)
+        assert [worker.state for worker in manager.stats().workers] == ["dead", "alive"]
+
+
 def test_a_managers_workers_are_seen() -> None:
     with ParallelEnvManager([CountingEnv] * 3, seed=1, envs_per_worker=2) as manager:
         manager.reset()
