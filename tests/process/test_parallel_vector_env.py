@@ -404,7 +404,8 @@ def test_flags_are_converted_as_gymnasium_does(flags: Any, mode: AutoresetMode, 
     env_fn = partial(FlaggedEnv, flags)
     envs, sync = make(env_fn, autoreset_mode=mode), SyncVectorEnv([env_fn] * N, autoreset_mode=mode)
     assert_same_bits(envs.reset(seed=0), sync.reset(seed=0))
-    with warnings.catch_warnings(action="ignore"):  # NumPy's, of an array as a number
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy's, of an array as a number
         assert_same_bits(envs.step(ACTION), sync.step(ACTION))
     sync.close()
 
