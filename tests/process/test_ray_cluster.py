@@ -150,10 +150,10 @@ def create_frames(seed: int) -> GymEnv:
 def test_results_larger_than_the_store_are_collected_and_pin_nothing() -> None:
     arguments = {"create_env": create_frames, "create_agent": ConstantAgent, "env_args": {}}
     with make(**arguments, n_timesteps=20, n_slots=48) as batcher:
-        # The calls that nodes wait in are objects as well, and made when the first request is.
+        # The calls that nodes wait in are objects as well: one per node, which may not wait yet.
         batcher.execute(8)
         batcher.get()
-        n_before = references()
+        n_before = references() + len(ray.nodes())
         batcher.execute(3 * STORE_BYTES // (20 * FRAME.shape[0]))
         trajectories = batcher.get()
         wait_until(lambda: references() <= n_before)
