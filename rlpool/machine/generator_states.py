@@ -119,15 +119,15 @@ def set_numpy_state(state: NumpyState) -> None:
         _write(_GLOBAL, kept_at(), state.words, state.rest)
 
 
-def _read(random: Any, kept_at: int) -> NumpyState:
+def _read(random: Any, start: int) -> NumpyState:
     generator = random._bit_generator
     words = _WORDS.from_address(generator.ctypes.state_address)
-    return NumpyState(generator, words.raw, _KEPT.from_address(id(random) + kept_at).raw)
+    return NumpyState(generator, words.raw, _KEPT.from_address(id(random) + start).raw)
 
 
-def _write(random: Any, kept_at: int, words: bytes, kept: bytes) -> None:
+def _write(random: Any, start: int, words: bytes, kept: bytes) -> None:
     _WORDS.from_address(random._bit_generator.ctypes.state_address).raw = words
-    _KEPT.from_address(id(random) + kept_at).raw = kept
+    _KEPT.from_address(id(random) + start).raw = kept
 
 
 @functools.cache

@@ -153,10 +153,10 @@ def test_results_larger_than_the_store_are_collected_and_pin_nothing() -> None:
         # The calls that nodes wait in are objects as well: one per node, which may not wait yet.
         batcher.execute(8)
         batcher.get()
-        n_before = references() + len(ray.nodes())
+        n_most = references() + len(ray.nodes())
         batcher.execute(3 * STORE_BYTES // (20 * FRAME.shape[0]))
         trajectories = batcher.get()
-        wait_until(lambda: references() <= n_before)
+        wait_until(lambda: references() <= n_most)
     frames = trajectories["frame"]
     assert frames.nbytes > 2.5 * STORE_BYTES
     frames.add_(1)  # writable, and still there
