@@ -42,6 +42,7 @@ from rlpool.errors import (
     WorkerStartupError,
     WorkerTimeoutError,
 )
+from rlpool.machine.arguments import removed_names
 from rlpool.machine.worker_limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.manager.vector_env import ParallelVectorEnv
@@ -64,7 +65,7 @@ from rlpool.training.suggestion import WorkerSuggestion, suggest_workers
 from rlpool.workers.process_start import preload, shutdown
 from rlpool.workers.stack_dumps import dump_stacks_on_signal
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 """The installed version.
 
 Example:
@@ -141,3 +142,13 @@ __all__ = [
     "vtrace",
     "worker_count",
 ]
+
+__getattr__ = removed_names(
+    __name__,
+    {
+        "WorkerSuggestion": "time n_workers 0, 1 and 2 with stats() as docs/choosing.md does",
+        "dump_stacks_on_signal": "a hang report has all stacks; in between, use py-spy dump --pid",
+        "suggest_workers": "time n_workers 0, 1 and 2 with stats() as docs/choosing.md does",
+        "trace": "use stats() or `python -m rlpool top`, and py-spy for a timeline",
+    },
+)

@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -126,6 +127,25 @@ def _guess(name: str, names: Sequence[str]) -> str:
         return "let create_env return that many: GymEnv([make() for _ in range(n)], seed)"
     close = difflib.get_close_matches(name, names, 1, _CLOSE)
     return f"pass {close[0]}" if close else f"it takes {', '.join(names)}"
+
+
+def removed_names(module: str, instead: Mapping[str, str]) -> Callable[[str], Any]:
+    """Make the ``__getattr__`` of a module that had public names which are gone.
+
+    Args:
+        module: Name of the module.
+        instead: What to use, by the name that is gone.
+    """
+
+    def missing(name: str) -> Any:
+        if name not in instead:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        what = f"{module}.{name} was removed in version 0.3: {instead[name]}"
+        # An import statement would drop the text of an AttributeError.
+        importing = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+        raise ImportError(what) if importing else AttributeError(what)
+
+    return missing
 
 
 def takes_keyword(function: Callable[..., Any], name: str, *, otherwise: bool = True) -> bool:
