@@ -6,9 +6,7 @@ Each kind of environment runs with 0, 1 and 2 workers (4 as well where steps sle
 lanes each, in windows (``Batcher``) or, where episodes are of unequal length, in requests of
 episodes with two pending (``EpisodeBatcher``). Nothing is learned: the caller waits.
 
-Prints a JSON line per kind: steps per second by ``workers x lanes``; what ``suggest_workers`` says
-after a short run in this process, and for a fixed number of lanes; how fast the first suggestion
-is, as a share of the fastest of the others.
+Prints a JSON line per kind: steps per second by ``workers x lanes``.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import gymnasium
 import torch
 from workloads import (
     WORKLOADS,
-    PolicyAgent,
     StragglerEnv,
     Workload,
     make_batcher,
@@ -33,8 +30,6 @@ from workloads import (
     parser_of,
     show,
 )
-
-from rlpool import WorkerSuggestion, suggest_workers
 
 
 @dataclass(frozen=True)
@@ -98,13 +93,6 @@ def steps_per_s(kind: Kind, n_workers: int, n_lanes: int, seconds: float) -> flo
     raise AssertionError
 
 
-def suggested(kind: Kind, n_lanes: int | None = None) -> WorkerSuggestion:
-    """What rlpool suggests."""
-    policy = {"make_policy": kind.workload.make_policy}
-    arguments = {"agent_args": policy, "n_lanes": n_lanes, "n_timesteps": kind.n_timesteps}
-    return suggest_workers(kind.workload.make_env, PolicyAgent, **arguments)
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
@@ -119,18 +107,7 @@ def main() -> None:
             rate = steps_per_s(kind, n_workers, n_lanes, args.seconds)
             found[f"{n_workers} x {n_lanes}"] = round(rate)
             note(f"{name}, {n_workers} x {n_lanes}: {rate:.0f} steps/s")
-        free = suggested(kind)
-        note(str(free))
-        fixed = {n: suggested(kind, n) for n in (4, 16)}
-        rate = steps_per_s(kind, free.n_threads, free.n_lanes, args.seconds)
-        figures = {
-            "suggested": f"{free.n_threads} x {free.n_lanes}",
-            "estimated": round(free.steps_per_s),
-            "measured": round(rate),
-            "of_fastest": round(rate / max(found.values()), 2),
-            "for_lanes": {n: f"{each.n_threads} x {each.n_lanes}" for n, each in fixed.items()},
-        }
-        show({"kind": name, "steps_per_s": found, **figures})
+        show({"kind": name, "steps_per_s": found})
 
 
 if __name__ == "__main__":

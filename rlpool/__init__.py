@@ -42,7 +42,7 @@ from rlpool.errors import (
     WorkerStartupError,
     WorkerTimeoutError,
 )
-from rlpool.machine.arguments import removed_names
+from rlpool.machine.arguments import removed_names as _removed_names
 from rlpool.machine.worker_limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.manager.vector_env import ParallelVectorEnv
@@ -61,7 +61,6 @@ from rlpool.training.statistics import (
     episode_lengths,
     episode_returns,
 )
-from rlpool.training.suggestion import WorkerSuggestion, suggest_workers
 from rlpool.workers.process_start import preload, shutdown
 from rlpool.workers.stack_dumps import dump_stacks_on_signal
 
@@ -113,7 +112,6 @@ __all__ = [
     "WorkerDiedError",
     "WorkerError",
     "WorkerStartupError",
-    "WorkerSuggestion",
     "WorkerTimeoutError",
     "__version__",
     "categorical_log_probability",
@@ -137,13 +135,12 @@ __all__ = [
     "sample_normal",
     "sample_tanh_normal",
     "shutdown",
-    "suggest_workers",
     "trace",
     "vtrace",
     "worker_count",
 ]
 
-__getattr__ = removed_names(
+__getattr__ = _removed_names(
     __name__,
     {
         "WorkerSuggestion": "time n_workers 0, 1 and 2 with stats() as docs/choosing.md does",
