@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.seeding import episode_seeds, evaluation_root, root_from
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.training.statistics import episode_returns, numbers_of
-from rlpool.training.video import Filming, best_suffix, number_of
+from rlpool.training.video import Filming
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S
 
 _N_TIMESTEPS = 128
@@ -102,9 +103,10 @@ def evaluate(
             the agent greedy, say.
         env_info: Likewise.
         video: A directory, created if it is missing, for one file per filmed episode, such as
-            ``episode-002-seed-1703251-return-200.mp4``: mp4 with imageio-ffmpeg (the extra
-            ``video``), otherwise GIF. ``create_env`` has to make a ``GymEnv`` of environments with
-            ``render_mode="rgb_array"``; they film themselves, in the workers.
+            ``episode-002-seed-1703251-return-200.mp4``. Needs the extra ``video``. ``create_env``
+            has to make a ``GymEnv`` of environments with ``render_mode="rgb_array"``; Gymnasium's
+            ``RecordVideo`` films them, in the workers, and keeps the frames of an episode in
+            memory until its end.
         video_episodes: How many of the first episodes to film, or the numbers of those to film.
         timeout: As for ``EpisodeBatcher``.
 
@@ -127,9 +129,9 @@ def evaluate(
         for name, info in (("agent_info", agent_info), ("env_info", env_info))
     ]
     agent_args = {"agent": _checked_agent(agent, n_threads)}
-    numbers = _checked_numbers(video_episodes, n_episodes) if video is not None else []
     root = evaluation_root(seeds)
-    with _filmed(create_env, video, numbers, root) as (create, take_videos):
+    filmed = _filmed_seeds(video_episodes, n_episodes, root) if video is not None else {}
+    with _filming(create_env, video, filmed) as (create, folder):
         factories = _in_evaluation_mode, agent_args, create, env_args
         # As many slots as its own layout says.
         n_slots: Any = None
@@ -137,7 +139,8 @@ def evaluate(
             _N_TIMESTEPS, n_slots, *factories, n_threads, root, timeout=timeout
         ) as batcher:
             outcomes = [_outcome(part) for part in batcher.parts(n_episodes, *infos)]
-        videos = take_videos()
+        films = [next(folder.glob(f"episode-{n:03d}-*")) for n in filmed.values()]
+        videos = tuple(film.replace(folder.parent / film.name) for film in films)
     returns, lengths, successes, used = zip(*outcomes, strict=True)
     known = [success for success in successes if success is not None]
     success = torch.cat(known) if known else None
@@ -229,45 +232,43 @@ def _in_evaluation_mode(agent: Any) -> Any:
 # Videos ------------------------------------------------------------------------------------------
 
 
+def _filmed_seeds(video_episodes: Any, n_episodes: int, root: int) -> dict[int, int]:
+    """The seeds of the episodes to film, each with the number of its episode, in their order."""
+    if isinstance(video_episodes, Iterable):
+        name = "each of video_episodes"
+        numbers = sorted({whole_number(name, number, 0) for number in video_episodes})
+    else:
+        first = whole_number("video_episodes", video_episodes, 0)
+        numbers = list(range(min(first, n_episodes)))
+    last = max(numbers, default=-1)
+    if last >= n_episodes:
+        what = f"video_episodes has episode {last}, there are {n_episodes}"
+        raise SpecError(what, fix="number them from 0")
+    seeds = episode_seeds(root_from(root), 0, last + 1)
+    return {seeds[number]: number for number in numbers}
+
+
 @contextmanager
-def _filmed(
-    create_env: Any, video: str | Path | None, numbers: Sequence[int], seeds: int
-) -> Iterator[tuple[Any, Callable[[], tuple[Path, ...]]]]:
-    """Let environments film episodes into a folder of their own, which is removed at the end.
+def _filming(
+    create_env: Any, video: str | Path | None, filmed: Mapping[int, int]
+) -> Iterator[tuple[Any, Path]]:
+    """Let environments film into a folder inside the directory, which is removed at the end.
 
     Yields:
-        What makes the environments, and a function that moves the films to where they belong.
+        What makes the environments, and the folder.
     """
     if video is None or not callable(create_env):
-        yield create_env, lambda: ()
+        yield create_env, Path()
         return
-    suffix = best_suffix()
     fix = "pass a directory that can be made and written, which may be missing"
     if not isinstance(video, str | os.PathLike):
         raise SpecError(f"video is {video!r:.60}, not a path", fix=fix)
+    if find_spec("moviepy") is None:
+        raise SpecError("video needs moviepy", fix="pip install rlpool[video]")
     directory = Path(video)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SpecError(f"video is {video!s:.200}: {error.strerror}", fix=fix) from error
-    used = episode_seeds(root_from(seeds), 0, max(numbers, default=-1) + 1)
     with tempfile.TemporaryDirectory(prefix=".filming-", dir=directory) as folder:
-
-        def take_videos() -> tuple[Path, ...]:
-            made = {number_of(path): path for path in Path(folder).glob("episode-*")}
-            return tuple(made[n].replace(directory / made[n].name) for n in sorted(made))
-
-        episodes = {used[number]: number for number in numbers}
-        yield Filming(create_env, Path(folder).absolute(), suffix, episodes), take_videos
-
-
-def _checked_numbers(video_episodes: Any, n_episodes: int) -> list[int]:
-    """The numbers of the episodes to film."""
-    if not isinstance(video_episodes, Iterable):
-        first = whole_number("video_episodes", video_episodes, 0)
-        return list(range(min(first, n_episodes)))
-    numbers = [whole_number("each of video_episodes", number, 0) for number in video_episodes]
-    if max(numbers, default=0) >= n_episodes:
-        what = f"video_episodes has episode {max(numbers)}, there are {n_episodes}"
-        raise SpecError(what, fix="number them from 0")
-    return numbers
+        yield Filming(create_env, Path(folder).absolute(), filmed), Path(folder)

@@ -131,7 +131,6 @@ def test_library_imports_nothing_but_its_dependencies() -> None:
         "batch": {"tqdm"},
         "integrations": {"minari", "stable_baselines3"},
         "rlpool": {"rich"},  # top.py
-        "training": {"imageio_ffmpeg", "PIL"},
     }
     foreign = set()
     for path in (REPOSITORY / "rlpool").rglob("*.py"):
