@@ -15,6 +15,7 @@ from rlpool.agents.agent import Agent
 from rlpool.batch.dispatch import Dispatcher
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.resuming import FORMAT, State, checked_state
+from rlpool.batch.shares import warn_if_unseeded
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_timeout, whole_number
@@ -122,11 +123,20 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             functions,
             # Not a method of this object: a batcher that is dropped, as when a notebook's cell is
             # run again, ends its workers at once only if nothing refers back to it.
-            make_layout=partial(self.layout, n_timesteps, n_slots, self._n_workers),
+            make_layout=partial(self._first_layout, n_timesteps, n_slots, self._n_workers),
             policy=policy,
             timeout_s=timeout_s,
             crash_dir=crash_dir,
         )
+
+    @classmethod
+    def _first_layout(
+        cls, n_timesteps: int, n_slots: int | None, n_workers: int, specs: StepSpecs
+    ) -> Layout:
+        """``layout``, in the caller's process, where it is known at last how to seed lanes."""
+        layout = cls.layout(n_timesteps, n_slots, n_workers, specs)
+        warn_if_unseeded(specs)
+        return layout
 
     @classmethod
     def layout(

@@ -24,7 +24,6 @@ from rlpool.batch.messages import (
     Update,
 )
 from rlpool.batch.requests import Request
-from rlpool.batch.shares import Strays
 from rlpool.batch.worker import main
 from rlpool.errors import EnvError, SpecError, UsageError, Where, WorkerError
 from rlpool.memory.storage import Memory
@@ -110,7 +109,7 @@ class RequestWorkers:
         self._owner_pid = os.getpid()
         self._is_closed = False
         self._repeats_env_errors = n_workers > 0 and policy.restarts_on_env_errors
-        self._strays = Strays()
+        self._is_undisturbed = True  # see Request.is_reproducible
         self._sent = {worker: _Sent() for worker in range(n_workers or 1)}
         self._functions: Memory | None = None
         if n_workers and len(functions) > _LARGE_BYTES:
@@ -149,7 +148,7 @@ class RequestWorkers:
     def stop(self, request: Request) -> None:
         """Let the workers stop a request that they run."""
         self._give_up(request)
-        self._strays.add(self.agreement.specs, request.remaining, "its episodes were cancelled")
+        self._is_undisturbed = False
 
     def _give_up(self, request: Request) -> None:
         request.cancel()
@@ -300,9 +299,8 @@ class RequestWorkers:
         if request is None:
             return
         request.remaining.discard(worker)
-        if worker in self._strays:
-            request.strays.add(worker)
         if not request.remaining:
+            request.is_reproducible = self._is_undisturbed
             self.running.remove(request)
             self.control.request_ends(request.number, request.error is None)
             request.drop_payloads()
@@ -318,7 +316,7 @@ class RequestWorkers:
         """Take back what a worker had begun, for its successor."""
         self._sent[worker] = _Sent(replaces=failure, is_successor=True)
         self.agreement.forget(worker)
-        self._strays.add(self.agreement.specs, {worker}, "it was replaced")
+        self._is_undisturbed = False
         for request in self._owed_by(worker):
             if not request.error and not request.can_be_repeated():
                 request.error = failure or _cannot_go_on(worker)
@@ -333,7 +331,7 @@ class RequestWorkers:
         request = self._find(number)
         if request is None:
             return None
-        self._strays.add(self.agreement.specs, {worker}, "its episodes were interrupted")
+        self._is_undisturbed = False
         if not request.give_back(worker):
             self._note_done(worker, number)
             return None

@@ -58,8 +58,9 @@ class Request(ABC):
         remaining: Workers that are not done with it.
         error: Why it cannot be completed.
         trajectories: Its result, once the caller has waited for it.
-        strays: Workers whose unseeded environments are not where they would have been, had none
-            failed.
+        is_reproducible: False if some worker was replaced before it was complete, or some request
+            failed or was given up: then environments that cannot be seeded are not where they
+            would have been.
     """
 
     number: int
@@ -73,7 +74,7 @@ class Request(ABC):
     remaining: set[int] = field(default_factory=set)
     error: RlpoolError | None = None
     trajectories: TemporalDictTensor | None = None
-    strays: set[int] = field(default_factory=set)
+    is_reproducible: bool = True
 
     @property
     def is_complete(self) -> bool:
@@ -183,11 +184,6 @@ class Request(ABC):
     def seed_of(self, row: int) -> int | None:
         """The seed of the episode that a row is in, ``None`` if it is not known."""
 
-    @property
-    @abstractmethod
-    def workers(self) -> Sequence[int]:
-        """The worker of each row, where that is fixed."""
-
     @abstractmethod
     def result(self) -> TemporalDictTensor:
         """The rows, once complete."""
@@ -215,11 +211,8 @@ class Request(ABC):
             "episode": lambda: torch.tensor(episodes),
             "seed": lambda: torch.tensor(seeds()),
         }
-        step = self.running_block.layout.step
-        if step.seeding == "stream":
-            is_stray = np.isin(self.workers, list(self.strays))
-            reproducible = ~is_stray & (not step.depends_on_timing)
-            info["reproducible"] = partial(torch.from_numpy, reproducible)
+        if self.running_block.layout.step.seeding == "stream":
+            info["reproducible"] = partial(torch.full, (len(episodes),), self.is_reproducible)
         info["policy_version"] = partial(torch.full, (len(episodes),), self.policy.version)
         for prefix, arrays in zip(("agent_info", "env_info"), self.infos, strict=True):
             for key, array in arrays.items():
@@ -308,11 +301,6 @@ class EpisodeRequest(Request):
     @property
     def _shares(self) -> Shares:
         return Shares(self.running_block.layout, self.n_rows)
-
-    @property
-    def workers(self) -> Sequence[int]:
-        """See ``Request.workers``."""
-        return self._shares.workers
 
     @property
     def _seeds(self) -> Callable[[], list[int]]:
@@ -439,11 +427,6 @@ class WindowRequest(Request):
         """Begin the whole window again."""
         self._note_writing(worker)
         return bool(self._rows_of(worker))
-
-    @property
-    def workers(self) -> Sequence[int]:
-        """See ``Request.workers``."""
-        return [lane // self.n_lanes for lane in self.lanes]
 
     def _seeded(self, lane: int) -> int:
         """The lane whose seed the reset of a lane has."""

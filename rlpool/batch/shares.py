@@ -1,9 +1,9 @@
-"""Lanes that cannot be seeded one by one: who runs which episode, and what cannot be reproduced."""
+"""Lanes that cannot be seeded one by one: who runs which episode, and what is refused."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
@@ -48,36 +48,14 @@ class Shares:
         return [seeds[worker * self._n_lanes] for worker in self.workers]
 
 
-class Strays:
-    """Workers whose unseeded lanes are not where they would be in an undisturbed run.
-
-    Nothing that they do from then on can be reproduced.
-    """
-
-    def __init__(self) -> None:
-        self._workers: set[int] = set()
-
-    def __contains__(self, worker: int) -> bool:
-        return worker in self._workers
-
-    def add(self, step: StepSpecs | None, workers: Set[int], why: str) -> None:
-        """Note workers that were disturbed, if their lanes are unseeded.
-
-        Args:
-            step: What a step consists of, ``None`` if that is not known yet.
-            workers: The workers.
-            why: What has happened to them.
-        """
-        if step is None or step.seeding != "stream":
-            return
-        for worker in sorted(workers - self._workers):
-            _LOG.warning(
-                "worker %d: %s, and its environments cannot be seeded: its rows cannot be "
-                "reproduced from here on (info['reproducible'] is False)",
-                worker,
-                why,
-            )
-        self._workers |= workers
+def warn_if_unseeded(step: StepSpecs) -> None:
+    """Tell the user of a batcher whose environments cannot be seeded what that means."""
+    if step.seeding == "stream":
+        _LOG.warning(
+            "the environments cannot be seeded (seeding='stream'): only a whole run gives the same "
+            "data again; info['reproducible'] is False once a worker was replaced or a request "
+            "failed or was given up"
+        )
 
 
 def check_shares(layout: Layout, env_info: Mapping[str, Array], n_rows: int) -> None:

@@ -20,7 +20,7 @@ from rlpool.batch.resuming import (
 )
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import RlpoolError, SpecError, UsageError
+from rlpool.errors import RlpoolError, UsageError
 from rlpool.machine.arguments import names_arguments
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.record.capsule_files import CrashDir
@@ -301,11 +301,6 @@ class Batcher(BatcherBase):
         cls, n_timesteps: int, n_slots: int | None, n_workers: int, specs: StepSpecs
     ) -> Layout:
         """See ``BatcherBase.layout``."""
-        if specs.depends_on_timing:
-            raise SpecError(
-                "windows need lanes that step together, not those of an asynchronous EnvPool",
-                fix="make the pool without batch_size, or use EpisodeBatcher",
-            )
         n_lanes = specs.n_lanes * n_workers
         layout = Layout(specs, n_lanes, n_timesteps, n_workers, specs.auto_reset)
         return layout.checked(("n_timesteps",))

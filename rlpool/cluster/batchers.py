@@ -65,7 +65,7 @@ class _OnNodes(BatcherBase):
                 transport,
                 setup,
                 n_slots=n_slots or 0,
-                make_layout=partial(self.layout, n_timesteps, n_slots, self._n_workers),
+                make_layout=partial(self._first_layout, n_timesteps, n_slots, self._n_workers),
                 crash_dir=crash_dir,
                 require_same_bits=self._require_same_bits,
             )

@@ -147,6 +147,7 @@ class ClusterDispatcher(RequestQueue):
         self._bytes_per_row = 0.0
         self._looked_s = 0.0
         self._n_lost = 0  # results in a row
+        self._is_undisturbed = True  # see Request.is_reproducible
         self._has_started = False
         self._alone_s: float | None = time.monotonic()  # since when there are too few nodes
         self._owner_pid = os.getpid()
@@ -200,6 +201,7 @@ class ClusterDispatcher(RequestQueue):
 
     def _stop(self, request: Request) -> None:
         """Let the nodes stop what they run of a request."""
+        self._is_undisturbed = False
         self._running.remove(request)
         for number, node in self._nodes.items():
             numbers = [n for n, flight in node.flights.items() if flight.request is request]
@@ -360,6 +362,7 @@ class ClusterDispatcher(RequestQueue):
         node = self._nodes.pop(number, None)
         if node is None:
             return 0
+        self._is_undisturbed = False
         self._homes.leave(number, error)
         for flight in node.flights.values():
             self._lose(flight, error)
@@ -370,6 +373,7 @@ class ClusterDispatcher(RequestQueue):
 
     def _lose(self, flight: _Flight, error: RlpoolError) -> None:
         """Let the rows of a shard be run again, if they can be."""
+        self._is_undisturbed = False
         if flight.request.can_be_repeated():
             flight.request.lose(flight.rows)
         else:
@@ -400,6 +404,7 @@ class ClusterDispatcher(RequestQueue):
                 request.block = blocks.take()
                 blocks.forget_surplus()
             request.put(flight.rows, rows)
+            request.is_reproducible &= rows.is_reproducible and self._is_undisturbed
         except (RlpoolError, MemoryError) as error:
             told = error if isinstance(error, RlpoolError) else SpecError(f"no memory: {error}")
             self._note_error(request, told, is_fatal=False)

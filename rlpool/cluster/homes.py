@@ -19,13 +19,11 @@ class Homes:
         n_parts: As given.
         moved: Parts whose environments are not where the last window has left them, to what ended
             the node that had them; ``None`` if nothing did.
-        strayed: Parts whose environments are others than those of an undisturbed run.
     """
 
     def __init__(self, n_parts: int) -> None:
         self.n_parts = n_parts
         self.moved: dict[int, RlpoolError | None] = {}
-        self.strayed: set[int] = set()
         self._parts: dict[int, list[int]] = {}  # node: its parts, the last one that it got last
 
     def join(self, node: int) -> None:
@@ -40,7 +38,6 @@ class Homes:
     def move(self, part: int, error: RlpoolError | None = None) -> None:
         """Note that a part's environments are not where the last window has left them."""
         self.moved[part] = self.moved.get(part) or error
-        self.strayed.add(part)
 
     def of(self, node: int) -> list[int]:
         """The parts of a node."""

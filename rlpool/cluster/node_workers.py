@@ -10,11 +10,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from rlpool.batch.batcher import EpisodeBatcher
 from rlpool.batch.dispatch import Dispatcher
-from rlpool.batch.requests import EpisodeRequest, Policy, Request, WindowRequest
+from rlpool.batch.requests import EpisodeRequest, Policy, WindowRequest
 from rlpool.batch.window_batcher import Batcher
 from rlpool.cluster.fingerprint import fingerprint
 from rlpool.cluster.shards import (
@@ -33,7 +31,6 @@ from rlpool.cluster.shards import (
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError, WorkerError
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
-from rlpool.memory.storage import Array
 from rlpool.record.failures import described, text_of
 from rlpool.record.tape import WindowTapes
 from rlpool.slots.blocks import Layout, StepSpecs
@@ -57,7 +54,7 @@ class _Episodes(EpisodeRequest):
     def result(self) -> TemporalDictTensor:
         """See ``Request.result``; what is sent is put together while the block is at hand."""
         layout = self.running_block.layout
-        self.rows = without_padding(layout, self.part(), _reproducible(self), {})
+        self.rows = without_padding(layout, self.part(), self.is_reproducible, {})
         return super().result()
 
 
@@ -73,18 +70,8 @@ class _Window(WindowRequest):
         trajectories = super().result()
         steps_before = block.arrays.control["steps_before"].reshape(-1)
         lanes_left = {lane: int(steps_before[lane]) for lane in self.lanes_left}
-        self.rows = without_padding(block.layout, self.part(), _reproducible(self), lanes_left)
+        self.rows = without_padding(block.layout, self.part(), self.is_reproducible, lanes_left)
         return trajectories
-
-
-def _reproducible(request: Request) -> Array | None:
-    """Which rows of a request can be reproduced, ``None`` for all."""
-    step = request.running_block.layout.step
-    if step.seeding != "stream":
-        return None
-    is_stray = np.isin(request.workers, list(request.strays))
-    reproducible: Array = ~is_stray & (not step.depends_on_timing)
-    return reproducible
 
 
 class _Run:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import numpy as np
-import torch
 
 from rlpool.batch.messages import Infos
 from rlpool.batch.requests import EpisodeRequest, Request, WindowRequest
@@ -27,7 +24,7 @@ from rlpool.cluster.shards import (
 )
 from rlpool.errors import WorkerError
 from rlpool.memory.storage import Array
-from rlpool.slots.trajectories import Derivation, Glue
+from rlpool.slots.trajectories import Glue
 
 
 class Divided(Request):
@@ -81,8 +78,6 @@ class DividedEpisodes(EpisodeRequest, Divided):
         self._next = 0  # the first row that was not given to anybody
         self._again: list[range] = []  # lost
         self._is_there = np.zeros(self.n_rows, bool)
-        self._reproducible: Any = None
-        self._n_parts = 1
 
     @property
     def is_complete(self) -> bool:
@@ -95,8 +90,11 @@ class DividedEpisodes(EpisodeRequest, Divided):
         return self.n_rows - self._next + sum(len(rows) for rows in self._again)
 
     def divide(self, n_parts: int, n_lanes: int) -> None:
-        """Divide it into fixed parts of whole rows of a worker's lanes."""
-        self._n_parts = n_parts
+        """Divide it into fixed parts of whole rows of a worker's lanes.
+
+        Which of several nodes runs a part depends on time, and unseeded lanes on the node.
+        """
+        self.is_reproducible = n_parts == 1
         self.part_size = -(-self.n_rows // (n_parts * n_lanes)) * n_lanes
 
     @property
@@ -156,11 +154,6 @@ class DividedEpisodes(EpisodeRequest, Divided):
                 self._glue = Glue(block.layout, self.n_rows)
             self._glue.add(np.array(rows), 0, with_padding(result))
             self._arrived[rows.start : rows.stop] = True
-        if result.reproducible is not None:
-            if self._reproducible is None:
-                self._reproducible = np.ones(self.n_rows, bool)
-            # Which of several nodes runs a part depends on time, and unseeded lanes on the node.
-            self._reproducible[rows.start : rows.stop] = result.reproducible & (self._n_parts == 1)
         self._is_there[rows.start : rows.stop] = True
 
     @property
@@ -179,14 +172,6 @@ class DividedEpisodes(EpisodeRequest, Divided):
             ]
 
         return seeds
-
-    def _info(
-        self, episodes: Sequence[int], seeds: Callable[[], Sequence[int]]
-    ) -> dict[str, Derivation]:
-        info = super()._info(episodes, seeds)
-        if self._reproducible is not None:
-            info["reproducible"] = partial(torch.from_numpy, self._reproducible)
-        return info
 
 
 @dataclass(eq=False, kw_only=True)
@@ -283,10 +268,6 @@ class DividedWindow(WindowRequest, Divided):
         for lane, steps_before in result.lanes_left.items():
             control["running"].reshape(-1)[first + lane] = first + lane
             control["steps_before"].reshape(-1)[first + lane] = steps_before
-        if result.reproducible is not None:
-            workers = np.array(self.workers[rows.start : rows.stop])
-            is_stray = ~result.reproducible | (part in self._homes.strayed)
-            self.strays.update(workers[is_stray].tolist())
         self._homes.moved.pop(part, None)
         self._missing.remove(part)
 

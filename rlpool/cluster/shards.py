@@ -163,7 +163,7 @@ class Rows:
         finals: Key to ``[B, ...]``: the value after the last step.
         lengths: int64 ``[B]``.
         starts: int64 ``[B]``, 1 where a row's first step starts an episode.
-        reproducible: bool ``[B]``; ``None`` if all rows are.
+        is_reproducible: See ``Request``, as far as this node knows.
         lanes_left: Of a window: the lanes that go on, to their ``steps_before``, see ``Layout``.
     """
 
@@ -172,7 +172,7 @@ class Rows:
     finals: dict[str, Array]
     lengths: Array
     starts: Array
-    reproducible: Array | None = None
+    is_reproducible: bool = True
     lanes_left: dict[int, int] = field(default_factory=dict)
 
 
@@ -192,7 +192,7 @@ class Outcome:
 
 
 def without_padding(
-    layout: Layout, part: Slice, reproducible: Array | None, lanes_left: dict[int, int]
+    layout: Layout, part: Slice, is_reproducible: bool, lanes_left: dict[int, int]
 ) -> Rows:
     """The rows of a part; no copy where all of them have the same length."""
     lengths = part.lengths
@@ -207,7 +207,7 @@ def without_padding(
             flattened = array[is_filled]
         rows[key] = flattened
     finals = {key: np.ascontiguousarray(array) for key, array in part.finals.items()}
-    return Rows(layout.step, rows, finals, lengths, part.starts, reproducible, lanes_left)
+    return Rows(layout.step, rows, finals, lengths, part.starts, is_reproducible, lanes_left)
 
 
 def with_padding(rows: Rows) -> Slice:

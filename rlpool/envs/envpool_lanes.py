@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,17 +9,11 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from torch.utils import _pytree as pytree
 
 from rlpool.errors import SpecError
-from rlpool.memory.storage import Array
 
 
 def is_envpool(value: Any) -> bool:
     """Whether this is what ``envpool.make`` returns."""
     return callable(getattr(value, "async_reset", None))
-
-
-def is_asynchronous(value: Any) -> bool:
-    """Whether this is an EnvPool that steps some of its environments at a time."""
-    return is_envpool(value) and value.config["batch_size"] < value.config["num_envs"]
 
 
 class EnvPoolLanes(VectorEnv[Any, Any, Any]):
@@ -33,7 +26,8 @@ class EnvPoolLanes(VectorEnv[Any, Any, Any]):
         has_infos: Whether to hand on infos.
 
     Raises:
-        SpecError: For anything else, and for actions that are not one array.
+        SpecError: For anything else, for actions that are not one array, and for a pool that steps
+            some of its environments at a time.
     """
 
     has_infos = False
@@ -45,12 +39,19 @@ class EnvPoolLanes(VectorEnv[Any, Any, Any]):
                 f"{pool!r:.60} is not an EnvPool",
                 fix='pass what envpool.make(..., env_type="gymnasium") returns',
             )
+        n_lanes, batch_size = pool.config["num_envs"], pool.config["batch_size"]
+        if batch_size < n_lanes:
+            raise SpecError(
+                f"the EnvPool steps batch_size={batch_size} of its num_envs={n_lanes} environments "
+                "at a time, and here all of them step together: which ones are ready first depends "
+                "on timing, so no data could be reproduced",
+                fix=f"leave out batch_size, or set batch_size={n_lanes}",
+            )
         arrays = {k: v for k, v in pool.spec.action_array_spec.items() if "env_id" not in k}
         if list(arrays) != ["action"]:
             raise SpecError(f"its actions have the parts {list(arrays)}, not one array")
         self._dtype = arrays["action"].dtype
-        self.num_envs = pool.config["num_envs"]
-        self._n_batches = self.num_envs // pool.config["batch_size"]
+        self.num_envs = n_lanes
         self._all = np.arange(self.num_envs, dtype=np.int32)
         self.single_observation_space = pool.single_observation_space
         self.single_action_space = pool.single_action_space
@@ -61,34 +62,24 @@ class EnvPoolLanes(VectorEnv[Any, Any, Any]):
         if options:
             raise SpecError(f"EnvPool takes no options, got {options}", fix="leave out env_info")
         self._pool.async_reset()
-        parts = [self.receive() for _ in range(self._n_batches)]
-        order = np.argsort(np.concatenate([lanes for lanes, *_ in parts]))
-        shown = [(observation, infos) for _, observation, *_, infos in parts]
-        leaves = [pytree.tree_leaves(each) for each in shown]
-        joined = [np.concatenate(each)[order] for each in zip(*leaves, strict=True)]
-        observation, infos = pytree.tree_unflatten(joined, pytree.tree_structure(shown[0]))
+        observation, *_, infos = self._receive()
         return observation, infos
 
     def step(self, actions: Any) -> Any:
         """Step all."""
-        self.send(actions, self._all)
-        return self.receive()[1:]
+        self._pool.send(np.asarray(actions, self._dtype), self._all)
+        return self._receive()
 
-    def send(self, actions: Any, lanes: Sequence[int] | Array) -> None:
-        """Start steps of lanes."""
-        self._pool.send(np.asarray(actions, self._dtype), np.asarray(lanes, np.int32))
-
-    def receive(self) -> tuple[Any, ...]:
-        """Wait for a batch; returns lanes, ascending, their results and infos."""
+    def _receive(self) -> tuple[Any, ...]:
+        """Wait for all; returns their results and infos, in the order of lanes."""
         *results, infos = self._pool.recv()
         lanes = infos["env_id"]
         # Those of players may have another number of rows.
         results.append(_without_players(infos) if self.has_infos else {})
-        if np.array_equal(lanes, self._all):  # as they are if it waits for all
-            return lanes, *results
+        if np.array_equal(lanes, self._all):
+            return tuple(results)
         order = np.argsort(lanes)
-        ordered = pytree.tree_map(lambda values: np.asarray(values)[order], tuple(results))
-        return lanes[order], *ordered
+        return tuple(pytree.tree_map(lambda values: np.asarray(values)[order], results))
 
     def close(self, **kwargs: Any) -> None:
         """Close it."""

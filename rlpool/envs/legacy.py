@@ -1,4 +1,4 @@
-"""Adapts environments with older or different signatures to Gymnasium's interface.
+"""Adapts environments of the former gym, and other signatures of ``reset``, to Gymnasium's.
 
 Supported are:
 
@@ -9,9 +9,9 @@ Supported are:
   ``reset_task(task)``;
 - missing spaces.
 
-Generators of Gymnasium are NumPy's ``Generator``. Environments written for the old gym draw with
-``self.np_random.rand()``, ``randn`` or ``randint``, methods of NumPy's ``RandomState``. They get a
-``LegacyGenerator``, which has the methods of both.
+Gymnasium's generators are NumPy's ``Generator``. Environments of the former gym draw with
+``self.np_random.rand()``, ``randn`` or ``randint``, methods of NumPy's ``RandomState``. Their
+``np_random`` becomes a ``LegacyGenerator``, which has the methods of both.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ import gymnasium
 import numpy as np
 from gymnasium.utils import seeding
 
-_RESET_ARGUMENTS = ("seed", "options", "env_info", "task")
-_OWN_ARGUMENTS = {"env_info", "task"}  # not passed on by Gymnasium's wrappers
-# Not an argument: marks that ``options`` has a default, which None would override.
-_OWN_OPTIONS = "options by default"
+_GYMNASIUMS = {"seed": None, "options": None}  # arguments of reset, and their defaults
+_OTHERS = {"env_info", "task"}  # not passed on by Gymnasium's wrappers
+_KEPT = ("observation_space", "action_space", "metadata", "render_mode", "spec", "render", "close")
 
 
 class LegacyEnv(gymnasium.Env[Any, Any]):
@@ -38,16 +37,14 @@ class LegacyEnv(gymnasium.Env[Any, Any]):
         reset_arguments: The result of ``reset_arguments(inner)``.
     """
 
-    def __init__(self, inner: Any, reset_arguments: set[str]) -> None:
+    def __init__(self, inner: Any, reset_arguments: dict[str, Any]) -> None:
         self.inner = inner
         self._reset_arguments = reset_arguments
-        for name in ("observation_space", "action_space", "metadata", "render_mode", "spec"):
+        for name in _KEPT:
             if getattr(inner, name, None) is not None:
                 setattr(self, name, getattr(inner, name))
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         """Seed and reset the environment, with ``options`` as it takes them."""
         result = self._called_reset(seed, options)
         return result if is_pair(result) and isinstance(result[1], dict) else (result, {})
@@ -58,8 +55,6 @@ class LegacyEnv(gymnasium.Env[Any, Any]):
         if seed is not None and "seed" not in arguments:
             _seed_legacy(env, seed)
         given: dict[str, Any] = {"seed": seed}
-        if _OWN_OPTIONS not in arguments:
-            given["options"] = None
         if options:
             given |= {"options": options, "env_info": options}
             if "task" in arguments:
@@ -67,7 +62,7 @@ class LegacyEnv(gymnasium.Env[Any, Any]):
                 given |= {"task": others.pop("task", None), "options": others or None}
             elif "task" in options and callable(getattr(env, "reset_task", None)):
                 env.reset_task(options["task"])
-        return env.reset(**{name: given[name] for name in arguments & given.keys()})
+        return env.reset(**{n: given.get(n, default) for n, default in arguments.items()})
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step; with four results, ``info`` tells whether ``done`` is a truncation."""
@@ -77,16 +72,6 @@ class LegacyEnv(gymnasium.Env[Any, Any]):
         observation, reward, done, info = result
         flags = (False, done) if (info or {}).get("TimeLimit.truncated", False) else (done, False)
         return observation, reward, *flags, info
-
-    def render(self) -> Any:
-        """What the environment shows; ``gymnasium.Env`` would hide it."""
-        return self.inner.render()
-
-    def close(self) -> None:
-        """Close the environment, if it has ``close``."""
-        close = getattr(self.inner, "close", None)
-        if callable(close):
-            close()
 
     def get_wrapper_attr(self, name: str) -> Any:
         """An attribute of the environment or of one that it wraps."""
@@ -113,22 +98,14 @@ def modernised(env: Any, *, with_tasks: bool = True, returns_pair: bool = True) 
     Returns:
         ``env`` itself if nothing has to be adapted.
     """
-    layer: Any = env
-    wrapper: Any = None
-    while isinstance(layer, gymnasium.Wrapper):
-        if not _OWN_ARGUMENTS.isdisjoint(inspect.signature(layer.reset).parameters):
-            break  # the wrapper itself takes what Gymnasium's do not
-        layer, wrapper = layer.env, layer
-    arguments = reset_arguments(layer)
-    is_modern = isinstance(layer, gymnasium.Env) and arguments == {"seed", "options"}
-    gets_task = with_tasks and callable(getattr(layer, "reset_task", None))
-    if is_modern and returns_pair and not gets_task:
+    is_wrapper = isinstance(env, gymnasium.Wrapper)
+    if is_wrapper and _OTHERS.isdisjoint(inspect.signature(env.reset).parameters):
+        env.env = modernised(env.env, with_tasks=with_tasks, returns_pair=returns_pair)
         return env
-    adapter = LegacyEnv(layer, arguments)
-    if wrapper is None:
-        return adapter
-    wrapper.env = adapter
-    return env
+    arguments = reset_arguments(env)
+    is_modern = isinstance(env, gymnasium.Env) and arguments == _GYMNASIUMS and returns_pair
+    has_tasks = with_tasks and callable(getattr(env, "reset_task", None))
+    return env if is_modern and not has_tasks else LegacyEnv(env, arguments)
 
 
 def is_pair(result: Any) -> bool:
@@ -136,38 +113,34 @@ def is_pair(result: Any) -> bool:
     return isinstance(result, tuple) and len(result) == 2
 
 
-def reset_arguments(env: Any) -> set[str]:
-    """The arguments of ``reset``, including those that it passes on to a wrapped environment."""
+def reset_arguments(env: Any) -> dict[str, Any]:
+    """The arguments of ``reset``, including those that it passes on to a wrapped environment.
+
+    Returns:
+        Name to what the environment gets unless something is given: its own default, or ``None``.
+    """
     try:
         parameters = inspect.signature(env.reset).parameters
     except (TypeError, ValueError):  # compiled code need not tell
-        return set()
-    arguments = {name for name in _RESET_ARGUMENTS if name in parameters}
-    default = parameters["options"].default if "options" in parameters else None
-    if default is not None and default is not inspect.Parameter.empty:
-        arguments.add(_OWN_OPTIONS)
+        return {}
+    defaults = {name: None if p.default is p.empty else p.default for name, p in parameters.items()}
+    found = {name: defaults[name] for name in defaults.keys() & (_GYMNASIUMS.keys() | _OTHERS)}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         inner = getattr(env, "env", None)
-        arguments |= reset_arguments(inner) if hasattr(inner, "reset") else {"seed", "options"}
-    return arguments
+        found = (reset_arguments(inner) if hasattr(inner, "reset") else _GYMNASIUMS) | found
+    return found
 
 
 def _seed_legacy(env: Any, seed: int) -> None:
     """Seed an environment whose ``reset`` takes no seed, and give it a ``LegacyGenerator``."""
-    if callable(getattr(env, "seed", None)):
+    has_seed = callable(getattr(env, "seed", None))
+    if has_seed:
         env.seed(seed)
-    elif isinstance(env, gymnasium.Env):
-        with suppress(AttributeError):  # it may be read-only
+    with suppress(AttributeError):  # np_random may be read-only
+        if not has_seed and isinstance(env, gymnasium.Env):
             env.np_random = seeding.np_random(seed)[0]  # as gym.Env did
-    else:
-        return
-    layer = env
-    while layer is not None:
-        attributes = getattr(layer, "__dict__", {})
-        for name, value in attributes.items():
-            if type(value) is np.random.Generator:
-                attributes[name] = LegacyGenerator(value.bit_generator)
-        layer = attributes.get("env")
+        if type(env.np_random) is np.random.Generator:
+            env.np_random = LegacyGenerator(env.np_random.bit_generator)
 
 
 class LegacyGenerator(np.random.Generator):
@@ -180,8 +153,6 @@ class LegacyGenerator(np.random.Generator):
     """
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
         return getattr(np.random.RandomState(self.bit_generator), name)
 
     def __reduce__(self) -> tuple[Any, ...]:

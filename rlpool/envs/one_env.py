@@ -93,7 +93,7 @@ class ActingEnv(LegacyEnv):
         if is_pair(result):
             return self._read(result[0]), result[1]
         self.inner = modernised(self.inner, returns_pair=False)
-        self._reset_arguments = {"seed", "options"}
+        self._reset_arguments = {"seed": None, "options": None}
         return self._read(result), {}
 
     def _is_gymnasiums(self, result: Any) -> bool:

@@ -82,7 +82,6 @@ class VecEnv(ABC):
         steps_all_lanes: Whether every step steps all lanes. A lane that is left out goes on unseen,
             and needs a reset before it can be stepped again.
         seeding: What can be seeded, see ``VectorGymEnv``.
-        depends_on_timing: Whether other data may come from the same environments and actions.
         min_ready: How many lanes the rollout loop waits for at a time, ``None`` for all.
         lane_in_use: One element: the lane whose environment is running. It explains the death of
             this process.
@@ -101,7 +100,6 @@ class VecEnv(ABC):
     is_declared = True
     steps_all_lanes = False
     seeding: Seeding = "episode"
-    depends_on_timing = False
     min_ready: int | None = None
     varying_keys: Collection[str] = ()
     _widens, _prefix = False, ""  # of the observations' columns

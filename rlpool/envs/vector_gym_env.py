@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from rlpool.envs.columns import Results, as_array
-from rlpool.envs.envpool_lanes import EnvPoolLanes, is_asynchronous, is_envpool
+from rlpool.envs.envpool_lanes import EnvPoolLanes, is_envpool
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.gymnasium_vector import adapt, autoreset_mode, failed_process, kill
 from rlpool.envs.info_keys import InfoKeys
@@ -44,9 +44,10 @@ class VectorGymEnv(VecEnv):
       whatever ran before. What a worker did for a request that it dies in is repeated, with the
       same bits.
     - ``"stream"``: not at all, ``reset(seed=...)`` changes nothing. Only a whole run gives the same
-      bits again, from the construction on. After a worker's death a new instance does its part of
-      the request anew: a warning is logged, and ``info["reproducible"]`` is False in those rows,
-      and in later ones of the new instance.
+      bits again, from the construction on; a batcher logs a warning that says so. After a worker's
+      death a new instance does its part of the request anew. ``info["reproducible"]``, the same for
+      all rows of a result, is False if a worker was replaced before the result was complete, or
+      some request failed or was given up.
 
     With ``"request"`` and ``"stream"`` all rows of ``env_info`` have to be equal, since one reset
     serves all lanes; ``info["seed"]`` is its seed. Errors carry no capsule, and windows cannot go
@@ -109,11 +110,6 @@ class VectorGymEnv(VecEnv):
         info_keys: InfoKeys = None,
     ) -> None:
         _refuse_others(vector_env)
-        if is_asynchronous(vector_env):
-            raise SpecError(
-                "VectorGymEnv steps all lanes together, and this EnvPool is asynchronous",
-                fix="use EnvPoolEnv(pool), or leave out batch_size",
-            )
         if is_envpool(vector_env):
             vector_env = EnvPoolLanes(vector_env)
         if isinstance(vector_env, EnvPoolLanes):

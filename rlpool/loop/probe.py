@@ -70,7 +70,6 @@ def probe(
         n_noise=0 if noise is None else noise.shape[1],
         wants_history=wants_history,
         seeding=env.seeding,
-        depends_on_timing=env.depends_on_timing,
     )
 
 

@@ -68,7 +68,6 @@ class StepSpecs:
         n_noise: Random numbers per step.
         wants_history: Whether the agent asks for all previous steps.
         seeding: What can be seeded, see ``VectorGymEnv``.
-        depends_on_timing: Whether not even a whole run gives the same data again.
     """
 
     n_lanes: int
@@ -79,7 +78,6 @@ class StepSpecs:
     n_noise: int = 0
     wants_history: bool = False
     seeding: Seeding = "episode"
-    depends_on_timing: bool = False
 
     def __post_init__(self) -> None:
         succeeded = [*self.observation, *self.state]

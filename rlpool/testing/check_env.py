@@ -101,7 +101,7 @@ def reset_takes_arguments(subject: EnvSubject) -> Findings:
     if "seed" not in arguments and not callable(getattr(inner, "seed", None)):
         yield error("reset() takes no seed, so that no episode can be repeated", _RESET)
     has_task = callable(getattr(inner, "reset_task", None))
-    if not has_task and not arguments & {"options", "env_info", "task"}:
+    if not has_task and not arguments.keys() & {"options", "env_info", "task"}:
         yield warning("reset() takes no options, so that env_info does not reach it", _RESET)
 
 

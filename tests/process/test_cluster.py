@@ -327,10 +327,17 @@ def test_lanes_that_are_reset_together_give_the_same_bits_on_any_node() -> None:
 
 
 @pytest.mark.parametrize("n_nodes", [1, 2])
-def test_rows_of_unseeded_lanes_can_be_reproduced_on_one_node_only(n_nodes: int) -> None:
-    with make(InProcess(n_nodes), create_env=create_unseeded_env, env_args={}) as batcher:
-        batcher.execute(20)
-        assert (batcher.get().info["reproducible"] == (n_nodes == 1)).all()
+def test_unseeded_lanes_can_be_reproduced_on_one_node_only_and_until_it_is_replaced(
+    n_nodes: int,
+) -> None:
+    transport = InProcess(n_nodes)
+    with make(transport, create_env=create_unseeded_env, env_args={}) as batcher:
+        for is_undisturbed in (True, False):
+            batcher.execute(20)
+            expected = is_undisturbed and n_nodes == 1
+            assert batcher.get().info["reproducible"].tolist() == [expected] * 20
+            transport.remove(0)
+            transport.add(0)
 
 
 def test_a_shard_that_is_given_up_when_it_is_complete_gives_its_slots_to_the_next() -> None:

@@ -229,29 +229,21 @@ def test_a_request_has_the_same_bits_after_one_that_failed(tmp_path: Path, n_thr
 
 
 @pytest.mark.promise("I3")
-def test_rows_of_a_stream_that_was_replaced_say_so(
+def test_results_of_a_stream_say_that_a_worker_was_replaced_and_one_warning_explains_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     undisturbed = share(2, "nothing")
+    assert all(result.info["reproducible"].all() for result in undisturbed)
+    caplog.clear()
     results = share(2, "nothing", mark=str(tmp_path / "mark"), kind="sigkill", n_left=44)
     assert_equal(results[0], undisturbed[0])  # it was over
-    for result, expected in zip(results[1:], undisturbed[1:], strict=True):
-        n_rows, is_same = len(result.lengths), result.info["reproducible"]
-        workers = torch.arange(n_rows) // 3 % 2
-        assert sorted({(int(w), bool(s)) for w, s in zip(workers, is_same, strict=True)}) in (
-            [(0, False), (1, True)],
-            [(0, True), (1, False)],
-        )
-        assert expected.info["reproducible"].all()
-        assert result["_done"][torch.arange(n_rows), result.lengths - 1].all()
-        for row in range(n_rows):
-            n = int(result.lengths[row])
-            one, other = (part["frame"][row, :n].numpy().tobytes() for part in (result, expected))
-            assert (one == other) == bool(is_same[row])
-    assert "cannot be seeded" in caplog.text
+    for result in results[1:]:
+        assert not result.info["reproducible"].any()
+        assert result["_done"][torch.arange(len(result.lengths)), result.lengths - 1].all()
+    assert caplog.text.count("cannot be seeded") == 1
 
 
-def test_rows_of_a_stream_that_was_cancelled_say_so(tmp_path: Path) -> None:
+def test_results_of_a_stream_say_that_a_request_failed_before(tmp_path: Path) -> None:
     env_args = {"seeds": "nothing", "mark": str(tmp_path / "mark"), "kind": "raise", "n_left": 12}
     with EpisodeBatcher(
         4, 60, RecurrentAgent, {}, create_struck, env_args, n_threads=1, seeds=5

@@ -1,4 +1,4 @@
-"""EnvPoolEnv: episodes of EnvPool, in step and asynchronous. Skipped where it is not installed."""
+"""EnvPoolEnv: episodes of EnvPool. Skipped where it is not installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from process.watching import assert_equal
+from process.watching import assert_all_equal, assert_equal
 
 from rlpool import (
     AgentError,
@@ -60,9 +60,8 @@ def of_one_lane(lane: int, n_episodes: int, **arguments: Any) -> list[Any]:
             return episodes
 
 
-@pytest.mark.parametrize("batch_size", [4, 2, 1])
-def test_episodes_are_those_of_each_environment(batch_size: int) -> None:
-    result = collect(0, batch_size=batch_size)[0]
+def test_episodes_are_those_of_each_environment() -> None:
+    result = collect(0)[0]
     for lane in range(4):
         rows = range(lane, 18, 4)
         for row, frames in zip(rows, of_one_lane(lane, len(rows)), strict=True):
@@ -71,16 +70,12 @@ def test_episodes_are_those_of_each_environment(batch_size: int) -> None:
             assert result["frame"][row, :n].numpy().tobytes() == np.stack(frames[:-1]).tobytes()
             assert result["_frame"][row, n - 1].numpy().tobytes() == frames[-1].tobytes()
             assert bool(result["_done"][row, n - 1])
-    assert result.info["reproducible"].tolist() == [batch_size == 4] * 18
+    assert result.info["reproducible"].tolist() == [True] * 18
 
 
-@pytest.mark.parametrize("batch_size", [4, 2])
-def test_workers_limits_and_few_slots(batch_size: int) -> None:
-    first = collect(2, 8, batch_size=batch_size)
-    second = collect(2, 40, batch_size=batch_size)
-    assert_equal(first[0], second[0])
-    if batch_size == 4:
-        assert_equal(first[1], second[1])
+def test_workers_and_few_slots() -> None:
+    first, second = collect(2, 8), collect(2, 40)
+    assert_all_equal(first, second)
     assert [len(result.lengths) for result in first] == [18, 7]
 
 
@@ -92,18 +87,14 @@ def test_a_pool_that_create_env_returns_is_a_stream() -> None:
         assert_equal(batcher.get(), collect(0)[0])
 
 
-@pytest.mark.parametrize("batch_size", [4, 2])
-def test_a_request_follows_one_that_failed(batch_size: int) -> None:
+def test_a_request_follows_one_that_failed() -> None:
     calls = iter(range(1000))
 
     def act(*inputs: Any) -> Any:
         assert next(calls) != 9
         return BinaryAgent()(*inputs)
 
-    env_args = {"batch_size": batch_size}
-    with EpisodeBatcher(
-        16, 40, FunctionAgent, {"function": act}, create, env_args, n_threads=0
-    ) as batcher:
+    with EpisodeBatcher(16, 40, FunctionAgent, {"function": act}, create, n_threads=0) as batcher:
         batcher.execute(18)
         with pytest.raises(AgentError):
             batcher.get()
@@ -133,13 +124,8 @@ def test_continuous_actions_and_check_env() -> None:
     ("wrong", "words"),
     [
         (lambda: EnvPoolEnv(3), "3 is not an EnvPool"),
-        (lambda: VectorGymEnv(make(batch_size=2)), "asynchronous"),
-        (lambda: EnvPoolEnv(make(batch_size=3)), "batches of 3"),
-        (lambda: EnvPoolEnv(make(batch_size=2), auto_reset=True), "within windows"),
-        (
-            lambda: windows(create, [1], create_agent=BinaryAgent, batch_size=2),
-            "windows need lanes",
-        ),
+        (lambda: VectorGymEnv(make(batch_size=2)), "batch_size=2 of its num_envs=4"),
+        (lambda: EnvPoolEnv(make(batch_size=3), auto_reset=True), "batch_size=3"),
     ],
 )
 def test_what_does_not_fit_is_refused(wrong: Any, words: str) -> None:
@@ -148,10 +134,9 @@ def test_what_does_not_fit_is_refused(wrong: Any, words: str) -> None:
     assert caught.value.fix
 
 
-@pytest.mark.parametrize("batch_size", [4, 2])
-def test_infos(batch_size: int) -> None:
+def test_infos() -> None:
     def create_env(seed: int) -> EnvPoolEnv:
-        return EnvPoolEnv(make(batch_size=batch_size), info_keys=["elapsed_step"])
+        return EnvPoolEnv(make(), info_keys=["elapsed_step"])
 
     with EpisodeBatcher(200, 8, BinaryAgent, {}, create_env, {}, 0, seeds=1) as batcher:
         batcher.execute(8)

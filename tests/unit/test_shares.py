@@ -145,6 +145,17 @@ def test_nothing_seeded_continues_where_it_was() -> None:
     assert not torch.equal(first[0]["frame"][0, 0], first[1]["frame"][0, 0])
 
 
+def test_a_warning_tells_once_that_nothing_can_be_seeded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    collect([5, 4], seeds="all")
+    assert not caplog.records
+    collect([5, 4], seeds="nothing")
+    (record,) = caplog.records
+    assert "cannot be seeded" in record.getMessage()
+    assert "info['reproducible']" in record.getMessage()
+
+
 def test_one_reset_serves_a_request_and_its_seed_is_told() -> None:
     noted = Noted(ArrayEnv(3, AutoresetMode.NEXT_STEP, "all"))
     with EpisodeBatcher(

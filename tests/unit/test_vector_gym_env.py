@@ -7,7 +7,7 @@ import itertools
 import traceback
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -21,6 +21,7 @@ from process.watching import assert_all_equal, assert_equal, worker_pids
 from rlpool import (
     DictTensor,
     EnvError,
+    EnvPoolEnv,
     EnvSpecError,
     EpisodeBatcher,
     GymEnv,
@@ -378,6 +379,28 @@ def test_what_does_not_fit_is_refused(make: Any, words: str, fix: str) -> None:
     with pytest.raises(SpecError, match=words) as caught:
         make()
     assert fix in caught.value.fix
+
+
+class SomeAtATime(ArrayEnv):
+    """Looks like an EnvPool of four environments that is asynchronous."""
+
+    config: ClassVar = {"num_envs": 4, "batch_size": 2}
+
+    def __init__(self) -> None:
+        super().__init__(4)
+
+    def async_reset(self) -> None:
+        """By which an EnvPool is known."""
+
+
+@pytest.mark.parametrize("wrap", [EnvPoolEnv, VectorGymEnv, lambda pool: pool])
+def test_an_asynchronous_envpool_is_refused_with_the_argument_to_change(wrap: Any) -> None:
+    with (
+        pytest.raises(WorkerStartupError, match="batch_size=2 of its num_envs=4") as caught,
+        EpisodeBatcher(9, 9, ConstantAgent, {}, lambda: wrap(SomeAtATime()), n_threads=0),
+    ):
+        pass
+    assert "leave out batch_size, or set batch_size=4" in str(caught.value)
 
 
 def test_an_async_vector_env_that_forgets_resets_is_refused_and_closed() -> None:
