@@ -84,6 +84,7 @@ class VecEnv(ABC):
         seeding: What can be seeded, see ``VectorGymEnv``.
         depends_on_timing: Whether other data may come from the same environments and actions.
         min_ready: How many lanes the rollout loop waits for at a time, ``None`` for all.
+        shares_current: Whether others use ``current`` as well, so that the agent gets a copy.
         lane_in_use: One element: the lane whose environment is running. It explains the death of
             this process.
         varying_keys: Keys of ``current`` that are not compared when an episode is repeated.
@@ -103,6 +104,7 @@ class VecEnv(ABC):
     seeding: Seeding = "episode"
     depends_on_timing = False
     min_ready: int | None = None
+    shares_current = False
     varying_keys: Collection[str] = ()
     _widens, _prefix = False, ""  # of the observations' columns
     _columns: Columns | None = None

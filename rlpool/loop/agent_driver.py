@@ -70,8 +70,8 @@ class AgentDriver:
             AgentFailure: If the agent's ``initial_state`` fails.
         """
         if self._makes_initial_states:
-            rows = _rows_repeating(sorted(lanes), self.n_lanes)
-            info = None if agent_info is None else agent_info.index(rows)
+            rows = rows_repeating(sorted(lanes), self.n_lanes)
+            info = None if agent_info is None else agent_info.index(torch.from_numpy(rows))
             try:
                 state = self._read("state", self.agent.initial_state(info, self.n_lanes))
             except KeyboardInterrupt:
@@ -87,8 +87,15 @@ class AgentDriver:
         observation: Mapping[str, torch.Tensor],
         agent_info: DictTensor | None,
         history: TemporalDictTensor | None,
+        lanes: Sequence[int],
     ) -> dict[str, Array]:
         """Call the agent; ``commit`` makes the new state current.
+
+        Args:
+            observation: ``[n_lanes, ...]``.
+            agent_info: ``[n_lanes, ...]`` or ``None``.
+            history: ``[n_lanes, ...]`` or ``None``.
+            lanes: The lanes that take this step; all other rows are copies of the first of these.
 
         Returns:
             The outputs, ``[n_lanes, ...]``. ``state`` then holds the states before this step.
@@ -99,10 +106,16 @@ class AgentDriver:
         seen = observation, agent_info, history
         try:
             if self.starting:
-                return self._act_with_starts(seen)
+                # None of a request that was given up before its first step.
+                self.starting = [lane for lane in self.starting if lane in lanes]
+            if self.starting:
+                return self._act_with_starts(seen, lanes)
             # A copy: the agent may change it in place, or return parts of it as its new state.
-            state = DictTensor._wrap({k: torch.from_numpy(a.copy()) for k, a in self.state.items()})
-            _, outputs, self._new_state = self._call(state, seen)
+            if len(lanes) == self.n_lanes:
+                kept = {key: torch.from_numpy(a.copy()) for key, a in self.state.items()}
+            else:
+                kept = self._states_of(lanes)
+            _, outputs, self._new_state = self._call(DictTensor._wrap(kept), seen)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -117,10 +130,10 @@ class AgentDriver:
         """
         self._put_state(self._new_state, slice(None) if lanes is None else lanes)
 
-    def _act_with_starts(self, seen: Observed) -> dict[str, Array]:
+    def _act_with_starts(self, seen: Observed, lanes: Sequence[int]) -> dict[str, Array]:
         starting, self.starting = self.starting, []
-        others = [lane for lane in range(self.n_lanes) if lane not in set(starting)]
-        rows = _rows_repeating(starting, self.n_lanes)
+        others = [lane for lane in lanes if lane not in starting]
+        rows = rows_repeating(starting, self.n_lanes)
         first, outputs, new = self._call(None, _at(rows, seen) if others else seen)
         if others:
             # Copies: the next call may return the same buffers.
@@ -128,8 +141,8 @@ class AgentDriver:
                 {key: np.array(array) for key, array in part.items()}
                 for part in (first, outputs, new)
             )
-            rows = _rows_repeating(others, self.n_lanes)
-            kept = {key: torch.from_numpy(array)[rows] for key, array in self.state.items()}
+            kept = self._states_of(others)
+            rows = rows_repeating(others, self.n_lanes)
             _, *theirs = self._call(DictTensor._wrap(kept), _at(rows, seen))
             for whole, part in zip((outputs, new), theirs, strict=True):
                 for key, array in part.items():
@@ -137,6 +150,11 @@ class AgentDriver:
         self._put_state(first, starting)
         self._new_state = new
         return outputs
+
+    def _states_of(self, lanes: Sequence[int]) -> dict[str, torch.Tensor]:
+        """A copy of the lanes' states, in all other rows that of the first of them."""
+        rows = torch.from_numpy(rows_repeating(lanes, self.n_lanes))
+        return {key: torch.from_numpy(array)[rows] for key, array in self.state.items()}
 
     def _call(
         self, state: DictTensor | None, seen: Observed
@@ -246,19 +264,20 @@ def _as_array(tensor: Any, name: str, n_lanes: int) -> Array:
     return array
 
 
-def _rows_repeating(lanes: Sequence[int], n_lanes: int) -> torch.Tensor:
+def rows_repeating(lanes: Sequence[int], n_lanes: int) -> Array:
     """Row numbers that keep ``lanes`` in place and replace all other rows by the first of them."""
-    rows = np.full(n_lanes, lanes[0])
+    rows: Array = np.full(n_lanes, lanes[0])
     rows[list(lanes)] = list(lanes)
-    return torch.from_numpy(rows)
+    return rows
 
 
-def _at(rows: torch.Tensor, seen: Observed) -> Observed:
+def _at(rows: Array, seen: Observed) -> Observed:
     observation, agent_info, history = seen
+    numbers = torch.from_numpy(rows)
     return (
-        {key: tensor[rows] for key, tensor in observation.items()},
-        None if agent_info is None else agent_info.index(rows),
-        None if history is None else history.index(rows),
+        {key: tensor[numbers] for key, tensor in observation.items()},
+        None if agent_info is None else agent_info.index(numbers),
+        None if history is None else history.index(numbers),
     )
 
 
@@ -291,9 +310,6 @@ class InfoRows:
         specs = row_specs(agent_info)
         if specs != row_specs(self.arrays):
             self.arrays = {key: batch_array(spec, self._n_lanes) for key, spec in specs.items()}
-            for key, array in self.arrays.items():
-                # Idle lanes need a valid row, too.
-                array[:] = agent_info[key][next(iter(rows.values()))]
             tensors = {key: torch.from_numpy(array) for key, array in self.arrays.items()}
             self.tensors = DictTensor(tensors) if tensors else None
         for key, array in self.arrays.items():

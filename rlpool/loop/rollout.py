@@ -22,14 +22,15 @@ import numpy as np
 import torch
 
 from rlpool.agents.agent import Agent
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import Where, WorkerError
-from rlpool.loop.agent_driver import AgentDriver, History, InfoRows
+from rlpool.loop.agent_driver import AgentDriver, History, InfoRows, Observed, rows_repeating
 from rlpool.loop.bound_plan import BoundPlan, Lane
 from rlpool.loop.crash_scene import CrashScene
 from rlpool.loop.plan import Plan, PlanQueue
 from rlpool.loop.probe import probe
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import Array, batch_array
 from rlpool.observe.control import WorkerRecord
 from rlpool.observe.events import Kind
 from rlpool.record.failures import env_error
@@ -228,6 +229,10 @@ class Rollout:
         self._shown_flags = np.array(env.flags)
         for key, flags in zip(FLAGS, self._shown_flags, strict=True):
             self._observation[key] = torch.from_numpy(flags)
+        specs = row_specs(self._current)
+        copies = {key: batch_array(spec, self._n_lanes) for key, spec in specs.items()}
+        self._copies = [(array, copies[key]) for key, array in self._current.items()]
+        self._copied_observation = {key: torch.from_numpy(a) for key, a in copies.items()}
         self._scene.bind(self._bound, self._current, driver.state)
 
     def _writer_of(self, plan: Plan) -> SlotWriter:
@@ -404,16 +409,21 @@ class Rollout:
             self._noise.draw(lanes)
         for writer, rows in targets:
             writer.write_before(rows)
-        np.copyto(self._shown_flags, self._env.flags)
         starting = driver.starting
         history, before = None, {}
         if self._history is not None:
             history = self._history.view({**self._current, **driver.state})
             # Copied before the agent can change it.
             before = {key: np.array(array) for key, array in self._current.items()}
+        acting = self._live if lanes is None else lanes
+        if len(acting) < self._n_lanes or self._env.shares_current:
+            seen = self._copied_at(rows_repeating(acting, self._n_lanes), history)
+        else:
+            seen = self._observation, self._infos.tensors, history
+            np.copyto(self._shown_flags, self._env.flags)
         record = self._record
         began_ns = record.begin_call(record.agent_ns)
-        outputs = driver.act(self._observation, self._infos.tensors, history)
+        outputs = driver.act(*seen, acting)
         record.end_call(record.agent_ns, began_ns, Kind.AGENT, len(self._live))
         if driver.state:
             for lane in starting:
@@ -425,6 +435,17 @@ class Rollout:
             writer.write_outputs(rows, outputs)
         driver.commit(lanes)
         return outputs
+
+    def _copied_at(self, rows: Array, history: TemporalDictTensor | None) -> Observed:
+        """What an agent is shown, copied from the given rows, one for each lane."""
+        for source, copy in self._copies:
+            source.take(rows, 0, copy, "clip")
+        numbers, agent_info = torch.from_numpy(rows), self._infos.tensors
+        return (
+            self._copied_observation,
+            None if agent_info is None else agent_info.index(numbers),
+            None if history is None else history.index(numbers),
+        )
 
     def _targets(self, lanes: Sequence[int] | None) -> list[tuple[SlotWriter, Array]]:
         """Each plan's writer, and the rows to which it writes what lanes do, all by default."""
