@@ -293,11 +293,14 @@ class InfoRows:
     Attributes:
         arrays: Key to array ``[n_lanes, ...]``, empty if the request has no ``agent_info``.
         tensors: The same as tensors, ``None`` if it is empty.
+        shown: What an agent may change, see ``show_rows``; ``None`` if it is empty.
     """
 
     def __init__(self, n_lanes: int) -> None:
         self.arrays: dict[str, Array] = {}
         self.tensors: DictTensor | None = None
+        self.shown: DictTensor | None = None
+        self._copies: list[tuple[Array, Array]] = []
         self._n_lanes = n_lanes
 
     def show(self, agent_info: Mapping[str, Array], rows: Mapping[int, int]) -> None:
@@ -309,11 +312,25 @@ class InfoRows:
         """
         specs = row_specs(agent_info)
         if specs != row_specs(self.arrays):
-            self.arrays = {key: batch_array(spec, self._n_lanes) for key, spec in specs.items()}
-            tensors = {key: torch.from_numpy(array) for key, array in self.arrays.items()}
-            self.tensors = DictTensor(tensors) if tensors else None
+            self.arrays, copies = (
+                {key: batch_array(spec, self._n_lanes) for key, spec in specs.items()}
+                for _ in range(2)
+            )
+            self.tensors, self.shown = (
+                DictTensor({k: torch.from_numpy(a) for k, a in each.items()}) if each else None
+                for each in (self.arrays, copies)
+            )
+            self._copies = [(array, copies[key]) for key, array in self.arrays.items()]
         for key, array in self.arrays.items():
             array[list(rows)] = agent_info[key][list(rows.values())]
+
+    def show_rows(self, rows: Array | None) -> None:
+        """Copy rows, one for each lane, into ``shown``; by default each lane's own."""
+        for array, copy in self._copies:
+            if rows is None:
+                np.copyto(copy, array)
+            else:
+                array.take(rows, 0, copy, "clip")
 
 
 class History:
@@ -341,17 +358,18 @@ class History:
             array[lane, : self._lengths[lane]] = 0
         self._lengths[lane] = 0
 
-    def view(self, current: Mapping[str, Array]) -> TemporalDictTensor:
-        """The steps so far, ``[n_lanes, longest, ...]``, as views.
+    def so_far(self, current: Mapping[str, Array], lanes: Array) -> TemporalDictTensor:
+        """The steps so far, ``[n_lanes, longest, ...]``, copies.
 
         Args:
             current: Key to array ``[n_lanes, ...]``, the values after the last step.
+            lanes: The lane that each row shows.
         """
-        longest = int(self._lengths.max())
-        rows = {key: array[:, :longest] for key, array in self._rows.items()}
-        finals = {key: np.array(current[key]) for key in self._layout.finals}
-        starts = np.ones_like(self._lengths)
-        return trajectories_of(self._layout, Slice(rows, finals, self._lengths.copy(), starts))
+        lengths = self._lengths[lanes]
+        longest = int(lengths.max())
+        rows = {key: array[lanes, :longest] for key, array in self._rows.items()}
+        finals = {key: current[key][lanes] for key in self._layout.finals}
+        return trajectories_of(self._layout, Slice(rows, finals, lengths, np.ones_like(lengths)))
 
     def record(self, values: Mapping[str, Array], lanes: Sequence[int]) -> None:
         """Add one step.

@@ -22,10 +22,9 @@ import numpy as np
 import torch
 
 from rlpool.agents.agent import Agent
-from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import Where, WorkerError
-from rlpool.loop.agent_driver import AgentDriver, History, InfoRows, Observed, rows_repeating
+from rlpool.loop.agent_driver import AgentDriver, History, InfoRows, rows_repeating
 from rlpool.loop.bound_plan import BoundPlan, Lane
 from rlpool.loop.crash_scene import CrashScene
 from rlpool.loop.plan import Plan, PlanQueue
@@ -410,20 +409,23 @@ class Rollout:
         for writer, rows in targets:
             writer.write_before(rows)
         starting = driver.starting
+        acting = self._live if lanes is None else lanes
         history, before = None, {}
         if self._history is not None:
-            history = self._history.view({**self._current, **driver.state})
+            shown_lanes = rows_repeating(acting, self._n_lanes)
+            history = self._history.so_far({**self._current, **driver.state}, shown_lanes)
             # Copied before the agent can change it.
             before = {key: np.array(array) for key, array in self._current.items()}
-        acting = self._live if lanes is None else lanes
         if len(acting) < self._n_lanes or self._env.shares_current:
-            seen = self._copied_at(rows_repeating(acting, self._n_lanes), history)
+            observation = self._copied_from(rows_repeating(acting, self._n_lanes))
         else:
-            seen = self._observation, self._infos.tensors, history
+            observation = self._observation
             np.copyto(self._shown_flags, self._env.flags)
+            if self._infos.shown is not None:
+                self._infos.show_rows(None)
         record = self._record
         began_ns = record.begin_call(record.agent_ns)
-        outputs = driver.act(*seen, acting)
+        outputs = driver.act(observation, self._infos.shown, history, acting)
         record.end_call(record.agent_ns, began_ns, Kind.AGENT, len(self._live))
         if driver.state:
             for lane in starting:
@@ -436,16 +438,12 @@ class Rollout:
         driver.commit(lanes)
         return outputs
 
-    def _copied_at(self, rows: Array, history: TemporalDictTensor | None) -> Observed:
-        """What an agent is shown, copied from the given rows, one for each lane."""
+    def _copied_from(self, rows: Array) -> Mapping[str, torch.Tensor]:
+        """The observation with the given row for each lane; ``agent_info`` likewise."""
         for source, copy in self._copies:
             source.take(rows, 0, copy, "clip")
-        numbers, agent_info = torch.from_numpy(rows), self._infos.tensors
-        return (
-            self._copied_observation,
-            None if agent_info is None else agent_info.index(numbers),
-            None if history is None else history.index(numbers),
-        )
+        self._infos.show_rows(rows)
+        return self._copied_observation
 
     def _targets(self, lanes: Sequence[int] | None) -> list[tuple[SlotWriter, Array]]:
         """Each plan's writer, and the rows to which it writes what lanes do, all by default."""
