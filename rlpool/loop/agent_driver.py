@@ -111,7 +111,7 @@ class AgentDriver:
             if self.starting:
                 return self._act_with_starts(seen, lanes)
             # A copy: the agent may change it in place, or return parts of it as its new state.
-            if len(lanes) == self.n_lanes:
+            if len(lanes) == self.n_lanes or not self.state:
                 kept = {key: torch.from_numpy(a.copy()) for key, a in self.state.items()}
             else:
                 kept = self._states_of(lanes)

@@ -230,8 +230,10 @@ class Rollout:
             self._observation[key] = torch.from_numpy(flags)
         specs = row_specs(self._current)
         copies = {key: batch_array(spec, self._n_lanes) for key, spec in specs.items()}
-        self._copies = [(array, copies[key]) for key, array in self._current.items()]
-        self._copied_observation = {key: torch.from_numpy(a) for key, a in copies.items()}
+        self._to_copy = [(array, copies[key]) for key, array in self._current.items()]
+        self._copies = {key: torch.from_numpy(array) for key, array in copies.items()}
+        # The history takes what was shown after the agent could change it.
+        self._copies_all = env.shares_current or self._history is not None
         self._scene.bind(self._bound, self._current, driver.state)
 
     def _writer_of(self, plan: Plan) -> SlotWriter:
@@ -410,19 +412,17 @@ class Rollout:
             writer.write_before(rows)
         starting = driver.starting
         acting = self._live if lanes is None else lanes
-        history, before = None, {}
-        if self._history is not None:
-            shown_lanes = rows_repeating(acting, self._n_lanes)
-            history = self._history.so_far({**self._current, **driver.state}, shown_lanes)
-            # Copied before the agent can change it.
-            before = {key: np.array(array) for key, array in self._current.items()}
-        if len(acting) < self._n_lanes or self._env.shares_current:
-            observation = self._copied_from(rows_repeating(acting, self._n_lanes))
+        observation, shown_lanes, history = self._observation, None, None
+        if self._copies_all or len(acting) < self._n_lanes:
+            observation, shown_lanes = self._copies, rows_repeating(acting, self._n_lanes)
+            for source, copy in self._to_copy:
+                source.take(shown_lanes, 0, copy, "clip")
+            if self._history is not None:
+                history = self._history.so_far({**self._current, **driver.state}, shown_lanes)
         else:
-            observation = self._observation
             np.copyto(self._shown_flags, self._env.flags)
-            if self._infos.shown is not None:
-                self._infos.show_rows(None)
+        if self._infos.shown is not None:
+            self._infos.show_rows(shown_lanes)
         record = self._record
         began_ns = record.begin_call(record.agent_ns)
         outputs = driver.act(observation, self._infos.shown, history, acting)
@@ -432,18 +432,11 @@ class Rollout:
                 for bound in self._bound:
                     bound.writer.write_state(int(bound.rows[lane]), lane)
         if self._history is not None:
-            self._history.record({**before, **driver.state, **outputs}, self._live)
+            self._history.record({**self._current, **driver.state, **outputs}, self._live)
         for writer, rows in targets:
             writer.write_outputs(rows, outputs)
         driver.commit(lanes)
         return outputs
-
-    def _copied_from(self, rows: Array) -> Mapping[str, torch.Tensor]:
-        """The observation with the given row for each lane; ``agent_info`` likewise."""
-        for source, copy in self._copies:
-            source.take(rows, 0, copy, "clip")
-        self._infos.show_rows(rows)
-        return self._copied_observation
 
     def _targets(self, lanes: Sequence[int] | None) -> list[tuple[SlotWriter, Array]]:
         """Each plan's writer, and the rows to which it writes what lanes do, all by default."""
