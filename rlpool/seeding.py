@@ -1,4 +1,4 @@
-"""From one root seed to every random number: root, execution, episode, step.
+"""From one root seed to every random number: root, episode, step.
 
 Nothing here depends on who runs an episode or on the clock, so that the same root gives the same
 data for any number of workers.
@@ -9,8 +9,9 @@ collide: of 65,000, two are equal in every other run. So a batcher numbers its e
 as it lives, and the root chooses a permutation of all seeds that maps numbers to seeds. (With
 ``root + number``, the roots 42 and 43 would share all seeds but one.)
 
-**Noise** is rlpool's own. Its keys are 64-bit hashes of root, execution and episode: they do not
-depend on seeds, and episodes that share a seed share no noise.
+**Noise** is rlpool's own. Its keys are 64-bit hashes of the root and of the same number of the
+episode, whatever requests it was divided into: they do not depend on seeds, and episodes that share
+a seed share no noise.
 
 References:
     Kensler, "Correlated multi-jittered sampling", Pixar technical memo 13-01, 2013, section 5: a
@@ -60,6 +61,7 @@ NOISE_CHUNK = 128
 """Steps of noise computed at once: enough that lanes seldom need the next chunk."""
 
 _LANE_NUMBERS = 2**12  # of noise computed at once for a lane that restarts: 16 KiB
+_MAX_LANES = 2**12  # whose numbers are kept: 64 MiB
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: a full-period increment
 _MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -149,15 +151,26 @@ def episode_seeds(root: int, first: int, n_episodes: int) -> list[int]:
     return seeds
 
 
-def noise_keys(root: int, execution: int, n_episodes: int, start: int = 0) -> Words:
-    """Keys of the noise of an ``execute``'s episodes from ``start`` on: uint64 ``[n_episodes]``."""
-    return _hashes(root, _EPISODES, execution, n_episodes, start)
+def noise_keys(root: int, first: int, n_episodes: int) -> Words:
+    """Keys of the noise of consecutive episodes: uint64 ``[n_episodes]``.
+
+    Args:
+        root: The root.
+        first: Number of the first episode: how many were requested before.
+        n_episodes: How many.
+    """
+    return _hashes(root, _EPISODES, 0, n_episodes, first)
 
 
 def task_draws(root: int, collection: int, n_rollouts: int, n_tasks: int) -> list[int]:
     """Which of ``n_tasks`` tasks each rollout of a collection gets, int in ``[0, n_tasks)``."""
     draws = _hashes(root, _TASKS, collection, n_rollouts) % np.uint64(n_tasks)
     return [int(draw) for draw in draws]
+
+
+_lane_noise: dict[tuple[int, int], tuple[tuple[int, int, int], Words, Words]] = {}
+"""What is kept of a lane and of its numbers per step: the block of restarts that it is in, with the
+keys of their noise and its first steps."""
 
 
 class LaneSeeds:
@@ -196,11 +209,20 @@ class LaneSeeds:
 
     def noise(self, lane: int, n_restarts: int, n_noise: int) -> NoiseStart:
         """That episode's noise, ``n_noise`` numbers per step."""
-        n_at_once = _n_at_once(n_noise)
+        lane += self._first_lane
+        n_at_once = max(_LANE_NUMBERS // (NOISE_CHUNK * n_noise), 1)
         block, row = divmod(n_restarts, n_at_once)
-        noise = _lane_noise if n_at_once > 1 else _lane_noise.__wrapped__  # used once: not kept
-        number = lane + self._first_lane
-        keys, heads = noise(self._noise_key, self._noise_salt, number, block, n_noise)
+        derived_from = self._noise_key, self._noise_salt, block
+        kept = _lane_noise.get((lane, n_noise))
+        if kept is None or kept[0] != derived_from:
+            first = _mix(_mix(self._noise_key ^ lane) ^ self._noise_salt) + block * n_at_once
+            keys = _mix_(np.uint64(first & _WORD_MASK) + np.arange(n_at_once, dtype=np.uint64))
+            kept = derived_from, keys, _chunks(keys, 0, n_noise)
+            if n_at_once > 1:  # otherwise it is used once
+                if len(_lane_noise) == _MAX_LANES:
+                    _lane_noise.clear()
+                _lane_noise[lane, n_noise] = kept
+        _, keys, heads = kept
         return NoiseStart(keys[row], heads[row])
 
 
@@ -281,20 +303,6 @@ class NoiseStarts:
     def __getitem__(self, episode: int) -> NoiseStart:
         block, row = divmod(episode, self._n_episodes)
         return NoiseStart(self._keys[episode], self._heads(block)[row])
-
-
-def _n_at_once(n_noise: int) -> int:
-    """Episodes of a lane whose noise is computed together."""
-    return max(_LANE_NUMBERS // (NOISE_CHUNK * n_noise), 1)
-
-
-@functools.lru_cache(maxsize=4096)  # lanes; 64 MiB
-def _lane_noise(key: int, salt: int, lane: int, block: int, n_noise: int) -> tuple[Words, Words]:
-    """Keys and first steps of the noise of consecutive episodes of a lane."""
-    n = _n_at_once(n_noise)
-    first = _mix(_mix(key ^ lane) ^ salt) + block * n
-    keys = _mix_(np.uint64(first & _WORD_MASK) + np.arange(n, dtype=np.uint64))
-    return keys, _chunks(keys, 0, n_noise)
 
 
 class NoiseStream:

@@ -26,9 +26,10 @@ class Agent:
     there under ``torch.inference_mode`` with one torch thread.
 
     A call always gets one row per lane of the worker, even when fewer episodes are left than
-    there are lanes: rows of idle lanes are copies whose results are dropped, and an episode keeps
-    its row from beginning to end. Rounding in a matrix product depends on the number of rows and on
-    the position of a row, so this makes results independent of the number of workers.
+    there are lanes: rows of idle lanes are copies of a running one (observation, state, infos,
+    history and noise alike) whose results are dropped, and an episode keeps its row from beginning
+    to end. Rounding in a matrix product depends on the number of rows and on the position of a
+    row, so this makes results independent of the number of workers.
 
     Attributes:
         n_noise: How many random numbers per row and step the agent needs. They arrive as
@@ -65,11 +66,12 @@ class Agent:
             observation: The environments' keys, ``reward``, ``terminated``, ``truncated``,
                 ``done``, ``initial_state``, ``last_action`` and ``noise`` if ``n_noise``, each
                 ``[B, ...]``. The tensors are buffers that are rewritten after the call: clone
-                anything you keep outside the state.
+                anything you keep outside the state. What is changed in place changes nothing that
+                is recorded.
             agent_info: Each episode's row of ``execute(agent_info=...)``, ``None`` if it was not
                 given.
             history: All previous steps of the same episodes, if ``require_history()``: the keys
-                of a trajectory, with lengths of 0 at the first step. Views, rewritten later.
+                of a trajectory, with lengths of 0 at the first step. A copy.
 
         Returns:
             ``(state, output, new_state)``: the state the call started from (initialised where it

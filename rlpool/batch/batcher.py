@@ -106,7 +106,6 @@ class EpisodeBatcher(BatcherBase):
     _EPISODES = EpisodeRequest
 
     _progress: ShowProgress = False
-    _n_executions = 0
     _n_episodes = 0
     _last: tuple[int, Any, Any] | None = None
 
@@ -178,12 +177,10 @@ class EpisodeBatcher(BatcherBase):
                 n_rows=n_episodes,
                 infos=infos,
                 policy=dispatcher.policy,
-                execution=self._n_executions,
                 first=self._n_episodes,
                 root=self._root,
             )
             dispatcher.check(request)
-            self._n_executions += 1
             self._n_episodes += n_episodes
             self._last = (n_episodes, *infos)
             dispatcher.submit(request)
@@ -278,7 +275,7 @@ class EpisodeBatcher(BatcherBase):
         return self._open().finished_episodes()
 
     _KIND = "EpisodeBatcher"
-    _KEYS = ("n_executions", "n_episodes", "last")
+    _KEYS = ("n_episodes", "last")
 
     def _state(self, dispatcher: RequestQueue) -> State:
         last = None
@@ -286,7 +283,6 @@ class EpisodeBatcher(BatcherBase):
             n_episodes, *infos = self._last
             last = {"n_episodes": n_episodes, **state_of_infos((infos[0], infos[1]))}
         return {
-            "n_executions": self._n_executions,
             "n_episodes": self._n_episodes,
             "last": last,
             "why_lost": why_unseeded(dispatcher.step),
@@ -295,7 +291,7 @@ class EpisodeBatcher(BatcherBase):
     def _load(self, dispatcher: RequestQueue, state: State) -> None:
         last = state["last"]
         self._last = last and (last["n_episodes"], *infos_of_state(last))
-        self._n_executions, self._n_episodes = state["n_executions"], state["n_episodes"]
+        self._n_episodes = state["n_episodes"]
 
     @classmethod
     def layout(

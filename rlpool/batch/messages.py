@@ -57,9 +57,7 @@ class Execute:
     Attributes:
         number: Number of the request.
         root: Root of the episodes' seeds and noise.
-        execution: Number of the ``execute``, from which the episodes' noise derives.
-        first: Episodes requested before it, from which their seeds derive.
-        start: Number of the request's first episode within its ``execute``.
+        first: Episodes requested before it, from which their seeds and noise derive.
         n_episodes: Episodes of the whole request.
         block: Number of the block.
         in_place: Whether episode *i* is written into slot *i*.
@@ -70,9 +68,7 @@ class Execute:
 
     number: int
     root: int
-    execution: int
     first: int
-    start: int
     n_episodes: int
     block: int
     in_place: bool

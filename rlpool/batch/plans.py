@@ -100,7 +100,7 @@ class EpisodePlan(_RequestPlan):
         step = self.layout.step
         self._noise: NoiseStarts | None = None
         if step.n_noise:
-            keys = noise_keys(root, message.execution, n_episodes, message.start)
+            keys = noise_keys(root, message.first, n_episodes)
             self._noise = NoiseStarts(keys, step.n_noise)
         self._in_place = message.in_place
         self._free = message.slots[::-1]

@@ -225,15 +225,10 @@ class EpisodeRequest(Request):
     """Complete episodes, one per row.
 
     Attributes:
-        execution: Number of the ``execute``, from which the episodes' noise derives.
-        first: How many episodes were asked for before, from which their seeds derive.
-        start: Number of the first of these episodes within that ``execute``, a multiple of the
-            lanes of a worker: not 0 if others run the ones before.
+        first: How many episodes were asked for before, from which their seeds and noise derive.
     """
 
-    execution: int
     first: int
-    start: int = 0
 
     def __post_init__(self) -> None:
         self._glue: Glue | None = None  # chunks that were copied out of their slots
@@ -264,9 +259,7 @@ class EpisodeRequest(Request):
         return Execute(
             number=self.number,
             root=self.root,
-            execution=self.execution,
             first=self.first,
-            start=self.start,
             n_episodes=self.n_rows,
             block=block.number,
             in_place=self._in_place,

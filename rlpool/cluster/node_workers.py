@@ -267,9 +267,7 @@ class NodeWorkers:
             n_rows=shard.n_rows,
             infos=shard.infos,
             policy=policy,
-            execution=shard.execution,
             first=shard.first,
-            start=shard.start,
             root=shard.root,
         )
 

@@ -134,7 +134,6 @@ class DividedEpisodes(EpisodeRequest, Divided):
         return EpisodeShard(
             number=number,
             root=self.root,
-            execution=self.execution,
             first=self.first + rows.start,
             start=rows.start,
             n_rows=len(rows),

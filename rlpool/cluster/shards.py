@@ -62,8 +62,8 @@ class EpisodeShard:
     Attributes:
         number: Names it; no two shards of a caller share one.
         root: Root of all seeds.
-        execution: Number of the ``execute``, from which the episodes' noise derives.
-        first: Episodes requested before the first of these, from which their seeds derive.
+        first: Episodes requested before the first of these, from which their seeds and noise
+            derive.
         start: Number of the first within its ``execute``.
         n_rows: How many.
         infos: Their rows of ``agent_info`` and ``env_info``.
@@ -72,7 +72,6 @@ class EpisodeShard:
 
     number: int
     root: int
-    execution: int
     first: int
     start: int
     n_rows: int

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, Protocol
 
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
 
 from rlpool.envs.atari_lanes import resets_atari_lanes, take_a_seed_per_lane
-from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError
+from rlpool.memory.storage import Array
+from rlpool.seeding import Seeding
 
 _LAST_WORDS_S = 1.0
 """How long a process that failed may take to say why, or to end."""
@@ -27,13 +28,25 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode | None:
         return None
 
 
-def adapt(env: VectorEnv[Any, Any, Any], owner: VecEnv) -> None:
-    """Let one of Gymnasium's own vector environments say which lane fails.
+class Owner(Protocol):
+    """What owns a vector environment: a ``VectorGymEnv``."""
+
+    lane_in_use: Any
+    at_rest: Array
+    seeding: Seeding
+
+
+def adapt(env: VectorEnv[Any, Any, Any], owner: Owner) -> bool:
+    """Let one of Gymnasium's own vector environments say which lane fails, and lanes rest.
 
     Args:
         env: A vector environment, wrapped or not. ale-py's is made to take a seed per lane; others
             than these are left as they are.
-        owner: Its ``lane_in_use`` tells. It copies observations before the next call.
+        owner: Its ``lane_in_use`` tells, and the lanes ``at_rest`` are not stepped. It copies
+            observations before the next call.
+
+    Returns:
+        Whether lanes can rest.
 
     Raises:
         SpecError: For an ``AsyncVectorEnv`` that forgets what was reset.
@@ -44,7 +57,7 @@ def adapt(env: VectorEnv[Any, Any, Any], owner: VecEnv) -> None:
     if (is_sync or is_async) and not is_wrapped:
         base.copy = False
     if is_sync:
-        base.envs = _Marked(base.envs, owner)
+        base.envs = _Marked(base, owner)
     if is_sync and owner.seeding == "episode":
         # No restarts without the episode's options, and no final observations in the infos.
         base.autoreset_mode = base.metadata["autoreset_mode"] = AutoresetMode.DISABLED
@@ -57,20 +70,24 @@ def adapt(env: VectorEnv[Any, Any, Any], owner: VecEnv) -> None:
                 'vector_kwargs={"autoreset_mode": AutoresetMode.DISABLED})',
             )
         base._raise_if_errors = _raiser(base)
+        if owner.seeding == "episode":
+            pipes = enumerate(base.parent_pipes)
+            base.parent_pipes = [_RestfulPipe(pipe, lane, base, owner) for lane, pipe in pipes]
     elif owner.seeding == "episode" and resets_atari_lanes(env):
         take_a_seed_per_lane(base)
+    return (is_sync or is_async) and owner.seeding == "episode"
 
 
 class _Marked(list[Any]):
     """Sub-environments of a ``SyncVectorEnv``; whoever takes one sets ``lane_in_use``.
 
     It takes them one after another, by iteration or by index, to step or reset them. So this tells
-    which one fails or dies.
+    which one fails or dies. Those that rest are replaced where it steps them, by index.
     """
 
-    def __init__(self, envs: Sequence[Any], owner: VecEnv) -> None:
-        super().__init__(envs)
-        self._owner = owner
+    def __init__(self, base: Any, owner: Owner) -> None:
+        super().__init__(base.envs)
+        self._owner, self._base = owner, base
 
     def __iter__(self) -> Iterator[Any]:
         lane_in_use = self._owner.lane_in_use
@@ -82,8 +99,55 @@ class _Marked(list[Any]):
 
     def __getitem__(self, lane: Any) -> Any:
         if type(lane) is int:
+            if self._owner.at_rest[lane]:
+                return _Resting(self._base._env_obs[lane])
             self._owner.lane_in_use[0] = lane
         return list.__getitem__(self, lane)
+
+
+class _Resting:
+    """Stands in for a sub-environment that rests: a step changes nothing."""
+
+    def __init__(self, observation: Any) -> None:
+        self._observation = observation
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """The last observation once more."""
+        return self._observation, 0.0, False, False, {}
+
+
+class _RestfulPipe:
+    """A pipe to a process of an ``AsyncVectorEnv``, which is not told to step while it rests.
+
+    Everything else is the pipe's.
+    """
+
+    def __init__(self, pipe: Any, lane: int, base: Any, owner: Owner) -> None:
+        self._pipe, self._lane, self._base, self._owner = pipe, lane, base, owner
+        self._observation: Any = None  # the last, where it does not travel in shared memory
+        self._rests = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipe, name)
+
+    def send(self, message: Any) -> None:
+        """Send a message, unless it asks for a step and the lane rests."""
+        self._rests = message[0] == "step" and bool(self._owner.at_rest[self._lane])
+        if not self._rests:
+            self._pipe.send(message)
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        """Whether there is an answer."""
+        return self._rests or self._pipe.poll(timeout)
+
+    def recv(self) -> Any:
+        """The answer."""
+        if self._rests:
+            return _Resting(self._observation).step(None), True
+        answer = self._pipe.recv()
+        if not self._base.shared_memory and answer[1] and isinstance(answer[0], tuple):
+            self._observation = answer[0][0]
+        return answer
 
 
 class _RemoteTraceback(Exception):

@@ -83,6 +83,7 @@ class VecEnv(ABC):
             and needs a reset before it can be stepped again.
         seeding: What can be seeded, see ``VectorGymEnv``.
         min_ready: How many lanes the rollout loop waits for at a time, ``None`` for all.
+        shares_current: Whether others use ``current`` as well, so that the agent gets a copy.
         lane_in_use: One element: the lane whose environment is running. It explains the death of
             this process.
         varying_keys: Keys of ``current`` that are not compared when an episode is repeated.
@@ -101,6 +102,7 @@ class VecEnv(ABC):
     steps_all_lanes = False
     seeding: Seeding = "episode"
     min_ready: int | None = None
+    shares_current = False
     varying_keys: Collection[str] = ()
     _widens, _prefix = False, ""  # of the observations' columns
     _columns: Columns | None = None

@@ -53,9 +53,10 @@ class VectorGymEnv(VecEnv):
     serves all lanes; ``info["seed"]`` is its seed. Errors carry no capsule, and windows cannot go
     on after a worker's death: call ``reset``.
 
-    A vector environment steps all lanes at once. Lanes without an episode step as well, with the
-    actions of another lane, and are in no result; nor are the steps in which lanes restart
-    (``AutoresetMode.NEXT_STEP``).
+    A vector environment steps all lanes at once. Lanes without an episode are in no result; nor are
+    the steps in which lanes restart (``AutoresetMode.NEXT_STEP``). Those of a ``SyncVectorEnv`` or
+    ``AsyncVectorEnv`` rest meanwhile, others step as well, with the actions of another lane: where
+    single lanes are reset, they repeat an episode that has ended well before.
 
     Options of a reset are a dict, an empty one without ``env_info``. If a step or reset raises,
     the error names the sub-environment of a ``SyncVectorEnv`` or ``AsyncVectorEnv`` that failed,
@@ -81,6 +82,7 @@ class VectorGymEnv(VecEnv):
     Attributes:
         vector_env: The vector environment.
         seeding: ``"episode"``, ``"request"`` or ``"stream"``.
+        at_rest: bool ``[n_lanes]``: the lanes that the step being made leaves as they are.
         observation_space: The space of one lane's observations.
         action_space: The space of one lane's actions.
 
@@ -140,14 +142,16 @@ class VectorGymEnv(VecEnv):
         self._nest_action = nester(native)
         self.seeding: Seeding = seeding or detected_seeding(vector_env)
         refuse_wrong_statistics(vector_env, self._info_specs, self.seeding)
-        adapt(vector_env, self)
+        self.at_rest = self._none_rests = np.zeros(n_lanes, bool)
+        self._can_rest = adapt(vector_env, self)
         self._mode = autoreset_mode(vector_env)
         self._was_reset = False  # all lanes, at least once, by this object
         self._in_episode = np.zeros(n_lanes, bool)  # lanes that took all steps since their reset
         self._has_ended = np.zeros(n_lanes, bool)  # lanes that refuse another step
         self._elapsed = np.zeros(n_lanes, np.int64)  # steps of each lane's episode
         self._episodes: list[tuple[int, Options]] = [(0, None)] * n_lanes  # seed, options
-        self._idle_episode: tuple[int, Options] = (0, None)  # the last one that ended
+        self._idle_episode: tuple[int, Options, int] = 0, None, 1  # the last that ended; its steps
+        self._repeats_idle = np.zeros(n_lanes, bool)  # lanes that repeat that one
         self._is_broken = False
         # Only where lanes cannot be reset one by one:
         self._is_anew = True  # whether the next reset is one of all lanes
@@ -277,21 +281,31 @@ class VectorGymEnv(VecEnv):
         result = self.vector_env.reset(seed=every, options=given)
         shown = _checked_pair(result)
         if not self._was_reset:
-            self._was_reset, self._idle_episode = True, (seeds[0], options)
+            self._was_reset, self._idle_episode = True, (seeds[0], options, 1)
         for lane, seed in zip(lanes, seeds, strict=True):
             self._episodes[lane] = seed, options
-        self._has_ended[lanes] = False
+        self._has_ended[lanes] = self._repeats_idle[lanes] = False
         self._elapsed[lanes] = 0
         return shown
 
-    def _reset_idle(self) -> None:
-        """Reset lanes that ended and got no new episode: they would refuse the next step.
+    def _keep_idle(self, rows: Array) -> None:
+        """Let lanes without an episode rest, where that is possible.
 
-        They repeat an episode that is known not to fail, with other actions.
+        Others repeat one that is known not to fail, with other actions; and so do those that ended
+        and would refuse the next step.
         """
-        lanes = np.flatnonzero(self._has_ended).tolist()
-        seed, options = self._idle_episode
-        self._reset_some(lanes, [seed] * len(lanes), options)
+        idle = np.ones(self.n_lanes, bool)
+        idle[rows] = False
+        seed, options, n_steps = self._idle_episode
+        if self._can_rest:
+            self.at_rest = idle
+            again = idle & self._has_ended
+        else:
+            again = idle & (self._has_ended | ~self._repeats_idle | (self._elapsed >= n_steps))
+        lanes = np.flatnonzero(again).tolist()
+        if lanes:
+            self._reset_some(lanes, [seed] * len(lanes), options)
+            self._repeats_idle[lanes] = True
 
     # Steps ---------------------------------------------------------------------------------
 
@@ -303,8 +317,8 @@ class VectorGymEnv(VecEnv):
         try:
             if self.seeding == "episode":
                 self._refuse_left_out(lanes, in_episode)
-                if np.count_nonzero(self._has_ended):
-                    self._reset_idle()
+                if not all_step:
+                    self._keep_idle(rows)
             elif not np.count_nonzero(self._in_episode) and not np.count_nonzero(self._has_ended):
                 # All were truncated here, and none of them would restart soon by itself.
                 seed, number, options = self._begun
@@ -316,8 +330,9 @@ class VectorGymEnv(VecEnv):
             rewards, terminated, truncated = self._step_all(lanes, self._last_batch)
         except BaseException as error:
             self._fail("step", error)
+        finally:
+            self.at_rest = self._none_rests
         if self._limit is not None:
-            self._elapsed += 1
             truncated = np.where(self._elapsed >= self._limit, True, truncated)
         if not all_step:
             rewards, terminated, truncated = rewards[rows], terminated[rows], truncated[rows]
@@ -327,13 +342,18 @@ class VectorGymEnv(VecEnv):
                 _as_bools(terminated) & in_episode,
                 _as_bools(truncated) & in_episode,
             )
-        self._in_episode[rows] = in_episode & ~(_as_bools(terminated) | _as_bools(truncated))
+        over = _as_bools(terminated) | _as_bools(truncated)
+        self._in_episode[rows] = in_episode & ~over
+        if self.seeding == "episode" and np.count_nonzero(over):
+            lane = lanes[int(over.argmax())]
+            self._idle_episode = *self._episodes[lane], int(self._elapsed[lane])
         return rewards, terminated, truncated
 
     def _step_all(self, lanes: Sequence[int], batch: Any) -> tuple[Array, Array, Array]:
         """Step the vector environment; write the observations of some lanes."""
         restarting = self._has_ended.copy()
         self._in_episode[:], self._has_ended[:] = False, True  # until the step is over
+        self._elapsed += 1
         result = self.vector_env.step(batch)
         if not isinstance(result, tuple) or len(result) != 5:
             raise SpecError(f"step() should return five values, got {_count_of(result)}")
@@ -349,8 +369,6 @@ class VectorGymEnv(VecEnv):
         else:
             self._at_start, self._has_ended = restarting, ended
             self._is_written = len(lanes) == self.n_lanes
-        if self.seeding == "episode" and np.count_nonzero(ended):
-            self._idle_episode = self._episodes[int(ended.argmax())]
         return rewards, terminated, truncated
 
     def _refuse_left_out(self, lanes: Sequence[int], in_episode: Array) -> None:

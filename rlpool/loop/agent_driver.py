@@ -70,8 +70,8 @@ class AgentDriver:
             AgentFailure: If the agent's ``initial_state`` fails.
         """
         if self._makes_initial_states:
-            rows = _rows_repeating(sorted(lanes), self.n_lanes)
-            info = None if agent_info is None else agent_info.index(rows)
+            rows = rows_repeating(sorted(lanes), self.n_lanes)
+            info = None if agent_info is None else agent_info.index(torch.from_numpy(rows))
             try:
                 state = self._read("state", self.agent.initial_state(info, self.n_lanes))
             except KeyboardInterrupt:
@@ -87,8 +87,15 @@ class AgentDriver:
         observation: Mapping[str, torch.Tensor],
         agent_info: DictTensor | None,
         history: TemporalDictTensor | None,
+        lanes: Sequence[int],
     ) -> dict[str, Array]:
         """Call the agent; ``commit`` makes the new state current.
+
+        Args:
+            observation: ``[n_lanes, ...]``.
+            agent_info: ``[n_lanes, ...]`` or ``None``.
+            history: ``[n_lanes, ...]`` or ``None``.
+            lanes: The lanes that take this step; all other rows are copies of the first of these.
 
         Returns:
             The outputs, ``[n_lanes, ...]``. ``state`` then holds the states before this step.
@@ -99,10 +106,16 @@ class AgentDriver:
         seen = observation, agent_info, history
         try:
             if self.starting:
-                return self._act_with_starts(seen)
+                # None of a request that was given up before its first step.
+                self.starting = [lane for lane in self.starting if lane in lanes]
+            if self.starting:
+                return self._act_with_starts(seen, lanes)
             # A copy: the agent may change it in place, or return parts of it as its new state.
-            state = DictTensor._wrap({k: torch.from_numpy(a.copy()) for k, a in self.state.items()})
-            _, outputs, self._new_state = self._call(state, seen)
+            if len(lanes) == self.n_lanes or not self.state:
+                kept = {key: torch.from_numpy(a.copy()) for key, a in self.state.items()}
+            else:
+                kept = self._states_of(lanes)
+            _, outputs, self._new_state = self._call(DictTensor._wrap(kept), seen)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -117,10 +130,10 @@ class AgentDriver:
         """
         self._put_state(self._new_state, slice(None) if lanes is None else lanes)
 
-    def _act_with_starts(self, seen: Observed) -> dict[str, Array]:
+    def _act_with_starts(self, seen: Observed, lanes: Sequence[int]) -> dict[str, Array]:
         starting, self.starting = self.starting, []
-        others = [lane for lane in range(self.n_lanes) if lane not in set(starting)]
-        rows = _rows_repeating(starting, self.n_lanes)
+        others = [lane for lane in lanes if lane not in starting]
+        rows = rows_repeating(starting, self.n_lanes)
         first, outputs, new = self._call(None, _at(rows, seen) if others else seen)
         if others:
             # Copies: the next call may return the same buffers.
@@ -128,8 +141,8 @@ class AgentDriver:
                 {key: np.array(array) for key, array in part.items()}
                 for part in (first, outputs, new)
             )
-            rows = _rows_repeating(others, self.n_lanes)
-            kept = {key: torch.from_numpy(array)[rows] for key, array in self.state.items()}
+            kept = self._states_of(others)
+            rows = rows_repeating(others, self.n_lanes)
             _, *theirs = self._call(DictTensor._wrap(kept), _at(rows, seen))
             for whole, part in zip((outputs, new), theirs, strict=True):
                 for key, array in part.items():
@@ -137,6 +150,11 @@ class AgentDriver:
         self._put_state(first, starting)
         self._new_state = new
         return outputs
+
+    def _states_of(self, lanes: Sequence[int]) -> dict[str, torch.Tensor]:
+        """A copy of the lanes' states, in all other rows that of the first of them."""
+        rows = torch.from_numpy(rows_repeating(lanes, self.n_lanes))
+        return {key: torch.from_numpy(array)[rows] for key, array in self.state.items()}
 
     def _call(
         self, state: DictTensor | None, seen: Observed
@@ -246,19 +264,20 @@ def _as_array(tensor: Any, name: str, n_lanes: int) -> Array:
     return array
 
 
-def _rows_repeating(lanes: Sequence[int], n_lanes: int) -> torch.Tensor:
+def rows_repeating(lanes: Sequence[int], n_lanes: int) -> Array:
     """Row numbers that keep ``lanes`` in place and replace all other rows by the first of them."""
-    rows = np.full(n_lanes, lanes[0])
+    rows: Array = np.full(n_lanes, lanes[0])
     rows[list(lanes)] = list(lanes)
-    return torch.from_numpy(rows)
+    return rows
 
 
-def _at(rows: torch.Tensor, seen: Observed) -> Observed:
+def _at(rows: Array, seen: Observed) -> Observed:
     observation, agent_info, history = seen
+    numbers = torch.from_numpy(rows)
     return (
-        {key: tensor[rows] for key, tensor in observation.items()},
-        None if agent_info is None else agent_info.index(rows),
-        None if history is None else history.index(rows),
+        {key: tensor[numbers] for key, tensor in observation.items()},
+        None if agent_info is None else agent_info.index(numbers),
+        None if history is None else history.index(numbers),
     )
 
 
@@ -274,11 +293,14 @@ class InfoRows:
     Attributes:
         arrays: Key to array ``[n_lanes, ...]``, empty if the request has no ``agent_info``.
         tensors: The same as tensors, ``None`` if it is empty.
+        shown: What an agent may change, see ``show_rows``; ``None`` if it is empty.
     """
 
     def __init__(self, n_lanes: int) -> None:
         self.arrays: dict[str, Array] = {}
         self.tensors: DictTensor | None = None
+        self.shown: DictTensor | None = None
+        self._copies: list[tuple[Array, Array]] = []
         self._n_lanes = n_lanes
 
     def show(self, agent_info: Mapping[str, Array], rows: Mapping[int, int]) -> None:
@@ -290,14 +312,25 @@ class InfoRows:
         """
         specs = row_specs(agent_info)
         if specs != row_specs(self.arrays):
-            self.arrays = {key: batch_array(spec, self._n_lanes) for key, spec in specs.items()}
-            for key, array in self.arrays.items():
-                # Idle lanes need a valid row, too.
-                array[:] = agent_info[key][next(iter(rows.values()))]
-            tensors = {key: torch.from_numpy(array) for key, array in self.arrays.items()}
-            self.tensors = DictTensor(tensors) if tensors else None
+            self.arrays, copies = (
+                {key: batch_array(spec, self._n_lanes) for key, spec in specs.items()}
+                for _ in range(2)
+            )
+            self.tensors, self.shown = (
+                DictTensor({k: torch.from_numpy(a) for k, a in each.items()}) if each else None
+                for each in (self.arrays, copies)
+            )
+            self._copies = [(array, copies[key]) for key, array in self.arrays.items()]
         for key, array in self.arrays.items():
             array[list(rows)] = agent_info[key][list(rows.values())]
+
+    def show_rows(self, rows: Array | None) -> None:
+        """Copy rows, one for each lane, into ``shown``; by default each lane's own."""
+        for array, copy in self._copies:
+            if rows is None:
+                np.copyto(copy, array)
+            else:
+                array.take(rows, 0, copy, "clip")
 
 
 class History:
@@ -325,17 +358,18 @@ class History:
             array[lane, : self._lengths[lane]] = 0
         self._lengths[lane] = 0
 
-    def view(self, current: Mapping[str, Array]) -> TemporalDictTensor:
-        """The steps so far, ``[n_lanes, longest, ...]``, as views.
+    def so_far(self, current: Mapping[str, Array], lanes: Array) -> TemporalDictTensor:
+        """The steps so far, ``[n_lanes, longest, ...]``, copies.
 
         Args:
             current: Key to array ``[n_lanes, ...]``, the values after the last step.
+            lanes: The lane that each row shows.
         """
-        longest = int(self._lengths.max())
-        rows = {key: array[:, :longest] for key, array in self._rows.items()}
-        finals = {key: np.array(current[key]) for key in self._layout.finals}
-        starts = np.ones_like(self._lengths)
-        return trajectories_of(self._layout, Slice(rows, finals, self._lengths.copy(), starts))
+        lengths = self._lengths[lanes]
+        longest = int(lengths.max())
+        rows = {key: array[lanes, :longest] for key, array in self._rows.items()}
+        finals = {key: current[key][lanes] for key in self._layout.finals}
+        return trajectories_of(self._layout, Slice(rows, finals, lengths, np.ones_like(lengths)))
 
     def record(self, values: Mapping[str, Array], lanes: Sequence[int]) -> None:
         """Add one step.

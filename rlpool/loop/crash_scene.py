@@ -12,7 +12,7 @@ import numpy as np
 
 from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.errors import Where, WorkerError
-from rlpool.loop.agent_driver import AgentFailure
+from rlpool.loop.agent_driver import AgentFailure, rows_repeating
 from rlpool.loop.bound_plan import BoundPlan, Lane
 from rlpool.memory.storage import Array
 from rlpool.record.crash_capsule import CrashCapsule
@@ -34,6 +34,7 @@ class CrashScene:
         self._env = env
         self._worker_seed = worker_seed
         self._most_bytes = MOST_BYTES // env.n_lanes
+        self._bound: Sequence[BoundPlan] = ()
 
     def bind(self, bound: Sequence[BoundPlan], shown: Named, state: Named) -> None:
         """Read from other arrays from now on, all of which are rewritten in place.
@@ -107,8 +108,9 @@ class CrashScene:
             tape.observation = _row(shown, lane)
         if call in ("agent", "initial_state"):
             inputs = {"observation": shown, "agent_info": infos[1], "state": state}
+            rows = self._rows_of_batch()
             for group, arrays in inputs.items():
-                batch |= {f"{group}/{key}": np.array(array) for key, array in arrays.items()}
+                batch |= {f"{group}/{key}": array[rows] for key, array in arrays.items()}
         seed = env.seed_used(lane)
         tape.seed = tape.seed if seed is None else seed
         return CrashCapsule.of_tape(
@@ -122,6 +124,13 @@ class CrashScene:
             agent_info=_row(infos[0], where.episode or 0),
             batch=batch,
         )
+
+    def _rows_of_batch(self) -> Array:
+        """The rows of the batch that the agent was shown: idle lanes show another one's."""
+        lanes = np.flatnonzero(sum(bound.strides for bound in self._bound))
+        if not lanes.size:
+            return np.arange(self._env.n_lanes)
+        return rows_repeating(lanes.tolist(), self._env.n_lanes)
 
     def _before_the_call(self, arrays: Named) -> Named:
         """The agent's inputs before it could change them: all but the flags are in the block."""

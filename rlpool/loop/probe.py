@@ -53,7 +53,7 @@ def probe(
         driver.forget()
         driver.start(lanes, agent_info)
         history = _no_history(known) if wants_history else None
-        known |= driver.act(observation, agent_info, history) | driver.state
+        known |= driver.act(observation, agent_info, history, lanes) | driver.state
     driver.commit()  # idle lanes need a valid state
     outputs = driver.output_specs or {}
     actions = {key: spec for key, spec in outputs.items() if is_action(key)}

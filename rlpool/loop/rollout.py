@@ -24,12 +24,12 @@ import torch
 from rlpool.agents.agent import Agent
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import Where, WorkerError
-from rlpool.loop.agent_driver import AgentDriver, History, InfoRows
+from rlpool.loop.agent_driver import AgentDriver, History, InfoRows, rows_repeating
 from rlpool.loop.bound_plan import BoundPlan, Lane
 from rlpool.loop.crash_scene import CrashScene
 from rlpool.loop.plan import Plan, PlanQueue
 from rlpool.loop.probe import probe
-from rlpool.memory.storage import Array
+from rlpool.memory.storage import Array, batch_array
 from rlpool.observe.control import WorkerRecord
 from rlpool.observe.events import Kind
 from rlpool.record.failures import env_error
@@ -228,6 +228,12 @@ class Rollout:
         self._shown_flags = np.array(env.flags)
         for key, flags in zip(FLAGS, self._shown_flags, strict=True):
             self._observation[key] = torch.from_numpy(flags)
+        specs = row_specs(self._current)
+        copies = {key: batch_array(spec, self._n_lanes) for key, spec in specs.items()}
+        self._to_copy = [(array, copies[key]) for key, array in self._current.items()]
+        self._copies = {key: torch.from_numpy(array) for key, array in copies.items()}
+        # The history takes what was shown after the agent could change it.
+        self._copies_all = env.shares_current or self._history is not None
         self._scene.bind(self._bound, self._current, driver.state)
 
     def _writer_of(self, plan: Plan) -> SlotWriter:
@@ -404,23 +410,29 @@ class Rollout:
             self._noise.draw(lanes)
         for writer, rows in targets:
             writer.write_before(rows)
-        np.copyto(self._shown_flags, self._env.flags)
         starting = driver.starting
-        history, before = None, {}
-        if self._history is not None:
-            history = self._history.view({**self._current, **driver.state})
-            # Copied before the agent can change it.
-            before = {key: np.array(array) for key, array in self._current.items()}
+        acting = self._live if lanes is None else lanes
+        observation, shown_lanes, history = self._observation, None, None
+        if self._copies_all or len(acting) < self._n_lanes:
+            observation, shown_lanes = self._copies, rows_repeating(acting, self._n_lanes)
+            for source, copy in self._to_copy:
+                source.take(shown_lanes, 0, copy, "clip")
+            if self._history is not None:
+                history = self._history.so_far({**self._current, **driver.state}, shown_lanes)
+        else:
+            np.copyto(self._shown_flags, self._env.flags)
+        if self._infos.shown is not None:
+            self._infos.show_rows(shown_lanes)
         record = self._record
         began_ns = record.begin_call(record.agent_ns)
-        outputs = driver.act(self._observation, self._infos.tensors, history)
+        outputs = driver.act(observation, self._infos.shown, history, acting)
         record.end_call(record.agent_ns, began_ns, Kind.AGENT, len(self._live))
         if driver.state:
             for lane in starting:
                 for bound in self._bound:
                     bound.writer.write_state(int(bound.rows[lane]), lane)
         if self._history is not None:
-            self._history.record({**before, **driver.state, **outputs}, self._live)
+            self._history.record({**self._current, **driver.state, **outputs}, self._live)
         for writer, rows in targets:
             writer.write_outputs(rows, outputs)
         driver.commit(lanes)

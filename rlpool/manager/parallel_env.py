@@ -134,6 +134,8 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
                 [1.]]) tensor([0, 1])
     """
 
+    shares_current = True  # with the workers
+
     @names_arguments
     @takes_policy
     def __init__(

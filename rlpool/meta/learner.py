@@ -248,7 +248,7 @@ def _draw_episodes(
         options = [{TASK_OPTION: tasks[draw]} for draw in draws]
     seeds = episode_seeds(root, n_before, n_rollouts)
     episodes = [Episode(i, seeds[i], options[i], None, i % n_rows) for i in range(n_rollouts)]
-    return root, episodes, noise_keys(root, collection, n_rollouts)
+    return root, episodes, noise_keys(root, n_before, n_rollouts)
 
 
 def _drawn(learner: Any) -> tuple[int, int, int]:

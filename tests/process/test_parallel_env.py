@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from rlpool import (
     UsageError,
 )
 
-from support.agents import GruAgent, HistoryAgent, StepCounter
+from support.agents import GruAgent, HistoryAgent, StepCounter, Vandal
 from support.envs import (
     AncestorCountingEnv,
     CountingEnv,
@@ -30,6 +31,8 @@ from support.envs import (
     assert_same_tensors,
     counting_trajectories,
 )
+from support.faults import KINDS
+from support.fragile import FragileEnv
 from support.parallel import (
     SleepyEnv,
     TaskEnv,
@@ -136,6 +139,32 @@ def test_a_batcher_collects_the_same_bits_as_in_this_process(
         assert mine.lengths.tolist() == theirs.lengths.tolist()
         assert_same_tensors(mine, dict(theirs.items()))
         assert_same_tensors(mine.info, dict(theirs.info.items()))
+
+
+@pytest.mark.parametrize("min_ready", [None, 1])
+def test_an_agent_may_change_what_it_sees_while_workers_write(
+    min_ready: int | None, tmp_path: Path
+) -> None:
+    """A worker that dies repeats its episodes, and compares what they show with what was shown."""
+
+    def collected(spares: bool, create_env: Any, **env_args: Any) -> Any:
+        options: dict[str, Any] = {
+            "n_threads": 0,
+            "seeds": 1,
+            "env_args": {"n_lanes": 3} | env_args,
+        }
+        lengths, faults = 2 + torch.arange(20) % 7, torch.zeros(20, dtype=torch.int64)
+        faults[[4, 11]] = KINDS.index("sigkill")
+        env_info = {"length": lengths, "fault": faults, "fault_step": 1}
+        with EpisodeBatcher(16, 24, partial(Vandal, spares), {}, create_env, **options) as batcher:
+            batcher.execute(20, {"gain": torch.arange(20)}, env_info)
+            return batcher.get()
+
+    make_fragile = partial(FragileEnv, str(tmp_path))
+    got = collected(False, create_manager, make_env=make_fragile, min_ready=min_ready)
+    expected = collected(True, create_serial, make_env=FragileEnv)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert_same_tensors(got, dict(expected.items()))
 
 
 @pytest.mark.promise("I1")
