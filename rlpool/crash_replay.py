@@ -19,7 +19,7 @@ from rlpool.envs.one_env import OneEnv
 from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.envs.vector_gym_env import VectorGymEnv, as_vec_env
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerError
-from rlpool.machine.arguments import called_with_seed
+from rlpool.machine.arguments import called_with_seed, check_choice
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.memory.storage import Array
 from rlpool.record.crash_capsule import CrashCapsule
@@ -124,8 +124,7 @@ def replay_crash(
     capsule = _capsule_of(capsule)
     if not callable(create_env):
         raise SpecError(f"create_env is {create_env!r}", fix="pass a function")
-    if debug not in (False, True, "before"):
-        raise SpecError(f"debug should be True, False or 'before', got {debug!r}")
+    check_choice("debug", debug, (True, False, "before"))
     if (capsule.seed or 0) >= N_SEEDS:
         _LOG.warning(
             "this capsule was saved by rlpool %s, whose seeds were longer, and were shortened for "

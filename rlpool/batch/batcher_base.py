@@ -17,7 +17,7 @@ from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.resuming import FORMAT, State, checked_state
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError
-from rlpool.machine.arguments import check_timeout, whole_number
+from rlpool.machine.arguments import checked_timeout, whole_number
 from rlpool.machine.main_guard import refuse_during_import
 from rlpool.machine.pickling import pickled, why_not
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
@@ -70,7 +70,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         n_threads = whole_number("n_threads", n_threads, 0)
         if n_slots is not None:
             n_slots = whole_number("n_slots", n_slots, 1)
-        check_timeout(timeout)
+        timeout = checked_timeout(timeout)
         for name, function in (("create_agent", create_agent), ("create_env", create_env)):
             _refuse_no_factory(name, function)
         n_seeds = n_threads if self._ONE_SEED_PER_WORKER else 0

@@ -18,7 +18,7 @@ from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.envs.vector_infos import info_specs_of, refuse_wrong_statistics, statistics_keys
 from rlpool.envs.vector_seeding import detected_seeding
 from rlpool.errors import SpecError, UsageError
-from rlpool.machine.arguments import names_arguments, whole_number
+from rlpool.machine.arguments import check_choice, names_arguments, whole_number
 from rlpool.memory.storage import Array
 from rlpool.seeding import SEEDINGS, Seeding, stream_seed
 from rlpool.specs import leaves_of, nester, structure_of_space
@@ -118,8 +118,8 @@ class VectorGymEnv(VecEnv):
             vector_env = EnvPoolLanes(vector_env)
         if isinstance(vector_env, EnvPoolLanes):
             vector_env.has_infos = info_keys is not None
-        if seeding not in (None, *SEEDINGS):
-            raise SpecError(f"seeding should be one of {SEEDINGS}, got {seeding!r}")
+        if seeding is not None:
+            check_choice("seeding", seeding, SEEDINGS)
         n_lanes = vector_env.num_envs
         super().__init__(n_lanes, seed)
         self.auto_reset, self._keep_float64 = auto_reset, keep_float64
