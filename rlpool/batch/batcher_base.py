@@ -72,7 +72,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             n_slots = whole_number("n_slots", n_slots, 1)
         timeout = checked_timeout(timeout)
         for name, function in (("create_agent", create_agent), ("create_env", create_env)):
-            _refuse_no_factory(name, function)
+            refuse_no_factory(name, function)
         n_seeds = n_threads if self._ONE_SEED_PER_WORKER else 0
         self._root = root_from(_checked_seeds(seeds, n_seeds))
         if seeds is None:
@@ -341,8 +341,12 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         return self._dispatcher
 
 
-def _refuse_no_factory(name: str, function: Any) -> None:
-    """Refuse what is not a function; agents and environments may be callable, too."""
+def refuse_no_factory(name: str, function: Any) -> None:
+    """Refuse what is not a function; agents and environments may be callable, too.
+
+    Raises:
+        SpecError: With the name of the argument.
+    """
     is_agent = isinstance(function, Agent | nn.Module)
     if callable(function) and not is_agent:
         return

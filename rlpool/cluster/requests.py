@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlpool.batch.messages import Infos
-from rlpool.batch.requests import EpisodeRequest, Request, WindowRequest
+from rlpool.batch.requests import EpisodeRequest, Request, WindowRequest, part_of
 from rlpool.batch.shares import Shares
 from rlpool.cluster.homes import Homes
 from rlpool.cluster.shards import (
@@ -140,7 +139,7 @@ class DividedEpisodes(EpisodeRequest, Divided):
             first=self.first + rows.start,
             start=rows.start,
             n_rows=len(rows),
-            infos=_part_of(self.infos, rows),
+            infos=part_of(self.infos, rows),
             policy=policy,
         )
 
@@ -267,7 +266,7 @@ class DividedWindow(WindowRequest, Divided):
             n_resets=self.n_resets,
             n_windows=self.n_windows,
             is_first=self.is_first,
-            infos=_part_of(self.infos, range(first, first + self._part_size)),
+            infos=part_of(self.infos, range(first, first + self._part_size)),
             policy=policy,
             tapes=tapes,
         )
@@ -289,11 +288,3 @@ class DividedWindow(WindowRequest, Divided):
             self.strays.update(workers[is_stray].tolist())
         self._homes.moved.pop(part, None)
         self._missing.remove(part)
-
-
-def _part_of(infos: Infos, rows: range) -> Infos:
-    """Rows of infos; views."""
-    agent_info, env_info = (
-        {key: array[rows.start : rows.stop] for key, array in info.items()} for info in infos
-    )
-    return agent_info, env_info

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
-from rlpool.envs.columns import Results, as_array
+from rlpool.envs.columns import Results, as_array, wrong_count
 from rlpool.envs.envpool_lanes import EnvPoolLanes, is_asynchronous, is_envpool
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.gymnasium_vector import adapt, autoreset_mode, failed_process, kill
@@ -340,7 +340,7 @@ class VectorGymEnv(VecEnv):
         self._in_episode[:], self._has_ended[:] = False, True  # until the step is over
         result = self.vector_env.step(batch)
         if not isinstance(result, tuple) or len(result) != 5:
-            raise SpecError(f"step() should return five values, got {_count_of(result)}")
+            raise wrong_count("step", "five", result)
         self._shown, *results, self._shown_infos = result
         self._is_written = False
         rewards, terminated, truncated = map(self._per_lane, _RESULTS, results)
@@ -472,13 +472,9 @@ def _refuse_others(value: Any) -> None:
 def _checked_pair(result: Any) -> tuple[Any, Any]:
     """The observation and the infos that ``reset`` returned."""
     if not isinstance(result, tuple) or len(result) != 2:
-        raise SpecError(f"reset() should return two values, got {_count_of(result)}")
+        raise wrong_count("reset", "two", result)
     return result
 
 
 def _as_bools(flags: Array) -> Array:
     return flags if flags.dtype == np.bool_ else flags.astype(bool)
-
-
-def _count_of(result: Any) -> Any:
-    return len(result) if isinstance(result, tuple) else type(result).__name__

@@ -16,6 +16,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.dict_tensor_base import instance, kind
+from rlpool.data.infos import options_of
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, compose
 from rlpool.memory.storage import Array
@@ -238,10 +239,8 @@ class _Writer:
     def _options(self, row: int) -> dict[str, Any] | None:
         """The row of ``env_info`` as Python values, which is what the environment was given."""
         prefix = join_key(_OPTIONS, "")
-        rows = {
-            k.removeprefix(prefix): v[row] for k, v in self._info.items() if k.startswith(prefix)
-        }
-        return {key: value.tolist() for key, value in rows.items()} or None
+        rows = {k.removeprefix(prefix): v for k, v in self._info.items() if k.startswith(prefix)}
+        return options_of(rows, row)
 
     def _refuse_others(self, part: _Part) -> None:
         """Refuse values that a space does not have: they would be lost."""

@@ -9,6 +9,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
@@ -133,7 +134,10 @@ def check_choice(name: str, value: Any, choices: Sequence[str | bool], *, fix: s
 
 def _python_number(value: Any) -> Any:
     """The Python number in a scalar of NumPy or torch; anything else as it is."""
-    return value.item() if getattr(value, "shape", None) == () else value
+    if getattr(value, "shape", None) == ():
+        with suppress(RuntimeError):  # of torch's meta tensors, which have no values
+            return value.item()
+    return value
 
 
 def names_arguments(function: Callable[ParametersT, ResultT]) -> Callable[ParametersT, ResultT]:

@@ -23,7 +23,7 @@ from rlpool.batch.window_batcher import Batcher
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.columns import Columns
-from rlpool.envs.gym_env import is_environment
+from rlpool.envs.gym_env import refuse_no_environment
 from rlpool.envs.one_env import ACTION_KEY, STATE_KEY, OneEnv
 from rlpool.errors import AgentError, SpecError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from rlpool.machine.arguments import checked_timeout
@@ -311,11 +311,8 @@ def _check_environments(envs: Any, processes: int) -> None:
             fix="pass one environment per process",
         )
     for number, env in enumerate(envs):
-        if not is_environment(env):
-            raise SpecError(
-                f"environment {number} is {env!r:.60}, not one environment with reset() and step()",
-                fix="pass what gymnasium.make(...) returns, for instance",
-            )
+        fix = "pass an object with reset() and step(), such as gymnasium.make(...) returns"
+        refuse_no_environment(f"environment {number} is", env, fix)
 
 
 # In the workers -----------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from rlpool.agents.agent import Agent
 from rlpool.batch.batcher import EpisodeBatcher
 from rlpool.batch.batcher_base import CreateEnv
-from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.infos import Info, info_rows
+from rlpool.batch.messages import Infos
+from rlpool.batch.requests import as_infos, part_of
+from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import names_arguments, whole_number
@@ -122,10 +123,7 @@ def evaluate(
     """
     n_episodes = whole_number("n_episodes", n_episodes, 1)
     seeds = whole_number("seeds", seeds, 0)
-    infos = [
-        info_rows(name, info, n_episodes)
-        for name, info in (("agent_info", agent_info), ("env_info", env_info))
-    ]
+    infos = as_infos(agent_info, env_info, n_episodes)
     agent_args = {"agent": _checked_agent(agent, n_threads)}
     numbers = _checked_numbers(video_episodes, n_episodes) if video is not None else []
     root = evaluation_root(seeds)
@@ -136,7 +134,7 @@ def evaluate(
         with _Evaluator(
             _N_TIMESTEPS, n_slots, *factories, n_threads, root, timeout=timeout
         ) as batcher:
-            outcomes = [_outcome(part) for part in batcher.parts(n_episodes, *infos)]
+            outcomes = [_outcome(part) for part in batcher.parts(n_episodes, infos)]
         videos = take_videos()
     returns, lengths, successes, used = zip(*outcomes, strict=True)
     known = [success for success in successes if success is not None]
@@ -154,16 +152,13 @@ class _Evaluator(EpisodeBatcher):
         """See ``BatcherBase.layout``: room for two requests."""
         return Layout(specs, 2 * _PER_LANE * specs.n_lanes, n_timesteps, n_workers).checked(())
 
-    def parts(
-        self, n_episodes: int, agent_info: DictTensor, env_info: DictTensor
-    ) -> Iterator[TemporalDictTensor]:
+    def parts(self, n_episodes: int, infos: Infos) -> Iterator[TemporalDictTensor]:
         """The episodes, one request after the other."""
         size = _PER_LANE * self._open().n_lanes
         starts = range(0, n_episodes, size)
         for start in starts:
             stop = min(start + size, n_episodes)
-            infos = (info.slice(start, stop) if info else None for info in (agent_info, env_info))
-            self.execute(stop - start, *infos)
+            self.execute(stop - start, *part_of(infos, range(start, stop)))
         for _ in starts:
             if (part := self.get()) is not None:
                 yield part
