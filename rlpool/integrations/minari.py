@@ -31,6 +31,7 @@ from rlpool.specs import (
     leaves_of,
     nester,
     refuse_collisions,
+    refuse_missing,
     stored_dtype,
     structure_of_space,
 )
@@ -161,11 +162,8 @@ def _described(env: Any) -> dict[str, Any]:
 
 def _refuse_parts(trajectories: TemporalDictTensor) -> None:
     """Refuse rows that are no complete episodes."""
-    needed = ["_done", "initial_state"]
-    missing = [key for key in needed if key not in trajectories]
-    if missing:
-        raise SpecError(f"the trajectories have no {missing}, which tell complete episodes")
     fix = "collect episodes with an EpisodeBatcher: the windows of a Batcher are parts of episodes"
+    refuse_missing("the trajectories", trajectories.keys(), ["_done", "initial_state"], fix)
     lengths = trajectories.lengths
     if not len(lengths) or not bool((lengths > 0).all()):
         raise SpecError("there are no episodes, or rows without steps", fix=fix)
@@ -195,13 +193,7 @@ class _Writer:
         observed = self._observation.dtypes
         wanted = [*observed, *map(successor_key, observed), *self._action.dtypes]
         wanted += ["_reward", "_terminated", "_truncated"]
-        missing = [key for key in wanted if key not in self._arrays]
-        if missing:
-            raise SpecError(
-                f"the trajectories have no {missing}, which the spaces of the environment have; "
-                f"they have {list(self._arrays)}",
-                fix=_SAME,
-            )
+        refuse_missing("the trajectories", self._arrays, wanted, _SAME)
         self._refuse_others(self._observation)
         self._refuse_others(self._action)
         taken = {*observed, *self._action.dtypes, *_NO_INFOS}

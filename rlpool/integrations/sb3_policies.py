@@ -27,7 +27,7 @@ from rlpool.data.dict_tensor_base import kind
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
-from rlpool.specs import DEFAULT_OBSERVATION_KEY
+from rlpool.specs import DEFAULT_OBSERVATION_KEY, refuse_missing
 
 Observation = Array | dict[str, Array]
 
@@ -277,10 +277,7 @@ def observed(space: Any, values: Any, what: str, prefix: str = "") -> Observatio
     arrays = {}
     for key, part in parts.items():
         name = prefix + key
-        if name not in values:
-            raise SpecError(
-                f"{what} should have the keys {list(parts)}, {name!r} is missing", fix=_SAME
-            )
+        refuse_missing(what, values, [name], _SAME)
         array: Array = np.asarray(values[name])
         lead = array.shape[: array.ndim - len(part.shape)]
         flat = maybe_transpose(array.reshape(-1, *array.shape[len(lead) :]), part)

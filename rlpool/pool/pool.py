@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.dict_tensor_base import listed
+from rlpool.data.dict_tensor_base import instance, listed
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_choice, names_arguments, real_number, whole_number
@@ -189,11 +189,8 @@ class Pool(Sampler, DumpsStacks):
             >>> len(pool), pool.sample(8)["frame"].shape
             (12, torch.Size([8, 1]))
         """
-        if not isinstance(trajectories, TemporalDictTensor):
-            raise SpecError(
-                f"extend() takes a TemporalDictTensor, got {type(trajectories).__name__}",
-                fix="use TemporalDictTensor.from_packed(transitions, lengths) on transitions",
-            )
+        fix = "TemporalDictTensor.from_packed(transitions, lengths) makes one of transitions"
+        instance(trajectories, TemporalDictTensor, "what extend() gets", fix)
         index = self._checked_index(index)
         if not trajectories.n_elems() or not int(trajectories.lengths.sum()):
             return

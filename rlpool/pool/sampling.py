@@ -21,7 +21,7 @@ from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.schema import Schema
 from rlpool.pool.store import Store
 from rlpool.seeding import root_from
-from rlpool.specs import TensorSpec
+from rlpool.specs import TensorSpec, refuse_missing
 
 INDEX_KEY, WEIGHT_KEY = "index", "weight"
 RETURN_KEY, DISCOUNT_KEY = "n_step_return", "n_step_discount"
@@ -99,9 +99,7 @@ class Sampler:
             return DictTensor()
         known, store = self.specs, self._store
         wanted = list(known) if keys is None else listed(keys, str, "keys")
-        unknown = [key for key in wanted if key not in known]
-        if unknown:
-            raise SpecError(f"the pool has no {unknown}, it has {list(known)}")
+        refuse_missing("the pool", known, wanted, "choose among its keys")
 
         def look() -> dict[str, Array]:
             pieces = [piece for sub_pool in store.sub_pools for piece in sub_pool.held()]

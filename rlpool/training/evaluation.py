@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlpool.agents.agent import Agent
+from rlpool.agents.agent import Agent, refuse_no_agent
 from rlpool.batch.batcher import EpisodeBatcher
 from rlpool.batch.batcher_base import CreateEnv
 from rlpool.batch.messages import Infos
@@ -184,12 +184,7 @@ def _checked_agent(agent: Any, n_threads: int) -> Any:
     Raises:
         SpecError: If it is a class, no agent, or cannot be copied.
     """
-    if isinstance(agent, type):
-        fix = f"pass an agent, such as {agent.__name__}(...)"
-        raise SpecError(f"agent is the class {agent.__name__}", fix=fix)
-    if not isinstance(agent, Agent):
-        fix = "pass an instance of a subclass of rlpool.Agent: class MyAgent(nn.Module, Agent)"
-        raise SpecError(f"agent is a {type(agent).__name__}, not an Agent", fix=fix)
+    refuse_no_agent(agent)
     if n_threads:
         return agent
     try:

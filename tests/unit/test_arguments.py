@@ -127,7 +127,7 @@ def test_numbers_outside_their_limits_are_refused(limits: str, refused: tuple[fl
 def test_a_timeout_may_be_none_or_endless_but_not_zero() -> None:
     assert checked_timeout(None) is None
     assert checked_timeout(np.inf) == np.inf
-    with pytest.raises(SpecError, match="timeout should be(.|\n)*timeout=None for no limit"):
+    with pytest.raises(SpecError, match="timeout should be a number above 0"):
         checked_timeout(0)
 
 
