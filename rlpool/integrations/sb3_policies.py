@@ -27,7 +27,7 @@ from rlpool.data.dict_tensor_base import kind
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
-from rlpool.specs import DEFAULT_OBSERVATION_KEY, refuse_missing
+from rlpool.specs import DEFAULT_OBSERVATION_KEY
 
 Observation = Array | dict[str, Array]
 
@@ -277,7 +277,10 @@ def observed(space: Any, values: Any, what: str, prefix: str = "") -> Observatio
     arrays = {}
     for key, part in parts.items():
         name = prefix + key
-        refuse_missing(what, values, [name], _SAME)
+        if name not in values:
+            raise SpecError(
+                f"{what} should have the keys {list(parts)}, {name!r} is missing", fix=_SAME
+            )
         array: Array = np.asarray(values[name])
         lead = array.shape[: array.ndim - len(part.shape)]
         flat = maybe_transpose(array.reshape(-1, *array.shape[len(lead) :]), part)
