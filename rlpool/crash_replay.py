@@ -13,13 +13,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from rlpool.batch.batcher_base import refuse_no_factory
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.envs.gym_env import GymEnv, is_environment
+from rlpool.envs.gym_env import GymEnv, refuse_no_environment
 from rlpool.envs.one_env import OneEnv
 from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.envs.vector_gym_env import VectorGymEnv, as_vec_env
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerError
-from rlpool.machine.arguments import called_with_seed
+from rlpool.machine.arguments import called_with_seed, check_choice
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.memory.storage import Array
 from rlpool.record.crash_capsule import CrashCapsule
@@ -122,10 +123,8 @@ def replay_crash(
         KeyError: 'struck'
     """
     capsule = _capsule_of(capsule)
-    if not callable(create_env):
-        raise SpecError(f"create_env is {create_env!r}", fix="pass a function")
-    if debug not in (False, True, "before"):
-        raise SpecError(f"debug should be True, False or 'before', got {debug!r}")
+    refuse_no_factory("create_env", create_env)
+    check_choice("debug", debug, (True, False, "before"))
     if (capsule.seed or 0) >= N_SEEDS:
         _LOG.warning(
             "this capsule was saved by rlpool %s, whose seeds were longer, and were shortened for "
@@ -221,11 +220,8 @@ def _environment(
             with made:
                 return made.in_this_process(lane), 0
         return made.in_this_process(lane) if isinstance(made, VectorGymEnv) else (made, lane)
-    if not is_environment(made):
-        raise SpecError(
-            f"create_env returned {type(made).__name__}, not an environment",
-            fix="return a GymEnv, or one environment with reset() and step()",
-        )
+    fix = "return a GymEnv, or one environment with reset() and step()"
+    refuse_no_environment("create_env returned", made, fix)
     if capsule.env_type == OneEnv.__name__:
         return OneEnv(made, owns_process=True), 0
     is_wide = any(array.dtype == np.float64 for array in capsule.observation.values())

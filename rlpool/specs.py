@@ -11,8 +11,9 @@ names, so that those of the old ``gym`` package work, too, and neither package i
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,6 +25,15 @@ from rlpool.errors import SpecError
 
 DEFAULT_OBSERVATION_KEY = "frame"
 """Key of an observation that is not a dict: the name that rlstructures gave it."""
+
+
+@functools.cache
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """The NumPy dtype with the same bits; that of objects if there is none."""
+    try:
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    except (TypeError, RuntimeError):
+        return np.dtype(object)
 
 
 @dataclass(frozen=True)
@@ -284,6 +294,23 @@ def is_action(key: str) -> bool:
 def row_specs(arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, TensorSpec]:
     """Specs of the rows of batch arrays ``[B, ...]``."""
     return {key: TensorSpec(array.shape[1:], array.dtype) for key, array in arrays.items()}
+
+
+def refuse_missing(what: str, values: Collection[str], keys: Iterable[str], fix: str) -> None:
+    """Refuse values that lack keys.
+
+    Args:
+        what: What errors call the values.
+        values: The keys that there are.
+        keys: Those that are needed.
+        fix: What the error advises.
+
+    Raises:
+        SpecError: Naming the keys that are missing, and those that there are.
+    """
+    missing = [key for key in keys if key not in values]
+    if missing:
+        raise SpecError(f"{what} should have the keys {missing}, got {list(values)}", fix=fix)
 
 
 def refuse_collisions(groups: Mapping[str, Sequence[str]]) -> None:

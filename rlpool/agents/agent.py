@@ -9,7 +9,7 @@ from torch import nn
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import UsageError, compose
+from rlpool.errors import SpecError, UsageError, compose
 
 _DEFINE_CALL = (
     "define __call__(self, state, observation, agent_info=None, history=None) in its class"
@@ -134,6 +134,20 @@ class Agent:
 
     def close(self) -> None:
         """Release the agent's resources. Called once, when the worker ends."""
+
+
+def refuse_no_agent(agent: Any) -> None:
+    """Raise unless an argument is an agent.
+
+    Raises:
+        SpecError: If it is a class, or something else.
+    """
+    if isinstance(agent, type):
+        fix = f"pass an agent, such as {agent.__name__}(...)"
+        raise SpecError(f"agent is the class {agent.__name__}", fix=fix)
+    if not isinstance(agent, Agent):
+        fix = "pass an instance of a subclass of rlpool.Agent: class MyAgent(nn.Module, Agent)"
+        raise SpecError(f"agent is a {type(agent).__name__}, not an Agent", fix=fix)
 
 
 def call_problem(agent: Agent) -> tuple[str, str] | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rlpool.agents.agent import Agent, AgentStep
+from rlpool.agents.agent import Agent, AgentStep, refuse_no_agent
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
@@ -38,8 +38,7 @@ class DeviceAgent(Agent):
     """
 
     def __init__(self, agent: Agent, device: torch.device | str) -> None:
-        if not isinstance(agent, Agent):
-            raise SpecError(f"agent should be an Agent, got {type(agent).__name__}")
+        refuse_no_agent(agent)
         self.agent = agent
         try:
             self.device = torch.device(device)

@@ -12,6 +12,7 @@ from rlpool.agents.agent import Agent, AgentStep
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
+from rlpool.machine.arguments import check_choice
 from rlpool.specs import join_key
 
 StateSource: TypeAlias = Literal["recompute", "stored"]
@@ -76,8 +77,7 @@ def replay_agent(
         >>> logits.shape, logits.requires_grad
         (torch.Size([2, 4, 2]), True)
     """
-    if state not in ("recompute", "stored"):
-        raise SpecError(f"state is {state!r}", fix="pass state='recompute' or state='stored'")
+    check_choice("state", state, ("recompute", "stored"))
     if not trajectories.lengths.any():
         raise SpecError("the trajectories have no steps", fix="leave empty trajectories out")
     replay = _Replay(agent, trajectories)

@@ -168,8 +168,7 @@ class EpisodeBatcher(BatcherBase):
             tensor([1, 4, 2])
         """
         dispatcher = self._open()
-        whole_number("n_episodes", n_episodes, 1)
-        n_episodes = int(n_episodes)
+        n_episodes = whole_number("n_episodes", n_episodes, 1)
         infos = as_infos(agent_info, env_info, n_episodes)
         with InterruptsHeld():
             request = self._EPISODES(

@@ -18,7 +18,7 @@ from rlpool.batch.resuming import FORMAT, State, checked_state
 from rlpool.batch.shares import warn_if_unseeded
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError
-from rlpool.machine.arguments import check_timeout, whole_number
+from rlpool.machine.arguments import checked_timeout, whole_number
 from rlpool.machine.main_guard import refuse_during_import
 from rlpool.machine.pickling import pickled, why_not
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
@@ -71,9 +71,9 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         n_threads = whole_number("n_threads", n_threads, 0)
         if n_slots is not None:
             n_slots = whole_number("n_slots", n_slots, 1)
-        check_timeout(timeout)
+        timeout = checked_timeout(timeout)
         for name, function in (("create_agent", create_agent), ("create_env", create_env)):
-            _refuse_no_factory(name, function)
+            refuse_no_factory(name, function)
         n_seeds = n_threads if self._ONE_SEED_PER_WORKER else 0
         self._root = root_from(_checked_seeds(seeds, n_seeds))
         if seeds is None:
@@ -351,8 +351,12 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         return self._dispatcher
 
 
-def _refuse_no_factory(name: str, function: Any) -> None:
-    """Refuse what is not a function; agents and environments may be callable, too."""
+def refuse_no_factory(name: str, function: Any) -> None:
+    """Refuse what is not a function; agents and environments may be callable, too.
+
+    Raises:
+        SpecError: With the name of the argument.
+    """
     is_agent = isinstance(function, Agent | nn.Module)
     if callable(function) and not is_agent:
         return

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rlpool.batch.claims import Claims
 from rlpool.batch.messages import BeginsAgain, ChunksDone, Execute, Infos, Window
 from rlpool.batch.shares import Shares
-from rlpool.envs.vec_env import Options
+from rlpool.data.infos import options_of
 from rlpool.loop.plan import Episode, Plan
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.tape import Tape
@@ -57,19 +57,12 @@ class _RequestPlan(Plan):
         self.number, self.worker = number, site.place.worker
         self.layout, self.arrays = block.layout, block.arrays
         self._site = site
-        self._env_columns = {key: array.tolist() for key, array in self.env_info.items()}
         self._cancelled = self.arrays.control["cancelled"].data
 
     @property
     def begins_anew(self) -> bool:
         """See ``Plan.begins_anew``."""
         return self._starts and self.layout.step.resets_together
-
-    def _options(self, row: int) -> Options:
-        """One row of ``env_info`` as Python values."""
-        if not self._env_columns:
-            return None
-        return {key: column[row] for key, column in self._env_columns.items()}
 
     def is_cancelled(self) -> bool:
         """Whether the caller gave the request up."""
@@ -142,7 +135,7 @@ class EpisodePlan(_RequestPlan):
             claimed[lane].pop()
             self._recycling.n_begun += 1
             noise = self._noise[number] if self._noise is not None else None
-            options = self._options(number)
+            options = options_of(self.env_info, number)
             episodes[lane] = Episode(number, self.seeds[number], options, noise, slot)
         return episodes
 
@@ -271,4 +264,5 @@ class WindowPlan(_RequestPlan):
         if seed is None:
             seed = self._seeds.seed(number, n_restarts)
         noise = self._seeds.noise(number, n_restarts, n_noise) if n_noise else None
-        return Episode(number, seed, self._options(number), noise, slot, n_restarts)
+        options = options_of(self.env_info, number)
+        return Episode(number, seed, options, noise, slot, n_restarts)

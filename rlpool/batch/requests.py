@@ -15,7 +15,7 @@ import torch
 from rlpool.batch.claims import Claims
 from rlpool.batch.messages import Execute, Infos, Window
 from rlpool.batch.shares import Shares, check_shares
-from rlpool.data.infos import Info, info_rows
+from rlpool.data.infos import Info, info_rows, options_of
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, Where
 from rlpool.memory.storage import Array
@@ -175,10 +175,9 @@ class Request(ABC):
         """What such a lane is doing, as far as shared memory tells."""
         control, layout = self.running_block.arrays.control, self.running_block.layout
         row = int(control["running"][worker, lane])
-        env_info = {key: array[row].tolist() for key, array in self.infos[1].items()}
         step = int(layout.steps_in_slot(control, worker)[lane])
         step += int(control["steps_before"][worker, lane])
-        return Where(worker, lane, row, step, self.seed_of(row), env_info or None)
+        return Where(worker, lane, row, step, self.seed_of(row), options_of(self.infos[1], row))
 
     @abstractmethod
     def seed_of(self, row: int) -> int | None:
@@ -462,3 +461,11 @@ def as_infos(agent_info: Info, env_info: Info, n_rows: int) -> Infos:
     rows = info_rows("agent_info", agent_info, n_rows), info_rows("env_info", env_info, n_rows)
     agent_arrays, env_arrays = ({k: t.numpy() for k, t in part.items()} for part in rows)
     return agent_arrays, env_arrays
+
+
+def part_of(infos: Infos, rows: range) -> Infos:
+    """Consecutive rows of infos; views."""
+    agent_info, env_info = (
+        {key: array[rows.start : rows.stop] for key, array in info.items()} for info in infos
+    )
+    return agent_info, env_info

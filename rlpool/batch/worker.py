@@ -26,8 +26,9 @@ from rlpool.batch.messages import (
     Window,
 )
 from rlpool.batch.plans import EpisodePlan, Site, WindowPlan
+from rlpool.data.infos import options_of
 from rlpool.envs.gym_env import how_to_make_one, is_environment
-from rlpool.envs.vec_env import Options, VecEnv
+from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
 from rlpool.errors import EnvError, RlpoolError, Where, WorkerError, WorkerStartupError
 from rlpool.loop.plan import Plan
@@ -36,7 +37,7 @@ from rlpool.machine.arguments import called_with_seed
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import WorkerRecord
 from rlpool.observe.events import Kind
-from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT, agent_error, described, text_of
+from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT, agent_error, worker_error
 from rlpool.record.tape import Tape
 from rlpool.seeding import episode_seeds, probe_seed, seed_generators
 from rlpool.slots.blocks import Block
@@ -209,8 +210,7 @@ class Collector:
 
     def fail(self, error: Exception) -> None:
         """Tell the caller why this worker ends."""
-        what, text = f"the worker failed with {described(error)}", text_of(error)
-        self._fail(WorkerError(what, where=self._here, traceback_text=text))
+        self._fail(worker_error(error, self._here))
 
     def close(self) -> None:
         """Close environments and agent, whatever they raise."""
@@ -260,12 +260,9 @@ class Collector:
         """Learn the keys, with the infos of the first lanes if there are any."""
         n_lanes = self.env.n_lanes
         agent_info, env_info = infos or ({}, {})
-        lanes = np.arange(n_lanes)
-        columns = {key: array[lanes % len(array)].tolist() for key, array in env_info.items()}
-        options: list[Options] = [
-            {key: column[lane] for key, column in columns.items()} or None for lane in lanes
-        ]
-        rows = {key: array[lanes % len(array)] for key, array in agent_info.items()}
+        first = {key: array[np.arange(n_lanes) % len(array)] for key, array in env_info.items()}
+        options = [options_of(first, lane) for lane in range(n_lanes)]
+        rows = {key: array[np.arange(n_lanes) % len(array)] for key, array in agent_info.items()}
         try:
             specs = self._rollout.probe(probe_seed(self._place.root), options, rows or None)
         except RlpoolError as error:
@@ -316,8 +313,7 @@ class Collector:
                 # In process it is most likely from a handler of one of the caller's signals.
                 if self._in_process or self.inbox.is_broken:
                     raise
-                what, text = f"the worker failed with {described(error)}", text_of(error)
-                failure = WorkerError(what, where=self._here, traceback_text=text)
+                failure = worker_error(error, self._here)
             for number in list(self._plans):
                 self._report(number, failure)
 

@@ -13,7 +13,7 @@ from rlpool.cluster.dispatch import ClusterDispatcher
 from rlpool.cluster.requests import DividedEpisodes, DividedWindow
 from rlpool.cluster.shards import NodeSetup
 from rlpool.cluster.transport import TransportMaker
-from rlpool.errors import SpecError
+from rlpool.machine.arguments import check_choice
 from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.workers.failure_policy import FailurePolicy
 
@@ -35,8 +35,7 @@ class _OnNodes(BatcherBase):
     def __init__(
         self, make_transport: TransportMaker, *arguments: Any, require_same_bits: bool = False
     ) -> None:
-        if not isinstance(require_same_bits, bool):
-            raise SpecError(f"require_same_bits should be True or False, got {require_same_bits!r}")
+        check_choice("require_same_bits", require_same_bits, (True, False))
         self._make_transport = make_transport
         self._require_same_bits = require_same_bits
         BatcherBase.__init__(self, *arguments)

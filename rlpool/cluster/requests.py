@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlpool.batch.messages import Infos
-from rlpool.batch.requests import EpisodeRequest, Request, WindowRequest
+from rlpool.batch.requests import EpisodeRequest, Request, WindowRequest, part_of
 from rlpool.batch.shares import Shares
 from rlpool.cluster.homes import Homes
 from rlpool.cluster.shards import (
@@ -137,7 +136,7 @@ class DividedEpisodes(EpisodeRequest, Divided):
             first=self.first + rows.start,
             start=rows.start,
             n_rows=len(rows),
-            infos=_part_of(self.infos, rows),
+            infos=part_of(self.infos, rows),
             policy=policy,
         )
 
@@ -251,7 +250,7 @@ class DividedWindow(WindowRequest, Divided):
             n_resets=self.n_resets,
             n_windows=self.n_windows,
             is_first=self.is_first,
-            infos=_part_of(self.infos, range(first, first + self._part_size)),
+            infos=part_of(self.infos, range(first, first + self._part_size)),
             policy=policy,
             tapes=tapes,
         )
@@ -269,11 +268,3 @@ class DividedWindow(WindowRequest, Divided):
             control["steps_before"].reshape(-1)[first + lane] = steps_before
         self._homes.moved.pop(part, None)
         self._missing.remove(part)
-
-
-def _part_of(infos: Infos, rows: range) -> Infos:
-    """Rows of infos; views."""
-    agent_info, env_info = (
-        {key: array[rows.start : rows.stop] for key, array in info.items()} for info in infos
-    )
-    return agent_info, env_info

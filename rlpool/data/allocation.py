@@ -15,6 +15,7 @@ from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
 from rlpool.memory.sequence_lock import SequenceLock
 from rlpool.memory.storage import Memory, allocate
+from rlpool.specs import numpy_dtype
 
 _T = TypeVar("_T")
 
@@ -174,7 +175,7 @@ def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
 def _dtype(dtype: Any) -> str:
     try:
         if isinstance(dtype, torch.dtype):
-            dtype = torch.empty(0, dtype=dtype).numpy().dtype
+            dtype = numpy_dtype(dtype)
         found = np.dtype(object if dtype is None else dtype)  # None is float64 to NumPy
     except (TypeError, ValueError):
         found = np.dtype(object)

@@ -243,10 +243,10 @@ def _signature(tensor: Tensor, n_leading: int) -> tuple[Any, ...]:
     return tensor.dtype, tensor.device, tensor.ndim, tensor.shape[n_leading:]
 
 
-def instance(value: Any, wanted: type[_T], name: str) -> _T:
+def instance(value: Any, wanted: type[_T], name: str, fix: str = "") -> _T:
     """An argument that has to be of a class."""
     if not isinstance(value, wanted):
-        raise SpecError(f"{name} is {kind(value)}", fix=f"pass a {wanted.__name__}")
+        raise SpecError(f"{name} is {kind(value)}", fix=fix or f"pass a {wanted.__name__}")
     return value
 
 

@@ -54,6 +54,16 @@ def info_rows(name: str, info: Info, n_rows: int | None) -> DictTensor:
     return DictTensor(tensors)
 
 
+def options_of(env_info: DictTensor | Mapping[str, Any], row: int) -> dict[str, Any] | None:
+    """One row of ``env_info`` as Python values, the ``options`` of a reset; ``None`` if empty.
+
+    Args:
+        env_info: Tensors or arrays ``[n, ...]``.
+        row: Which row.
+    """
+    return {key: rows[row].tolist() for key, rows in env_info.items()} or None
+
+
 def _copied(name: str, key: Any, value: Any) -> Tensor:
     """A copy of a value as a tensor."""
     if not isinstance(key, str):

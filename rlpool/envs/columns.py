@@ -39,6 +39,12 @@ class BadValue(SpecError):
         self.lane = lane
 
 
+def wrong_count(call: str, wanted: str, result: Any) -> SpecError:
+    """The error for a ``reset`` or ``step`` that did not return a tuple of so many values."""
+    got = len(result) if isinstance(result, tuple) else type(result).__name__
+    return SpecError(f"{call}() should return {wanted} values, got {got}")
+
+
 def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -> Array:
     """Convert a value to an array of a given shape and dtype.
 

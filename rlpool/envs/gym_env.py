@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-from rlpool.envs.columns import Results
+from rlpool.envs.columns import Results, wrong_count
 from rlpool.envs.info_keys import InfoKeys, InfoLearner, value_of, wanted_infos
 from rlpool.envs.legacy import modernised
 from rlpool.envs.vec_env import Options, VecEnv
@@ -362,8 +362,7 @@ def _explained(results: Sequence[Any]) -> SpecError | None:
     """The error for a step that did not return five values, ``None`` if all did."""
     for result in results:
         if not isinstance(result, tuple) or len(result) != 5:
-            got = len(result) if isinstance(result, tuple) else type(result).__name__
-            return SpecError(f"step() should return five values, got {got}")
+            return wrong_count("step", "five", result)
     return None
 
 
@@ -393,11 +392,7 @@ def _checked_environments(envs: Any) -> list[Any]:
     is_list = isinstance(envs, Iterable) and not isinstance(envs, str) and not is_environment(envs)
     checked = list(envs) if is_list else []
     for number, env in enumerate(checked):
-        if not is_environment(env):
-            raise SpecError(
-                f"environment {number} of a GymEnv is {env!r:.60}, not an environment",
-                fix=how_to_make_one(env),
-            )
+        refuse_no_environment(f"environment {number} of a GymEnv is", env, how_to_make_one(env))
     if not checked:
         what = "no environments" if is_list else f"{envs!r:.60}, not a list of environments"
         fix = "pass at least one" if is_list else how_to_make_one(envs)
@@ -412,6 +407,21 @@ def is_environment(value: Any) -> bool:
     is_batch = isinstance(value, VecEnv | gymnasium.vector.VectorEnv)
     is_batch = is_batch or (hasattr(value, "num_envs") and hasattr(value, "step_async"))
     return has_methods and not isinstance(value, type) and not is_batch
+
+
+def refuse_no_environment(what: str, value: Any, fix: str) -> None:
+    """Raise unless a value is a single environment.
+
+    Args:
+        what: Where it comes from, the first words of the error.
+        value: The value.
+        fix: What the error advises.
+
+    Raises:
+        SpecError: If it is anything else.
+    """
+    if not is_environment(value):
+        raise SpecError(f"{what} {value!r:.60}, not a single environment", fix=fix)
 
 
 def how_to_make_one(value: Any) -> str:

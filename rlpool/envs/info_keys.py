@@ -16,7 +16,14 @@ import torch
 from rlpool.envs.columns import as_array
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
-from rlpool.specs import TensorSpec, join_key, leaves_of, stored_dtype, structure_of_space
+from rlpool.specs import (
+    TensorSpec,
+    join_key,
+    leaves_of,
+    numpy_dtype,
+    stored_dtype,
+    structure_of_space,
+)
 
 InfoKeys = Mapping[str, Any] | Iterable[str] | None
 """What users give as ``info_keys``, see ``GymEnv``."""
@@ -91,7 +98,7 @@ def _spec_of(key: str, value: Any, keep_float64: bool) -> TensorSpec:
         dtype, shape = value
     try:
         if isinstance(dtype, torch.dtype):
-            dtype = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+            dtype = numpy_dtype(dtype)
         sizes = tuple(map(int, shape)) if isinstance(shape, Sequence) else (int(shape),)
         is_kept = keep_float64 or dtype is not float  # which is no more than a number
         spec = TensorSpec(sizes, stored_dtype(np.dtype(dtype), is_kept))

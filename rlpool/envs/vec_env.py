@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.infos import Info, info_rows
+from rlpool.data.infos import Info, info_rows, options_of
 from rlpool.envs.columns import BadValue, Columns, Results, checked_results, ended_rows
 from rlpool.envs.info_columns import InfoColumns
 from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where
@@ -377,9 +377,7 @@ class VecEnv(ABC):
             SpecError: If a value of ``env_info`` is not numeric or has the wrong number of rows.
         """
         rows = info_rows("env_info", env_info, self.n_lanes)
-        lists = {key: value.tolist() for key, value in rows.items()}
-        options = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
-        self._env_options = [*options] or [None] * self.n_lanes
+        self._env_options = [options_of(rows, lane) for lane in range(self.n_lanes)]
         n_before = self._n_restarts_before + max(self._restarts)
         # In one statement: a reset interrupted by a signal handler may be repeated.
         self._n_restarts_before, self._restarts = n_before, [0] * self.n_lanes

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
-from rlpool.envs.columns import Results, as_array
+from rlpool.envs.columns import Results, as_array, wrong_count
 from rlpool.envs.envpool_lanes import EnvPoolLanes, is_envpool
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.gymnasium_vector import adapt, autoreset_mode, failed_process, kill
@@ -18,7 +18,7 @@ from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.envs.vector_infos import info_specs_of, refuse_wrong_statistics, statistics_keys
 from rlpool.envs.vector_seeding import detected_seeding
 from rlpool.errors import SpecError, UsageError
-from rlpool.machine.arguments import names_arguments, whole_number
+from rlpool.machine.arguments import check_choice, names_arguments, whole_number
 from rlpool.memory.storage import Array
 from rlpool.seeding import SEEDINGS, Seeding, stream_seed
 from rlpool.specs import leaves_of, nester, structure_of_space
@@ -116,8 +116,8 @@ class VectorGymEnv(VecEnv):
             vector_env = EnvPoolLanes(vector_env)
         if isinstance(vector_env, EnvPoolLanes):
             vector_env.has_infos = info_keys is not None
-        if seeding not in (None, *SEEDINGS):
-            raise SpecError(f"seeding should be one of {SEEDINGS}, got {seeding!r}")
+        if seeding is not None:
+            check_choice("seeding", seeding, SEEDINGS)
         n_lanes = vector_env.num_envs
         super().__init__(n_lanes, seed)
         self.auto_reset, self._keep_float64 = auto_reset, keep_float64
@@ -356,7 +356,7 @@ class VectorGymEnv(VecEnv):
         self._elapsed += 1
         result = self.vector_env.step(batch)
         if not isinstance(result, tuple) or len(result) != 5:
-            raise SpecError(f"step() should return five values, got {_count_of(result)}")
+            raise wrong_count("step", "five", result)
         self._shown, *results, self._shown_infos = result
         self._is_written = False
         rewards, terminated, truncated = map(self._per_lane, _RESULTS, results)
@@ -486,13 +486,9 @@ def _refuse_others(value: Any) -> None:
 def _checked_pair(result: Any) -> tuple[Any, Any]:
     """The observation and the infos that ``reset`` returned."""
     if not isinstance(result, tuple) or len(result) != 2:
-        raise SpecError(f"reset() should return two values, got {_count_of(result)}")
+        raise wrong_count("reset", "two", result)
     return result
 
 
 def _as_bools(flags: Array) -> Array:
     return flags if flags.dtype == np.bool_ else flags.astype(bool)
-
-
-def _count_of(result: Any) -> Any:
-    return len(result) if isinstance(result, tuple) else type(result).__name__

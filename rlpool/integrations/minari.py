@@ -16,6 +16,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.dict_tensor_base import instance, kind
+from rlpool.data.infos import options_of
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, compose
 from rlpool.memory.storage import Array
@@ -30,6 +31,7 @@ from rlpool.specs import (
     leaves_of,
     nester,
     refuse_collisions,
+    refuse_missing,
     stored_dtype,
     structure_of_space,
 )
@@ -160,11 +162,8 @@ def _described(env: Any) -> dict[str, Any]:
 
 def _refuse_parts(trajectories: TemporalDictTensor) -> None:
     """Refuse rows that are no complete episodes."""
-    needed = ["_done", "initial_state"]
-    missing = [key for key in needed if key not in trajectories]
-    if missing:
-        raise SpecError(f"the trajectories have no {missing}, which tell complete episodes")
     fix = "collect episodes with an EpisodeBatcher: the windows of a Batcher are parts of episodes"
+    refuse_missing("the trajectories", trajectories.keys(), ["_done", "initial_state"], fix)
     lengths = trajectories.lengths
     if not len(lengths) or not bool((lengths > 0).all()):
         raise SpecError("there are no episodes, or rows without steps", fix=fix)
@@ -194,13 +193,7 @@ class _Writer:
         observed = self._observation.dtypes
         wanted = [*observed, *map(successor_key, observed), *self._action.dtypes]
         wanted += ["_reward", "_terminated", "_truncated"]
-        missing = [key for key in wanted if key not in self._arrays]
-        if missing:
-            raise SpecError(
-                f"the trajectories have no {missing}, which the spaces of the environment have; "
-                f"they have {list(self._arrays)}",
-                fix=_SAME,
-            )
+        refuse_missing("the trajectories", self._arrays, wanted, _SAME)
         self._refuse_others(self._observation)
         self._refuse_others(self._action)
         taken = {*observed, *self._action.dtypes, *_NO_INFOS}
@@ -238,10 +231,8 @@ class _Writer:
     def _options(self, row: int) -> dict[str, Any] | None:
         """The row of ``env_info`` as Python values, which is what the environment was given."""
         prefix = join_key(_OPTIONS, "")
-        rows = {
-            k.removeprefix(prefix): v[row] for k, v in self._info.items() if k.startswith(prefix)
-        }
-        return {key: value.tolist() for key, value in rows.items()} or None
+        rows = {k.removeprefix(prefix): v for k, v in self._info.items() if k.startswith(prefix)}
+        return options_of(rows, row)
 
     def _refuse_others(self, part: _Part) -> None:
         """Refuse values that a space does not have: they would be lost."""

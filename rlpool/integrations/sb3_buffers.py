@@ -19,7 +19,7 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.integrations.sb3_policies import Observation, observed, part_of
 from rlpool.memory.storage import Array
-from rlpool.specs import TensorSpec
+from rlpool.specs import TensorSpec, refuse_missing
 
 
 def to_sb3(trajectories: TemporalDictTensor, target: Any, policy: Any = None) -> None:
@@ -114,11 +114,8 @@ class _Steps:
         return key in self._trajectories
 
     def __getitem__(self, key: str) -> Array:
-        if key not in self._trajectories:
-            raise SpecError(
-                f"the trajectories have no {key!r}, they have {list(self._trajectories)}",
-                fix="collect with environments and an agent that give it",
-            )
+        fix = "collect with environments and an agent that give it"
+        refuse_missing("the trajectories", self._trajectories.keys(), [key], fix)
         if self._has_lanes:
             steps = self._trajectories[key].transpose(0, 1)
         else:

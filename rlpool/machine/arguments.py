@@ -1,13 +1,16 @@
-"""Checks of arguments: unknown names, whole numbers, and which keywords users' functions take."""
+"""Checks of arguments: unknown names, numbers, choices, and which keywords functions take."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import inspect
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
 from rlpool.errors import SpecError, UnknownArgumentError
@@ -34,6 +37,13 @@ _SYNONYMS = (
 """Names of the same argument, in rlpool and elsewhere."""
 
 _NUMBER_OF_ENVS = "n_envs num_envs n_environments num_environments n_lanes num_lanes"
+
+_LIMITS = {
+    "above 0": (math.ulp(0.0), math.inf),
+    "from 0 to 1": (0.0, 1.0),
+    "from 0 on, and finite": (0.0, sys.float_info.max),
+}
+"""The smallest and the largest number that an argument may be."""
 
 _CLOSE = 0.8
 """Similarity, from 0 to 1, above which a name counts as a misspelling of another."""
@@ -82,14 +92,52 @@ def whole_number(name: str, value: Any, least: int, *, fix: str = "") -> int:
     return number
 
 
-def check_timeout(timeout: Any) -> None:
-    """Raise unless a timeout is ``None`` or a positive number of seconds."""
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if timeout is not None and not (is_number and timeout > 0):
-        raise SpecError(
-            f"timeout should be a positive number of seconds, got {timeout!r}",
-            fix="pass timeout=None for no limit",
-        )
+def real_number(name: str, value: Any, limits: str, *, fix: str = "") -> float:
+    """Convert an argument to a float. Numbers of NumPy and torch are accepted, bools are not.
+
+    Args:
+        name: Name of the argument.
+        value: The argument.
+        limits: Which numbers are allowed, a key of ``_LIMITS``.
+        fix: The fix that the error names.
+
+    Raises:
+        SpecError: If it is anything else.
+    """
+    number = _python_number(value)
+    least, most = _LIMITS[limits]
+    is_number = isinstance(number, Real) and not isinstance(number, bool)
+    if not is_number or not least <= number <= most:
+        raise SpecError(f"{name} should be a number {limits}, got {value!r}", fix=fix)
+    return float(number)
+
+
+def checked_timeout(timeout: Any) -> float | None:
+    """A timeout in seconds, ``None`` for no limit; SpecError if it is not positive."""
+    if timeout is None:
+        return None
+    fix = "pass seconds, or timeout=None for no limit"
+    return real_number("timeout", timeout, "above 0", fix=fix)
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str | bool], *, fix: str = "") -> None:
+    """Refuse an argument that is none of some texts and flags; NumPy's flags are accepted.
+
+    Raises:
+        SpecError: If it is none of them.
+    """
+    choice = _python_number(value)
+    if not isinstance(choice, str | bool) or choice not in choices:
+        *others, last = map(repr, choices)
+        raise SpecError(f"{name} should be {', '.join(others)} or {last}, got {value!r}", fix=fix)
+
+
+def _python_number(value: Any) -> Any:
+    """The Python number in a scalar of NumPy or torch; anything else as it is."""
+    if getattr(value, "shape", None) == ():
+        with suppress(RuntimeError):  # of torch's meta tensors, which have no values
+            return value.item()
+    return value
 
 
 def names_arguments(function: Callable[ParametersT, ResultT]) -> Callable[ParametersT, ResultT]:

@@ -16,7 +16,7 @@ from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.info_keys import InfoKeys, wanted_infos
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import EnvError, SpecError
-from rlpool.machine.arguments import check_timeout, names_arguments, whole_number
+from rlpool.machine.arguments import checked_timeout, names_arguments, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.main_guard import refuse_during_import
 from rlpool.manager.actions import are_equal, hand_over, specs_of
@@ -157,7 +157,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         failure_policy = FailurePolicy(**policy)
         env_fns = checked_functions(env_fns)
         whole_number("envs_per_worker", envs_per_worker, 1)
-        check_timeout(timeout)
+        timeout = checked_timeout(timeout)
         for name, number in (("min_ready", min_ready), ("max_episode_steps", max_episode_steps)):
             if number is not None:
                 whole_number(name, number, 1)

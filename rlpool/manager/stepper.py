@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rlpool.data.infos import options_of
 from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError, SpecError, UsageError
 from rlpool.machine.interrupts import InterruptsHeld
@@ -102,8 +103,8 @@ class Stepper:
         """Whether a lane's announced episode has a seed and options."""
         worker = self._workers.worker_of[lane]
         message, own = self._workers.announced[worker], lane - self._workers.lanes_of[worker].start
-        announced = {key: array[index].tolist() for key, array in message.env_info[own].items()}
-        return bool(message.seeds[own][index] == seed) and (options or {}) == announced
+        announced = options_of(message.env_info[own], index)
+        return bool(message.seeds[own][index] == seed) and (options or None) == announced
 
     # All together -----------------------------------------------------------------------------
 

@@ -81,20 +81,18 @@ class Description:
     render_mode: str | None
 
 
-def made_lane(
-    env_fn: Callable[[], Any], mode: AutoresetMode, max_episode_steps: int | None
-) -> VectorLane:
+def made_lane(env_fn: Callable[[], Any], mode: AutoresetMode, max_episode_steps: int | None) -> Any:
     """Make an environment and prepare it for a vector environment; runs in the worker.
 
+    Returns:
+        A ``VectorLane``. What is no environment is returned as it is, for the worker to refuse.
+
     Raises:
-        SpecError: If it is no environment, or does not declare both spaces.
+        SpecError: If it does not declare both spaces.
     """
     env = env_fn()
     if not is_environment(env):
-        raise SpecError(
-            f"a function of env_fns returned {type(env).__name__}, not an environment",
-            fix="let it return one Gymnasium environment",
-        )
+        return env
     env = modernised(env)
     for name in ("observation_space", "action_space"):
         if not isinstance(getattr(env, name, None), spaces.Space):

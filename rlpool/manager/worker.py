@@ -13,6 +13,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from rlpool.data.infos import options_of
 from rlpool.envs.vec_env import LaneError, Options
 from rlpool.errors import EnvError, Where, WorkerError
 from rlpool.manager.buffers import FAILED, NONE_ENDED, SOME_ENDED, Buffers
@@ -30,7 +31,7 @@ from rlpool.manager.messages import (
 from rlpool.manager.startup import made_environments, report_of
 from rlpool.memory.storage import Array, Memory
 from rlpool.observe.control import WorkerRecord
-from rlpool.record.failures import described, env_error, text_of
+from rlpool.record.failures import env_error, text_of, worker_error
 from rlpool.record.repeat import batch_of, take_over
 from rlpool.record.tape import action_row
 from rlpool.specs import Declaration
@@ -146,9 +147,7 @@ class EnvServer:
 
     def fail(self, error: Exception) -> None:
         """Tell the caller why this worker ends."""
-        what, text = f"the worker failed with {described(error)}", text_of(error)
-        failure = WorkerError(what, where=Where(worker=self._me), traceback_text=text)
-        self._pipe.send(Failed(failure))
+        self._pipe.send(Failed(worker_error(error, Where(worker=self._me))))
 
     def close(self) -> None:
         """Close the environments, whatever they say to it."""
@@ -458,5 +457,5 @@ class _ComingEpisodes:
         if message is None or index is None or index >= len(message.seeds[lane]):
             return None
         self._next[lane] = index + 1
-        options = {key: column[index].tolist() for key, column in message.env_info[lane].items()}
-        return index, int(message.seeds[lane][index]), options or None
+        options = options_of(message.env_info[lane], index)
+        return index, int(message.seeds[lane][index]), options

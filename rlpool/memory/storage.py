@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from rlpool.errors import SpecError, UsageError
+from rlpool.machine.arguments import check_choice
 from rlpool.machine.limits import human, machine_bytes
 from rlpool.memory.descriptors import Descriptor, Ticket
 from rlpool.specs import TensorSpec
@@ -62,9 +63,7 @@ def allocate(
     Raises:
         SpecError: If there is no such kind, or not enough memory or disk space.
     """
-    if not isinstance(storage, str) or storage not in KINDS:
-        choices = ", ".join(f'"{kind}"' for kind in KINDS)
-        raise SpecError(f"there is no storage {storage!r}", fix=f"choose from {choices}")
+    check_choice("storage", storage, KINDS)
     if storage == "memmap":
         try:
             # Path refuses numbers, which open() takes for descriptors.

@@ -11,6 +11,7 @@ import numpy as np
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.loop.plan import Episode, Plan
 from rlpool.memory.storage import Array, Memory
+from rlpool.record.tape import joined
 from rlpool.seeding import NoiseStarts, Words
 from rlpool.slots.blocks import Layout
 from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec, is_action
@@ -206,7 +207,7 @@ class RolloutPlan(Plan):
 
     def _joined(self, chunks: Sequence[dict[str, Array]], slot: int) -> RolloutColumns:
         finals = self.arrays.finals
-        before = {key: np.concatenate([chunk[key] for chunk in chunks]) for key in chunks[0]}
+        before = joined(chunks)
         after = {
             key: np.concatenate([before[key][1:], finals[key][slot][None]])
             for key in (*self._observed, "reward")

@@ -5,7 +5,6 @@ Nothing is copied on the way, unless it has another dtype than what is stored.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
@@ -21,7 +20,7 @@ from rlpool.pool.schema import Schema, Stack
 from rlpool.pool.stacks import unstacked
 from rlpool.slots.blocks import successor_key
 from rlpool.slots.trajectories import DerivedTensors, Successor
-from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec, join_key
+from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec, join_key, numpy_dtype, refuse_missing
 
 ACTION_KEY = "action"
 REWARD_KEY, DONE_KEY, TERMINATED_KEY = "_reward", "_done", "_terminated"
@@ -253,7 +252,7 @@ def specs_of(trajectories: TemporalDictTensor, keys: Sequence[str] | None) -> di
         # A derived value after a step is like the value before it.
         is_derived = isinstance(_derivation(tensors, key), Successor)
         tensor = tensors[key.removeprefix("_") if is_derived else key]
-        dtype = _numpy_dtype(tensor.dtype)
+        dtype = numpy_dtype(tensor.dtype)
         if dtype.kind == "O":
             raise SpecError(
                 f"a pool cannot hold {key!r}, which is {tensor.dtype}, unknown to NumPy",
@@ -269,22 +268,8 @@ def chosen(values: Mapping[str, Any], keys: Sequence[str] | None, what: str) -> 
     Raises:
         SpecError: If one of them is missing.
     """
-    missing = [key for key in keys or () if key not in values]
-    if missing:
-        raise SpecError(
-            f"{what} should have the keys {missing}, got {list(values)}",
-            fix="choose other keys, or use another pool",
-        )
+    refuse_missing(what, values, keys or (), "choose other keys, or use another pool")
     return list(values if keys is None else keys)
-
-
-@functools.cache
-def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """The NumPy dtype with the same bits; that of objects if there is none."""
-    try:
-        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
-    except (TypeError, RuntimeError):
-        return np.dtype(object)
 
 
 # Single transitions -----------------------------------------------------------------------------

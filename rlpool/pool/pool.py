@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.dict_tensor_base import listed
+from rlpool.data.dict_tensor_base import instance, listed
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
-from rlpool.machine.arguments import names_arguments, whole_number
+from rlpool.machine.arguments import check_choice, names_arguments, real_number, whole_number
 from rlpool.machine.limits import check_size
 from rlpool.memory.storage import Array, allocate, carved_bytes
 from rlpool.pool import checkpoint, ingest
 from rlpool.pool.incoming import Incoming
 from rlpool.pool.runner import EpisodeRunner
-from rlpool.pool.sampling import RESULT_KEYS, PoolReader, Sampler, check_number
+from rlpool.pool.sampling import RESULT_KEYS, PoolReader, Sampler
 from rlpool.pool.schema import Schema, checked_frame_stack, stacks_of
 from rlpool.pool.store import Store
 from rlpool.pool.sub_pool import WindowRules
@@ -123,8 +123,7 @@ class Pool(Sampler, DumpsStacks):
         if processes is None:
             processes = max(1, len(env)) if isinstance(env, Sequence) else 1
         processes = whole_number("processes", processes, 1)
-        if not isinstance(random, bool | np.bool_):
-            raise SpecError(f"random is {random!r}", fix="pass True or False")
+        check_choice("random", random, (True, False))
         rules = WindowRules(window_size, clearing_freq, window_size_)
         if seed is not None:
             seed = whole_number("seed", seed, 0)
@@ -133,7 +132,8 @@ class Pool(Sampler, DumpsStacks):
             if not keys:
                 raise SpecError("keys are empty", fix="leave keys out to store all")
         if priority_exponent is not None:
-            priority_exponent = check_number("priority_exponent", priority_exponent)
+            limits = "from 0 on, and finite"
+            priority_exponent = real_number("priority_exponent", priority_exponent, limits)
         self._frame_stack = checked_frame_stack(frame_stack)
         allocate(storage, 1, directory=directory)  # checked now, whether they are used or not
         FailurePolicy(start_method=start_method)
@@ -189,11 +189,8 @@ class Pool(Sampler, DumpsStacks):
             >>> len(pool), pool.sample(8)["frame"].shape
             (12, torch.Size([8, 1]))
         """
-        if not isinstance(trajectories, TemporalDictTensor):
-            raise SpecError(
-                f"extend() takes a TemporalDictTensor, got {type(trajectories).__name__}",
-                fix="use TemporalDictTensor.from_packed(transitions, lengths) on transitions",
-            )
+        fix = "TemporalDictTensor.from_packed(transitions, lengths) makes one of transitions"
+        instance(trajectories, TemporalDictTensor, "what extend() gets", fix)
         index = self._checked_index(index)
         if not trajectories.n_elems() or not int(trajectories.lengths.sum()):
             return

@@ -23,10 +23,10 @@ from rlpool.batch.window_batcher import Batcher
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.columns import Columns
-from rlpool.envs.gym_env import is_environment
+from rlpool.envs.gym_env import refuse_no_environment
 from rlpool.envs.one_env import ACTION_KEY, STATE_KEY, OneEnv
 from rlpool.errors import AgentError, SpecError, WorkerDiedError, WorkerError, WorkerTimeoutError
-from rlpool.machine.arguments import check_timeout
+from rlpool.machine.arguments import checked_timeout
 from rlpool.machine.pickling import pickled
 from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY, refuse_taken
 from rlpool.pool.schema import recognised_frame_stack
@@ -101,10 +101,9 @@ class EpisodeRunner:
     ) -> None:
         if policy is not None and not callable(policy):
             raise SpecError(f"policy is {policy!r}", fix="pass a function from state to action")
-        check_timeout(timeout)
         self.closed = False
         self._envs, self._n_processes, self._policy = envs, processes, policy
-        self._timeout, self._start_method = timeout, start_method
+        self._timeout, self._start_method = checked_timeout(timeout), start_method
         self._root, self._n_runs = root_from(seed), 0
         if seed is None:
             _LOG.info("drew the root seed %d", self._root)
@@ -312,11 +311,8 @@ def _check_environments(envs: Any, processes: int) -> None:
             fix="pass one environment per process",
         )
     for number, env in enumerate(envs):
-        if not is_environment(env):
-            raise SpecError(
-                f"environment {number} is {env!r:.60}, not one environment with reset() and step()",
-                fix="pass what gymnasium.make(...) returns, for instance",
-            )
+        fix = "pass an object with reset() and step(), such as gymnasium.make(...) returns"
+        refuse_no_environment(f"environment {number} is", env, fix)
 
 
 # In the workers -----------------------------------------------------------------------------------

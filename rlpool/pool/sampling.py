@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from numbers import Real
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -15,20 +14,19 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.dict_tensor_base import listed
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import NotEnoughDataError, SpecError, UsageError
-from rlpool.machine.arguments import whole_number
+from rlpool.machine.arguments import real_number, whole_number
 from rlpool.memory.storage import Array, Memory
 from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY
 from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.schema import Schema
 from rlpool.pool.store import Store
 from rlpool.seeding import root_from
-from rlpool.specs import TensorSpec
+from rlpool.specs import TensorSpec, refuse_missing
 
 INDEX_KEY, WEIGHT_KEY = "index", "weight"
 RETURN_KEY, DISCOUNT_KEY = "n_step_return", "n_step_discount"
 RESULT_KEYS = (INDEX_KEY, WEIGHT_KEY, RETURN_KEY, DISCOUNT_KEY)
 _LONGEST = 2**31  # steps: more than any episode has, small enough for int64 row numbers
-_MOST = float(np.finfo(np.float64).max)
 _TRUNCATED = "_truncated"
 
 _T = TypeVar("_T")
@@ -101,9 +99,7 @@ class Sampler:
             return DictTensor()
         known, store = self.specs, self._store
         wanted = list(known) if keys is None else listed(keys, str, "keys")
-        unknown = [key for key in wanted if key not in known]
-        if unknown:
-            raise SpecError(f"the pool has no {unknown}, it has {list(known)}")
+        refuse_missing("the pool", known, wanted, "choose among its keys")
 
         def look() -> dict[str, Array]:
             pieces = [piece for sub_pool in store.sub_pools for piece in sub_pool.held()]
@@ -326,7 +322,7 @@ class Sampler:
                     f"{key!r} is {store.schema.columns.get(key, 'missing')}",
                     fix="store it",
                 )
-        check_number("discount", discount, 1)
+        discount = real_number("discount", discount, "from 0 to 1")
         n_step = min(n_step, max(self.lengths))  # there are no more
         every = self._ahead(rows[:, None], np.arange(n_step))
         n_steps = _steps_that_follow(store, every)
@@ -348,7 +344,7 @@ class Sampler:
         self, store: Store, tree: PriorityTree, rows: Array, beta: float
     ) -> tuple[Array, Array]:
         """Index and importance weight of rows, relative to the largest weight among them."""
-        check_number("beta", beta)
+        beta = real_number("beta", beta, "from 0 on, and finite")
         index = store.sub_pools_of(rows)
         # The number of a row: the one that lies there, at most a capacity before the next one.
         newest = store.numbers[index, 1] - 1
@@ -406,11 +402,3 @@ def _padded(values: Array, is_step: Array) -> torch.Tensor:
     padded[is_step] = lying
     back = [0, 1, *(order.index(axis) + 1 for axis in range(1, values.ndim))]
     return torch.from_numpy(padded.transpose(back))
-
-
-def check_number(name: str, value: Any, most: float = _MOST) -> float:
-    """A finite number from 0 to ``most``; SpecError for anything else."""
-    if not isinstance(value, Real) or not 0 <= float(value) <= most:
-        limits = "of at least 0" if most == _MOST else f"from 0 to {most:g}"
-        raise SpecError(f"{name} should be a finite number {limits}, got {value!r}")
-    return float(value)

@@ -30,7 +30,7 @@ import torch
 
 from rlpool.errors import SpecError, Where
 from rlpool.memory.storage import Array
-from rlpool.record.tape import Tape
+from rlpool.record.tape import Tape, joined
 
 CALLS = ("reset", "step", "agent", "initial_state")
 """The calls that can fail: two of an environment, two of an agent."""
@@ -129,16 +129,14 @@ class CrashCapsule:
             failing: The action of the step that failed, ``[1, ...]`` per key.
             known: Other attributes.
         """
-        actions = tape.actions
-        for key, action in (failing or {}).items():
-            actions[key] = np.concatenate([actions[key], action]) if key in actions else action
+        chunks = [chunk for chunk in (tape.actions, failing) if chunk]
         return cls(
             call=call,
             where=where._replace(seed=tape.seed),
             error="",
             seed=tape.seed,
             options=tape.options,
-            actions=actions,
+            actions=joined(chunks),
             rewards=tape.rewards,
             first_step=tape.first_step,
             observation=tape.observation,

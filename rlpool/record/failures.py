@@ -20,6 +20,7 @@ from rlpool.errors import (
     SpecError,
     UsageError,
     Where,
+    WorkerError,
 )
 from rlpool.record.crash_capsule import CrashCapsule
 
@@ -89,6 +90,12 @@ def agent_error(
     told = None if capsule is None else capsule.told(what, text)
     kind = AgentSpecError if isinstance(error, SpecError) else AgentError
     return kind(what, where=where, fix=fix, hint=DEBUG_HINT, traceback_text=text, capsule=told)
+
+
+def worker_error(error: BaseException, where: Where) -> WorkerError:
+    """The error for a worker that fails by itself, not by the user's code."""
+    what, text = f"the worker failed with {described(error)}", text_of(error)
+    return WorkerError(what, where=where, traceback_text=text)
 
 
 def attempted(make: Callable[_P, CrashCapsule]) -> Callable[_P, CrashCapsule | None]:

@@ -124,7 +124,7 @@ class Tape:
     @property
     def columns(self) -> Actions:
         """All chunks in one."""
-        return _joined(self.chunks)
+        return joined(self.chunks)
 
     @property
     def actions(self) -> Actions:
@@ -134,7 +134,7 @@ class Tape:
     @property
     def rewards(self) -> Array:
         """The rewards of the same steps; NaN where they are not known."""
-        columns = _joined(self.chunks)
+        columns = self.columns
         rewards: Array = columns.get(REWARD, np.full(_n_rows(columns), np.nan, np.float32))
         return rewards
 
@@ -152,7 +152,7 @@ class Tape:
         chunks.append(chunk)
         self._n_bytes += _n_bytes(chunk)
         while len(chunks) >= _JOINED_AT_ONCE and _can_be_joined(chunks[-_JOINED_AT_ONCE:]):
-            chunks[-_JOINED_AT_ONCE:] = [_joined(chunks[-_JOINED_AT_ONCE:])]
+            chunks[-_JOINED_AT_ONCE:] = [joined(chunks[-_JOINED_AT_ONCE:])]
         while most_bytes is not None and self._n_bytes > most_bytes and len(chunks) > 1:
             dropped = chunks.pop(0)
             self._n_bytes -= _n_bytes(dropped)
@@ -372,7 +372,7 @@ def _can_be_joined(chunks: Sequence[Mapping[str, Array]]) -> bool:
     return all(kind == kinds[0] for kind in kinds)
 
 
-def _joined(chunks: Sequence[Mapping[str, Array]]) -> Actions:
-    """Chunks in one."""
+def joined(chunks: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
+    """The steps of several chunks ``[k, ...]`` one after the other; copies."""
     keys = chunks[0] if chunks else ()
     return {key: np.concatenate([chunk[key] for chunk in chunks]) for key in keys}

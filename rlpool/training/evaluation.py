@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlpool.agents.agent import Agent
+from rlpool.agents.agent import Agent, refuse_no_agent
 from rlpool.batch.batcher import EpisodeBatcher
 from rlpool.batch.batcher_base import CreateEnv
-from rlpool.data.dict_tensor import DictTensor
-from rlpool.data.infos import Info, info_rows
+from rlpool.batch.messages import Infos
+from rlpool.batch.requests import as_infos, part_of
+from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import names_arguments, whole_number
@@ -124,10 +125,7 @@ def evaluate(
     """
     n_episodes = whole_number("n_episodes", n_episodes, 1)
     seeds = whole_number("seeds", seeds, 0)
-    infos = [
-        info_rows(name, info, n_episodes)
-        for name, info in (("agent_info", agent_info), ("env_info", env_info))
-    ]
+    infos = as_infos(agent_info, env_info, n_episodes)
     agent_args = {"agent": _checked_agent(agent, n_threads)}
     root = evaluation_root(seeds)
     filmed = _filmed_seeds(video_episodes, n_episodes, root) if video is not None else {}
@@ -138,7 +136,7 @@ def evaluate(
         with _Evaluator(
             _N_TIMESTEPS, n_slots, *factories, n_threads, root, timeout=timeout
         ) as batcher:
-            outcomes = [_outcome(part) for part in batcher.parts(n_episodes, *infos)]
+            outcomes = [_outcome(part) for part in batcher.parts(n_episodes, infos)]
         films = [next(folder.glob(f"episode-{n:03d}-*")) for n in filmed.values()]
         videos = tuple(film.replace(folder.parent / film.name) for film in films)
     returns, lengths, successes, used = zip(*outcomes, strict=True)
@@ -157,16 +155,13 @@ class _Evaluator(EpisodeBatcher):
         """See ``BatcherBase.layout``: room for two requests."""
         return Layout(specs, 2 * _PER_LANE * specs.n_lanes, n_timesteps, n_workers).checked(())
 
-    def parts(
-        self, n_episodes: int, agent_info: DictTensor, env_info: DictTensor
-    ) -> Iterator[TemporalDictTensor]:
+    def parts(self, n_episodes: int, infos: Infos) -> Iterator[TemporalDictTensor]:
         """The episodes, one request after the other."""
         size = _PER_LANE * self._open().n_lanes
         starts = range(0, n_episodes, size)
         for start in starts:
             stop = min(start + size, n_episodes)
-            infos = (info.slice(start, stop) if info else None for info in (agent_info, env_info))
-            self.execute(stop - start, *infos)
+            self.execute(stop - start, *part_of(infos, range(start, stop)))
         for _ in starts:
             if (part := self.get()) is not None:
                 yield part
@@ -192,12 +187,7 @@ def _checked_agent(agent: Any, n_threads: int) -> Any:
     Raises:
         SpecError: If it is a class, no agent, or cannot be copied.
     """
-    if isinstance(agent, type):
-        fix = f"pass an agent, such as {agent.__name__}(...)"
-        raise SpecError(f"agent is the class {agent.__name__}", fix=fix)
-    if not isinstance(agent, Agent):
-        fix = "pass an instance of a subclass of rlpool.Agent: class MyAgent(nn.Module, Agent)"
-        raise SpecError(f"agent is a {type(agent).__name__}, not an Agent", fix=fix)
+    refuse_no_agent(agent)
     if n_threads:
         return agent
     try:

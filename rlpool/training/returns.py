@@ -23,7 +23,6 @@ What all functions have in common:
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from rlpool.data.dict_tensor_base import kind
 from rlpool.errors import SpecError
-from rlpool.machine.arguments import names_arguments, whole_number
+from rlpool.machine.arguments import names_arguments, real_number, whole_number
 
 Discount = float | Tensor
 
@@ -188,7 +187,7 @@ def gae(
     """
     steps = _Steps(reward, done, terminated, next_value, discount, lengths, value=value)
     difference = steps.reward + steps.future - value
-    factor = _from_0_to_1("lambda_", lambda_) * steps.factor
+    factor = real_number("lambda_", lambda_, "from 0 to 1") * steps.factor
     return steps.finished(_all(difference, factor))
 
 
@@ -266,8 +265,9 @@ def vtrace(
     given = {"value": value, "log_ratio": log_ratio}
     steps = _Steps(reward, done, terminated, next_value, discount, lengths, **given)
     ratio = log_ratio.exp()
-    rho = ratio.clamp(max=_above_0("rho_clip", rho_clip))
-    cut = ratio.clamp(max=_above_0("c_clip", c_clip)) * _from_0_to_1("lambda_", lambda_)
+    rho = ratio.clamp(max=real_number("rho_clip", rho_clip, "above 0"))
+    decay = real_number("lambda_", lambda_, "from 0 to 1")
+    cut = ratio.clamp(max=real_number("c_clip", c_clip, "above 0")) * decay
     difference = rho * (steps.reward + steps.future - value)
     correction = steps.finished(_all(difference, cut * steps.factor))
     target = value + correction
@@ -309,7 +309,7 @@ class _Steps:
         if isinstance(discount, Tensor) and discount.ndim:
             like_reward["discount"] = discount
         else:
-            discount = _from_0_to_1("discount", discount)
+            discount = real_number("discount", discount, "from 0 to 1")
         for name, tensor in like_reward.items():
             _check_like(name, tensor, reward, reward.dtype)
         _check_like("done", done, reward, torch.bool)
@@ -424,17 +424,3 @@ def _ends_of_rows(lengths: Tensor, reward: Tensor) -> tuple[Tensor, Tensor]:
     step = torch.arange(n_timesteps, device=reward.device)
     last = lengths.to(reward.device).unsqueeze(-1) - 1
     return step > last, step == last
-
-
-def _from_0_to_1(name: str, value: object) -> float:
-    if isinstance(value, Tensor) and not value.ndim:
-        value = value.item()
-    if not isinstance(value, Real) or not 0 <= float(value) <= 1:
-        raise SpecError(f"{name} should be a number from 0 to 1, got {value!r}")
-    return float(value)
-
-
-def _above_0(name: str, value: object) -> float:
-    if not isinstance(value, Real) or not float(value) > 0:
-        raise SpecError(f"{name} should be a number above 0, got {value!r}")
-    return float(value)

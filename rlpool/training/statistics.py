@@ -13,6 +13,7 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import names_arguments
 from rlpool.memory.storage import Array
+from rlpool.specs import refuse_missing
 
 _REWARD = "_reward"
 _DONE = "_done"
@@ -235,9 +236,7 @@ def numbers_of(trajectories: TemporalDictTensor, key: str) -> Tensor:
         SpecError: If there is no such key, or it has more than one number per step.
     """
     _checked(trajectories)
-    if key not in trajectories:
-        keys = ", ".join(trajectories.keys())
-        raise SpecError(f"the trajectories have no key {key!r}", fix=f"they have {keys}")
+    refuse_missing("the trajectories", trajectories.keys(), [key], "name one of these")
     values = trajectories[key]
     if values.ndim == 3 and values.shape[2] == 1:
         values = values[..., 0]

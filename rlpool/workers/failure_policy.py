@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, TypeVar
 
-from rlpool.errors import EnvError, SpecError, WorkerDiedError, WorkerError, WorkerTimeoutError
-from rlpool.machine.arguments import whole_number
+from rlpool.errors import EnvError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from rlpool.machine.arguments import check_choice, whole_number
 
 START_METHODS = ("auto", "spawn")
 """How worker processes may be started, see docs/start_methods.md."""
@@ -69,9 +69,7 @@ class FailurePolicy:
 
     def __post_init__(self) -> None:
         for name in ("on_worker_failure", "on_env_error"):
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in ("restart", "raise"):
-                raise SpecError(f"{name} should be 'restart' or 'raise', got {value!r}")
+            check_choice(name, getattr(self, name), ("restart", "raise"))
         for name, least in (
             ("max_restarts", 0),
             ("max_episodes_per_worker", 1),
@@ -79,11 +77,8 @@ class FailurePolicy:
         ):
             if (value := getattr(self, name)) is not None:
                 whole_number(name, value, least, fix=f"pass {name}=None for no limit")
-        if not isinstance(self.start_method, str) or self.start_method not in START_METHODS:
-            raise SpecError(
-                f"start_method should be 'auto' or 'spawn', got {self.start_method!r}",
-                fix="'auto' forks workers from a template where that is safe, 'spawn' never does",
-            )
+        fix = "'auto' forks workers from a template where that is safe, 'spawn' never does"
+        check_choice("start_method", self.start_method, START_METHODS, fix=fix)
 
     @property
     def restarts_workers(self) -> bool:

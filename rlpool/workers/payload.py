@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from rlpool.memory.storage import Memory
+from rlpool.specs import numpy_dtype
 
 _ALIGNMENT = 64  # bytes: what torch gives its own tensors
 
@@ -96,7 +97,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 # Those that both know, as NumPy writes them: the pickle of a dtype is longer, and takes longer.
 _NUMPY_DTYPES = {
-    dtype: torch.empty(0, dtype=dtype).numpy().dtype.str
+    dtype: numpy_dtype(dtype).str
     for dtype in (
         *(torch.float32, torch.float64, torch.float16, torch.bool, torch.uint8),
         *(torch.int8, torch.int16, torch.int32, torch.int64),

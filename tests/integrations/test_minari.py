@@ -437,7 +437,7 @@ def test_a_failed_try_leaves_nothing_behind(datasets: Path) -> None:
 
 def test_another_environment_and_spaces_without_a_shape_are_refused() -> None:
     episodes = episodes_of(Drift)
-    with pytest.raises(SpecError, match=r"have no \['number', 'place'"):
+    with pytest.raises(SpecError, match=r"have the keys \['number', 'place'"):
         to_minari(episodes, "drift-v0", Drift("dict"))
     env = Drift()
     env.observation_space = gym.spaces.Text(5)

@@ -389,7 +389,7 @@ def test_what_is_no_capsule_is_refused(tmp_path: Path) -> None:
     ("create_env", "debug", "says"),
     [
         (3, False, "create_env is 3"),
-        (lambda: None, False, "returned NoneType, not an environment"),
+        (lambda: None, False, "returned None, not a single environment"),
         (CountingEnv, "after", "debug should be"),
         (lambda: GymEnv([CountingEnv()]), False, "lane 1 failed, and create_env made 1 env"),
         (lambda: UnluckyEnv(action_space=NESTED), False, r"had the actions \['action'\], this env"),

@@ -130,7 +130,7 @@ def test_the_agent_gets_updates_seeds_and_its_end() -> None:
 
 
 def test_invalid_arguments_are_refused() -> None:
-    with pytest.raises(SpecError, match="should be an Agent"):
+    with pytest.raises(SpecError, match="not an Agent"):
         DeviceAgent(torch.nn.Linear(1, 1), "cpu")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="device is 'gpu'"):
         DeviceAgent(StepCounter(), "gpu")

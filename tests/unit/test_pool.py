@@ -301,7 +301,7 @@ def test_the_next_frame_is_stored_once_and_room_for_last_ones_is_used_again() ->
         ({"clearing_freq": 1, "window_size_": 0}, "window_size_"),
         ({"clearing_freq": 1}, "window_size_ is None"),
         ({"window_size_": 1}, "clearing_freq is None"),
-        ({"storage": "disk"}, "storage 'disk'"),
+        ({"storage": "disk"}, "storage should be .*, got 'disk'"),
         ({"directory": "/tmp"}, "directory"),
         ({"storage": "memmap", "directory": "/nowhere/at/all"}, "/nowhere/at/all"),
         ({"priority_exponent": float("nan")}, "priority_exponent"),

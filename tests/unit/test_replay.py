@@ -289,7 +289,7 @@ def test_what_cannot_be_replayed_is_refused():
     collected = collect_episodes(RecurrentAgent, n_episodes=1)
     with pytest.raises(SpecError, match="no steps"):
         replay_agent(RecurrentAgent(), collected.temporal_slice(0, 0))
-    with pytest.raises(SpecError, match="'recompute' or state='stored'"):
+    with pytest.raises(SpecError, match="'recompute' or 'stored'"):
         replay_agent(RecurrentAgent(), collected, state="zero")
     with pytest.raises(KeyError, match="noise"):
         replay_agent(RecurrentAgent(), collected.get(key for key in collected if key != "noise"))

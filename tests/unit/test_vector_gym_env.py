@@ -363,7 +363,11 @@ def test_finding_it_out_leaves_no_trace() -> None:
     [
         (lambda: VectorGymEnv([CountingEnv()]), "not a gymnasium.vector.VectorEnv", "GymEnv"),
         (lambda: VectorGymEnv(CountingEnv()), "not a gymnasium.vector.VectorEnv", "make_vec"),
-        (lambda: VectorGymEnv(ArrayEnv(2), seeding="lane"), "seeding should be one of", ""),
+        (
+            lambda: VectorGymEnv(ArrayEnv(2), seeding="lane"),
+            "should be 'episode', 'request' or",
+            "",
+        ),
         (lambda: VectorGymEnv(ArrayEnv(2), max_episode_steps=0), "at least 1", ""),
         (lambda: GymEnv(counting(2)), "not a list of environments", "VectorGymEnv"),
         (
