@@ -42,7 +42,7 @@ from rlpool.errors import (
     WorkerStartupError,
     WorkerTimeoutError,
 )
-from rlpool.machine.arguments import removed_names
+from rlpool.machine.arguments import removed_names as _removed_names
 from rlpool.machine.worker_limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.manager.vector_env import ParallelVectorEnv
@@ -50,7 +50,6 @@ from rlpool.meta.learner import AGENT_ARCHS, Learner, collect_rollouts_parallel
 from rlpool.meta.make import make_env, make_parallel_env
 from rlpool.meta.trials import VariBadWrapper
 from rlpool.observe.stats import Stats
-from rlpool.observe.trace import trace
 from rlpool.pool.pool import Pool
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.training.evaluation import Evaluation, evaluate
@@ -138,12 +137,11 @@ __all__ = [
     "sample_tanh_normal",
     "shutdown",
     "suggest_workers",
-    "trace",
     "vtrace",
     "worker_count",
 ]
 
-__getattr__ = removed_names(
+__getattr__ = _removed_names(
     __name__,
     {
         "WorkerSuggestion": "time n_workers 0, 1 and 2 with stats() as docs/choosing.md does",

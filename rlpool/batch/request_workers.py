@@ -304,7 +304,7 @@ class RequestWorkers:
             request.strays.add(worker)
         if not request.remaining:
             self.running.remove(request)
-            self.control.request_ends(request.number, request.error is None)
+            self.control.request_ends(request.number)
             request.drop_payloads()
             self._owner.over(request)
 

@@ -35,7 +35,6 @@ from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import WorkerRecord
-from rlpool.observe.events import Kind
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT, agent_error, described, text_of
 from rlpool.record.tape import Tape
 from rlpool.seeding import episode_seeds, probe_seed, seed_generators
@@ -183,7 +182,7 @@ class Collector:
         while goes_on:
             self._control.begin_wait()
             message, memory = self.inbox.receive()
-            self._control.end_wait(Kind.WAIT_FOR_REQUEST)
+            self._control.end_wait()
             goes_on = self.handle(message, memory)
 
     def handle(self, message: Message, memory: Memory | None) -> bool:
@@ -380,7 +379,6 @@ class Collector:
         return error.reworded(hint=LOCAL_HINT) if is_here else error
 
     def _plan_of(self, message: Execute | Window, memory: Memory | None) -> Plan:
-        self._control.follow_trace()
         infos, tapes = _infos(message.payload, memory)
         block = self._blocks[message.block]
         if isinstance(message, Window):
