@@ -145,7 +145,6 @@ __getattr__ = _removed_names(
     __name__,
     {
         "WorkerSuggestion": "time n_workers 0, 1 and 2 with stats() as docs/choosing.md does",
-        "dump_stacks_on_signal": "a hang report has all stacks; in between, use py-spy dump --pid",
         "suggest_workers": "time n_workers 0, 1 and 2 with stats() as docs/choosing.md does",
         "trace": "use stats() or `python -m rlpool top`, and py-spy for a timeline",
     },
