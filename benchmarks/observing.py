@@ -1,17 +1,15 @@
-"""What it costs that a program can be looked at: CPU time per batch step of W1, noted and traced.
+"""What it costs that a program is looked at: CPU time per batch step of W1.
 
     python benchmarks/observing.py [--seconds 100]
 
 One batcher with ``n_threads=0`` runs small requests, each in one of several ways, in random order:
 
-- ``nothing``: what workers note for ``stats()`` and ``top`` is replaced by what does nothing
-- ``noted``: as it is; ``noted again`` the same once more: what it deviates from 1 is noise
+- ``alone``: as it is; ``again`` the same once more: what it deviates from 1 is noise
 - ``watched``: as it is, while another process reads all that ``top`` shows, 25 times as often
-- ``traced``: within ``rlpool.trace``; writing the file is not counted
 
 Each is compared with the request of another way in the same round. Times are CPU time of this
 thread, as programs next to it cost less of that than of the time of day; they still cost some, so
-look at ``noted again`` first. Prints one JSON line per comparison.
+look at ``again`` first. Prints one JSON line per comparison.
 """
 
 from __future__ import annotations
@@ -21,25 +19,18 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from workloads import WORKLOADS, make_batcher, parser_of, quartiles, show
 
-import rlpool
 from rlpool import EpisodeBatcher
-from rlpool.observe.control import WorkerRecord
 
 N_EPISODES = 120
 N_LANES = WORKLOADS["W1"].n_lanes
-
-NOTING = ("begin_call", "end_call", "lane_begins", "lane_pauses", "lane_ends")
 
 WATCHER = """
 import sys, time
@@ -52,12 +43,7 @@ while True:
     time.sleep(EVERY_S / 25)
 """
 
-COMPARISONS = {
-    "noted": "nothing",
-    "noted again": "noted",
-    "watched": "noted",
-    "traced": "noted",
-}
+COMPARISONS = {"again": "alone", "watched": "alone"}
 
 
 def step_us(batcher: EpisodeBatcher) -> float:
@@ -68,15 +54,6 @@ def step_us(batcher: EpisodeBatcher) -> float:
     spent_s = time.thread_time() - start
     assert result is not None
     return 1e6 * N_LANES * spent_s / int(result.lengths.sum())
-
-
-@contextmanager
-def not_noted() -> Any:
-    def nothing(*arguments: Any) -> int:
-        return 0
-
-    with mock.patch.multiple(WorkerRecord, **dict.fromkeys(NOTING, nothing)):
-        yield
 
 
 @contextmanager
@@ -92,7 +69,6 @@ def main() -> None:
     args = parser.parse_args()
     with (
         make_batcher(WORKLOADS["W1"], N_EPISODES, 0) as batcher,
-        tempfile.TemporaryDirectory() as folder,
         subprocess.Popen(
             [sys.executable, "-c", WATCHER, str(os.getpid())], stdout=subprocess.PIPE, text=True
         ) as watcher,
@@ -101,11 +77,9 @@ def main() -> None:
         assert watcher.stdout.readline() == "ready\n"
         watcher.send_signal(signal.SIGSTOP)
         ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-            "nothing": not_noted,
-            "noted": nullcontext,
-            "noted again": nullcontext,
+            "alone": nullcontext,
+            "again": nullcontext,
             "watched": partial(watched, watcher),
-            "traced": partial(rlpool.trace, Path(folder) / "trace.json"),
         }
         try:
             times = in_rounds(batcher, ways, args.seconds)

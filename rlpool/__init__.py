@@ -50,7 +50,6 @@ from rlpool.meta.learner import AGENT_ARCHS, Learner, collect_rollouts_parallel
 from rlpool.meta.make import make_env, make_parallel_env
 from rlpool.meta.trials import VariBadWrapper
 from rlpool.observe.stats import Stats
-from rlpool.observe.trace import trace
 from rlpool.pool.pool import Pool
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.training.evaluation import Evaluation, evaluate
@@ -135,7 +134,6 @@ __all__ = [
     "sample_normal",
     "sample_tanh_normal",
     "shutdown",
-    "trace",
     "vtrace",
     "worker_count",
 ]
@@ -143,9 +141,8 @@ __all__ = [
 __getattr__ = _removed_names(
     __name__,
     {
-        "WorkerSuggestion": "time n_workers 0, 1 and 2 with stats() as docs/choosing.md does",
-        "dump_stacks_on_signal": "a hang report has all stacks; in between, use py-spy dump --pid",
-        "suggest_workers": "time n_workers 0, 1 and 2 with stats() as docs/choosing.md does",
+        "WorkerSuggestion": "time n_threads 0, 1 and 2 with stats() as docs/choosing.md does",
+        "suggest_workers": "time n_threads 0, 1 and 2 with stats() as docs/choosing.md does",
         "trace": "use stats() or `python -m rlpool top`, and py-spy for a timeline",
     },
 )

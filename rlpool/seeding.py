@@ -38,16 +38,10 @@ import numpy as np
 import torch
 
 from rlpool.machine.arguments import whole_number
-from rlpool.machine.generator_states import (
-    numpy_state,
-    python_state,
-    set_numpy_state,
-    set_python_state,
-)
+from rlpool.machine.generator_states import Generators, current_generators, use_generators
 from rlpool.machine.interrupts import InterruptsHeld
 
 Words = np.ndarray[Any, np.dtype[Any]]
-States = tuple[Any, Any, torch.Tensor]
 
 Seeding = Literal["episode", "request", "stream"]
 """What can be seeded, from most to least; ``VectorGymEnv`` explains them."""
@@ -432,15 +426,9 @@ def _mix_(words: Words) -> Words:
 # The process's global generators -------------------------------------------------------------
 
 
-def generator_states() -> States:
+def generator_states() -> tuple[Any, ...]:
     """The states of ``random``, ``numpy.random`` and torch, copies."""
-    return python_state(), numpy_state(), torch.default_generator.get_state()
-
-
-def _set_generator_states(states: States) -> None:
-    set_python_state(states[0])
-    set_numpy_state(states[1])
-    torch.default_generator.set_state(states[2])
+    return current_generators()[:3]
 
 
 def seed_generators(seed: int) -> None:
@@ -455,7 +443,7 @@ def seed_generators(seed: int) -> None:
 
 
 class OwnGenerators:
-    """States of the global generators that are separate from the caller's.
+    """Global generators that are separate from the caller's.
 
     Args:
         seed: Seeds them at their first use; without one they start as copies of the caller's.
@@ -463,19 +451,18 @@ class OwnGenerators:
 
     def __init__(self, seed: int | None = None) -> None:
         self._seed = seed
-        self._states: States | None = None
-        self._callers: States | None = None
+        self._own: Generators | None = None
+        self._callers: Generators | None = None
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """A section with these states, which always ends with the caller's states restored."""
+        """A section with these generators, which always ends with the caller's restored."""
         try:
             try:
                 with InterruptsHeld():
-                    self._callers = generator_states()
-                    if self._states is not None:
-                        _set_generator_states(self._states)
-                    elif self._seed is not None:
+                    self._callers = current_generators()
+                    use_generators(self._own or self._callers.with_own_bit_generator())
+                    if self._own is None and self._seed is not None:
                         seed_generators(self._seed)
                 yield
             finally:
@@ -486,8 +473,8 @@ class OwnGenerators:
 
     def _give_back(self) -> None:
         if self._callers is not None:
-            self._states = generator_states()
-            _set_generator_states(self._callers)
+            self._own = current_generators()
+            use_generators(self._callers)
             self._callers = None
 
 

@@ -18,7 +18,6 @@ from rlpool.errors import RlpoolError, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import Control, State, Word
-from rlpool.observe.events import Kind
 from rlpool.record.failures import described
 from rlpool.record.tape import Tape
 from rlpool.seeding import OwnGenerators
@@ -242,7 +241,7 @@ class LocalWorker:
             n_threads = torch.get_num_threads()
             try:
                 self._is_at_work = True
-                self._record.end_wait(Kind.WAIT_FOR_REQUEST)
+                self._record.end_wait()
                 if n_threads != 1:  # the bits of a result can depend on it
                     torch.set_num_threads(1)
                 yield

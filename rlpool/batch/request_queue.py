@@ -10,7 +10,6 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from time import monotonic_ns
 from typing import Any
 
 from rlpool.batch.progress import SHOW_EVERY_S, SoFar
@@ -19,7 +18,6 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.observe.control import Control
-from rlpool.observe.events import Kind
 from rlpool.record.tape import Tape
 from rlpool.slots.blocks import BlockPool, StepSpecs
 
@@ -187,17 +185,6 @@ class RequestQueue(ABC):
         return request
 
     def _wait_for(self, request: Request, look: Callable[[], None] | None) -> None:
-        events = None if self.control is None else self.control.events
-        if events is None:
-            self._wait_and_look(request, look)
-            return
-        began_ns = monotonic_ns()
-        try:
-            self._wait_and_look(request, look)
-        finally:
-            events.note(Kind.CALLER_WAITS, began_ns, monotonic_ns())
-
-    def _wait_and_look(self, request: Request, look: Callable[[], None] | None) -> None:
         if look is None:
             self.wait_until(lambda: self._is_settled(request))
             return

@@ -6,7 +6,6 @@ their blocks, the policy that each began with, and the requests, which say what 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -33,7 +32,7 @@ from rlpool.slots.blocks import Block
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.lifecycle import Workers
 from rlpool.workers.payload import Packed, pack
-from rlpool.workers.stack_dumps import note_source
+from rlpool.workers.stack_dumps import stack_sources
 from rlpool.workers.stacks import described
 from rlpool.workers.wire import Done, Failed, Message
 
@@ -106,8 +105,6 @@ class RequestWorkers:
         self.crash_files = CrashFiles(crash_dir)
         self.running: list[Request] = []
         self._owner = owner
-        self._owner_pid = os.getpid()
-        self._is_closed = False
         self._repeats_env_errors = n_workers > 0 and policy.restarts_on_env_errors
         self._is_undisturbed = True  # see Request.is_reproducible
         self._sent = {worker: _Sent() for worker in range(n_workers or 1)}
@@ -121,7 +118,7 @@ class RequestWorkers:
         if n_workers:
             runs = [main] * n_workers
             self.processes = Workers(runs, root, policy, timeout_s, self, DEBUG_HINT, n_before)
-            note_source(self)
+            stack_sources.add(self)
         else:
             self.processes = LocalWorker(root, self)
         self.control = self.processes.control
@@ -156,7 +153,6 @@ class RequestWorkers:
 
     def close(self) -> None:
         """End the workers, whatever they run."""
-        self._is_closed = True
         # For a get() that a signal handler or another thread interrupts by closing.
         self.processes.fail(UsageError("the batcher was closed meanwhile"))
         self.cancel()
@@ -302,7 +298,7 @@ class RequestWorkers:
         if not request.remaining:
             request.is_reproducible = self._is_undisturbed
             self.running.remove(request)
-            self.control.request_ends(request.number, request.error is None)
+            self.control.request_ends(request.number)
             request.drop_payloads()
             self._owner.over(request)
 
@@ -364,13 +360,8 @@ class RequestWorkers:
     # Stacks ----------------------------------------------------------------------------------
 
     def stacks(self) -> str:
-        """What the workers are doing; without worker processes, what this process is doing."""
+        """What the workers are doing, or this process without any; a signal handler may ask."""
         return described(self.processes.stacks(), self.where)
-
-    def worker_stacks(self) -> str:
-        """What the worker processes are doing, for a signal handler: it may come at any time."""
-        is_owner = os.getpid() == self._owner_pid
-        return self.stacks() if is_owner and not self._is_closed else ""
 
 
 def _cannot_go_on(worker: int) -> WorkerError:

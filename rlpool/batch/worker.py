@@ -36,19 +36,15 @@ from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import WorkerRecord
-from rlpool.observe.events import Kind
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT, agent_error, worker_error
 from rlpool.record.tape import Tape
-from rlpool.seeding import episode_seeds, probe_seed, seed_generators
+from rlpool.seeding import probe_seed, seed_generators
 from rlpool.slots.blocks import Block
 from rlpool.workers.payload import Payload, unpack
 from rlpool.workers.recycling import Recycling
-from rlpool.workers.speedups import FastSeeding, install_fast_checks
+from rlpool.workers.speedups import install_fast_checks
 from rlpool.workers.wire import Close, Done, Failed, Message, Pipe, Ready, Retiring
 from rlpool.workers.worker_process import Place, called, run, settle_in
-
-_HASHED_AT_ONCE = 1024
-"""Seeds of episodes: enough that the cost per request no longer matters."""
 
 
 def main(place: Place, connection: Connection, control_fd: int) -> None:
@@ -66,10 +62,8 @@ def main(place: Place, connection: Connection, control_fd: int) -> None:
         with suppress(OSError):  # where that is not allowed
             # A worker that is woken does not take the core of a caller that is waking the others.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    fast_seeding = FastSeeding()
-    fast_seeding.install()
     install_fast_checks()
-    run(Collector(place, Pipe(connection), control, lock_fd, fast_seeding))
+    run(Collector(place, Pipe(connection), control, lock_fd))
 
 
 class Inbox:
@@ -128,7 +122,6 @@ class Collector:
         link: The line to the caller.
         control: The worker's part of the shared record.
         lock_fd: What workers lock to claim episodes, see ``Claims``.
-        seeding: Is told the seeds of the episodes to come.
         notice: Is called when episodes have ended.
 
     Attributes:
@@ -142,14 +135,11 @@ class Collector:
         link: Pipe,
         control: WorkerRecord,
         lock_fd: int | None = None,
-        seeding: FastSeeding | None = None,
         notice: Callable[[], None] = lambda: None,
     ) -> None:
         self._place = place
         self._send = link.send
         self._control = control
-        self._seeding = seeding
-        self._n_hashed = 0  # episodes whose seeds were
         self._in_process = False
         self.inbox = Inbox(link, self._take_slots)
         self._blocks: dict[int, Block] = {}
@@ -184,7 +174,7 @@ class Collector:
         while goes_on:
             self._control.begin_wait()
             message, memory = self.inbox.receive()
-            self._control.end_wait(Kind.WAIT_FOR_REQUEST)
+            self._control.end_wait()
             goes_on = self.handle(message, memory)
 
     def handle(self, message: Message, memory: Memory | None) -> bool:
@@ -376,7 +366,6 @@ class Collector:
         return error.reworded(hint=LOCAL_HINT) if is_here else error
 
     def _plan_of(self, message: Execute | Window, memory: Memory | None) -> Plan:
-        self._control.follow_trace()
         infos, tapes = _infos(message.payload, memory)
         block = self._blocks[message.block]
         if isinstance(message, Window):
@@ -384,19 +373,10 @@ class Collector:
                 self._rollout.abandon()
             return WindowPlan(message, block, infos, tapes, self._site)
         plan = EpisodePlan(message, block, infos, self._site)
-        self._hash_seeds(message)
         # Nobody else takes any of them, and no others are under way.
         if self._place.n_workers == 1 and len(self._plans) == 1:
             self.env.announce_episodes(plan.seeds, plan.env_info)
         return plan
-
-    def _hash_seeds(self, message: Execute) -> None:
-        """Hash the seeds of episodes beforehand, those of several small requests at once."""
-        first, n_episodes = message.first, message.n_episodes
-        if self._seeding is not None and first + n_episodes > self._n_hashed:
-            n_episodes = max(n_episodes, _HASHED_AT_ONCE)
-            self._seeding.announce(episode_seeds(message.root, first, n_episodes))
-            self._n_hashed = first + n_episodes
 
     def _take_slots(self, credit: Credit) -> None:
         plan = self._plans.get(credit.number)

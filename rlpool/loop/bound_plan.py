@@ -102,9 +102,9 @@ class BoundPlan:
         self._steps_before[lane] = running.steps_before
         self._note_begin(lane, running, running.steps_before)
 
-    def end_in_slot(self, lane: int, running: Lane) -> None:
+    def end_in_slot(self, lane: int) -> None:
         """Record that a lane has ended an episode in the middle of its slot."""
-        self._record.lane_ends(lane, self._n_steps(lane, running), MAX_REQUESTS)
+        self._record.lane_ends(lane, MAX_REQUESTS)
 
     def restart_in_slot(self, lane: int, running: Lane) -> None:
         """Let a lane go on writing into its slot, with its next episode."""
@@ -129,19 +129,18 @@ class BoundPlan:
         """Record that a lane waits for a slot in which its episode goes on."""
         self._record.lane_pauses(lane, running.steps_before)
 
-    def finish_episode(self, lane: int, n_steps: int) -> None:
-        """Count the episode of a lane as finished, after so many steps."""
+    def finish_episode(self, lane: int) -> None:
+        """Count the episode of a lane as finished."""
         self._running[lane] = -1
-        self._record.lane_ends(lane, n_steps, self._entry)
+        self._record.lane_ends(lane, self._entry)
 
     def abandon(self, lane: int, running: Lane) -> None:
         """Let a lane leave its slot, if it is in one, whose contents are lost."""
-        n_steps = self._n_steps(lane, running)
         if running.parked is None:
             self.writer.abandon(running.slot, self.steps_in_slot(lane, running))
             self._leave(lane)
         self._running[lane] = -1
-        self._record.lane_gives_up(lane, n_steps)
+        self._record.lane_gives_up(lane)
 
     def _leave(self, lane: int) -> None:
         self._row[lane] = self._spare_row[lane]
@@ -158,11 +157,6 @@ class BoundPlan:
         """Rows of its slot that a lane has filled."""
         steps: int = self._row[lane] - running.slot * self._n_timesteps
         return steps
-
-    def _n_steps(self, lane: int, running: Lane) -> int:
-        """Steps of the episode of a lane."""
-        in_slot = self.steps_in_slot(lane, running) if running.parked is None else 0
-        return running.steps_before + in_slot
 
     def is_full(self, lane: int, running: Lane) -> bool:
         """Whether a lane has filled its slot."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from time import monotonic_ns
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -31,7 +32,6 @@ from rlpool.loop.plan import Plan, PlanQueue
 from rlpool.loop.probe import probe
 from rlpool.memory.storage import Array, batch_array
 from rlpool.observe.control import WorkerRecord
-from rlpool.observe.events import Kind
 from rlpool.record.failures import env_error
 from rlpool.record.repeat import take_over_together
 from rlpool.record.tape import Tape
@@ -178,7 +178,7 @@ class Rollout:
             return False
         self._record.begin_wait()
         has_waited = any(bound.plan.wait() for bound in self._bound)
-        self._record.end_wait(Kind.WAIT_FOR_SLOT)
+        self._record.end_wait()
         return has_waited
 
     def tapes(self) -> dict[int, Tape]:
@@ -363,11 +363,11 @@ class Rollout:
     def _step(self) -> None:
         """Step all live lanes together."""
         outputs = self._act()
-        record, n_lanes = self._record, len(self._live)
-        began_ns = record.begin_call(record.env_ns)
+        record = self._record
+        record.env_ns[0] -= monotonic_ns()
         ended = self._env.step_lanes(self._live, outputs)
-        record.end_call(record.env_ns, began_ns, Kind.STEP, n_lanes)
-        record.n_steps[0] += n_lanes
+        record.env_ns[0] += monotonic_ns()
+        record.n_steps[0] += len(self._live)
         for bound in self._bound:
             bound.writer.write_after(bound.rows)
             np.add(bound.rows, bound.strides, out=bound.rows)
@@ -386,9 +386,9 @@ class Rollout:
         free = [lane for lane in self._live if lane not in self._stepping]
         outputs = self._act(free) if free else {}
         record = self._record
-        began_ns = record.begin_call(record.env_ns)
+        record.env_ns[0] -= monotonic_ns()
         ready = env.step_some(env.min_ready or 1, free, outputs)
-        record.end_call(record.env_ns, began_ns, Kind.STEP, len(ready))
+        record.env_ns[0] += monotonic_ns()
         self._stepping.update(free)
         # A lane may still be stepping for a cancelled plan.
         ready = [lane for lane in ready if lane in self._stepping]
@@ -424,9 +424,9 @@ class Rollout:
         if self._infos.shown is not None:
             self._infos.show_rows(shown_lanes)
         record = self._record
-        began_ns = record.begin_call(record.agent_ns)
+        record.agent_ns[0] -= monotonic_ns()
         outputs = driver.act(observation, self._infos.shown, history, acting)
-        record.end_call(record.agent_ns, began_ns, Kind.AGENT, len(self._live))
+        record.agent_ns[0] += monotonic_ns()
         if driver.state:
             for lane in starting:
                 for bound in self._bound:
@@ -490,7 +490,7 @@ class Rollout:
         self._waiting.append(lane)
         if is_last:
             del self._lanes[lane]  # last: if interrupted before, the slot is marked as dirty
-            bound.finish_episode(lane, running.steps_before + length)
+            bound.finish_episode(lane)
         else:
             running.steps_before += length
             running.chunk += 1
@@ -576,7 +576,7 @@ class Rollout:
         for lane in lanes:
             episodes[lane] = running = self._lanes[lane]
             bound = running.bound
-            bound.end_in_slot(lane, running)
+            bound.end_in_slot(lane)
             running.episode = bound.plan.restarted(lane, running.episode)
             running.tape = None
             running.steps_before = -bound.steps_in_slot(lane, running)
@@ -589,9 +589,9 @@ class Rollout:
         seeds = [episode.seed for episode in episodes]
         options = [episode.options for episode in episodes]
         record = self._record
-        began_ns = record.begin_call(record.env_ns)
+        record.env_ns[0] -= monotonic_ns()
         self._env.reset_lanes(lanes, seeds, options)
-        record.end_call(record.env_ns, began_ns, Kind.RESET, len(lanes))
+        record.env_ns[0] += monotonic_ns()
         for bound in self._bound:
             agent_info = bound.plan.agent_info or {}
             if agent_info or self._infos.arrays:

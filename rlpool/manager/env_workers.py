@@ -39,7 +39,7 @@ from rlpool.workers.lifecycle import Workers
 from rlpool.workers.payload import pack
 from rlpool.workers.process_owner import refuse_forked_copy
 from rlpool.workers.process_start import memory_of
-from rlpool.workers.stack_dumps import note_source
+from rlpool.workers.stack_dumps import stack_sources
 from rlpool.workers.stacks import described
 from rlpool.workers.wake import Wake
 from rlpool.workers.wire import Message
@@ -141,7 +141,7 @@ class EnvWorkers:
         self.wakes = [Wake() for _ in self.lanes_of]
         runs = [partial(main, wake, self._done) for wake in self.wakes]
         self.processes = Workers(runs, root, policy, timeout_s, self, ENV_HINT)
-        note_source(self)
+        stack_sources.add(self)
         try:
             self.processes.start(self._done.fd)
         except BaseException:
@@ -396,10 +396,8 @@ class EnvWorkers:
 
     # Life and end -------------------------------------------------------------------------------
 
-    def worker_stacks(self) -> str:
+    def stacks(self) -> str:
         """What the worker processes are doing; a signal handler may ask, too."""
-        if self.closed or os.getpid() != self._owner_pid:
-            return ""
         return described(self.processes.stacks(), self.where)
 
     def check_open(self) -> None:

@@ -493,7 +493,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         if self._workers.closed:
             self._workers.check_open()  # which says so
         self._workers.refuse_forked_copy()
-        return self._workers.worker_stacks()
+        return self._workers.stacks()
 
     def close(self) -> None:
         """Close all environments and end the workers, within a few seconds. May be repeated."""

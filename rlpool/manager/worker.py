@@ -37,7 +37,7 @@ from rlpool.record.tape import action_row
 from rlpool.specs import Declaration
 from rlpool.workers.payload import unpack
 from rlpool.workers.recycling import Recycling
-from rlpool.workers.speedups import FastSeeding, install_fast_checks
+from rlpool.workers.speedups import install_fast_checks
 from rlpool.workers.wake import Wake
 from rlpool.workers.wire import Close, Failed, Message, Pipe, Ready, Retiring
 from rlpool.workers.worker_process import Place, run, settle_in
@@ -93,8 +93,6 @@ class EnvServer:
         self._control = control
         self._wake = wake
         self._done = done
-        self._fast_seeding = FastSeeding()
-        self._fast_seeding.install()
         install_fast_checks()
         self._recycling = Recycling(place.policy)
         self._open_lanes: set[int] = set()
@@ -169,7 +167,6 @@ class EnvServer:
             self._answer(message)
         elif isinstance(message, Announce):
             self._coming = _ComingEpisodes(message)
-            self._fast_seeding.announce(np.concatenate(message.seeds).tolist())
         elif isinstance(message, MapArrays) and memory is not None:
             self._buffers.map(message.specs, memory)
             asleep = self._buffers.asleep

@@ -1,1 +1,1 @@
-"""What a running program does: the shared record of its workers, its statistics, its traces."""
+"""What a running program does: the shared record of its workers, and its statistics."""

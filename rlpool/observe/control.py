@@ -2,7 +2,7 @@
 
 One anonymous file holds all of it, as int64 words::
 
-    header            who owns the workers, the requests that run, where traces are noted
+    header            who owns the workers, and the requests that run
     row of a worker   progress, its process and state, what its time went into
     lanes of a worker which episode each of them runs, and since which step of the worker
 
@@ -14,20 +14,13 @@ through ``/proc``.
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable
 from enum import IntEnum
 from time import monotonic_ns
-from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 
 from rlpool.memory.storage import Array, Memory
-from rlpool.observe.events import EventLog, EventMemory, Kind, opened_log
-
-_LOG = logging.getLogger("rlpool")
 
 FILE_NAME = "rlpool-control"
 """What the system calls the file."""
@@ -57,9 +50,6 @@ class Head(IntEnum):
     OWNER_PID = 1
     N_WORKERS = 2
     NAME = 4  # up to the next
-    TRACE_NUMBER = 8  # 0 while nothing is traced
-    TRACE_FD = 9
-    TRACE_BYTES = 10  # of a region
     REQUESTS = 16  # numbers of the requests that run, 0 for none
     N_ROWS = 24  # of each of them, 0 once it was given up
 
@@ -116,7 +106,6 @@ class WorkerRecord:
         header: int64 ``[HEADER_WORDS]``.
         row: int64 ``[ROW_WORDS]``.
         lanes: int64 ``[_LANE_WORDS, MAX_SHOWN_LANES]``.
-        region: Where it notes events for a trace.
 
     Attributes:
         steps: One element, which counts resets and steps: a worker that changes neither this nor
@@ -127,10 +116,9 @@ class WorkerRecord:
         agent_ns: One element: time in calls of the agent.
         env_ns: One element: time in steps and resets of the environments.
         waiting_ns: One element: time without anything to do.
-        events: Where events are noted, ``None`` while nothing is traced.
     """
 
-    def __init__(self, header: Array, row: Array, lanes: Array, region: int = 1) -> None:
+    def __init__(self, header: Array, row: Array, lanes: Array) -> None:
         # As memoryviews: single numbers are read and written faster that way.
         words, self._head, self._lanes = row.data, header.data, lanes
         self.steps, self.lane, self.done, self.n_steps, self._n_episodes = (
@@ -142,9 +130,6 @@ class WorkerRecord:
         )
         self._n_lanes = words[Word.N_LANES : Word.N_LANES + 1]
         self._finished = words[Word.N_FINISHED : Word.N_FINISHED + MAX_REQUESTS + 1]
-        self._region = region
-        self._trace_number = 0
-        self.events: EventLog | None = None
         self._name_lanes(lanes)
 
     @classmethod
@@ -179,47 +164,22 @@ class WorkerRecord:
         self._first_step[lane] = self.steps[0] - n_steps
         self._pause[lane] = 0
         self._episode[lane] = episode + 1
-        if self.events is not None:
-            now_ns = monotonic_ns()
-            self.events.note(Kind.LANE_BEGINS, now_ns, now_ns, lane, request, episode, n_steps)
 
     def lane_pauses(self, lane: int, n_steps: int) -> None:
         """A lane waits after ``n_steps`` steps of its episode."""
         self._pause[lane] = n_steps + 1
-        if self.events is not None:
-            now_ns = monotonic_ns()
-            self.events.note(Kind.LANE_PAUSES, now_ns, now_ns, lane)
 
-    def lane_ends(self, lane: int, n_steps: int, entry: int) -> None:
+    def lane_ends(self, lane: int, entry: int) -> None:
         """A lane has completed its episode, of the request that is counted at ``entry``."""
         self._episode[lane] = 0
         self._finished[entry] += 1
         self._n_episodes[0] += 1
-        if self.events is not None:
-            now_ns = monotonic_ns()
-            self.events.note(Kind.LANE_ENDS, now_ns, now_ns, lane, n_steps, 1)
 
-    def lane_gives_up(self, lane: int, n_steps: int) -> None:
+    def lane_gives_up(self, lane: int) -> None:
         """A lane has left its episode, which is not complete."""
         self._episode[lane] = 0
-        if self.events is not None:
-            now_ns = monotonic_ns()
-            self.events.note(Kind.LANE_ENDS, now_ns, now_ns, lane, n_steps, 0)
 
     # What its time goes into --------------------------------------------------------------------
-
-    def begin_call(self, spent_ns: memoryview[int]) -> int:
-        """A call begins whose time counts as ``agent_ns`` or ``env_ns``; returns when."""
-        now_ns = monotonic_ns()
-        spent_ns[0] -= now_ns
-        return now_ns
-
-    def end_call(self, spent_ns: memoryview[int], began_ns: int, kind: int, n_lanes: int) -> None:
-        """That call is over; ``kind`` says what it was, see ``Kind``."""
-        now_ns = monotonic_ns()
-        spent_ns[0] += now_ns
-        if self.events is not None:
-            self.events.note(kind, began_ns, now_ns, n_lanes)
 
     def end_calls(self) -> None:
         """End the times of calls that have not returned but raised."""
@@ -230,30 +190,12 @@ class WorkerRecord:
     def begin_wait(self) -> None:
         """From now on there is nothing to do."""
         if self.waiting_ns[0] >= 0:
-            self._waits_since_ns = monotonic_ns()
-            self.waiting_ns[0] -= self._waits_since_ns
+            self.waiting_ns[0] -= monotonic_ns()
 
-    def end_wait(self, kind: int) -> None:
-        """There is something to do again; ``kind`` says what was waited for, see ``Kind``."""
+    def end_wait(self) -> None:
+        """There is something to do again."""
         if self.waiting_ns[0] < 0:
-            now_ns = monotonic_ns()
-            self.waiting_ns[0] += now_ns
-            if self.events is not None:
-                self.events.note(kind, self._waits_since_ns, now_ns)
-
-    def follow_trace(self) -> None:
-        """Begin to note events, or no longer do, as the caller wishes."""
-        number = self._head[Head.TRACE_NUMBER]
-        if number == self._trace_number:
-            return
-        self._trace_number, self.events = number, None
-        if number:
-            head = self._head
-            pid, fd, n_bytes = head[Head.OWNER_PID], head[Head.TRACE_FD], head[Head.TRACE_BYTES]
-            try:
-                self.events = opened_log(pid, fd, self._region, n_bytes)
-            except (OSError, ValueError) as error:
-                _LOG.warning("rlpool.trace lacks the events of this worker: %s", error)
+            self.waiting_ns[0] += monotonic_ns()
 
 
 class Control:
@@ -266,7 +208,6 @@ class Control:
         header: int64 ``[HEADER_WORDS]``.
         rows: int64 ``[n_workers, ROW_WORDS]``.
         lanes: int64 ``[n_workers, _LANE_WORDS, MAX_SHOWN_LANES]``.
-        events: Where the caller's events are noted, ``None`` while nothing is traced.
         n_workers: Number of workers.
     """
 
@@ -280,7 +221,6 @@ class Control:
         self.rows: Array = words[HEADER_WORDS:rows].reshape(n_workers, ROW_WORDS)
         shape = n_workers, _LANE_WORDS, MAX_SHOWN_LANES
         self.lanes: Array = words[rows : rows + n_workers * lanes].reshape(shape)
-        self.events: EventLog | None = None
 
     @classmethod
     def create(cls, n_workers: int) -> Control:
@@ -292,9 +232,6 @@ class Control:
         head[Head.OWNER_PID], head[Head.N_WORKERS] = os.getpid(), n_workers
         control.name = "workers"
         head[Head.FORMAT] = FORMAT  # last: from here on it may be read
-        living.add(control)
-        for follow in followers:
-            follow(control)
         return control
 
     @property
@@ -308,7 +245,6 @@ class Control:
         """Close the descriptor: nobody finds it any more."""
         if self._memory is not None:
             self._memory.close_fd()
-        living.discard(self)
 
     @property
     def name(self) -> str:
@@ -328,7 +264,7 @@ class Control:
 
     def of_worker(self, worker: int) -> WorkerRecord:
         """A worker's part."""
-        return WorkerRecord(self.header, self.rows[worker], self.lanes[worker], worker + 1)
+        return WorkerRecord(self.header, self.rows[worker], self.lanes[worker])
 
     # Written by the caller ----------------------------------------------------------------------
 
@@ -345,10 +281,6 @@ class Control:
         """Record what a worker is doing."""
         row = self.rows[worker]
         row[Word.STATE] = state
-        if self.events is not None:
-            now_ns = monotonic_ns()
-            pid, n_starts = int(row[Word.PID]), int(row[Word.N_STARTS])
-            self.events.note(Kind.WORKER_STATE, now_ns, now_ns, worker, state, pid, n_starts)
 
     def request_begins(self, number: int, n_rows: int) -> None:
         """Record that a request is sent to the workers."""
@@ -356,22 +288,16 @@ class Control:
         self.rows[:, Word.N_FINISHED + entry] = 0
         self.header[Head.N_ROWS + entry] = n_rows
         self._requests[entry] = number
-        if self.events is not None:
-            now_ns = monotonic_ns()
-            self.events.note(Kind.REQUEST_BEGINS, now_ns, now_ns, number, n_rows)
 
     def request_stops(self, number: int) -> None:
         """Record that a request was given up; workers may still be busy with it."""
         for entry in self._entries(number):
             self.header[Head.N_ROWS + entry] = 0
 
-    def request_ends(self, number: int, is_complete: bool) -> None:
+    def request_ends(self, number: int) -> None:
         """Record that all workers are done with a request."""
         for entry in self._entries(number):
             self._requests[entry] = 0
-        if self.events is not None:
-            now_ns = monotonic_ns()
-            self.events.note(Kind.REQUEST_ENDS, now_ns, now_ns, number, is_complete)
 
     def _entries(self, number: int) -> list[int]:
         """Where a request is counted: one place, or none if it does not run."""
@@ -390,37 +316,6 @@ class Control:
         for entry in self._entries(number):
             self.rows[worker, Word.N_FINISHED + entry] = 0
 
-    # Traces ---------------------------------------------------------------------------------------
-
-    def begin_trace(self, number: int, n_events: int) -> EventMemory:
-        """Let caller and workers note events, workers from their next request on.
-
-        Args:
-            number: Tells traces apart, not 0.
-            n_events: How many each of them may note.
-
-        Raises:
-            OSError, OverflowError: If there is no memory for as many, or no descriptor for it;
-                nothing is noted then.
-        """
-        memory = EventMemory(self.n_workers + 1, n_events)
-        try:
-            self.events = memory.log(0)
-        except BaseException:
-            memory.close()
-            raise
-        head = self.header
-        head[Head.TRACE_FD], head[Head.TRACE_BYTES] = memory.fd, memory.region_bytes
-        head[Head.TRACE_NUMBER] = number
-        for worker, row in enumerate(self.rows):
-            self.set_state(worker, State(row[Word.STATE]))
-        return memory
-
-    def end_trace(self) -> None:
-        """Let nobody note events any more."""
-        self.header[Head.TRACE_NUMBER] = 0
-        self.events = None
-
 
 def control_bytes(n_workers: int) -> int:
     """Size of the record of some workers."""
@@ -431,10 +326,3 @@ def worker_record(control_fd: int, n_workers: int, worker: int) -> WorkerRecord:
     """A worker's part, in its process; closes the descriptor."""
     memory = Memory.attach(control_fd, control_bytes(n_workers))
     return Control(memory.root().view(np.int64), n_workers).of_worker(worker)
-
-
-living: WeakSet[Control] = WeakSet()
-"""Those of this process that are not closed."""
-
-followers: list[Callable[[Control], Any]] = []
-"""Called with each new one."""

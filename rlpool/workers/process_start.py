@@ -36,7 +36,6 @@ from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
 from rlpool.machine.worker_limits import FORKED_WORKER_BYTES, WORKER_BYTES
 from rlpool.workers.logs import WorkerLogs
 from rlpool.workers.parent_death import kill_when_closed
-from rlpool.workers.stacks import WorkerStacks
 from rlpool.workers.template_handle import LIMITS, Template, UnsafeError, why_impossible
 from rlpool.workers.wire import CallerPipe, Inherited
 from rlpool.workers.worker_process import Place, WorkerMain, run_connected
@@ -141,7 +140,7 @@ def launch(
         try:
             worker = _Process(
                 target=run_connected,
-                args=(logs, WorkerStacks(), run, place, there, Inherited(control_fd)),
+                args=(logs, run, place, there, Inherited(control_fd)),
                 name=f"rlpool-worker-{place.worker}",
                 daemon=False,  # environments may start processes of their own
             )

@@ -11,12 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from weakref import WeakSet
 
 from rlpool.errors import SpecError, UsageError
+from rlpool.machine.arguments import whole_number
 from rlpool.machine.interrupts import mark_as_harmless
-from rlpool.workers.stacks import printing_signals
 
 StackFile = Any
 """Where stacks go: a text file, ``STDERR``, or ``None`` for nowhere."""
@@ -24,20 +24,10 @@ StackFile = Any
 STDERR: Literal["stderr"] = "stderr"
 """What ``sys.stderr`` is when stacks are dumped, not when this module was imported."""
 
+stack_sources: WeakSet[Any] = WeakSet()
+"""What tells, by a method ``stacks``, what worker processes of this process are doing."""
 
-class StackSource(Protocol):
-    """An owner of workers that can be asked for their stacks."""
-
-    def worker_stacks(self) -> str:
-        """What its worker processes are doing; empty if it has none, or none any more."""
-
-
-_sources: WeakSet[StackSource] = WeakSet()
-
-
-def note_source(source: StackSource) -> None:
-    """Include an owner's workers when a signal asks for stacks, as long as the owner lives."""
-    _sources.add(source)
+os.register_at_fork(after_in_child=stack_sources.clear)
 
 
 class DumpsStacks(ABC):
@@ -94,12 +84,12 @@ def dump_stacks_on_signal(signum: int = signal.SIGUSR1, file: Any = None) -> Cal
 
     This process's own stacks are printed whatever it is doing. The workers' follow as soon as
     Python can run its signal handlers: not before C code that holds Python's lock, or blocks the
-    main thread, returns. Until then, workers that were started after this call print their stacks
-    when the same signal is sent to them: ``pkill -USR1 -P <pid> -f rlpool-worker``.
+    main thread, returns. Until then, ``py-spy dump --pid`` shows those of a worker. Send the signal
+    to this process only: it ends a worker.
 
     Args:
         signum: The signal. Its previous handler is not called any more.
-        file: Where to print: an open file with a descriptor, by default ``sys.stderr``.
+        file: Where to print: an open file with a descriptor, by default the standard error.
 
     Returns:
         A function that undoes this: it restores the signal's handler, and may be repeated.
@@ -112,34 +102,29 @@ def dump_stacks_on_signal(signum: int = signal.SIGUSR1, file: Any = None) -> Cal
         >>> undo = dump_stacks_on_signal()  # from now on: kill -USR1 <pid>
         >>> undo()
     """
-    _refuse_other_threads()
-    if isinstance(signum, bool) or not isinstance(signum, int) or signum < 1:
-        raise SpecError(f"signum should be a signal such as signal.SIGUSR1, got {signum!r}")
-    number, file = int(signum), _with_descriptor(file)
-    if number in _undo_of:
-        _undo_of[number]()
-    previous: Any = signal.SIG_DFL  # a handler that was not set from Python
+    if threading.current_thread() is not threading.main_thread():
+        what = "signal handlers can only be set in the main thread"
+        raise UsageError(what, fix="call dump_stacks_on_signal() there")
+    number = whole_number("signum", signum, 1, fix="pass a signal such as signal.SIGUSR1")
     try:
-        previous = signal.getsignal(number) or previous
-        # First Python's handler, then, in C and in front of it, that of the caller's own stacks:
-        # it also answers while C code holds Python's lock.
-        signal.signal(number, _printer_to(file.fileno()))
-        faulthandler.register(number, file=file, all_threads=True, chain=True)
-    except (OSError, RuntimeError, ValueError) as error:
-        with suppress(OSError, ValueError):
-            signal.signal(number, previous)
-        raise SpecError(
-            f"signal {number} cannot be handled: {error}",
-            fix="use signal.SIGUSR1 or signal.SIGUSR2",
-        ) from error
-    printing_signals[number] = file.fileno()
+        fd = 2 if file is None else file.fileno()
+        if number in _undo_of:
+            _undo_of[number]()
+        faulthandler.unregister(number)  # which refuses what cannot be registered
+        previous = signal.signal(number, _printer_to(fd)) or signal.SIG_DFL
+        # Last, to be called first: it answers even while C code holds Python's lock. It is given
+        # the file rather than the descriptor to keep it open.
+        faulthandler.register(number, file or fd, all_threads=True, chain=True)
+    except (AttributeError, OSError, RuntimeError, ValueError) as error:
+        what = f"stacks cannot be printed to {file!r} on signal {number}: {error}"
+        fix = "use signal.SIGUSR1 or signal.SIGUSR2, and an open file with a descriptor"
+        raise SpecError(what, fix=fix) from error
 
     def undo() -> None:
         if _undo_of.get(number) is undo:
-            _refuse_other_threads()
-            del _undo_of[number], printing_signals[number]
-            faulthandler.unregister(number)  # which has kept the file open
+            faulthandler.unregister(number)
             signal.signal(number, previous)
+            del _undo_of[number]
 
     _undo_of[number] = undo
     return undo
@@ -149,45 +134,16 @@ _undo_of: dict[int, Callable[[], None]] = {}
 
 
 def _printer_to(fd: int) -> Callable[[int, FrameType | None], None]:
-    """A signal handler that writes the workers' stacks; it never raises."""
+    """A signal handler that prints the workers' stacks; it never raises."""
 
     @mark_as_harmless
     def print_stacks(signum: int, frame: FrameType | None) -> None:
-        sources: list[StackSource] = []
-        for _ in range(3):
-            with suppress(RuntimeError):  # another thread makes or drops one
-                sources = list(_sources)
-                break
-        for source in sources:
-            try:
-                text = source.worker_stacks()
-            except Exception as error:
-                text = f"the stacks of workers could not be read: {error!r}\n"
-            # Not through the file, whose buffer the main thread may be just about to fill.
-            data = f"\n{text}".encode(errors="backslashreplace") if text else b""
-            with suppress(OSError):
-                while data:
-                    data = data[os.write(fd, data) :]
+        try:
+            text = "\n".join(source.stacks() for source in stack_sources)
+        except Exception as error:  # another thread makes or drops one
+            text = f"the stacks of workers could not be read: {error!r}\n"
+        # Not through the file, whose buffer the main thread may be just about to fill.
+        with suppress(OSError), open(fd, "w", closefd=False, errors="backslashreplace") as out:
+            out.write(f"\n{text}")
 
     return print_stacks
-
-
-def _refuse_other_threads() -> None:
-    if threading.current_thread() is not threading.main_thread():
-        raise UsageError(
-            "signal handlers can only be set in the main thread",
-            fix="call dump_stacks_on_signal() there, before other threads are started",
-        )
-
-
-def _with_descriptor(file: Any) -> Any:
-    """The file, by default a standard error with a descriptor, which a notebook's lacks."""
-    candidates: list[Any] = [sys.stderr, sys.__stderr__] if file is None else [file]
-    for candidate in candidates:
-        with suppress(AttributeError, OSError, ValueError):
-            candidate.fileno()
-            return candidate
-    raise SpecError(
-        f"file should have a descriptor, got {file!r}",
-        fix="pass an open file such as open('stacks.txt', 'w')",
-    )

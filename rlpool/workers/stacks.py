@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlpool.errors import Where
 from rlpool.memory.storage import anonymous_file
-from rlpool.workers.wire import Inherited
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Makes a worker write its stacks. Nothing else uses this number: not the C library, which takes
@@ -37,9 +36,6 @@ _FILE = "rlpool-stacks"
 
 _OWN_THREAD = re.compile(r'workers/parent_death\.py", line \d+ in watch$', re.MULTILINE)
 """A line in the stack of the thread that watches the worker's parent."""
-
-printing_signals: dict[int, int] = {}
-"""Signals on which this process prints stacks, and the descriptors to which it does."""
 
 
 class Stacks(NamedTuple):
@@ -58,19 +54,11 @@ class Stacks(NamedTuple):
     state: str = ""
 
 
-class WorkerStacks:
-    """What a worker is given when it starts: the signals on which it prints its stacks."""
-
-    def __init__(self) -> None:
-        self._signals: dict[int, Any] = {n: Inherited(fd) for n, fd in printing_signals.items()}
-
-    def connect(self) -> None:
-        """Let this process answer from now on."""
-        fd = anonymous_file(_FILE)
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
-        fd_of = {number: passed.detach() for number, passed in self._signals.items()}
-        for number, file in {**fd_of, STACKS_SIGNAL: fd}.items():
-            faulthandler.register(number, file=file, all_threads=True, chain=False)
+def answer_questions() -> None:
+    """Let this process, a worker's, answer from now on."""
+    fd = anonymous_file(_FILE)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
+    faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
 
 
 def own_stacks() -> str:

@@ -20,7 +20,7 @@ from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.logs import WorkerLogs
 from rlpool.workers.parent_death import end_with_parent
 from rlpool.workers.process_title import set_title
-from rlpool.workers.stacks import WorkerStacks
+from rlpool.workers.stacks import answer_questions
 
 
 class Place(NamedTuple):
@@ -52,14 +52,13 @@ WorkerMain = Callable[[Place, Connection, int], None]
 
 def run_connected(
     logs: WorkerLogs,
-    stacks: WorkerStacks,
     run: WorkerMain,
     place: Place,
     connection: Connection,
     control_fd: Any,
 ) -> None:
     """The main function of every worker process: ``run``, with its logs and stacks connected."""
-    stacks.connect()
+    answer_questions()
     logs.connect()
     try:
         run(place, connection, control_fd.detach())

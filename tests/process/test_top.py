@@ -1,4 +1,4 @@
-"""``python -m rlpool top``, and traces, of programs with worker processes."""
+"""``python -m rlpool top`` of programs with worker processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from rlpool.observe.control import Word
 
 from support.envs import CountingEnv
 from support.faults import create_agent, create_env, faults, faults_at
-from support.traces import end_of, read_trace
 
 pytestmark = [
     pytest.mark.usefixtures("no_shared_memory_left", "short_patience"),
@@ -321,35 +320,3 @@ def test_all_steps_and_resets_of_a_managers_environments_are_counted_and_timed()
             assert manager.stats().n_steps - n_before == n_steps
             spent_s = (int(row[Word.ENV_NS]) - ns_before) / 1e9
             assert spent_s >= (n_steps + n_resets) * SLOW_S
-
-
-def test_a_trace_shows_the_death_of_a_worker_and_its_successor(
-    tmp_path: Path, struck: Struck
-) -> None:
-    env_args = {"n_lanes": 2, "struck_at": struck.path, "once": True}
-    with (
-        rlpool.trace(tmp_path / "death.json"),
-        EpisodeBatcher(16, 16, create_agent, {}, create_env, env_args, 2, 1) as batcher,
-    ):
-        batcher.execute(12, env_info=faults_at(12, HANGING_ROW, "sigkill", HANGING_STEP))
-        result = batcher.get()
-        assert result is not None
-        stats = batcher.stats()
-    assert (stats.restarts, stats.n_episodes) == (1, 12)
-    trace = read_trace(tmp_path / "death.json")
-    episodes = sorted(span["args"]["episode"] for span in trace.complete_episodes)
-    assert episodes == list(range(12))
-    steps = {span["args"]["episode"]: span["args"]["steps"] for span in trace.complete_episodes}
-    assert [steps[row] for row in range(12)] == result.lengths.tolist()
-    starts = trace.named("starting")
-    assert [span["args"]["restarts"] for span in starts] == [0, 0]
-    assert all(span["args"]["process"] for span in starts)
-    (restart,) = trace.named("restarting")
-    interrupted = [span for span in trace.of("episode") if not span["args"]["complete"]]
-    assert HANGING_ROW in {span["args"]["episode"] for span in interrupted}
-    assert {span["pid"] for span in interrupted} == {struck.pid}
-    assert all(end_of(span) <= restart["ts"] for span in interrupted)
-    (again,) = (s for s in trace.complete_episodes if s["args"]["episode"] == HANGING_ROW)
-    assert again["ts"] >= end_of(restart)
-    assert again["pid"] != struck.pid
-    assert len({span["pid"] for span in trace.named("agent")}) == 3

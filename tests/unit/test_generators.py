@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import rlpool.machine.generator_states
 import rlpool.machine.interrupts
 import rlpool.seeding
 from rlpool import (
@@ -159,13 +160,52 @@ def test_the_callers_generators_are_back_if_users_code_closes_the_batcher() -> N
             batcher.get()
 
 
+@pytest.mark.parametrize("n_normal", [0, 1])  # after an odd number one is kept
+def test_generators_go_on_from_section_to_section(n_normal: int) -> None:
+    def section() -> list[Any]:
+        numpy: Any = np.random
+        normal = [random.gauss(0.0, 1.0) for _ in range(n_normal)], numpy.randn(n_normal).tolist()
+        return [normal, drawn()]
+
+    one, other = OwnGenerators(3), OwnGenerators(3)
+    with one.in_use():
+        expected = [section() for _ in range(3)]
+    found = []
+    for _ in range(3):
+        with untouched(), other.in_use():
+            found.append(section())
+    assert found == expected
+
+
+@pytest.mark.parametrize("n_normal", [0, 1])
+def test_a_generator_that_the_caller_has_put_in_its_place_goes_on_as_well(n_normal: int) -> None:
+    numpy: Any = np.random
+    before = numpy.get_bit_generator(), numpy.get_state()
+    try:
+        numpy.set_bit_generator(theirs := numpy.PCG64(1))
+        numpy.randn(n_normal)
+        state = numpy.get_state(legacy=False)
+        with episodes() as batcher:
+            batcher.execute(5)
+            batcher.get()
+        assert numpy.get_bit_generator() is theirs
+        assert numpy.get_state(legacy=False) == state
+    finally:
+        numpy.set_bit_generator(before[0])
+        numpy.set_state(before[1])
+
+
 # Interruptions ------------------------------------------------------------------------------------
 
 
 class Press:
     """Presses Ctrl-C before a line of the modules that keep the generators, counted from 1."""
 
-    files = (rlpool.seeding.__file__, rlpool.machine.interrupts.__file__)
+    files = (
+        rlpool.seeding.__file__,
+        rlpool.machine.generator_states.__file__,
+        rlpool.machine.interrupts.__file__,
+    )
 
     def __init__(self, number: int) -> None:
         self.number, self.n_lines = number, 0

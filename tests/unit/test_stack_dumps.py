@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
+import io
+import os
 import signal
 import subprocess
 import sys
@@ -15,10 +17,9 @@ from typing import Any
 import pytest
 
 from rlpool import SpecError, UsageError, dump_stacks_on_signal
-from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.workers import stacks
-from rlpool.workers.stack_dumps import note_source
-from rlpool.workers.stacks import STACKS_SIGNAL, Stacks, ask, printing_signals
+from rlpool.workers.stack_dumps import stack_sources
+from rlpool.workers.stacks import STACKS_SIGNAL, Stacks, ask
 
 
 @contextmanager
@@ -54,13 +55,12 @@ def test_a_process_that_cannot_answer_is_told_apart(monkeypatch: pytest.MonkeyPa
 
 
 class Source:
-    def __init__(self, text: str) -> None:
-        self._text = text
+    is_broken = False
 
-    def worker_stacks(self) -> str:
-        if self._text == "raise":
+    def stacks(self) -> str:
+        if self.is_broken:
             raise LookupError("in the middle of something")
-        return self._text
+        return "worker 0 is fine\n"
 
 
 def test_a_signal_prints_own_stacks_and_those_of_workers_until_undone(tmp_path: Path) -> None:
@@ -73,26 +73,22 @@ def test_a_signal_prints_own_stacks_and_those_of_workers_until_undone(tmp_path: 
         calls.append(number)
 
     before = signal.signal(signal.SIGUSR2, mine)
-    sources = [Source("worker 0 is fine\n"), Source("raise"), Source("")]
-    for source in sources:
-        note_source(source)
+    source = Source()
+    stack_sources.add(source)
     try:
         with open(tmp_path / "first", "w") as first, open(tmp_path / "stacks", "w") as file:
             undo_first = dump_stacks_on_signal(signal.SIGUSR2, first)
             undo = dump_stacks_on_signal(signal.SIGUSR2, file)  # takes its place
             undo_first()
-            assert printing_signals == {signal.SIGUSR2: file.fileno()}
-            with InterruptsHeld():
+            for source.is_broken in (False, True):
                 signal.raise_signal(signal.SIGUSR2)
-            signal.raise_signal(signal.SIGUSR2)
             text = (tmp_path / "stacks").read_text()
             assert text.count(" in test_a_signal_prints_own_stacks") == 2
-            assert text.count("\nworker 0 is fine\n") == 2
-            assert text.count("could not be read: LookupError('in the middle of something')") == 2
+            assert text.count("\nworker 0 is fine\n") == 1
+            assert text.count("could not be read: LookupError('in the middle of something')") == 1
             assert calls == []
             undo()
             undo()
-        assert printing_signals == {}
         assert not faulthandler.unregister(signal.SIGUSR2)
         assert signal.getsignal(signal.SIGUSR2) is mine
         signal.raise_signal(signal.SIGUSR2)
@@ -103,13 +99,41 @@ def test_a_signal_prints_own_stacks_and_those_of_workers_until_undone(tmp_path: 
         signal.signal(signal.SIGUSR2, before)
 
 
+def test_a_forked_copy_of_this_process_has_no_workers_to_tell_of(tmp_path: Path) -> None:
+    source = Source()
+    stack_sources.add(source)
+    with open(tmp_path / "stacks", "w") as file:
+        undo = dump_stacks_on_signal(signal.SIGUSR2, file)
+        child = os.fork()
+        if not child:
+            signal.raise_signal(signal.SIGUSR2)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        undo()
+    text = (tmp_path / "stacks").read_text()
+    assert " in test_a_forked_copy" in text
+    assert "worker 0" not in text
+
+
+def test_a_file_that_is_refused_leaves_an_earlier_one_in_place(tmp_path: Path) -> None:
+    with open(tmp_path / "stacks", "w") as file:
+        undo = dump_stacks_on_signal(signal.SIGUSR2, file)
+        with pytest.raises(SpecError, match="to 'other'"):
+            dump_stacks_on_signal(signal.SIGUSR2, "other")
+        signal.raise_signal(signal.SIGUSR2)
+        undo()
+    assert " in test_a_file_that_is_refused" in (tmp_path / "stacks").read_text()
+
+
 @pytest.mark.parametrize(
     ("number", "file", "message"),
     [
-        ("SIGUSR1", None, "signum should be a signal such as signal.SIGUSR1, got 'SIGUSR1'"),
-        (signal.SIGKILL, None, "signal 9 cannot be handled"),
-        (signal.SIGSEGV, None, "signal 11 cannot be handled"),
-        (signal.SIGUSR2, "stacks.txt", "file should have a descriptor, got 'stacks.txt'"),
+        ("SIGUSR1", None, "signum should be an int .* got 'SIGUSR1'\n.* such as signal.SIGUSR1"),
+        (signal.SIGKILL, None, "on signal 9: .*\n.*use signal.SIGUSR1"),
+        (signal.SIGSEGV, None, "on signal 11: .*\n.*use signal.SIGUSR1"),
+        (10_000, None, "on signal 10000: .*\n.*use signal.SIGUSR1"),
+        (signal.SIGUSR2, "stacks.txt", "to 'stacks.txt' .*\n.*open file with a descriptor"),
+        (signal.SIGUSR2, io.StringIO(), "to <.*StringIO.* on .*\n.*open file with a descriptor"),
     ],
 )
 def test_what_cannot_be_registered_is_refused(number: Any, file: Any, message: str) -> None:
