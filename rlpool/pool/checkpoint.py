@@ -92,6 +92,8 @@ class Saved(NamedTuple):
             SpecError: If something is missing or damaged, or a disk is full.
         """
         store.numbers[...], store.n_finals = header["rings"], header["n_finals"]
+        # Versions before 0.3 do not say, and what they stored goes on as it did.
+        store.is_untold[:] = header.get("is_untold", False)
         for key, frames in store.frames.items():
             frames.n_used = header["n_frames"][key]
         targets = store.arrays()
@@ -149,7 +151,9 @@ def damaged(name: str, why: str) -> SpecError:
 
 def to_tensors(text: str, arrays: Mapping[str, Array]) -> dict[str, Any]:
     """A dict of tensors, views, and one text."""
-    return {_TEXT_KEY: text, **{name: torch.from_numpy(a) for name, a in arrays.items()}}
+    tensors = {name: torch.from_numpy(a) for name, a in arrays.items()}
+    # Where a view has no bytes another one may begin, and torch.save wants one dtype per place.
+    return {_TEXT_KEY: text, **{n: t if t.numel() else t.clone() for n, t in tensors.items()}}
 
 
 def from_tensors(state: Mapping[str, Any]) -> Saved:

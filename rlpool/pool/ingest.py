@@ -25,6 +25,7 @@ from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec, join_key
 
 ACTION_KEY = "action"
 REWARD_KEY, DONE_KEY, TERMINATED_KEY = "_reward", "_done", "_terminated"
+TRUNCATED_KEY = "_truncated"
 
 TRANSITION_KEYS = (
     *(DEFAULT_OBSERVATION_KEY, ACTION_KEY, successor_key(DEFAULT_OBSERVATION_KEY)),
@@ -40,7 +41,9 @@ _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 _COMPARED_BYTES = 2**25  # at a time
 _WORDS = tuple(map(np.dtype, (np.uint64, np.uint32, np.uint16, np.uint8)))
 _START = "initial_state"
-_FLAGS = (DONE_KEY, TERMINATED_KEY, "_truncated", _START)
+_FLAGS = (DONE_KEY, TERMINATED_KEY, TRUNCATED_KEY, _START)
+_TELLING = ({DONE_KEY}, {_START}, {TERMINATED_KEY, TRUNCATED_KEY})
+"""Flags that tell every end of an episode within a row."""
 
 
 def of_trajectories(
@@ -84,8 +87,13 @@ def of_trajectories(
         else:
             finals[key] = source(name, spec)
             _mark_jumps(is_last, columns[key], finals[key])
+    for key in schema.apart:
+        _mark_jumps(is_last, columns[key], columns[successor_key(key)])
     ends = np.where(lengths > 0, lengths.cumsum() - 1, -1)
-    incoming = Incoming(columns, is_last, finals, {}, ends)
+    # A row may hold several episodes. Values that follow from each other are no proof of one: a
+    # reset may lead to the very state in which an episode ended.
+    is_told = lengths.max() <= 1 or any(keys <= tensors.keys() for keys in _TELLING)
+    incoming = Incoming(columns, is_last, finals, {}, ends, is_told)
     if not schema.stacks:
         return incoming
     is_done = None
@@ -202,7 +210,11 @@ def _flags(key: str, values: Array) -> Array:
 
 
 def _mark_jumps(is_last: Array, values: Source, after: Source) -> None:
-    """Mark steps whose value after the step is not the value that the next one starts from."""
+    """Mark steps whose value after the step is not the value that the next one starts from.
+
+    They end a piece that can be joined to nothing, whether an episode ends there or steps are
+    missing. Which of them do is told by flags.
+    """
     row_bytes = values.array[:1].nbytes
     # Bits are compared, as NaN is not equal to itself; the widest words take the least time.
     word = next(dtype for dtype in _WORDS if row_bytes % dtype.itemsize == 0)

@@ -17,7 +17,7 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import NotEnoughDataError, SpecError, UsageError
 from rlpool.machine.arguments import whole_number
 from rlpool.memory.storage import Array, Memory
-from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY
+from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY, TRUNCATED_KEY
 from rlpool.pool.priorities import PriorityTree
 from rlpool.pool.schema import Schema
 from rlpool.pool.store import Store
@@ -29,7 +29,6 @@ RETURN_KEY, DISCOUNT_KEY = "n_step_return", "n_step_discount"
 RESULT_KEYS = (INDEX_KEY, WEIGHT_KEY, RETURN_KEY, DISCOUNT_KEY)
 _LONGEST = 2**31  # steps: more than any episode has, small enough for int64 row numbers
 _MOST = float(np.finfo(np.float64).max)
-_TRUNCATED = "_truncated"
 
 _T = TypeVar("_T")
 
@@ -147,7 +146,8 @@ class Sampler:
 
         Raises:
             NotEnoughDataError: If there are fewer transitions.
-            SpecError: If ``n_step`` is given and no ``_reward`` is stored.
+            SpecError: If ``n_step`` is given and no ``_reward`` is stored, or ``n_step`` is above 1
+                and the ends of some episodes are not known, see ``Pool.extend``.
 
         Reference:
             Sutton, 1988, for n-step returns; Pardo et al., "Time Limits in Reinforcement Learning",
@@ -203,6 +203,7 @@ class Sampler:
 
         Raises:
             NotEnoughDataError: If there are fewer transitions.
+            SpecError: If the ends of some episodes are not known, see ``Pool.extend``.
 
         Reference:
             Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning",
@@ -222,6 +223,8 @@ class Sampler:
 
         def look() -> tuple[dict[str, Array], Array, dict[str, Array]]:
             store = self._ready(batch_size)
+            if length > 1:
+                _refuse_untold(store, "sequences")
             first = self._draw(store, batch_size)
             n_steps = min(length, max(self.lengths))  # there are no more
             rows = self._ahead(first[:, None], np.arange(n_steps))
@@ -327,6 +330,8 @@ class Sampler:
                     fix="store it",
                 )
         check_number("discount", discount, 1)
+        if n_step > 1:
+            _refuse_untold(store, "n-step returns")
         n_step = min(n_step, max(self.lengths))  # there are no more
         every = self._ahead(rows[:, None], np.arange(n_step))
         n_steps = _steps_that_follow(store, every)
@@ -335,10 +340,10 @@ class Sampler:
         is_step = np.arange(n_step) < n_steps[:, None]
         returns = np.where(is_step, rewards * factors, 0).sum(axis=1)
         last: Array = every[np.arange(len(rows)), n_steps - 1]
-        flags = store.take(last, [end, _TRUNCATED])
+        flags = store.take(last, [end, TRUNCATED_KEY])
         is_end = flags[end].astype(bool).reshape(-1)
-        if end == DONE_KEY and _TRUNCATED in flags:
-            is_end &= ~flags[_TRUNCATED].astype(bool).reshape(-1)
+        if end == DONE_KEY and TRUNCATED_KEY in flags:
+            is_end &= ~flags[TRUNCATED_KEY].astype(bool).reshape(-1)
         discounts = np.where(is_end, 0, np.float64(discount) ** n_steps)
         batch[RETURN_KEY] = returns.astype(np.float32)
         batch[DISCOUNT_KEY] = discounts.astype(np.float32)
@@ -380,6 +385,19 @@ class PoolReader(Sampler):
     def __reduce__(self) -> tuple[object, ...]:
         raise UsageError(
             "a reader cannot be sent on or copied", fix="send the pool to every reader"
+        )
+
+
+def _refuse_untold(store: Store, what: str) -> None:
+    """Refuse what would cross from one episode into another."""
+    if store.is_untold[0]:
+        has_half = TERMINATED_KEY in store.columns
+        missing = TRUNCATED_KEY if has_half else DONE_KEY
+        raise SpecError(
+            f"{what} need to know where episodes end, and some trajectories did not tell where "
+            f"they do within a row: they had no {missing!r}",
+            fix=f"clear() the pool, and extend() it with trajectories that have {missing!r}"
+            + (f" beside {TERMINATED_KEY!r}" if has_half else ""),
         )
 
 

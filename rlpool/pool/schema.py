@@ -12,7 +12,7 @@ import numpy as np
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
 from rlpool.slots.blocks import successor_key
-from rlpool.specs import TensorSpec
+from rlpool.specs import FLAGS, TensorSpec
 
 _PAIRED_BYTES = 9
 """Values of at least this size are not stored twice. Below, the link to a row's final value costs
@@ -20,6 +20,7 @@ as much as the value, and takes longer to read."""
 
 _MOST_BYTES = 8  # per number
 _REWARDS = ("reward", "_reward")
+_SIGNALS = ("reward", *FLAGS)  # callers change rewards of steps, and resets clear flags
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,15 @@ class Schema:
                 derived.add(successor_key(key))
         paired = tuple(key for key in specs if successor_key(key) in derived)
         return cls({key: spec for key, spec in specs.items() if key not in derived}, paired)
+
+    @property
+    def apart(self) -> list[str]:
+        """Columns whose value after the step is another column, as the values are small."""
+        return [
+            key
+            for key, spec in self.columns.items()
+            if self.columns.get(successor_key(key)) == spec and spec.n_bytes and key not in _SIGNALS
+        ]
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
