@@ -21,13 +21,14 @@ from rlpool.machine.limits import check_size
 from rlpool.memory.storage import Array, allocate, carved_bytes
 from rlpool.pool import checkpoint, ingest
 from rlpool.pool.incoming import Incoming
+from rlpool.pool.priorities import checked_priorities
+from rlpool.pool.reader import PoolReader
 from rlpool.pool.runner import EpisodeRunner
-from rlpool.pool.sampling import RESULT_KEYS, PoolReader, Sampler, check_number
+from rlpool.pool.sampling import RESULT_KEYS, Sampler, check_number
 from rlpool.pool.schema import Schema, checked_frame_stack, stacks_of
 from rlpool.pool.store import Store
 from rlpool.pool.sub_pool import WindowRules
 from rlpool.seeding import root_from
-from rlpool.slots.blocks import successor_key
 from rlpool.specs import TensorSpec
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
 from rlpool.workers.stack_dumps import DumpsStacks
@@ -262,7 +263,7 @@ class Pool(Sampler, DumpsStacks):
                 (index,) = store.routes([1], [self._router.random()])
         sub_pool = store.sub_pools[index]
         is_open = not is_chosen and self._open.get(index) == sub_pool.next
-        joined = is_open and len(sub_pool) > 0 and _follows(store, index, values)
+        joined = is_open and len(sub_pool) > 0 and ingest.follows(store, index, values)
         store.add(index, incoming, self._max_priority, joined=joined)
         store.remember(source, incoming)
         if not is_chosen and not values[ingest.DONE_KEY]:
@@ -352,7 +353,7 @@ class Pool(Sampler, DumpsStacks):
                 "the pool samples uniformly and has no priorities",
                 fix="make it with priority_exponent=0.6, for instance",
             )
-        given, powers = ingest.checked_priorities(index, priorities, alpha)
+        given, powers = checked_priorities(index, priorities, alpha)
         store = self._store
         if store is not None:
             store.refuse_others()
@@ -682,16 +683,3 @@ class Pool(Sampler, DumpsStacks):
 def _one_row(steps: DictTensor) -> TemporalDictTensor:
     """Steps as a trajectory, no copy."""
     return TemporalDictTensor({key: tensor[None] for key, tensor in steps.items()})
-
-
-def _follows(store: Store, index: int, values: Mapping[str, Array]) -> bool:
-    """Whether a transition starts where the newest one of a sub-pool ended."""
-    newest = store.rows_of(np.array([index]), store.numbers[[index], 1] - 1)
-    held = store.take(newest) | store.take_after(newest, newest)
-    pairs = [
-        (key, after) for key in values if (after := successor_key(key)) in held and key in held
-    ]
-    return bool(pairs) and all(
-        held[after].tobytes() == values[key].astype(held[after].dtype).tobytes()
-        for key, after in pairs
-    )

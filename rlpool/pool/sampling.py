@@ -16,12 +16,10 @@ from rlpool.data.dict_tensor_base import listed
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import NotEnoughDataError, SpecError, UsageError
 from rlpool.machine.arguments import whole_number
-from rlpool.memory.storage import Array, Memory
+from rlpool.memory.storage import Array
 from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY, TRUNCATED_KEY
 from rlpool.pool.priorities import PriorityTree
-from rlpool.pool.schema import Schema
 from rlpool.pool.store import Store
-from rlpool.seeding import root_from
 from rlpool.specs import TensorSpec
 
 INDEX_KEY, WEIGHT_KEY = "index", "weight"
@@ -361,31 +359,6 @@ class Sampler:
         priorities = tree.leaves.take(rows)
         weights = (priorities.min() / priorities) ** beta
         return (newest - age) * self._n_sub_pools + index, weights.astype(np.float32)
-
-
-class PoolReader(Sampler):
-    """Draws from a pool that another process fills: what a ``Pool`` becomes when it is sent.
-
-    It sees every transition as soon as it is added, and never a part of one. It samples uniformly,
-    whatever the priorities of the pool. Its memory is the pool's, and stays when the pool's process
-    ends.
-
-    Not for use by several threads at once.
-    """
-
-    def __init__(self, schema: Schema, pool_size: int, n_sub_pools: int, memory: Memory) -> None:
-        store = Store(schema, pool_size, n_sub_pools, memory, is_reader=True)
-        super().__init__(store, n_sub_pools, None)
-
-    def seed(self, seed: int) -> None:
-        """Seed the draws; without this, every reader draws differently."""
-        self._generator = np.random.Generator(np.random.PCG64(root_from(seed)))
-        self._pid = os.getpid()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        raise UsageError(
-            "a reader cannot be sent on or copied", fix="send the pool to every reader"
-        )
 
 
 def _refuse_untold(store: Store, what: str) -> None:

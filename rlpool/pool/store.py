@@ -33,7 +33,6 @@ from rlpool.slots.blocks import successor_key
 from rlpool.specs import TensorSpec
 
 _RESERVED_ROWS = 64  # of a disk, ahead of need
-_BOOL, _INT32 = (TensorSpec((), np.dtype(kind)) for kind in (np.bool_, np.int32))
 
 
 class Store:
@@ -78,7 +77,7 @@ class Store:
     ) -> None:
         self.schema, self.pool_size, self.memory = schema, pool_size, memory
         self._rules = rules or WindowRules()
-        control, self._layout = _layout(schema, n_sub_pools)
+        control, self._layout = schema.layout(n_sub_pools)
         self._n_control = sum(carved_bytes(control, 1).values())
         table = carve(memory.root(), control, 1)["numbers"][0]
         self._rows = carve(memory.root()[self._n_control :], self._layout, pool_size)
@@ -116,7 +115,7 @@ class Store:
     @staticmethod
     def n_bytes_for(schema: Schema, pool_size: int, n_sub_pools: int) -> int:
         """Bytes of the memory of a store."""
-        control, rows = _layout(schema, n_sub_pools)
+        control, rows = schema.layout(n_sub_pools)
         frames = _frames_layout(schema, pool_size)
         parts = [carved_bytes(control, 1), carved_bytes(rows, pool_size)]
         parts += [carved_bytes({key: spec}, n) for key, (n, spec) in frames.items()]
@@ -461,22 +460,6 @@ class Store:
     def _whole(self, key: str, values: Array) -> Array:
         """Values of a column, put together from their frames if they are stacks."""
         return self.frames[key].take(values) if key in self.frames else values
-
-
-def _layout(
-    schema: Schema, n_sub_pools: int
-) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
-    """What lies in a store's memory: once, and per row.
-
-    The last pair of numbers is the version, and whether ends of episodes are unknown.
-    """
-    control = {"numbers": TensorSpec((n_sub_pools + 1, 2), np.dtype(np.int64))}
-    rows = {"is_last": _BOOL}
-    if schema.paired:
-        rows["final_row"] = _INT32
-    rows |= {f"columns/{key}": spec for key, spec in schema.rows.items()}
-    rows |= {f"finals/{key}": schema.rows[key] for key in schema.paired}
-    return control, rows
 
 
 def _frames_layout(schema: Schema, pool_size: int) -> dict[str, tuple[int, TensorSpec]]:
