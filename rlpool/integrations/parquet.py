@@ -21,8 +21,8 @@ import itertools
 import json
 import math
 import os
-import uuid
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -35,6 +35,7 @@ from rlpool.data.dict_tensor_base import check_alike, kind, listed
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.machine.extras import import_extra
+from rlpool.machine.files import file_at, replaced
 from rlpool.memory.storage import Array
 
 __all__ = ["from_parquet", "to_parquet"]
@@ -65,13 +66,15 @@ def to_parquet(
     Args:
         trajectories: ``[B, T, ...]`` on any device; or an iterable of them, such as a generator
             that collects them, with the same keys, dtypes and shapes.
-        path: The file. One that exists is replaced, when the new one is complete.
+        path: The file. One that exists is replaced, when the new one is complete; of a link, the
+            file that it leads to.
 
     Raises:
         ImportError: If pyarrow is not installed.
         OSError: If the file cannot be written.
         SpecError: If there is nothing to write, parts differ, a dtype is none of Parquet's (such as
-            bfloat16), two columns would have the same name, or ``path`` is no path.
+            bfloat16), two columns would have the same name, ``path`` is no path, or there is a
+            named pipe or a device.
 
     Example:
         >>> batch = TemporalDictTensor({"reward": torch.ones(2, 3)}, torch.tensor([3, 1]))
@@ -82,11 +85,15 @@ def to_parquet(
     """
     arrow, parquet = _pyarrow()
     _check(path)
-    path = Path(path)
-    if path.is_dir():
+    if Path(path).is_dir():
         raise IsADirectoryError(f"{str(path)!r} is a directory, not the name of a file")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no directory {str(path.parent)!r} for the file")
+    try:
+        target = file_at(path)
+    except ValueError as error:
+        what = f"{str(path)!r} cannot be written: {error}"
+        raise SpecError(what, fix="choose another path") from None
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no directory {str(target.parent)!r} for the file")
     is_one = isinstance(trajectories, TemporalDictTensor)
     parts = _alike([trajectories] if is_one else trajectories)
     first = next(parts, None)
@@ -95,19 +102,17 @@ def to_parquet(
     contents = _Contents.of(first)
     schema = contents.schema(arrow)
     n_timesteps = first.n_timesteps()
-    unfinished = path.with_name(f".{uuid.uuid4().hex}")
-    try:
-        # A dictionary is for values that repeat, which most observations do not.
-        options = {"compression": "zstd", "use_dictionary": False}
-        with parquet.ParquetWriter(unfinished, schema, **options) as writer:
-            for part in itertools.chain([first], parts):
-                n_timesteps = max(n_timesteps, part.n_timesteps())
-                for rows in _groups(part):
-                    writer.write_table(_table(arrow, schema, part[rows]))
-            writer.add_key_value_metadata({_N_TIMESTEPS: str(n_timesteps)})
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    # A dictionary is for values that repeat, which most observations do not.
+    options = {"compression": "zstd", "use_dictionary": False, "write_page_checksum": True}
+    with (
+        replaced(target) as unfinished,
+        parquet.ParquetWriter(unfinished, schema, **options) as writer,
+    ):
+        for part in itertools.chain([first], parts):
+            n_timesteps = max(n_timesteps, part.n_timesteps())
+            for rows in _groups(part):
+                writer.write_table(_table(arrow, schema, part[rows]))
+        writer.add_key_value_metadata(_with_checksum(_N_TIMESTEPS, str(n_timesteps)))
 
 
 def from_parquet(path: FilePath) -> TemporalDictTensor:
@@ -129,7 +134,7 @@ def from_parquet(path: FilePath) -> TemporalDictTensor:
     arrow, parquet = _pyarrow()
     _check(path)
     try:
-        with parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(file_at(path), page_checksum_verification=True) as file:
             return _read(arrow, file, repr(str(path)))
     except (FileNotFoundError, SpecError):
         raise
@@ -193,7 +198,7 @@ class _Contents:
             if 0 not in shape:
                 columns[name] = values(dtype, shape)
         fields = [required(name, kind) for name, kind in columns.items()]
-        return arrow.schema(fields, metadata={_METADATA: json.dumps(asdict(self))})
+        return arrow.schema(fields, metadata=_with_checksum(_METADATA, json.dumps(asdict(self))))
 
 
 def _described(
@@ -209,6 +214,20 @@ def _described(
             )
         described[key] = name, list(tensor.shape[n_leading:])
     return described
+
+
+def _with_checksum(key: str, text: str) -> dict[str, str]:
+    """An entry of the metadata, which Parquet has no checksums for, and its own."""
+    return {key: text, f"{key}_crc32": str(zlib.crc32(text.encode()))}
+
+
+def _checked(metadata: Mapping[bytes, bytes] | None, key: str) -> bytes | None:
+    """An entry of the metadata; ``ValueError`` if it is not what was written."""
+    metadata = metadata or {}
+    text, checksum = metadata.get(key.encode()), metadata.get(f"{key}_crc32".encode())
+    if checksum is not None and checksum != str(zlib.crc32(text or b"")).encode():
+        raise ValueError(f"{key!r} of its metadata is not what was written")
+    return text
 
 
 # Writing ------------------------------------------------------------------------------------------
@@ -276,12 +295,15 @@ def _read(arrow: Any, file: Any, name: str) -> TemporalDictTensor:
     """All episodes of an open file, one row group after another."""
     contents = _contents_of(arrow, file.schema_arrow, name)
     lengths = np.array(file.read([_LENGTH])[_LENGTH].to_numpy())
-    metadata = file.metadata.metadata or {}
     # It is missing where another program has written the file again: rows are as long as needed.
-    n_timesteps = max(int(lengths.max(initial=0)), int(metadata.get(_N_TIMESTEPS.encode(), 0)))
+    told = _checked(file.metadata.metadata, _N_TIMESTEPS) or b"0"
+    n_timesteps = max(int(lengths.max(initial=0)), int(told))
     size = (len(lengths), n_timesteps)
     steps = {k: np.zeros((*size, *shape), dtype) for k, (dtype, shape) in contents.steps.items()}
     info = {k: np.zeros((size[0], *shape), dtype) for k, (dtype, shape) in contents.info.items()}
+    n_rows = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+    if not len(lengths) == sum(n_rows) == file.metadata.num_rows:
+        raise ValueError(f"{len(lengths)} episodes in groups of {n_rows}")
     start = 0
     for number in range(file.num_row_groups):
         table = file.read_row_group(number)
@@ -309,10 +331,11 @@ def _read(arrow: Any, file: Any, name: str) -> TemporalDictTensor:
 def _contents_of(arrow: Any, schema: Any, name: str) -> _Contents:
     """What the metadata of a file tells, which is what it has columns for."""
     fix = "read it with pandas or pyarrow, and make a TemporalDictTensor with from_packed"
-    if _METADATA.encode() not in (schema.metadata or {}):
+    told = _checked(schema.metadata, _METADATA)
+    if told is None:
         raise SpecError(f"{name} was not written by to_parquet: it has no shapes of steps", fix=fix)
     try:
-        contents = _Contents(**json.loads(schema.metadata[_METADATA.encode()]))
+        contents = _Contents(**json.loads(told))
         is_same = schema.equals(contents.schema(arrow))
     except (AttributeError, KeyError, TypeError, ValueError):
         is_same = False

@@ -18,6 +18,7 @@ from rlpool.data.dict_tensor_base import instance
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.integrations.sb3_policies import Observation, observed, part_of
+from rlpool.integrations.sb3_pool import PoolReplayBuffer
 from rlpool.memory.storage import Array
 from rlpool.specs import TensorSpec, refuse_missing
 
@@ -34,10 +35,15 @@ def to_sb3(trajectories: TemporalDictTensor, target: Any, policy: Any = None) ->
     A buffer of ``n_envs`` lanes takes full windows of that many rows; one with ``n_envs=1`` takes
     any trajectories, row after row.
 
+    A ``PoolReplayBuffer`` takes every row as a piece of its own: no n-step return goes on from one
+    row or window to the next. An ``NStepReplayBuffer``, which takes each step for the one that
+    follows the last, wants complete episodes or every window of its lanes.
+
     Args:
         trajectories: What a batcher returned. For a ``RolloutBuffer`` with the outputs ``value``
             and ``log_probability``, and ``policy_action`` where actions were clipped, as an agent
-            of ``from_sb3`` has them; without the first two they are computed.
+            of ``from_sb3`` has them; without the first two they are computed. Without the third,
+            actions are those of the environment, scaled back for a policy with ``squash_output``.
         target: A model, for its own buffer and policy, or a buffer.
         policy: For a ``RolloutBuffer``: the policy that gives values and log-probabilities that
             the trajectories lack, such as the values of observations after truncations.
@@ -145,38 +151,51 @@ def _add_transitions(trajectories: TemporalDictTensor, buffer: Any) -> None:
     if not trajectories.n_elems() or not trajectories.lengths.any():
         return
     steps = _Steps(trajectories, buffer)
-    done, terminated = steps["_done"], steps["_terminated"]
-    is_ordered = isinstance(buffer, NStepReplayBuffer) or buffer.optimize_memory_usage
-    if is_ordered and (steps.is_row_end & ~done).any():
-        raise SpecError(
-            "rows end in the middle of episodes, and this buffer takes the next step for the one "
-            "that follows",
-            fix="give it complete episodes, or windows of n_envs lanes",
-        )
+    done, terminated = steps["_done"].astype(bool), steps["_terminated"].astype(bool)
+    if isinstance(buffer, NStepReplayBuffer) or buffer.optimize_memory_usage:
+        _check_order(steps, done, buffer)
     actions = steps.actions("action")
     if isinstance(buffer.action_space, spaces.Box):
         low, high = buffer.action_space.low, buffer.action_space.high
         actions = 2.0 * ((actions - low) / (high - low)) - 1.0
     rewards, is_timeout = steps["_reward"], steps["_truncated"] & ~terminated
     before, after = steps.observations(), steps.observations("_")
+    if isinstance(buffer, PoolReplayBuffer):
+        buffer.add_steps(before, after, actions, rewards, done, is_timeout, steps.begins)
+        return
     for step in range(len(done)):
         infos = [{"TimeLimit.truncated": bool(flag)} for flag in is_timeout[step]]
         states = part_of(before, step), part_of(after, step)
         buffer.add(*states, actions[step], rewards[step], done[step], infos)
 
 
+def _check_order(steps: _Steps, done: Array, buffer: Any) -> None:
+    """Refuse steps that do not follow each other, nor the last ones of the buffer."""
+    ends, is_open = steps.is_row_end & ~done, np.zeros(buffer.n_envs, bool)
+    ends[:-1] |= steps.begins[1:] & ~done[:-1]
+    if buffer.size():
+        is_open = buffer.dones[buffer.pos - 1] == 0
+    if ends.any() or (steps.begins[0] & is_open).any():
+        where = "rows" if ends.any() else "the steps in the buffer"
+        raise SpecError(
+            f"{where} end in the middle of episodes, and this buffer takes the next step for the "
+            "one that follows",
+            fix="give it complete episodes, or windows of n_envs lanes, every one of them",
+        )
+
+
 def _fill_rollouts(trajectories: TemporalDictTensor, buffer: Any, policy: Any) -> None:
     """Fill a rollout buffer, and compute its returns and advantages."""
     steps = _Steps(trajectories, buffer, buffer.buffer_size)
     observations, done = steps.observations(), steps["_done"].astype(bool)
-    actions = steps.actions("policy_action" if "policy_action" in steps else "action")
+    actions, space = _policy_actions(steps, policy), buffer.action_space
     rewards = steps["_reward"].astype(np.float32)
     keys = ("value", "log_probability")
     if all(key in steps for key in keys):
         values, log_probabilities = (torch.tensor(steps[key]) for key in keys)
     else:
-        space = buffer.action_space
-        flat = torch.from_numpy(actions.reshape(-1, *space.shape).astype(np.float32))
+        shape = (buffer.action_dim,) if isinstance(space, spaces.Box) else space.shape
+        flat = torch.from_numpy(actions.reshape(-1, *shape).astype(np.float32))
         with torch.no_grad():
             told = _checked(policy).evaluate_actions(
                 _seen(policy, observations), flat.to(policy.device)
@@ -198,6 +217,17 @@ def _fill_rollouts(trajectories: TemporalDictTensor, buffer: Any, policy: Any) -
         row = part_of(observations, step), actions[step], rewards[step], steps.begins[step]
         buffer.add(*row, values[step], log_probabilities[step])
     buffer.compute_returns_and_advantage(last_values=last, dones=ends[-1])
+
+
+def _policy_actions(steps: _Steps, policy: Any) -> Array:
+    """Actions as the policy drew them, as far as they are known."""
+    if "policy_action" in steps:
+        return steps.actions("policy_action")
+    actions = steps.actions("action")
+    # Such a policy has no actions but from -1 to 1, which the environment's bounds stretch.
+    is_squashed = getattr(policy, "squash_output", False)
+    scaled: Array = policy.scale_action(actions) if is_squashed else actions
+    return scaled
 
 
 def _checked(policy: Any) -> Any:

@@ -12,11 +12,14 @@ from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.integrations.sb3_policies import part_of
 from rlpool.machine.arguments import whole_number
 from rlpool.memory.storage import Array
+from rlpool.pool.ingest import converted
 from rlpool.pool.pool import Pool
+from rlpool.slots.blocks import successor_key
 from rlpool.specs import DEFAULT_OBSERVATION_KEY
 
 _MOST_SEED = 2**31 - 1
@@ -94,7 +97,9 @@ class PoolReplayBuffer(ReplayBuffer):  # type: ignore[misc]
         self.n_steps = whole_number("n_steps", n_steps, 1)
         self.gamma = gamma
         self._is_dict = isinstance(observation_space, spaces.Dict)
+        after = map(successor_key, self._keys)
         self._pool_arguments = {
+            "keys": [*self._keys, "action", *after, "_reward", "_done", "_terminated"],
             "pool_size": self.buffer_size * n_envs,
             "processes": n_envs,
             "random": False,
@@ -115,16 +120,55 @@ class PoolReplayBuffer(ReplayBuffer):  # type: ignore[misc]
         infos: list[dict[str, Any]],
     ) -> None:
         """Add a transition of each environment; see ``ReplayBuffer.add``."""
-        before, after = self._rows(obs), self._rows(next_obs)
-        dtype = self._maybe_cast_dtype(self.action_space.dtype)
-        actions = np.asarray(action, dtype).reshape(self.n_envs, self.action_dim)
+        before, after, actions = self._parts(obs), self._parts(next_obs), self._actions(action)
         for env, info in enumerate(infos):
             is_timeout = self.handle_timeout_termination and info.get("TimeLimit.truncated", False)
-            ended = bool(done[env])
-            states = actions[env], part_of(after, env), float(reward[env]), ended, env
-            self.pool(part_of(before, env), *states, terminated=ended and not is_timeout)
-        self.pos = (self.pos + 1) % self.buffer_size
-        self.full = self.full or self.pos == 0
+            ended, here = bool(done[env]), (0, env)
+            states = actions[here], part_of(after, here), float(reward[env]), ended, env
+            self.pool(part_of(before, here), *states, terminated=ended and not is_timeout)
+        self._count(1)
+
+    def add_steps(
+        self,
+        obs: Any,
+        next_obs: Any,
+        action: Array,
+        reward: Array,
+        done: Array,
+        is_timeout: Array,
+        begins: Array,
+    ) -> None:
+        """Add several steps of each environment, arrays ``[n_steps, n_envs, ...]``.
+
+        Unlike ``add``, this is told where steps begin that do not continue those before them, and
+        none of them continues what was added before.
+
+        Args:
+            obs: Observations, as for ``add``.
+            next_obs: Observations after the steps.
+            action: Actions.
+            reward: Rewards.
+            done: Whether episodes ended, bool.
+            is_timeout: Whether they were cut off, bool.
+            begins: Whether an episode, or a piece of one, begins, bool.
+        """
+        values = {
+            **self._parts(obs),
+            **{successor_key(key): array for key, array in self._parts(next_obs).items()},
+            "action": self._actions(action),
+            "_reward": reward,
+            "_done": done,
+            "_terminated": done & ~is_timeout if self.handle_timeout_termination else done,
+            "initial_state": begins,
+        }
+        for env in range(self.n_envs):
+            rows = {key: torch.from_numpy(array[None, :, env]) for key, array in values.items()}
+            self.pool.extend(TemporalDictTensor(rows), env)
+        self._count(len(done))
+
+    def _count(self, n_steps: int) -> None:
+        self.full = self.full or self.pos + n_steps >= self.buffer_size
+        self.pos = (self.pos + n_steps) % self.buffer_size
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
         """Draw transitions with replacement; see ``ReplayBuffer.sample``.
@@ -169,12 +213,30 @@ class PoolReplayBuffer(ReplayBuffer):  # type: ignore[misc]
         super().reset()
         self.pool.clear()
 
-    def _rows(self, observations: Any) -> Any:
-        """Observations with one row per environment; those of a ``Discrete`` have no dimension."""
-        if self._is_dict:
-            shapes = self.obs_shape.items()
-            return {k: np.asarray(observations[k]).reshape(self.n_envs, *s) for k, s in shapes}
-        return np.asarray(observations).reshape(self.n_envs, *self.obs_shape)
+    @property
+    def _keys(self) -> list[str]:
+        """The names of the parts of an observation."""
+        return list(self.obs_shape) if self._is_dict else [DEFAULT_OBSERVATION_KEY]
+
+    def _parts(self, observations: Any) -> dict[str, Array]:
+        """The parts of observations ``[n_steps, n_envs, ...]``, in the dtypes of their spaces.
+
+        Those of a ``Discrete`` come without a dimension.
+        """
+        parts = {}
+        for key in self._keys:
+            part, space, shape = observations, self.observation_space, self.obs_shape
+            if self._is_dict:
+                part, space, shape = part[key], space[key], shape[key]
+            array = converted(key, np.asarray(part), np.dtype(space.dtype))
+            parts[key] = array.reshape(-1, self.n_envs, *shape)
+        return parts
+
+    def _actions(self, action: Array) -> Array:
+        """Actions ``[n_steps, n_envs, action_dim]``, in the dtype that the algorithm stores."""
+        dtype = np.dtype(self._maybe_cast_dtype(self.action_space.dtype))
+        actions = converted("action", np.asarray(action), dtype)
+        return actions.reshape(-1, self.n_envs, self.action_dim)
 
     def _seen(self, batch: DictTensor, prefix: str, env: Any) -> Any:
         """The observations of a sample, normalised, on the device."""

@@ -19,15 +19,15 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 
 from rlpool.errors import RlpoolError, SpecError
+from rlpool.machine.files import file_at, replaced
 from rlpool.memory.storage import Array
 from rlpool.pool.ingest import converted
 from rlpool.pool.schema import Schema, stacks_of
@@ -92,6 +92,8 @@ class Saved(NamedTuple):
             SpecError: If something is missing or damaged, or a disk is full.
         """
         store.numbers[...], store.n_finals = header["rings"], header["n_finals"]
+        # Versions before 0.3 do not say, and what they stored goes on as it did.
+        store.is_untold[:] = header.get("is_untold", False)
         for key, frames in store.frames.items():
             frames.n_used = header["n_frames"][key]
         targets = store.arrays()
@@ -149,7 +151,9 @@ def damaged(name: str, why: str) -> SpecError:
 
 def to_tensors(text: str, arrays: Mapping[str, Array]) -> dict[str, Any]:
     """A dict of tensors, views, and one text."""
-    return {_TEXT_KEY: text, **{name: torch.from_numpy(a) for name, a in arrays.items()}}
+    tensors = {name: torch.from_numpy(a) for name, a in arrays.items()}
+    # Where a view has no bytes another one may begin, and torch.save wants one dtype per place.
+    return {_TEXT_KEY: text, **{n: t if t.numel() else t.clone() for n, t in tensors.items()}}
 
 
 def from_tensors(state: Mapping[str, Any]) -> Saved:
@@ -174,19 +178,8 @@ def write_file(path: Any, text: str, arrays: Mapping[str, Array]) -> None:
         SpecError: If the disk is full or the path cannot be written; what was there is kept.
     """
     try:
-        target = Path(os.path.realpath(path))  # the file that a link points to
-        if target.exists() and not target.is_file():
-            raise ValueError("it is not a file")
-        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-        try:
-            with open(partial, "wb") as file:
-                _write(file, text, arrays)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, target)
-        finally:
-            with suppress(OSError):
-                partial.unlink()
+        with replaced(file_at(path)) as unfinished, open(unfinished, "wb") as file:
+            _write(file, text, arrays)
     except (OSError, TypeError, ValueError) as error:
         raise SpecError(
             f"the pool could not be saved to {str(path)!r}: {error}",
@@ -220,12 +213,8 @@ def opened_file(path: Any) -> Iterator[Saved]:
     Raises:
         SpecError: If the file cannot be read or is damaged.
     """
-    with loading(repr(str(path))):
-        path = Path(path)
-        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
-            raise ValueError("it is not a file")
-        with open(path, "rb", buffering=0) as file:
-            yield _saved(file, repr(str(path)))
+    with loading(repr(str(path))), open(file_at(path), "rb", buffering=0) as file:
+        yield _saved(file, repr(str(path)))
 
 
 def _saved(file: BinaryIO, name: str) -> Saved:

@@ -40,6 +40,7 @@ class Incoming(NamedTuple):
         frames: Key of a stack to its frames.
         ends: For each row of the trajectories the number of its last transition, int64 ``[B]``;
             -1 for rows without any.
+        is_told: Whether it is known where episodes end.
     """
 
     columns: Mapping[str, Source]
@@ -47,6 +48,7 @@ class Incoming(NamedTuple):
     finals: Mapping[str, Source]
     frames: Mapping[str, NewFrames]
     ends: Array
+    is_told: bool = True
 
     def part(self, places: slice | Array) -> Incoming:
         """Some of the transitions, no copy: a range, or pieces that each end with a last one."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -22,8 +22,12 @@ from rlpool.slots.blocks import successor_key
 from rlpool.slots.trajectories import DerivedTensors, Successor
 from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec, join_key, numpy_dtype, refuse_missing
 
+if TYPE_CHECKING:
+    from rlpool.pool.store import Store
+
 ACTION_KEY = "action"
 REWARD_KEY, DONE_KEY, TERMINATED_KEY = "_reward", "_done", "_terminated"
+TRUNCATED_KEY = "_truncated"
 
 TRANSITION_KEYS = (
     *(DEFAULT_OBSERVATION_KEY, ACTION_KEY, successor_key(DEFAULT_OBSERVATION_KEY)),
@@ -34,12 +38,13 @@ TRANSITION_KEYS = (
 Tails = Mapping[str, Array]
 """Places of frames by key, int64 ``[B, n_frames]``, see ``FrameStore.tails``."""
 
-_MOST_POWER = 1e290  # of a priority, so that many of them can be summed
 _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 _COMPARED_BYTES = 2**25  # at a time
 _WORDS = tuple(map(np.dtype, (np.uint64, np.uint32, np.uint16, np.uint8)))
 _START = "initial_state"
-_FLAGS = (DONE_KEY, TERMINATED_KEY, "_truncated", _START)
+_FLAGS = (DONE_KEY, TERMINATED_KEY, TRUNCATED_KEY, _START)
+_TELLING = ({DONE_KEY}, {_START}, {TERMINATED_KEY, TRUNCATED_KEY})
+"""Flags that tell every end of an episode within a row."""
 
 
 def of_trajectories(
@@ -83,8 +88,13 @@ def of_trajectories(
         else:
             finals[key] = source(name, spec)
             _mark_jumps(is_last, columns[key], finals[key])
+    for key in schema.apart:
+        _mark_jumps(is_last, columns[key], columns[successor_key(key)])
     ends = np.where(lengths > 0, lengths.cumsum() - 1, -1)
-    incoming = Incoming(columns, is_last, finals, {}, ends)
+    # A row may hold several episodes. Values that follow from each other are no proof of one: a
+    # reset may lead to the very state in which an episode ended.
+    is_told = lengths.max() <= 1 or any(keys <= tensors.keys() for keys in _TELLING)
+    incoming = Incoming(columns, is_last, finals, {}, ends, is_told)
     if not schema.stacks:
         return incoming
     is_done = None
@@ -201,7 +211,11 @@ def _flags(key: str, values: Array) -> Array:
 
 
 def _mark_jumps(is_last: Array, values: Source, after: Source) -> None:
-    """Mark steps whose value after the step is not the value that the next one starts from."""
+    """Mark steps whose value after the step is not the value that the next one starts from.
+
+    They end a piece that can be joined to nothing, whether an episode ends there or steps are
+    missing. Which of them do is told by flags.
+    """
     row_bytes = values.array[:1].nbytes
     # Bits are compared, as NaN is not equal to itself; the widest words take the least time.
     word = next(dtype for dtype in _WORDS if row_bytes % dtype.itemsize == 0)
@@ -312,6 +326,19 @@ def transition_of(
     return values
 
 
+def follows(store: Store, index: int, values: Mapping[str, Array]) -> bool:
+    """Whether a transition starts where the newest one of a sub-pool ended."""
+    newest = store.rows_of(np.array([index]), store.numbers[[index], 1] - 1)
+    held = store.take(newest) | store.take_after(newest, newest)
+    pairs = [
+        (key, after) for key in values if (after := successor_key(key)) in held and key in held
+    ]
+    return bool(pairs) and all(
+        held[after].tobytes() == values[key].astype(held[after].dtype).tobytes()
+        for key, after in pairs
+    )
+
+
 def refuse_taken(state_keys: Collection[str], what: str) -> None:
     """Refuse states with keys that a transition uses for something else."""
     own = {ACTION_KEY, REWARD_KEY, DONE_KEY, TERMINATED_KEY, *map(successor_key, state_keys)}
@@ -323,7 +350,7 @@ def refuse_taken(state_keys: Collection[str], what: str) -> None:
 def _named(value: Any, prefix: str, only: str) -> dict[str, Array]:
     """Arrays by key, of a value or of a nested dict of values."""
     if not isinstance(value, Mapping):
-        return {only: _as_array(value)}
+        return {only: as_array(value)}
     arrays: dict[str, Array] = {}
     for key, inner in value.items():
         whole = join_key(prefix, str(key))
@@ -332,13 +359,13 @@ def _named(value: Any, prefix: str, only: str) -> dict[str, Array]:
 
 
 def _single(name: str, value: Any) -> Array:
-    array = _as_array(value)
+    array = as_array(value)
     if array.size != 1:
         raise SpecError(f"{name} should be one number, got shape {list(array.shape)}")
     return array.reshape(())
 
 
-def _as_array(value: Any) -> Array:
+def as_array(value: Any) -> Array:
     """A value as an array, of objects if it is none of numbers.
 
     Python's floats become float32 if that holds them; a NumPy scalar keeps its dtype.
@@ -350,33 +377,3 @@ def _as_array(value: Any) -> Array:
     if type(value) is float and not _MOST_FLOAT32 < abs(value) < math.inf:
         return array.astype(np.float32)
     return array.astype(array.dtype.newbyteorder("="), copy=False)
-
-
-# Priorities --------------------------------------------------------------------------------------
-
-
-def checked_priorities(index: Any, priorities: Any, alpha: float) -> tuple[Array, Array]:
-    """Indexes int64 ``[n]``, and priorities float64 ``[n]`` to the power alpha.
-
-    Raises:
-        SpecError: For other shapes, and for values that are not finite or negative.
-    """
-    given = _as_array(index)
-    if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
-        shape = f"{given.dtype}{list(given.shape)}"
-        raise SpecError(f"index should be int64 [n] as sample() gave it, got {shape}")
-    if isinstance(priorities, torch.Tensor) and not priorities.is_complex():
-        priorities = priorities.detach().double()  # NumPy lacks bfloat16
-    values = _as_array(priorities)
-    is_right = values.dtype.kind in "biuf" and values.shape == given.shape
-    if is_right:
-        with np.errstate(over="ignore", invalid="ignore"):
-            powers = values.astype(np.float64) ** alpha
-        is_right = (np.isfinite(values) & (values >= 0) & (powers <= _MOST_POWER)).all()
-    if not is_right:
-        raise SpecError(
-            f"priorities should be finite numbers [{given.size}], none of them negative or huge, "
-            f"got {values}",
-            fix="pass absolute errors, and look for NaN or divergence in the loss",
-        )
-    return given.astype(np.int64), powers

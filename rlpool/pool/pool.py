@@ -21,13 +21,14 @@ from rlpool.machine.limits import check_size
 from rlpool.memory.storage import Array, allocate, carved_bytes
 from rlpool.pool import checkpoint, ingest
 from rlpool.pool.incoming import Incoming
+from rlpool.pool.priorities import checked_priorities
+from rlpool.pool.reader import PoolReader
 from rlpool.pool.runner import EpisodeRunner
-from rlpool.pool.sampling import RESULT_KEYS, PoolReader, Sampler
+from rlpool.pool.sampling import RESULT_KEYS, Sampler
 from rlpool.pool.schema import Schema, checked_frame_stack, stacks_of
 from rlpool.pool.store import Store
 from rlpool.pool.sub_pool import WindowRules
 from rlpool.seeding import root_from
-from rlpool.slots.blocks import successor_key
 from rlpool.specs import TensorSpec
 from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, FailurePolicy
 from rlpool.workers.stack_dumps import DumpsStacks
@@ -163,9 +164,12 @@ class Pool(Sampler, DumpsStacks):
     def extend(self, trajectories: TemporalDictTensor, index: int | None = None) -> None:
         """Add every step of some trajectories, in row-then-time order.
 
-        Each row is a stream of its own. The windows of a ``Batcher`` are not joined: no n-step
-        return and no sequence goes on from one window to the next, so with windows of one step
-        they have one step.
+        Each row is a stream of its own, which may hold several episodes. Where they end is told by
+        ``_done``, by ``_terminated`` and ``_truncated``, or by ``initial_state``, whether these are
+        stored or not; without them n-step returns and sequences are refused until ``clear``. Rows
+        of a single step need none. The windows of a ``Batcher`` are not joined: no n-step return
+        and no sequence goes on from one window to the next, so with windows of one step they have
+        one step.
 
         Values after a step that follow from the next step, such as ``_frame``, are not stored
         twice. The pool keeps no reference to the trajectories. Their ``info`` is not stored, nor
@@ -217,15 +221,17 @@ class Pool(Sampler, DumpsStacks):
     ) -> None:
         """Add a single transition; calling the pool does the same.
 
-        A transition that starts where the one before it in its sub-pool ended continues that one's
-        episode, and the state between them is stored once.
+        The transitions that are added to a sub-pool are one stream, as of one environment: one that
+        starts where the one before it ended, which was not ``done``, continues its episode, and
+        the state between them is stored once. So give each of several environments an ``index`` of
+        its own. Without an index, none continues another unless there is a single sub-pool.
 
         Args:
             s: The state ``[*S]``, an array, tensor or number; copied.
             a: The action ``[*A]``.
             next_s: The state after it ``[*S]``.
             r: The reward, a number; stored in float32.
-            done: Whether the episode ended.
+            done: Whether the episode ended, by itself or cut off.
             terminated: Whether it ended by itself, and was not cut off; by default ``done``.
             index: The sub-pool to add to. By default one at random, or the emptiest one with
                 ``random=False``.
@@ -246,18 +252,18 @@ class Pool(Sampler, DumpsStacks):
         specs = {key: TensorSpec(values[key].shape, values[key].dtype) for key in keys}
         store = self._store_for(specs, "the transition")
         incoming = ingest.of_one(values, store.schema, store.tails(source := index))
-        # In a sub-pool that was drawn, the one before is of the same episode by chance at best.
-        is_drawn = index is None and self._arguments["random"] and self._n_sub_pools > 1
-        if is_drawn:
-            (index,) = store.routes([1], [self._router.random()])
-        elif index is None:
+        # In a sub-pool that was chosen here, the one before is of the same episode by chance.
+        is_chosen = index is None and self._n_sub_pools > 1
+        if index is None:
             index = store.lengths.index(min(store.lengths))
+            if is_chosen and self._arguments["random"]:
+                (index,) = store.routes([1], [self._router.random()])
         sub_pool = store.sub_pools[index]
-        is_open = self._open.get(index) == sub_pool.next
-        joined = is_open and len(sub_pool) > 0 and _follows(store, index, values)
+        is_open = not is_chosen and self._open.get(index) == sub_pool.next
+        joined = is_open and len(sub_pool) > 0 and ingest.follows(store, index, values)
         store.add(index, incoming, self._max_priority, joined=joined)
         store.remember(source, incoming)
-        if not is_drawn and not values[ingest.DONE_KEY]:
+        if not is_chosen and not values[ingest.DONE_KEY]:
             self._open[index] = sub_pool.next
         self._store = store
 
@@ -344,7 +350,7 @@ class Pool(Sampler, DumpsStacks):
                 "the pool samples uniformly and has no priorities",
                 fix="make it with priority_exponent=0.6, for instance",
             )
-        given, powers = ingest.checked_priorities(index, priorities, alpha)
+        given, powers = checked_priorities(index, priorities, alpha)
         store = self._store
         if store is not None:
             store.refuse_others()
@@ -572,6 +578,7 @@ class Pool(Sampler, DumpsStacks):
             **self._arguments,
             "rings": spans,
             "n_finals": 0 if store is None else store.n_finals,
+            "is_untold": store is not None and bool(store.is_untold[0]),
             "n_frames": {} if store is None else {k: f.n_used for k, f in store.frames.items()},
             "schema": None if store is None else store.schema.plain(),
             "fed": [self._has_stored] * self._n_sub_pools,
@@ -673,16 +680,3 @@ class Pool(Sampler, DumpsStacks):
 def _one_row(steps: DictTensor) -> TemporalDictTensor:
     """Steps as a trajectory, no copy."""
     return TemporalDictTensor({key: tensor[None] for key, tensor in steps.items()})
-
-
-def _follows(store: Store, index: int, values: Mapping[str, Array]) -> bool:
-    """Whether a transition starts where the newest one of a sub-pool ended."""
-    newest = store.rows_of(np.array([index]), store.numbers[[index], 1] - 1)
-    held = store.take(newest) | store.take_after(newest, newest)
-    pairs = [
-        (key, after) for key in values if (after := successor_key(key)) in held and key in held
-    ]
-    return bool(pairs) and all(
-        held[after].tobytes() == values[key].astype(held[after].dtype).tobytes()
-        for key, after in pairs
-    )

@@ -11,13 +11,18 @@ Reference:
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
+from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
+from rlpool.pool.ingest import as_array
 
 _FANOUT = 16
 _TOP_SIZE = 2**14  # nodes of the top level
+_MOST_POWER = 1e290  # of a priority, so that many of them can be summed
 
 
 class PriorityTree:
@@ -88,3 +93,30 @@ class PriorityTree:
             nodes[missed] = generator.choice(held, missed.size, p=shares)
         rows: Array = nodes
         return rows
+
+
+def checked_priorities(index: Any, priorities: Any, alpha: float) -> tuple[Array, Array]:
+    """Indexes int64 ``[n]``, and priorities float64 ``[n]`` to the power alpha.
+
+    Raises:
+        SpecError: For other shapes, and for values that are not finite or negative.
+    """
+    given = as_array(index)
+    if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
+        shape = f"{given.dtype}{list(given.shape)}"
+        raise SpecError(f"index should be int64 [n] as sample() gave it, got {shape}")
+    if isinstance(priorities, torch.Tensor) and not priorities.is_complex():
+        priorities = priorities.detach().double()  # NumPy lacks bfloat16
+    values = as_array(priorities)
+    is_right = values.dtype.kind in "biuf" and values.shape == given.shape
+    if is_right:
+        with np.errstate(over="ignore", invalid="ignore"):
+            powers = values.astype(np.float64) ** alpha
+        is_right = (np.isfinite(values) & (values >= 0) & (powers <= _MOST_POWER)).all()
+    if not is_right:
+        raise SpecError(
+            f"priorities should be finite numbers [{given.size}], none of them negative or huge, "
+            f"got {values}",
+            fix="pass absolute errors, and look for NaN or divergence in the loss",
+        )
+    return given.astype(np.int64), powers

@@ -15,19 +15,16 @@ from rlpool.data.dict_tensor_base import listed
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import NotEnoughDataError, SpecError, UsageError
 from rlpool.machine.arguments import real_number, whole_number
-from rlpool.memory.storage import Array, Memory
-from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY
+from rlpool.memory.storage import Array
+from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY, TRUNCATED_KEY
 from rlpool.pool.priorities import PriorityTree
-from rlpool.pool.schema import Schema
 from rlpool.pool.store import Store
-from rlpool.seeding import root_from
 from rlpool.specs import TensorSpec, refuse_missing
 
 INDEX_KEY, WEIGHT_KEY = "index", "weight"
 RETURN_KEY, DISCOUNT_KEY = "n_step_return", "n_step_discount"
 RESULT_KEYS = (INDEX_KEY, WEIGHT_KEY, RETURN_KEY, DISCOUNT_KEY)
 _LONGEST = 2**31  # steps: more than any episode has, small enough for int64 row numbers
-_TRUNCATED = "_truncated"
 
 _T = TypeVar("_T")
 
@@ -143,7 +140,8 @@ class Sampler:
 
         Raises:
             NotEnoughDataError: If there are fewer transitions.
-            SpecError: If ``n_step`` is given and no ``_reward`` is stored.
+            SpecError: If ``n_step`` is given and no ``_reward`` is stored, or ``n_step`` is above 1
+                and the ends of some episodes are not known, see ``Pool.extend``.
 
         Reference:
             Sutton, 1988, for n-step returns; Pardo et al., "Time Limits in Reinforcement Learning",
@@ -199,6 +197,7 @@ class Sampler:
 
         Raises:
             NotEnoughDataError: If there are fewer transitions.
+            SpecError: If the ends of some episodes are not known, see ``Pool.extend``.
 
         Reference:
             Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning",
@@ -218,6 +217,8 @@ class Sampler:
 
         def look() -> tuple[dict[str, Array], Array, dict[str, Array]]:
             store = self._ready(batch_size)
+            if length > 1:
+                _refuse_untold(store, "sequences")
             first = self._draw(store, batch_size)
             n_steps = min(length, max(self.lengths))  # there are no more
             rows = self._ahead(first[:, None], np.arange(n_steps))
@@ -323,6 +324,8 @@ class Sampler:
                     fix="store it",
                 )
         discount = real_number("discount", discount, "from 0 to 1")
+        if n_step > 1:
+            _refuse_untold(store, "n-step returns")
         n_step = min(n_step, max(self.lengths))  # there are no more
         every = self._ahead(rows[:, None], np.arange(n_step))
         n_steps = _steps_that_follow(store, every)
@@ -331,10 +334,10 @@ class Sampler:
         is_step = np.arange(n_step) < n_steps[:, None]
         returns = np.where(is_step, rewards * factors, 0).sum(axis=1)
         last: Array = every[np.arange(len(rows)), n_steps - 1]
-        flags = store.take(last, [end, _TRUNCATED])
+        flags = store.take(last, [end, TRUNCATED_KEY])
         is_end = flags[end].astype(bool).reshape(-1)
-        if end == DONE_KEY and _TRUNCATED in flags:
-            is_end &= ~flags[_TRUNCATED].astype(bool).reshape(-1)
+        if end == DONE_KEY and TRUNCATED_KEY in flags:
+            is_end &= ~flags[TRUNCATED_KEY].astype(bool).reshape(-1)
         discounts = np.where(is_end, 0, np.float64(discount) ** n_steps)
         batch[RETURN_KEY] = returns.astype(np.float32)
         batch[DISCOUNT_KEY] = discounts.astype(np.float32)
@@ -354,28 +357,16 @@ class Sampler:
         return (newest - age) * self._n_sub_pools + index, weights.astype(np.float32)
 
 
-class PoolReader(Sampler):
-    """Draws from a pool that another process fills: what a ``Pool`` becomes when it is sent.
-
-    It sees every transition as soon as it is added, and never a part of one. It samples uniformly,
-    whatever the priorities of the pool. Its memory is the pool's, and stays when the pool's process
-    ends.
-
-    Not for use by several threads at once.
-    """
-
-    def __init__(self, schema: Schema, pool_size: int, n_sub_pools: int, memory: Memory) -> None:
-        store = Store(schema, pool_size, n_sub_pools, memory, is_reader=True)
-        super().__init__(store, n_sub_pools, None)
-
-    def seed(self, seed: int) -> None:
-        """Seed the draws; without this, every reader draws differently."""
-        self._generator = np.random.Generator(np.random.PCG64(root_from(seed)))
-        self._pid = os.getpid()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        raise UsageError(
-            "a reader cannot be sent on or copied", fix="send the pool to every reader"
+def _refuse_untold(store: Store, what: str) -> None:
+    """Refuse what would cross from one episode into another."""
+    if store.is_untold[0]:
+        has_half = TERMINATED_KEY in store.columns
+        missing = TRUNCATED_KEY if has_half else DONE_KEY
+        raise SpecError(
+            f"{what} need to know where episodes end, and some trajectories did not tell where "
+            f"they do within a row: they had no {missing!r}",
+            fix=f"clear() the pool, and extend() it with trajectories that have {missing!r}"
+            + (f" beside {TERMINATED_KEY!r}" if has_half else ""),
         )
 
 

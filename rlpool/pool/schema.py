@@ -12,7 +12,7 @@ import numpy as np
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
 from rlpool.slots.blocks import successor_key
-from rlpool.specs import TensorSpec
+from rlpool.specs import FLAGS, TensorSpec
 
 _PAIRED_BYTES = 9
 """Values of at least this size are not stored twice. Below, the link to a row's final value costs
@@ -20,6 +20,7 @@ as much as the value, and takes longer to read."""
 
 _MOST_BYTES = 8  # per number
 _REWARDS = ("reward", "_reward")
+_SIGNALS = ("reward", *FLAGS)  # callers change rewards of steps, and resets clear flags
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,15 @@ class Schema:
         return cls({key: spec for key, spec in specs.items() if key not in derived}, paired)
 
     @property
+    def apart(self) -> list[str]:
+        """Columns whose value after the step is another column, as the values are small."""
+        return [
+            key
+            for key, spec in self.columns.items()
+            if self.columns.get(successor_key(key)) == spec and spec.n_bytes and key not in _SIGNALS
+        ]
+
+    @property
     def specs(self) -> dict[str, TensorSpec]:
         """Every key of a transition."""
         return {**self.columns, **{successor_key(key): self.columns[key] for key in self.paired}}
@@ -102,6 +112,19 @@ class Schema:
             before, _, after = stack.parts(self.columns[key].shape)
             specs[key] = TensorSpec((before, after), self.columns[key].dtype)
         return specs
+
+    def layout(self, n_sub_pools: int) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
+        """What lies in a store's memory: once, and per row.
+
+        The last pair of numbers is the version, and whether ends of episodes are unknown.
+        """
+        control = {"numbers": TensorSpec((n_sub_pools + 1, 2), np.dtype(np.int64))}
+        rows = {"is_last": TensorSpec((), np.dtype(np.bool_))}
+        if self.paired:
+            rows["final_row"] = TensorSpec((), np.dtype(np.int32))
+        rows |= {f"columns/{key}": spec for key, spec in self.rows.items()}
+        rows |= {f"finals/{key}": self.rows[key] for key in self.paired}
+        return control, rows
 
     def plain(self) -> dict[str, Any]:
         """The schema as plain values."""

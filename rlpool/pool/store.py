@@ -33,7 +33,6 @@ from rlpool.slots.blocks import successor_key
 from rlpool.specs import TensorSpec
 
 _RESERVED_ROWS = 64  # of a disk, ahead of need
-_BOOL, _INT32 = (TensorSpec((), np.dtype(kind)) for kind in (np.bool_, np.int32))
 
 
 class Store:
@@ -57,6 +56,8 @@ class Store:
             newest row of a sub-pool always is.
         final_row: int32 ``[pool_size]``: where in ``finals`` a last row's values are.
         numbers: int64 ``[n_sub_pools, 2]``: ``oldest`` and ``next`` of the sub-pools.
+        is_untold: int64 ``[1]``: not 0 if transitions were added, since the store was empty, of
+            which it is not known where episodes end.
         capacities: Rows of the sub-pools, int64 ``[n_sub_pools]``.
         offsets: Row at which each begins, likewise.
         tree: The priorities, or ``None``.
@@ -76,11 +77,12 @@ class Store:
     ) -> None:
         self.schema, self.pool_size, self.memory = schema, pool_size, memory
         self._rules = rules or WindowRules()
-        control, self._layout = _layout(schema, n_sub_pools)
+        control, self._layout = schema.layout(n_sub_pools)
         self._n_control = sum(carved_bytes(control, 1).values())
         table = carve(memory.root(), control, 1)["numbers"][0]
         self._rows = carve(memory.root()[self._n_control :], self._layout, pool_size)
         self.numbers: Array = table[:-1]
+        self.is_untold: Array = table[-1, 1:]
         self.columns = {key: self._rows[f"columns/{key}"] for key in schema.columns}
         self.finals = {key: self._rows[f"finals/{key}"] for key in schema.paired}
         self.frames: dict[str, FrameStore] = {}
@@ -113,7 +115,7 @@ class Store:
     @staticmethod
     def n_bytes_for(schema: Schema, pool_size: int, n_sub_pools: int) -> int:
         """Bytes of the memory of a store."""
-        control, rows = _layout(schema, n_sub_pools)
+        control, rows = schema.layout(n_sub_pools)
         frames = _frames_layout(schema, pool_size)
         parts = [carved_bytes(control, 1), carved_bytes(rows, pool_size)]
         parts += [carved_bytes({key: spec}, n) for key, (n, spec) in frames.items()]
@@ -203,6 +205,7 @@ class Store:
             n_frames = {key: f.n_more(len(new[key])) for key, f in self.frames.items()}
             self.reserve(pieces, self.n_finals + lasts.size, n_frames)
             self.drop(sub_pool, min(start, oldest))
+            self.is_untold |= not incoming.is_told
             for key, frames in self.frames.items():
                 frames.put(incoming.frames[key], new[key])
             self._write(pieces, incoming, lasts)
@@ -277,6 +280,7 @@ class Store:
             for sub_pool in self.sub_pools:
                 self.drop(sub_pool, sub_pool.next)
             self.n_finals = self._n_free = 0
+            self.is_untold[:] = 0
             for frames in self.frames.values():
                 frames.clear()
 
@@ -402,6 +406,7 @@ class Store:
             for name, target in self.arrays(other).items():
                 target[...] = values[name]
             self.n_finals, self.numbers[...] = other.n_finals, other.numbers
+            self.is_untold[:] = other.is_untold
             for key, frames in self.frames.items():
                 frames.clear()
                 frames.n_used = other.frames[key].n_used
@@ -455,19 +460,6 @@ class Store:
     def _whole(self, key: str, values: Array) -> Array:
         """Values of a column, put together from their frames if they are stacks."""
         return self.frames[key].take(values) if key in self.frames else values
-
-
-def _layout(
-    schema: Schema, n_sub_pools: int
-) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
-    """What lies in a store's memory: once, and per row. The last pair of numbers is the version."""
-    control = {"numbers": TensorSpec((n_sub_pools + 1, 2), np.dtype(np.int64))}
-    rows = {"is_last": _BOOL}
-    if schema.paired:
-        rows["final_row"] = _INT32
-    rows |= {f"columns/{key}": spec for key, spec in schema.rows.items()}
-    rows |= {f"finals/{key}": schema.rows[key] for key in schema.paired}
-    return control, rows
 
 
 def _frames_layout(schema: Schema, pool_size: int) -> dict[str, tuple[int, TensorSpec]]:

@@ -18,7 +18,6 @@ import json
 import os
 import platform
 import sys
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ import numpy as np
 import torch
 
 from rlpool.errors import SpecError, Where
+from rlpool.machine.files import file_at, replaced
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape, joined
 
@@ -165,22 +165,22 @@ class CrashCapsule:
             The path.
 
         Raises:
-            SpecError: If ``options`` hold a value that a file cannot store.
+            SpecError: If ``options`` hold a value that a file cannot store, or there is something
+                else than a file.
             OSError: If the file cannot be written.
         """
         arrays: dict[str, Any] = {"header": self._header(), "rewards": self.rewards}
         for group in _GROUPS:
             for key, array in getattr(self, group).items():
                 arrays[f"{group}/{key}"] = np.asarray(array)
-        path = Path(path)
-        unfinished = path.with_name(f".{uuid.uuid4().hex}")
         try:
-            with open(unfinished, "xb") as file:
-                np.savez(file, **arrays)
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-        return path
+            target = file_at(path)
+        except ValueError as error:
+            what = f"the capsule cannot be saved to {os.fspath(path)!r}: {error}"
+            raise SpecError(what, fix="choose another path") from None
+        with replaced(target) as unfinished, open(unfinished, "xb") as file:
+            np.savez(file, **arrays)
+        return Path(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CrashCapsule:
@@ -193,7 +193,7 @@ class CrashCapsule:
             SpecError: If the file cannot be read, or is not a complete capsule.
         """
         try:
-            with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
+            with open(file_at(path), "rb") as file, np.load(file, allow_pickle=False) as archive:
                 return cls._of({key: archive[key] for key in archive.files})
         except Exception as error:  # a damaged archive raises anything
             if isinstance(error, OSError):

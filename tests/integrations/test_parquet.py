@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -295,6 +296,41 @@ def test_a_place_where_no_file_can_be_is_named_before_anything_is_collected(path
             from_parquet(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["pipe", "/dev/null"])
+def test_pipes_and_devices_are_neither_waited_for_nor_replaced(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / name)
+
+    def parts() -> Iterator[TemporalDictTensor]:
+        pytest.fail("collected for nothing")
+        yield
+
+    for path in (tmp_path / name, tmp_path / "link"):
+        with pytest.raises(SpecError, match="cannot be written: it is not a file"):
+            to_parquet(parts(), path)
+        with pytest.raises(SpecError, match="it is not a file"):
+            from_parquet(path)
+        assert not path.is_file()
+    assert (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_stays_and_the_file_that_it_leads_to_is_written(
+    is_there: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path, link = folder / "episodes.parquet", tmp_path / "link"
+    link.symlink_to(path)
+    if is_there:
+        path.write_text("something else")
+    to_parquet(counting_episodes(), link)
+    assert link.is_symlink()
+    assert not path.is_symlink()
+    assert_same_bits(from_parquet(path), counting_episodes())
+    assert [*folder.iterdir()] == [path]
+
+
 def test_a_missing_file_is_no_bad_file(path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         from_parquet(path)
@@ -350,6 +386,42 @@ def test_a_bad_file_is_named_with_what_is_wrong(damage: Any, message: str, path:
     assert str(path) in str(caught.value)
     assert "fix:" in str(caught.value)
     shutil.rmtree(path, ignore_errors=True)
+
+
+def test_no_bit_that_flips_changes_what_is_read(path: Path) -> None:
+    steps = {"frame": torch.rand(2, 5, 3), "image": torch.ones(2, 5, 2, 2, dtype=torch.uint8)}
+    batch = TemporalDictTensor({**steps, "empty": torch.zeros(2, 5, 0, 2)}, torch.tensor([4, 2]))
+    to_parquet(batch, path)
+    expected = from_parquet(path)
+    content = path.read_bytes()
+    places = [place for place in range(len(content)) if place % 9 == 0]
+    for key in (b"rlpool", b"rlpool_n_timesteps"):  # and what says shapes and padding
+        start = content.rindex(key) - 4
+        places += range(start, start + 40)
+    n_refused = 0
+    for number, place in enumerate(places):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << number % 8
+        path.write_bytes(damaged)
+        try:
+            got = from_parquet(path)
+        except SpecError:
+            n_refused += 1
+        else:
+            assert_same_bits(got, expected)
+    assert n_refused > len(places) / 3
+
+
+def test_files_without_checksums_are_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_with_checksum", lambda key, text: {key: text})
+    write = pq.ParquetWriter
+
+    def plain(*arguments: Any, write_page_checksum: bool, **options: Any) -> Any:
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(pq, "ParquetWriter", plain)
+    to_parquet(window(), path)
+    assert_same_bits(from_parquet(path), window())
 
 
 # The page -----------------------------------------------------------------------------------------

@@ -124,7 +124,10 @@ def steps_of(model: Any, n_steps: int) -> Any:
 @pytest.mark.parametrize("has_values", [True, False])
 @pytest.mark.parametrize(
     ("observation", "action"),
-    [("vector", "box"), ("number", "discrete"), ("dict", "many"), ("image", "bits")],
+    [
+        *(("vector", "box"), ("number", "discrete"), ("dict", "many"), ("image", "bits")),
+        ("vector", "square"),
+    ],
 )
 def test_a_rollout_buffer_becomes_what_the_algorithm_would_have_collected(
     observation: str, action: str, has_values: bool
@@ -154,6 +157,27 @@ def test_a_rollout_buffer_becomes_what_the_algorithm_would_have_collected(
     for key in ("rewards", "values", "log_probs", "advantages", "returns"):
         np.testing.assert_allclose(getattr(buffer, key), getattr(wanted, key), atol=2e-5)
     assert buffer.full
+
+
+@pytest.mark.parametrize("has_values", [True, False])
+def test_actions_of_an_environment_become_those_of_a_policy_that_squashes_them(
+    has_values: bool,
+) -> None:
+    sizes: dict[str, Any] = {"n_steps": 20, "batch_size": 60, "use_sde": True}
+    options = {"policy_kwargs": {"squash_output": True}, "seed": 0, "device": "cpu"}
+    model = PPO("MlpPolicy", drifts(), **sizes, **options)
+    wanted = copy.deepcopy(steps_of(model, 20))
+    taken = model.policy.unscale_action(wanted.actions)
+    assert np.abs(taken).max() > 1.2
+    window = window_of(taken, model.action_space)
+    window = window.get([key for key in window if key != "policy_action"])
+    if has_values:
+        window.set("value", torch.from_numpy(wanted.values.T.copy()))
+        window.set("log_probability", torch.from_numpy(wanted.log_probs.T.copy()))
+    to_sb3(window, model)
+    for key in ("observations", "actions", "values", "log_probs", "advantages"):
+        got = getattr(model.rollout_buffer, key)
+        np.testing.assert_allclose(got, getattr(wanted, key), atol=1e-3)
 
 
 def test_a_model_trains_on_windows_of_its_own_policy() -> None:
@@ -234,14 +258,17 @@ def test_rows_that_end_in_the_middle_of_episodes_are_bootstrapped_there() -> Non
 def off_policy_model(observation: str, action: str, **options: Any) -> Any:
     kinds = {"observation": observation, "action": action}
     options = {"seed": 0, "device": "cpu", "buffer_size": 90, "learning_starts": 0, **options}
-    algorithm: Any = SAC if action == "box" else DQN
+    algorithm: Any = SAC if action in ("box", "square") else DQN
     return algorithm(policy_for(observation), drifts(**kinds), **options)
 
 
 @pytest.mark.parametrize("into", ["sb3", "pool"])
 @pytest.mark.parametrize(
     ("observation", "action"),
-    [("vector", "box"), ("dict", "box"), ("image", "discrete"), ("number", "discrete")],
+    [
+        *(("vector", "box"), ("dict", "box"), ("image", "discrete"), ("number", "discrete")),
+        ("vector", "square"),
+    ],
 )
 def test_a_replay_buffer_becomes_what_the_algorithm_would_have_collected(
     observation: str, action: str, into: str
@@ -250,7 +277,7 @@ def test_a_replay_buffer_becomes_what_the_algorithm_would_have_collected(
     wanted = steps_of(model, 20)
     space = model.action_space
     table = wanted.actions[:20].reshape(20, N_LANES, *space.shape)
-    if action == "box":
+    if action in ("box", "square"):
         table = model.policy.unscale_action(table)
     window = window_of(table, space, observation=observation, action=action)
     sizes = 90, model.observation_space, space, "cpu", N_LANES
@@ -343,6 +370,69 @@ def test_buffers_that_look_ahead_refuse_rows_without_an_end(kind: Any) -> None:
         buffer = replay_buffer(kind)
     with pytest.raises(SpecError, match="middle of episodes"):
         to_sb3(a_window(), buffer)
+
+
+def counted(first: int, n_steps: int, n_rows: int = N_LANES) -> TemporalDictTensor:
+    """Pieces of episodes without an end, in which every state is the same and rewards tell them."""
+    reward = first + torch.arange(n_rows)[:, None] * 100.0 + torch.arange(n_steps)
+    frame, flag = torch.zeros(n_rows, n_steps, 3), torch.zeros(n_rows, n_steps, dtype=torch.bool)
+    flags = ("_done", "_terminated", "_truncated", "initial_state")
+    action = torch.zeros(n_rows, n_steps, 2)
+    return TemporalDictTensor(
+        {
+            "frame": frame,
+            "_frame": frame,
+            "action": action,
+            "_reward": reward,
+            **dict.fromkeys(flags, flag),
+        }
+    )
+
+
+@pytest.mark.parametrize("n_envs", [1, N_LANES])
+def test_returns_of_several_steps_stay_within_the_rows_that_filled_a_pool(n_envs: int) -> None:
+    buffer = replay_buffer(PoolReplayBuffer, n_envs, n_steps=3, gamma=1.0)
+    for first in (0, 1000):
+        to_sb3(counted(first, 5), buffer)
+    one = np.zeros((n_envs, 3), np.float32)
+    for _ in range(2):  # and then steps of its own, from the same state
+        nothing = np.zeros(n_envs)
+        buffer.add(one, one, one[:, :2], nothing - 5000, nothing, [{}] * n_envs)
+    assert buffer.pos == 10 * N_LANES // n_envs + 2
+    expected = {-10_000.0, -5000.0}
+    for start in (first + 100 * row for first in (0, 1000) for row in range(N_LANES)):
+        rewards = start + np.arange(5)
+        expected |= {float(rewards[t : t + 3].sum()) for t in range(5)}
+    drawn = {value for _ in range(40) for value in buffer.sample(60).rewards.flatten().tolist()}
+    assert drawn == expected
+
+
+def beginning(at: list[tuple[int, int]]) -> TemporalDictTensor:
+    """Pieces in which episodes begin in some rows and steps, though none ended there."""
+    window = counted(0, 6)
+    begins = torch.zeros(N_LANES, 6, dtype=torch.bool)
+    for row, step in at:
+        begins[row, step] = True
+    window.set("initial_state", begins)
+    return window
+
+
+def test_a_pool_does_not_join_an_episode_to_one_without_an_end() -> None:
+    buffer = replay_buffer(PoolReplayBuffer, N_LANES, n_steps=3, gamma=1.0)
+    to_sb3(beginning([(1, 3)]), buffer)
+    drawn = {value for _ in range(40) for value in buffer.sample(18).rewards.flatten().tolist()}
+    assert {100 + 101 + 102, 101 + 102, 102, 103 + 104 + 105} <= drawn
+    assert not drawn & {101 + 102 + 103, 102 + 103 + 104}
+
+
+def test_a_buffer_that_looks_ahead_refuses_episodes_after_those_without_an_end() -> None:
+    buffer = replay_buffer(NStepReplayBuffer, N_LANES, n_steps=3, gamma=1.0)
+    with pytest.raises(SpecError, match="rows end in the middle of episodes"):
+        to_sb3(beginning([(1, 3)]), buffer)
+    to_sb3(beginning([(0, 0), (1, 0), (2, 0)]), buffer)
+    to_sb3(beginning([]), buffer)  # the next window
+    with pytest.raises(SpecError, match="the steps in the buffer end in the middle"):
+        to_sb3(beginning([(2, 0)]), buffer)
 
 
 def test_other_targets_are_refused() -> None:
@@ -488,6 +578,31 @@ def test_parts_of_an_observation_are_normalised_by_the_environment() -> None:
     rows = {row.tobytes() for row in wanted}
     assert all(row.numpy().tobytes() in rows for row in batch.next_observations["place"])
     assert set(batch.observations["number"].flatten().tolist()) <= set(range(9))
+
+
+@pytest.mark.parametrize("is_filled_by", ["add", "to_sb3"])
+def test_a_pool_has_the_dtypes_of_the_spaces_whatever_comes_first(is_filled_by: str) -> None:
+    buffer = replay_buffer(PoolReplayBuffer, N_LANES)
+    window = counted(0, 2)
+    whole = window.clone()
+    for key in ("frame", "_frame"):
+        whole.set(key, whole[key].long())
+    for part, frame in ((whole, 0), (window, 0.5)):
+        if is_filled_by == "add":
+            row = part["frame"][:, 0].numpy() + frame
+            action = np.zeros((N_LANES, 2))
+            buffer.add(row, row, action, np.zeros(N_LANES), np.zeros(N_LANES), [{}] * N_LANES)
+        else:
+            part.set("_frame", part["_frame"] + frame)
+            to_sb3(part, buffer)
+    specs = buffer.pool.specs
+    assert {str(spec.dtype) for key, spec in specs.items() if "frame" in key} == {"float32"}
+    assert specs["action"].dtype == np.float32
+    assert buffer.pool.transitions()["_frame"].max() == 0.5
+    assert buffer.sample(4).observations.dtype == torch.float32
+    tall = np.full((N_LANES, 3), 1e300)
+    with pytest.raises(SpecError, match="'frame' has values such as 1e"):
+        buffer.add(tall, tall, np.zeros((N_LANES, 2)), np.zeros(3), np.zeros(3), [{}] * N_LANES)
 
 
 def test_an_empty_pool_says_so_and_a_reset_empties_it() -> None:

@@ -205,7 +205,7 @@ class PoolMachine(RuleBasedStateMachine):
         for place, step in enumerate(row):
             is_last = place == len(row) - 1
             end = step.end
-            if end == "jump" and (self.options.frame == "number" or "_frame" not in self.stored):
+            if end == "jump" and "_frame" not in self.stored:
                 end = "inner"  # a jump without a flag shows only where frames are compared
             if only_inner and not is_last:
                 end = "inner"
@@ -279,6 +279,7 @@ class PoolMachine(RuleBasedStateMachine):
         self, index: int | None, follows: bool, done: bool, terminated: bool | None
     ) -> None:
         processes, random = self.options.processes, self.options.random
+        may_go_on = index is not None or processes == 1
         if index is not None:
             index %= processes
         router = copy.deepcopy(self.pool._router)
@@ -292,7 +293,7 @@ class PoolMachine(RuleBasedStateMachine):
         s = self.frame(self.new_frame())
         if follows and sub_pool.last_single is not None:
             s = sub_pool.last_single.values["_frame"]
-            if sub_pool.open is not None:
+            if sub_pool.open is not None and may_go_on:
                 sub_pool.open.goes_on = True
         next_s = self.frame(self.new_frame())
         ends = done if terminated is None else terminated and done
@@ -312,7 +313,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.append(number, transition)
         sub_pool.last_single = None if "_frame" not in self.stored else transition
         self.has_schema = True
-        may_go_on = index is not None or not random or processes == 1
         if may_go_on and not done and "_frame" in self.stored:
             sub_pool.open = transition
 

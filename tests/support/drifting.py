@@ -29,6 +29,7 @@ _OBSERVATIONS: dict[str, spaces.Space[Any]] = {
 
 _ACTIONS: dict[str, spaces.Space[Any]] = {
     "box": spaces.Box(np.float32([-1, -2]), np.float32([2, 2])),
+    "square": spaces.Box(-1, 1, (2, 2), np.float32),
     "discrete": spaces.Discrete(3),
     "many": spaces.MultiDiscrete([3, 2]),
     "bits": spaces.MultiBinary(3),

@@ -237,6 +237,20 @@ def test_a_save_that_fails_leaves_the_old_file(
     assert CrashCapsule.load(path).seed == 99
 
 
+def test_a_pipe_is_neither_waited_for_nor_replaced_and_a_link_stays(tmp_path: Path) -> None:
+    pipe, link, file = (tmp_path / name for name in ("pipe", "link", "file"))
+    os.mkfifo(pipe)
+    with pytest.raises(SpecError, match="it is not a file"):
+        capsule().save(pipe)
+    with pytest.raises(SpecError, match="it is not a file"):
+        CrashCapsule.load(pipe)
+    assert pipe.is_fifo()
+    link.symlink_to(file)
+    assert capsule().save(link) == link
+    assert link.is_symlink()
+    assert CrashCapsule.load(file).seed == 99
+
+
 # The files that a batcher writes ----------------------------------------------------------------
 
 

@@ -145,7 +145,7 @@ def stored(tensors: dict[str, Tensor], lengths: list[int] | None = None) -> Any:
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float16, torch.float64])
 def test_dtypes_are_kept_but_for_rewards(dtype: torch.dtype) -> None:
     rewards = torch.tensor([[0.0, 1.0]]).to(dtype)
-    pool = stored({"frame": torch.randint(2, (2, 3, 12)).to(dtype)})
+    pool = stored({"frame": torch.randint(2, (2, 3, 12)).to(dtype), "_done": torch.zeros(2, 3) > 0})
     assert pool.sample(3)["frame"].dtype == pool.sample_sequences(3, 2)["frame"].dtype == dtype
     pool = Pool(pool_size=5)
     pool.extend(TemporalDictTensor({"reward": rewards, "_reward": rewards}))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,14 +149,93 @@ def test_more_steps_than_there_are_take_no_more_memory() -> None:
         assert torch.equal(reward, ((number + last) / 2 + 1) * (last - number + 1))
 
 
-@pytest.mark.parametrize("flag", ["_done", "_truncated", "_terminated"])
-def test_any_flag_of_an_end_ends_a_sequence_even_if_it_is_not_stored(flag: str) -> None:
-    steps = {"number": torch.arange(6)[None], flag: (torch.arange(6) == 2)[None]}
-    pool = pool_of(TemporalDictTensor(steps), keys=["number"])
+TOLD = [["_done"], ["initial_state"], ["_terminated", "_truncated"], ["_truncated", "_done"]]
+AT_2 = (torch.arange(6) == 2)[None]
+
+
+def two_episodes(flags: list[str], **more: torch.Tensor) -> TemporalDictTensor:
+    """A row of three steps of one episode, then three of another, whose end the first flag tells.
+
+    The second one begins in the state that ended the first: values tell nothing.
+    """
+    number = torch.arange(6)[None]
+    told = {"initial_state": AT_2.roll(1)}
+    ends = {key: told.get(key, AT_2 if key == flags[0] else AT_2 & False) for key in flags}
+    steps = {"number": number, "_number": number + 1, "_reward": torch.ones(1, 6), **ends, **more}
+    return TemporalDictTensor(steps)
+
+
+@pytest.mark.parametrize("flags", TOLD)
+@pytest.mark.parametrize("storage", ["local", "shared"])
+def test_flags_that_tell_every_end_end_sequences_even_if_they_are_not_stored(
+    flags: list[str], storage: str
+) -> None:
+    pool = pool_of(two_episodes(flags), keys=["number", "_number"], storage=storage)
     for _ in range(5):
         batch = pool.sample_sequences(6, 6)
         first = batch["number"][:, 0]
         assert torch.equal(batch.lengths, torch.where(first <= 2, 3 - first, 6 - first))
+
+
+def refuses(pool: Any, key: str) -> bool:
+    """Whether it refuses to look ahead, but not to give single steps, and names the key to add."""
+    pool.sample(4)
+    pool.sample_sequences(4, 1)
+    looks = [lambda: pool.sample_sequences(4, 2)]
+    looks += [lambda: pool.sample(4, n_step=2)] if "_terminated" in pool.specs else []
+    for look in looks:
+        with pytest.raises(SpecError, match=f"trajectories that have {key!r}"):
+            look()
+    return True
+
+
+@pytest.mark.parametrize("storage", ["local", "shared"])
+@pytest.mark.parametrize(
+    ("flags", "key"), [([], "_done"), (["_terminated"], "_truncated"), (["_truncated"], "_done")]
+)
+def test_what_looks_ahead_is_refused_where_ends_of_episodes_are_not_told(
+    flags: list[str], key: str, storage: str, tmp_path: Path
+) -> None:
+    pool = pool_of(untold := two_episodes(flags), storage=storage)
+    told = TemporalDictTensor({**untold._steps, "_terminated": AT_2, "_truncated": AT_2 & False})
+    pool.extend(told)  # some that tell it are not enough
+    assert refuses(pool, key)
+    if storage == "shared":
+        assert refuses(pickle.loads(pickle.dumps(pool)), key)
+    others = [Pool(pool_size=1000) for _ in range(2)]
+    others[0].load_state_dict(pool.state_dict())
+    pool.save(tmp_path / "pool")
+    others[1].load(tmp_path / "pool")
+    for each in (pool, *others):
+        assert refuses(each, key)
+        each.clear()
+        each.extend(told)
+        assert each.sample_sequences(6, 6).lengths.max() <= 3
+
+
+def test_rows_of_one_step_need_no_flags() -> None:
+    rows = two_episodes(["_terminated"])
+    steps = TemporalDictTensor({key: tensor[0][:, None] for key, tensor in rows.items()})
+    batch = pool_of(steps).sample(6, n_step=3, discount=1.0)
+    assert batch["n_step_return"].tolist() == [1.0] * 6
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_steps_that_do_not_lead_to_the_next_one_end_a_piece_whatever_their_size(width: int) -> None:
+    number = torch.tensor([[0.0, 1.0, 2.0, 7.0, 8.0, 9.0]])[..., None].expand(1, 6, width)
+    steps = {"frame": number, "_frame": number + 1, "_reward": torch.ones(1, 6)}
+    steps |= {"_done": AT_2 & False, "reward": torch.rand(1, 6)}  # of rewards nothing follows
+    batch = pool_of(TemporalDictTensor(steps)).sample(6, n_step=9, discount=1.0)
+    first = batch["frame"][:, 0]
+    assert torch.equal(batch["n_step_return"], torch.where(first < 3, 3 - first, 10 - first))
+
+
+def test_a_transition_in_a_sub_pool_that_the_pool_chose_continues_none() -> None:
+    for is_random in (False, True):
+        pool = Pool(processes=2, pool_size=20, random=is_random, seed=0)
+        for number in range(8):  # every state is the same: which one follows which is not seen
+            pool([0.0], number, [0.0], 1.0, False, *([number] if number < 2 else []))
+        assert pool.sample(8, n_step=5, discount=1.0)["n_step_return"].tolist() == [1.0] * 8
 
 
 # Priorities -------------------------------------------------------------------------------------

@@ -166,6 +166,19 @@ def test_a_pool_of_other_arguments_is_refused_and_kept(
     assert there.transitions()["action"].tolist() == [7]
 
 
+def test_a_pool_with_values_of_no_numbers_is_saved() -> None:
+    file = io.BytesIO()
+    pool, other = Pool(pool_size=30, seed=0), Pool(pool_size=30)
+    for number in range(3):
+        pool({"nothing": [], "place": number}, number, {"nothing": [], "place": 1}, 0.0, False)
+    torch.save(pool.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    every = other.transitions()
+    assert every["nothing"].shape == (3, 0)
+    assert all(torch.equal(every[key], each) for key, each in pool.transitions().items())
+
+
 @pytest.mark.parametrize("name", ["nothing", ".", "pipe", "a\0b", None, "no/where"])
 def test_paths_that_are_no_files_are_refused(name: Any, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")  # opening it would wait for a writer

@@ -76,7 +76,7 @@ def test_a_disk_that_is_full_at_any_time_loses_nothing_that_is_stored(
             n_refused += 1
             assert same(pool.transitions(), before)
             assert pool.sample(50)["number"].min() >= 1000
-            assert pool.sample_sequences(50, 4)["number"][:, 0].min() >= 1000
+            assert pool.sample_sequences(50, 1)["number"][:, 0].min() >= 1000
             assert pool.nbytes == n_bytes
     assert n_refused == 4  # is_last, final_row, frame, number, and then what follows the frames
     assert len(pool) == 9100
