@@ -84,7 +84,7 @@ def _check_actions(given: Mapping[str, TensorSpec], wanted: Mapping[str, TensorS
                 f"the action space wants {theirs or 'no such key'}",
                 fix="return actions of the action space's shape and kind",
             )
-            raise AgentFailure(0, "agent") from problem
+            raise AgentFailure([0], "agent") from problem
 
 
 class _NoSteps(dict[str, torch.Tensor]):

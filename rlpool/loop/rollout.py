@@ -23,9 +23,11 @@ import numpy as np
 import torch
 
 from rlpool.agents.agent import Agent
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import Where, WorkerError
-from rlpool.loop.agent_driver import AgentDriver, History, InfoRows, rows_repeating
+from rlpool.loop.agent_driver import AgentDriver, AgentFailure, History, InfoRows, rows_repeating
+from rlpool.loop.blame import failing_lane
 from rlpool.loop.bound_plan import BoundPlan, Lane
 from rlpool.loop.crash_scene import CrashScene
 from rlpool.loop.plan import Plan, PlanQueue
@@ -344,9 +346,12 @@ class Rollout:
 
     def _drop_failed(self, error: LaneError) -> None:
         """Drop the plan of a lane that failed; episodes of other plans begin again."""
-        failure = self._failure(error)
+        lane, is_known = error.lane, True
+        if isinstance(error, AgentFailure):
+            lane, is_known = self._blamed(error)
+        failure = self._failure(error, lane, is_known)
         failure.__cause__ = error.__cause__
-        running = self._lanes.get(self._lane_of(error))
+        running = self._lanes.get(lane)
         failed = self._bound[0] if running is None else running.bound
         self._bound.remove(failed)
         for lane, running in self._lanes.items():
@@ -412,17 +417,13 @@ class Rollout:
             writer.write_before(rows)
         starting = driver.starting
         acting = self._live if lanes is None else lanes
-        observation, shown_lanes, history = self._observation, None, None
+        observation, history = self._observation, None
         if self._copies_all or len(acting) < self._n_lanes:
-            observation, shown_lanes = self._copies, rows_repeating(acting, self._n_lanes)
-            for source, copy in self._to_copy:
-                source.take(shown_lanes, 0, copy, "clip")
-            if self._history is not None:
-                history = self._history.so_far({**self._current, **driver.state}, shown_lanes)
+            observation, history = self._copied(acting)
         else:
             np.copyto(self._shown_flags, self._env.flags)
-        if self._infos.shown is not None:
-            self._infos.show_rows(shown_lanes)
+            if self._infos.shown is not None:
+                self._infos.show_rows(None)
         record = self._record
         record.agent_ns[0] -= monotonic_ns()
         outputs = driver.act(observation, self._infos.shown, history, acting)
@@ -437,6 +438,22 @@ class Rollout:
             writer.write_outputs(rows, outputs)
         driver.commit(lanes)
         return outputs
+
+    def _copied(
+        self, lanes: Sequence[int]
+    ) -> tuple[dict[str, torch.Tensor], TemporalDictTensor | None]:
+        """Observation and history of some lanes, in all other rows those of the first of them.
+
+        ``agent_info`` likewise.
+        """
+        rows = rows_repeating(lanes, self._n_lanes)
+        for source, copy in self._to_copy:
+            source.take(rows, 0, copy, "clip")
+        if self._infos.shown is not None:
+            self._infos.show_rows(rows)
+        if self._history is None:
+            return self._copies, None
+        return self._copies, self._history.so_far({**self._current, **self._driver.state}, rows)
 
     def _targets(self, lanes: Sequence[int] | None) -> list[tuple[SlotWriter, Array]]:
         """Each plan's writer, and the rows to which it writes what lanes do, all by default."""
@@ -629,15 +646,42 @@ class Rollout:
 
     # Failures ------------------------------------------------------------------------------------
 
-    def _lane_of(self, error: LaneError) -> int:
-        """The lane that failed. All lanes share a call of the agent: the first one is named."""
-        if error.call != "agent":
-            return error.lane
-        return next(lane for lane in self._live if lane not in self._stepping)
+    def _blamed(self, error: AgentFailure) -> tuple[int, bool]:
+        """The lane whose row made the agent fail, and whether it fails for that row alone.
 
-    def _failure(self, error: LaneError) -> WorkerError:
-        """The error for a failure of the user's code."""
-        lane = self._lane_of(error)
+        The agent is called again, with fewer lanes.
+        """
+        running = {lane: self._lanes[lane] for lane in error.lanes if lane in self._lanes}
+        groups = [[n for n, r in running.items() if r.bound is bound] for bound in self._bound]
+        groups = [group for group in groups if group]
+        if not groups:
+            return error.lane, True
+        if error.call != "agent":
+            return failing_lane(groups, self._cannot_start)
+        # What the agent may have changed in place.
+        for key, array in self._scene.before_the_call(self._current).items():
+            self._current[key][list(running)] = array[list(running)]
+        return failing_lane(groups, self._agent_fails_for)
+
+    def _agent_fails_for(self, lanes: Sequence[int]) -> bool:
+        """Whether the agent fails if all rows are those of some lanes."""
+        try:
+            observation, history = self._copied(lanes)
+            self._driver.act(observation, self._infos.shown, history, lanes)
+        except AgentFailure:
+            return True
+        return False
+
+    def _cannot_start(self, lanes: Sequence[int]) -> bool:
+        """Whether the agent cannot make initial states of some lanes."""
+        try:
+            self._driver.start(lanes, self._infos.tensors)
+        except AgentFailure:
+            return True
+        return False
+
+    def _failure(self, error: LaneError, lane: int, is_known: bool) -> WorkerError:
+        """The error for a failure of the user's code; a lane that is not known is only a guess."""
         running = self._lanes.get(lane)
         if running is None:
             return env_error(error, Where(self._worker, lane))
@@ -645,7 +689,16 @@ class Rollout:
         step = running.steps_before + row
         where = Where(self._worker, lane, episode.number, step, episode.seed, episode.options)
         infos = running.bound.plan.agent_info or {}, self._infos.arrays
-        return self._scene.error(error, where, infos, running, row)
+        failure = self._scene.error(error, where, infos, running, row)
+        if is_known:
+            return failure
+        return failure.reworded(what=f"{failure.what} ({_NOT_KNOWN})")
+
+
+_NOT_KNOWN = (
+    "in a call for several episodes: which of them caused it is not known, since the agent fails "
+    "for none of them alone"
+)
 
 
 def _rows_of(arrays: Mapping[str, Array], lane: int) -> list[tuple[Array, Array]]:
