@@ -126,6 +126,7 @@ class Collector:
 
     Attributes:
         env: The environments, once they are created.
+        agent: The agent, likewise.
         inbox: What the caller has sent.
     """
 
@@ -144,7 +145,7 @@ class Collector:
         self.inbox = Inbox(link, self._take_slots)
         self._blocks: dict[int, Block] = {}
         self.env: VecEnv
-        self._agent: Agent
+        self.agent: Agent
         self._rollout: Rollout
         self._created: list[VecEnv | Agent] = []
         self._failed_update: WorkerError | None = None
@@ -194,9 +195,15 @@ class Collector:
             return self._run(message, memory)
         return True
 
-    def tapes(self) -> dict[int, Tape]:
-        """See ``Rollout.tapes``."""
-        return self._rollout.tapes()
+    def mark(self) -> Callable[[], dict[int, Tape]]:
+        """See ``Rollout.mark``."""
+        return self._rollout.mark()
+
+    def adopt(self, env: VecEnv, agent: Agent) -> None:
+        """Go on with what another collector in this process has created, and report."""
+        self._in_process = True
+        self._take_over(env, agent)
+        self._send(Ready(self._probed(None)))
 
     def fail(self, error: Exception) -> None:
         """Tell the caller why this worker ends."""
@@ -228,9 +235,7 @@ class Collector:
         if not isinstance(env, VecEnv):
             what = f"create_env returned {type(env).__name__}, not a VecEnv"
             raise WorkerStartupError(what, where=self._here, fix=_how_to_return(env))
-        self.env = env
         self._created.append(env)
-        env.lane_in_use = self._control.lane
 
         def seeded_agent() -> Any:
             agent = create_agent(**agent_args)
@@ -238,13 +243,19 @@ class Collector:
                 agent.seed(seed)
             return agent
 
-        self._agent = agent = called(self._here, "create_agent", seeded_agent)
+        agent = called(self._here, "create_agent", seeded_agent)
         if hasattr(agent, "close"):
             self._created.append(agent)
         what, fix = _agent_problem(agent)
         if what:
             raise WorkerStartupError(what, where=self._here, fix=fix)
-        self._rollout = Rollout(agent, env, self._place.worker, self._control, seed)
+        self._take_over(env, agent)
+
+    def _take_over(self, env: VecEnv, agent: Agent) -> None:
+        self.env, self.agent = env, agent
+        env.lane_in_use = self._control.lane
+        place = self._place
+        self._rollout = Rollout(agent, env, place.worker, self._control, place.seed)
 
     def _probed(self, infos: Infos | None) -> Report:
         """Learn the keys, with the infos of the first lanes if there are any."""
@@ -263,7 +274,7 @@ class Collector:
         if memory is None:
             return
         try:
-            self._agent.update(unpack(message.payload, memory))
+            self.agent.update(unpack(message.payload, memory))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and self._in_process:
                 raise  # Ctrl-C: the next get() does it again

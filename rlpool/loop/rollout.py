@@ -14,7 +14,7 @@ plan leaves idle begin with the next one, so that several may be under way. Each
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic_ns
 from weakref import WeakKeyDictionary
@@ -183,18 +183,26 @@ class Rollout:
         self._record.end_wait()
         return has_waited
 
-    def tapes(self) -> dict[int, Tape]:
-        """By lane, what the episodes have done so far that go on with the next window."""
-        keys = [*self._env.current, *self._driver.state]
-        n_shown, tapes = len(self._env.current), {}
-        for lane, running in self._lanes.items():
-            tape, n_restarts = running.tape_so_far, running.episode.n_restarts
-            if tape.n_steps:
-                parked = running.parked or self._kept_rows(lane)
-                rows = list(zip(keys, (row for _, row in parked), strict=True))
-                observation = {k: row for k, row in rows[:n_shown] if k not in FLAGS}
-                tape = replace(tape, observation=observation, state=dict(rows[n_shown:]))
-            tapes[lane] = replace(tape, n_restarts=n_restarts)
+    def mark(self) -> Callable[[], dict[int, Tape]]:
+        """Between windows: keep what lanes have done that go on with the next one.
+
+        Returns:
+            Makes the tapes of these lanes, whatever the rollout has done since.
+        """
+        shown, state = list(self._env.current), list(self._driver.state)
+        arrays = [*self._env.current.values(), *self._driver.state.values()]
+        kept = [array.copy() for array in arrays]
+        lanes = {lane: (r.marked_tape(), r.parked) for lane, r in self._lanes.items()}
+
+        def tapes() -> dict[int, Tape]:
+            for lane, (tape, parked) in lanes.items():
+                if tape.n_steps:
+                    rows = [row for _, row in parked] if parked else [a[lane] for a in kept]
+                    observed = dict(zip(shown, rows, strict=False))
+                    tape.observation = {k: row for k, row in observed.items() if k not in FLAGS}
+                    tape.state = dict(zip(state, rows[len(shown) :], strict=True))
+            return {lane: tape for lane, (tape, _) in lanes.items()}
+
         return tapes
 
     def abandon(self) -> None:
