@@ -55,6 +55,8 @@ def probe(
         history = _no_history(known) if wants_history else None
         known |= driver.act(observation, agent_info, history) | driver.state
     driver.commit()  # idle lanes need a valid state
+    if driver.widened:
+        _check_widened_state(driver, observation, agent_info, history)
     outputs = driver.output_specs or {}
     actions = {key: spec for key, spec in outputs.items() if is_action(key)}
     if leaves is None:
@@ -72,6 +74,25 @@ def probe(
         seeding=env.seeding,
         depends_on_timing=env.depends_on_timing,
     )
+
+
+def _check_widened_state(
+    driver: AgentDriver,
+    observation: Mapping[str, torch.Tensor],
+    agent_info: DictTensor | None,
+    history: TemporalDictTensor | None,
+) -> None:
+    """Check that the agent takes a state in float32 that it returned in bfloat16."""
+    try:
+        driver.act(observation, agent_info, history)
+    except AgentFailure as failure:
+        error, key = failure.__cause__, min(driver.widened)
+        problem = SpecError(
+            f"the agent returned {key!r} in its state as bfloat16, which is kept and given back as "
+            f"float32, and then raised {type(error).__name__}: {error}",
+            fix=f'convert it in the call: state["{key}"].bfloat16()',
+        )
+        raise AgentFailure(0, "agent") from problem
 
 
 def _check_actions(given: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec]) -> None:

@@ -68,7 +68,8 @@ def test_an_impossible_category_is_never_drawn(extreme: float, masked: slice) ->
 
 def test_normal_samples_follow_the_inverse_distribution_function() -> None:
     middle = EVENLY[1:, None]
-    samples, _ = sample_normal(torch.tensor([[2.0]]), torch.tensor([[math.log(3.0)]]), middle)
+    mean, log_std = torch.full((N - 1, 1), 2.0), torch.tensor([[math.log(3.0)]])
+    samples, _ = sample_normal(mean, log_std, middle)
     assert torch.allclose(Normal(2.0, 3.0).cdf(samples), middle, atol=1e-5)
     first, last = sample_normal(torch.zeros(2, 1), torch.zeros(1), torch.tensor([[0.0], [LAST]]))[0]
     assert 5.0 < last.item() == -first.item() < 6.0
