@@ -429,13 +429,14 @@ class TemporalDictTensor(DictTensorBase):
         """
         if not isinstance(other, TemporalDictTensor):
             return NotImplemented
+        steps = self._steps + other._steps  # refuses other devices
         if not torch.equal(self._lengths, other._lengths):
             raise SpecError("the lengths differ", fix="add keys of the same rows")
         for key in self._info:
             if key in other._info and not same_values(self._info[key], other._info[key]):
                 raise SpecError(f"info key {key!r} differs", fix="add keys of the same rows")
         info = {**self._info._tensors, **other._info._tensors}
-        return TemporalDictTensor(self._steps + other._steps, self._lengths, info)
+        return TemporalDictTensor(steps, self._lengths, info)
 
     def copy_(
         self, source: TemporalDictTensor, source_indexes: Tensor, destination_indexes: Tensor
