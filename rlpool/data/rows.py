@@ -54,7 +54,7 @@ def write_rows_(changes: Iterable[tuple[str, Tensor, Tensor]], rows: Tensor) -> 
         SpecError: If a tensor cannot be written: several of its values share memory, or autograd
             or ``torch.inference_mode`` forbids it.
     """
-    every = list(changes)
+    every, rows = list(changes), rows.clone()  # they may be one of the tensors
     for part in (slice(0), slice(None)):  # without rows torch already refuses what it refuses
         for name, tensor, values in every:
             try:

@@ -281,7 +281,9 @@ def test_an_agent_that_returns_something_else_is_refused(wrong):
             result = super().__call__(state, observation, agent_info, history)
             return result[1] if wrong == "one value" else tuple(part[:1] for part in result)
 
-    with pytest.raises(SpecError, match=r"the agent returned ('\w+' of shape \[1\]|DictTensor) for 8 rows"):
+    with pytest.raises(
+        SpecError, match=r"the agent returned ('\w+' of shape \[1\]|DictTensor) for 8 rows"
+    ):
         replay_agent(WrongAgent(), collect_episodes(FeedForwardAgent))
 
 
