@@ -201,9 +201,8 @@ class _Replay:
         """Outputs of all transitions, ``[n, ...]``, as ``[B, T, ...]`` with zero padding."""
         padded = {}
         for key, tensor in output.items():
-            values = as_signed(tensor)
-            zeros = values.new_zeros((*self._is_first.shape, *tensor.shape[1:]))
-            padded[key] = zeros.index_put(self._places, values).view(tensor.dtype)
+            padded[key] = tensor.new_zeros((*self._is_first.shape, *tensor.shape[1:]))
+            as_signed(padded[key]).index_put_(self._places, as_signed(tensor))
         return TemporalDictTensor(padded, self._trajectories.lengths, self._trajectories.info)
 
 
