@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlpool.data.array_view import as_numpy
 from rlpool.data.dict_tensor_base import kind
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
@@ -139,9 +140,7 @@ class EpisodeStatistics:
         done = numbers_of(window, _DONE).bool().cpu().numpy()
         lengths = window.lengths.cpu().numpy()
         dtype = _dtype_of(values)
-        if values.is_floating_point():
-            values = values.to(dtype)  # NumPy lacks bfloat16
-        numbers = values.detach().cpu().numpy()
+        numbers = as_numpy(values)
         lanes = self._lanes_of(window)
         if _START in window:  # what ran there before was dropped
             begins = numbers_of(window, _START)[:, :1].any(1).cpu().numpy()
