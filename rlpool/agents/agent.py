@@ -60,9 +60,10 @@ class Agent:
         """Choose one action per row.
 
         Args:
-            state: The new state that this agent returned one step before, row by row. ``None``
-                means that all rows start an episode; rows that start get a separate call, unless
-                the agent overrides ``initial_state`` or keeps no state.
+            state: The new state that this agent returned one step before, row by row, in float32
+                where it returned bfloat16. ``None`` means that all rows start an episode; rows that
+                start get a separate call, unless the agent overrides ``initial_state`` or keeps no
+                state.
             observation: The environments' keys, ``reward``, ``terminated``, ``truncated``,
                 ``done``, ``initial_state``, ``last_action`` and ``noise`` if ``n_noise``, each
                 ``[B, ...]``. The tensors are buffers that are rewritten after the call: clone
@@ -77,7 +78,8 @@ class Agent:
             ``(state, output, new_state)``: the state the call started from (initialised where it
             got ``None``), the outputs with at least ``action`` (for nested action spaces
             ``action/...``), and the state after the step. Outputs and states are stored in the
-            trajectory under their keys. Shapes and dtypes must never change.
+            trajectory under their keys, those in bfloat16 as float32. Shapes and dtypes must never
+            change, but what is float32 at first may be a half precision later, as autocast has it.
         """
         # The next class in the order of bases, such as nn.Module, may have one.
         call = getattr(super(), "__call__", None)  # noqa: B004  (of the next class)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from rlpool.agents.agent import Agent, AgentStep
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor
+from rlpool.data.dict_tensor_base import instance, kind
+from rlpool.data.rows import as_signed
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import check_choice
@@ -78,7 +80,7 @@ def replay_agent(
         (torch.Size([2, 4, 2]), True)
     """
     check_choice("state", state, ("recompute", "stored"))
-    if not trajectories.lengths.any():
+    if not instance(trajectories, TemporalDictTensor, "trajectories").lengths.any():
         raise SpecError("the trajectories have no steps", fix="leave empty trajectories out")
     replay = _Replay(agent, trajectories)
     if state == "stored" and not agent.require_history():
@@ -96,7 +98,11 @@ class _Replay:
         self._agent_info = None if agent_info.empty() else agent_info
         self._n_rows = trajectories.n_elems()
         is_step = trajectories.mask().bool()
-        self._is_first = trajectories["initial_state"] & is_step
+        starts = trajectories["initial_state"]
+        if starts.shape != is_step.shape:
+            fix = f"it has to be bool {list(is_step.shape)}, as it was collected"
+            raise SpecError(f"'initial_state' is {kind(starts)}", fix=fix)
+        self._is_first = starts & is_step
         self._places = is_step.nonzero(as_tuple=True)
         # A row without steps gets the steps of another row.
         lengths = trajectories.lengths
@@ -118,7 +124,7 @@ class _Replay:
         agent_info = None if self._agent_info is None else self._agent_info.index(rows)
         state = trajectories.get(self._state_keys).flatten()
         observation = trajectories.get(self._observation_keys).flatten()
-        _, output, _ = self._agent(state, observation, agent_info, None)
+        _, output, _ = self._called(len(rows), state, observation, agent_info, None)
         return self._padded(dict(output.items()))
 
     def step_by_step(self, *, stored: bool) -> TemporalDictTensor:
@@ -142,22 +148,33 @@ class _Replay:
     def _call(self, step: int, state: DictTensor | None) -> AgentStep:
         history = self._history(step) if self._agent.require_history() else None
         observation = self._at(step, self._observation_keys)
-        returned = self._agent(state, observation, self._agent_info, history)
-        is_step = isinstance(returned, tuple) and len(returned) == 3
-        if not is_step or returned[1].n_elems() != self._n_rows:
-            n = f"{returned[1].n_elems()} rows" if is_step else type(returned).__name__
-            raise SpecError(
-                f"the agent returned {n} for {self._n_rows} rows",
-                fix="return (state before the step, output, state after it), one row per lane",
-            )
-        return returned
+        return self._called(self._n_rows, state, observation, self._agent_info, history)
+
+    def _called(self, n_rows: int, *inputs: Any) -> AgentStep:
+        returned: Any = self._agent(*inputs)
+        if not isinstance(returned, tuple | list) or len(returned) != 3:
+            raise _misfit(type(returned).__name__, n_rows)
+        before, output, after = (self._as_collected(part, n_rows) for part in returned)
+        return before, output, after
+
+    def _as_collected(self, part: Any, n_rows: int) -> DictTensor:
+        """What the agent returned, half precisions in the wider dtype that was collected."""
+        steps, tensors = self._trajectories, dict(DictTensor(part).items())
+        for key, tensor in tensors.items():
+            if tensor.shape[:1] != (n_rows,):
+                raise _misfit(f"{key!r} of shape {list(tensor.shape)}", n_rows)
+            if tensor.is_floating_point() and tensor.dtype.itemsize == 2 and key in steps:
+                tensors[key] = tensor.to(torch.promote_types(tensor.dtype, steps[key].dtype))
+        return DictTensor._wrap(tensors)
 
     def _initial_state(self, step: int) -> DictTensor:
         """The state of episodes that start at a step, for all rows."""
         state = None
         if self._agent.makes_initial_states():
             state = self._agent.initial_state(self._agent_info, self._n_rows)
-        return self._call(step, None)[0] if state is None else state
+        if state is None:
+            return self._call(step, None)[0]
+        return self._as_collected(state, self._n_rows)
 
     def _at(self, step: int, keys: list[str]) -> DictTensor:
         """Values ``[B, ...]`` of a step; rows that have ended repeat their last step."""
@@ -177,13 +194,20 @@ class _Replay:
         rows = torch.arange(self._n_rows, device=steps.device()).unsqueeze(1)
         shifted = {key: tensor[rows, places] for key, tensor in steps.items()}
         for tensor in shifted.values():
-            tensor[~is_step] = 0
+            as_signed(tensor)[~is_step] = 0
         return TemporalDictTensor(shifted, lengths)
 
     def _padded(self, output: Mapping[str, Tensor]) -> TemporalDictTensor:
         """Outputs of all transitions, ``[n, ...]``, as ``[B, T, ...]`` with zero padding."""
         padded = {}
         for key, tensor in output.items():
-            zeros = tensor.new_zeros((*self._is_first.shape, *tensor.shape[1:]))
-            padded[key] = zeros.index_put(self._places, tensor)
+            padded[key] = tensor.new_zeros((*self._is_first.shape, *tensor.shape[1:]))
+            as_signed(padded[key]).index_put_(self._places, as_signed(tensor))
         return TemporalDictTensor(padded, self._trajectories.lengths, self._trajectories.info)
+
+
+def _misfit(what: str, n_rows: int) -> SpecError:
+    return SpecError(
+        f"the agent returned {what} for {n_rows} rows",
+        fix="return (state before the step, output, state after it), one row per lane",
+    )

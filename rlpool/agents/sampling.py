@@ -3,21 +3,30 @@
 A stochastic agent declares ``n_noise`` and finds that many uniform numbers per row in
 ``observation["noise"]``. These functions turn them into samples without touching any global
 random state, with a fraction of the operations of ``torch.distributions``.
+
+All of them compute in float32, or in float64 where an argument is float64, and so are their
+results: the half precisions, which networks give under ``torch.autocast``, are widened first. They
+refuse shapes that do not belong together instead of broadcasting them. Noise is best passed as it
+is: in a half precision it has only 256 (bfloat16) or 2,048 (float16) evenly spaced values, and so
+many different samples there are.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+from torch import Tensor
 
-_HALF_STEP = 2.0**-25  # half the spacing of the noise: moves [0, 1) into the open interval
+from rlpool.data.dict_tensor_base import kind
+from rlpool.errors import SpecError
+
+_INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
-def sample_categorical(
-    logits: torch.Tensor, noise: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_categorical(logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Sample from a categorical distribution by inverting its cumulative distribution.
 
     Args:
@@ -27,33 +36,46 @@ def sample_categorical(
     Returns:
         Samples int64 ``[B]`` and their log-probabilities ``[B]``, differentiable in ``logits``.
 
+    Raises:
+        SpecError: For other shapes.
+
     Example:
         >>> logits = torch.tensor([[0.25, 0.75], [0.25, 0.75]]).log()
         >>> sample_categorical(logits, noise=torch.tensor([0.2, 0.3]))
         (tensor([0, 1]), tensor([-1.3863, -0.2877]))
     """
-    log_probabilities = torch.log_softmax(logits, -1)
+    _check_noise(noise)
+    fits = _ndim(logits) == 2 and noise.shape in (logits.shape[:1], (*logits.shape[:1], 1))
+    if not fits:
+        raise _unlike("give logits [B, n] and noise [B]", logits=logits, noise=noise)
+    log_probabilities = torch.log_softmax(_widened(logits), -1)
     cumulative = log_probabilities.detach().exp().cumsum(-1)
     # Scaled by the rounded sum, so that no impossible category is drawn.
-    threshold = noise.reshape(-1, 1) * cumulative[:, -1:]
+    threshold = _widened_noise(noise).reshape(-1, 1) * cumulative[:, -1:]
     samples = (cumulative[:, :-1] <= threshold).sum(-1)
     return samples, log_probabilities.gather(-1, samples.unsqueeze(-1)).squeeze(-1)
 
 
-def categorical_log_probability(logits: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-    """Log-probability of actions int64 ``[B]`` under logits float ``[B, n]``.
+def categorical_log_probability(logits: Tensor, action: Tensor) -> Tensor:
+    """Log-probability of actions, ints ``[...]``, under logits, float ``[..., n]``.
+
+    ``SpecError`` for other shapes, and for actions that are no ints.
 
     Example:
         >>> logits = torch.tensor([[0.25, 0.75], [0.25, 0.75]]).log()
         >>> categorical_log_probability(logits, torch.tensor([0, 1])).exp()
         tensor([0.2500, 0.7500])
     """
-    return torch.log_softmax(logits, -1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
+    fits = _ndim(logits) > 0 and _ndim(action) >= 0 and action.shape == logits.shape[:-1]
+    fits = fits and action.dtype in _INTS
+    if not fits:
+        fix = "give logits [B, n] and an int64 action [B]"
+        raise _unlike(fix, logits=logits, action=action)
+    places = action.long().unsqueeze(-1)
+    return torch.log_softmax(_widened(logits), -1).gather(-1, places).squeeze(-1)
 
 
-def sample_normal(
-    mean: torch.Tensor, log_std: torch.Tensor, noise: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_normal(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Sample independent normal variables by inverting their cumulative distribution.
 
     Args:
@@ -65,35 +87,40 @@ def sample_normal(
         Samples ``[B, n]``, differentiable in both parameters, and the log-probabilities ``[B]``
         of whole rows.
 
+    Raises:
+        SpecError: For other shapes.
+
     Example:
         >>> mean, log_std = torch.tensor([[1.0]]), torch.tensor([0.0])
         >>> sample, log_probability = sample_normal(mean, log_std, noise=torch.tensor([[0.5]]))
         >>> sample, log_probability.exp()
         (tensor([[1.0000]]), tensor([0.3989]))
     """
-    standard = math.sqrt(2.0) * torch.erfinv((2.0 * noise - 1.0) + 2.0 * _HALF_STEP)
+    _check_noise(noise)
+    _check_rows(mean, log_std, "noise", noise)
+    mean, log_std = _widened(mean), _widened(log_std)
+    # Half the spacing of the noise moves [0, 1) into the middle of the open interval.
+    step = torch.finfo(noise.dtype).eps / 2.0
+    standard = math.sqrt(2.0) * torch.erfinv((2.0 * _widened_noise(noise) - 1.0) + step)
     samples = mean + log_std.exp() * standard
-    return samples, normal_log_probability(mean, log_std, samples)
+    return samples, _log_density(mean, log_std, samples)
 
 
-def normal_log_probability(
-    mean: torch.Tensor, log_std: torch.Tensor, action: torch.Tensor
-) -> torch.Tensor:
+def normal_log_probability(mean: Tensor, log_std: Tensor, action: Tensor) -> Tensor:
     """Log-probability ``[B]`` of rows of actions ``[B, n]`` under independent normals.
+
+    ``mean`` is ``[B, n]`` as well, ``log_std`` broadcastable to it; ``SpecError`` otherwise.
 
     Example:
         >>> mean, log_std = torch.zeros(2, 1), torch.zeros(1)
         >>> normal_log_probability(mean, log_std, torch.tensor([[0.0], [1.0]])).exp()
         tensor([0.3989, 0.2420])
     """
-    standard = (action - mean) * (-log_std).exp()
-    terms = -0.5 * standard * standard - log_std - _LOG_SQRT_2PI
-    return terms.expand_as(standard).sum(-1)
+    _check_rows(mean, log_std, "action", action)
+    return _log_density(_widened(mean), _widened(log_std), _widened(action))
 
 
-def sample_tanh_normal(
-    mean: torch.Tensor, log_std: torch.Tensor, noise: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_tanh_normal(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Sample normal variables squashed into (-1, 1), as in soft actor-critic.
 
     Args:
@@ -103,6 +130,9 @@ def sample_tanh_normal(
 
     Returns:
         Samples ``[B, n]`` and the log-probabilities ``[B]`` of whole rows.
+
+    Raises:
+        SpecError: For other shapes.
 
     Reference:
         Haarnoja et al. 2018, "Soft actor-critic", appendix C, equation 21, in the numerically
@@ -117,3 +147,53 @@ def sample_tanh_normal(
     samples, log_probability = sample_normal(mean, log_std, noise)
     correction = 2.0 * (math.log(2.0) - samples - torch.nn.functional.softplus(-2.0 * samples))
     return torch.tanh(samples), log_probability - correction.sum(-1)
+
+
+def _log_density(mean: Tensor, log_std: Tensor, values: Tensor) -> Tensor:
+    standard = (values - mean) * (-log_std).exp()
+    terms = -0.5 * standard * standard - log_std - _LOG_SQRT_2PI
+    return terms.expand_as(standard).sum(-1)
+
+
+# Precision ----------------------------------------------------------------------------------------
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """A half precision as float32; everything else as it is."""
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
+
+
+def _widened_noise(noise: Tensor) -> Tensor:
+    """Noise as ``_widened``; what rounding to a half precision has made 1 is below 1 again."""
+    if noise.dtype.itemsize >= 4:
+        return noise
+    return noise.float().clamp(max=1.0 - torch.finfo(noise.dtype).eps / 2.0)
+
+
+# Shapes -------------------------------------------------------------------------------------------
+
+
+def _ndim(value: Any) -> int:
+    return value.ndim if isinstance(value, Tensor) else -1
+
+
+def _unlike(fix: str, **given: Any) -> SpecError:
+    return SpecError(", ".join(f"{name} is {kind(v)}" for name, v in given.items()), fix=fix)
+
+
+def _check_noise(noise: Any) -> None:
+    if not isinstance(noise, Tensor) or not noise.is_floating_point():
+        raise _unlike("pass observation['noise'], float and uniform in [0, 1)", noise=noise)
+
+
+def _check_rows(mean: Any, log_std: Any, name: str, values: Any) -> None:
+    """Refuse values of another shape than ``mean``, and a ``log_std`` that does not broadcast."""
+    fits = _ndim(mean) >= 2 and _ndim(values) >= 2 and values.shape == mean.shape
+    if not fits or _ndim(log_std) < 0 or not _broadcasts(log_std.shape, mean.shape):
+        fix = f"give mean and {name} [B, n], and log_std broadcastable to mean"
+        raise _unlike(fix, mean=mean, log_std=log_std, **{name: values})
+
+
+def _broadcasts(shape: torch.Size, wanted: torch.Size) -> bool:
+    sizes = zip(reversed(shape), reversed(wanted), strict=False)
+    return len(shape) <= len(wanted) and all(size in (1, most) for size, most in sizes)

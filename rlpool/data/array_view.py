@@ -316,7 +316,10 @@ def _entry(entry: Any) -> Any:
 
 
 def as_numpy(tensor: torch.Tensor) -> Values:
-    """A tensor's values; TypeError or RuntimeError for a sparse tensor, or one without values."""
+    """A tensor's values, those of bfloat16, which NumPy lacks, as float32.
+
+    TypeError or RuntimeError for a sparse tensor, or one without values.
+    """
     values = tensor.detach().cpu().resolve_conj().resolve_neg()
     array: Values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
     return array

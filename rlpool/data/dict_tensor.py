@@ -15,6 +15,7 @@ from torch.utils import _pytree
 
 from rlpool.data import dict_tensor_base as base
 from rlpool.data.dict_tensor_base import DictTensorBase, Rows, instance, kind
+from rlpool.data.rows import selected, write_rows_
 from rlpool.errors import SpecError
 
 
@@ -223,7 +224,8 @@ class DictTensor(DictTensorBase):
 
         Raises:
             IndexError: If a row does not exist.
-            SpecError: If the batches or the numbers of rows do not match.
+            SpecError: If the batches or the numbers of rows do not match, or a tensor of ``self``
+                cannot be written in place.
 
         If it raises, nothing is written. Without keys, it does nothing.
 
@@ -236,8 +238,9 @@ class DictTensor(DictTensorBase):
         base.check_alike(self, instance(source, DictTensor, "source"), 1, "source", subset=True)
         if self._tensors:
             sizes = source.n_elems(), self._n_rows()
-            rows = base.row_pair(source_indexes, destination_indexes, sizes, self.device())
-            copy_rows_(self._tensors, source._tensors, *rows)
+            read, write = base.row_pair(source_indexes, destination_indexes, sizes, self.device())
+            changes = ((k, t, selected(source[k], read)) for k, t in self.items())
+            write_rows_(changes, write)
 
     def to_tensordict(self) -> Any:
         """The same tensors, not copied, as a ``tensordict.TensorDict`` (needs ``tensordict``).
@@ -340,14 +343,6 @@ def masked_dicttensor(dicttensor0: DictTensor, dicttensor1: DictTensor, mask: Te
         for key, tensor in first.items()
     }
     return DictTensor._wrap(chosen)
-
-
-def copy_rows_(
-    target: Mapping[str, Tensor], source: Mapping[str, Tensor], read: Tensor, write: Tensor
-) -> None:
-    """Copy rows in place, unchecked; ``source`` may be ``target``."""
-    for key, tensor in target.items():
-        tensor.index_copy_(0, write, source[key].index_select(0, read))
 
 
 def cat_named(batches: list[DictTensor], name: str) -> DictTensor:

@@ -14,12 +14,14 @@ from collections.abc import (
     Sequence,
     ValuesView,
 )
+from functools import partial
 from operator import itemgetter
 from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor
 
+from rlpool.data.rows import selected
 from rlpool.errors import SpecError
 from rlpool.machine.extras import import_extra
 
@@ -145,8 +147,7 @@ class DictTensorBase:
         if not isinstance(found, Tensor):
             return self._map(itemgetter(found))
         on_device = found.to(self.device())
-        # Copies whole rows: many times faster than tensor[rows] where rows are wide.
-        return self._map(lambda tensor: tensor.index_select(0, on_device))
+        return self._map(partial(selected, rows=on_device))
 
     def unfold(self: BatchT) -> list[BatchT]:
         """One batch of views ``[1, ...]`` per row.
@@ -300,7 +301,7 @@ def from_start(row: int, n_elems: int) -> int:
 def _no_selection(rows: Any, n_elems: int) -> SpecError:
     return SpecError(
         f"cannot select from {n_elems} rows with {kind(rows)}",
-        fix=f"use an int, a forward slice, an int tensor [N] or a bool mask [{n_elems}]",
+        fix=f"use an int, a forward slice, an int64 tensor [N] or a bool mask [{n_elems}]",
     )
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from rlpool.data import dict_tensor_base as base
-from rlpool.data.dict_tensor import DictTensor, cat_named, copy_rows_
+from rlpool.data.dict_tensor import DictTensor, cat_named
 from rlpool.data.dict_tensor_base import DictTensorBase, instance, kind
+from rlpool.data.rows import as_signed, same_values, selected, taken, write_rows_
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
 
@@ -127,7 +128,7 @@ class TemporalDictTensor(DictTensorBase):
 
         def unpack(tensor: Tensor) -> Tensor:
             rows = tensor.new_zeros((n_elems * n_timesteps, *tensor.shape[1:]))
-            rows.index_copy_(0, places, tensor)
+            as_signed(rows).index_copy_(0, places, as_signed(tensor))
             return rows.view(n_elems, n_timesteps, *tensor.shape[1:])
 
         return cls(packed._map(unpack), lengths, info)
@@ -297,7 +298,7 @@ class TemporalDictTensor(DictTensorBase):
         for bound in steps.aminmax() if n_elems else ():
             self._checked_step(int(bound))
         rows, times = torch.arange(n_elems, device=self.device()), steps.to(self.device()).long()
-        return self._steps._map(lambda tensor: _take(tensor, rows, times))
+        return self._steps._map(lambda tensor: taken(tensor, rows, times))
 
     def masked_temporal_index(self, step: int) -> tuple[DictTensor, Tensor]:
         """Copy one step of the rows that have it.
@@ -342,7 +343,7 @@ class TemporalDictTensor(DictTensorBase):
         """
         self.n_elems()  # refuses a single trajectory
         rows, times = steps_within(self._lengths, self.n_timesteps()).nonzero(as_tuple=True)
-        flat = self._steps._map(lambda tensor: _take(tensor, rows, times))
+        flat = self._steps._map(lambda tensor: taken(tensor, rows, times))
         return flat + self._info.index(rows) if with_info else flat
 
     @staticmethod
@@ -428,13 +429,14 @@ class TemporalDictTensor(DictTensorBase):
         """
         if not isinstance(other, TemporalDictTensor):
             return NotImplemented
+        steps = self._steps + other._steps  # refuses other devices
         if not torch.equal(self._lengths, other._lengths):
             raise SpecError("the lengths differ", fix="add keys of the same rows")
         for key in self._info:
-            if key in other._info and not torch.equal(self._info[key], other._info[key]):
+            if key in other._info and not same_values(self._info[key], other._info[key]):
                 raise SpecError(f"info key {key!r} differs", fix="add keys of the same rows")
         info = {**self._info._tensors, **other._info._tensors}
-        return TemporalDictTensor(self._steps + other._steps, self._lengths, info)
+        return TemporalDictTensor(steps, self._lengths, info)
 
     def copy_(
         self, source: TemporalDictTensor, source_indexes: Tensor, destination_indexes: Tensor
@@ -452,7 +454,8 @@ class TemporalDictTensor(DictTensorBase):
 
         Raises:
             IndexError: If a row does not exist.
-            SpecError: If batches or numbers of rows do not match, or a trajectory is longer than T.
+            SpecError: If batches or numbers of rows do not match, a trajectory is longer than T, or
+                a tensor of ``self`` cannot be written in place.
 
         If it raises, nothing is written.
 
@@ -465,18 +468,24 @@ class TemporalDictTensor(DictTensorBase):
         """
         sizes = instance(source, TemporalDictTensor, "source").n_elems(), self.n_elems()
         base.check_alike(self, source, 2, "source", subset=True)
-        base.check_alike(self._info, source._info, 1, "the info of source", subset=True)
+        info = self._info
+        base.check_alike(info, source._info, 1, "the info of source", subset=True)
         read, write = base.row_pair(source_indexes, destination_indexes, sizes, self.device())
         lengths, n_timesteps = source._lengths[read], self.n_timesteps()
         if _longest(lengths) > n_timesteps:
             what = f"a trajectory of {_longest(lengths)} steps does not fit into {n_timesteps}"
             raise SpecError(what, fix="cut it with temporal_slice(0, T)")
         n_common = min(n_timesteps, source.n_timesteps())
-        copy_rows_(self._in_time(0, n_common), source._in_time(0, n_common), read, write)
-        for tensor in self.values():
-            tensor[:, n_common:].index_fill_(0, write, 0)
-        self._lengths.index_copy_(0, write, lengths)
-        copy_rows_(self._info._tensors, source._info._tensors, read, write)
+        pad = _padded(1, n_timesteps) if n_common < n_timesteps else lambda tensor: tensor
+        steps = source.get(self)._in_time(0, n_common)
+        write_rows_(
+            [
+                *((key, t, pad(selected(steps[key], read))) for key, t in self.items()),
+                *((f"info/{k}", t, selected(source._info[k], read)) for k, t in info.items()),
+                ("lengths", self._lengths, lengths),
+            ],
+            write,
+        )
 
     def to_tensordict(self) -> Any:
         """The same tensors, not copied, as a ``tensordict.TensorDict`` (needs ``tensordict``).
@@ -571,19 +580,6 @@ def _padded(dim: int, size: int) -> Callable[[Tensor], Tensor]:
         return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
     return pad
-
-
-def _take(tensor: Tensor, rows: Tensor, times: Tensor) -> Tensor:
-    """``tensor[rows, times]``, faster."""
-    row_stride, step_stride = tensor.stride()[:2]
-    if tensor.requires_grad or not tensor.numel() or not step_stride or row_stride % step_stride:
-        return tensor[rows, times]
-    # Step t of row b is entry b * pitch + t of the steps as they lie in memory, whether or not
-    # there is room between rows, and index_select copies whole steps: up to 20 times faster.
-    pitch = row_stride // step_stride
-    n_entries = (tensor.shape[0] - 1) * pitch + tensor.shape[1]
-    entries = tensor.as_strided((n_entries, *tensor.shape[2:]), (step_stride, *tensor.stride()[2:]))
-    return entries.index_select(0, rows * pitch + times)
 
 
 def _check_steps(tensors: Iterable[tuple[str, Tensor]]) -> Tensor | None:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from rlpool.data.array_view import as_numpy
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import Info, info_rows, options_of
 from rlpool.envs.columns import BadValue, Columns, Results, checked_results, ended_rows
@@ -467,7 +468,7 @@ class VecEnv(ABC):
             raise SpecError(f"policy_output should have the keys {expected}, got {keys}")
         actions = {}
         for key in expected:
-            values = policy_output[key].detach().cpu().numpy()
+            values = as_numpy(policy_output[key])
             shape = values.shape[1:] if leaves is None else leaves[key].spec.shape
             if values.shape != (len(self._running), *shape):
                 raise SpecError(

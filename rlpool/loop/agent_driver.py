@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from rlpool.agents.agent import Agent
+from rlpool.data.array_view import as_numpy
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import LaneError
@@ -49,6 +50,7 @@ class AgentDriver:
         output_specs: The agent's outputs, ``None`` before the first call.
         state: Key to array ``[n_lanes, ...]``: each lane's state, rewritten in place.
         starting: Lanes whose state at this step is only known after ``act``.
+        widened: Keys of the state that the agent has returned in bfloat16: they are float32 here.
     """
 
     def __init__(self, agent: Agent, n_lanes: int) -> None:
@@ -62,6 +64,7 @@ class AgentDriver:
         """Forget the keys, shapes and dtypes that the first call has shown."""
         self.output_specs: dict[str, TensorSpec] | None = None
         self.starting: list[int] = []
+        self.widened: set[str] = set()
         self.state.clear()
         self._new_state: dict[str, Array] = {}
         # "output" or "state" -> key -> shape of the batch and dtype that the agent has to return
@@ -186,9 +189,10 @@ class AgentDriver:
             self.state[key][lanes] = array[lanes]
 
     def _read(self, name: str, value: Any) -> dict[str, Array]:
-        """Convert a result of the agent to arrays, without a copy, and check keys and specs.
+        """Convert a result of the agent to arrays and check keys and specs.
 
-        This runs twice per step: the first part is the fast path for valid results.
+        They are not copied, unless their dtype is a half precision that is stored as float32. This
+        runs twice per step: the first part is the fast path for results in the dtypes stored.
         """
         expected = self._expected.get(name)
         if (
@@ -207,10 +211,16 @@ class AgentDriver:
             except (KeyError, RuntimeError, TypeError):
                 pass  # converted or refused below
         arrays = _as_arrays(value, name, self.n_lanes)
+        if name == "state":
+            self.widened.update(k for k in arrays if value[k].dtype is torch.bfloat16)
         if expected is None:
             self._learn(name, arrays)
             return arrays
         first = {key: TensorSpec(shape[1:], dtype) for key, (shape, dtype) in expected.items()}
+        for key, array in arrays.items():
+            # A state that starts in float32 goes on in float16 under autocast.
+            if array.dtype == np.float16 and key in first and first[key].dtype == np.float32:
+                arrays[key] = array.astype(np.float32)
         now = row_specs(arrays)
         for key in sorted(now.keys() | first.keys()):
             if now.get(key) != first.get(key):
@@ -237,7 +247,7 @@ class AgentDriver:
 
 
 def _as_arrays(value: Any, name: str, n_lanes: int) -> dict[str, Array]:
-    """Convert a result of the agent to arrays of ``n_lanes`` rows, without a copy."""
+    """Convert a result of the agent to arrays of ``n_lanes`` rows."""
     if value is None:
         return {}
     if not isinstance(value, DictTensor | Mapping):
@@ -258,7 +268,7 @@ def _as_array(tensor: Any, name: str, n_lanes: int) -> Array:
             fix="convert it: torch.as_tensor",
         )
     try:
-        array: Array = tensor.detach().cpu().resolve_conj().resolve_neg().numpy()
+        array: Array = as_numpy(tensor)
     except (RuntimeError, TypeError):
         raise SpecError(
             f"{name} has dtype {tensor.dtype}, which NumPy does not have",

@@ -9,7 +9,7 @@ import torch
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.errors import SpecError
+from rlpool.errors import RlpoolError, SpecError
 from rlpool.loop.agent_driver import AgentDriver, AgentFailure
 from rlpool.memory.storage import Array
 from rlpool.slots.blocks import NOISE_KEY, StepSpecs, successor_key
@@ -49,12 +49,18 @@ def probe(
         observation[NOISE_KEY] = noise
     wants_history = bool(driver.agent.require_history())
     known = dict(env.current)
-    for _ in range(1 + wants_history):  # the second history includes the agent's keys
-        driver.forget()
-        driver.start(lanes, agent_info)
-        history = _no_history(known) if wants_history else None
-        known |= driver.act(observation, agent_info, history, lanes) | driver.state
-    driver.commit()  # idle lanes need a valid state
+    try:
+        for _ in range(1 + wants_history):  # the second history includes the agent's keys
+            driver.forget()
+            driver.start(lanes, agent_info)
+            history = _no_history(known) if wants_history else None
+            known |= driver.act(observation, agent_info, history, lanes) | driver.state
+        driver.commit()  # idle lanes need a valid state
+        if driver.widened:  # does the agent take it?
+            driver.act(observation, agent_info, history, lanes)
+    except AgentFailure as failure:
+        cause = _cause(driver, failure.__cause__)
+        raise AgentFailure(failure.lane, failure.call) from cause
     outputs = driver.output_specs or {}
     actions = {key: spec for key, spec in outputs.items() if is_action(key)}
     if leaves is None:
@@ -71,6 +77,20 @@ def probe(
         wants_history=wants_history,
         seeding=env.seeding,
     )
+
+
+def _cause(driver: AgentDriver, error: BaseException | None) -> BaseException | None:
+    """Why the agent failed, which may be a state that it does not take in float32."""
+    if not driver.widened or not isinstance(error, RuntimeError) or isinstance(error, RlpoolError):
+        return error
+    key = min(driver.widened)
+    problem = SpecError(
+        f"the agent returned {key!r} in its state as bfloat16, which is kept and given back as "
+        f"float32, and then raised {type(error).__name__}: {error}",
+        fix=f'convert it in the call: state["{key}"].bfloat16()',
+    )
+    problem.__cause__ = error
+    return problem
 
 
 def _check_actions(given: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import gymnasium
 
+from rlpool.data.array_view import as_numpy
 from rlpool.envs.vec_env import Options
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
@@ -241,7 +242,7 @@ class Remote:
         if is_named and isinstance(space, gymnasium.spaces.Dict) and list(space) == ["action"]:
             is_named = isinstance(data["action"], Mapping)
         action = data["action"] if is_named else data
-        return action.detach().cpu().numpy() if hasattr(action, "detach") else action
+        return as_numpy(action) if hasattr(action, "detach") else action
 
 
 class WorkerHandle:

@@ -21,6 +21,7 @@ from gymnasium.vector.utils import (
     iterate,
 )
 
+from rlpool.data.array_view import as_numpy
 from rlpool.errors import (
     EnvError,
     SpecError,
@@ -474,7 +475,7 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
 
 def _array(value: Any) -> Array:
     """A value as an array, also a tensor on another device."""
-    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+    return as_numpy(value) if hasattr(value, "detach") else np.asarray(value)
 
 
 def _is_pair_of_spaces(mode: Any) -> TypeGuard[tuple[Space[Any], Space[Any]]]:

@@ -19,6 +19,7 @@ from gymnasium import spaces
 
 from rlpool.agents.agent import Agent, call_problem
 from rlpool.batch.batcher import EpisodeBatcher
+from rlpool.data.array_view import as_numpy
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import Info, info_rows
 from rlpool.envs.columns import Columns
@@ -274,9 +275,12 @@ def copied(inputs: Sequence[Any]) -> Inputs:
 
 
 def read(returned: Any) -> Result:
-    """What a call returned, copied: the agent may return the same buffers from its next call."""
+    """What a call returned, copied: the agent may return the same buffers from its next call.
+
+    Values are as they are stored, those of bfloat16 as float32.
+    """
     state, output, new_state = (
-        {key: tensor.detach().cpu().clone() for key, tensor in (part or {}).items()}
+        {key: torch.from_numpy(as_numpy(tensor).copy()) for key, tensor in (part or {}).items()}
         for part in returned
     )
     return Result(state, output, new_state)

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlpool.data.array_view import as_numpy
+from rlpool.data.dict_tensor_base import kind
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import names_arguments
@@ -132,15 +134,14 @@ class EpisodeStatistics:
             The episodes that ended in it, on the CPU.
 
         Raises:
-            SpecError: If a key is missing, or it has more than one number per step.
+            SpecError: If a key is missing, it has more than one number per step, or
+                ``info["episode"]`` does not name a different lane for each row.
         """
         values = numbers_of(window, self._key)
         done = numbers_of(window, _DONE).bool().cpu().numpy()
         lengths = window.lengths.cpu().numpy()
         dtype = _dtype_of(values)
-        if values.is_floating_point():
-            values = values.to(dtype)  # NumPy lacks bfloat16
-        numbers = values.detach().cpu().numpy()
+        numbers = as_numpy(values)
         lanes = self._lanes_of(window)
         if _START in window:  # what ran there before was dropped
             begins = numbers_of(window, _START)[:, :1].any(1).cpu().numpy()
@@ -190,6 +191,10 @@ class EpisodeStatistics:
         n_lanes = n_rows
         if "episode" in window.info:
             lanes = window.info["episode"].cpu().numpy()
+            is_right = lanes.shape == (n_rows,) and lanes.dtype.kind in "iu"
+            if not is_right or lanes.min(initial=0) < 0 or len(np.unique(lanes)) < n_rows:
+                what = f"info['episode'] is {kind(window.info['episode'])}, not a lane for each row"
+                raise SpecError(what, fix="keep what the Batcher's window has there")
             n_lanes = int(lanes.max(initial=-1)) + 1
         n_more = n_lanes - len(self._sums)
         if n_more > 0:

@@ -18,6 +18,9 @@ from rlpool import (
     EpisodeBatcher,
     SpecError,
     TemporalDictTensor,
+    categorical_log_probability,
+    replay_agent,
+    sample_categorical,
 )
 
 from support.agents import (
@@ -364,7 +367,7 @@ ALWAYS_WRONG = {
     "0-d output": breaking(1, value=torch.tensor(1.0)),
     "array": breaking(1, value=np.zeros(3)),
     "number": breaking(1, value=1.0),
-    "bfloat16": breaking(1, value=torch.zeros(3, dtype=torch.bfloat16)),
+    "float8": breaking(1, value=torch.zeros(3, dtype=torch.float8_e5m2)),
     "action of another shape": breaking(1, action=torch.zeros(3, 2, dtype=torch.int64)),
     "action of another kind": breaking(1, action=torch.zeros(3)),
     "state rows": breaking(2, s=torch.zeros(2, 2)),
@@ -464,3 +467,79 @@ def test_an_update_without_a_method_for_it_surfaces_in_get() -> None:
         batcher.execute(2)
         with pytest.raises(AgentError, match=r"not implement update\(info\)\n.*\n  fix:   define"):
             batcher.get()
+
+
+# Half precisions ----------------------------------------------------------------------------------
+
+
+class HalfAgent(Agent):
+    """A network in a half precision: under autocast, or with parameters of that dtype.
+
+    Args:
+        dtype: The half precision.
+        how: "autocast", "parameters", or "careless": parameters, and no conversion of the state.
+        makes_state: Whether it makes its initial states itself.
+    """
+
+    n_noise = 1
+
+    def __init__(self, dtype: torch.dtype, how: str, makes_state: bool = False) -> None:
+        self.dtype, self.how, self._makes_state = dtype, how, makes_state
+        generator = torch.Generator().manual_seed(0)
+        own = torch.float32 if how == "autocast" else dtype
+        self.weight = torch.randn(4, 4, generator=generator).to(own)
+
+    def makes_initial_states(self) -> bool:
+        return self._makes_state
+
+    def initial_state(self, agent_info: DictTensor | None, n: int) -> DictTensor:
+        # Under autocast a state begins in float32, as torch.zeros makes it.
+        return DictTensor({"s": torch.zeros(n, 4, dtype=self.weight.dtype)})
+
+    def __call__(self, state: Any, observation: Any, agent_info: Any = None, h: Any = None) -> Any:
+        if state is None:
+            state = self.initial_state(None, observation.n_elems())
+        before = state["s"] if self.how == "careless" else state["s"].to(self.weight.dtype)
+        with torch.autocast("cpu", dtype=self.dtype, enabled=self.how == "autocast"):
+            seen = observation["frame"][:, :1].to(before.dtype) / 8
+            after = torch.tanh((before + seen + 0.1) @ self.weight)
+            action, log_probability = sample_categorical(after[:, :2], observation["noise"])
+        output = {"action": action, "log_probability": log_probability, "logits": after}
+        return state, DictTensor(output), DictTensor({"s": after})
+
+
+@pytest.mark.parametrize("makes_state", [False, True])
+@pytest.mark.parametrize("how", ["autocast", "parameters"])
+def test_bfloat16_is_stored_as_float32_without_loss(how: str, makes_state: bool) -> None:
+    episodes = collect(HalfAgent(torch.bfloat16, how, makes_state), LENGTHS)
+    for key in ("s", "_s", "logits", "log_probability"):
+        assert episodes[key].dtype == torch.float32
+    logits = episodes["logits"]
+    assert torch.equal(logits, logits.bfloat16().float())
+    assert (logits.abs() > 0).any()
+    assert torch.equal(episodes["_s"], logits)
+    again = categorical_log_probability(logits[..., :2], episodes["action"])
+    is_step = episodes.mask().bool()
+    assert torch.equal(again[is_step], episodes["log_probability"][is_step])
+    for state in ("recompute", "stored"):
+        replayed = replay_agent(HalfAgent(torch.bfloat16, how, makes_state), episodes, state=state)
+        assert_same_tensors(replayed, episodes.get(list(replayed)))
+
+
+def test_a_state_that_autocast_narrows_to_float16_stays_float32() -> None:
+    episodes = collect(HalfAgent(torch.float16, "autocast"), LENGTHS)
+    dtypes = {key: episodes[key].dtype for key in ("s", "logits", "log_probability")}
+    assert dtypes == {"s": torch.float32, "logits": torch.float16, "log_probability": torch.float32}
+    replayed = replay_agent(HalfAgent(torch.float16, "autocast"), episodes)
+    assert_same_tensors(replayed, episodes.get(list(replayed)))
+
+
+def test_an_agent_that_does_not_take_its_state_in_float32_is_refused_before_its_first_step() -> (
+    None
+):
+    with pytest.raises(AgentSpecError) as caught:
+        collect(HalfAgent(torch.bfloat16, "careless"))
+    what, _, fix = str(caught.value).splitlines()
+    assert "returned 's' in its state as bfloat16, which is kept and given back as float32" in what
+    assert "raised RuntimeError" in what
+    assert 'state["s"].bfloat16()' in fix

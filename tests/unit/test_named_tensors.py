@@ -140,6 +140,114 @@ def test_copying_rows_keeps_the_storage_and_reads_before_it_writes() -> None:
     DictTensor().copy_(batch, ONE, ONE)
 
 
+def frozen(values: torch.Tensor) -> torch.Tensor:
+    """A tensor that cannot be written outside ``torch.inference_mode``."""
+    with torch.inference_mode():
+        return values.clone()
+
+
+def one_row_repeated(values: torch.Tensor) -> torch.Tensor:
+    return values[:1].expand(values.shape)
+
+
+def parameter(values: torch.Tensor) -> torch.Tensor:
+    return values.float().requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("place", "change"),
+    [
+        *(("last", change) for change in (one_row_repeated, parameter, frozen)),
+        *(("info/task", change) for change in (one_row_repeated, parameter, frozen)),
+        *(("lengths", change) for change in (one_row_repeated, frozen)),
+    ],
+)
+def test_a_copy_that_is_not_possible_writes_nothing(place: str, change: Any) -> None:
+    parts = {"last": ZERO(4, T).int(), "lengths": torch.full((4,), T), "info/task": ZERO(4).int()}
+    parts[place] = change(parts[place])
+
+    def made(first: int, last: Any, lengths: Any, task: Any) -> TemporalDictTensor:
+        steps = {"first": torch.full((4, T), first), "last": last}
+        return TemporalDictTensor(steps, lengths, {"task": task})
+
+    target = made(0, *parts.values())
+    source = made(1, *(torch.ones(part.shape, dtype=part.dtype) for part in parts.values()))
+    before = [leaf.detach().clone() for leaf in _pytree.tree_leaves(target)]
+    with pytest.raises(SpecError, match=f"'{place}' cannot be written in place"):
+        target.copy_(source, ONE, ONE)
+    if place == "last":
+        with pytest.raises(SpecError, match="'last' cannot be written in place"):
+            DictTensor(dict(target)).copy_(DictTensor(dict(source)), ONE, ONE)
+    after = [leaf.detach() for leaf in _pytree.tree_leaves(target)]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_a_copy_reads_everything_before_it_writes() -> None:
+    x = torch.arange(3)
+    swapped = DictTensor({"a": x, "b": x.flip(0).clone()})
+    swapped.copy_(DictTensor({"a": swapped["b"], "b": swapped["a"]}), x, x)
+    assert (swapped["a"].tolist(), swapped["b"].tolist()) == ([2, 1, 0], [0, 1, 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize("shape", [(), (2,), (2, 3)])
+def test_unsigned_values_are_moved_like_others(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    rows, top = torch.tensor([3, 0]), 2 ** (8 * dtype.itemsize)
+    numbers = steps_of()["action"].view(4, T, *[1] * len(shape)).expand(4, T, *shape).clone()
+    values = (top - 1 - numbers.numpy().astype(object)) % top  # more than signed numbers hold
+    kind = str(dtype).removeprefix("torch.")
+    unsigned = torch.from_numpy(values.astype(kind))
+    lengths = torch.tensor(LENGTHS)
+    few = TemporalDictTensor({"x": unsigned}, lengths, {"y": unsigned[:, 0].clone()})
+    many = TemporalDictTensor({"x": numbers}, lengths, {"y": numbers[:, 0].clone()})
+
+    def same(one: Any, other: Any) -> None:
+        found, wanted = _pytree.tree_leaves(one), _pytree.tree_leaves(other)
+        for left, right in zip(found, wanted, strict=True):
+            if left.dtype == dtype:
+                expected = (top - 1 - right.numpy().astype(object)) % top
+                assert (left.numpy() == expected.astype(kind)).all()
+            else:
+                assert torch.equal(left, right)
+
+    for method in (
+        lambda batch: batch.flatten(with_info=True),
+        lambda batch: (batch[rows], batch[batch.lengths > 1]),
+        lambda batch: batch.temporal_multi_index(torch.tensor([0, 1, 2, 4])),
+        lambda batch: batch.masked_temporal_index(2),
+        lambda batch: (batch.unfold(), batch.shorten(), batch.temporal_slice(1, 3)),
+    ):
+        same(method(few), method(many))
+    packed = TemporalDictTensor.from_packed(few.flatten(), lengths, few.info)
+    assert torch.equal(packed.flatten()["x"], few.flatten()["x"])
+    assert torch.equal(packed.info["y"], few.info["y"])
+    assert packed["x"][1, 1:].float().sum() == 0
+    for batch in (few, many):
+        batch.copy_(batch.temporal_slice(0, 3), rows[1:], rows[:1])
+        flat = DictTensor({"x": batch["x"][:, 0].clone()})
+        flat.copy_(flat, rows, rows.flip(0))
+        batch.info.set("flat", flat["x"])
+    assert few["x"][3, 3:].float().sum() == 0
+    same(few.flatten(with_info=True), many.flatten(with_info=True))
+
+
+def test_selections_whose_infos_hold_nan_can_be_added() -> None:
+    nan = float("nan")
+    for info in (
+        torch.tensor([nan, 1.0]),
+        torch.tensor([[nan, -0.0], [float("inf"), nan]]),
+        torch.tensor([complex(nan, 1), 2]),
+        torch.tensor([nan, 1.0], dtype=torch.bfloat16),
+    ):
+        batch = TemporalDictTensor({"x": ZERO(2, 3), "y": ZERO(2, 3)}, None, {"i": info})
+        both = batch.get(["x"]) + batch.get(["y"])
+        assert list(both) == ["x", "y"]
+        assert both.info["i"] is info
+        other = TemporalDictTensor({"z": ZERO(2, 3)}, None, {"i": torch.ones_like(info)})
+        with pytest.raises(SpecError, match="info key 'i' differs"):
+            batch + other
+
+
 def test_a_single_trajectory_knows_its_time_and_has_no_rows() -> None:
     row = steps_of()[0]
     assert (row.lengths.item(), row.info["task"].item(), row.n_timesteps()) == (3, 1, 5)

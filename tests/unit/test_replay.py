@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -281,8 +282,37 @@ def test_an_agent_that_returns_something_else_is_refused(wrong):
             result = super().__call__(state, observation, agent_info, history)
             return result[1] if wrong == "one value" else tuple(part[:1] for part in result)
 
-    with pytest.raises(SpecError, match=r"the agent returned (1 rows|DictTensor) for 8 rows"):
+    with pytest.raises(
+        SpecError, match=r"the agent returned ('\w+' of shape \[1\]|DictTensor) for 8 rows"
+    ):
         replay_agent(WrongAgent(), collect_episodes(FeedForwardAgent))
+
+
+class UnsignedAgent(Agent):
+    """Returns what it sees, in a dtype of which torch can do little."""
+
+    def require_history(self):
+        return True
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        thousandths = (observation["frame"][:, 0] * 1000).int() + 60_000
+        seen = torch.from_numpy(thousandths.numpy().astype(np.uint16))
+        before = torch.zeros_like(seen)
+        if history.lengths.any():
+            last = (history.lengths - 1).clamp(min=0)
+            before = history.get(["seen"]).temporal_multi_index(last)["seen"]
+        output, action = {"seen": seen, "before": before}, torch.zeros(len(seen), dtype=torch.int64)
+        return DictTensor(), DictTensor({"action": action, **output}), DictTensor()
+
+
+@each_source
+def test_unsigned_outputs_are_replayed(state):
+    collected = collect_episodes(UnsignedAgent)
+    assert collected["seen"].dtype == torch.uint16
+    assert collected["seen"].int().max() > 60_000
+    replayed = replay_agent(UnsignedAgent(), collected, state=state)
+    assert replayed["seen"].tolist() == collected["seen"].tolist()
+    assert replayed["before"].dtype == torch.uint16
 
 
 def test_what_cannot_be_replayed_is_refused():

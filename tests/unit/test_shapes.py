@@ -1,0 +1,321 @@
+"""Functions of several tensors refuse shapes that do not belong together, and broadcast nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import rlpool
+from rlpool import (
+    Agent,
+    DictTensor,
+    EpisodeBatcher,
+    EpisodeStatistics,
+    GymEnv,
+    Pool,
+    SpecError,
+    TemporalDictTensor,
+    replay_agent,
+)
+from rlpool.testing import CountingEnv
+
+from support.agents import ConstantAgent
+from support.envs import create_counting
+
+B, T, N = 3, 4, 5
+"""Rows, steps, features: no two are equal, so that every wrong shape can be told."""
+
+ROW, ROWS, STEPS = torch.arange(B), torch.rand(B, N), torch.rand(B, T)
+IS_END = torch.zeros(B, T, dtype=torch.bool)
+NAMED = DictTensor({"x": ROWS})
+TIMED = TemporalDictTensor({"x": torch.rand(B, T, N)}, torch.full((B,), T), {"task": ROW})
+
+
+class Case(NamedTuple):
+    """How a function is called.
+
+    Attributes:
+        call: Calls it.
+        fitting: Arguments of the right shapes.
+        also: Argument to whether it takes another shape as well.
+    """
+
+    call: Callable[..., Any]
+    fitting: dict[str, Tensor]
+    also: Mapping[str, Callable[[Any], bool]] = MappingProxyType({})
+
+
+def starts_with(*sizes: int) -> Callable[[Any], bool]:
+    return lambda shape: shape[: len(sizes)] == sizes
+
+
+def never(shape: Any) -> bool:
+    return False
+
+
+def is_one_column(shape: Any) -> bool:
+    return bool(shape == (B, 1))
+
+
+def is_one_number(shape: Any) -> bool:
+    return shape.numel() == 1
+
+
+def broadcasts_to_rows(shape: Any) -> bool:
+    return shape in [(), (1,), (N,), (1, N), (B, 1)]
+
+
+def like_reward(function: Any, *names: str, **given: Any) -> Case:
+    values = {name: IS_END if name in ("done", "terminated") else STEPS for name in names}
+    tensors = {"discount": STEPS, "lengths": ROW, **values}
+    return Case(partial(function, **given), tensors, {"discount": is_one_number})
+
+
+def replays(n_rows: int, state: str) -> Case:
+    """``replay_agent``, with an agent that returns tensors of these shapes in every call."""
+
+    def call(value: Tensor, start: Tensor, after: Tensor, initial_state: Tensor) -> None:
+        class Returns(Agent):
+            def __call__(self, state: Any, seen: Any, info: Any = None, history: Any = None) -> Any:
+                if seen.n_elems() == n_rows:
+                    return {"s": start}, {"action": value}, {"s": after}
+                rows = torch.zeros(seen.n_elems())  # it is first asked for the keys of its state
+                return {"s": rows}, {"action": rows}, {"s": rows}
+
+        steps = {"frame": STEPS, "_frame": STEPS, "s": STEPS, "_s": STEPS}
+        steps["initial_state"] = initial_state
+        replay_agent(Returns(), TemporalDictTensor(steps), state=state)  # type: ignore[arg-type]
+
+    rows = torch.rand(n_rows)
+    fitting = {"value": rows, "start": rows, "after": rows, "initial_state": IS_END}
+    also = {name: starts_with(n_rows) for name in ("value", "start", "after")}
+    return Case(call, fitting, also)
+
+
+def execute(agent_info: Tensor, env_info: Tensor) -> None:
+    with EpisodeBatcher(4, 4, ConstantAgent, {}, create_counting, n_threads=0) as batcher:
+        batcher.execute(B, {"x": agent_info}, {"y": env_info})
+
+
+def step(action: Tensor) -> None:
+    env = GymEnv([CountingEnv() for _ in range(B)], 0)
+    env.reset()
+    env.step(DictTensor({"action": action}))
+
+
+def add_transition(s: Tensor, next_s: Tensor, r: Tensor, done: Tensor) -> None:
+    with Pool(pool_size=4, processes=1) as pool:
+        pool.pool(s, 0, next_s, r, done)
+
+
+def update_priorities(index: Tensor, priorities: Tensor) -> None:
+    with Pool(pool_size=4, processes=1, priority_exponent=0.5) as pool:
+        for _ in range(B):
+            pool.pool([0.0], 0, [1.0], 1.0, False)
+        pool.update_priorities(index, priorities)
+
+
+def update_statistics(reward: Tensor, done: Tensor, start: Tensor, episode: Tensor) -> None:
+    steps = {"_reward": reward, "_done": done, "initial_state": start}
+    EpisodeStatistics().update(TemporalDictTensor(steps, None, {"episode": episode}))
+
+
+def trajectories(x: Tensor, y: Tensor, lengths: Tensor, task: Tensor) -> TemporalDictTensor:
+    return TemporalDictTensor({"x": x, "y": y}, lengths, {"task": task})
+
+
+NORMAL = {"mean": ROWS, "log_std": ROWS, "noise": ROWS}
+IN_TIME = {"x": starts_with(B, T), "y": starts_with(B, T), "task": starts_with(B)}
+ONE_PER_STEP = dict.fromkeys(["reward", "done", "start"], lambda shape: shape == (B, T, 1))
+
+CASES = {
+    "sample_categorical": Case(
+        rlpool.sample_categorical,
+        {"logits": ROWS, "noise": torch.rand(B)},
+        {"logits": is_one_column, "noise": is_one_column},
+    ),
+    "categorical_log_probability": Case(
+        rlpool.categorical_log_probability,
+        {"logits": ROWS, "action": ROW * 0},
+        {"logits": is_one_column},
+    ),
+    "sample_normal": Case(rlpool.sample_normal, NORMAL, {"log_std": broadcasts_to_rows}),
+    "sample_tanh_normal": Case(rlpool.sample_tanh_normal, NORMAL, {"log_std": broadcasts_to_rows}),
+    "normal_log_probability": Case(
+        rlpool.normal_log_probability,
+        {"mean": ROWS, "log_std": ROWS, "action": ROWS},
+        {"log_std": broadcasts_to_rows},
+    ),
+    "discounted_returns": like_reward(
+        rlpool.discounted_returns, "reward", "done", "next_value", "terminated"
+    ),
+    "n_step_returns": like_reward(
+        rlpool.n_step_returns, "reward", "next_value", "terminated", "done", n_step=2
+    ),
+    "gae": like_reward(
+        rlpool.gae, "reward", "value", "next_value", "terminated", "done", lambda_=0.9
+    ),
+    "vtrace": like_reward(
+        rlpool.vtrace, "log_ratio", "reward", "value", "next_value", "terminated", "done"
+    ),
+    "masked_tensor": Case(
+        rlpool.masked_tensor, {"tensor0": ROWS, "tensor1": ROWS, "mask": ROW > 0}
+    ),
+    "masked_dicttensor": Case(
+        lambda one, other, mask: rlpool.masked_dicttensor(
+            DictTensor({"x": one}), DictTensor({"x": other}), mask
+        ),
+        {"one": ROWS, "other": ROWS, "mask": ROW > 0},
+    ),
+    "replay_agent": replays(B, "recompute"),
+    "replay_agent at once": replays(B * T, "stored"),
+    "EpisodeStatistics.update": Case(
+        update_statistics,
+        {"reward": STEPS, "done": IS_END, "start": IS_END, "episode": ROW},
+        ONE_PER_STEP,
+    ),
+    "EpisodeStatistics.load_state_dict": Case(
+        lambda sums, lengths: EpisodeStatistics().load_state_dict(
+            {"sums": sums, "lengths": lengths}
+        ),
+        {"sums": torch.rand(B), "lengths": ROW},
+    ),
+    "EpisodeBatcher.execute": Case(
+        execute,
+        {"agent_info": ROWS, "env_info": ROW},
+        {"agent_info": starts_with(B), "env_info": lambda shape: shape[:1] in [(), (B,)]},
+    ),
+    "GymEnv.step": Case(step, {"action": ROW}),
+    "Pool.pool": Case(
+        add_transition,
+        {"s": ROWS, "next_s": ROWS, "r": torch.rand(()), "done": torch.tensor(False)},
+        dict.fromkeys(["r", "done"], is_one_number),
+    ),
+    "Pool.update_priorities": Case(update_priorities, {"index": ROW, "priorities": ROW + 1.0}),
+    "DictTensor.__init__": Case(
+        lambda x, y: DictTensor({"x": x, "y": y}),
+        {"x": ROWS, "y": STEPS},
+        {"x": starts_with(B), "y": starts_with(B)},
+    ),
+    "DictTensor.set": Case(
+        lambda tensor: DictTensor({"x": ROWS}).set("y", tensor),
+        {"tensor": STEPS},
+        {"tensor": starts_with(B)},
+    ),
+    "DictTensor.cat": Case(
+        lambda x: DictTensor.cat([NAMED, DictTensor({"x": x})]),
+        {"x": ROWS},
+        {"x": lambda shape: len(shape) == 2 and shape[1] == N},
+    ),
+    "DictTensor.__add__": Case(
+        lambda y: NAMED + DictTensor({"y": y}), {"y": STEPS}, {"y": starts_with(B)}
+    ),
+    "DictTensor.index": Case(NAMED.index, {"rows": ROW > 0}),
+    "DictTensor.copy_": Case(
+        lambda x, source_indexes, destination_indexes: NAMED.clone().copy_(
+            DictTensor({"x": x}), source_indexes, destination_indexes
+        ),
+        {"x": ROWS, "source_indexes": ROW, "destination_indexes": ROW},
+        {"x": lambda shape: len(shape) == 2 and shape[0] >= B and shape[1] == N},
+    ),
+    "TemporalDictTensor.__init__": Case(
+        trajectories, {"x": TIMED["x"], "y": STEPS, "lengths": ROW, "task": ROW}, IN_TIME
+    ),
+    "TemporalDictTensor.from_packed": Case(
+        lambda x, lengths, task: TemporalDictTensor.from_packed({"x": x}, lengths, {"task": task}),
+        {"x": torch.rand(3, N), "lengths": ROW, "task": ROW},
+        {"x": starts_with(3), "task": starts_with(B)},
+    ),
+    "TemporalDictTensor.set": Case(
+        lambda tensor: TIMED.clone().set("y", tensor),
+        {"tensor": STEPS},
+        {"tensor": starts_with(B, T)},
+    ),
+    "TemporalDictTensor.cat": Case(
+        lambda x: TemporalDictTensor.cat(
+            [TIMED, TemporalDictTensor({"x": x}, None, {"task": ROW})]
+        ),
+        {"x": TIMED["x"]},
+    ),
+    "TemporalDictTensor.__add__": Case(
+        lambda y, lengths: TIMED + TemporalDictTensor({"y": y}, lengths),
+        {"y": STEPS, "lengths": TIMED.lengths},
+        {"y": starts_with(B, T)},
+    ),
+    "TemporalDictTensor.index": Case(TIMED.index, {"rows": ROW > 0}),
+    "TemporalDictTensor.temporal_multi_index": Case(TIMED.temporal_multi_index, {"steps": ROW}),
+    "TemporalDictTensor.copy_": Case(
+        lambda x, task, source_indexes, destination_indexes: TIMED.clone().copy_(
+            TemporalDictTensor({"x": x}, TIMED.lengths, {"task": task}),
+            source_indexes,
+            destination_indexes,
+        ),
+        {"x": TIMED["x"], "task": ROW, "source_indexes": ROW, "destination_indexes": ROW},
+    ),
+}
+
+
+def changed(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The same values in other shapes."""
+    yield "with one dimension more", tensor.unsqueeze(-1)
+    yield "with a leading dimension", tensor.unsqueeze(0)
+    yield "expanded to a leading dimension", tensor.expand(2, *tensor.shape)
+    if tensor.ndim:
+        yield "one row", tensor[:1]
+        yield "squeezed", tensor[0]
+        yield "the rows twice", torch.cat([tensor, tensor])
+        yield "one column", tensor[..., :1]
+    if tensor.ndim > 1:
+        yield "squeezed columns", tensor[..., 0]
+        yield "transposed", tensor.transpose(0, 1)
+    if tensor.ndim > 2:
+        yield "transposed columns", tensor.transpose(-2, -1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fitting_shapes_are_taken_and_others_refused(name: str) -> None:
+    call, fitting, also = CASES[name]
+    call(**fitting)
+    taken = []
+    for argument, tensor in fitting.items():
+        for how, value in changed(tensor):
+            given = {**fitting, argument: value}
+            if value.shape == tensor.shape or also.get(argument, never)(value.shape):
+                call(**given)
+                continue
+            with contextlib.suppress(SpecError, IndexError):  # of a row that does not exist
+                call(**given)
+                taken.append(f"{argument} {how}: {list(value.shape)}")
+    assert not taken
+
+
+@pytest.mark.parametrize("name", ["sample_normal", "sample_tanh_normal", "normal_log_probability"])
+def test_rows_that_were_all_squeezed_are_refused_by_name(name: str) -> None:
+    squeezed = {argument: tensor[:, 0] for argument, tensor in CASES[name].fitting.items()}
+    with pytest.raises(SpecError, match=re.escape("mean is float32 [3], log_std is float32 [3]")):
+        CASES[name].call(**squeezed)
+
+
+def test_whatever_takes_several_tensors_is_tried() -> None:
+    owners: list[Any] = [DictTensor, TemporalDictTensor, EpisodeStatistics]
+    functions = {name: getattr(rlpool, name) for name in rlpool.__all__}
+    found = {name: f for name, f in functions.items() if inspect.isfunction(f)}
+    for owner in owners:
+        for name in vars(owner):
+            function = getattr(owner, name)
+            if name in ("__init__", "__add__") or not name.startswith("_"):
+                found[f"{owner.__name__}.{name}"] = function
+    found = {name: function for name, function in found.items() if callable(function)}
+    for name, function in found.items():
+        annotations = [str(p.annotation) for p in inspect.signature(function).parameters.values()]
+        n_tensors = sum("Tensor" in each for each in annotations) + ("." in name)
+        assert n_tensors < 2 or name in CASES, f"add {name} to the table"
