@@ -111,6 +111,7 @@ class KillsWorkers(Storage):
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.promise("I2")
 @pytest.mark.parametrize(
     ("make", "tasks"),
     [
