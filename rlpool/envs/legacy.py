@@ -12,11 +12,14 @@ Supported are:
 Gymnasium's generators are NumPy's ``Generator``. Environments of the former gym draw with
 ``self.np_random.rand()``, ``randn`` or ``randint``, methods of NumPy's ``RandomState``. Their
 ``np_random`` becomes a ``LegacyGenerator``, which has the methods of both.
+
+A task comes before the reset, and the environment is seeded before the task, since both may draw.
 """
 
 from __future__ import annotations
 
 import inspect
+import random
 from contextlib import suppress
 from typing import Any
 
@@ -24,8 +27,12 @@ import gymnasium
 import numpy as np
 from gymnasium.utils import seeding
 
+from rlpool.seeding import stream_seed
+
 _GYMNASIUMS = {"seed": None, "options": None}  # arguments of reset, and their defaults
 _OTHERS = {"env_info", "task"}  # not passed on by Gymnasium's wrappers
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+_TASK = 2  # stream of an episode's seed; those of ``one_env`` are 0 and 1
 _KEPT = ("observation_space", "action_space", "metadata", "render_mode", "spec", "render", "close")
 
 
@@ -61,6 +68,8 @@ class LegacyEnv(gymnasium.Env[Any, Any]):
                 others = dict(options)
                 given |= {"task": others.pop("task", None), "options": others or None}
             elif "task" in options and callable(getattr(env, "reset_task", None)):
+                if seed is not None and "seed" in arguments:
+                    seed_before_task(env, seed)
                 env.reset_task(options["task"])
         return env.reset(**{n: given.get(n, default) for n, default in arguments.items()})
 
@@ -106,6 +115,41 @@ def modernised(env: Any, *, with_tasks: bool = True, returns_pair: bool = True) 
     is_modern = isinstance(env, gymnasium.Env) and arguments == _GYMNASIUMS and returns_pair
     has_tasks = with_tasks and callable(getattr(env, "reset_task", None))
     return env if is_modern and not has_tasks else LegacyEnv(env, arguments)
+
+
+def seed_before_task(env: Any, seed: int) -> int | None:
+    """Seed an environment for a ``reset_task`` that may draw, which comes before its reset.
+
+    Its generators (``np_random``, and others that are attributes of it or of its wrappers) get a
+    stream of their own: a reset with the same seed would draw what was drawn for the task again.
+    An environment of the former gym, whose ``reset`` takes no seed, is seeded once for both.
+
+    Args:
+        env: An environment with Gymnasium's interface.
+        seed: The seed of the episode.
+
+    Returns:
+        The seed for the reset that follows, ``None`` if nothing is left to be seeded.
+    """
+    while True:
+        if isinstance(env, LegacyEnv) and "seed" not in env._reset_arguments:
+            _seed_legacy(env.inner, seed)
+            return None
+        getattr(env, "np_random", None)  # Gymnasium's is made when it is asked for
+        attributes = getattr(env, "__dict__", {})
+        for name, value in attributes.items():
+            if isinstance(value, _GENERATORS):
+                attributes[name] = _reseeded(value, stream_seed(seed, _TASK))
+        if not isinstance(env, LegacyEnv | gymnasium.Wrapper):
+            return seed
+        env = env.inner if isinstance(env, LegacyEnv) else env.env
+
+
+def _reseeded(generator: Any, seed: int) -> Any:
+    """A generator of the same kind. The old one is left alone: others may draw from it, too."""
+    if isinstance(generator, np.random.Generator):
+        return type(generator)(type(generator.bit_generator)(seed))
+    return type(generator)(seed)
 
 
 def is_pair(result: Any) -> bool:

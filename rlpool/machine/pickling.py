@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from rlpool.errors import SpecError, WorkerStartupError
+from rlpool.errors import RlpoolError, SpecError, WorkerStartupError
 
 _DEPTH = 8
 """Longest path that is named."""
@@ -103,12 +103,23 @@ def _culprit(value: Any, above: tuple[Any, ...] = ()) -> tuple[str, Any, Excepti
         cause = error
     else:
         return None
-    if len(above) < _DEPTH:
+    if len(above) < _DEPTH and not _says_why(value):
         with suppress(Exception):  # whatever users' containers and attributes raise when read
             for step, inner in _contents(value):
                 if (found := _culprit(inner, (*above, value))) is not None:
                     return step + found[0], *found[1:]
     return "", value, cause
+
+
+def _says_why(value: Any) -> bool:
+    """Whether an object refuses by itself, so that nothing in it is to blame."""
+    try:
+        value.__reduce__()
+    except RlpoolError:
+        return True
+    except Exception:
+        return False
+    return False
 
 
 def _contents(value: Any) -> Iterable[tuple[str, Any]]:

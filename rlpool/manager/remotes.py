@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing.context import SpawnProcess
-from typing import Any
+from typing import Any, NoReturn
 
 import gymnasium
 
@@ -30,7 +30,19 @@ from rlpool.seeding import LaneSeeds, root_from, seed_from
 _COMMANDS = ("reset", "step", "get_attr", "set_attr", "call", "seed", "close")
 
 
-class Remote:
+class _OfManager:
+    """What a ``ParallelEnvManager`` has one of; a copy would share its requests and replies."""
+
+    def __reduce__(self) -> NoReturn:
+        name = type(self).__name__
+        raise UsageError(
+            f"a {name} is part of a ParallelEnvManager and cannot be copied or pickled",
+            fix="hand on its number, and use the manager's remotes and workers in the process that "
+            "made it",
+        )
+
+
+class Remote(_OfManager):
     """One environment in a worker process: send a request, receive its reply.
 
     ====================================== ======================================================
@@ -245,7 +257,7 @@ class Remote:
         return as_numpy(action) if hasattr(action, "detach") else action
 
 
-class WorkerHandle:
+class WorkerHandle(_OfManager):
     """A worker process, or the one that replaced it.
 
     Args:

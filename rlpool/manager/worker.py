@@ -251,7 +251,8 @@ class EnvServer:
             with self._env_time():
                 self._env.reset_lanes(message.lanes, message.seeds, message.options)
         except LaneError as error:
-            self._report(message.number, error)
+            row = message.lanes.index(error.lane)
+            self._report(message.number, error, message.options[row])
             outcome = FAILED
         self._conclude(message.number, outcome)
 
@@ -308,8 +309,8 @@ class EnvServer:
         self._buffers.finished[self._me] = number
         self._done.signal()
 
-    def _report(self, number: int, error: LaneError) -> None:
-        failure = env_error(error, Where(worker=self._me))
+    def _report(self, number: int, error: LaneError, options: Options = None) -> None:
+        failure = env_error(error, Where(worker=self._me), options=options)
         self._pipe.send(LaneFailed(number, error.lane, error.call, failure))
         self._is_over = self._place.policy.restarts_on_env_errors
 
@@ -348,7 +349,8 @@ class EnvServer:
             reply = cloudpickle.dumps(self._result(call))
         except LaneError as error:
             reply = pickle.dumps(("error", text_of(error.__cause__ or error)))
-            failure = env_error(error, Where(worker=self._me))
+            options = call.data[1] if call.command in ("reset", "describe") else None
+            failure = env_error(error, Where(worker=self._me), options=options)
             self._is_over = self._place.policy.restarts_on_env_errors
         except BaseException as error:
             reply = pickle.dumps(("error", text_of(error)))

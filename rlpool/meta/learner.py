@@ -19,8 +19,7 @@ from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import refuse_other_states, takes_keyword, whole_number
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.meta.agents import ActingAgent, RandomAgent
-from rlpool.meta.rollouts import Deliver, RolloutColumns, RolloutPlan, RowsEnv
-from rlpool.meta.trials import TASK_OPTION
+from rlpool.meta.rollouts import TASK_OPTION, Deliver, RolloutColumns, RolloutPlan, RowsEnv
 from rlpool.record.failures import LOCAL_HINT
 from rlpool.seeding import Words, episode_seeds, noise_keys, probe_seed, root_from, task_draws
 from rlpool.slots.blocks import Layout
@@ -34,6 +33,7 @@ out in pieces."""
 
 _SAMPLE = ("observation", "action", "reward", "terminal", "next_observation")
 _FORMAT = 1  # of states, see Learner.state_dict
+_Drawn = tuple[int, list[Episode], Words]
 _METHODS = (("add_episode", RolloutColumns._fields), ("add_sample", _SAMPLE))
 
 
@@ -63,11 +63,13 @@ class AGENT_ARCHS(str, Enum):  # noqa: N801  (the name that users know)
 
 def collect_rollouts_parallel(
     learner: Any,
-    num_rollouts: int,
+    num_rollouts: int | None = None,
     random_actions: bool = False,
     parallel_env: VecEnv | None = None,
+    *,
+    rollouts_per_task: int | None = None,
 ) -> int:
-    """Run rollouts, each on a task drawn from ``train_tasks``, and store them.
+    """Run rollouts, each on a task of ``train_tasks``, and store them.
 
     Rollout *i* runs in environment ``i % n``, so that each of the *n* environments gets
     ``num_rollouts // n`` and the first ``num_rollouts % n`` one more; environments without a
@@ -75,20 +77,24 @@ def collect_rollouts_parallel(
     ends a rollout starts its next one while the others go on. The agent's state is reset at the
     start of every rollout and nowhere else: it lasts through all episodes of a trial.
 
-    Rollouts reach the storage complete and in order. Tasks, seeds and noise depend on the
-    learner's seed, on the calls that came before, and on the number of the rollout, not on the
-    environments: one environment or many, with processes or without, give the same bits for an
-    agent that is deterministic or draws from its ``noise``. (What an agent draws from torch's
-    global generator depends on who draws before it.)
+    Rollouts reach the storage complete and in order. The seed and the noise of a rollout follow
+    from the learner's seed and from how many rollouts came before it, in all collections. A task
+    that is drawn follows from the learner's seed, the number of the collection and the number of
+    the rollout in it. Nothing depends on the environments: one or many, with processes or without,
+    give the same bits for an agent that is deterministic or draws from its ``noise``. (What an
+    agent draws from torch's global generator depends on who draws before it.)
 
     Args:
         learner: A ``Learner``, or any object with ``agent``, ``policy_storage``, ``train_env``,
             ``train_tasks`` and ``agent_arch`` (and ``seed`` and ``batch_rows``, if they matter).
             A class of such objects can take this function as its method.
-        num_rollouts: How many rollouts, at least 0.
+        num_rollouts: How many rollouts, at least 0, each on a task that is drawn. May be left out
+            with ``rollouts_per_task``.
         random_actions: Draw actions from the action space, without the agent.
         parallel_env: Environments side by side, such as a ``ParallelEnvManager``. ``None``: one
             rollout after another in ``learner.train_env``, in this process.
+        rollouts_per_task: Instead of drawing, go through all tasks in order, with so many
+            consecutive rollouts of each, at least 1.
 
     Returns:
         The steps of the environments. They are added to ``learner.n_env_steps_total``, and the
@@ -96,7 +102,7 @@ def collect_rollouts_parallel(
         ``_n_rollouts_total``, to these instead, since the other name may then be its goal.
 
     Raises:
-        SpecError: For arguments that do not fit.
+        SpecError: For arguments that do not fit, or a learner without one of the attributes.
         UsageError: Without any environment, or for an agent without the memory it needs.
         EnvError, AgentError, WorkerError: If the environment, the agent or a worker fails. The
             rollouts that were complete by then are stored and counted.
@@ -111,25 +117,27 @@ def collect_rollouts_parallel(
         >>> n_steps == learner.n_env_steps_total == len(learner.policy_storage)
         True
     """
-    n_rollouts = whole_number("num_rollouts", num_rollouts, 0)
     n_rows = whole_number("batch_rows", getattr(learner, "batch_rows", BATCH_ROWS), 1)
-    arch = AGENT_ARCHS(learner.agent_arch)
-    store = _store_into(learner.policy_storage, arch)
+    arch = AGENT_ARCHS(_part(learner, "agent_arch"))
+    store = _store_into(_part(learner, "policy_storage"), arch)
     lanes = _lanes(learner, parallel_env)
+    tasks = _tasks(learner, lanes)
+    n_rollouts = _number_of_rollouts(num_rollouts, rollouts_per_task, tasks)
     agent = _agent(learner, lanes, arch, random_actions)
     # Random actions depend on no other row: no more rows are needed than there are lanes.
     rows = RowsEnv(lanes, lanes.n_lanes if random_actions else max(lanes.n_lanes, n_rows))
     lengths: list[int] = []
 
-    def deliver(columns: RolloutColumns) -> None:
-        store(columns)
+    def deliver(columns: RolloutColumns, task: Any) -> None:
+        store(columns, task)
         lengths.append(len(columns.rewards))
         for name, n in (("n_env_steps_total", lengths[-1]), ("n_rollouts_total", 1)):
             counter = f"_{name}" if hasattr(learner, f"_{name}") else name
             setattr(learner, counter, getattr(learner, counter, 0) + n)
 
     try:
-        _run(learner, n_rollouts, agent, rows, deliver)
+        drawn = _draw_episodes(learner, n_rollouts, rollouts_per_task, tasks, rows.n_lanes)
+        _run(drawn, agent, rows, deliver)
     except (EnvError, AgentError) as error:
         raise _placed(error, lanes) from error.__cause__
     return sum(lengths)
@@ -145,11 +153,12 @@ class Learner:
             or, if its parameters have other names, in this order:
             ``add_sample(observation, action, reward, terminal, next_observation)`` for each
             transition of a Markov agent, ``add_episode(observations, actions, rewards, terminals,
-            next_observations)`` for each rollout of the others.
+            next_observations)`` for each rollout of the others. If it has a parameter ``task``, it
+            also gets the rollout's task, ``None`` if none was given to the environment.
         train_env: One environment, or several as a ``VecEnv``, for collection without
             ``parallel_env``.
-        train_tasks: The tasks to draw from, numbers or not; ``None`` for all that the environment
-            knows.
+        train_tasks: The tasks to draw from or go through, numbers or not; ``None`` for all that the
+            environment knows.
         agent_arch: One of ``AGENT_ARCHS``, or its value.
         seed: Determines tasks, seeds of environments, noise of agents and random actions;
             ``None`` draws fresh entropy.
@@ -219,10 +228,29 @@ class Learner:
         self.n_rollouts_total = state["n_rollouts_total"]
 
 
-def _run(learner: Any, n_rollouts: int, agent: Agent, rows: RowsEnv, deliver: Deliver) -> None:
+def _number_of_rollouts(n_rollouts: Any, per_task: Any, tasks: Sequence[Any] | None) -> int:
+    """How many rollouts were asked for, in all."""
+    if per_task is None:
+        return whole_number("num_rollouts", n_rollouts, 0)
+    whole_number("rollouts_per_task", per_task, 1)
+    if tasks is None:
+        raise SpecError(
+            f"rollouts_per_task is {per_task}, but it is not known which tasks there are",
+            fix="list them in the learner's train_tasks",
+        )
+    n_all: int = per_task * len(tasks)
+    if n_rollouts not in (None, n_all):
+        raise SpecError(
+            f"num_rollouts is {n_rollouts!r}, but {per_task} rollouts of each of {len(tasks)} "
+            f"tasks are {n_all}",
+            fix="leave out num_rollouts",
+        )
+    return n_all
+
+
+def _run(drawn: _Drawn, agent: Agent, rows: RowsEnv, deliver: Deliver) -> None:
     """Run rollouts, and deliver those that are complete even if one fails."""
-    tasks = _tasks(learner, rows.lanes)
-    root, episodes, keys = _draw_episodes(learner, n_rollouts, tasks, rows.n_lanes)
+    root, episodes, keys = drawn
     rollout = Rollout(agent, rows)
     options = episodes[0].options if episodes else None
     steps = rollout.probe(probe_seed(root), [options] * rows.n_lanes, None)
@@ -236,8 +264,8 @@ def _run(learner: Any, n_rollouts: int, agent: Agent, rows: RowsEnv, deliver: De
 
 
 def _draw_episodes(
-    learner: Any, n_rollouts: int, tasks: Sequence[Any] | None, n_rows: int
-) -> tuple[int, list[Episode], Words]:
+    learner: Any, n_rollouts: int, per_task: int | None, tasks: Sequence[Any] | None, n_rows: int
+) -> _Drawn:
     """Root, episodes and the keys of their noise; the learner remembers how many were drawn."""
     root, collection, n_before = _drawn(learner)
     seed = getattr(learner, "seed", None)
@@ -245,6 +273,8 @@ def _draw_episodes(
     options: list[Options] = [None] * n_rollouts
     if tasks is not None:
         draws = task_draws(root, collection, n_rollouts, len(tasks))
+        if per_task is not None:
+            draws = [i // per_task for i in range(n_rollouts)]
         options = [{TASK_OPTION: tasks[draw]} for draw in draws]
     seeds = episode_seeds(root, n_before, n_rollouts)
     episodes = [Episode(i, seeds[i], options[i], None, i % n_rows) for i in range(n_rollouts)]
@@ -278,18 +308,20 @@ def _store_into(storage: Any, arch: AGENT_ARCHS) -> Deliver:
         )
 
     has_names = all(takes_keyword(add, name) for name in names)
+    has_task = takes_keyword(add, "task", otherwise=False)
 
-    def store(columns: Sequence[Any]) -> None:
+    def store(columns: Sequence[Any], task: Any) -> None:
+        told = {"task": task} if has_task else {}
         if has_names:
-            add(**dict(zip(names, columns, strict=True)))
+            add(**dict(zip(names, columns, strict=True)), **told)
         else:
-            add(*columns)
+            add(*columns, **told)
 
-    def store_samples(rollout: RolloutColumns) -> None:
+    def store_samples(rollout: RolloutColumns, task: Any) -> None:
         flat = rollout._replace(rewards=rollout.rewards[:, 0], terminals=rollout.terminals[:, 0])
         leaves, structure = _pytree.tree_flatten(flat)
         for sample in zip(*leaves, strict=True):
-            store(_pytree.tree_unflatten(sample, structure))
+            store(_pytree.tree_unflatten(sample, structure), task)
 
     return store_samples if is_markov else store
 
@@ -299,9 +331,21 @@ def _agent(learner: Any, lanes: VecEnv, arch: AGENT_ARCHS, random_actions: bool)
     space = getattr(lanes, "action_space", None)
     if random_actions:
         return RandomAgent(space)
-    if isinstance(learner.agent, Agent):
-        return learner.agent
-    return ActingAgent(learner.agent, space, needs_memory=arch is AGENT_ARCHS.Memory)
+    agent = _part(learner, "agent")
+    if isinstance(agent, Agent):
+        return agent
+    return ActingAgent(agent, space, needs_memory=arch is AGENT_ARCHS.Memory)
+
+
+def _part(learner: Any, name: str) -> Any:
+    """An attribute that every learner has."""
+    try:
+        return getattr(learner, name)
+    except AttributeError as error:
+        raise SpecError(
+            f"the learner is a {type(learner).__name__} without {name}",
+            fix=f"set its attribute {name}, or subclass rlpool.Learner",
+        ) from error
 
 
 def _lanes(learner: Any, parallel_env: Any) -> VecEnv:
@@ -357,6 +401,8 @@ def _placed(error: EnvError | AgentError, lanes: VecEnv) -> WorkerError:
     fix = error.own_fix
     if "env_info" in fix:
         fix = "if it needs a task, list them in the learner's train_tasks"
+        if TASK_OPTION in (where.env_info or {}):
+            fix = "let reset() do without other options: rollouts pass none but the task"
     elif "agent_info" in fix:
         fix = "let the agent do without agent_info: rollouts pass none"
     here = "run it in this process to debug: parallel_env=None" if is_remote else LOCAL_HINT

@@ -9,6 +9,9 @@ from typing import Any
 
 import gymnasium
 
+from rlpool.envs.gym_env import is_environment
+from rlpool.envs.legacy import seed_before_task
+from rlpool.errors import SpecError
 from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.machine.worker_limits import worker_count
 from rlpool.manager.parallel_env import ParallelEnvManager
@@ -31,26 +34,47 @@ def make_env(
         env_id: An id for ``gymnasium.make``, also ``"module:EnvId"``, which imports the module
             first; or a callable that makes the environment, such as its class.
         episodes_per_task: Episodes of a trial.
-        seed: Seeds the environment and its action space; from 2**31 on, its hash does. A later
-            ``reset(seed=...)`` overrides it.
+        seed: Seeds the action space and the first reset, unless that brings a seed; from 2**31 on,
+            its hash does.
         oracle: Append the task to the observations.
         **kwargs: For the environment; ``max_episode_steps`` is its time limit.
 
     Returns:
         The environment. It needs a ``reset`` before the first step.
 
+    Raises:
+        SpecError: If ``env_id`` is neither an id nor callable, or makes no environment, or one that
+            ``VariBadWrapper`` refuses.
+
     Example:
         >>> env = make_env("CartPole-v1", episodes_per_task=2, seed=0)
         >>> env.reset()[0].shape, env.horizon_bamdp
         ((5,), 1000)
     """
+    _refuse_no_maker(env_id)
     env = gymnasium.make(env_id, **kwargs) if isinstance(env_id, str) else env_id(**kwargs)
+    if not is_environment(env):
+        raise SpecError(
+            f"env_id returned {env!r:.60}, not a single environment",
+            fix="let it return one environment, an object with reset() and step()",
+        )
     trials = VariBadWrapper(env, episodes_per_task, oracle)
     if seed is not None:
         seed = seed_from(whole_number("seed", seed, 0))
-        trials.env.reset(seed=seed)  # no task was asked for yet
+        if trials._inner("reset_task") is None:
+            trials.env.reset(seed=seed)
+        else:  # it may need its first task before its first reset
+            trials._first_seed = seed_before_task(trials.env, seed)
         trials.action_space.seed(seed)
     return trials
+
+
+def _refuse_no_maker(env_id: Any) -> None:
+    if not isinstance(env_id, str) and not callable(env_id):
+        raise SpecError(
+            f"env_id is {env_id!r:.60}, neither an id nor callable",
+            fix="pass an id such as 'CartPole-v1', or the class or function that makes it",
+        )
 
 
 @names_arguments
@@ -89,7 +113,8 @@ def make_parallel_env(
         A ``VecEnv`` of ``num_workers * envs_per_worker`` lanes.
 
     Raises:
-        SpecError: For wrong numbers, or more processes than the system allows.
+        SpecError: For wrong numbers, an ``env_id`` that is neither an id nor callable, or more
+            processes than the system allows.
         WorkerStartupError: If an environment cannot be made.
 
     Example:
@@ -97,6 +122,7 @@ def make_parallel_env(
         ...     print(env.n_lanes, env.horizon_bamdp)
         3 1000
     """
+    _refuse_no_maker(env_id)
     whole_number("episodes_per_task", episodes_per_task, 1)
     whole_number("envs_per_worker", envs_per_worker, 1)
     n_workers = worker_count(num_workers)

@@ -35,7 +35,11 @@ class RolloutColumns(NamedTuple):
     next_observations: Any
 
 
-Deliver = Callable[[RolloutColumns], None]
+Deliver = Callable[[RolloutColumns, Any], None]
+"""Takes a complete rollout and its task, ``None`` if it was given none."""
+
+TASK_OPTION = "task"
+"""Key of the task among the options of a reset."""
 
 
 class RowsEnv(VecEnv):
@@ -147,7 +151,7 @@ class RolloutPlan(Plan):
         rows: The rows.
         episodes: The rollouts, with their rows as slots.
         noise_keys: One per rollout.
-        deliver: Takes complete rollouts in the order of their numbers.
+        deliver: Takes complete rollouts, and their tasks, in the order of their numbers.
     """
 
     layout: Layout
@@ -197,13 +201,17 @@ class RolloutPlan(Plan):
         self._complete[episode] = self._joined(self._chunks.pop(episode), slot)
         while self._n_delivered in self._complete:
             self._n_delivered += 1
-            # Forgotten first: a rollout that is refused is not offered twice.
-            self.deliver(self._complete.pop(self._n_delivered - 1))
+            self._deliver(self._n_delivered - 1)
 
     def deliver_rest(self) -> None:
         """Deliver what is complete although an earlier rollout failed."""
         for number in sorted(self._complete):
-            self.deliver(self._complete.pop(number))
+            self._deliver(number)
+
+    def _deliver(self, number: int) -> None:
+        task = (self.episodes[number].options or {}).get(TASK_OPTION)
+        # Forgotten first: a rollout that is refused is not offered twice.
+        self.deliver(self._complete.pop(number), task)
 
     def _joined(self, chunks: Sequence[dict[str, Array]], slot: int) -> RolloutColumns:
         finals = self.arrays.finals

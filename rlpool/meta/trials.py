@@ -10,13 +10,11 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.utils import RecordConstructorArgs
 
-from rlpool.envs.gym_env import all_tasks
-from rlpool.envs.legacy import modernised
+from rlpool.envs.gym_env import all_tasks, is_environment
+from rlpool.envs.legacy import modernised, seed_before_task
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
-
-TASK_OPTION = "task"
-"""Key of the task among the options of a reset."""
+from rlpool.meta.rollouts import TASK_OPTION
 
 
 class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
@@ -36,7 +34,8 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
 
     The environment may have Gymnasium's interface or an older one. If it has tasks, it or one of
     its wrappers has ``reset_task(task)`` (``None`` draws one), ``get_current_task()``,
-    ``n_tasks``, and possibly ``get_all_task_idx()``.
+    ``n_tasks``, and possibly ``get_all_task_idx()``. A trial begins with ``reset_task``, also the
+    first one of an environment, and one reset follows.
 
     Args:
         env: The environment, with a time limit.
@@ -54,8 +53,9 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         done_mdp: Whether the last step ended an episode.
 
     Raises:
-        SpecError: For fewer than one episode, no time limit, an observation that is not a vector
-            but would be extended, actions without bounds, or an oracle without tasks.
+        SpecError: For what is no environment, fewer than one episode, no time limit, an observation
+            that is not a vector but would be extended, actions without bounds, or an oracle without
+            tasks.
 
     References:
         Zintgraf et al. 2020, "VariBAD: a very good method for Bayes-adaptive deep RL via
@@ -69,6 +69,11 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
     """
 
     def __init__(self, env: Any, episodes_per_task: int, oracle: bool = False) -> None:
+        if not is_environment(env):
+            raise SpecError(
+                f"VariBadWrapper got {env!r:.60}, not a single environment",
+                fix="pass an object with reset() and step(), such as gymnasium.make(...)",
+            )
         RecordConstructorArgs.__init__(self, episodes_per_task=episodes_per_task, oracle=oracle)
         gymnasium.Wrapper.__init__(self, modernised(env, with_tasks=False))
         self.episodes_per_task = whole_number("episodes_per_task", episodes_per_task, 1)
@@ -79,6 +84,7 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         self._elapsed = 0  # steps of the running episode
         self.done_mdp, self._is_running = True, False
         self._options: dict[str, Any] | None = None
+        self._first_seed: int | None = None  # of the next reset, unless that brings another
         self._bounds: tuple[Any, Any, Any] | None = None
         if isinstance(self.env.action_space, spaces.Box):
             self.action_space = self._unit_space(self.env.action_space)
@@ -123,7 +129,9 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         """Start a trial.
 
         Args:
-            seed: Seeds the environment; a task that it draws itself follows from the seed as well.
+            seed: Seeds the environment before it gets its task, and in the reset. What
+                ``reset_task`` draws follows from the seed as well, if it draws from ``np_random``
+                or another generator among the environment's attributes.
             options: For every reset of the environment within the trial. An option ``"task"`` is
                 used as ``task``.
             task: The task, passed to ``reset_task``. ``None`` lets the environment draw one.
@@ -138,11 +146,11 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         from_options = given.pop(TASK_OPTION, None)
         task = from_options if task is None else task
         self._options = given or None
+        seed = self._first_seed if seed is None else seed
+        self._first_seed = None
         if self._inner("reset_task") is not None or task is not None:
             if seed is not None:
-                # Before the task, which the environment may draw from its generator.
-                self.env.reset(seed=seed, options=self._options)
-                seed = None
+                seed = seed_before_task(self.env, seed)
             self.reset_task(task)
         observation, info = self.env.reset(seed=seed, options=self._options)
         self.episode_count = self.step_count_bamdp = self._elapsed = 0
@@ -187,6 +195,8 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
                 f"a flag or a task can only be appended to vectors, not to {space}",
                 fix="put gymnasium.wrappers.FlattenObservation around the environment",
             )
+        if self.oracle:
+            self._have_task()
         dtype = space.dtype if space.dtype.kind == "f" else np.dtype(np.float32)
         n_task, n_flag = len(self._task_vector()), int(self.episodes_per_task > 1)
         low = np.concatenate([space.low, np.full(n_task, -np.inf), np.zeros(n_flag)])
@@ -201,20 +211,25 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
         dtype: Any = self.observation_space.dtype
         return np.concatenate([observation, self._task_vector(), flags], dtype=dtype)
 
-    def _task_vector(self) -> Any:
-        """The task as an oracle sees it; empty without an oracle."""
-        if not self.oracle:
-            return ()
+    def _have_task(self) -> None:
+        """Make sure that the environment has a task, which shows how long its description is."""
         if self._inner("reset_task") is None or self._inner("get_current_task") is None:
             raise SpecError(
                 f"oracle=True, but {self.unwrapped} has no tasks",
                 fix="give it reset_task(task) and get_current_task(), or use oracle=False",
             )
-        task = self.get_current_task()
-        if task is None:  # none was drawn yet
+        try:
+            has_task = self.get_current_task() is not None
+        except Exception:  # whatever it says before it got its first task
+            has_task = False
+        if not has_task:
             self.reset_task(None)
-            task = self.get_current_task()
-        return np.asarray(task, np.float64).reshape(-1)
+
+    def _task_vector(self) -> Any:
+        """The task as an oracle sees it; empty without an oracle."""
+        if not self.oracle:
+            return ()
+        return np.asarray(self.get_current_task(), np.float64).reshape(-1)
 
     def _unit_space(self, space: Any) -> spaces.Box:
         if not space.is_bounded():

@@ -43,13 +43,19 @@ _REFUSES_SEED = (ValueError, TypeError, OverflowError, AssertionError, struct.er
 _NOT_HANDED_ON = re.compile(r"unexpected keyword argument '(seed|options)'")
 
 
-def env_error(error: LaneError, where: Where, capsule: CrashCapsule | None = None) -> EnvError:
+def env_error(
+    error: LaneError,
+    where: Where,
+    capsule: CrashCapsule | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> EnvError:
     """The error for an environment that raised or returned what does not fit.
 
     Args:
         error: What a ``VecEnv`` said.
         where: Where it happened.
         capsule: What else is known about the episode.
+        options: What a reset got, if ``where`` does not say it: not all options can travel.
     """
     told, hint = None, DEBUG_HINT
     if isinstance(error, EnvError):  # put together in the process where it happened
@@ -59,9 +65,9 @@ def env_error(error: LaneError, where: Where, capsule: CrashCapsule | None = Non
         is_spec = isinstance(error, SpecError)
     else:
         cause = error.__cause__ or error
-        what, fix = _what_and_fix(f"env.{error.call}", cause)
+        what, fix = what_and_fix(f"env.{error.call}", cause)
         if error.call == "reset" and not fix:
-            fix = reset_advice(cause, where.env_info)
+            fix = reset_advice(cause, where.env_info or options)
         text, is_spec = text_of(cause), isinstance(cause, SpecError)
     if capsule is not None:
         place = capsule.where._replace(worker=where.worker)
@@ -84,7 +90,7 @@ def agent_error(
         who: What of the agent was called, for the message.
         capsule: What else is known about the episode.
     """
-    what, fix = _what_and_fix(who, error)
+    what, fix = what_and_fix(who, error)
     fix = _agent_advice(error, has_agent_info=capsule is None or bool(capsule.agent_info)) or fix
     text = text_of(error)
     told = None if capsule is None else capsule.told(what, text)
@@ -127,8 +133,10 @@ def reset_advice(error: BaseException, options: Mapping[str, Any] | None) -> str
     if is_missing and MISSES_OPTIONS.search(told):
         found = _OPTION.search(told)
         name = found[1] or found[2] if found else key
-        each = f'"{name}": ...' if isinstance(name, str) and name.isidentifier() else "..."
-        return f"if it needs options, pass env_info={{{each}}}, one row per episode"
+        is_name = isinstance(name, str) and name.isidentifier()
+        if not (is_name and name in (options or {})):
+            each = f'"{name}": ...' if is_name else "..."
+            return f"if it needs options, pass env_info={{{each}}}, one row per episode"
     if isinstance(error, _REFUSES_SEED) and _SEED.search(told):
         return "let reset(seed=...) take every int from 0 to 2**31 - 1: that is what rlpool gives"
     return ""
@@ -165,7 +173,7 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def _what_and_fix(who: str, error: BaseException) -> tuple[str, str]:
+def what_and_fix(who: str, error: BaseException) -> tuple[str, str]:
     """What happened in one line, and what to do about it, empty if nothing is known."""
     if isinstance(error, SpecError | UsageError):
         return f"{who}: {error.what}", error.fix

@@ -14,7 +14,7 @@ import torch
 
 from rlpool.errors import Where, WorkerStartupError
 from rlpool.observe.control import WorkerRecord, worker_record
-from rlpool.record.failures import described, text_of
+from rlpool.record.failures import text_of, what_and_fix
 from rlpool.seeding import seed_generators, worker_seed
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.logs import WorkerLogs
@@ -124,8 +124,9 @@ def called(where: Where, what: str, function: Callable[..., Any], *arguments: An
     except (KeyboardInterrupt, WorkerStartupError):
         raise
     except BaseException as error:
-        told, text = f"{what} raised {described(error)}", text_of(error)
-        raise WorkerStartupError(told, where=where, traceback_text=text) from error
+        told, fix = what_and_fix(what, error)
+        text = text_of(error)
+        raise WorkerStartupError(told, where=where, fix=fix, traceback_text=text) from error
 
 
 def run(server: Server) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -16,11 +18,20 @@ from rlpool import (
     ParallelEnvManager,
     UsageError,
     WorkerDiedError,
+    WorkerStartupError,
     make_env,
     make_parallel_env,
 )
 
-from support.meta import MarkovActor, MemoryActor, RaggedTaskEnv, Storage
+from support.meta import (
+    AncestorDrawingEnv,
+    MarkovActor,
+    MemoryActor,
+    OwnGeneratorEnv,
+    RaggedTaskEnv,
+    Storage,
+    TaskFirstEnv,
+)
 
 RAGGED = "support.meta:Ragged-v0"
 ARGUMENTS = {"limit": 6, "noise": 1.0}
@@ -33,6 +44,13 @@ class FailingTask(RaggedTaskEnv):
         if self.task == 6:
             raise KeyError("goal")
         return super().step(action)
+
+
+class UnknownTask(RaggedTaskEnv):
+    """Raises for every task, in a line that names it."""
+
+    def reset_task(self, task: Any = None) -> None:
+        self.task = {}["goal" if task else "none"]
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +97,79 @@ def test_processes_that_do_not_wait_for_each_other_give_the_same_bits() -> None:
     with make_parallel_env(RAGGED, 2, 2, envs_per_worker=2, min_ready=1, **ARGUMENTS) as env:
         assert env.num_envs == 4
         assert collected(env) == collected(None)
+
+
+class KillsWorkers(Storage):
+    """Kills a worker at every tenth rollout."""
+
+    pids: Any = staticmethod(list)  # of the workers that there are
+
+    def add_episode(self, *columns: Any, **named: Any) -> None:
+        super().add_episode(*columns, **named)
+        if len(self.episodes) % 10 == 0:
+            for pid in self.pids()[len(self.episodes) // 10 % 2 :][:1]:
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.promise("I2")
+@pytest.mark.parametrize(
+    ("make", "tasks"),
+    [
+        (TaskFirstEnv, range(7)),
+        (OwnGeneratorEnv, None),
+        (AncestorDrawingEnv, [None]),
+    ],
+)
+def test_workers_alive_or_killed_give_the_bits_of_one_environment_that_draws_by_its_task(
+    make: Any, tasks: Any
+) -> None:
+    def collect(parallel_env: Any, storage: Any) -> list[list[bytes]]:
+        env = make_env(make, 2)
+        learner = Learner(MemoryActor(), storage, env, tasks, AGENT_ARCHS.Memory, seed=3)
+        for n_rollouts in (16, 15):
+            learner.collect_rollouts_parallel(n_rollouts, parallel_env=parallel_env)
+        rows: list[list[bytes]] = storage.as_bytes()
+        return rows
+
+    expected = collect(None, Storage())
+    with make_parallel_env(make, 2, 2, envs_per_worker=2, seed=1) as env:
+        assert collect(env, Storage()) == expected
+        pids = [worker.pid for worker in env.workers]
+        storage = KillsWorkers()
+        storage.pids = lambda: [worker.pid for worker in env.workers]
+        assert collect(env, storage) == expected
+        assert pids != [worker.pid for worker in env.workers]
+
+
+def test_a_remote_and_a_worker_are_neither_copied_nor_pickled(two: ParallelEnvManager) -> None:
+    for part in (two.remotes[0], two.workers[0]):
+        for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(UsageError, match=r"is part of a ParallelEnvManager.*\n  fix:"):
+                attempt(part)
+    remote = two.remotes[0]
+    with pytest.raises(WorkerStartupError, match=r"closure 'remote'> is a .*Remote \(UsageError"):
+        ParallelEnvManager([lambda: remote])
+
+
+@pytest.mark.parametrize("made", [None, 3])
+def test_a_function_of_workers_that_returns_no_environment_is_told_so(made: Any) -> None:
+    message = (
+        rf"env_fns\[0\]: env_id returned {made}, not a single environment\n.*\n  fix:   let it"
+    )
+    with pytest.raises(WorkerStartupError, match=message):
+        make_parallel_env(lambda: made, 2, 1)
+
+
+def test_a_worker_that_fails_with_a_task_is_not_told_to_list_tasks() -> None:
+    with make_parallel_env(UnknownTask, 2, 1) as env:
+        learner = Learner(MarkovActor(), Storage(), None, [4], "memory_markov", seed=4)
+        with pytest.raises(EnvError, match="KeyError: 'goal'") as caught:
+            learner.collect_rollouts_parallel(1, parallel_env=env)
+        assert "train_tasks" not in str(caught.value)
+        env.remotes[0].send(("reset", {"task": 4}))
+        kind, text = env.remotes[0].recv()
+        assert kind == "error"
+        assert "env_info" not in text
 
 
 def test_failures_and_deaths_say_where_and_leave_what_is_complete() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -78,6 +79,129 @@ class RaggedTaskEnv(TaskEnv):
         result = super().reset(seed=seed, options=options)
         self.length = int(self.np_random.integers(1, 8))
         return result
+
+
+class DrawingEnv(RaggedTaskEnv):
+    """A reset draws as many numbers as the task says, and so decides what follows."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=6)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        TaskEnv.reset(self, seed=seed, options=options)
+        self.draw(int(self.task))
+        self.length = 1 + int(self.draw(1)[0] * 7)
+        return self.observation(), {}
+
+    def observation(self) -> Any:
+        return np.array([self.t + self.draw(1)[0], self.task], np.float32)
+
+    def draw(self, n: int) -> list[float]:
+        numbers: list[float] = self.np_random.random(n).tolist()
+        return numbers
+
+
+class TaskFirstEnv(DrawingEnv):
+    """It has a task only from ``reset_task``, also for ``get_current_task``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.task
+
+
+class DrawnTaskEnv(DrawingEnv):
+    """A task draws what it is, and lists no tasks."""
+
+    n_tasks = get_all_task_idx = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.n_tasks
+
+    def reset_task(self, task: Any = None) -> None:
+        self.calls.append(("reset_task", task))
+        n_drawn = 3 if task is None else task
+        self.task = 10 * sum(self.draw(n_drawn + 1))
+
+
+class OwnGeneratorEnv(DrawnTaskEnv):
+    """Draws from a generator of its own, of one of three kinds."""
+
+    def __init__(self, kind: Any = np.random.RandomState) -> None:
+        super().__init__()
+        self.rng = kind()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        if seed is not None:
+            kind = np.random.default_rng if hasattr(self.rng, "integers") else type(self.rng)
+            self.rng = kind(seed)
+        return super().reset(seed=seed, options=options)
+
+    def draw(self, n: int) -> list[float]:
+        return [float(self.rng.random()) for _ in range(n)]
+
+
+class PythonGeneratorEnv(OwnGeneratorEnv):
+    """Draws from a ``random.Random``."""
+
+    def __init__(self) -> None:
+        super().__init__(random.Random)
+
+
+class OwnNumpyGeneratorEnv(OwnGeneratorEnv):
+    """Draws from a generator of NumPy that it keeps beside ``np_random``."""
+
+    def __init__(self) -> None:
+        super().__init__(np.random.default_rng)
+
+
+class DrawingWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """A wrapper that gives the environment its tasks, drawn from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(DrawingEnv())
+        self.rng = np.random.default_rng()
+
+    def reset_task(self, task: Any = None) -> None:
+        self.unwrapped.reset_task(int(self.rng.integers(2 + 2 * (task or 0))))
+
+
+class AncestorDrawingEnv:
+    """A ``DrawnTaskEnv`` of the old gym: ``seed`` is all that seeds it."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+    max_episode_steps = 6
+
+    def __init__(self) -> None:
+        self.inner = OwnGeneratorEnv()
+        self.calls, self.reset_task = self.inner.calls, self.inner.reset_task
+
+    def seed(self, seed: int | None = None) -> None:
+        self.inner.rng = np.random.RandomState(seed)
+
+    def get_current_task(self) -> Any:
+        return self.inner.get_current_task()
+
+    def reset(self) -> Any:
+        return self.inner.reset()[0]
+
+    def step(self, action: Any) -> tuple[Any, float, bool, dict[str, Any]]:
+        observation, reward, terminated, _, info = self.inner.step(action)
+        return observation, reward, terminated, info
+
+
+DRAWING = (
+    DrawingEnv,
+    TaskFirstEnv,
+    DrawnTaskEnv,
+    OwnGeneratorEnv,
+    PythonGeneratorEnv,
+    OwnNumpyGeneratorEnv,
+    DrawingWrapper,
+    AncestorDrawingEnv,
+)
+"""Environments whose resets and tasks draw what the next draws depend on."""
 
 
 def ragged_trials(episodes_per_task: int = 2, noise: float = 1.0) -> VariBadWrapper:

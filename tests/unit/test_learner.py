@@ -29,13 +29,18 @@ from rlpool import (
 from support.agents import Recorder, StepCounter
 from support.envs import CountingEnv, SpacedLegacyEnv, SpaceEnv
 from support.meta import (
+    DRAWING,
     AncestorTaskEnv,
     CountingActor,
+    DrawingEnv,
+    DrawnTaskEnv,
     LaggingLanes,
     MarkovActor,
     MemoryActor,
+    OwnGeneratorEnv,
     Storage,
     TaskEnv,
+    TaskFirstEnv,
     ragged_trials,
 )
 
@@ -229,6 +234,76 @@ def test_old_and_undeclared_environments_can_be_collected_in() -> None:
     assert episodes(learner, 2)[0][0].tolist() == [[0, 0], [1, 0]]
 
 
+class Told(Storage):
+    """Keeps the tasks that it is told beside what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tasks: list[Any] = []
+
+    def add_sample(self, *columns: Any, task: Any = "untold", **named: Any) -> None:
+        self.tasks.append(task)
+        super().add_sample(*columns, **named)
+
+    def add_episode(self, o: Any, a: Any, r: Any, d: Any, n: Any, task: Any) -> None:  # type: ignore[override]
+        self.tasks.append(task)
+        super().add_episode(o, a, r, d, n)
+
+
+@pytest.mark.parametrize("arch", [MARKOV, MEMORY])
+@pytest.mark.parametrize("n_lanes", [1, 3])
+def test_a_storage_that_takes_the_task_is_told_the_task_of_each_row(
+    arch: AGENT_ARCHS, n_lanes: int
+) -> None:
+    learner = learner_of(StepCounter(), arch, None, [2, {"number": 4}])
+    learner.policy_storage = storage = Told()
+
+    class Env(TaskEnv):
+        def reset_task(self, task: Any = None) -> None:
+            super().reset_task(task if task == 2 else task["number"])
+
+    env = GymEnv([gymnasium.wrappers.TimeLimit(Env(), 3) for _ in range(n_lanes)])
+    learner.collect_rollouts_parallel(9, random_actions=True, parallel_env=env)
+    rows = [row[0] for row in storage.samples] or [row[0][0] for row in storage.episodes]
+    assert len(storage.tasks) == len(rows) == (27 if arch is MARKOV else 9)
+    expected = {2: 2, 4: {"number": 4}}
+    assert storage.tasks == [expected[int(row[1])] for row in rows]
+    assert {int(row[1]) for row in rows} == {2, 4}
+
+
+def test_a_storage_that_does_not_take_the_task_gets_what_it_got() -> None:
+    class Named(Storage):
+        def add_episode(self, **named: Any) -> None:  # type: ignore[override]
+            super().add_episode(**named)
+
+    learner = learner_of(MarkovActor(), BOTH, tasks=[1])
+    learner.policy_storage = Named()
+    assert len(episodes(learner, 2)) == 2
+
+
+def test_without_tasks_the_task_of_a_row_is_none() -> None:
+    learner = learner_of(MarkovActor(3), BOTH, VariBadWrapper(DrawnTaskEnv(), 2))
+    learner.policy_storage = storage = Told()
+    learner.collect_rollouts_parallel(2)
+    assert storage.tasks == [None, None]
+
+
+@pytest.mark.parametrize("tasks", [None, [4, 0, 6]])
+def test_every_task_is_gone_through_so_many_times(tasks: Any) -> None:
+    one, other = (learner_of(MarkovActor(), BOTH, tasks=tasks) for _ in range(2))
+    for learner, env in ((one, None), (other, lanes(4))):
+        learner.policy_storage = Told()
+        learner.collect_rollouts_parallel(rollouts_per_task=3, parallel_env=env)
+        learner.collect_rollouts_parallel(len(tasks or range(7)), rollouts_per_task=1)
+    expected = [0, 1, 2, 3, 4, 5, 6] if tasks is None else tasks
+    gone = [task for task in expected for _ in range(3)] + expected
+    assert one.policy_storage.tasks == gone
+    assert [int(row[0][0, 1]) for row in one.policy_storage.episodes] == gone
+    assert one.policy_storage.as_bytes() == other.policy_storage.as_bytes()
+    # Seeds go on: no two rollouts are the same.
+    assert len({row[0] for row in one.policy_storage.as_bytes()}) == len(gone)
+
+
 class NeedsTask(CountingEnv):
     """Cannot be reset without a task, not even to see what it shows."""
 
@@ -244,6 +319,28 @@ def test_an_environment_that_needs_a_task_gets_one_at_once_or_says_so() -> None:
     learner.train_tasks = None
     with pytest.raises(EnvError, match=r"fix:   if it needs a task, list them in .* train_tasks"):
         learner.collect_rollouts_parallel(1)
+
+
+def test_an_environment_that_fails_with_a_task_is_not_told_to_list_tasks() -> None:
+    class Broken(TaskEnv):
+        def reset_task(self, task: Any = None) -> None:
+            self.task = {"a": 1}["goal" if task else ""]
+
+    class NeedsMore(TaskEnv):
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            self.wind = options["wind"]
+            return super().reset(seed=seed)
+
+    for make, what, fix in (
+        (lambda: VariBadWrapper(Broken(), 2), "goal", "debug it here"),
+        (NeedsMore, "wind", "rollouts pass none but the task"),
+    ):
+        learner = learner_of(MarkovActor(), BOTH, make(), [4])
+        with pytest.raises(EnvError, match=f"KeyError: '{what}'") as caught:
+            learner.collect_rollouts_parallel(1)
+        assert caught.value.where.env_info == {"task": 4}
+        assert "train_tasks" not in str(caught.value)
+        assert fix in str(caught.value)
 
 
 # One after another or side by side -----------------------------------------------------------
@@ -270,6 +367,30 @@ def test_side_by_side_gives_the_bits_of_one_after_another(
             *arguments, parallel_env=parallel
         )
     assert one.n_rollouts_total == 29
+    assert one.policy_storage.as_bytes() == other.policy_storage.as_bytes()
+
+
+PLAIN = [DrawingEnv, TaskFirstEnv, DrawnTaskEnv, OwnGeneratorEnv]
+
+
+@pytest.mark.parametrize(
+    ("make", "tasks", "is_trial"),
+    [
+        *itertools.product(DRAWING, (range(7), None), (True,)),
+        *itertools.product(PLAIN, [range(7)], [False]),
+    ],
+)
+def test_lanes_that_draw_by_their_task_give_the_bits_of_one_environment(
+    make: Callable[[], Any], tasks: Any, is_trial: bool
+) -> None:
+    def env() -> Any:
+        return VariBadWrapper(make(), 2) if is_trial else gymnasium.wrappers.TimeLimit(make(), 6)
+
+    n_observed = 3 if is_trial else 2
+    one, other = (learner_of(MarkovActor(n_observed), BOTH, env(), tasks) for _ in range(2))
+    for n_rollouts in (5, 16):
+        one.collect_rollouts_parallel(n_rollouts)
+        other.collect_rollouts_parallel(n_rollouts, parallel_env=lanes(4, env))
     assert one.policy_storage.as_bytes() == other.policy_storage.as_bytes()
 
 
@@ -463,6 +584,15 @@ TWO_PARTS = SpaceEnv(BOX, spaces.Dict({"move": BOX, "jump": spaces.Discrete(2)})
     ("changes", "arguments", "error", "message"),
     [
         ({}, {"num_rollouts": -1}, SpecError, "num_rollouts should be an int of at least 0, got"),
+        ({}, {"num_rollouts": None}, SpecError, "num_rollouts should be an int of at least 0, got"),
+        ({}, {"rollouts_per_task": 0}, SpecError, "rollouts_per_task should be an int of at least"),
+        ({}, {"rollouts_per_task": 3}, SpecError, "num_rollouts is 1, but 3 .* 7 tasks are 21"),
+        (
+            {"train_env": CountingEnv(2)},
+            {"rollouts_per_task": 3},
+            SpecError,
+            "not known which tasks there are\n  fix:   list them in the learner's train_tasks",
+        ),
         ({"agent": NoInitialInfo()}, {}, UsageError, r"there is no get_initial_info\(\)"),
         ({"agent_arch": "lstm"}, {}, SpecError, r"agent_arch is 'lstm'\n  fix:   use one of AGENT"),
         ({"agent": object()}, {}, SpecError, r"the agent is a object without act\(\)"),
@@ -485,6 +615,17 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(error, match=message):
         learner.collect_rollouts_parallel(**{"num_rollouts": 1, **arguments})
     assert not getattr(learner.policy_storage, "episodes", [])
+
+
+@pytest.mark.parametrize("name", ["agent", "policy_storage", "agent_arch"])
+def test_a_plain_learner_without_an_attribute_is_told_which(name: str) -> None:
+    mine = SimpleNamespace(agent=StepCounter(), policy_storage=Storage(), agent_arch="memory")
+    mine.train_env = CountingEnv(2)
+    delattr(mine, name)
+    with pytest.raises(
+        SpecError, match=f"SimpleNamespace without {name}\n  fix:   set its attribute"
+    ):
+        collect_rollouts_parallel(mine, 1)
 
 
 def test_a_state_of_another_format_or_that_lacks_a_key_is_refused() -> None:

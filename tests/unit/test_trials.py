@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -15,7 +16,7 @@ from gymnasium.wrappers import OrderEnforcing, TimeLimit
 from rlpool import SpecError, UsageError, VariBadWrapper, make_env, make_parallel_env
 
 from support.envs import CountingEnv, ValueEnv
-from support.meta import AncestorTaskEnv, RaggedTaskEnv, TaskEnv
+from support.meta import DRAWING, AncestorTaskEnv, RaggedTaskEnv, TaskEnv, TaskFirstEnv
 
 ZERO = np.zeros(2, np.float32)
 
@@ -120,6 +121,64 @@ def test_a_seed_determines_the_task_and_all_that_follows() -> None:
     assert len({trial(seed)[0][1] for seed in range(40)}) == 7  # every task is drawn
 
 
+def rows_of(env: Any, **reset: Any) -> list[Any]:
+    """What a trial shows, from the first observation to the last."""
+    first, results = run(env, **reset)
+    return [first, *(r[0].tolist() for r in results)]
+
+
+@pytest.mark.parametrize("make", DRAWING)
+@pytest.mark.parametrize("task", [0, 5, None])
+def test_a_trial_depends_on_nothing_but_its_seed_and_task(
+    make: Callable[[], Any], task: int | None
+) -> None:
+    expected = rows_of(VariBadWrapper(make(), 2), seed=3, task=task)
+    env = VariBadWrapper(make(), 2)
+    for before in (4, None, 1):
+        assert rows_of(env, seed=8, task=before) != expected
+        assert rows_of(env, seed=3, task=task) == expected
+    assert rows_of(env, seed=4, task=task) != expected
+
+
+@pytest.mark.parametrize("make", DRAWING)
+def test_a_trial_of_two_episodes_makes_two_resets_and_the_task_comes_before_them(
+    make: Callable[[], Any],
+) -> None:
+    env = VariBadWrapper(make(), 2)
+    run(env, seed=3, task=1)
+    calls = env.get_wrapper_attr("calls")
+    assert [call[0] for call in calls] == ["reset_task", "reset", "reset"]
+
+
+def test_what_a_task_draws_is_not_drawn_again_by_the_reset() -> None:
+    class Both(TaskEnv):
+        def reset_task(self, task: Any = None) -> None:
+            self.goal = self.np_random.random()
+
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            result = super().reset(seed=seed, options=options)
+            self.place = self.np_random.random()
+            return result
+
+    env = VariBadWrapper(Both(), 2)
+    env.reset(seed=3)
+    assert env.unwrapped.goal != env.unwrapped.place
+    assert env.unwrapped.place == np.random.default_rng(3).random()
+
+
+def test_a_generator_that_others_draw_from_is_left_alone() -> None:
+    shared = np.random.default_rng(0)
+    inner: Any = TaskEnv()
+    inner.rng = shared
+    VariBadWrapper(inner, 2).reset(seed=3)
+    assert shared.random() == np.random.default_rng(0).random()
+
+
+def test_an_oracle_sees_the_task_of_an_environment_that_has_none_at_first() -> None:
+    env = VariBadWrapper(TaskFirstEnv(), 2, oracle=True)
+    assert env.reset(seed=1, task=4)[0][1:].tolist() == [4, 4, -4, 0]
+
+
 def test_an_ancestors_environment_works() -> None:
     inner = AncestorTaskEnv()
     env = VariBadWrapper(inner, 2, oracle=True)
@@ -217,15 +276,39 @@ def test_ids_classes_and_functions_make_environments() -> None:
         make_env("support.meta:Nowhere-v0", 2)
 
 
-def test_the_seed_determines_environment_and_action_space() -> None:
+@pytest.mark.parametrize("make", [lambda: RaggedTaskEnv(limit=6, noise=1.0), *DRAWING])
+def test_the_seed_determines_environment_and_action_space(make: Callable[[], Any]) -> None:
     def beginning(seed: int | None) -> list[Any]:
-        env = make_env(RaggedTaskEnv, 2, seed, limit=6, noise=1.0)
+        env = make_env(make, 2, seed)
         return [env.reset()[0].tolist(), env.action_space.sample().tolist()]
 
     assert beginning(3) == beginning(3)
     assert beginning(3) != beginning(4)
     assert beginning(2**62 + 1) != beginning(2**62 + 3)
     assert beginning(None) != beginning(None)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "message"),
+    [
+        (5, "env_id is 5, neither an id nor callable\n  fix:   pass an id such as"),
+        (None, "env_id is None, neither"),
+        (TaskEnv(), "neither an id nor callable\n  fix:   .* or the class or function that makes"),
+    ],
+)
+def test_what_makes_no_environment_is_refused(env_id: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        make_env(env_id, 2)
+    with pytest.raises(SpecError, match=message):
+        make_parallel_env(env_id, 2, 1)
+
+
+@pytest.mark.parametrize("made", [None, 3, TaskEnv, gymnasium.make_vec("CartPole-v1")])
+def test_a_function_that_returns_no_environment_is_refused(made: Any) -> None:
+    with pytest.raises(SpecError, match=r"env_id returned .*, not a single environment\n  fix:"):
+        make_env(lambda: made, 2)
+    with pytest.raises(SpecError, match=r"VariBadWrapper got .*, not a single environment\n  fix:"):
+        VariBadWrapper(made, 2)
 
 
 @pytest.mark.parametrize("n_workers", ["all", 100_000])
