@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,7 +18,6 @@ from rlpool.errors import RlpoolError, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import Control, State, Word
-from rlpool.record.failures import described
 from rlpool.record.tape import Tape
 from rlpool.seeding import OwnGenerators
 from rlpool.workers.lifecycle import Client
@@ -27,17 +26,14 @@ from rlpool.workers.wire import Done, Failed, Message, Ready
 from rlpool.workers.worker_process import Place
 
 
-class LocalClient(Client, Protocol):
-    """Gives a worker in the same process something to do."""
-
-    def again(self, worker: int, number: int) -> tuple[Message, Memory | None] | None:
-        """What is left of a request that was interrupted, ``None`` if nothing is."""
-
-
 class LocalWorker:
     """One worker that runs while the caller waits for it, in place of ``Workers``.
 
     While it runs, the process's global generators are the worker's, for all threads.
+
+    If it is interrupted, at whatever line, nothing is mended: its rollout is thrown away, and the
+    next call briefs another one, with the same environments and agent, as the successor of a worker
+    that died.
 
     Args:
         root: Root of all seeds.
@@ -54,7 +50,7 @@ class LocalWorker:
     n_restarts = 0
     up = (0,)
 
-    def __init__(self, root: int, client: LocalClient) -> None:
+    def __init__(self, root: int, client: Client) -> None:
         self.fatal: RlpoolError | None = None
         self._client = client
         self._inbox: deque[tuple[Message, Memory | None]] = deque()
@@ -63,18 +59,23 @@ class LocalWorker:
         self.control.rows[0, Word.PID] = os.getpid()
         self.control.set_state(0, State.STARTING)
         self._record = self.control.of_worker(0)
+        self._look: Callable[[], bool] | None = None  # somebody looks while it runs
+        self._is_awaited = False
+        self._root = root
+        self._collector = self._new_collector()
+        self._tapes: Callable[[], dict[int, Tape]] = dict  # of lanes in the middle of episodes
+        self._generators = OwnGenerators()
+        self._is_closed = False
+        self._is_at_work = False
+        self._is_whole = True  # no message is being carried out, or was interrupted
+
+    def _new_collector(self) -> Collector:
         # The worker's end of the line, which is the caller's as well.
         link: Any = SimpleNamespace(
             send=self._take, receive=self._inbox.popleft, poll=lambda: bool(self._inbox)
         )
-        self._look: Callable[[], bool] | None = None  # somebody looks while it runs
-        self._is_awaited = False
-        self._is_looking = False
-        self._collector = Collector(Place(0, 1, root), link, self._record, notice=self._notice)
-        self._generators = OwnGenerators()
-        self._is_closed = False
-        self._is_at_work = False
-        self._message: tuple[Message, Memory | None] | None = None  # being carried out
+        place = Place(0, 1, self._root)
+        return Collector(place, link, self._record, notice=self._notice)
 
     def allocate(self, n_bytes: int) -> Memory:
         """Memory that the worker can see: any."""
@@ -96,6 +97,10 @@ class LocalWorker:
         if isinstance(message, Ready):
             self.control.set_state(0, State.UP)
             self._client.brief(0, message.report)
+        elif isinstance(message, Done):
+            with InterruptsHeld():
+                self._tapes = self._collector.mark()
+                self._client.take(0, message)
         elif isinstance(message, Failed) and message.command is None:
             self.fatal = message.error
         else:
@@ -129,9 +134,7 @@ class LocalWorker:
 
     def _notice(self) -> None:
         if self._look is not None:
-            self._is_looking = True
             self._look()
-            self._is_looking = False
 
     def rest(self) -> None:
         """Carry out one message."""
@@ -140,56 +143,44 @@ class LocalWorker:
     def poll(self, timeout_s: float) -> None:
         """Carry out messages up to the first request, however long that takes.
 
-        If it is interrupted, a request is lost, unless whoever looks has done that; anything else
-        is carried out by the next call.
         Called without patience by what it runs itself, or by the condition that somebody waits
         for, such as a function that shows progress, it does nothing.
         """
         if (self._is_at_work or self._is_awaited) and timeout_s == 0.0:
             return
         if self._has_message():
-            try:
-                with self._at_work():
-                    while not self._carry_out() and self._has_message():
-                        pass
-            except BaseException as error:
-                with InterruptsHeld():
-                    if self._message is not None:
-                        self._interrupted(self._message[0], error)
-                raise
+            with self._at_work():
+                if not self._is_whole:
+                    self._begin_again()
+                self._is_whole = False
+                while self._has_message() and not self._carry_out():
+                    pass
+                self._is_whole = True
         elif timeout_s != 0.0:
             raise LookupError("waiting for a local worker that has nothing to do")
 
     def tapes(self) -> dict[int, Tape]:
-        """See ``Rollout.tapes``."""
-        return self._collector.tapes()
+        """By lane, what the episodes have done so far that go on with the next window."""
+        return self._tapes()
 
     def _has_message(self) -> bool:
-        return self._message is not None or self._collector.inbox.peek() is not None
+        return not self._is_whole or self._collector.inbox.peek() is not None
 
     def _carry_out(self) -> bool:
         """Carry out one message; returns whether it was a request."""
-        if self._message is None:
-            with InterruptsHeld():
-                self._message = self._collector.inbox.receive()
-        self._is_looking = False
-        self._collector.handle(*self._message)
-        message, _ = self._message
-        self._message = None
+        message, memory = self._collector.inbox.receive()
+        self._collector.handle(message, memory)
         return isinstance(message, Execute | Window)
 
-    def _interrupted(self, message: Message, error: BaseException) -> None:
-        """Keep what is left of a request, or give it up if users' code was interrupted."""
-        if isinstance(message, Execute) and self._is_looking:
-            self._collector.inbox.read()  # slots that came back are part of what is left
-            self._message = self._client.again(0, message.number)
-        elif isinstance(message, Execute | Window):
-            self._message = None
-            failure = WorkerError(
-                f"the request was interrupted by {described(error)}", fix="request it again"
-            )
-            self._take(Failed(failure, message.number))
-            self._take(Done(message.number))
+    def _begin_again(self) -> None:
+        """Throw an interrupted rollout away, and brief another one."""
+        before = self._collector
+        with InterruptsHeld():
+            self._inbox.clear()
+            self._client.lost(0, None)
+            self._collector = self._new_collector()
+            self._collector.adopt(before)
+        self._collector.report()
 
     def lane_in_use(self, worker: int) -> int:
         """The lane whose environment ran last."""

@@ -174,8 +174,16 @@ class RequestWorkers:
             WorkerError: Why it was replaced.
         """
         replaces = {n: sent.replaces for n, sent in self._sent.items() if sent.is_successor}
+        if replaces:
+            self._hand_over_tapes(request)
         if replaces and not request.can_be_repeated():
             raise next(filter(None, replaces.values()), None) or _cannot_go_on(min(replaces))
+
+    def _hand_over_tapes(self, request: Request) -> None:
+        """Let a window go on from what a worker in this process has kept of its lanes."""
+        specs = self.agreement.specs
+        if isinstance(self.processes, LocalWorker) and specs is not None:
+            request.go_on_from(self.processes.tapes(), specs)
 
     def resume(self) -> None:
         """Treat all workers as successors of some that had begun the episodes of their lanes."""
@@ -314,6 +322,7 @@ class RequestWorkers:
         self.agreement.forget(worker)
         self._is_undisturbed = False
         for request in self._owed_by(worker):
+            self._hand_over_tapes(request)
             if not request.error and not request.can_be_repeated():
                 request.error = failure or _cannot_go_on(worker)
                 self.stop(request)
@@ -321,18 +330,6 @@ class RequestWorkers:
                 self.control.forget_finished(request.number, worker)
             if not request.give_back(worker) or request.error:
                 self._note_done(worker, request.number)
-
-    def again(self, worker: int, number: int) -> tuple[Message, Memory | None] | None:
-        """What is left of a request that was interrupted: episodes that run begin again."""
-        request = self._find(number)
-        if request is None:
-            return None
-        self._is_undisturbed = False
-        if not request.give_back(worker):
-            self._note_done(worker, number)
-            return None
-        payload, memory = request.packed or (None, None)
-        return request.message(worker, payload), memory
 
     def busy(self) -> Collection[int]:
         """Workers that have something to do.

@@ -21,7 +21,7 @@ from rlpool.errors import RlpoolError, Where
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape, WindowTapes
 from rlpool.seeding import LaneSeeds, episode_seeds, lane_seeds
-from rlpool.slots.blocks import Block, Layout
+from rlpool.slots.blocks import Block, Layout, StepSpecs
 from rlpool.slots.trajectories import Derivation, Glue, Slice, slots_of, trajectories_of
 from rlpool.specs import join_key
 from rlpool.workers.payload import Packed, Payload
@@ -147,6 +147,9 @@ class Request(ABC):
     def can_be_repeated(self) -> bool:
         """Whether the successor of a worker that died can do its part."""
         return True
+
+    def go_on_from(self, tapes: dict[int, Tape], step: StepSpecs) -> None:  # noqa: B027
+        """Take what lanes have done before, if nobody has recorded it."""
 
     @abstractmethod
     def give_back(self, worker: int) -> bool:
@@ -410,6 +413,11 @@ class WindowRequest(Request):
             return {}
         lanes = [lane for _, lane in self._rows_of(worker)]
         return {lane % self.n_lanes: self.tapes.tapes[lane] for lane in lanes}
+
+    def go_on_from(self, tapes: dict[int, Tape], step: StepSpecs) -> None:
+        """See ``Request.go_on_from``."""
+        if self.tapes is None and not self.is_first:
+            self.tapes = WindowTapes.of(tapes, step, self.n_lanes)
 
     def can_be_repeated(self) -> bool:
         """Whether it is known what all lanes have done."""

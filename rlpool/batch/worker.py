@@ -166,7 +166,7 @@ class Collector:
         except WorkerError as error:
             self._fail(error)
             return False
-        self._send(Ready(self._probed(None)))
+        self.report()
         return True
 
     def serve(self) -> None:
@@ -199,10 +199,13 @@ class Collector:
         """See ``Rollout.mark``."""
         return self._rollout.mark()
 
-    def adopt(self, env: VecEnv, agent: Agent) -> None:
-        """Go on with what another collector in this process has created, and report."""
-        self._in_process = True
-        self._take_over(env, agent)
+    def adopt(self, other: Collector) -> None:
+        """Take over the environments and the agent of another collector in this process."""
+        self._in_process, self._created = True, other._created
+        self._take_over(other.env, other.agent)
+
+    def report(self) -> None:
+        """Tell the caller what a step consists of, and that there can be work."""
         self._send(Ready(self._probed(None)))
 
     def fail(self, error: Exception) -> None:

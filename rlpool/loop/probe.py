@@ -60,7 +60,7 @@ def probe(
             driver.act(observation, agent_info, history, lanes)
     except AgentFailure as failure:
         cause = _cause(driver, failure.__cause__)
-        raise AgentFailure(failure.lane, failure.call) from cause
+        raise AgentFailure(failure.lanes, failure.call) from cause
     outputs = driver.output_specs or {}
     actions = {key: spec for key, spec in outputs.items() if is_action(key)}
     if leaves is None:

@@ -189,6 +189,8 @@ class Rollout:
         Returns:
             Makes the tapes of these lanes, whatever the rollout has done since.
         """
+        if not self._lanes:
+            return dict
         shown, state = list(self._env.current), list(self._driver.state)
         arrays = [*self._env.current.values(), *self._driver.state.values()]
         kept = [array.copy() for array in arrays]
