@@ -5,11 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -66,18 +64,6 @@ def code(kind: str) -> int:
     return KINDS.index(kind)
 
 
-def kind_of(number: Any) -> str:
-    """The kind with a number.
-
-    Raises:
-        SpecError: If there is none.
-    """
-    if not 0 <= int(number) < len(KINDS):
-        fix = "use rlpool.testing.code(kind) for numbers"
-        raise SpecError(f"no fault has the number {number}", fix=fix)
-    return KINDS[int(number)]
-
-
 def faults(
     n_rows: int,
     row: int | Sequence[int] | None = None,
@@ -111,11 +97,9 @@ def faults(
     try:
         fault[np.array([] if row is None else row, np.int64)] = code(kind)
     except IndexError:
-        fix = f"rows are 0 to {n_rows - 1}"
-        raise SpecError(f"row {row} of {n_rows}", fix=fix) from None
-    same = {"fault_step": step, **columns}
-    info = {"fault": fault, "id": np.arange(n_rows)}
-    return info_rows("env_info", {**info, **same}, n_rows)
+        raise SpecError(f"row {row} of {n_rows}", fix=f"rows are 0 to {n_rows - 1}") from None
+    info = {"fault": fault, "fault_step": step, "id": np.arange(n_rows), **columns}
+    return info_rows("env_info", info, n_rows)
 
 
 def strike(kind: str) -> None:
@@ -143,10 +127,8 @@ def strike(kind: str) -> None:
     """
     code(kind)
     raised = {"raise": KeyError, "unpicklable": UnpicklableError, "unprintable": UnprintableError}
-    if kind in raised:
-        raise raised[kind]("struck")
-    if kind == "sys_exit":
-        sys.exit("struck")
+    if error := {**raised, "sys_exit": SystemExit}.get(kind):
+        raise error("struck")
     if kind == "exit":
         os._exit(EXIT_CODE)
     if kind == "segfault":

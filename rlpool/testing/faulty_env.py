@@ -5,20 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium
 import numpy as np
 
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import whole_number
-from rlpool.testing.faults import AT_RESET, KINDS, WRONG, code, kind_of, strike
-
-ID_WEIGHT = 1000
-"""How much an episode's id adds to each of its rewards, which then tell episodes apart."""
-
-Result = tuple[Any, Any, Any, Any, dict[str, Any]]
-"""What ``step`` returns."""
+from rlpool.testing.faults import AT_RESET, KINDS, WRONG, code, strike
 
 
 class CountingEnv(gymnasium.Env[Any, Any]):
@@ -84,7 +78,7 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         self._is_running = True
         return self._observation(), {"id": int(self._episode["id"])}
 
-    def step(self, action: Any) -> Result:
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Count one step.
 
         Raises:
@@ -93,11 +87,12 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         if not self._is_running:
             raise gymnasium.error.ResetNeeded("step() without a running episode: call reset()")
         self.t += 1
-        number, truncate = int(self._episode["id"]), bool(self._episode["truncate"])
-        is_over = self.t >= self._episode["length"]
+        number, is_over = int(self._episode["id"]), self.t >= self._episode["length"]
         self._is_running = not is_over
-        flags = is_over and not truncate, is_over and truncate
-        return self._observation(), float(ID_WEIGHT * number + self.t), *flags, {"id": number}
+        # Rewards tell episodes apart.
+        reward, truncate = 1000.0 * number + self.t, bool(self._episode["truncate"])
+        ends = is_over and not truncate, is_over and truncate
+        return self._observation(), reward, *ends, {"id": number}
 
     def close(self) -> None:
         """Set ``is_closed``."""
@@ -108,23 +103,9 @@ class CountingEnv(gymnasium.Env[Any, Any]):
 
 
 _REWARDS = {"nan": np.nan, "nan_reward": np.nan, "wrong_reward": np.zeros(2)}
-_TERMINATED = {"wrong_flag": np.array([True, False])}
-_IMPOSSIBLE = {
-    "init": WRONG,
-    "reset": ("nan_reward", "wrong_reward", "wrong_flag"),
-    "step": (),
-    "close": WRONG,
-}
-"""Place to the kinds that cannot be there, as it has no such result."""
-
-
-class _Fault(NamedTuple):
-    """What goes wrong; ``None`` stands for every step, or every episode."""
-
-    kind: str
-    at: str
-    step: int | None
-    episode: int | None
+_OF_STEPS = ("nan_reward", "wrong_reward", "wrong_flag")  # a reset has no such result
+_PLACES = {"init": WRONG, "reset": _OF_STEPS, "step": (), "close": WRONG}
+"""Place to the kinds that cannot be there."""
 
 
 class FaultyEnv(CountingEnv):
@@ -175,10 +156,7 @@ class FaultyEnv(CountingEnv):
         once: A file. Only the environment that creates it fails, once in all processes; whatever
             replaces it afterwards works.
         leak_bytes: How much ``leak`` keeps each time it strikes.
-        length: Steps of an episode.
-        id: As for ``CountingEnv``.
-        truncate: As for ``CountingEnv``.
-        n_actions: As for ``CountingEnv``.
+        **counting: Arguments of ``CountingEnv``.
 
     Attributes:
         n_episodes: Episodes with at least one step before the current one.
@@ -206,16 +184,17 @@ class FaultyEnv(CountingEnv):
         in_episode: int | None = None,
         once: str | os.PathLike[str] | None = None,
         leak_bytes: int = 2**20,
-        length: int = 10,
-        id: int = 0,
-        truncate: bool = False,
-        n_actions: int = 2,
+        **counting: Any,
     ) -> None:
-        super().__init__(length, id, truncate, n_actions)
-        self._fault = self._standing = _Fault(fault, at, at_step, in_episode)
-        _refuse_misplaced(self._standing)
-        self._once, self._leak_bytes = once, leak_bytes
-        self._leaked: list[bytes] = []
+        super().__init__(**counting)
+        for name, number in (("at_step", at_step), ("in_episode", in_episode)):
+            whole_number(name, number or 0, 0)
+        if KINDS[code(fault)] in _PLACES.get(at, KINDS):
+            places = [place for place, kinds in _PLACES.items() if fault not in kinds]
+            what = f"the fault {fault!r} cannot be at {at!r}"
+            raise SpecError(what, fix=f"choose one of {', '.join(places)}")
+        self._fault = self._standing = fault, at, at_step, in_episode
+        self._once, self._leak_bytes, self._leaked = once, leak_bytes, list[bytes]()
         self._buffer: Any = None  # the observation of buffer_reuse
         self.n_episodes = 0
         self._trigger("init")
@@ -225,20 +204,23 @@ class FaultyEnv(CountingEnv):
     ) -> tuple[Any, dict[str, Any]]:
         """Start an episode, or fail."""
         self.n_episodes += self.t > 0
-        self.t = 0
-        self._fault = self._standing
+        self.t, self._fault = 0, self._standing
         if options and "fault" in options:
-            kind, step = kind_of(options["fault"]), int(options.get("fault_step", 0))
-            self._fault = _Fault(kind, "reset" if step == AT_RESET else "step", step, None)
+            number, step = int(options["fault"]), int(options.get("fault_step", 0))
+            if not 0 <= number < len(KINDS):
+                fix = "use rlpool.testing.code(kind) for numbers"
+                raise SpecError(f"no fault has the number {number}", fix=fix)
+            self._fault = KINDS[number], "reset" if step == AT_RESET else "step", step, None
         kind = self._trigger("reset")
         observation, info = super().reset(seed=seed, options=options)
         return self._spoiled(observation, kind), info
 
-    def step(self, action: Any) -> Result:
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Count one step, or fail."""
         kind = self._trigger("step")
         observation, reward, terminated, truncated, info = super().step(action)
-        reward, terminated = _REWARDS.get(kind, reward), _TERMINATED.get(kind, terminated)
+        terminated = np.array([True, False]) if kind == "wrong_flag" else terminated
+        reward = _REWARDS.get(kind, reward)
         return self._spoiled(observation, kind), reward, terminated, truncated, info
 
     def close(self) -> None:
@@ -249,50 +231,29 @@ class FaultyEnv(CountingEnv):
 
     def _trigger(self, place: str) -> str:
         """Fail if this is the place; the kind of a wrong result, else ``"none"``."""
-        fault = self._fault
-        is_here = (
-            fault.kind != "none"
-            and fault.at == place
-            and fault.episode in (None, self.n_episodes)
-            and (place != "step" or fault.step in (None, self.t))
-        )
-        if not is_here or (self._once is not None and not _creates(self._once)):
+        kind, at, step, episode = self._fault
+        is_here = at == place and episode in (None, self.n_episodes)
+        if kind == "none" or not is_here or (place == "step" and step not in (None, self.t)):
             return "none"
-        if fault.kind == "leak":
+        if self._once is not None:
+            try:  # of all processes only one creates it
+                Path(self._once).touch(exist_ok=False)
+            except FileExistsError:
+                return "none"
+        if kind == "leak":
             self._leaked.append(b"\1" * self._leak_bytes)
-        strike(fault.kind)
-        return fault.kind
+        strike(kind)
+        return kind
 
     def _spoiled(self, observation: Any, kind: str) -> Any:
-        if kind in ("nan", "nan_observation"):
-            return np.full_like(observation, np.nan)
-        if kind == "wrong_dtype":
-            return observation.astype(np.int64)
-        if kind == "wrong_shape":
-            return np.zeros(2, np.float32)
+        wrong = {
+            **dict.fromkeys(("nan", "nan_observation"), np.full_like(observation, np.nan)),
+            "wrong_dtype": observation.astype(np.int64),
+            "wrong_shape": np.zeros(2, np.float32),
+        }
         if kind == "buffer_reuse" and self._buffer is None:
             self._buffer = np.empty_like(observation)
-        if self._buffer is None:
-            return observation
+        if kind in wrong or self._buffer is None:
+            return wrong.get(kind, observation)
         self._buffer[...] = observation
         return self._buffer
-
-
-def _refuse_misplaced(fault: _Fault) -> None:
-    code(fault.kind)
-    for name, number in (("at_step", fault.step), ("in_episode", fault.episode)):
-        if number is not None:
-            whole_number(name, number, 0)
-    if fault.kind in _IMPOSSIBLE.get(fault.at, KINDS):
-        places = [place for place, kinds in _IMPOSSIBLE.items() if fault.kind not in kinds]
-        what = f"the fault {fault.kind!r} cannot be at {fault.at!r}"
-        raise SpecError(what, fix=f"choose one of {', '.join(places)}")
-
-
-def _creates(path: str | os.PathLike[str]) -> bool:
-    """Whether this call creates the file; of all processes only one does."""
-    try:
-        Path(path).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
