@@ -3,8 +3,7 @@
 from rlpool.testing.check_agent import AgentContract, check_agent
 from rlpool.testing.check_env import EnvContract, check_env
 from rlpool.testing.checks import Finding, Report
-from rlpool.testing.faults import KINDS, code, faults, strike
-from rlpool.testing.faulty_env import CountingEnv, FaultyEnv
+from rlpool.testing.faults import KINDS, CountingEnv, FaultyEnv, code, faults, strike
 
 __all__ = [
     "KINDS",

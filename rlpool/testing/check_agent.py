@@ -92,6 +92,7 @@ class AgentChecks(Checks):
         agent_info: ``[R, ...]``, rows are used in turns.
         update_info: What ``update`` is tried with, ``None`` for the agent's ``state_dict()``.
         sizes: Numbers of lanes to run it in.
+        last_calls: Arguments and results of the last run, which may have failed.
     """
 
     envs: EnvChecks
@@ -99,6 +100,7 @@ class AgentChecks(Checks):
     agent_info: DictTensor
     update_info: Any
     sizes: Sequence[int]
+    last_calls: Sequence[tuple[Any, Tensors]] = ()
 
     def make(self, number: int = 0) -> Any:
         """Make an agent as worker ``number`` would."""
@@ -117,6 +119,7 @@ class AgentChecks(Checks):
         limits = itertools.cycle(range(self.envs.n_steps, 1, -1))
         if not info.empty():
             info = info.index(torch.arange(n_episodes, device="cpu") % info.n_elems())
+        self.last_calls = recorder.calls
         with self.envs.lanes(n_lanes=n_lanes) as vec:
             if isinstance(vec, GymEnv):
                 vec.wrap(lambda env: TimeLimit(env, next(limits)))
@@ -135,18 +138,22 @@ class AgentChecks(Checks):
 
     def returns(self) -> Findings:
         """It returns three values, with the same keys, shapes and dtypes in every call."""
-        kinds = [{key: t[:1] * 0 for key, t in self.calls(n)[0][1].items()} for n in self.sizes]
-        for n, kind in zip(self.sizes, kinds, strict=True):
-            how, fix = f"{self.sizes[0]} and {n} rows", "return the same for any number of rows"
-            yield from self.differing(how, kinds[0], kind, fix)
+        first, *others = (self.calls(n)[0][1] for n in self.sizes)
+        for other in others:
+            one, two = ({k: torch.zeros_like(t[:1]) for k, t in r.items()} for r in (first, other))
+            fix = "return the same for any number of rows: squeeze(1), not squeeze()"
+            yield from self.differing("rows of batches of different sizes", one, two, fix)
 
     def action_fits(self) -> Findings:
         """Actions are in the action space."""
         if getattr(self.action_space, "dtype", None) is None:
             raise CannotCheck("the action space is not known, or nested: pass action_space")
-        for _, result in self.trace:
-            for action in result["output/action"].numpy().astype(self.action_space.dtype):
-                yield from outside(self.action_space, "an action", action)
+        try:
+            self.trace  # noqa: B018  (runs the agent)
+        finally:  # the environment may have refused an action
+            for _, result in self.last_calls:
+                for action in result["output/action"].numpy().astype(self.action_space.dtype):
+                    yield from outside(self.action_space, "an action", action)
 
     def rows_are_independent(self) -> Findings:
         """A row's results depend on that row alone."""
@@ -176,7 +183,8 @@ class AgentChecks(Checks):
         agent, fix = self.make(), "write into copies: x = x + 1, not x += 1 or x.add_(1)"
         for inputs, _ in self.trace:
             given = _copied(inputs)
-            agent(*given)
+            with torch.inference_mode():
+                agent(*given)
             before, after = (_tensors(_INPUTS, each) for each in (inputs, given))
             yield from self.differing("before the call and after it", before, after, fix)
 

@@ -47,7 +47,7 @@ from rlpool.seeding import episode_seeds, seeded_generators, worker_seed
 from rlpool.specs import leaves_of, row_specs, structure_of_value
 from rlpool.testing.checks import CannotCheck, Checks, Findings, Report, error, warning
 
-_RNG = "draw from self.np_random, which super().reset(seed=seed) seeds, and from nothing else"
+_RNG = "let reset(seed=...) restore all state, draw from self.np_random alone, and share nothing"
 _OPTIONS = "options to check_env: check_env(env, options={{{}}})"
 
 

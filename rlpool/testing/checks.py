@@ -79,7 +79,9 @@ def failed(who: str, reason: BaseException, fix: str = "") -> Finding:
         what, fix = reason.what, reason.own_fix or fix
     if isinstance(reason, WorkerError):
         what = f"{what} ({reason.where})"
-    return error(what, fix or "fix what fails, then check again")
+    refused = "return what the spaces declare, or declare what is returned"
+    other = refused if isinstance(reason, SpecError) else "fix what fails, then check again"
+    return error(what, fix or other)
 
 
 @dataclass(frozen=True)

@@ -247,6 +247,11 @@ def test_every_check_is_broken_by_one_of_the_above() -> None:
     assert {name for name, _ in ERRORS + WARNINGS} == set(NAMES)
 
 
+def test_an_action_that_the_environment_refuses_is_named() -> None:
+    found = check_agent(lambda: ConstantAgent(5), "CartPole-v1", strict=False)
+    assert found.failed == ("returns", "action_fits")
+
+
 def test_actions_outside_the_bounds_are_a_warning() -> None:
     space = spaces.Box(-1, 1, (2,), np.float32)
     agent = acting(lambda o: torch.full((o.n_elems(), 2), 3.0))
