@@ -43,11 +43,16 @@ _REFUSES_SEED = (ValueError, TypeError, OverflowError, AssertionError, struct.er
 _NOT_HANDED_ON = re.compile(r"unexpected keyword argument '(seed|options)'")
 
 
+_ROWS = "env_info={{{}}}, one row per episode"
+"""How options are given to a batcher, with a place for them."""
+
+
 def env_error(
     error: LaneError,
     where: Where,
     capsule: CrashCapsule | None = None,
     options: Mapping[str, Any] | None = None,
+    options_as: str = _ROWS,
 ) -> EnvError:
     """The error for an environment that raised or returned what does not fit.
 
@@ -56,6 +61,7 @@ def env_error(
         where: Where it happened.
         capsule: What else is known about the episode.
         options: What a reset got, if ``where`` does not say it: not all options can travel.
+        options_as: How the caller gives options, with a place for them.
     """
     told, hint = None, DEBUG_HINT
     if isinstance(error, EnvError):  # put together in the process where it happened
@@ -67,7 +73,7 @@ def env_error(
         cause = error.__cause__ or error
         what, fix = what_and_fix(f"env.{error.call}", cause)
         if error.call == "reset" and not fix:
-            fix = reset_advice(cause, where.env_info or options)
+            fix = reset_advice(cause, where.env_info or options, options_as)
         text, is_spec = text_of(cause), isinstance(cause, SpecError)
     if capsule is not None:
         place = capsule.where._replace(worker=where.worker)
@@ -118,12 +124,15 @@ def attempted(make: Callable[_P, CrashCapsule]) -> Callable[_P, CrashCapsule | N
     return attempt
 
 
-def reset_advice(error: BaseException, options: Mapping[str, Any] | None) -> str:
+def reset_advice(
+    error: BaseException, options: Mapping[str, Any] | None, options_as: str = _ROWS
+) -> str:
     """What to do about a ``reset`` that lacks an option or refuses its seed; ``""`` otherwise.
 
     Args:
         error: What it raised.
         options: What it got.
+        options_as: How the caller gives options, with a place for them.
     """
     told = _told(error)
     if isinstance(error, TypeError) and (lacks := _NOT_HANDED_ON.search(told)):
@@ -136,7 +145,7 @@ def reset_advice(error: BaseException, options: Mapping[str, Any] | None) -> str
         is_name = isinstance(name, str) and name.isidentifier()
         if not (is_name and name in (options or {})):
             each = f'"{name}": ...' if is_name else "..."
-            return f"if it needs options, pass env_info={{{each}}}, one row per episode"
+            return f"if it needs options, pass {options_as.format(each)}"
     if isinstance(error, _REFUSES_SEED) and _SEED.search(told):
         return "let reset(seed=...) take every int from 0 to 2**31 - 1: that is what rlpool gives"
     return ""

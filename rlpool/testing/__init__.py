@@ -1,11 +1,9 @@
 """Environments that fail on purpose, and checks of environments and agents, for users' tests."""
 
-from rlpool.testing.check_agent import check_agent
-from rlpool.testing.check_env import check_env
-from rlpool.testing.contracts import AgentContract, EnvContract
-from rlpool.testing.faults import KINDS, code, faults, strike
-from rlpool.testing.faulty_env import CountingEnv, FaultyEnv
-from rlpool.testing.report import Finding, Report
+from rlpool.testing.check_agent import AgentContract, check_agent
+from rlpool.testing.check_env import EnvContract, check_env
+from rlpool.testing.checks import Finding, Report
+from rlpool.testing.faults import KINDS, CountingEnv, FaultyEnv, code, faults, strike
 
 __all__ = [
     "KINDS",

@@ -17,6 +17,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics, RescaleAction
 from process.watching import assert_all_equal, assert_equal, worker_pids
+from torch.utils._pytree import tree_map
 
 from rlpool import (
     DictTensor,
@@ -33,7 +34,7 @@ from rlpool import (
     replay_crash,
 )
 from rlpool.envs.vec_env import LaneError
-from rlpool.testing.episodes import bits
+from rlpool.testing.checks import bits
 
 from support.agents import ConstantAgent, FunctionAgent, StepCounter
 from support.envs import CountingEnv, EchoEnv, FailingEnv, SpaceEnv
@@ -133,7 +134,7 @@ def test_every_space_is_batched_as_in_a_gym_env(space: Any, keeps: bool) -> None
         assert mine.keys() == theirs.keys()
         for key, values in theirs.items():
             assert (mine[key].dtype, mine[key].tobytes()) == (values.dtype, values.tobytes())
-    assert bits(given) == bits(expected_given)
+    assert tree_map(bits, given) == tree_map(bits, expected_given)
 
 
 def test_a_batch_step_is_one_step_and_a_reset_one_call_for_each_kind_of_options() -> None:
