@@ -94,17 +94,16 @@ class LocalWorker:
 
     def _take(self, message: Message) -> None:
         """Hand the worker's message to the caller's bookkeeping."""
-        if isinstance(message, Ready):
-            self.control.set_state(0, State.UP)
-            self._client.brief(0, message.report)
-        elif isinstance(message, Done):
-            with InterruptsHeld():
-                self._tapes = self._collector.mark()
+        with InterruptsHeld():
+            if isinstance(message, Ready):
+                self.control.set_state(0, State.UP)
+                self._client.brief(0, message.report)
+            elif isinstance(message, Failed) and message.command is None:
+                self.fatal = message.error
+            else:
+                if isinstance(message, Done):
+                    self._tapes = self._collector.mark()
                 self._client.take(0, message)
-        elif isinstance(message, Failed) and message.command is None:
-            self.fatal = message.error
-        else:
-            self._client.take(0, message)
 
     def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
         """Give the worker a message, to be carried out by ``poll``."""
@@ -152,9 +151,9 @@ class LocalWorker:
             with self._at_work():
                 if not self._is_whole:
                     self._begin_again()
-                self._is_whole = False
-                while self._has_message() and not self._carry_out():
-                    pass
+                self._is_whole, is_over = False, False
+                while not is_over and self._collector.inbox.peek() is not None:
+                    is_over = self._carry_out()
                 self._is_whole = True
         elif timeout_s != 0.0:
             raise LookupError("waiting for a local worker that has nothing to do")

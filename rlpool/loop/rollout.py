@@ -210,7 +210,8 @@ class Rollout:
     def abandon(self) -> None:
         """Drop all unfinished episodes."""
         for lane, running in self._lanes.items():
-            running.bound.abandon(lane, running)
+            if running.bound in self._bound:  # otherwise its block is no longer ours
+                running.bound.abandon(lane, running)
         self._clear_lanes()
 
     def _clear_lanes(self) -> None:
