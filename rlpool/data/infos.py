@@ -11,6 +11,9 @@ from torch import Tensor
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.errors import SpecError
+from rlpool.specs import fitted
+
+_AS_ARRAY = "give an array or a tensor, which keeps its dtype"
 
 Info: TypeAlias = DictTensor | Mapping[str, Any] | None
 """Tensors, NumPy arrays or (nested) lists of numbers by name, with one row per episode or lane.
@@ -61,6 +64,8 @@ def _copied(name: str, key: Any, value: Any) -> Tensor:
     try:
         tensor = _tensor(value)
         tensor.numpy()  # fails for dtypes that NumPy lacks
+    except SpecError as error:
+        raise SpecError(f"{key!r} in {name}: {error.what}", fix=_AS_ARRAY) from None
     except (TypeError, ValueError, RuntimeError) as error:
         what, _, _ = str(error).partition("\n")
         if isinstance(value, Tensor):
@@ -85,4 +90,9 @@ def _tensor(value: Any) -> Tensor:
     if hasattr(value, "__array__"):
         array = np.asarray(value)
         return torch.from_numpy(np.array(array, array.dtype.newbyteorder("=")))
-    return torch.tensor(value, device="cpu")
+    # As torch.tensor(value), which makes other numbers of those that its dtypes do not hold.
+    array = np.asarray(value)
+    wanted = {"f": torch.get_default_dtype(), "u": torch.int64}.get(array.dtype.kind)
+    if wanted is not None:
+        array = fitted("a number in it", array, torch.empty(0, dtype=wanted).numpy().dtype)
+    return torch.from_numpy(np.array(array))

@@ -17,7 +17,14 @@ import torch
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import Info, info_rows
-from rlpool.envs.columns import BadValue, Columns, Results, checked_results, ended_rows
+from rlpool.envs.columns import (
+    BadValue,
+    Columns,
+    Results,
+    checked_results,
+    ended_rows,
+    fitted_rows,
+)
 from rlpool.envs.info_columns import InfoColumns
 from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where
 from rlpool.memory.storage import Array, batch_array
@@ -300,8 +307,15 @@ class VecEnv(ABC):
             The lanes whose episode ended with this step.
 
         Raises:
-            LaneError: If an environment raises or returns an invalid value.
+            LaneError: If an environment raises or returns an invalid value, or an action does not
+                fit the dtype in which the environments or trajectories have it.
         """
+        for key, array in self._last_actions.items():
+            if actions[key].dtype is not array.dtype:
+                try:
+                    fitted_rows(f"the action {key!r}", actions[key], lanes, array.dtype)
+                except SpecError as error:
+                    self._fail("step", error)
         results = self._step_lanes(lanes, actions)
         try:
             rewards, terminated, truncated = checked_results(lanes, results)

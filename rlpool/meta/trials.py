@@ -14,6 +14,7 @@ from rlpool.envs.gym_env import all_tasks
 from rlpool.envs.legacy import modernised
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
+from rlpool.specs import fitted
 
 TASK_OPTION = "task"
 """Key of the task among the options of a reset."""
@@ -199,7 +200,8 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
             return observation
         flags = [flag] if self.episodes_per_task > 1 else []
         dtype: Any = self.observation_space.dtype
-        return np.concatenate([observation, self._task_vector(), flags], dtype=dtype)
+        parts = np.concatenate([observation, self._task_vector(), flags])
+        return fitted("the observation with task and flag", parts, dtype)
 
     def _task_vector(self) -> Any:
         """The task as an oracle sees it; empty without an oracle."""

@@ -17,11 +17,11 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
 from rlpool.pool.incoming import Incoming, Source
-from rlpool.pool.schema import Schema, Stack
+from rlpool.pool.schema import REWARDS, Schema, Stack
 from rlpool.pool.stacks import unstacked
 from rlpool.slots.blocks import successor_key
 from rlpool.slots.trajectories import DerivedTensors, Successor
-from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec, join_key
+from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec, fitted, fitted_rewards, join_key
 
 ACTION_KEY = "action"
 REWARD_KEY, DONE_KEY, TERMINATED_KEY = "_reward", "_done", "_terminated"
@@ -71,7 +71,7 @@ def of_trajectories(
             is_last[:-1] |= flags[1:] if key == _START else flags[:-1]
 
     def source(key: str, spec: TensorSpec) -> Source:
-        return steps.of(converted(key, tensors[key].numpy(force=True), spec.dtype))
+        return steps.of(stored(key, tensors[key].numpy(force=True), spec.dtype))
 
     columns = {key: source(key, spec) for key, spec in schema.columns.items()}
     finals = {}
@@ -79,7 +79,7 @@ def of_trajectories(
         name, spec = successor_key(key), schema.columns[key]
         derivation = _derivation(tensors, name)
         if isinstance(derivation, Successor) and np.array_equal(derivation.lengths, lengths):
-            array = converted(name, derivation.finals(), spec.dtype)
+            array = stored(name, derivation.finals(), spec.dtype)
             finals[key] = Source(array, np.repeat(np.arange(len(lengths)), lengths))
         else:
             finals[key] = source(name, spec)
@@ -103,7 +103,7 @@ def of_one(values: Mapping[str, Array], schema: Schema, tails: Tails) -> Incomin
     first = np.zeros(1, np.int64)
 
     def source(key: str, spec: TensorSpec) -> Source:
-        return Source(converted(key, values[key], spec.dtype)[None], first)
+        return Source(stored(key, values[key], spec.dtype)[None], first)
 
     columns = {key: source(key, spec) for key, spec in schema.columns.items()}
     finals = {key: source(successor_key(key), schema.columns[key]) for key in schema.paired}
@@ -214,24 +214,11 @@ def _mark_jumps(is_last: Array, values: Source, after: Source) -> None:
         is_last[start + (here != there).nonzero()[0] * word.itemsize // row_bytes] = True
 
 
-def converted(key: str, array: Array, dtype: np.dtype[Any]) -> Array:
-    """An array in another dtype of its kind.
-
-    Raises:
-        SpecError: If that does not hold its values.
-    """
-    if array.dtype == dtype:
-        return array
-    with np.errstate(over="ignore"):
-        new = array.astype(dtype)
-    is_lost = np.isfinite(array) & ~np.isfinite(new) if dtype.kind == "f" else new != array
-    if is_lost.any():
-        fix = "let the first transitions have a dtype for all values"
-        raise SpecError(
-            f"{key!r} has values such as {array[is_lost].flat[0]}, the pool holds {dtype}",
-            fix="scale the rewards" if "reward" in key else fix,
-        )
-    return new
+def stored(key: str, array: Array, dtype: np.dtype[Any]) -> Array:
+    """Values in the dtype of their column, see ``fitted``."""
+    if key in REWARDS:
+        return fitted_rewards(repr(key), array)
+    return fitted(repr(key), array, dtype, "let the first transitions have a dtype for all values")
 
 
 # Specs ------------------------------------------------------------------------------------------
@@ -313,8 +300,8 @@ def transition_of(
         dtype = state.dtype
         if not np.can_cast(after[key].dtype, dtype, "same_kind"):
             dtype = np.result_type(dtype, after[key].dtype)
-        values[key] = state.astype(dtype, copy=False)
-        values[successor_key(key)] = after[key].astype(dtype, copy=False)
+        values[key] = fitted(f"{key!r} of s", state, dtype)
+        values[successor_key(key)] = fitted(f"{key!r} of next_s", after[key], dtype)
     values[REWARD_KEY] = _single("r", r)
     terminated = done if terminated is None else terminated
     for key, name, flag in (DONE_KEY, "done", done), (TERMINATED_KEY, "terminated", terminated):
@@ -394,4 +381,4 @@ def checked_priorities(index: Any, priorities: Any, alpha: float) -> tuple[Array
             f"got {values}",
             fix="pass absolute errors, and look for NaN or divergence in the loss",
         )
-    return given.astype(np.int64), powers
+    return fitted("index", given, np.dtype(np.int64)), powers

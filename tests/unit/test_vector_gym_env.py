@@ -293,7 +293,7 @@ def test_the_sub_environment_that_fails_is_named_and_its_episode_is_repeated(
         ((0, np.zeros((2, 3))), "'frame' should have shape .3, 3., got .2, 3."),
         ((0, np.full((3, 3), "a")), "'frame' should have dtype float32"),
         ((1, np.zeros((3, 1))), "'reward' should have shape .3., got .3, 1."),
-        ((1, np.full(3, 1e300)), "fits float32"),
+        ((1, np.full(3, 1e300)), "should fit float32, got 1e.300"),
         ((1, np.full(3, None)), "'reward' should be a number"),
         ((2, np.full(3, np.nan)), "'terminated' should be True or False"),
         ((3, np.full(3, 2)), "'truncated' should be True or False"),
