@@ -129,6 +129,20 @@ def ended_rows(terminated: Any, truncated: Any) -> list[int]:
     return [row for row, flags in enumerate(zip(terminated, truncated, strict=True)) if any(flags)]
 
 
+def checked_result(reward: Any, terminated: Any, truncated: Any) -> tuple[bool, bool]:
+    """Check what the step of one environment returned, before somebody else converts it.
+
+    Returns:
+        Both flags.
+
+    Raises:
+        SpecError: If the reward is not a number, or a flag neither true nor false.
+    """
+    if type(reward) is not float and _number(reward) is None:
+        raise SpecError(f"'reward' should be a number, got {reward!r}")
+    return flag_of("terminated", terminated), flag_of("truncated", truncated)
+
+
 def flag_of(key: str, flag: Any) -> bool:
     """Convert a flag to a bool; SpecError if it is neither true nor false, such as NaN."""
     number = _number(flag)

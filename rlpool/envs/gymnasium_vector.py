@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
+import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
 
 from rlpool.envs.atari_lanes import resets_atari_lanes, take_a_seed_per_lane
+from rlpool.envs.columns import checked_result
 from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError
+
+_NUMBERS = frozenset([float, int, np.float32, np.float64])
 
 _LAST_WORDS_S = 1.0
 """How long a process that failed may take to say why, or to end."""
@@ -44,7 +48,7 @@ def adapt(env: VectorEnv[Any, Any, Any], owner: VecEnv) -> None:
     if (is_sync or is_async) and not is_wrapped:
         base.copy = False
     if is_sync:
-        base.envs = _Marked(base.envs, owner)
+        base.envs = [_SubEnv(env, lane, owner) for lane, env in enumerate(base.envs)]
     if is_sync and owner.seeding == "episode":
         # No restarts without the episode's options, and no final observations in the infos.
         base.autoreset_mode = base.metadata["autoreset_mode"] = AutoresetMode.DISABLED
@@ -57,33 +61,62 @@ def adapt(env: VectorEnv[Any, Any, Any], owner: VecEnv) -> None:
                 'vector_kwargs={"autoreset_mode": AutoresetMode.DISABLED})',
             )
         base._raise_if_errors = _raiser(base)
+        base.parent_pipes = [_CheckedPipe(pipe, base) for pipe in base.parent_pipes]
     elif owner.seeding == "episode" and resets_atari_lanes(env):
         take_a_seed_per_lane(base)
 
 
-class _Marked(list[Any]):
-    """Sub-environments of a ``SyncVectorEnv``; whoever takes one sets ``lane_in_use``.
+class _SubEnv:
+    """A sub-environment of a ``SyncVectorEnv``.
 
-    It takes them one after another, by iteration or by index, to step or reset them. So this tells
-    which one fails or dies.
+    It sets ``lane_in_use``, which tells which one fails or dies. Rewards and flags are checked:
+    Gymnasium makes numbers and bools of whatever a step returns.
     """
 
-    def __init__(self, envs: Sequence[Any], owner: VecEnv) -> None:
-        super().__init__(envs)
-        self._owner = owner
+    def __init__(self, env: Any, lane: int, owner: VecEnv) -> None:
+        self._env, self._lane, self._owner = env, lane, owner
 
-    def __iter__(self) -> Iterator[Any]:
-        lane_in_use = self._owner.lane_in_use
-        first = lane_in_use[0]
-        for lane, env in enumerate(list.__iter__(self)):
-            lane_in_use[0] = lane
-            yield env
-        lane_in_use[0] = first
+    def reset(self, **options: Any) -> Any:
+        self._owner.lane_in_use[0] = self._lane
+        return self._env.reset(**options)
 
-    def __getitem__(self, lane: Any) -> Any:
-        if type(lane) is int:
-            self._owner.lane_in_use[0] = lane
-        return list.__getitem__(self, lane)
+    def step(self, action: Any) -> Any:
+        self._owner.lane_in_use[0] = self._lane
+        result = self._env.step(action)
+        _, reward, terminated, truncated, _ = result
+        if not (type(terminated) is type(truncated) is bool and type(reward) in _NUMBERS):
+            checked_result(reward, terminated, truncated)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_env":  # of a copy that has no attributes yet
+            raise AttributeError(name)
+        return getattr(self._env, name)
+
+
+class _CheckedPipe:
+    """The pipe to a process of an ``AsyncVectorEnv``: a step with wrong results has failed.
+
+    Attributes:
+        refusal: What is wrong about them.
+    """
+
+    def __init__(self, pipe: Any, base: Any) -> None:
+        self._pipe, self._base = pipe, base
+        self.refusal: SpecError | None = None
+
+    def recv(self) -> Any:
+        result, success = self._pipe.recv()
+        if success and self._base._state is AsyncState.WAITING_STEP:
+            try:
+                checked_result(*result[1:4])
+            except SpecError as error:
+                self.refusal = error
+                return None, False
+        return result, success
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipe, name)
 
 
 class _RemoteTraceback(Exception):
@@ -106,13 +139,16 @@ def _raiser(base: Any) -> Callable[[Iterable[bool]], None]:
             return
         base._state = AsyncState.DEFAULT
         told = {}
+        refusals = [base.parent_pipes[lane].refusal for lane in failed]
         with suppress(queue.Empty):
-            for _ in failed:
+            for _ in range(refusals.count(None)):
                 lane, _, error, trace = base.error_queue.get(timeout=_LAST_WORDS_S)
                 told[lane] = error, trace
         for lane in failed:
             base.parent_pipes[lane].close()
             base.parent_pipes[lane] = None
+        if refusals[0] is not None:
+            raise refusals[0]
         what = RuntimeError("a sub-environment failed with an exception that cannot be pickled")
         error, trace = told.get(failed[0], (what, "no traceback"))
         raise error from _RemoteTraceback(trace)

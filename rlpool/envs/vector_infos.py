@@ -9,6 +9,7 @@ import numpy as np
 from gymnasium.spaces import Discrete
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv, VectorWrapper
 
+from rlpool.envs.columns import as_array
 from rlpool.envs.envpool_lanes import EnvPoolLanes
 from rlpool.envs.info_keys import InfoKeys, InfoLearner, batch_of, wanted_infos
 from rlpool.envs.vector_seeding import some_action
@@ -54,6 +55,43 @@ def info_specs_of(
                 f"info_keys={{{learner.unknown[0]!r}: np.float32}}",
             ) from error
     return learner.specs(why_no_step)
+
+
+def keep_infos_apart(env: VectorEnv[Any, Any, Any]) -> None:
+    """Let a vector environment keep what each lane tells, see ``keep_apart``."""
+    base: Any = env.unwrapped
+    add = base._add_info
+
+    def add_info(infos: dict[str, Any], info: dict[str, Any], lane: int) -> dict[str, Any]:
+        keep_apart(infos, info)
+        together: dict[str, Any] = add(infos, info, lane)
+        return together
+
+    base._add_info = add_info
+
+
+def keep_apart(infos: dict[str, Any], info: Mapping[str, Any]) -> None:
+    """Make room for what a lane tells, where that has another dtype or shape than of lanes before.
+
+    Gymnasium writes it into an array in the form of the first lane: beside 0, 0.25 becomes 0.
+
+    Args:
+        infos: What lanes before have told, by key, in Gymnasium's form. Arrays become arrays of
+            objects, one per lane, where need be.
+        info: What the next lane tells.
+    """
+    for key, value in info.items():
+        together = infos.get(key)
+        if not isinstance(together, np.ndarray) or together.dtype == object:
+            continue
+        try:
+            array = as_array(value)
+        except (ValueError, TypeError, RuntimeError):  # parts of different shapes
+            array = np.empty((), object)
+        if (array.dtype, array.shape) != (together.dtype, together.shape[1:]):
+            infos[key] = objects = np.full(len(together), None, object)
+            for lane in np.flatnonzero(infos[f"_{key}"]):
+                objects[lane] = together[lane]
 
 
 def _unmasked_action(env: VectorEnv[Any, Any, Any], infos: Any) -> Any:

@@ -21,6 +21,7 @@ from gymnasium.vector.utils import (
     iterate,
 )
 
+from rlpool.envs.vector_infos import keep_apart
 from rlpool.errors import (
     EnvError,
     SpecError,
@@ -375,6 +376,7 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
             told, observation = pickle.loads(rest.get(lane) or messages[lane, HEADER_BYTES:].data)
             self._pickled[lane] = observation
             for info in told:
+                keep_apart(infos, info)
                 infos = self._add_info(infos, info, lane)
         return infos
 
