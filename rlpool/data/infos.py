@@ -90,9 +90,7 @@ def _tensor(value: Any) -> Tensor:
     if hasattr(value, "__array__"):
         array = np.asarray(value)
         return torch.from_numpy(np.array(array, array.dtype.newbyteorder("=")))
-    # As torch.tensor(value), which makes other numbers of those that its dtypes do not hold.
-    array = np.asarray(value)
-    wanted = {"f": torch.get_default_dtype(), "u": torch.int64}.get(array.dtype.kind)
-    if wanted is not None:
-        array = fitted("a number in it", array, torch.empty(0, dtype=wanted).numpy().dtype)
-    return torch.from_numpy(np.array(array))
+    if np.asarray(value).dtype.kind != "f":
+        return torch.tensor(value, device="cpu")
+    # The same, where torch would make infinities of finite floats.
+    return torch.from_numpy(fitted("it", value, torch.empty(0, device="cpu").numpy().dtype))
