@@ -258,10 +258,12 @@ class Column:
                         break
                 else:
                     all_write = len(values) == self._n_lanes
-                    if is_wider:
+                    if is_wider and all_write:
                         with np.errstate(over="raise"):
-                            rows = np.concatenate(values, dtype=dtype, casting="same_kind")
-                        self.array[_ALL if all_write else lanes] = rows.reshape(len(values), *shape)
+                            np.concatenate(values, out=self._joined)
+                    elif is_wider:
+                        with np.errstate(over="raise"):
+                            self.array[lanes] = np.stack(values)
                     elif all_write:
                         np.concatenate(values, out=self._joined)
                     else:

@@ -148,6 +148,7 @@ class VectorGymEnv(VecEnv):
         )
         self._action_leaves = leaves_of({"action": stored}, "")
         self._native_actions = leaves_of({"action": native}, "")
+        self._action_dtypes = {key: leaf.spec.dtype for key, leaf in self._native_actions.items()}
         self._nest_action = nester(native)
         self.seeding: Seeding = seeding or detected_seeding(vector_env)
         refuse_wrong_statistics(vector_env, self._info_specs, self.seeding)

@@ -17,6 +17,9 @@ from rlpool.errors import SpecError
 from rlpool.seeding import Seeding
 from rlpool.specs import TensorSpec
 
+_OBJECTS = np.dtype(object)
+_PLAIN = {float: np.dtype(float), int: np.dtype(int), bool: np.dtype(bool)}
+
 
 def info_specs_of(
     env: VectorEnv[Any, Any, Any], info_keys: InfoKeys, *, keep_float64: bool
@@ -58,40 +61,35 @@ def info_specs_of(
 
 
 def keep_infos_apart(env: VectorEnv[Any, Any, Any]) -> None:
-    """Let a vector environment keep what each lane tells, see ``keep_apart``."""
+    """Let a vector environment keep what every lane tells in its infos.
+
+    Gymnasium writes it into an array in the form of the first lane: beside 0, 0.25 becomes 0. Where
+    a lane tells something of another dtype or shape, the array becomes one of objects.
+    """
     base: Any = env.unwrapped
+    if "_add_info" in vars(base):
+        return
     add = base._add_info
 
     def add_info(infos: dict[str, Any], info: dict[str, Any], lane: int) -> dict[str, Any]:
-        keep_apart(infos, info)
+        for key, value in info.items():
+            array = infos.get(key)
+            if not isinstance(array, np.ndarray) or array.dtype is _OBJECTS:
+                continue
+            if array.dtype is _PLAIN.get(type(value)) and array.ndim == 1:
+                continue
+            try:
+                told = as_array(value)
+            except (ValueError, TypeError, RuntimeError):  # parts of different shapes
+                told = np.empty((), object)
+            if (told.dtype, told.shape) != (array.dtype, array.shape[1:]):
+                infos[key] = objects = np.full(len(array), None, object)
+                for other in np.flatnonzero(infos[f"_{key}"]):
+                    objects[other] = array[other]
         together: dict[str, Any] = add(infos, info, lane)
         return together
 
     base._add_info = add_info
-
-
-def keep_apart(infos: dict[str, Any], info: Mapping[str, Any]) -> None:
-    """Make room for what a lane tells, where that has another dtype or shape than of lanes before.
-
-    Gymnasium writes it into an array in the form of the first lane: beside 0, 0.25 becomes 0.
-
-    Args:
-        infos: What lanes before have told, by key, in Gymnasium's form. Arrays become arrays of
-            objects, one per lane, where need be.
-        info: What the next lane tells.
-    """
-    for key, value in info.items():
-        together = infos.get(key)
-        if not isinstance(together, np.ndarray) or together.dtype == object:
-            continue
-        try:
-            array = as_array(value)
-        except (ValueError, TypeError, RuntimeError):  # parts of different shapes
-            array = np.empty((), object)
-        if (array.dtype, array.shape) != (together.dtype, together.shape[1:]):
-            infos[key] = objects = np.full(len(together), None, object)
-            for lane in np.flatnonzero(infos[f"_{key}"]):
-                objects[lane] = together[lane]
 
 
 def _unmasked_action(env: VectorEnv[Any, Any, Any], infos: Any) -> Any:

@@ -21,7 +21,7 @@ from gymnasium.vector.utils import (
     iterate,
 )
 
-from rlpool.envs.vector_infos import keep_apart
+from rlpool.envs.vector_infos import keep_infos_apart
 from rlpool.errors import (
     EnvError,
     SpecError,
@@ -154,6 +154,7 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
         self.metadata = {**lanes[0].metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = lanes[0].render_mode
         self._set_spaces(lanes, observation_mode)
+        keep_infos_apart(self)
         self._ended = np.zeros(self.num_envs, bool)
         self._pickled: list[Any] = [None] * self.num_envs  # observations that are pickled
         self._flatten: Callable[[Any], list[Any]] | None = None
@@ -376,7 +377,6 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
             told, observation = pickle.loads(rest.get(lane) or messages[lane, HEADER_BYTES:].data)
             self._pickled[lane] = observation
             for info in told:
-                keep_apart(infos, info)
                 infos = self._add_info(infos, info, lane)
         return infos
 
