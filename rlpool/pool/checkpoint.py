@@ -29,7 +29,7 @@ import torch
 
 from rlpool.errors import RlpoolError, SpecError
 from rlpool.memory.storage import Array
-from rlpool.pool.ingest import stored
+from rlpool.pool.ingest import converted
 from rlpool.pool.schema import Schema, stacks_of
 from rlpool.pool.store import Store
 from rlpool.specs import TensorSpec
@@ -107,7 +107,7 @@ class Saved(NamedTuple):
             else:  # version 0.1 stored rewards in their own dtype
                 wide = np.empty(target.shape, dtype)
                 self.read(name, wide)
-                target[...] = stored(name.rpartition("/")[2], wide, target.dtype)
+                target[...] = converted(name.rpartition("/")[2], wide, target.dtype)
         store.recover()
 
 

@@ -71,7 +71,7 @@ def of_trajectories(
             is_last[:-1] |= flags[1:] if key == _START else flags[:-1]
 
     def source(key: str, spec: TensorSpec) -> Source:
-        return steps.of(stored(key, tensors[key].numpy(force=True), spec.dtype))
+        return steps.of(converted(key, tensors[key].numpy(force=True), spec.dtype))
 
     columns = {key: source(key, spec) for key, spec in schema.columns.items()}
     finals = {}
@@ -79,7 +79,7 @@ def of_trajectories(
         name, spec = successor_key(key), schema.columns[key]
         derivation = _derivation(tensors, name)
         if isinstance(derivation, Successor) and np.array_equal(derivation.lengths, lengths):
-            array = stored(name, derivation.finals(), spec.dtype)
+            array = converted(name, derivation.finals(), spec.dtype)
             finals[key] = Source(array, np.repeat(np.arange(len(lengths)), lengths))
         else:
             finals[key] = source(name, spec)
@@ -103,7 +103,7 @@ def of_one(values: Mapping[str, Array], schema: Schema, tails: Tails) -> Incomin
     first = np.zeros(1, np.int64)
 
     def source(key: str, spec: TensorSpec) -> Source:
-        return Source(stored(key, values[key], spec.dtype)[None], first)
+        return Source(converted(key, values[key], spec.dtype)[None], first)
 
     columns = {key: source(key, spec) for key, spec in schema.columns.items()}
     finals = {key: source(successor_key(key), schema.columns[key]) for key in schema.paired}
@@ -214,7 +214,7 @@ def _mark_jumps(is_last: Array, values: Source, after: Source) -> None:
         is_last[start + (here != there).nonzero()[0] * word.itemsize // row_bytes] = True
 
 
-def stored(key: str, array: Array, dtype: np.dtype[Any]) -> Array:
+def converted(key: str, array: Array, dtype: np.dtype[Any]) -> Array:
     """Values in the dtype of their column, see ``fitted``."""
     if key in REWARDS:
         return fitted_rewards(repr(key), array)
@@ -381,4 +381,4 @@ def checked_priorities(index: Any, priorities: Any, alpha: float) -> tuple[Array
             f"got {values}",
             fix="pass absolute errors, and look for NaN or divergence in the loss",
         )
-    return fitted("index", given, np.dtype(np.int64)), powers
+    return given.astype(np.int64), powers
