@@ -268,7 +268,8 @@ class Array:
             shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
             raise SpecError(
                 f"cannot write {type(value).__name__}{shape} to elements of shape "
-                f"{list(region.shape)} and dtype {self.dtype}: {told}"
+                f"{list(region.shape)} and dtype {self.dtype}: {told}",
+                fix="write what it holds, or make an array of another shape or dtype",
             ) from error
 
     def to_ndarray(self) -> Values:

@@ -19,8 +19,8 @@ Info: TypeAlias = DictTensor | Mapping[str, Any] | None
 """Tensors, NumPy arrays or (nested) lists of numbers by name, with one row per episode or lane.
 
 A number, a bool, or a tensor or array without dimensions holds for all rows. Python ints become
-int64, Python floats torch's default dtype (float32), bools bool; tensors and arrays keep their
-dtype.
+int64, Python floats torch's default dtype (float32, which has to hold them), bools bool; tensors
+and arrays keep their dtype.
 """
 
 

@@ -15,15 +15,7 @@ import torch
 
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array, batch_array
-from rlpool.specs import (
-    Leaf,
-    Structure,
-    TensorSpec,
-    fitted,
-    fitted_rewards,
-    flattener,
-    leaves_of,
-)
+from rlpool.specs import Leaf, Structure, TensorSpec, fitted, fitted_rewards, flattener, leaves_of
 
 Results = tuple[Any, Any, Any]
 """Rewards, terminated and truncated of the lanes that stepped: sequences or arrays."""

@@ -17,14 +17,7 @@ import torch
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import Info, info_rows
-from rlpool.envs.columns import (
-    BadValue,
-    Columns,
-    Results,
-    checked_results,
-    ended_rows,
-    fitted_rows,
-)
+from rlpool.envs.columns import BadValue, Columns, Results, checked_results, ended_rows, fitted_rows
 from rlpool.envs.info_columns import InfoColumns
 from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where
 from rlpool.memory.storage import Array, batch_array

@@ -15,12 +15,7 @@ from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.gymnasium_vector import adapt, autoreset_mode, failed_process, kill
 from rlpool.envs.info_keys import InfoKeys
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.envs.vector_infos import (
-    info_specs_of,
-    keep_infos_apart,
-    refuse_wrong_statistics,
-    statistics_keys,
-)
+from rlpool.envs.vector_infos import info_specs_of, refuse_wrong_statistics, statistics_keys
 from rlpool.envs.vector_seeding import detected_seeding
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import names_arguments, whole_number
@@ -138,8 +133,6 @@ class VectorGymEnv(VecEnv):
         observed = structure_of_space(
             self.observation_space, keep_float64=keep_float64, name="single_observation_space"
         )
-        if info_keys is not None:
-            keep_infos_apart(vector_env)
         self._info_specs = info_specs_of(vector_env, info_keys, keep_float64=keep_float64)
         self._observations = self._declare_structure(observed)
         stored, native = (

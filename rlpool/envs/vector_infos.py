@@ -38,6 +38,8 @@ def info_specs_of(
         SpecError: For a key that was not shown; it names those that were.
     """
     wanted = wanted_infos(info_keys, keep_float64=keep_float64)
+    if wanted:
+        keep_infos_apart(env)
     learner = InfoLearner(wanted, keep_float64=keep_float64)
     why_no_step = ""
     if not learner.has_all:
@@ -78,10 +80,7 @@ def keep_infos_apart(env: VectorEnv[Any, Any, Any]) -> None:
                 continue
             if array.dtype is _PLAIN.get(type(value)) and array.ndim == 1:
                 continue
-            try:
-                told = as_array(value)
-            except (ValueError, TypeError, RuntimeError):  # parts of different shapes
-                told = np.empty((), object)
+            told = as_array(value)
             if (told.dtype, told.shape) != (array.dtype, array.shape[1:]):
                 infos[key] = objects = np.full(len(array), None, object)
                 for other in np.flatnonzero(infos[f"_{key}"]):

@@ -308,6 +308,7 @@ class Block:
         self._arrays: Arrays | None = None
         self._control: dict[str, Array] | None = None  # kept, as no user gets any of it
         self._root: ref[Array] | None = None
+        _all_blocks.add(self)
 
     @property
     def arrays(self) -> Arrays:
@@ -363,7 +364,6 @@ class BlockPool:
         self._allocate = allocate
         self._blocks: list[Block] = []
         self._n_made = 0
-        _pools.add(self)
 
     def take(self) -> Block:
         """A block that is not in use, its bookkeeping cleared.
@@ -401,23 +401,19 @@ class BlockPool:
             block.memory.close_fd()
         return [block.number for block in surplus]
 
-    def note_fork(self) -> None:
-        """Use no block again that a new fork of this process gets a part of."""
-        for block in self._blocks:
-            block.is_forked |= block.is_held and block.memory.kind != "local"
-
     def close(self) -> None:
         """Close all descriptors; what was mapped stays."""
         for block in self._blocks:
             block.memory.close_fd()
 
 
-_pools: WeakSet[BlockPool] = WeakSet()
+_all_blocks: WeakSet[Block] = WeakSet()
 
 
 def _note_fork() -> None:
-    for pool in list(_pools):
-        pool.note_fork()
+    """Use no block again that a new fork of this process gets a part of."""
+    for block in list(_all_blocks):
+        block.is_forked |= block.is_held and block.memory.kind != "local"
 
 
 os.register_at_fork(before=_note_fork)
