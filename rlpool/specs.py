@@ -104,6 +104,68 @@ class Declaration(NamedTuple):
     infos: Mapping[str, TensorSpec]
 
 
+def fitted(name: str, values: Any, dtype: np.dtype[Any], fix: str = "") -> np.ndarray[Any, Any]:
+    """Convert numbers to another dtype, or refuse them: the one rule for numbers from outside.
+
+    - Floats become floats of any width. They are rounded, and a finite one stays finite; infinities
+      and NaN stay what they are. So do complex numbers.
+    - In any other conversion every number keeps its value exactly: 300 fits int16 but not int8,
+      -1 no unsigned dtype, 2**24 + 1 not float32. 1.0 fits an int and 0.5 or NaN does not; 0 and 1
+      are what fits a bool. Real numbers fit complex dtypes, complex numbers only those.
+
+    Args:
+        name: What errors call the numbers.
+        values: The numbers, of any shape.
+        dtype: The dtype they are stored in.
+        fix: The advice if they do not fit.
+
+    Returns:
+        ``values`` itself if they have the dtype, else a new array.
+
+    Raises:
+        SpecError: Naming the first number that does not fit.
+    """
+    array = np.asarray(values)
+    if array.dtype == dtype:
+        return array
+    source, target = array.dtype.kind, dtype.kind
+    if source not in "fiubc" or (source == "c") > (target == "c"):
+        raise SpecError(f"{name} should be numbers that fit {dtype}, got {values!r:.60}", fix=fix)
+    if source in "fc" and target in "fc":
+        try:
+            with np.errstate(over="raise"):
+                return array.astype(dtype)
+        except FloatingPointError:
+            with np.errstate(over="ignore"):
+                fits = ~np.isfinite(array) | np.isfinite(array.astype(dtype))
+    else:
+        with np.errstate(all="ignore"):
+            new = array.astype(dtype)
+            number = new.real if target == "c" else new
+            fits = (number.astype(array.dtype) == array) & ((number < 0) == (array < 0))
+            ints, floats = (number, array) if source == "f" else (array, number)
+            if ints.dtype.kind in "iu" and floats.dtype.kind == "f":
+                # Beyond the ints, some processors convert to the last of them.
+                n_bits = 8 * ints.dtype.itemsize - (ints.dtype.kind == "i")
+                fits &= np.isfinite(floats) & (floats < 2.0**n_bits)
+        if fits.all():
+            return new
+    got = array[~fits].flat[0] if array.ndim else array
+    raise SpecError(f"{name} should fit {dtype}, got {got}", fix=fix or f"give numbers of {dtype}")
+
+
+def fitted_rewards(name: str, rewards: Any) -> np.ndarray[Any, Any]:
+    """Rewards as they are stored, float32: rounded, also where they are ints.
+
+    Raises:
+        SpecError: Naming a finite reward that is not a finite float32.
+    """
+    rewards = np.asarray(rewards)
+    if rewards.dtype.kind in "iu":
+        rewards = rewards.astype(np.float64)
+    return fitted(name, rewards, REWARD_SPEC.dtype, "scale the rewards")
+
+
 def join_key(prefix: str, key: str) -> str:
     """Name of a key below a prefix: ``join_key("agent_info", "id") == "agent_info/id"``."""
     return f"{prefix}/{key}" if prefix else key

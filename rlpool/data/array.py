@@ -19,6 +19,7 @@ from torch.utils import _pytree
 from rlpool.data.allocation import Allocation, layout_of
 from rlpool.data.array_view import Values, View, as_numpy
 from rlpool.errors import SpecError, UsageError
+from rlpool.specs import fitted
 
 MAX_INDEX_BYTES = 256
 """Larger index arrays travel in shared memory, so that every pickle of a view is small."""
@@ -261,15 +262,14 @@ class Array:
         region = self._region.index(key)
         target, place = region.place(values)
         try:
-            written = _plain(value)
-            if getattr(written, "dtype", self.dtype).kind == "c" != self.dtype.kind:
-                raise TypeError("they are complex")  # NumPy would drop the imaginary part
-            target[place] = written
+            target[place] = fitted("what is written", _plain(value), self.dtype)
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+            told = error.what if isinstance(error, SpecError) else error
             shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
             raise SpecError(
                 f"cannot write {type(value).__name__}{shape} to elements of shape "
-                f"{list(region.shape)} and dtype {self.dtype}: {error}"
+                f"{list(region.shape)} and dtype {self.dtype}: {told}",
+                fix="write what it holds, or make an array of another shape or dtype",
             ) from error
 
     def to_ndarray(self) -> Values:

@@ -11,13 +11,16 @@ from torch import Tensor
 
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.errors import SpecError
+from rlpool.specs import fitted
+
+_AS_ARRAY = "give an array or a tensor, which keeps its dtype"
 
 Info: TypeAlias = DictTensor | Mapping[str, Any] | None
 """Tensors, NumPy arrays or (nested) lists of numbers by name, with one row per episode or lane.
 
 A number, a bool, or a tensor or array without dimensions holds for all rows. Python ints become
-int64, Python floats torch's default dtype (float32), bools bool; tensors and arrays keep their
-dtype.
+int64, Python floats torch's default dtype (float32, which has to hold them), bools bool; tensors
+and arrays keep their dtype.
 """
 
 
@@ -71,6 +74,8 @@ def _copied(name: str, key: Any, value: Any) -> Tensor:
     try:
         tensor = _tensor(value)
         tensor.numpy()  # fails for dtypes that NumPy lacks
+    except SpecError as error:
+        raise SpecError(f"{key!r} in {name}: {error.what}", fix=_AS_ARRAY) from None
     except (TypeError, ValueError, RuntimeError) as error:
         what, _, _ = str(error).partition("\n")
         if isinstance(value, Tensor):
@@ -95,4 +100,7 @@ def _tensor(value: Any) -> Tensor:
     if hasattr(value, "__array__"):
         array = np.asarray(value)
         return torch.from_numpy(np.array(array, array.dtype.newbyteorder("=")))
-    return torch.tensor(value, device="cpu")
+    if np.asarray(value).dtype.kind != "f":
+        return torch.tensor(value, device="cpu")
+    # The same, where torch would make infinities of finite floats.
+    return torch.from_numpy(fitted("it", value, torch.empty(0, device="cpu").numpy().dtype))

@@ -15,7 +15,7 @@ import torch
 
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array, batch_array
-from rlpool.specs import Leaf, Structure, TensorSpec, flattener, leaves_of
+from rlpool.specs import Leaf, Structure, TensorSpec, fitted, fitted_rewards, flattener, leaves_of
 
 Results = tuple[Any, Any, Any]
 """Rewards, terminated and truncated of the lanes that stepped: sequences or arrays."""
@@ -48,8 +48,8 @@ def wrong_count(call: str, wanted: str, result: Any) -> SpecError:
 def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -> Array:
     """Convert a value to an array of a given shape and dtype.
 
-    Numbers are narrowed within their kind (float64 to float32). A conversion that would change the
-    kind or lose values is refused.
+    Numbers may change their dtype within their kind, see ``fitted``. A dtype of another kind is
+    refused, whatever the values are.
 
     Args:
         value: The value.
@@ -66,15 +66,12 @@ def converted(value: Any, spec: TensorSpec, key: str, *, widens: bool = False) -
     source, target = array.dtype.kind, spec.dtype.kind
     # Python numbers have no dtype: any int may become a float.
     has_dtype = isinstance(value, np.ndarray | np.generic)
-    if array.dtype == spec.dtype:
-        return array
     if "f" in (source, target):
-        fits = target == "f" and (source == "f" or (source in "iub" and not has_dtype))
+        is_like = target == "f" and (source == "f" or (source in "iub" and not has_dtype))
     else:
-        may_fit = not has_dtype or np.can_cast(array.dtype, spec.dtype, "same_kind")
-        fits = may_fit and np.array_equal(array.astype(spec.dtype), array)
-    if fits or (widens and np.can_cast(array.dtype, spec.dtype)):
-        return array.astype(spec.dtype)
+        is_like = not has_dtype or np.can_cast(array.dtype, spec.dtype, "same_kind")
+    if is_like or (widens and np.can_cast(array.dtype, spec.dtype)):
+        return fitted(repr(key), array, spec.dtype)
     raise SpecError(f"{key!r} should have dtype {spec.dtype}, got {array.dtype}")
 
 
@@ -130,6 +127,20 @@ def ended_rows(terminated: Any, truncated: Any) -> list[int]:
     return [row for row, flags in enumerate(zip(terminated, truncated, strict=True)) if any(flags)]
 
 
+def checked_result(reward: Any, terminated: Any, truncated: Any) -> tuple[bool, bool]:
+    """Check what the step of one environment returned, before somebody else converts it.
+
+    Returns:
+        Both flags.
+
+    Raises:
+        SpecError: If the reward is not a number, or a flag neither true nor false.
+    """
+    if type(reward) is not float and _number(reward) is None:
+        raise SpecError(f"'reward' should be a number, got {reward!r}")
+    return flag_of("terminated", terminated), flag_of("truncated", truncated)
+
+
 def flag_of(key: str, flag: Any) -> bool:
     """Convert a flag to a bool; SpecError if it is neither true nor false, such as NaN."""
     number = _number(flag)
@@ -142,12 +153,7 @@ def _reward_of(reward: Any) -> Any:
     number = _number(reward)
     if number is None:
         raise SpecError(f"'reward' should be a number, got {reward!r}")
-    with np.errstate(over="ignore"):
-        stored = number.astype(np.float32)
-    if np.isfinite(number) and not np.isfinite(stored):
-        what = f"'reward' should be a number that fits float32, got {reward!r}"
-        raise SpecError(what, fix="scale the rewards")
-    return stored
+    return fitted_rewards("'reward'", number)
 
 
 def _number(value: Any) -> Array | None:
@@ -176,6 +182,19 @@ def _each(lanes: Sequence[int], values: Sequence[Any], convert: Callable[[Any], 
     except (ValueError, TypeError) as error:
         raise BadValue(lanes[len(results)], str(error)) from error
     return results
+
+
+def fitted_rows(name: str, values: Array, lanes: Sequence[int], dtype: np.dtype[Any]) -> Array:
+    """The rows of some lanes in another dtype, see ``fitted``.
+
+    Raises:
+        BadValue: If a row does not fit.
+    """
+    rows = values[np.asarray(lanes)]
+    try:
+        return fitted(name, rows, dtype)
+    except SpecError:
+        return np.array(_each(lanes, rows, lambda row: fitted(name, row, dtype)))
 
 
 class Column:
@@ -225,20 +244,32 @@ class Column:
                 return
         else:
             shape, dtype, wider = self.spec.shape, self.spec.dtype, self._wider
+            is_wider = False
             try:
                 for value in values:
                     kind = value.dtype
-                    if value.shape != shape or (kind is not dtype and kind is not wider):
+                    if kind is not dtype:
+                        if kind is not wider:
+                            break
+                        is_wider = True
+                    if value.shape != shape:
                         break
                 else:
-                    if len(values) == self._n_lanes:
+                    all_write = len(values) == self._n_lanes
+                    if is_wider and all_write:
+                        with np.errstate(over="raise"):
+                            np.concatenate(values, out=self._joined)
+                    elif is_wider:
+                        with np.errstate(over="raise"):
+                            self.array[lanes] = np.stack(values)
+                    elif all_write:
                         np.concatenate(values, out=self._joined)
                     else:
                         for lane, value in zip(lanes, values, strict=True):
                             self._rows[lane][...] = value
                     return
-            except AttributeError:
-                pass  # not an array: converted, or refused, below
+            except (AttributeError, FloatingPointError):
+                pass  # not an array, or beyond float32: converted, or refused, below
         for lane, row in zip(lanes, _each(lanes, values, self._converted), strict=True):
             self.array[lane] = row
 
@@ -254,21 +285,22 @@ class Column:
         """
         values = as_array(values)
         rows: Any = _ALL if len(lanes) == self._n_lanes else np.asarray(lanes)
-        has_wanted_dtype = values.dtype == self.spec.dtype or values.dtype == self._wider
-        if values.shape != self.array.shape or not has_wanted_dtype:
-            self._write_converted(lanes, rows, values)
-        elif rows is _ALL:
-            self.array[...] = values
-        else:
-            self.array[rows] = values[rows]
-
-    def _write_converted(self, lanes: Sequence[int], rows: Any, values: Array) -> None:
         if values.shape[:1] == (self._n_lanes,):
             values = values[rows]  # what other lanes hold does not matter
-        whole = TensorSpec((len(lanes), *self.spec.shape), self.spec.dtype)
+        shape = len(lanes), *self.spec.shape
+        try:
+            if values.shape == shape and values.dtype in (self.spec.dtype, self._wider):
+                with np.errstate(over="raise"):
+                    self.array[rows] = values
+                return
+        except FloatingPointError:
+            pass  # beyond float32: refused below
+        whole = TensorSpec(shape, self.spec.dtype)
         try:
             self.array[rows] = converted(values, whole, self.key, widens=self._widens)
         except SpecError as error:
+            if values.shape == shape:
+                _each(lanes, values, self._converted)  # tells the lane
             raise BadValue(lanes[0], error.what, error.fix) from error
 
     def _converted(self, value: Any) -> Array:

@@ -113,6 +113,8 @@ class GymEnv(VecEnv):
             self._action_leaves = leaves_of({"action": self.action_structure}, "")
             native = structure_of_space(self.action_space, keep_float64=True, name="action_space")
             self._decode = _action_decoder(native)
+            specs = self.native_action_specs() or {}
+            self._action_dtypes = {key: spec.dtype for key, spec in specs.items()}
 
     def wrap(self, wrapper: Callable[[Any], Any]) -> None:
         """Put a wrapper around each environment, outermost; before the first reset."""

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any, Protocol
 
+import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
 
 from rlpool.envs.atari_lanes import resets_atari_lanes, take_a_seed_per_lane
+from rlpool.envs.columns import checked_result
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
 from rlpool.seeding import Seeding
+
+_NUMBERS = frozenset([float, int, np.float32, np.float64])
 
 _LAST_WORDS_S = 1.0
 """How long a process that failed may take to say why, or to end."""
@@ -57,7 +61,8 @@ def adapt(env: VectorEnv[Any, Any, Any], owner: Owner) -> bool:
     if (is_sync or is_async) and not is_wrapped:
         base.copy = False
     if is_sync:
-        base.envs = _Marked(base, owner)
+        envs = enumerate(base.envs)
+        base.envs = [_SubEnv(env, lane, base, owner) for lane, env in envs]
     if is_sync and owner.seeding == "episode":
         # No restarts without the episode's options, and no final observations in the infos.
         base.autoreset_mode = base.metadata["autoreset_mode"] = AutoresetMode.DISABLED
@@ -70,84 +75,87 @@ def adapt(env: VectorEnv[Any, Any, Any], owner: Owner) -> bool:
                 'vector_kwargs={"autoreset_mode": AutoresetMode.DISABLED})',
             )
         base._raise_if_errors = _raiser(base)
-        if owner.seeding == "episode":
-            pipes = enumerate(base.parent_pipes)
-            base.parent_pipes = [_RestfulPipe(pipe, lane, base, owner) for lane, pipe in pipes]
+        pipes = enumerate(base.parent_pipes)
+        base.parent_pipes = [_CheckedPipe(pipe, lane, base, owner) for lane, pipe in pipes]
     elif owner.seeding == "episode" and resets_atari_lanes(env):
         take_a_seed_per_lane(base)
     return (is_sync or is_async) and owner.seeding == "episode"
 
 
-class _Marked(list[Any]):
-    """Sub-environments of a ``SyncVectorEnv``; whoever takes one sets ``lane_in_use``.
+class _SubEnv:
+    """A sub-environment of a ``SyncVectorEnv``.
 
-    It takes them one after another, by iteration or by index, to step or reset them. So this tells
-    which one fails or dies. Those that rest are replaced where it steps them, by index.
+    It sets ``lane_in_use``, which tells which one fails or dies, and is not stepped while it rests.
+    Rewards and flags are checked: Gymnasium makes numbers and bools of whatever a step returns.
     """
 
-    def __init__(self, base: Any, owner: Owner) -> None:
-        super().__init__(base.envs)
-        self._owner, self._base = owner, base
+    def __init__(self, env: Any, lane: int, base: Any, owner: Owner) -> None:
+        self._env, self._lane, self._base, self._owner = env, lane, base, owner
 
-    def __iter__(self) -> Iterator[Any]:
-        lane_in_use = self._owner.lane_in_use
-        first = lane_in_use[0]
-        for lane, env in enumerate(list.__iter__(self)):
-            lane_in_use[0] = lane
-            yield env
-        lane_in_use[0] = first
+    def reset(self, **options: Any) -> Any:
+        self._owner.lane_in_use[0] = self._lane
+        return self._env.reset(**options)
 
-    def __getitem__(self, lane: Any) -> Any:
-        if type(lane) is int:
-            if self._owner.at_rest[lane]:
-                return _Resting(self._base._env_obs[lane])
-            self._owner.lane_in_use[0] = lane
-        return list.__getitem__(self, lane)
+    def step(self, action: Any) -> Any:
+        if self._owner.at_rest[self._lane]:
+            return _nothing_new(self._base._env_obs[self._lane])
+        self._owner.lane_in_use[0] = self._lane
+        result = self._env.step(action)
+        _, reward, terminated, truncated, _ = result
+        if not (type(terminated) is type(truncated) is bool and type(reward) in _NUMBERS):
+            checked_result(reward, terminated, truncated)
+        return result
 
-
-class _Resting:
-    """Stands in for a sub-environment that rests: a step changes nothing."""
-
-    def __init__(self, observation: Any) -> None:
-        self._observation = observation
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """The last observation once more."""
-        return self._observation, 0.0, False, False, {}
+    def __getattr__(self, name: str) -> Any:
+        if name == "_env":  # of a copy that has no attributes yet
+            raise AttributeError(name)
+        return getattr(self._env, name)
 
 
-class _RestfulPipe:
-    """A pipe to a process of an ``AsyncVectorEnv``, which is not told to step while it rests.
+class _CheckedPipe:
+    """The pipe to a process of an ``AsyncVectorEnv``.
 
-    Everything else is the pipe's.
+    A process that rests is not told to step, and a step with wrong results has failed.
+
+    Attributes:
+        refusal: What is wrong about them.
     """
 
     def __init__(self, pipe: Any, lane: int, base: Any, owner: Owner) -> None:
         self._pipe, self._lane, self._base, self._owner = pipe, lane, base, owner
         self._observation: Any = None  # the last, where it does not travel in shared memory
         self._rests = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pipe, name)
+        self.refusal: SpecError | None = None
 
     def send(self, message: Any) -> None:
-        """Send a message, unless it asks for a step and the lane rests."""
         self._rests = message[0] == "step" and bool(self._owner.at_rest[self._lane])
         if not self._rests:
             self._pipe.send(message)
 
     def poll(self, timeout: float | None = 0.0) -> bool:
-        """Whether there is an answer."""
         return self._rests or self._pipe.poll(timeout)
 
     def recv(self) -> Any:
-        """The answer."""
         if self._rests:
-            return _Resting(self._observation).step(None), True
-        answer = self._pipe.recv()
-        if not self._base.shared_memory and answer[1] and isinstance(answer[0], tuple):
-            self._observation = answer[0][0]
-        return answer
+            return _nothing_new(self._observation), True
+        result, success = self._pipe.recv()
+        if success and self._base._state is AsyncState.WAITING_STEP:
+            try:
+                checked_result(*result[1:4])
+            except SpecError as error:
+                self.refusal = error
+                return None, False
+        if success and not self._base.shared_memory and isinstance(result, tuple):
+            self._observation = result[0]
+        return result, success
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipe, name)
+
+
+def _nothing_new(observation: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    """What a step of a sub-environment returns that rests: the last observation once more."""
+    return observation, 0.0, False, False, {}
 
 
 class _RemoteTraceback(Exception):
@@ -170,13 +178,16 @@ def _raiser(base: Any) -> Callable[[Iterable[bool]], None]:
             return
         base._state = AsyncState.DEFAULT
         told = {}
+        refusals = [base.parent_pipes[lane].refusal for lane in failed]
         with suppress(queue.Empty):
-            for _ in failed:
+            for _ in range(refusals.count(None)):
                 lane, _, error, trace = base.error_queue.get(timeout=_LAST_WORDS_S)
                 told[lane] = error, trace
         for lane in failed:
             base.parent_pipes[lane].close()
             base.parent_pipes[lane] = None
+        if refusals[0] is not None:
+            raise refusals[0]
         what = RuntimeError("a sub-environment failed with an exception that cannot be pickled")
         error, trace = told.get(failed[0], (what, "no traceback"))
         raise error from _RemoteTraceback(trace)

@@ -16,10 +16,13 @@ from rlpool.envs.columns import BadValue, Column, as_array
 from rlpool.envs.info_keys import batch_of, names_in, value_of
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
-from rlpool.specs import Leaf, TensorSpec
+from rlpool.specs import Leaf, TensorSpec, fitted
 
 _LOG = logging.getLogger("rlpool")
 _ALL = slice(None)
+_FLOATS = np.dtype(np.float32), np.dtype(np.float64)
+_MOST_SQUARED = 2.0**48  # below its root, floats of both hold every integer
+_DECLARE = "declare in info_keys what the environment gives, as a dtype or (dtype, shape)"
 
 
 def _what_parts(key: str, value: Mapping[str, Any]) -> tuple[str, str]:
@@ -30,7 +33,7 @@ def _what_parts(key: str, value: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _fitted(value: Any, spec: TensorSpec, key: str) -> Array:
-    """Convert a value; only floats may lose digits, by becoming shorter floats.
+    """Convert a value, see ``fitted``.
 
     Raises:
         SpecError: If it does not fit, naming the key and both sides.
@@ -47,15 +50,8 @@ def _fitted(value: Any, spec: TensorSpec, key: str) -> Array:
     elif array.shape != spec.shape:
         got = f"got {array.dtype}{list(array.shape)}"
     else:
-        with np.errstate(invalid="ignore"):
-            stored = array.astype(spec.dtype, copy=False)
-        if spec.dtype.kind == "f" or np.array_equal(stored, array):
-            return stored
-        got = f"got {value!r:.60}"
-    raise SpecError(
-        f"info {key!r} should be {spec}, {got}",
-        fix="declare in info_keys what the environment gives, as a dtype or (dtype, shape)",
-    )
+        return fitted(f"info {key!r}", array, spec.dtype, _DECLARE)
+    raise SpecError(f"info {key!r} should be {spec}, {got}", fix=_DECLARE)
 
 
 class InfoColumn(Column):
@@ -126,20 +122,18 @@ class InfoColumn(Column):
 
     def _wrote_scalars(self, lanes: Sequence[int], values: Sequence[Any]) -> bool:
         """Write values that are all numbers; False if they are not, or may not fit."""
+        wanted = self.spec.dtype
         try:
             array = np.array(values)
-        except (ValueError, TypeError, RuntimeError):
-            return False
-        kind, wanted = array.dtype.kind, self.spec.dtype
-        if array.shape != (len(lanes),) or kind not in "fiub":
-            return False
-        if array.dtype != wanted and wanted.kind != "f":
-            with np.errstate(invalid="ignore"):
-                stored = array.astype(wanted)
-            # Beside a float, large integers have become floats.
-            if (kind == "f" and wanted.kind != "b") or not np.array_equal(stored, array):
+            if array.shape != (len(lanes),):
                 return False
-            array = stored
+            if array.dtype.kind != "f":
+                array = fitted(self.key, array, wanted)
+            # Beside a float, integers have become floats: large ones may not be what they were.
+            elif wanted not in _FLOATS or not np.vdot(array, array) < _MOST_SQUARED:
+                return False
+        except (ValueError, TypeError, RuntimeError, SpecError):
+            return False
         self.array[_ALL if len(lanes) == self._n_lanes else lanes] = array
         return True
 

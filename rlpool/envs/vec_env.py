@@ -18,7 +18,7 @@ import torch
 from rlpool.data.array_view import as_numpy
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import Info, info_rows, options_of
-from rlpool.envs.columns import BadValue, Columns, Results, checked_results, ended_rows
+from rlpool.envs.columns import BadValue, Columns, Results, checked_results, ended_rows, fitted_rows
 from rlpool.envs.info_columns import InfoColumns
 from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where
 from rlpool.memory.storage import Array, batch_array
@@ -110,6 +110,7 @@ class VecEnv(ABC):
     _info_specs: Mapping[str, TensorSpec] = {}
     _infos: InfoColumns | None = None  # where keys of the infos are asked for
     _action_leaves: dict[str, Leaf] | None = None
+    _action_dtypes: Mapping[str, np.dtype[Any]] = {}  # which actions have to fit
 
     def __init__(self, n_lanes: int, seed: int | Sequence[int] | None = None) -> None:
         self.n_lanes = n_lanes
@@ -200,6 +201,7 @@ class VecEnv(ABC):
         """
         if not self._last_actions:
             self._last_actions = self._action_arrays(specs)
+            self._action_dtypes = {key: spec.dtype for key, spec in specs.items()}
             self.current |= {f"last_{key}": array for key, array in self._last_actions.items()}
             self._cleared += self._last_actions.values()
 
@@ -301,8 +303,15 @@ class VecEnv(ABC):
             The lanes whose episode ended with this step.
 
         Raises:
-            LaneError: If an environment raises or returns an invalid value.
+            LaneError: If an environment raises or returns an invalid value, or an action does not
+                fit the dtype in which the environments or trajectories have it.
         """
+        for key, dtype in self._action_dtypes.items():
+            if key in actions and actions[key].dtype is not dtype:
+                try:
+                    fitted_rows(f"the action {key!r}", actions[key], lanes, dtype)
+                except SpecError as error:
+                    self._fail("step", error)
         results = self._step_lanes(lanes, actions)
         try:
             rewards, terminated, truncated = checked_results(lanes, results)

@@ -139,6 +139,7 @@ class VectorGymEnv(VecEnv):
         )
         self._action_leaves = leaves_of({"action": stored}, "")
         self._native_actions = leaves_of({"action": native}, "")
+        self._action_dtypes = {key: leaf.spec.dtype for key, leaf in self._native_actions.items()}
         self._nest_action = nester(native)
         self.seeding: Seeding = seeding or detected_seeding(vector_env)
         refuse_wrong_statistics(vector_env, self._info_specs, self.seeding)
@@ -337,10 +338,9 @@ class VectorGymEnv(VecEnv):
         if not all_step:
             rewards, terminated, truncated = rewards[rows], terminated[rows], truncated[rows]
         if np.count_nonzero(in_episode) < len(in_episode):  # they are about to restart
-            rewards = np.where(in_episode, rewards, 0)
-            terminated, truncated = (
-                _as_bools(terminated) & in_episode,
-                _as_bools(truncated) & in_episode,
+            rewards, terminated, truncated = (
+                np.where(in_episode, values, values.dtype.type(0))
+                for values in (rewards, terminated, truncated)
             )
         over = _as_bools(terminated) | _as_bools(truncated)
         self._in_episode[rows] = in_episode & ~over

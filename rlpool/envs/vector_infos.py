@@ -9,12 +9,16 @@ import numpy as np
 from gymnasium.spaces import Discrete
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv, VectorWrapper
 
+from rlpool.envs.columns import as_array
 from rlpool.envs.envpool_lanes import EnvPoolLanes
 from rlpool.envs.info_keys import InfoKeys, InfoLearner, batch_of, wanted_infos
 from rlpool.envs.vector_seeding import some_action
 from rlpool.errors import SpecError
 from rlpool.seeding import Seeding
 from rlpool.specs import TensorSpec
+
+_OBJECTS = np.dtype(object)
+_PLAIN = {float: np.dtype(float), int: np.dtype(int), bool: np.dtype(bool)}
 
 
 def info_specs_of(
@@ -34,6 +38,8 @@ def info_specs_of(
         SpecError: For a key that was not shown; it names those that were.
     """
     wanted = wanted_infos(info_keys, keep_float64=keep_float64)
+    if wanted:
+        keep_infos_apart(env)
     learner = InfoLearner(wanted, keep_float64=keep_float64)
     why_no_step = ""
     if not learner.has_all:
@@ -54,6 +60,35 @@ def info_specs_of(
                 f"info_keys={{{learner.unknown[0]!r}: np.float32}}",
             ) from error
     return learner.specs(why_no_step)
+
+
+def keep_infos_apart(env: VectorEnv[Any, Any, Any]) -> None:
+    """Let a vector environment keep what every lane tells in its infos.
+
+    Gymnasium writes it into an array in the form of the first lane: beside 0, 0.25 becomes 0. Where
+    a lane tells something of another dtype or shape, the array becomes one of objects.
+    """
+    base: Any = env.unwrapped
+    if "_add_info" in vars(base):
+        return
+    add = base._add_info
+
+    def add_info(infos: dict[str, Any], info: dict[str, Any], lane: int) -> dict[str, Any]:
+        for key, value in info.items():
+            array = infos.get(key)
+            if not isinstance(array, np.ndarray) or array.dtype is _OBJECTS:
+                continue
+            if array.dtype is _PLAIN.get(type(value)) and array.ndim == 1:
+                continue
+            told = as_array(value)
+            if (told.dtype, told.shape) != (array.dtype, array.shape[1:]):
+                infos[key] = objects = np.full(len(array), None, object)
+                for other in np.flatnonzero(infos[f"_{key}"]):
+                    objects[other] = array[other]
+        together: dict[str, Any] = add(infos, info, lane)
+        return together
+
+    base._add_info = add_info
 
 
 def _unmasked_action(env: VectorEnv[Any, Any, Any], infos: Any) -> Any:

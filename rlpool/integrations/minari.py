@@ -26,6 +26,8 @@ from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
     FLAGS,
     TensorSpec,
+    fitted,
+    fitted_rewards,
     flattener,
     join_key,
     leaves_of,
@@ -54,6 +56,10 @@ _OPTIONS = "env_info"
 _OWN = ["reward", *FLAGS]
 _NO_INFOS = {"last_action", *_OWN}
 """Keys with a value after the step that Minari stores elsewhere, or that follow from others."""
+
+_BOOL = np.dtype(bool)
+
+_KEEP = "keep_float64=True keeps float64 values"
 
 _SAME = "pass an environment that is wrapped like those of create_env"
 
@@ -223,8 +229,8 @@ class _Writer:
             observations=self._observation.nested(whole),
             actions=self._action.nested(steps),
             rewards=steps("_reward"),
-            terminations=steps("_terminated").astype(bool),
-            truncations=steps("_truncated").astype(bool),
+            terminations=fitted("'_terminated'", steps("_terminated"), _BOOL),
+            truncations=fitted("'_truncated'", steps("_truncated"), _BOOL),
             infos=listed or None,
         )
 
@@ -276,7 +282,7 @@ class _Part:
 
     def nested(self, values: Callable[[str], Array]) -> Any:
         """A nested value from the values of the parts."""
-        return self._nest([values(key).astype(d, copy=False) for key, d in self.dtypes.items()])
+        return self._nest([fitted(repr(key), values(key), d) for key, d in self.dtypes.items()])
 
     def named(self, value: Any) -> dict[str, Array]:
         """The parts of a nested value."""
@@ -362,7 +368,8 @@ class _Reader:
         pairs = self._observation.named(data.observations)
         actions = self._action.named(data.actions)
         terminated, truncated = (
-            np.asarray(flags, bool) for flags in (data.terminations, data.truncations)
+            fitted(f"flags of episode {data.id}", flags, _BOOL)
+            for flags in (data.terminations, data.truncations)
         )
         for key, array in {**pairs, **actions}.items():
             wanted = len(terminated) + (key in pairs)
@@ -373,7 +380,7 @@ class _Reader:
                     fix="leave it out with dataset.filter_episodes",
                 )
         # Before the first step there was no reward, and nothing had ended.
-        rewards = np.asarray(data.rewards).astype(np.float32)
+        rewards = fitted_rewards(f"rewards of episode {data.id}", data.rewards)
         done = terminated | truncated
         known = {"reward": rewards, "terminated": terminated, "truncated": truncated, "done": done}
         for key, array in known.items():
@@ -390,12 +397,14 @@ class _Reader:
         for key in [*infos, *episodes[0].pairs]:
             each = [(e.infos if key in infos else e.pairs)[key] for e in episodes]
             dtype = self._dtype(self._observation.dtypes.get(key), each)
-            finals = np.stack([values[-1] for values in each]).astype(dtype)
-            rows[key] = _padded([values[:-1] for values in each], dtype)
+            each = [fitted(repr(key), values, dtype, _KEEP) for values in each]
+            finals = np.stack([values[-1] for values in each])
+            rows[key] = _padded([values[:-1] for values in each])
             derived[successor_key(key)] = Successor(key, rows[key], finals, lengths)
         for key, declared in self._action.dtypes.items():
             each = [episode.actions[key] for episode in episodes]
-            rows[key] = _padded(each, self._dtype(declared, each))
+            dtype = self._dtype(declared, each)
+            rows[key] = _padded([fitted(repr(key), values, dtype, _KEEP) for values in each])
         return DerivedTensors(rows, derived)
 
     def info(self, described: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
@@ -460,10 +469,10 @@ def _is_common(values: Sequence[Any]) -> bool:
     )
 
 
-def _padded(each: Sequence[Array], dtype: np.dtype[Any]) -> torch.Tensor:
+def _padded(each: Sequence[Array]) -> torch.Tensor:
     """Values of episodes as ``[B, T, ...]``, zeros past their lengths."""
     longest = max(len(values) for values in each)
-    padded = np.zeros((len(each), longest, *each[0].shape[1:]), dtype)
+    padded = np.zeros((len(each), longest, *each[0].shape[1:]), each[0].dtype)
     for row, values in zip(padded, each, strict=True):
         row[: len(values)] = values
     return torch.from_numpy(padded)

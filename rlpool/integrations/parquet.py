@@ -37,6 +37,7 @@ from rlpool.errors import SpecError
 from rlpool.machine.extras import import_extra
 from rlpool.machine.files import file_at, replaced
 from rlpool.memory.storage import Array
+from rlpool.specs import fitted
 
 __all__ = ["from_parquet", "to_parquet"]
 
@@ -316,11 +317,13 @@ def _read(arrow: Any, file: Any, name: str) -> TemporalDictTensor:
             if not np.array_equal(np.diff(lists.offsets), lengths[rows]):
                 what = f"the lists of column {key!r} of {name} are not as long as {_LENGTH!r} says"
                 raise SpecError(what, fix="write it again with to_parquet")
-            array[rows][is_step] = _numbers(arrow, lists.flatten(), array.shape[2:])
+            numbers = _numbers(arrow, lists.flatten(), array.shape[2:])
+            array[rows][is_step] = fitted(f"column {key!r} of {name}", numbers, array.dtype)
         for key, array in info.items():
             if 0 not in array.shape[1:]:
                 values = table[f"info/{key}"].combine_chunks()
-                array[rows] = _numbers(arrow, values, array.shape[1:])
+                numbers = _numbers(arrow, values, array.shape[1:])
+                array[rows] = fitted(f"info {key!r} of {name}", numbers, array.dtype)
     return TemporalDictTensor(
         {key: torch.from_numpy(array) for key, array in steps.items()},
         torch.from_numpy(lengths),

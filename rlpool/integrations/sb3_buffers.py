@@ -20,7 +20,13 @@ from rlpool.errors import SpecError
 from rlpool.integrations.sb3_policies import Observation, observed, part_of
 from rlpool.integrations.sb3_pool import PoolReplayBuffer
 from rlpool.memory.storage import Array
-from rlpool.specs import TensorSpec, refuse_missing
+from rlpool.specs import (
+    DEFAULT_OBSERVATION_KEY,
+    TensorSpec,
+    fitted,
+    fitted_rewards,
+    refuse_missing,
+)
 
 
 def to_sb3(trajectories: TemporalDictTensor, target: Any, policy: Any = None) -> None:
@@ -138,12 +144,19 @@ class _Steps:
                 f"{key!r} of the trajectories is {found}, the buffer has {space}",
                 fix="collect in environments like those that the model learns from",
             )
+        fitted(repr(key), actions, np.dtype(space.dtype))
         return actions
 
     def observations(self, prefix: str = "") -> Observation:
         """Observations before the steps, or after them with the prefix ``_``."""
         space = self._buffer.observation_space
-        return observed(space, self, "the trajectories", prefix)
+        shown = observed(space, self, "the trajectories", prefix)
+        parts = space.spaces if isinstance(space, spaces.Dict) else {DEFAULT_OBSERVATION_KEY: space}
+        for key, array in (
+            shown.items() if isinstance(shown, dict) else [(DEFAULT_OBSERVATION_KEY, shown)]
+        ):
+            fitted(repr(prefix + key), array, np.dtype(parts[key].dtype))
+        return shown
 
 
 def _add_transitions(trajectories: TemporalDictTensor, buffer: Any) -> None:
@@ -189,7 +202,7 @@ def _fill_rollouts(trajectories: TemporalDictTensor, buffer: Any, policy: Any) -
     steps = _Steps(trajectories, buffer, buffer.buffer_size)
     observations, done = steps.observations(), steps["_done"].astype(bool)
     actions, space = _policy_actions(steps, policy), buffer.action_space
-    rewards = steps["_reward"].astype(np.float32)
+    rewards = np.array(fitted_rewards("'_reward'", steps["_reward"]))
     keys = ("value", "log_probability")
     if all(key in steps for key in keys):
         values, log_probabilities = (torch.tensor(steps[key]) for key in keys)

@@ -17,7 +17,7 @@ from rlpool.errors import SpecError
 from rlpool.memory.storage import Array, batch_array
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.slots.trajectories import Slice, trajectories_of
-from rlpool.specs import TensorSpec, is_action, row_specs
+from rlpool.specs import TensorSpec, fitted, is_action, row_specs
 
 Observed = tuple[Mapping[str, torch.Tensor], DictTensor | None, TemporalDictTensor | None]
 """Observation, ``agent_info`` and history."""
@@ -51,12 +51,15 @@ class AgentDriver:
         state: Key to array ``[n_lanes, ...]``: each lane's state, rewritten in place.
         starting: Lanes whose state at this step is only known after ``act``.
         widened: Keys of the state that the agent has returned in bfloat16: they are float32 here.
+        converted_actions: Action key to the dtype in which the environments take it, where that
+            is not the agent's.
     """
 
     def __init__(self, agent: Agent, n_lanes: int) -> None:
         self.agent = agent
         self.n_lanes = n_lanes
         self.state: dict[str, Array] = {}
+        self.converted_actions: dict[str, np.dtype[Any]] = {}
         self._makes_initial_states = agent.makes_initial_states()
         self.forget()
 
@@ -181,6 +184,8 @@ class AgentDriver:
                 "return (state, output, new_state)",
             )
         output = self._read("output", result[1])
+        for key, dtype in self.converted_actions.items():
+            fitted(f"the action {key!r}", output[key], dtype)
         before = self._read("state", result[0]) if state is None else {}
         return before, output, self._read("state", result[2])
 

@@ -66,7 +66,11 @@ def probe(
     if leaves is None:
         env.declare_actions(actions)
     else:
-        _check_actions(actions, {key: leaf.spec for key, leaf in leaves.items()})
+        wanted = {key: leaf.spec for key, leaf in leaves.items()}
+        _check_actions(actions, wanted)
+        driver.converted_actions = {
+            key: spec.dtype for key, spec in wanted.items() if spec.dtype != actions[key].dtype
+        }
     return StepSpecs(
         n_lanes=env.n_lanes,
         auto_reset=env.auto_reset,

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rlpool.envs.columns import fitted_rows
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
 from rlpool.specs import TensorSpec, is_action
@@ -23,7 +24,7 @@ def hand_over(actions: Actions, lanes: Sequence[int], *targets: Actions) -> None
         *targets: Where to, ``[n_lanes, ...]`` per key.
 
     Raises:
-        SpecError: If keys, shapes or dtypes do not fit.
+        SpecError: If keys, shapes or values do not fit.
     """
     try:
         for arrays in targets:
@@ -31,12 +32,14 @@ def hand_over(actions: Actions, lanes: Sequence[int], *targets: Actions) -> None
                 values = actions[key]
                 if values.shape != array.shape:
                     raise ValueError(f"got shape {list(values.shape)}")
-                if not np.can_cast(values.dtype, array.dtype, "same_kind"):
-                    raise TypeError(f"{key!r} is {values.dtype}, {array.dtype} is taken")
-                if len(lanes) == len(array):
-                    np.copyto(array, values, "same_kind")
+                if values.dtype != array.dtype:
+                    array[lanes] = fitted_rows(f"the action {key!r}", values, lanes, array.dtype)
+                elif len(lanes) == len(array):
+                    np.copyto(array, values)
                 else:
                     array[lanes] = values[lanes]
+    except SpecError:
+        raise
     except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
         wanted = {key: list(array.shape) for key, array in targets[0].items()}
         raise _refused(wanted, error) from error

@@ -22,6 +22,7 @@ from gymnasium.vector.utils import (
 )
 
 from rlpool.data.array_view import as_numpy
+from rlpool.envs.vector_infos import keep_infos_apart
 from rlpool.errors import (
     EnvError,
     SpecError,
@@ -154,6 +155,7 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
         self.metadata = {**lanes[0].metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = lanes[0].render_mode
         self._set_spaces(lanes, observation_mode)
+        keep_infos_apart(self)
         self._ended = np.zeros(self.num_envs, bool)
         self._pickled: list[Any] = [None] * self.num_envs  # observations that are pickled
         self._flatten: Callable[[Any], list[Any]] | None = None

@@ -28,6 +28,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import create_empty_array
 from gymnasium.wrappers import TimeLimit
 
+from rlpool.envs.columns import checked_result
 from rlpool.envs.gym_env import is_environment
 from rlpool.envs.legacy import modernised
 from rlpool.errors import SpecError
@@ -193,12 +194,13 @@ class VectorLane(gymnasium.Env[Any, Any]):
         """Step, or restart; for the manager the episode never ends."""
         if self._pickles_actions:
             action = pickle.loads(action.tobytes())
-        infos, flags = [], np.zeros(2, bool)  # which converts as Gymnasium's vector environments do
+        infos, flags = [], np.zeros(2, bool)
         if self._has_ended and self._mode is AutoresetMode.NEXT_STEP:
             observation, info = self._env.reset()
             reward = 0.0
         else:
-            observation, reward, flags[0], flags[1], info = self._env.step(action)
+            observation, reward, terminated, truncated, info = self._env.step(action)
+            flags[:] = checked_result(reward, terminated, truncated)
             if self._mode is AutoresetMode.SAME_STEP and flags.any():
                 infos.append({"final_obs": observation, "final_info": info})
                 observation, info = self._env.reset()

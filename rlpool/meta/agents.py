@@ -19,6 +19,7 @@ from rlpool.specs import (
     DEFAULT_OBSERVATION_KEY,
     FLAGS,
     Leaf,
+    fitted,
     flattener,
     leaves_of,
     structure_of_space,
@@ -170,7 +171,8 @@ class ActingAgent(Agent):
         n = space.n if type(space).__name__ == "Discrete" else 0
         if action.ndim == 2 and action.shape[1] == n > 1:
             action = action.argmax(-1) + int(space.start)
-        return action.reshape(len(action), *self._action.shape).to(self._action.torch_dtype)
+        rows = action.reshape(len(action), *self._action.shape).numpy(force=True)
+        return torch.from_numpy(fitted("the action of act()", rows, self._action.dtype))
 
 
 class RandomAgent(Agent):

@@ -15,6 +15,7 @@ from rlpool.envs.legacy import modernised, seed_before_task
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
 from rlpool.meta.rollouts import TASK_OPTION
+from rlpool.specs import fitted
 
 
 class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
@@ -209,7 +210,8 @@ class VariBadWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArg
             return observation
         flags = [flag] if self.episodes_per_task > 1 else []
         dtype: Any = self.observation_space.dtype
-        return np.concatenate([observation, self._task_vector(), flags], dtype=dtype)
+        parts = np.concatenate([observation, self._task_vector(), flags])
+        return fitted("the observation with task and flag", parts, dtype)
 
     def _have_task(self) -> None:
         """Make sure that the environment has a task, which shows how long its description is."""

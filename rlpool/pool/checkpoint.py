@@ -109,7 +109,7 @@ class Saved(NamedTuple):
             else:  # version 0.1 stored rewards in their own dtype
                 wide = np.empty(target.shape, dtype)
                 self.read(name, wide)
-                target[...] = converted(name, wide, target.dtype)
+                target[...] = converted(name.rpartition("/")[2], wide, target.dtype)
         store.recover()
 
 

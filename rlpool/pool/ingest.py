@@ -16,11 +16,19 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
 from rlpool.pool.incoming import Incoming, Source
-from rlpool.pool.schema import Schema, Stack
+from rlpool.pool.schema import REWARDS, Schema, Stack
 from rlpool.pool.stacks import unstacked
 from rlpool.slots.blocks import successor_key
 from rlpool.slots.trajectories import DerivedTensors, Successor
-from rlpool.specs import DEFAULT_OBSERVATION_KEY, TensorSpec, join_key, numpy_dtype, refuse_missing
+from rlpool.specs import (
+    DEFAULT_OBSERVATION_KEY,
+    TensorSpec,
+    fitted,
+    fitted_rewards,
+    join_key,
+    numpy_dtype,
+    refuse_missing,
+)
 
 if TYPE_CHECKING:
     from rlpool.pool.store import Store
@@ -228,23 +236,10 @@ def _mark_jumps(is_last: Array, values: Source, after: Source) -> None:
 
 
 def converted(key: str, array: Array, dtype: np.dtype[Any]) -> Array:
-    """An array in another dtype of its kind.
-
-    Raises:
-        SpecError: If that does not hold its values.
-    """
-    if array.dtype == dtype:
-        return array
-    with np.errstate(over="ignore"):
-        new = array.astype(dtype)
-    is_lost = np.isfinite(array) & ~np.isfinite(new) if dtype.kind == "f" else new != array
-    if is_lost.any():
-        fix = "let the first transitions have a dtype for all values"
-        raise SpecError(
-            f"{key!r} has values such as {array[is_lost].flat[0]}, the pool holds {dtype}",
-            fix="scale the rewards" if "reward" in key else fix,
-        )
-    return new
+    """Values in the dtype of their column, see ``fitted``."""
+    if key in REWARDS:
+        return fitted_rewards(repr(key), array)
+    return fitted(repr(key), array, dtype, "let the first transitions have a dtype for all values")
 
 
 # Specs ------------------------------------------------------------------------------------------
@@ -312,8 +307,8 @@ def transition_of(
         dtype = state.dtype
         if not np.can_cast(after[key].dtype, dtype, "same_kind"):
             dtype = np.result_type(dtype, after[key].dtype)
-        values[key] = state.astype(dtype, copy=False)
-        values[successor_key(key)] = after[key].astype(dtype, copy=False)
+        values[key] = fitted(f"{key!r} of s", state, dtype)
+        values[successor_key(key)] = fitted(f"{key!r} of next_s", after[key], dtype)
     values[REWARD_KEY] = _single("r", r)
     terminated = done if terminated is None else terminated
     for key, name, flag in (DONE_KEY, "done", done), (TERMINATED_KEY, "terminated", terminated):

@@ -19,7 +19,7 @@ _PAIRED_BYTES = 9
 as much as the value, and takes longer to read."""
 
 _MOST_BYTES = 8  # per number
-_REWARDS = ("reward", "_reward")
+REWARDS = ("reward", "_reward")
 _SIGNALS = ("reward", *FLAGS)  # callers change rewards of steps, and resets clear flags
 
 
@@ -70,7 +70,7 @@ class Schema:
                     "numbers",
                 )
         specs = {
-            key: TensorSpec(spec.shape, np.dtype(np.float32)) if key in _REWARDS else spec
+            key: TensorSpec(spec.shape, np.dtype(np.float32)) if key in REWARDS else spec
             for key, spec in specs.items()
         }
         derived: set[str] = set()

@@ -24,13 +24,14 @@ last tensor made from it is gone; then by the pool of free blocks.
 from __future__ import annotations
 
 import math
-import weakref
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
+from weakref import WeakSet, ref
 
 import numpy as np
 
@@ -293,6 +294,7 @@ class Block:
 
     Attributes:
         is_taken: Whether a request uses it.
+        is_forked: Whether a fork may hold it, too, in which it would be overwritten.
     """
 
     def __init__(self, number: int, layout: Layout, memory: Memory) -> None:
@@ -300,9 +302,11 @@ class Block:
         self.layout = layout
         self.memory = memory
         self.is_taken = False
+        self.is_forked = False
         self._arrays: Arrays | None = None
         self._control: dict[str, Array] | None = None  # kept, as no user gets any of it
-        self._root: weakref.ref[Array] | None = None
+        self._root: ref[Array] | None = None
+        _all_blocks.add(self)
 
     @property
     def arrays(self) -> Arrays:
@@ -310,7 +314,7 @@ class Block:
         if self._arrays is None:
             self._control = self._control or self.layout.control_arrays(self.memory.root())
             root = self.memory.root()
-            self._root = weakref.ref(root)
+            self._root = ref(root)
             self._arrays = self.layout.arrays(root, self._control)
         return self._arrays
 
@@ -330,7 +334,12 @@ class Block:
     @property
     def is_free(self) -> bool:
         """Whether no request and no user holds any part of this block."""
-        return not self.is_taken and (self._root is None or self._root() is None)
+        return not self.is_taken and not self.is_forked and not self.is_held
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a request or a user holds any part of this block."""
+        return self._root is not None and self._root() is not None
 
 
 class BlockPool:
@@ -380,9 +389,8 @@ class BlockPool:
 
     def forget_surplus(self) -> list[int]:
         """Drop all but a few blocks; returns their numbers, for the workers to unmap."""
-        if len(self._blocks) <= self._MAX_FREE:
-            return []
         surplus = [block for block in self._blocks if block.is_free][self._MAX_FREE :]
+        surplus += [block for block in self._blocks if block.is_forked and not block.is_taken]
         kept = [block for block in self._blocks if block not in surplus]
         n_beyond = len(kept) - self._MAX_KNOWN
         surplus += [block for block in kept if not block.is_taken][: max(0, n_beyond)]
@@ -395,3 +403,15 @@ class BlockPool:
         """Close all descriptors; what was mapped stays."""
         for block in self._blocks:
             block.memory.close_fd()
+
+
+_all_blocks: WeakSet[Block] = WeakSet()
+
+
+def _note_fork() -> None:
+    """Use no block again that a new fork of this process gets a part of."""
+    for block in list(_all_blocks):
+        block.is_forked |= block.is_held and block.memory.kind != "local"
+
+
+os.register_at_fork(before=_note_fork)

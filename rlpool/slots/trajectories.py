@@ -109,7 +109,11 @@ def _part(
 def slots_of(arrays: Arrays, slots: slice | Array) -> Slice:
     """Some slots of a block, see ``Slice.part``; their lengths are copied in any case."""
     control = arrays.control
-    return _part(arrays.rows, arrays.finals, control["length"], control["starts"], slots)
+    part = _part(arrays.rows, arrays.finals, control["length"], control["starts"], slots)
+    if isinstance(slots, slice):  # views: the user may change all that they show
+        dirty = control["dirty"][slots]
+        np.maximum(dirty, part.lengths.max(initial=0), out=dirty)
+    return part
 
 
 class Glue:

@@ -342,13 +342,13 @@ def test_a_part_of_a_dataset_is_read() -> None:
         from_minari(dataset.filter_episodes(lambda _: False))
 
 
-def a_dataset(infos: Any, n_steps: int = 3, n_observations: int = 4) -> Any:
+def a_dataset(infos: Any, n_steps: int = 3, n_observations: int = 4, reward: float = 1.0) -> Any:
     """A dataset of two episodes that was written in another way."""
     buffers = [
         EpisodeBuffer(
             observations=np.zeros((n_observations, 3), np.float32),
             actions=np.zeros(n_steps, np.int64),
-            rewards=[1.0] * n_steps,
+            rewards=[reward] * n_steps,
             terminations=[False] * n_steps,
             truncations=[False] * n_steps,
             infos=info,
@@ -462,6 +462,40 @@ def test_steps_that_do_not_fit_the_spaces_are_refused(datasets: Path) -> None:
             to_minari(episodes, "drift-v0", env)
     dataset = to_minari(episodes, "drift-v0", Drift("double"))  # what GymEnv made of float64
     assert dataset.total_episodes == 4
+
+
+def test_numbers_that_the_spaces_do_not_hold_are_refused_and_nothing_is_written(
+    datasets: Path,
+) -> None:
+    episodes = episodes_of(Drift, 4)
+    narrow = Drift()
+    vars(narrow)["action_space"] = gym.spaces.Box(-128, 127, (2,), np.int8)
+    wide = {key: tensor for key, tensor in episodes.items() if key != "action"}
+    wide["action"] = torch.full((*episodes["action"].shape,), 1000)
+    given = TemporalDictTensor(wide, episodes.lengths, episodes.info)
+    with pytest.raises(SpecError, match="'action' should fit int8, got 1000"):
+        to_minari(given, "drift-v0", narrow)
+    large = Drift()
+    vars(large)["observation_space"] = gym.spaces.Box(-1, 1, (3,), np.float16)
+    frame = {**dict(episodes.items()), "frame": torch.full((*episodes["frame"].shape,), 1e5)}
+    with pytest.raises(SpecError, match="'frame' should fit float16, got 1"):
+        to_minari(TemporalDictTensor(frame, episodes.lengths, episodes.info), "drift-v0", large)
+    assert not list(datasets.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:env_spec is None")
+@pytest.mark.parametrize("keep_float64", [False, True])
+def test_numbers_of_a_dataset_that_float32_does_not_hold_are_refused(keep_float64: bool) -> None:
+    with pytest.raises(SpecError, match=r"rewards of episode 0 should fit float32, got 1e.300"):
+        from_minari(a_dataset([{}], reward=1e300), keep_float64=keep_float64)
+
+
+@pytest.mark.filterwarnings("ignore:env_spec is None")
+def test_infos_of_a_dataset_that_float32_does_not_hold_are_refused_or_kept() -> None:
+    dataset = a_dataset([{"cost": np.full(4, 1e300)}])
+    with pytest.raises(SpecError, match=r"'cost' should fit float32, got 1e.300\n.*keep_float64"):
+        from_minari(dataset)
+    assert from_minari(dataset, keep_float64=True)["cost"].tolist() == [[1e300] * 3]
 
 
 @pytest.mark.parametrize("env", [None, 5, create_env(0, GymEnv, Drift)])

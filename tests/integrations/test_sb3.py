@@ -466,6 +466,20 @@ def test_numbers_are_no_actions_of_a_box() -> None:
             to_sb3(window, target)
 
 
+def test_numbers_that_a_buffer_does_not_hold_are_refused() -> None:
+    window = a_window()
+    policy = PPO("MlpPolicy", drifts(), device="cpu").policy
+    others = {
+        "policy_action": torch.full((*window["action"].shape,), 1e300, dtype=torch.float64),
+        "frame": torch.full((*window["frame"].shape,), 1e300, dtype=torch.float64),
+        "_reward": torch.full((*window["_reward"].shape,), 1e300, dtype=torch.float64),
+    }
+    for key, other in others.items():
+        steps = TemporalDictTensor({**dict(window.items()), key: other}, window.lengths)
+        with pytest.raises(SpecError, match=f"'{key}' should fit float32, got 1e.300"):
+            to_sb3(steps, rollout_buffer(), policy)
+
+
 def test_other_observations_are_refused_by_name_and_shape() -> None:
     env = Drift("dict")
     buffer = DictReplayBuffer(60, env.observation_space, env.action_space, "cpu", N_LANES)

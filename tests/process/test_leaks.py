@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -252,6 +253,53 @@ def test_what_is_written_into_a_result_does_not_show_in_later_ones() -> None:
     for row, length in enumerate(lengths.tolist()):
         for key, values in result.items():
             assert not values[row, length:].any(), key
+
+
+CHANGES: list[Callable[[torch.Tensor], Any]] = [
+    lambda tensor: tensor.fill_(1),
+    lambda tensor: tensor.numpy().fill(1),
+    lambda tensor: tensor.numpy().view(np.uint8)[...].fill(1),
+]
+
+
+@pytest.mark.promise("I7")
+@pytest.mark.parametrize("n_threads", [0, 1])
+def test_padding_is_zero_again_after_results_were_changed_in_place(n_threads: int) -> None:
+    with open_batcher(n_threads) as batcher:
+        for number in range(8):
+            lengths = torch.tensor([1, 3, 2, 4, 1, 2, 4, 3]).roll(number)[: 3 + number % 6]
+            info = {"id": torch.ones_like(lengths), "length": lengths}
+            batcher.execute(len(lengths), env_info=info)
+            result = result_of(batcher)
+            tensors, is_padding = dict(result.items()), ~result.mask().bool()
+            for key, values in tensors.items():
+                assert not values[is_padding].any(), (number, key)
+                CHANGES[number % len(CHANGES)](values)
+            del result, tensors, values
+
+
+@pytest.mark.promise("I7")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # for its os.fork()
+def test_a_result_in_a_forked_child_is_not_overwritten() -> None:
+    with open_batcher() as batcher:
+        result = run(batcher, 8, 1)
+        before = result["frame"].clone()
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.close(writer)
+            os.read(reader, 1)  # until the parent has closed its end
+            os._exit(int(torch.equal(result["frame"], before)))
+        del result
+        others = [run(batcher, 8, number) for number in (2, 3, 4)]
+        os.close(reader)
+        os.close(writer)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+        assert all((other["frame"][:, 0, 0] != 1).all() for other in others)
+        del others
+        # The memory is not kept either.
+        addresses = {run(batcher, 8)["frame"].data_ptr() for _ in range(20)}
+        assert len(addresses) <= 3
 
 
 def test_saving_a_result_writes_its_values_only() -> None:

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from process.watching import assert_all_equal, assert_equal
 
 from rlpool import (
+    DictTensor,
     EnvError,
+    EnvSpecError,
     EpisodeBatcher,
+    ParallelVectorEnv,
     VectorGymEnv,
     WorkerDiedError,
     replay_crash,
@@ -23,7 +26,7 @@ from rlpool import (
 from support.faults import faults, strike
 from support.fragile import RecurrentAgent
 from support.variants import variants
-from support.vector_envs import ArrayEnv, create_lanes, windows
+from support.vector_envs import ArrayEnv, ResultEnv, create_lanes, windows
 
 pytestmark = [
     pytest.mark.usefixtures("no_shared_memory_left"),
@@ -265,3 +268,23 @@ def test_windows_of_lanes_reset_together(tmp_path: Path) -> None:
     assert (tmp_path / "mark").exists()
     with pytest.raises(WorkerDiedError):
         run(n_threads=2, mark=str(tmp_path / "other"), kind="sigkill", n_left=6)
+
+
+@pytest.mark.parametrize("results", [(None, False, False), (0.0, "1", False)], ids=str)
+def test_what_a_process_returns_is_checked_before_gymnasium_converts_it(results: Any) -> None:
+    lanes = [partial(ResultEnv, each) for each in ((0.0, False, False), results)]
+    env = VectorGymEnv(AsyncVectorEnv(lanes, context="fork"), seeding="episode", info_keys=["x"])
+    env.reset()
+    with pytest.raises(EnvSpecError, match="should be") as caught:
+        env.step(DictTensor({"action": torch.zeros(2, dtype=torch.int64)}))
+    assert caught.value.where.lane == 1
+    env.close()
+
+
+def test_infos_of_processes_keep_what_each_lane_says() -> None:
+    lanes = [partial(ResultEnv, (0.0, False, False), info) for info in (0, 0.25)]
+    for made in (AsyncVectorEnv(lanes, context="fork"), ParallelVectorEnv(lanes)):
+        env = VectorGymEnv(made, seeding="episode", info_keys=["x", "inner/x"])
+        for shown in (env.reset()[0], env.step(DictTensor({"action": torch.tensor([0, 0])}))[0][0]):
+            assert shown["x"].tolist() == shown["inner/x"].tolist() == [0, 0.25]
+        env.close()

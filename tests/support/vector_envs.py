@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import gymnasium
 import numpy as np
+from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
@@ -15,6 +17,26 @@ from rlpool import Batcher, GymEnv, GymEnvInf, TemporalDictTensor, VectorGymEnv
 from support.fragile import FragileEnv, RecurrentAgent
 
 MODES = tuple(AutoresetMode)
+
+
+class ResultEnv(gymnasium.Env[Any, Any]):
+    """Returns the same in every step.
+
+    Args:
+        results: Reward, terminated and truncated.
+        info: What its infos hold, under ``"x"`` and ``"inner/x"``.
+    """
+
+    observation_space, action_space = spaces.Box(0, 1, (1,)), spaces.Discrete(2)
+
+    def __init__(self, results: tuple[Any, Any, Any], info: Any = 0) -> None:
+        self.results, self.info = results, {"x": info, "inner": {"x": info}}
+
+    def reset(self, **_: Any) -> Any:
+        return np.zeros(1, np.float32), self.info
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(1, np.float32), *self.results, self.info
 
 
 class ArrayEnv(VectorEnv[Any, Any, Any]):

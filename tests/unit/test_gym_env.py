@@ -191,8 +191,8 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (F32, np.zeros(2, np.int64), "'frame' should have dtype float32, got int64"),
     (F32, ["a", "b"], "'frame' should have dtype"),
     (I32, np.zeros(2, np.float32), "'frame' should have dtype int32, got float32"),
-    (I32, np.array([2**40, 0]), "'frame' should have dtype int32, got int64"),
-    (U8, [1, 256], "'frame' should have dtype uint8"),
+    (I32, np.array([2**40, 0]), "'frame' should fit int32, got 1099511627776"),
+    (U8, [1, 256], "'frame' should fit uint8, got 256"),
     (U8, np.zeros(2, np.int64), "'frame' should have dtype uint8, got int64"),
     (FIVE, 1.5, "'frame' should have dtype int64, got float64"),
     (spaces.Dict(a=FIVE), {"b": 1}, r"the keys \['a'\], got \['b'\]"),
@@ -269,7 +269,7 @@ def test_a_flag_or_reward_that_is_none_is_refused_with_lane_and_step(name: str, 
     env = GymEnv([CountingEnv(length=9), StepEnv({name: value}), CountingEnv(length=9)], seed=0)
     env.reset()
     env.step(action(0, 0, 0))
-    with pytest.raises(EnvSpecError, match=f"'{name}' should be") as caught:
+    with pytest.raises(EnvSpecError, match=f"'{name}' should (be|fit)") as caught:
         env.step(action(0, 0, 0))
     assert (caught.value.where.lane, caught.value.where.step) == (1, 1)
     env.reset()

@@ -40,7 +40,7 @@ from support.agents import ConstantAgent, FunctionAgent, StepCounter
 from support.envs import CountingEnv, EchoEnv, FailingEnv, SpaceEnv
 from support.faults import faults
 from support.fragile import FragileEnv, RecurrentAgent
-from support.vector_envs import MODES, ArrayEnv, Noted, create_lanes, windows
+from support.vector_envs import MODES, ArrayEnv, Noted, ResultEnv, create_lanes, windows
 
 ALL = [0, 1, 2]
 BOUNDS = np.float32(-1), np.float32(1)
@@ -295,7 +295,7 @@ def test_the_sub_environment_that_fails_is_named_and_its_episode_is_repeated(
         ((0, np.zeros((2, 3))), "'frame' should have shape .3, 3., got .2, 3."),
         ((0, np.full((3, 3), "a")), "'frame' should have dtype float32"),
         ((1, np.zeros((3, 1))), "'reward' should have shape .3., got .3, 1."),
-        ((1, np.full(3, 1e300)), "fits float32"),
+        ((1, np.full(3, 1e300)), "should fit float32, got 1e.300"),
         ((1, np.full(3, None)), "'reward' should be a number"),
         ((2, np.full(3, np.nan)), "'terminated' should be True or False"),
         ((3, np.full(3, 2)), "'truncated' should be True or False"),
@@ -311,6 +311,54 @@ def test_results_that_do_not_fit_are_refused(wrong: Any, words: str) -> None:
         with pytest.raises(EnvSpecError, match=words) as caught:
             batcher.get()
     assert caught.value.where.step == 0
+
+
+WRONG_RESULTS = [(reward, False, False) for reward in (None, "1", [], 1j)]
+WRONG_RESULTS += [(0.0, flag, False) for flag in (None, "1", 0.5, [])] + [(0.0, False, 0.5)]
+
+
+@pytest.mark.parametrize("results", WRONG_RESULTS, ids=str)
+def test_what_a_gym_env_refuses_is_refused_before_gymnasium_converts_it(results: Any) -> None:
+    fine = (0.0, False, False)
+    lanes = [partial(ResultEnv, each) for each in (fine, results, fine)]
+    env = GymEnv([make() for make in lanes])
+    vec = VectorGymEnv(SyncVectorEnv(lanes), seeding="episode")
+    told = []
+    for each in (env, vec):
+        each.reset()
+        with pytest.raises(EnvSpecError) as caught:
+            each.step(DictTensor({"action": torch.zeros(3, dtype=torch.int64)}))
+        assert caught.value.where.lane == 1
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+
+
+INFOS: list[tuple[Any, ...]] = [
+    (0, 0.25, 2**40),
+    (np.int8(1), 300, np.float64(0.5)),
+    (True, 7, 0.5),
+    (np.zeros(2, np.int32), np.array([0.25, 1]), np.array([2**40, 3])),
+]
+
+
+@pytest.mark.parametrize("infos", INFOS, ids=str)
+def test_infos_of_lanes_keep_what_each_lane_says(infos: Any) -> None:
+    lanes = [partial(ResultEnv, (0.0, False, False), info) for info in infos]
+    keys = {"info_keys": ["x", "inner/x"], "keep_float64": True}
+    vec, env = VectorGymEnv(SyncVectorEnv(lanes), **keys), GymEnv([f() for f in lanes], **keys)
+    shown, wanted = vec.reset()[0], env.reset()[0]
+    for key in ("x", "inner/x"):
+        assert torch.equal(shown[key], wanted[key]), key
+        assert shown[key].tolist() == [np.asarray(info).tolist() for info in infos]
+
+
+@pytest.mark.parametrize("info", ["1", [1, 2], np.array([5])], ids=str)
+def test_an_info_that_gymnasium_would_convert_is_refused_as_by_a_gym_env(info: Any) -> None:
+    lanes = [partial(ResultEnv, (0.0, False, False), each) for each in (0, info)]
+    vec = VectorGymEnv(SyncVectorEnv(lanes), seeding="episode", info_keys={"x": int})
+    with pytest.raises(EnvSpecError, match="info 'x'") as caught:
+        vec.reset()
+    assert caught.value.where.lane == 1
 
 
 def test_an_error_of_a_vector_environment_names_the_first_lane_that_was_to_step() -> None:
