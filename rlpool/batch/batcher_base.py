@@ -17,7 +17,7 @@ from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.resuming import FORMAT, State, checked_state
 from rlpool.batch.shares import warn_if_unseeded
 from rlpool.envs.vec_env import VecEnv
-from rlpool.errors import SpecError, UsageError
+from rlpool.errors import SpecError, UsageError, WorkerError
 from rlpool.machine.arguments import checked_timeout, whole_number
 from rlpool.machine.main_guard import refuse_during_import
 from rlpool.machine.pickling import pickled, why_not
@@ -284,6 +284,29 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             what = f"{call} while {dispatcher.n_pending} results are pending"
             raise UsageError(what, fix="take them with get() first")
         return dispatcher
+
+    @property
+    def failures(self) -> tuple[WorkerError, ...]:
+        """Why episodes were given up, of the result that ``get`` returned last, in order of rows.
+
+        ``where.episode`` of an error is the row (of a ``Batcher`` the lane), its ``capsule`` goes
+        to ``replay_crash``. ``info["failed"]`` of the result says in which rows an episode was
+        given up, if ``on_env_error`` is not ``"raise"``.
+
+        Example:
+            >>> def create_broken_env(seed):
+            ...     return GymEnv([FaultyEnv("raise", at_step=3)], seed)
+            >>> batcher = EpisodeBatcher(
+            ...     8, 4, create_agent, {}, create_broken_env, n_threads=0, on_env_error="truncate"
+            ... )
+            >>> batcher.execute(2)
+            >>> trajectories = batcher.get()
+            >>> trajectories.lengths, trajectories.info["failed"]
+            (tensor([4, 4]), tensor([True, True]))
+            >>> print(batcher.failures[1].what, "in step", batcher.failures[1].where.step)
+            env.step raised KeyError: 'struck' in step 3
+        """
+        return self._open().failures
 
     def stats(self) -> Stats:
         """What the workers are doing, read from memory that they share: nobody waits for anybody.

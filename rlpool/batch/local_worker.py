@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections import deque
@@ -20,10 +21,13 @@ from rlpool.memory.storage import Memory
 from rlpool.observe.control import Control, State, Word
 from rlpool.record.tape import Tape
 from rlpool.seeding import OwnGenerators
-from rlpool.workers.lifecycle import Client
+from rlpool.workers.failure_policy import FailurePolicy
+from rlpool.workers.lifecycle import Client, given_up
 from rlpool.workers.stacks import Stacks, own_stacks
 from rlpool.workers.wire import Done, Failed, Message, Ready
 from rlpool.workers.worker_process import Place
+
+_LOG = logging.getLogger("rlpool")
 
 
 class LocalWorker:
@@ -38,6 +42,7 @@ class LocalWorker:
     Args:
         root: Root of all seeds.
         client: Is told what happens.
+        policy: Whether episodes whose environment raises are truncated; nothing else of it.
 
     Attributes:
         fatal: Why nothing will work any more.
@@ -50,7 +55,7 @@ class LocalWorker:
     n_restarts = 0
     up = (0,)
 
-    def __init__(self, root: int, client: Client) -> None:
+    def __init__(self, root: int, client: Client, policy: FailurePolicy) -> None:
         self.fatal: RlpoolError | None = None
         self._client = client
         self._inbox: deque[tuple[Message, Memory | None]] = deque()
@@ -61,21 +66,22 @@ class LocalWorker:
         self._record = self.control.of_worker(0)
         self._look: Callable[[], bool] | None = None  # somebody looks while it runs
         self._is_awaited = False
-        self._root = root
+        how = FailurePolicy(on_env_error="truncate") if policy.truncates else FailurePolicy()
+        self._place = Place(0, 1, root, how)
         self._collector = self._new_collector()
         self._tapes: Callable[[], dict[int, Tape]] = dict  # of lanes in the middle of episodes
         self._generators = OwnGenerators()
         self._is_closed = False
         self._is_at_work = False
         self._is_whole = True  # no message is being carried out, or was interrupted
+        self._failure: WorkerError | None = None  # of an environment that is made anew
 
     def _new_collector(self) -> Collector:
         # The worker's end of the line, which is the caller's as well.
         link: Any = SimpleNamespace(
             send=self._take, receive=self._inbox.popleft, poll=lambda: bool(self._inbox)
         )
-        place = Place(0, 1, self._root)
-        return Collector(place, link, self._record, notice=self._notice)
+        return Collector(self._place, link, self._record, notice=self._notice)
 
     def allocate(self, n_bytes: int) -> Memory:
         """Memory that the worker can see: any."""
@@ -154,7 +160,7 @@ class LocalWorker:
                 self._is_whole, is_over = False, False
                 while not is_over and self._collector.inbox.peek() is not None:
                     is_over = self._carry_out()
-                self._is_whole = True
+                self._is_whole = self._failure is None
         elif timeout_s != 0.0:
             raise LookupError("waiting for a local worker that has nothing to do")
 
@@ -173,13 +179,20 @@ class LocalWorker:
 
     def _begin_again(self) -> None:
         """Throw an interrupted rollout away, and brief another one."""
-        before = self._collector
+        before, failure = self._collector, self._failure
         with InterruptsHeld():
             self._inbox.clear()
-            self._client.lost(0, None)
+            self._client.lost(0, failure)
             self._collector = self._new_collector()
-            self._collector.adopt(before)
-        self._collector.report()
+            if failure is None:
+                self._collector.adopt(before)
+        if failure is None:
+            self._collector.report()
+            return
+        before.close()
+        self._inbox.append(self._client.setup(0))
+        self._failure = None if self._collector.start() else failure
+        self.refuse_if_dead()
 
     def lane_in_use(self, worker: int) -> int:
         """The lane whose environment ran last."""
@@ -192,9 +205,14 @@ class LocalWorker:
         """Do nothing: nobody could look while it runs."""
 
     def note_ready(self, worker: int) -> None:
-        """Do nothing: it has no successor."""
+        """Do nothing: no starts are counted."""
 
-    note_success = kill = note_ready
+    note_success = note_ready
+
+    def kill(self, worker: int) -> None:
+        """Refuse everything from now on: it has no successor."""
+        if self._failure is not None:
+            self.fail(self._failure)
 
     def stacks(self) -> list[Stacks]:
         """What the threads of this process and the processes of environments are doing."""
@@ -206,8 +224,14 @@ class LocalWorker:
         self.fatal = self.fatal or error
 
     def expect_end(self, worker: int, failure: WorkerError) -> None:
-        """Refuse everything from now on: it has no successor."""
-        self.fail(failure)
+        """Make environments and agent anew before anything else is carried out."""
+        self._failure = failure
+        n_before = self._client.blames(worker, failure)
+        where = f" ({failure.where})" if str(failure.where) else ""
+        if n_before is None:
+            self.fail(failure)
+        else:
+            _LOG.warning("%s%s: %s", failure.what, where, given_up(n_before))
 
     def abort(self) -> None:
         """Do nothing: it does not run now."""

@@ -105,8 +105,12 @@ class RequestWorkers:
         self.crash_files = CrashFiles(crash_dir)
         self.running: list[Request] = []
         self._owner = owner
-        self._repeats_env_errors = n_workers > 0 and policy.restarts_on_env_errors
+        self._policy = policy
+        self._repeats_env_errors = policy.truncates or (
+            n_workers > 0 and policy.restarts_on_env_errors
+        )
         self._is_undisturbed = True  # see Request.is_reproducible
+        self._failing: dict[int, int] = {}  # worker: the request in which its environment raised
         self._sent = {worker: _Sent() for worker in range(n_workers or 1)}
         self._functions: Memory | None = None
         if n_workers and len(functions) > _LARGE_BYTES:
@@ -120,7 +124,7 @@ class RequestWorkers:
             self.processes = Workers(runs, root, policy, timeout_s, self, DEBUG_HINT, n_before)
             stack_sources.add(self)
         else:
-            self.processes = LocalWorker(root, self)
+            self.processes = LocalWorker(root, self, policy)
         self.control = self.processes.control
         self.agreement = Agreement(self.processes)
 
@@ -198,6 +202,7 @@ class RequestWorkers:
             gone: Blocks that they may unmap.
         """
         request.remaining.update(request.takers(self.processes.n_workers))
+        request.tells_failures = self._policy.restarts_on_env_errors
         self.running.append(request)
         self.control.request_begins(request.number, request.n_rows)
         for worker in self.processes.up:
@@ -293,7 +298,8 @@ class RequestWorkers:
             if self.agreement.take(worker, message.report):
                 self._owner.probed()
         elif isinstance(message, Failed) and message.command is not None:
-            if self._repeats_env_errors and isinstance(message.error, EnvError):
+            if self._repeats_env_errors and message.error.can_be_repeated:
+                self._failing[worker] = message.command
                 self.processes.expect_end(worker, self.crash_files.with_file(message.error))
             else:
                 self._note_failure(message.command, message.error)
@@ -330,6 +336,31 @@ class RequestWorkers:
                 self.control.forget_finished(request.number, worker)
             if not request.give_back(worker) or request.error:
                 self._note_done(worker, request.number)
+
+    def blames(self, worker: int, failure: WorkerError) -> int | None:
+        """Whether an episode will not be run again that has failed; see ``Client.blames``."""
+        where, number = failure.where, self._failing.pop(worker, None)
+        owed = [
+            request
+            for request in self._owed_by(worker)
+            if number == request.number or (not number and where.lane in request.lanes_in(worker))
+        ]
+        if not owed or owed[0].running_block.layout.step.resets_together:
+            return None
+        request = owed[0]
+        self._hand_over_tapes(request)
+        n = request.note_failure(worker, where, failure)
+        most = self._policy.max_episode_restarts
+        if isinstance(failure, EnvError) and self._policy.truncates:
+            most = 1
+        if most is None or n < most:
+            return None
+        told = self.crash_files.with_file(failure)
+        if self._policy.restarts_on_env_errors:
+            request.give_up(where.episode or 0, told)
+        else:
+            self._note_failure(request.number, told)
+        return n - 1
 
     def busy(self) -> Collection[int]:
         """Workers that have something to do.

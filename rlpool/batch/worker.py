@@ -30,7 +30,7 @@ from rlpool.data.infos import options_of
 from rlpool.envs.gym_env import how_to_make_one, is_environment
 from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
-from rlpool.errors import EnvError, RlpoolError, Where, WorkerError, WorkerStartupError
+from rlpool.errors import RlpoolError, Where, WorkerError, WorkerStartupError
 from rlpool.loop.plan import Plan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
@@ -358,7 +358,7 @@ class Collector:
 
     def _report(self, number: int, error: WorkerError) -> None:
         self._fail(error, number)
-        if isinstance(error, EnvError) and self._place.policy.restarts_on_env_errors:
+        if error.can_be_repeated and self._place.policy.restarts_on_env_errors:
             raise _WorkerEnds
         self._conclude(number)
 

@@ -30,7 +30,7 @@ from rlpool.loop.agent_driver import AgentDriver, AgentFailure, History, InfoRow
 from rlpool.loop.blame import failing_lane
 from rlpool.loop.bound_plan import BoundPlan, Lane
 from rlpool.loop.crash_scene import CrashScene
-from rlpool.loop.plan import Plan, PlanQueue
+from rlpool.loop.plan import Episode, Plan, PlanQueue
 from rlpool.loop.probe import probe
 from rlpool.memory.storage import Array, batch_array
 from rlpool.observe.control import WorkerRecord
@@ -82,6 +82,7 @@ class Rollout:
         self._unsaved: set[int] = set()  # parked, with their rows still in the batch
         self._stepping: set[int] = set()  # lanes whose step is not finished
         self._restarting: list[int] = []  # lanes of a window whose next episode has yet to begin
+        self._giving_up: list[int] = []  # lanes whose next step is known to fail
 
     @torch.inference_mode()
     def probe(
@@ -381,7 +382,10 @@ class Rollout:
         outputs = self._act()
         record = self._record
         record.env_ns[0] -= monotonic_ns()
-        ended = self._env.step_lanes(self._live, outputs)
+        if self._giving_up:
+            ended = self._step_and_give_up(outputs)
+        else:
+            ended = self._env.step_lanes(self._live, outputs)
         record.env_ns[0] += monotonic_ns()
         record.n_steps[0] += len(self._live)
         for bound in self._bound:
@@ -390,6 +394,14 @@ class Rollout:
         if self._restarting:
             self._take_back_restarts()
         self._conclude(ended)
+
+    def _step_and_give_up(self, outputs: Mapping[str, Array]) -> list[int]:
+        """Step lanes but those whose step is known to fail, which are truncated instead."""
+        giving_up, self._giving_up = self._giving_up, []
+        lanes = [lane for lane in self._live if lane not in giving_up]
+        ended = self._env.step_lanes(lanes, outputs) if lanes else []
+        self._env.truncate_lanes(giving_up, outputs)
+        return sorted([*ended, *giving_up])
 
     def _step_some(self) -> None:
         """Step the lanes that are ready, without waiting for slow ones.
@@ -618,7 +630,11 @@ class Rollout:
         options = [episode.options for episode in episodes]
         record = self._record
         record.env_ns[0] -= monotonic_ns()
-        self._env.reset_lanes(lanes, seeds, options)
+        if any(episode.gives_up_at is not None for episode in episodes):
+            self._steps_until_full = 0  # take stock
+            self._reset_those_that_can(episodes, lanes)
+        else:
+            self._env.reset_lanes(lanes, seeds, options)
         record.env_ns[0] += monotonic_ns()
         for bound in self._bound:
             agent_info = bound.plan.agent_info or {}
@@ -632,6 +648,16 @@ class Rollout:
                 self._noise.start(lane, episode.noise)
             if self._history is not None:
                 self._history.restart(lane)
+
+    def _reset_those_that_can(self, episodes: Sequence[Episode], lanes: Sequence[int]) -> None:
+        """Reset lanes but those whose reset is known to fail."""
+        pairs = list(zip(lanes, episodes, strict=True))
+        self._env.begin_lanes([lane for lane, episode in pairs if episode.gives_up_at == -1])
+        able = [(lane, episode) for lane, episode in pairs if episode.gives_up_at != -1]
+        if able:
+            some, theirs = zip(*able, strict=True)
+            seeds, options = [e.seed for e in theirs], [e.options for e in theirs]
+            self._env.reset_lanes(some, seeds, options)
 
     def _enter_slot(self, lane: int, running: Lane) -> None:
         """Let a lane begin an episode in its slot, or continue its parked one."""
@@ -654,6 +680,21 @@ class Rollout:
         self._waiting_at_stock = list(self._waiting)
         self._live = sorted(set(range(self._n_lanes)).difference(self._waiting))
         self._steps_until_full = min((b.steps_until_full for b in self._bound), default=0)
+        if any(bound.plan.gives_up for bound in self._bound):
+            self._find_given_up()
+
+    def _find_given_up(self) -> None:
+        """Find the lanes whose next step is known to fail, and when others get there."""
+        self._giving_up = []
+        for lane in self._live:
+            running = self._lanes[lane]
+            if running.episode.gives_up_at is not None:
+                n_steps = running.steps_before + running.bound.steps_in_slot(lane, running)
+                n_left = max(running.episode.gives_up_at, 0) - n_steps
+                if n_left <= 0:
+                    self._giving_up.append(lane)
+                else:
+                    self._steps_until_full = min(self._steps_until_full, n_left)
 
     # Failures ------------------------------------------------------------------------------------
 

@@ -333,6 +333,10 @@ class EnvWorkers:
                 self.buffers.is_ahead[lane] = -1
                 self.tapes.forget(lane)
 
+    def blames(self, worker: int, failure: WorkerError) -> int | None:
+        """See ``Client.blames``: environments are made to repeat what they did."""
+        return None
+
     def busy(self) -> Collection[int]:
         """Workers that have something to do."""
         busy = {self.worker_of[lane] for lane in filter(self.is_unanswered, self.requests)}

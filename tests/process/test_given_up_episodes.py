@@ -1,0 +1,180 @@
+"""Episodes that fail for good end where they fail, and the others do not notice."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlpool import (
+    Batcher,
+    EnvError,
+    EpisodeBatcher,
+    NotRepeatedError,
+    WorkerDiedError,
+    WorkerTimeoutError,
+)
+
+from support.faults import KINDS
+from support.fragile import ChancyEnv, RecurrentAgent, create_fragile
+
+pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(120)]
+
+ALWAYS = 1_000  # times that a fault strikes
+N = 12
+
+
+def infos(kind: str, step: int, rows: tuple[int, ...] = (2, 7)) -> dict[str, Any]:
+    """Episodes of which some fail at a step, -1 for the reset."""
+    fault = torch.zeros(N, dtype=torch.int64)
+    fault[list(rows)] = KINDS.index(kind)
+    return {"length": 2 + torch.arange(N) % 7, "fault": fault, "fault_step": step}
+
+
+def collected(
+    tmp_path: Path | None, env_info: Any, n_threads: int = 2, n_timesteps: int = 16, **policy: Any
+) -> Any:
+    env_args: dict[str, Any] = {"n_lanes": 2}
+    if tmp_path is not None:
+        env_args |= {"marks": str(tmp_path), "times": ALWAYS}
+    with EpisodeBatcher(
+        n_timesteps, 24, RecurrentAgent, {}, create_fragile, env_args, n_threads, 5, **policy
+    ) as batcher:
+        batcher.execute(N, {"gain": torch.linspace(0.5, 2.0, N)}, env_info)
+        result, failures = batcher.get(), batcher.failures
+        batcher.execute(3)
+        assert batcher.get().lengths.min() > 0
+        assert batcher.failures == ()
+        return result, failures
+
+
+def assert_truncated(result: Any, failures: Any, whole: Any, step: int, rows: Any = (2, 7)) -> None:
+    """Some rows end with the step that fails, all others are as undisturbed."""
+    failed = torch.zeros(N, dtype=torch.bool)
+    failed[list(rows)] = True
+    assert result.info["failed"].tolist() == failed.tolist()
+    lengths = torch.where(failed, max(step, 0) + 1, whole.lengths)
+    assert result.lengths.tolist() == lengths.tolist()
+    for row in range(N):
+        n = int(lengths[row]) - int(failed[row])
+        for key in ("frame", "action", "_reward", "_frame"):
+            assert torch.equal(result[key][row, :n], whole[key][row, :n]), (row, key)
+        if failed[row]:
+            assert bool(result["_truncated"][row, n])
+            assert bool(result["_done"][row, n])
+            assert not bool(result["_terminated"][row, n])
+            assert float(result["_reward"][row, n]) == 0.0
+            assert torch.equal(result["_frame"][row, n], result["frame"][row, n])
+            assert not bool(result["_done"][row, :n].any())
+    assert [error.where.episode for error in failures] == list(rows)
+
+
+@pytest.mark.parametrize("n_threads", [0, 2])
+@pytest.mark.parametrize("n_timesteps", [16, 2])
+@pytest.mark.parametrize("step", [-1, 0, 1])
+def test_an_episode_whose_environment_raises_is_truncated(
+    n_threads: int, n_timesteps: int, step: int, tmp_path: Path
+) -> None:
+    whole, _ = collected(None, infos("none", 0), n_threads)
+    env_info = infos("raise", step)
+    policy: dict[str, Any] = {"on_env_error": "truncate", "max_restarts": 0}
+    result, failures = collected(tmp_path, env_info, n_threads, n_timesteps, **policy)
+    assert_truncated(result, failures, whole, step)
+    for error in failures:
+        assert isinstance(error, EnvError)
+        assert error.capsule is not None
+        assert error.where.step == max(step, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "on_env_error"),
+    [("sigkill", "truncate"), ("sigkill", "restart"), ("hang", "restart"), ("raise", "restart")],
+)
+def test_an_episode_that_fails_twice_at_the_same_step_is_given_up(
+    kind: str, on_env_error: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, _ = collected(None, infos("none", 0))
+    policy: dict[str, Any] = {"on_env_error": on_env_error, "max_restarts": 3, "timeout": 0.7}
+    with caplog.at_level(logging.WARNING):
+        result, failures = collected(tmp_path, infos(kind, 1, (3, 4, 8)), **policy)
+    assert_truncated(result, failures, whole, 1, (3, 4, 8))
+    assert caplog.text.count("the same episode failed at the same step, 2 times") == 3
+
+
+@pytest.mark.parametrize("kind", ["sigkill", "hang"])
+def test_an_episode_that_kills_its_worker_again_is_an_error_of_its_request(
+    kind: str, tmp_path: Path
+) -> None:
+    env_args = {"n_lanes": 2, "marks": str(tmp_path), "times": ALWAYS}
+    options: dict[str, Any] = {"timeout": 0.7, "max_restarts": 2}
+    error = WorkerDiedError if kind == "sigkill" else WorkerTimeoutError
+    with EpisodeBatcher(
+        16, 64, RecurrentAgent, {}, create_fragile, env_args, 2, 5, **options
+    ) as batcher:
+        for _ in range(3):  # more failures than restarts
+            batcher.execute(N, env_info=infos(kind, 1, (3,)))
+            batcher.execute(5)
+            with pytest.raises(error) as caught:
+                batcher.get()
+            assert caught.value.where.episode == 3
+            assert caught.value.where.step == 1
+            assert batcher.get().lengths.min() > 0
+
+
+@pytest.mark.parametrize("n_threads", [0, 2])
+def test_lanes_of_windows_go_on_after_an_episode_that_was_given_up(
+    n_threads: int, tmp_path: Path
+) -> None:
+    """Every episode of lane 1 raises in its fourth step."""
+
+    def windows(marks: str | None) -> list[Any]:
+        env_args = {"n_lanes": 2, "restarts": True, "marks": marks, "times": ALWAYS}
+        n_lanes = 2 * max(n_threads, 1)
+        fault = torch.zeros(n_lanes, dtype=torch.int64)
+        fault[1] = KINDS.index("raise")
+        env_info = {"length": torch.arange(5, 5 + n_lanes), "fault": fault, "fault_step": 3}
+        results = []
+        with Batcher(
+            7, None, RecurrentAgent, {}, create_fragile, env_args, n_threads, 5,
+            on_env_error="truncate", max_restarts=0,
+        ) as batcher:  # fmt: skip
+            batcher.reset({"gain": torch.linspace(0.5, 2.0, n_lanes)}, env_info)
+            for _ in range(4):
+                batcher.execute()
+                results.append((batcher.get(), batcher.failures))
+        return results
+
+    n_failed = 0
+    for (got, failures), (whole, _) in zip(windows(str(tmp_path)), windows(None), strict=True):
+        assert got.lengths.tolist() == whole.lengths.tolist()
+        for row in range(len(got.lengths)):
+            if row != 1:
+                for key in ("frame", "action", "_reward", "_frame", "_done"):
+                    assert torch.equal(got[key][row], whole[key][row]), (row, key)
+        n_failed += int(got["_truncated"][1].sum())
+        assert got.info["failed"].tolist() == [row == 1 for row in range(len(got.lengths))]
+        assert [error.where.episode for error in failures] == [1]
+        assert not bool(got["_terminated"][1].any())
+    assert n_failed == 7  # an episode is three steps, and the one that fails
+
+
+@pytest.mark.parametrize("on_env_error", ["restart", "truncate"])
+def test_an_environment_that_does_not_repeat_ends_its_window(
+    on_env_error: str, tmp_path: Path
+) -> None:
+    env_args = {"restarts": True, "kind": ChancyEnv, "marks": str(tmp_path), "times": 1}
+    env_info = {"length": 100, "fault": KINDS.index("sigkill"), "fault_step": 5}
+    options: dict[str, Any] = {"on_env_error": on_env_error, "max_restarts": 9}
+    with Batcher(4, None, RecurrentAgent, {}, create_fragile, env_args, 1, 5, **options) as batcher:
+        batcher.reset(None, env_info)
+        batcher.execute()
+        batcher.get()
+        batcher.execute()
+        with pytest.raises(NotRepeatedError, match="deterministic"):
+            batcher.get()
+        batcher.reset(None, {"length": 3})
+        batcher.execute()
+        assert batcher.get().lengths.tolist() == [4, 4]
