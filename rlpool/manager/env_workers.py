@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ from rlpool.errors import EnvError, EnvsClosedError, SpecError, UsageError, Wher
 from rlpool.machine.limits import check_size
 from rlpool.machine.pickling import ByValue, pickled
 from rlpool.machine.worker_limits import check_workers
-from rlpool.manager.buffers import Buffers, bookkeeping_specs
+from rlpool.manager.buffers import FAILED, Buffers, bookkeeping_specs
 from rlpool.manager.lane_failure import LaneFailure, lane_failure
 from rlpool.manager.messages import (
     Announce,
@@ -95,6 +96,7 @@ class EnvWorkers:
         closed_lanes: Lanes that were closed one by one.
         announced: For each worker the episodes that will come.
         closed: Whether all are closed.
+        failures: Lane to why its episode was given up.
     """
 
     def __init__(
@@ -124,12 +126,15 @@ class EnvWorkers:
         self.closed = False
         self.attributes: list[dict[str, ByValue]] = [{} for _ in range(self.n_lanes)]
         self.closed_lanes: set[int] = set()
+        self.failures: dict[int, WorkerError] = {}
+        self._failed: dict[int, tuple[int, int, int]] = {}  # lane: seed, step, how often in a row
+        self._given_up: dict[int, tuple[int, int]] = {}  # lane: seed, step
         self.announced: dict[int, Announce] = {}
         self._last_pids: list[int | None] = []
         self._policy = policy
         self._crash_files = CrashFiles(crash_dir)
         self._owner_pid = os.getpid()
-        self._failures: dict[int, tuple[int, LaneFailure]] = {}  # with the number of the command
+        self._failures: dict[int, tuple[int, WorkerError]] = {}  # with the number of the command
         # What a successor has to be sent again:
         self._mapped: dict[str, tuple[MapArrays, Memory]] = {}
         self._resets: dict[int, Reset] = {}  # the last of each worker
@@ -210,6 +215,8 @@ class EnvWorkers:
         self._resets[worker] = message
         self.issued[worker] = message.number
         self.commanded[worker] = [self.lanes_of[worker][lane] for lane in message.lanes]
+        for lane in self.commanded[worker]:
+            self.failures.pop(lane, None)
 
     def is_unanswered(self, lane: int) -> bool:
         """Whether a lane's request has no reply yet."""
@@ -266,7 +273,7 @@ class EnvWorkers:
         finished, issued = self.buffers.finished, self.issued
         self.wait_finished(lambda: all(finished[worker] == issued[worker] for worker in workers))
 
-    def failure(self, worker: int) -> LaneFailure:
+    def failure(self, worker: int) -> WorkerError:
         """The error of a worker's last command, which failed."""
         number = self.issued[worker]
         self.wait_until(lambda: worker in self._failures and self._failures[worker][0] == number)
@@ -301,7 +308,13 @@ class EnvWorkers:
         unanswered = filter(self.is_unanswered, own)
         doubtful = [n - own.start for n in unanswered if self.requests[n].call.command == "step"]
         attributes = {lane - own.start: self.attributes[lane] for lane in own}
-        packed = pack(Predecessor(tapes, closed, doubtful, attributes), Memory.shared)
+        given_up = {
+            lane - own.start: self._given_up[lane]
+            for lane in own
+            if lane in self._given_up and self._given_up[lane] == self._place_of(lane)
+        }
+        predecessor = Predecessor(tapes, closed, doubtful, attributes, given_up)
+        packed = pack(predecessor, Memory.shared)
         is_busy, step = self._is_busy(worker), self.buffers.step[worker]
         is_step = is_busy and step == self.issued[worker]
         send(worker, Begin(step - 1 if is_step else step, packed.payload), packed.memory)
@@ -326,6 +339,16 @@ class EnvWorkers:
             return ""
         return "step" if self.buffers.step[worker] == self.issued[worker] else "reset"
 
+    def _place_of(self, lane: int) -> tuple[int, int] | None:
+        """Seed and step of what a lane does next or again, step -1 for a reset."""
+        tape, call = self.tapes.peek(lane), self._call_of(lane)
+        if tape is None:
+            return None
+        n_steps = self.tapes.n_steps(lane) - (call == "step")
+        given_up = self._given_up.get(lane)
+        is_begun = given_up is not None and given_up[1] == -1 and not n_steps
+        return tape.seed, -1 if is_begun else n_steps
+
     def lost(self, worker: int, failure: WorkerError | None) -> None:
         """Forget the episodes that a worker has begun ahead of time: its successor has not."""
         for lane in self.lanes_of[worker] if self._mapped else ():
@@ -334,8 +357,38 @@ class EnvWorkers:
                 self.tapes.forget(lane)
 
     def blames(self, worker: int, failure: WorkerError) -> int | None:
-        """See ``Client.blames``: environments are made to repeat what they did."""
-        return None
+        """See ``Client.blames``: where the call failed before, the lane is truncated instead."""
+        lane = failure.where.lane
+        tape = None if lane is None else self.tapes.peek(lane)
+        if lane is None or tape is None or not (call := self._call_of(lane)):
+            return None
+        seed, step = tape.seed, self.tapes.n_steps(lane) - 1 if call == "step" else -1
+        before = self._failed.get(lane)
+        n = before[2] + 1 if before is not None and before[:2] == (seed, step) else 1
+        self._failed[lane] = seed, step, n
+        most = self._policy.max_episode_restarts
+        if isinstance(failure, EnvError) and self._policy.truncates:
+            most = 1
+        if most is None or n < most:
+            return None
+        if self._policy.restarts_on_env_errors and not self.is_unanswered(lane):
+            self._given_up[lane], self.failures[lane] = (seed, step), failure
+        else:
+            self._end_call(worker, lane, failure)
+        return n - 1
+
+    def _end_call(self, worker: int, lane: int, failure: WorkerError) -> None:
+        """Let what a worker was doing have failed, instead of its successor doing it again."""
+        if self.is_unanswered(lane):
+            request = self.requests[lane]
+            request.reply = pickle.dumps(("error", str(failure)))
+            self.tapes.lose(lane, "there, an earlier request of its remote failed")
+        if self._is_busy(worker):
+            for commanded in self.commanded[worker]:
+                self.tapes.forget(commanded)
+            self._failures[worker] = self.issued[worker], failure
+            self.buffers.outcome[worker] = FAILED
+            self.buffers.finished[worker] = self.issued[worker]
 
     def busy(self) -> Collection[int]:
         """Workers that have something to do."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,12 +16,15 @@ from rlpool import (
     EnvError,
     EpisodeBatcher,
     NotRepeatedError,
+    ParallelEnvManager,
+    ParallelVectorEnv,
+    SpecError,
     WorkerDiedError,
     WorkerTimeoutError,
 )
 
 from support.faults import KINDS
-from support.fragile import ChancyEnv, RecurrentAgent, create_fragile
+from support.fragile import ChancyEnv, FragileEnv, RecurrentAgent, create_fragile, failing
 
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(120)]
 
@@ -178,3 +183,71 @@ def test_an_environment_that_does_not_repeat_ends_its_window(
         batcher.reset(None, {"length": 3})
         batcher.execute()
         assert batcher.get().lengths.tolist() == [4, 4]
+
+
+# Environments in processes -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("envs_per_worker", [1, 3])
+@pytest.mark.parametrize(("kind", "on_env_error"), [("raise", "truncate"), ("sigkill", "restart")])
+@pytest.mark.parametrize("step", [-1, 0, 2])
+def test_a_manager_truncates_lanes_that_fail(
+    envs_per_worker: int, kind: str, on_env_error: str, step: int, tmp_path: Path
+) -> None:
+    """Seed 4 fails each time, all other lanes and episodes are as undisturbed."""
+
+    def lived(marks: str | None) -> list[Any]:
+        make = partial(FragileEnv, marks, ALWAYS)
+        options: dict[str, Any] = {"on_env_error": on_env_error, "max_restarts": 1}
+        rows = []
+        with ParallelEnvManager(
+            [make] * 3, seed=1, envs_per_worker=envs_per_worker, **options
+        ) as manager:
+            for first in (0, 3, 6):
+                seeds = [first, first + 1, first + 2]
+                fails = [failing(kind, step) if seed == 4 else {} for seed in seeds]
+                manager.reset_lanes([0, 1, 2], seeds, [{"length": 5, **one} for one in fails])
+                for t in range(5):
+                    live = [n for n in (0, 1, 2) if not manager.current["done"][n]]
+                    ended = manager.step_lanes(live, {"action": np.array([t, 2, 3])})
+                    current = {key: array.copy() for key, array in manager.current.items()}
+                    rows.append((ended, current))
+                    if first == 3 and ended == [1]:
+                        assert manager.failures[1].where.step == max(step, 0)
+            assert not manager.failures
+        return rows
+
+    n_failed = 0
+    for number, (mine, theirs) in enumerate(zip(lived(str(tmp_path)), lived(None), strict=True)):
+        ended, current = mine
+        is_failed = 5 <= number < 10
+        for key, values in theirs[1].items():
+            for lane in (0, 1, 2):
+                if not (is_failed and lane == 1):
+                    assert np.array_equal(current[key][lane], values[lane]), (number, key, lane)
+        if is_failed and 1 in ended:
+            n_failed += 1
+            assert number - 5 == max(step, 0)
+            assert current["truncated"][1]
+            assert not current["terminated"][1]
+            assert current["reward"][1] == 0.0
+    assert n_failed == 1
+
+
+@pytest.mark.parametrize("kind", ["sigkill", "hang"])
+def test_a_manager_reports_a_lane_that_kills_its_worker_again(kind: str, tmp_path: Path) -> None:
+    make = partial(FragileEnv, str(tmp_path), ALWAYS)
+    error = WorkerDiedError if kind == "sigkill" else WorkerTimeoutError
+    with ParallelEnvManager([make] * 2, seed=1, max_restarts=2, timeout=0.7) as manager:
+        for _ in range(3):
+            manager.reset_lanes([0, 1], [1, 2], [{"length": 5, **failing(kind, 1)}, {"length": 5}])
+            actions = {"action": np.array([1, 2])}
+            manager.step_lanes([0, 1], actions)
+            with pytest.raises(error) as caught:
+                manager.step_lanes([0, 1], actions)
+            assert (caught.value.where.lane, caught.value.where.step) == (0, 1)
+
+
+def test_a_vector_environment_refuses_to_truncate() -> None:
+    with pytest.raises(SpecError, match="no way to tell"):
+        ParallelVectorEnv([FragileEnv], on_env_error="truncate")
