@@ -21,6 +21,7 @@ from rlpool import (
     SpecError,
     WorkerDiedError,
     WorkerTimeoutError,
+    evaluate,
 )
 
 from support.faults import KINDS
@@ -251,3 +252,18 @@ def test_a_manager_reports_a_lane_that_kills_its_worker_again(kind: str, tmp_pat
 def test_a_vector_environment_refuses_to_truncate() -> None:
     with pytest.raises(SpecError, match="no way to tell"):
         ParallelVectorEnv([FragileEnv], on_env_error="truncate")
+
+
+@pytest.mark.parametrize("n_threads", [0, 2])
+def test_an_evaluation_tells_which_episodes_failed(n_threads: int, tmp_path: Path) -> None:
+    env_args = {"n_lanes": 2, "marks": str(tmp_path), "times": ALWAYS}
+    how: dict[str, Any] = {"env_args": env_args, "n_threads": n_threads}
+    how["env_info"] = infos("raise", 1, (3, 8))
+    found = evaluate(RecurrentAgent(), create_fragile, N, on_env_error="truncate", **how)
+    assert found.failed is not None
+    assert found.failed.nonzero().flatten().tolist() == [3, 8]
+    assert found.lengths[[3, 8]].tolist() == [2, 2]
+    assert [error.where.episode for error in found.failures] == [3, 8]
+    with pytest.raises(EnvError):
+        evaluate(RecurrentAgent(), create_fragile, N, **how)
+    assert evaluate(RecurrentAgent(), create_fragile, 2, env_args={"n_lanes": 2}).failed is None
