@@ -65,7 +65,12 @@ class EpisodeBatcher(BatcherBase):
         max_restarts: The most replacements in all; ``None`` for no limit. Workers that fail again
             and again before they are ready are given up in any case.
         on_env_error: ``"raise"`` reports an environment that raises; ``"restart"`` replaces its
-            worker, which counts as one of ``max_restarts``.
+            worker, which counts as one of ``max_restarts``, and runs the episode again;
+            ``"truncate"`` replaces it and ends the episode with the step that failed, whose reward
+            is 0: ``info["failed"]`` and ``failures`` tell.
+        max_episode_restarts: An episode that fails this often at the same step, whether its
+            environment raises or its worker dies or hangs, is not run again: it is truncated, or an
+            error of its request with ``on_env_error="raise"``. ``None`` for no limit.
         max_episodes_per_worker: Replace a worker after this many episodes; ``None`` for never.
             Neither this nor the next counts as a failure. A worker with more environments than
             this runs only this many of them at a time.
