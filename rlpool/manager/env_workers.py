@@ -33,7 +33,7 @@ from rlpool.manager.worker import main
 from rlpool.memory.storage import Memory, carved_bytes
 from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.record.failures import ENV_HINT
-from rlpool.record.tape import LaneTapes
+from rlpool.record.tape import LaneTapes, Tape
 from rlpool.specs import Declaration, TensorSpec
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.lifecycle import Workers
@@ -127,8 +127,8 @@ class EnvWorkers:
         self.attributes: list[dict[str, ByValue]] = [{} for _ in range(self.n_lanes)]
         self.closed_lanes: set[int] = set()
         self.failures: dict[int, WorkerError] = {}
-        self._failed: dict[int, tuple[int, int, int]] = {}  # lane: seed, step, how often in a row
-        self._given_up: dict[int, tuple[int, int]] = {}  # lane: seed, step
+        self._failed: dict[int, tuple[Tape, int, int]] = {}  # lane: episode, step, how often
+        self._given_up: dict[int, tuple[Tape, int]] = {}  # lane: episode, step
         self.announced: dict[int, Announce] = {}
         self._last_pids: list[int | None] = []
         self._policy = policy
@@ -309,9 +309,9 @@ class EnvWorkers:
         doubtful = [n - own.start for n in unanswered if self.requests[n].call.command == "step"]
         attributes = {lane - own.start: self.attributes[lane] for lane in own}
         given_up = {
-            lane - own.start: self._given_up[lane]
+            lane - own.start: (self._given_up[lane][0].seed, self._given_up[lane][1])
             for lane in own
-            if lane in self._given_up and self._given_up[lane] == self._place_of(lane)
+            if self._fails_next(lane)
         }
         predecessor = Predecessor(tapes, closed, doubtful, attributes, given_up)
         packed = pack(predecessor, Memory.shared)
@@ -339,15 +339,12 @@ class EnvWorkers:
             return ""
         return "step" if self.buffers.step[worker] == self.issued[worker] else "reset"
 
-    def _place_of(self, lane: int) -> tuple[int, int] | None:
-        """Seed and step of what a lane does next or again, step -1 for a reset."""
-        tape, call = self.tapes.peek(lane), self._call_of(lane)
-        if tape is None:
-            return None
-        n_steps = self.tapes.n_steps(lane) - (call == "step")
-        given_up = self._given_up.get(lane)
-        is_begun = given_up is not None and given_up[1] == -1 and not n_steps
-        return tape.seed, -1 if is_begun else n_steps
+    def _fails_next(self, lane: int) -> bool:
+        """Whether what a lane does next, or again, is known to fail."""
+        tape, step = self._given_up.get(lane, (None, 0))
+        if tape is None or tape is not self.tapes.peek(lane):
+            return False
+        return self.tapes.n_steps(lane) - (self._call_of(lane) == "step") == max(step, 0)
 
     def lost(self, worker: int, failure: WorkerError | None) -> None:
         """Forget the episodes that a worker has begun ahead of time: its successor has not."""
@@ -362,17 +359,18 @@ class EnvWorkers:
         tape = None if lane is None else self.tapes.peek(lane)
         if lane is None or tape is None or not (call := self._call_of(lane)):
             return None
-        seed, step = tape.seed, self.tapes.n_steps(lane) - 1 if call == "step" else -1
+        step = self.tapes.n_steps(lane) - 1 if call == "step" else -1
         before = self._failed.get(lane)
-        n = before[2] + 1 if before is not None and before[:2] == (seed, step) else 1
-        self._failed[lane] = seed, step, n
+        is_same = before is not None and before[0] is tape and before[1] == step
+        n = before[2] + 1 if before is not None and is_same else 1
+        self._failed[lane] = tape, step, n
         most = self._policy.max_episode_restarts
         if isinstance(failure, EnvError) and self._policy.truncates:
             most = 1
         if most is None or n < most:
             return None
         if self._policy.restarts_on_env_errors and not self.is_unanswered(lane):
-            self._given_up[lane], self.failures[lane] = (seed, step), failure
+            self._given_up[lane], self.failures[lane] = (tape, step), failure
         else:
             self._end_call(worker, lane, failure)
         return n - 1
