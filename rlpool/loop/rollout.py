@@ -82,7 +82,8 @@ class Rollout:
         self._unsaved: set[int] = set()  # parked, with their rows still in the batch
         self._stepping: set[int] = set()  # lanes whose step is not finished
         self._restarting: list[int] = []  # lanes of a window whose next episode has yet to begin
-        self._giving_up: list[int] = []  # lanes whose next step is known to fail
+        self._gives_up = False  # whether a step of any episode is known to fail
+        self._giving_up: list[int] = []  # lanes whose next step is
 
     @torch.inference_mode()
     def probe(
@@ -141,6 +142,7 @@ class Rollout:
                 self._record.end_calls()
                 self.abandon()
             self._bound.clear()
+            self._gives_up = False
             self._held = None
             del self._queue  # it may refer to this rollout
 
@@ -284,6 +286,7 @@ class Rollout:
         if not self._bound:
             self._continue_with(bound)
         self._bound.append(bound)
+        self._gives_up = self._gives_up or plan.gives_up
         if plan.tapes:
             self._take_over(bound)
         return bound
@@ -630,7 +633,7 @@ class Rollout:
         options = [episode.options for episode in episodes]
         record = self._record
         record.env_ns[0] -= monotonic_ns()
-        if any(episode.gives_up_at is not None for episode in episodes):
+        if self._gives_up:
             self._steps_until_full = 0  # take stock
             self._reset_those_that_can(episodes, lanes)
         else:
@@ -680,7 +683,7 @@ class Rollout:
         self._waiting_at_stock = list(self._waiting)
         self._live = sorted(set(range(self._n_lanes)).difference(self._waiting))
         self._steps_until_full = min((b.steps_until_full for b in self._bound), default=0)
-        if any(bound.plan.gives_up for bound in self._bound):
+        if self._gives_up:
             self._find_given_up()
 
     def _find_given_up(self) -> None:
