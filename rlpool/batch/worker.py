@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -33,6 +32,7 @@ from rlpool.errors import EnvError, RlpoolError, Where, WorkerError, WorkerStart
 from rlpool.loop.plan import Plan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
+from rlpool.memory.sharing import Shared
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import WorkerRecord
 from rlpool.observe.events import Kind
@@ -50,10 +50,11 @@ _HASHED_AT_ONCE = 1024
 """Seeds of episodes: enough that the cost per request no longer matters."""
 
 
-def main(place: Place, connection: Connection, control_fd: int) -> None:
+def main(shared: Shared, place: Place, connection: Connection, control_fd: int) -> None:
     """Run a worker process of a batcher.
 
     Args:
+        shared: What the set-up refers to.
         place: Which worker it is.
         connection: The worker's end of its pipe.
         control_fd: Descriptor of the shared record.
@@ -68,7 +69,7 @@ def main(place: Place, connection: Connection, control_fd: int) -> None:
     fast_seeding = FastSeeding()
     fast_seeding.install()
     install_fast_checks()
-    run(Collector(place, Pipe(connection), control, lock_fd, fast_seeding))
+    run(Collector(place, Pipe(connection), control, lock_fd, fast_seeding, shared=shared))
 
 
 class Inbox:
@@ -129,6 +130,7 @@ class Collector:
         lock_fd: What workers lock to claim episodes, see ``Claims``.
         seeding: Is told the seeds of the episodes to come.
         notice: Is called when episodes have ended.
+        shared: What the set-up refers to.
 
     Attributes:
         env: The environments, once they are created.
@@ -143,6 +145,7 @@ class Collector:
         lock_fd: int | None = None,
         seeding: FastSeeding | None = None,
         notice: Callable[[], None] = lambda: None,
+        shared: Shared | None = None,
     ) -> None:
         self._place = place
         self._send = link.send
@@ -150,6 +153,7 @@ class Collector:
         self._seeding = seeding
         self._n_hashed = 0  # episodes whose seeds were
         self._in_process = False
+        self._shared = shared or Shared()
         self.inbox = Inbox(link, self._take_slots)
         self._blocks: dict[int, Block] = {}
         self.env: VecEnv
@@ -224,8 +228,9 @@ class Collector:
         seed = self._place.seed
         if not self._in_process:
             functions = called(
-                self._here, "loading create_env and create_agent", pickle.loads, functions
+                self._here, "loading create_env and create_agent", self._shared.load, functions
             )
+            self._shared.close()
         create_env, env_args, create_agent, agent_args = functions
         # Only now: modules that were imported to load the functions may have seeded generators. In
         # the caller's process these are not the caller's generators, see LocalWorker.

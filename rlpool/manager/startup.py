@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ from rlpool.envs.gym_env import GymEnv, all_tasks, is_environment
 from rlpool.envs.vec_env import LaneError
 from rlpool.errors import SpecError, Where, WorkerStartupError
 from rlpool.manager.messages import Report, Setup
+from rlpool.memory.sharing import Shared
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import env_error, text_of
 from rlpool.seeding import probe_seed, root_from, seed_generators
@@ -22,11 +22,12 @@ from rlpool.workers.worker_process import Place, called
 _LOG = logging.getLogger("rlpool")
 
 
-def made_environments(setup: Setup, place: Place, control: WorkerRecord) -> GymEnv:
+def made_environments(setup: Setup, shared: Shared, place: Place, control: WorkerRecord) -> GymEnv:
     """Make a worker's environments.
 
     Args:
         setup: What to make.
+        shared: What it refers to.
         place: Which worker makes them.
         control: Its part of the shared record.
 
@@ -35,7 +36,8 @@ def made_environments(setup: Setup, place: Place, control: WorkerRecord) -> GymE
     """
     seed = place.seed
     where = Where(worker=place.worker)
-    functions = called(where, "loading env_fns", pickle.loads, setup.functions)
+    functions = called(where, "loading env_fns", shared.load, setup.functions)
+    shared.close()
     seed_generators(seed)
     envs = []
     for number, create in enumerate(functions):

@@ -28,6 +28,7 @@ from rlpool.manager.messages import (
     Setup,
 )
 from rlpool.manager.startup import made_environments, report_of
+from rlpool.memory.sharing import Shared
 from rlpool.memory.storage import Array, Memory
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import described, env_error, text_of
@@ -54,10 +55,13 @@ _LOST_FIX = (
 )
 
 
-def main(wake: Wake, done: Wake, place: Place, connection: Connection, control_fd: int) -> None:
+def main(
+    shared: Shared, wake: Wake, done: Wake, place: Place, connection: Connection, control_fd: int
+) -> None:
     """Run a worker process with environments.
 
     Args:
+        shared: What the set-up refers to.
         wake: Is signalled when a step is issued while this process sleeps.
         done: Is signalled when a command is carried out, for a caller that sleeps.
         place: Which worker it is.
@@ -65,7 +69,7 @@ def main(wake: Wake, done: Wake, place: Place, connection: Connection, control_f
         control_fd: Descriptor of the shared record.
     """
     control = settle_in(place, control_fd)
-    run(EnvServer(place, Pipe(connection), control, wake, done))
+    run(EnvServer(place, Pipe(connection), control, wake, done, shared))
 
 
 class EnvServer:
@@ -77,6 +81,7 @@ class EnvServer:
         control: Its part of the shared record.
         wake: What it waits for, beside its pipe.
         done: Is signalled when a command is carried out.
+        shared: What the set-up refers to.
     """
 
     _has_begun = False  # all arrays are mapped, and the predecessor's place is taken
@@ -84,7 +89,13 @@ class EnvServer:
     _n_seen = 0  # number of the last step
 
     def __init__(
-        self, place: Place, pipe: Pipe, control: WorkerRecord, wake: Wake, done: Wake
+        self,
+        place: Place,
+        pipe: Pipe,
+        control: WorkerRecord,
+        wake: Wake,
+        done: Wake,
+        shared: Shared,
     ) -> None:
         self._place = place
         self._me = place.worker
@@ -92,6 +103,7 @@ class EnvServer:
         self._control = control
         self._wake = wake
         self._done = done
+        self._shared = shared
         self._fast_seeding = FastSeeding()
         self._fast_seeding.install()
         install_fast_checks()
@@ -108,7 +120,7 @@ class EnvServer:
             return False
         self._setup = setup
         try:
-            self._env = env = made_environments(setup, self._place, self._control)
+            self._env = env = made_environments(setup, self._shared, self._place, self._control)
             self._open_lanes = set(range(env.n_lanes))
             self._buffers = Buffers(slice(setup.first_lane, setup.first_lane + env.n_lanes))
             report = report_of(env, self._me)

@@ -16,10 +16,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-import cloudpickle
-
 from rlpool.envs.vec_env import LaneError
 from rlpool.errors import SpecError, compose
+from rlpool.memory.sharing import parcel_of
 from rlpool.record.failures import described
 from rlpool.seeding import root_from, seeded_generators, worker_seed
 
@@ -251,7 +250,7 @@ def picklable(subject: Subject) -> Iterator[Finding]:
     """The function that makes it can be sent to a worker."""
     refuse_instance(subject)
     try:
-        cloudpickle.loads(cloudpickle.dumps(subject.sent_to_workers))
+        parcel_of(subject.sent_to_workers).load()
     except Exception as reason:
         what = f"{subject.name} or its arguments cannot be pickled: {described(reason)}"
         yield error(what, "create what it needs inside the function, instead of capturing it")
