@@ -28,12 +28,16 @@ import torch.multiprocessing.reductions
 from rlpool.errors import SpecError, WorkerStartupError
 from rlpool.machine.pickling import why_not
 from rlpool.memory.semaphores import Semaphores
+from rlpool.memory.storage import Memory
 
 # Both lack annotations.
 _torch: Any = torch.multiprocessing
 _mp: Any = reduction
 
-_KEPT = (synchronize.SemLock, BufferWrapper, managers.BaseProxy, torch.UntypedStorage)
+_SENT_ANY_TIME = (managers.BaseProxy, Memory)
+"""What is shared and can be sent to a process that runs."""
+
+_KEPT = (synchronize.SemLock, BufferWrapper, torch.UntypedStorage, *_SENT_ANY_TIME)
 """What must not end before the last worker has read of it: a name, memory, or a count ends too."""
 
 _TENSORS = (torch.Tensor, torch.TypedStorage, torch.UntypedStorage)
@@ -146,7 +150,7 @@ def parcel_of(value: Any, *, refusal: str = "", copies: bool = False) -> Parcel:
     Args:
         value: The object.
         refusal: Why the reader cannot share anything, if it cannot.
-        copies: Whether what could be copied is: tensors in shared memory, and proxies.
+        copies: Whether tensors in shared memory are copied, for a process that runs.
     """
     stream = io.BytesIO()
     pickler = _Pickler(stream, refusal, copies)
@@ -258,7 +262,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         elif _is_nameless(value):
             return self._semaphore
         elif isinstance(value, _KEPT):
-            is_copied = self._copies and isinstance(value, managers.BaseProxy)
+            is_copied = self._copies and isinstance(value, _SENT_ANY_TIME)
             return None if is_copied else _as_it_says
         elif kind in _COPIED or (isinstance(value, _CTYPES) and not hasattr(value, "_wrapper")):
             return None

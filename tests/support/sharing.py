@@ -306,17 +306,19 @@ def touch(things: Things) -> None:
 
 def begin(things: Things) -> None:
     """Turn the switch on."""
-    for name, kind in KINDS.items():
+    for name in things.keys() & KINDS.keys():
         if isinstance(things[name], WaitedFor):
             things[name].begin()
-        if isinstance(kind.was_touched, Counted):
-            kind.was_touched.begin(things[name])
+        was_touched = KINDS[name].was_touched
+        if isinstance(was_touched, Counted):
+            was_touched.begin(things[name])
     things["switch"].fill_(1)
 
 
 def not_touched(things: Things) -> list[str]:
     """The names of things that no worker touched since ``begin``."""
-    left = [name for name, kind in KINDS.items() if not kind.was_touched(things[name])]
+    kinds = {name: kind for name, kind in KINDS.items() if name in things}
+    left = [name for name, kind in kinds.items() if not kind.was_touched(things[name])]
     return left + ["switch"] * bool(things["switch"].item())
 
 
@@ -329,6 +331,7 @@ class TouchingEnv(gymnasium.Env[Any, Any]):
 
     observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
+    max_episode_steps = 2  # for meta-RL, as are the tasks
 
     def __init__(self, things: Things | None) -> None:
         self.things = things
@@ -345,7 +348,6 @@ class TouchingEnv(gymnasium.Env[Any, Any]):
         self.t += 1
         return np.zeros(1, np.float32), 1.0, self.t == 2, False, {}
 
-    # What meta-RL asks for.
     def get_all_task_idx(self) -> list[int]:
         return [0, 1]
 
