@@ -106,8 +106,8 @@ class Semaphores:
             raise RuntimeError(f"another process sent it to this one: {_INSTEAD}")
         if (other := self._elsewhere.get(found[1])) is not None:
             raise RuntimeError(
-                f"it was made for forks of this process, and process {other} is one: start that "
-                f"later, or {_INSTEAD}"
+                f"process {other} has it from a fork, and would be left alone with it: fork later, "
+                f"or {_INSTEAD}"
             )
         if any(ctypes.string_at(address, 8)[4:]):
             raise RuntimeError(f"a thread is waiting for it: {_INSTEAD}")

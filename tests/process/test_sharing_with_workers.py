@@ -408,6 +408,28 @@ def test_a_lock_that_another_fork_uses_is_refused_by_name() -> None:
         os.waitpid(pid, 0)
 
 
+def test_a_fork_that_is_made_later_shares_with_workers() -> None:
+    context = torch.multiprocessing.get_context("fork")
+    started, over = context.Semaphore(0), context.Semaphore(0)
+
+    def create(seed: int) -> Any:
+        started.release()
+        assert over.acquire(timeout=sharing.PATIENCE_S)
+        return create_env(seed)
+
+    def answer() -> None:
+        started.acquire(timeout=sharing.PATIENCE_S)
+        over.release()
+
+    over.release()
+    with EpisodeBatcher(4, 2, create_agent, {}, create, {}, 1):
+        assert started.acquire(timeout=sharing.PATIENCE_S)
+    fork = context.Process(target=answer)
+    fork.start()
+    with EpisodeBatcher(4, 2, create_agent, {}, create, {}, 1):
+        fork.join()
+
+
 def test_a_cluster_refuses_by_name_what_it_cannot_share() -> None:
     context = torch.multiprocessing.get_context("spawn")
     model = nn.Linear(1, 1).share_memory()
