@@ -301,7 +301,7 @@ def _is_shared(value: Any) -> bool:
     Those on a GPU always say so, and are copied: nobody has asked for them to be shared.
     """
     if isinstance(value, torch.Tensor):
-        with suppress(NotImplementedError, RuntimeError):  # it has none, being sparse, for example
+        with suppress(Exception):  # it has none, being sparse or not initialized, for example
             return _is_shared(value.untyped_storage())
         return False
     storage = value._untyped_storage if isinstance(value, torch.TypedStorage) else value

@@ -331,8 +331,15 @@ def test_what_is_not_shared_is_copied() -> None:
     level, array = torch.zeros(1), torch.zeros(2)
     model = nn.Linear(1, 1)
     mapped = torch.from_numpy(array.numpy())
+    odd = (
+        torch.eye(2).to_sparse_coo(),
+        nn.LazyLinear(2),
+        torch.zeros(0),
+        torch.empty(2, device="meta"),
+    )
 
     def create(seed: int) -> Any:
+        assert len(odd) == 4
         for tensor in (level, mapped, model.weight.data):
             tensor.fill_(7)
         return create_env(seed)
