@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -69,7 +70,7 @@ def main(shared: Shared, place: Place, connection: Connection, control_fd: int) 
     fast_seeding = FastSeeding()
     fast_seeding.install()
     install_fast_checks()
-    run(Collector(place, Pipe(connection), control, lock_fd, fast_seeding, shared=shared))
+    run(Collector(place, Pipe(connection), control, lock_fd, fast_seeding), shared)
 
 
 class Inbox:
@@ -130,7 +131,6 @@ class Collector:
         lock_fd: What workers lock to claim episodes, see ``Claims``.
         seeding: Is told the seeds of the episodes to come.
         notice: Is called when episodes have ended.
-        shared: What the set-up refers to.
 
     Attributes:
         env: The environments, once they are created.
@@ -145,7 +145,6 @@ class Collector:
         lock_fd: int | None = None,
         seeding: FastSeeding | None = None,
         notice: Callable[[], None] = lambda: None,
-        shared: Shared | None = None,
     ) -> None:
         self._place = place
         self._send = link.send
@@ -153,7 +152,6 @@ class Collector:
         self._seeding = seeding
         self._n_hashed = 0  # episodes whose seeds were
         self._in_process = False
-        self._shared = shared or Shared()
         self.inbox = Inbox(link, self._take_slots)
         self._blocks: dict[int, Block] = {}
         self.env: VecEnv
@@ -228,9 +226,8 @@ class Collector:
         seed = self._place.seed
         if not self._in_process:
             functions = called(
-                self._here, "loading create_env and create_agent", self._shared.load, functions
+                self._here, "loading create_env and create_agent", pickle.loads, functions
             )
-            self._shared.close()
         create_env, env_args, create_agent, agent_args = functions
         # Only now: modules that were imported to load the functions may have seeded generators. In
         # the caller's process these are not the caller's generators, see LocalWorker.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,6 @@ from rlpool.envs.gym_env import GymEnv, all_tasks, is_environment
 from rlpool.envs.vec_env import LaneError
 from rlpool.errors import SpecError, Where, WorkerStartupError
 from rlpool.manager.messages import Report, Setup
-from rlpool.memory.sharing import Shared
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import env_error, text_of
 from rlpool.seeding import probe_seed, root_from, seed_generators
@@ -22,12 +22,11 @@ from rlpool.workers.worker_process import Place, called
 _LOG = logging.getLogger("rlpool")
 
 
-def made_environments(setup: Setup, shared: Shared, place: Place, control: WorkerRecord) -> GymEnv:
+def made_environments(setup: Setup, place: Place, control: WorkerRecord) -> GymEnv:
     """Make a worker's environments.
 
     Args:
         setup: What to make.
-        shared: What it refers to.
         place: Which worker makes them.
         control: Its part of the shared record.
 
@@ -36,8 +35,7 @@ def made_environments(setup: Setup, shared: Shared, place: Place, control: Worke
     """
     seed = place.seed
     where = Where(worker=place.worker)
-    functions = called(where, "loading env_fns", shared.load, setup.functions)
-    shared.close()
+    functions = called(where, "loading env_fns", pickle.loads, setup.functions)
     seed_generators(seed)
     envs = []
     for number, create in enumerate(functions):

@@ -69,7 +69,7 @@ def main(
         control_fd: Descriptor of the shared record.
     """
     control = settle_in(place, control_fd)
-    run(EnvServer(place, Pipe(connection), control, wake, done, shared))
+    run(EnvServer(place, Pipe(connection), control, wake, done), shared)
 
 
 class EnvServer:
@@ -81,7 +81,6 @@ class EnvServer:
         control: Its part of the shared record.
         wake: What it waits for, beside its pipe.
         done: Is signalled when a command is carried out.
-        shared: What the set-up refers to.
     """
 
     _has_begun = False  # all arrays are mapped, and the predecessor's place is taken
@@ -89,13 +88,7 @@ class EnvServer:
     _n_seen = 0  # number of the last step
 
     def __init__(
-        self,
-        place: Place,
-        pipe: Pipe,
-        control: WorkerRecord,
-        wake: Wake,
-        done: Wake,
-        shared: Shared,
+        self, place: Place, pipe: Pipe, control: WorkerRecord, wake: Wake, done: Wake
     ) -> None:
         self._place = place
         self._me = place.worker
@@ -103,7 +96,6 @@ class EnvServer:
         self._control = control
         self._wake = wake
         self._done = done
-        self._shared = shared
         self._fast_seeding = FastSeeding()
         self._fast_seeding.install()
         install_fast_checks()
@@ -120,7 +112,7 @@ class EnvServer:
             return False
         self._setup = setup
         try:
-            self._env = env = made_environments(setup, self._shared, self._place, self._control)
+            self._env = env = made_environments(setup, self._place, self._control)
             self._open_lanes = set(range(env.n_lanes))
             self._buffers = Buffers(slice(setup.first_lane, setup.first_lane + env.n_lanes))
             report = report_of(env, self._me)

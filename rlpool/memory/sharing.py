@@ -15,8 +15,8 @@ import io
 import os
 import pickle
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import context, managers, reduction, synchronize
 from multiprocessing.heap import BufferWrapper
 from typing import Any, NamedTuple
@@ -27,12 +27,13 @@ import torch.multiprocessing.reductions
 
 from rlpool.errors import SpecError, WorkerStartupError
 from rlpool.machine.pickling import why_not
-from rlpool.memory.semaphores import Semaphores
+from rlpool.memory.semaphores import Semaphores, rebuilt
 from rlpool.memory.storage import Memory
 
-# Both lack annotations.
-_torch: Any = torch.multiprocessing
-_mp: Any = reduction
+_mp: Any = torch.multiprocessing  # without annotations
+
+_reducers: Any = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+"""Those of multiprocessing, of torch, and of whoever registers others later."""
 
 _SENT_ANY_TIME = (managers.BaseProxy, Memory)
 """What is shared and can be sent to a process that runs."""
@@ -84,13 +85,15 @@ class Shared:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def load(self, data: bytes) -> Any:
-        """Read the pickle; may be repeated until ``close``."""
+    @contextmanager
+    def being_read(self) -> Iterator[None]:
+        """Read its pickle within this, once: what it keeps is closed afterwards."""
         _being_read.append(self._fds)
         try:
-            return pickle.loads(data)
+            yield
         finally:
             _being_read.pop()
+            self.close()
 
     def close(self) -> None:
         """Keep nothing any longer: no further process can read the pickle. May be repeated."""
@@ -118,8 +121,9 @@ class Parcel(NamedTuple):
     shared: Shared
 
     def load(self) -> Any:
-        """The object, in this process."""
-        return self.shared.load(self.data)
+        """The object, in this process, once."""
+        with self.shared.being_read():
+            return pickle.loads(self.data)
 
 
 def pickled(
@@ -232,67 +236,54 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def duplicate_for_child(self, fd: int) -> int:
         """Keep a descriptor; returns its number."""
-        if fd in self._borrowed and fd in self.fds:
-            return self.fds.index(fd)
         if fd not in self._borrowed:
             fd = os.dup(fd)
             self.owned.append(fd)
-        self.fds.append(fd)
-        return len(self.fds) - 1
+        if fd not in self.fds:
+            self.fds.append(fd)
+        return self.fds.index(fd)
 
     def reducer_override(self, value: Any) -> Any:
         """Reduce what is shared as multiprocessing does; leave everything else to cloudpickle."""
-        reduce = self._reducer_of(value)
-        if reduce is None:
+        if not self._shares(value):
             return super().reducer_override(value)
         if self._refusal:
             raise TypeError(self._refusal)
         if isinstance(value, _KEPT):
             self.kept.append(value)
-        return reduce(value)
+        if isinstance(value, torch.UntypedStorage):
+            return self._storage(value)
+        lock: Any = value
+        if isinstance(value, synchronize.SemLock) and lock._semlock.name is None:
+            return self._semaphore(lock)
+        reduce = _reducers.get(type(value))
+        return reduce(value) if reduce else NotImplemented  # it reduces itself
 
-    def _reducer_of(self, value: Any) -> Any:
-        """What reduces an object that is shared; ``None`` for one that is copied."""
-        kind = type(value)
+    def _shares(self, value: Any) -> bool:
         if isinstance(value, _TENSORS):
-            if self._copies or not _is_shared(value):
-                return None
-            if isinstance(value, torch.UntypedStorage):
-                return self._storage
-        elif _is_nameless(value):
-            return self._semaphore
-        elif isinstance(value, _KEPT):
-            is_copied = self._copies and isinstance(value, _SENT_ANY_TIME)
-            return None if is_copied else _as_it_says
-        elif kind in _COPIED or (isinstance(value, _CTYPES) and not hasattr(value, "_wrapper")):
-            return None
-        return _mp.ForkingPickler._extra_reducers.get(kind)
+            return not self._copies and _is_shared(value)
+        if isinstance(value, _SENT_ANY_TIME):
+            return not self._copies
+        if isinstance(value, _CTYPES):
+            return hasattr(value, "_wrapper")
+        is_known = type(value) in _reducers and type(value) not in _COPIED
+        return is_known or isinstance(value, _KEPT)
 
     def _storage(self, storage: torch.UntypedStorage) -> Any:
         """A storage in shared memory, or one that is mapped from a file."""
         if storage.filename is not None:
             return torch.UntypedStorage.from_file, (storage.filename, True, storage.nbytes())
-        if _torch.get_sharing_strategy() == "file_system":
+        if _mp.get_sharing_strategy() == "file_system":
             return _named_storage, storage._share_filename_cpu_()
         self._borrowed.add(storage._share_fd_cpu_()[0])
-        return _torch.reductions.reduce_storage(storage)
+        return _mp.reductions.reduce_storage(storage)
 
     def _semaphore(self, lock: Any) -> Any:
         """A semaphore without a name."""
         memory, offset = self._semaphores.place_of(lock)
         self._borrowed.add(memory.fd)
         about = type(lock), lock._semlock.kind, lock._semlock.maxvalue
-        return Semaphores.rebuilt, (*about, reduction.DupFd(memory.fd), memory.n_bytes, offset)
-
-
-def _as_it_says(value: Any) -> Any:
-    """Let an object reduce itself."""
-    return NotImplemented
-
-
-def _is_nameless(value: Any) -> bool:
-    """Whether it is a semaphore that only forks of this process inherit."""
-    return isinstance(value, synchronize.SemLock) and value._semlock.name is None  # type: ignore[attr-defined]
+        return rebuilt, (*about, reduction.DupFd(memory.fd), memory.n_bytes, offset)
 
 
 def _is_shared(value: Any) -> bool:
@@ -308,17 +299,13 @@ def _is_shared(value: Any) -> bool:
     return storage.device.type == "cpu" and bool(storage.is_shared())
 
 
-def _named_storage(manager: bytes, name: bytes, n_bytes: int) -> Any:
-    """A storage in a file with a name.
+def _named_storage(*where: Any) -> Any:
+    """A storage in a file with a name, whose users are counted in it.
 
-    torch's own function lets every reader count as one user of the file less, since it reads every
-    pickle once.
+    torch counts one less when a pickle is read, since it reads every pickle once.
     """
-    known = _torch.reductions.storage_from_cache(torch.UntypedStorage, name)
-    if known is not None:
-        return known
-    storage = torch.UntypedStorage._new_shared_filename_cpu(manager, name, n_bytes)
-    _torch.reductions.shared_cache[name] = _torch.reductions.StorageWeakRef(storage)
+    storage = _mp.reductions.rebuild_storage_filename(torch.UntypedStorage, *where)
+    storage._shared_incref()
     return storage
 
 
