@@ -42,7 +42,9 @@ class EpisodeBatcher(BatcherBase):
             episodes are longer than a slot, full slots are copied out while ``get`` waits.
         create_agent: Called as ``create_agent(**agent_args)`` in every worker. Lambdas, closures
             and classes defined in a script or notebook are fine.
-        agent_args: Keyword arguments of ``create_agent``.
+        agent_args: Keyword arguments of ``create_agent``. Tensors in shared memory, and whatever
+            else processes of ``torch.multiprocessing`` share, are shared with the workers, here
+            as in ``env_args`` and closures; all else is copied.
         create_env: Called as ``create_env(seed=..., **env_args)`` in every worker (with
             ``n_threads=0`` in this process), without ``seed`` if it takes none. Returns a
             ``VecEnv``: a ``GymEnv`` or, with ``n_threads=0``, a ``ParallelEnvManager``. Each worker

@@ -20,8 +20,9 @@ from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError, WorkerError
 from rlpool.machine.arguments import checked_timeout, whole_number
 from rlpool.machine.main_guard import refuse_during_import
-from rlpool.machine.pickling import pickled, why_not
+from rlpool.machine.pickling import why_not
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
+from rlpool.memory.sharing import pickled
 from rlpool.observe.stats import Stats, StatsReader
 from rlpool.record.capsule_files import CrashDir
 from rlpool.seeding import root_from
@@ -33,11 +34,6 @@ from rlpool.workers.stack_dumps import DumpsStacks
 
 _LOG = logging.getLogger("rlpool")
 
-_HOW_TO_PICKLE = (
-    "create it inside create_env or create_agent, which run in the worker, or leave it out in the "
-    "__getstate__ of what holds it"
-)
-
 CreateEnv = Callable[..., VecEnv]
 CreateAgent = Callable[..., Agent]
 Seeds = int | Sequence[int] | None
@@ -48,6 +44,14 @@ class BatcherBase(ProcessOwner, DumpsStacks):
 
     _dispatcher: RequestQueue | None = None
     _stats_reader: StatsReader | None = None
+
+    _SHARES_NOTHING = ""
+    """Why the workers cannot share anything with this process, if they cannot."""
+
+    _HOW_TO_PICKLE = (
+        "create it inside create_env or create_agent, which run in the worker, or leave it out in "
+        "the __getstate__ of what holds it"
+    )
 
     _ONE_SEED_PER_WORKER = True
     """Whether a list of ``seeds`` is as long as there are workers."""
@@ -86,7 +90,8 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         if n_threads:
             names = ("create_env", "env_args", "create_agent", "agent_args")
             parts = dict(zip(names, functions, strict=True))
-            functions = pickled(parts, functions, fix=_HOW_TO_PICKLE)
+            how = {"fix": self._HOW_TO_PICKLE, "refusal": self._SHARES_NOTHING}
+            functions = pickled(parts, functions, **how)
         failing = policy, timeout if n_threads else None, crash_dir
         self._dispatcher = self._started(functions, n_timesteps, n_slots, n_threads, *failing)
         if self._dispatcher.control is not None:
@@ -105,8 +110,8 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         """Start the workers.
 
         Args:
-            functions: ``(create_env, env_args, create_agent, agent_args)``, pickled if there are
-                worker processes.
+            functions: ``(create_env, env_args, create_agent, agent_args)``, a ``Parcel`` if
+                there are worker processes.
             n_timesteps: Steps per slot.
             n_slots: Slots in flight.
             n_threads: Number of worker processes.
@@ -178,7 +183,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         dispatcher = self._open()
         try:
             dispatcher.update(info)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
             fix = "send only what the agents need, such as model.state_dict()"
             raise SpecError(why_not({"info": info}, error), fix=fix) from error
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from rlpool.batch.agreement import Agreement
@@ -25,6 +26,7 @@ from rlpool.batch.messages import (
 from rlpool.batch.requests import Request
 from rlpool.batch.worker import main
 from rlpool.errors import EnvError, SpecError, UsageError, Where, WorkerError
+from rlpool.memory.sharing import Shared
 from rlpool.memory.storage import Memory
 from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.record.failures import DEBUG_HINT
@@ -73,7 +75,7 @@ class RequestWorkers:
     Args:
         n_workers: Number of worker processes, 0 for one worker in this process.
         root: Root of all seeds.
-        functions: ``(create_env, env_args, create_agent, agent_args)``, pickled if there are
+        functions: ``(create_env, env_args, create_agent, agent_args)``, a ``Parcel`` if there are
             worker processes.
         policy: What happens when workers fail.
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
@@ -113,14 +115,17 @@ class RequestWorkers:
         self._failing: dict[int, int] = {}  # worker: the request in which its environment raised
         self._sent = {worker: _Sent() for worker in range(n_workers or 1)}
         self._functions: Memory | None = None
-        if n_workers and len(functions) > _LARGE_BYTES:
-            self._functions = Memory.shared(len(functions), "rlpool-setup")
-            self._functions.root()[:] = memoryview(functions)
-            functions = None
+        self._shared = Shared()
+        if n_workers:
+            functions, self._shared = functions
+            if len(functions) > _LARGE_BYTES:
+                self._functions = Memory.shared(len(functions), "rlpool-setup")
+                self._functions.root()[:] = memoryview(functions)
+                functions = None
         self._setup = Setup(functions, in_process=not n_workers)
         self.processes: Workers | LocalWorker
         if n_workers:
-            runs = [main] * n_workers
+            runs = [partial(main, self._shared)] * n_workers
             self.processes = Workers(runs, root, policy, timeout_s, self, DEBUG_HINT, n_before)
             stack_sources.add(self)
         else:
@@ -138,7 +143,13 @@ class RequestWorkers:
             RlpoolError: If one does not get ready.
         """
         self.processes.start(wake_fd)
-        if self._functions is not None and not self.processes.is_repeatable:
+        if not self.processes.is_repeatable:
+            self._forget_setup()
+
+    def _forget_setup(self) -> None:
+        """Keep nothing of what a worker is started with."""
+        self._shared.close()
+        if self._functions is not None:
             self._functions.close_fd()
 
     def cancel(self) -> None:
@@ -161,8 +172,7 @@ class RequestWorkers:
         self.processes.fail(UsageError("the batcher was closed meanwhile"))
         self.cancel()
         self.processes.close()
-        if self._functions is not None:
-            self._functions.close_fd()
+        self._forget_setup()
         if self.agreement.infos is not None:
             self.agreement.infos.memory.close_fd()
         for request in self.running:

@@ -34,6 +34,7 @@ from rlpool.errors import RlpoolError, Where, WorkerError, WorkerStartupError
 from rlpool.loop.plan import Plan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
+from rlpool.memory.sharing import Shared
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT, agent_error, worker_error
@@ -47,10 +48,11 @@ from rlpool.workers.wire import Close, Done, Failed, Message, Pipe, Ready, Retir
 from rlpool.workers.worker_process import Place, called, run, settle_in
 
 
-def main(place: Place, connection: Connection, control_fd: int) -> None:
+def main(shared: Shared, place: Place, connection: Connection, control_fd: int) -> None:
     """Run a worker process of a batcher.
 
     Args:
+        shared: What the set-up refers to.
         place: Which worker it is.
         connection: The worker's end of its pipe.
         control_fd: Descriptor of the shared record.
@@ -63,7 +65,7 @@ def main(place: Place, connection: Connection, control_fd: int) -> None:
             # A worker that is woken does not take the core of a caller that is waking the others.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     install_fast_checks()
-    run(Collector(place, Pipe(connection), control, lock_fd))
+    run(Collector(place, Pipe(connection), control, lock_fd), shared)
 
 
 class Inbox:

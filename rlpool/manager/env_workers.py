@@ -12,7 +12,6 @@ from typing import Any
 
 from rlpool.errors import EnvError, EnvsClosedError, SpecError, UsageError, Where, WorkerError
 from rlpool.machine.limits import check_size
-from rlpool.machine.pickling import ByValue, pickled
 from rlpool.machine.worker_limits import check_workers
 from rlpool.manager.buffers import FAILED, Buffers, bookkeeping_specs
 from rlpool.manager.lane_failure import LaneFailure, lane_failure
@@ -30,6 +29,7 @@ from rlpool.manager.messages import (
     Setup,
 )
 from rlpool.manager.worker import main
+from rlpool.memory.sharing import ByValue, Parcel, pickled
 from rlpool.memory.storage import Memory, carved_bytes
 from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.record.failures import ENV_HINT
@@ -138,17 +138,25 @@ class EnvWorkers:
         # What a successor has to be sent again:
         self._mapped: dict[str, tuple[MapArrays, Memory]] = {}
         self._resets: dict[int, Reset] = {}  # the last of each worker
+        parcels = [_pickled(env_fns, lanes) for lanes in self.lanes_of]
+        self._shared = [parcel.shared for parcel in parcels]
         self._setups = [
-            Setup(_pickled(env_fns, lanes), options, lanes.start) for lanes in self.lanes_of
+            Setup(parcel.data, options, lanes.start)
+            for parcel, lanes in zip(parcels, self.lanes_of, strict=True)
         ]
         self._n_waits = 0
         self._done = Wake()
         self.wakes = [Wake() for _ in self.lanes_of]
-        runs = [partial(main, wake, self._done) for wake in self.wakes]
+        runs = [
+            partial(main, shared, wake, self._done)
+            for shared, wake in zip(self._shared, self.wakes, strict=True)
+        ]
         self.processes = Workers(runs, root, policy, timeout_s, self, ENV_HINT)
         stack_sources.add(self)
         try:
             self.processes.start(self._done.fd)
+            if not policy.may_restart:
+                self._forget_setups()
         except BaseException:
             self.processes.abort()
             self.close()
@@ -483,13 +491,19 @@ class EnvWorkers:
         if os.getpid() == self._owner_pid:  # else the workers are those of another process
             self.processes.fail(UsageError("the environments were closed meanwhile"))
             self.processes.close()
+        self._forget_setups()
         for _, memory in self._mapped.values():
             memory.close_fd()
         for wake in (self._done, *self.wakes):
             wake.close()
 
+    def _forget_setups(self) -> None:
+        """Keep nothing of what workers are started with."""
+        for shared in self._shared:
+            shared.close()
 
-def _pickled(env_fns: Sequence[Callable[[], Any]], lanes: range) -> bytes:
+
+def _pickled(env_fns: Sequence[Callable[[], Any]], lanes: range) -> Parcel:
     fix = "create it inside the function, which runs in the worker"
     named = {f"env_fns[{lane}]": env_fns[lane] for lane in lanes}
     return pickled(named, list(named.values()), fix=fix)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError
-from rlpool.machine.pickling import ByValue
+from rlpool.memory.sharing import ByValue
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape
 from rlpool.specs import Declaration, Structure, TensorSpec

@@ -86,7 +86,8 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
 
     Args:
         env_fns: Functions without arguments that make one environment each, in the workers.
-            Lambdas, closures and classes defined in a script or notebook are fine.
+            Lambdas, closures and classes defined in a script or notebook are fine. What they hold
+            is shared or copied as ``agent_args`` of ``EpisodeBatcher`` are.
         envs_per_worker: Environments of each worker process, which steps them one after another.
         seed: Root of the seeds of ``reset`` and of remotes. A batcher brings its own seeds.
         timeout: Seconds without progress after which a worker counts as hanging, ``None`` for

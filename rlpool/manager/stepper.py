@@ -24,10 +24,10 @@ from rlpool.data.infos import options_of
 from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError, SpecError, UsageError, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.machine.pickling import ByValue
 from rlpool.manager.buffers import ALL_LANES, FAILED, SOME_LANES
 from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.messages import Announce, Reset
+from rlpool.memory.sharing import ByValue
 from rlpool.memory.storage import Array
 
 Kind = Literal["reset", "step", "some"]

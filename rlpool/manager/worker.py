@@ -29,6 +29,7 @@ from rlpool.manager.messages import (
     Setup,
 )
 from rlpool.manager.startup import made_environments, report_of
+from rlpool.memory.sharing import Shared
 from rlpool.memory.storage import Array, Memory
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import env_error, text_of, worker_error
@@ -55,10 +56,13 @@ _LOST_FIX = (
 )
 
 
-def main(wake: Wake, done: Wake, place: Place, connection: Connection, control_fd: int) -> None:
+def main(
+    shared: Shared, wake: Wake, done: Wake, place: Place, connection: Connection, control_fd: int
+) -> None:
     """Run a worker process with environments.
 
     Args:
+        shared: What the set-up refers to.
         wake: Is signalled when a step is issued while this process sleeps.
         done: Is signalled when a command is carried out, for a caller that sleeps.
         place: Which worker it is.
@@ -66,7 +70,7 @@ def main(wake: Wake, done: Wake, place: Place, connection: Connection, control_f
         control_fd: Descriptor of the shared record.
     """
     control = settle_in(place, control_fd)
-    run(EnvServer(place, Pipe(connection), control, wake, done))
+    run(EnvServer(place, Pipe(connection), control, wake, done), shared)
 
 
 class EnvServer:

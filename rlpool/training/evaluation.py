@@ -24,6 +24,7 @@ from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, WorkerError
 from rlpool.machine.arguments import names_arguments, whole_number
+from rlpool.memory.sharing import Parcel, pickled
 from rlpool.seeding import episode_seeds, evaluation_root, root_from
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.training.statistics import episode_returns, numbers_of
@@ -213,14 +214,15 @@ def _outcome(
 
 
 def _checked_agent(agent: Any, n_threads: int) -> Any:
-    """The agent, or a copy of it where it is not copied on its way to a worker.
+    """A copy of the agent, pickled for workers.
 
     Raises:
         SpecError: If it is a class, no agent, or cannot be copied.
     """
     refuse_no_agent(agent)
     if n_threads:
-        return agent
+        fix = "leave out in its __getstate__ what it does not need for acting"
+        return pickled({"agent": agent}, agent, fix=fix, copies=True)
     try:
         return copy.deepcopy(agent)
     except Exception as error:
@@ -232,6 +234,7 @@ def _checked_agent(agent: Any, n_threads: int) -> Any:
 
 def _in_evaluation_mode(agent: Any) -> Any:
     """Make the agent of a worker: all its modules are in evaluation mode."""
+    agent = agent.load() if isinstance(agent, Parcel) else agent
     seen: set[int] = set()
     parts = [agent]
     while parts:
