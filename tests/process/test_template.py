@@ -194,6 +194,7 @@ def test_a_template_that_cannot_start_is_not_tried_for_each_worker(
 def test_a_caller_without_descriptors_is_told_so_and_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    collect_once()  # descriptors that are freed later would be enough for a worker
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     start, limit = Workers.start, 0
 
