@@ -271,7 +271,7 @@ def _no_failure(capsule: CrashCapsule, reached: Reached) -> WorkerError:
         f"{what}. It had failed with: {capsule.error}",
         where=capsule.where,
         fix="let the environment depend on its seed, options and actions alone; or look for what "
-        "else is different here: earlier episodes, files, time, the machine",
+        "else is different here: earlier episodes, files, time, what processes share, the machine",
         traceback_text=capsule.traceback,
         capsule=capsule,
     )

@@ -13,6 +13,7 @@
       │                               and .capsule, what replay_crash needs to repeat the episode
       ├ WorkerStartupError            create_env or create_agent raised, or could not be pickled
       ├ EnvError                      the environment raised; __cause__ has the remote traceback
+      │ ├ NotRepeatedError             it does not repeat an episode: it is not deterministic
       │ ├ VectorAttributeError(AttributeError)  an environment of a vector has no such attribute
       │ └ EnvSpecError(SpecError)     the environment returned a wrong shape, dtype or key
       ├ AgentError                    the agent raised; __cause__ has the remote traceback
@@ -188,6 +189,8 @@ class WorkerError(RlpoolError, RuntimeError):
 
     _arguments: tuple[str, ...] = ("what", "where", "hint", "traceback_text", "capsule")
 
+    can_be_repeated = False  # whether the worker may be replaced, and the episode run again
+
     def __init__(
         self,
         what: str,
@@ -251,6 +254,19 @@ class EnvError(WorkerError):
         ...     print(error.what, "in step", error.where.step)
         env.step raised KeyError: 'struck' in step 3
     """
+
+    can_be_repeated = True
+
+
+class NotRepeatedError(EnvError):
+    """The environment went another way when an episode was repeated.
+
+    Example:
+        >>> issubclass(NotRepeatedError, EnvError)
+        True
+    """
+
+    can_be_repeated = False
 
 
 class VectorAttributeError(EnvError, AttributeError):

@@ -22,6 +22,10 @@ from torch import Tensor
 from rlpool.data.dict_tensor_base import kind
 from rlpool.errors import SpecError
 
+_WIDE = (torch.float32, torch.float64)
+_HALF_STEPS = {
+    dtype: torch.finfo(dtype).eps / 2.0 for dtype in (*_WIDE, torch.float16, torch.bfloat16)
+}
 _INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 
@@ -44,14 +48,16 @@ def sample_categorical(logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         >>> sample_categorical(logits, noise=torch.tensor([0.2, 0.3]))
         (tensor([0, 1]), tensor([-1.3863, -0.2877]))
     """
-    _check_noise(noise)
-    fits = _ndim(logits) == 2 and noise.shape in (logits.shape[:1], (*logits.shape[:1], 1))
-    if not fits:
+    # In line: this runs once per step.
+    fits = isinstance(logits, Tensor) and isinstance(noise, Tensor) and logits.ndim == 2
+    if not fits or noise.shape not in (logits.shape[:1], (*logits.shape[:1], 1)):
         raise _unlike("give logits [B, n] and noise [B]", logits=logits, noise=noise)
-    log_probabilities = torch.log_softmax(_widened(logits), -1)
+    if logits.dtype not in _WIDE or noise.dtype not in _WIDE:
+        logits, noise = _widened(logits), _widened_noise(noise)
+    log_probabilities = torch.log_softmax(logits, -1)
     cumulative = log_probabilities.detach().exp().cumsum(-1)
     # Scaled by the rounded sum, so that no impossible category is drawn.
-    threshold = _widened_noise(noise).reshape(-1, 1) * cumulative[:, -1:]
+    threshold = noise.reshape(-1, 1) * cumulative[:, -1:]
     samples = (cumulative[:, :-1] <= threshold).sum(-1)
     return samples, log_probabilities.gather(-1, samples.unsqueeze(-1)).squeeze(-1)
 
@@ -96,12 +102,12 @@ def sample_normal(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor,
         >>> sample, log_probability.exp()
         (tensor([[1.0000]]), tensor([0.3989]))
     """
-    _check_noise(noise)
     _check_rows(mean, log_std, "noise", noise)
-    mean, log_std = _widened(mean), _widened(log_std)
     # Half the spacing of the noise moves [0, 1) into the middle of the open interval.
-    step = torch.finfo(noise.dtype).eps / 2.0
-    standard = math.sqrt(2.0) * torch.erfinv((2.0 * _widened_noise(noise) - 1.0) + step)
+    step = _HALF_STEPS.get(noise.dtype, 0.0)
+    if not (mean.dtype in _WIDE and log_std.dtype in _WIDE and noise.dtype in _WIDE):
+        mean, log_std, noise = _widened(mean), _widened(log_std), _widened_noise(noise)
+    standard = math.sqrt(2.0) * torch.erfinv((2.0 * noise - 1.0) + step)
     samples = mean + log_std.exp() * standard
     return samples, _log_density(mean, log_std, samples)
 
@@ -165,7 +171,9 @@ def _widened(tensor: Tensor) -> Tensor:
 
 def _widened_noise(noise: Tensor) -> Tensor:
     """Noise as ``_widened``; what rounding to a half precision has made 1 is below 1 again."""
-    if noise.dtype.itemsize >= 4:
+    if not noise.is_floating_point():
+        raise _unlike("pass observation['noise'], float and uniform in [0, 1)", noise=noise)
+    if noise.dtype in _WIDE:
         return noise
     return noise.float().clamp(max=1.0 - torch.finfo(noise.dtype).eps / 2.0)
 
@@ -181,15 +189,13 @@ def _unlike(fix: str, **given: Any) -> SpecError:
     return SpecError(", ".join(f"{name} is {kind(v)}" for name, v in given.items()), fix=fix)
 
 
-def _check_noise(noise: Any) -> None:
-    if not isinstance(noise, Tensor) or not noise.is_floating_point():
-        raise _unlike("pass observation['noise'], float and uniform in [0, 1)", noise=noise)
-
-
 def _check_rows(mean: Any, log_std: Any, name: str, values: Any) -> None:
     """Refuse values of another shape than ``mean``, and a ``log_std`` that does not broadcast."""
-    fits = _ndim(mean) >= 2 and _ndim(values) >= 2 and values.shape == mean.shape
-    if not fits or _ndim(log_std) < 0 or not _broadcasts(log_std.shape, mean.shape):
+    fits = isinstance(mean, Tensor) and isinstance(values, Tensor) and isinstance(log_std, Tensor)
+    fits = fits and mean.ndim >= 2 and values.shape == mean.shape
+    if not fits or not (
+        log_std.shape in (mean.shape, mean.shape[1:]) or _broadcasts(log_std.shape, mean.shape)
+    ):
         fix = f"give mean and {name} [B, n], and log_std broadcastable to mean"
         raise _unlike(fix, mean=mean, log_std=log_std, **{name: values})
 

@@ -42,7 +42,9 @@ class EpisodeBatcher(BatcherBase):
             episodes are longer than a slot, full slots are copied out while ``get`` waits.
         create_agent: Called as ``create_agent(**agent_args)`` in every worker. Lambdas, closures
             and classes defined in a script or notebook are fine.
-        agent_args: Keyword arguments of ``create_agent``.
+        agent_args: Keyword arguments of ``create_agent``. Tensors in shared memory, and whatever
+            else processes of ``torch.multiprocessing`` share, are shared with the workers, here
+            as in ``env_args`` and closures; all else is copied.
         create_env: Called as ``create_env(seed=..., **env_args)`` in every worker (with
             ``n_threads=0`` in this process), without ``seed`` if it takes none. Returns a
             ``VecEnv``: a ``GymEnv`` or, with ``n_threads=0``, a ``ParallelEnvManager``. Each worker
@@ -65,7 +67,12 @@ class EpisodeBatcher(BatcherBase):
         max_restarts: The most replacements in all; ``None`` for no limit. Workers that fail again
             and again before they are ready are given up in any case.
         on_env_error: ``"raise"`` reports an environment that raises; ``"restart"`` replaces its
-            worker, which counts as one of ``max_restarts``.
+            worker, which counts as one of ``max_restarts``, and runs the episode again;
+            ``"truncate"`` replaces it and ends the episode with the step that failed, whose reward
+            is 0: ``info["failed"]`` and ``failures`` tell.
+        max_episode_restarts: An episode that fails this often at the same step, whether its
+            environment raises or its worker dies or hangs, is not run again: it is truncated, or an
+            error of its request with ``on_env_error="raise"``. ``None`` for no limit.
         max_episodes_per_worker: Replace a worker after this many episodes; ``None`` for never.
             Neither this nor the next counts as a failure. A worker with more environments than
             this runs only this many of them at a time.

@@ -17,11 +17,12 @@ from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.resuming import FORMAT, State, checked_state
 from rlpool.batch.shares import warn_if_unseeded
 from rlpool.envs.vec_env import VecEnv
-from rlpool.errors import SpecError, UsageError
+from rlpool.errors import SpecError, UsageError, WorkerError
 from rlpool.machine.arguments import checked_timeout, whole_number
 from rlpool.machine.main_guard import refuse_during_import
-from rlpool.machine.pickling import pickled, why_not
+from rlpool.machine.pickling import why_not
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
+from rlpool.memory.sharing import pickled
 from rlpool.observe.stats import Stats, StatsReader
 from rlpool.record.capsule_files import CrashDir
 from rlpool.seeding import root_from
@@ -33,11 +34,6 @@ from rlpool.workers.stack_dumps import DumpsStacks
 
 _LOG = logging.getLogger("rlpool")
 
-_HOW_TO_PICKLE = (
-    "create it inside create_env or create_agent, which run in the worker, or leave it out in the "
-    "__getstate__ of what holds it"
-)
-
 CreateEnv = Callable[..., VecEnv]
 CreateAgent = Callable[..., Agent]
 Seeds = int | Sequence[int] | None
@@ -48,6 +44,14 @@ class BatcherBase(ProcessOwner, DumpsStacks):
 
     _dispatcher: RequestQueue | None = None
     _stats_reader: StatsReader | None = None
+
+    _SHARES_NOTHING = ""
+    """Why the workers cannot share anything with this process, if they cannot."""
+
+    _HOW_TO_PICKLE = (
+        "create it inside create_env or create_agent, which run in the worker, or leave it out in "
+        "the __getstate__ of what holds it"
+    )
 
     _ONE_SEED_PER_WORKER = True
     """Whether a list of ``seeds`` is as long as there are workers."""
@@ -86,7 +90,8 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         if n_threads:
             names = ("create_env", "env_args", "create_agent", "agent_args")
             parts = dict(zip(names, functions, strict=True))
-            functions = pickled(parts, functions, fix=_HOW_TO_PICKLE)
+            how = {"fix": self._HOW_TO_PICKLE, "refusal": self._SHARES_NOTHING}
+            functions = pickled(parts, functions, **how)
         failing = policy, timeout if n_threads else None, crash_dir
         self._dispatcher = self._started(functions, n_timesteps, n_slots, n_threads, *failing)
         if self._dispatcher.control is not None:
@@ -105,8 +110,8 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         """Start the workers.
 
         Args:
-            functions: ``(create_env, env_args, create_agent, agent_args)``, pickled if there are
-                worker processes.
+            functions: ``(create_env, env_args, create_agent, agent_args)``, a ``Parcel`` if
+                there are worker processes.
             n_timesteps: Steps per slot.
             n_slots: Slots in flight.
             n_threads: Number of worker processes.
@@ -178,7 +183,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         dispatcher = self._open()
         try:
             dispatcher.update(info)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
             fix = "send only what the agents need, such as model.state_dict()"
             raise SpecError(why_not({"info": info}, error), fix=fix) from error
 
@@ -284,6 +289,29 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             what = f"{call} while {dispatcher.n_pending} results are pending"
             raise UsageError(what, fix="take them with get() first")
         return dispatcher
+
+    @property
+    def failures(self) -> tuple[WorkerError, ...]:
+        """Why episodes were given up, of the result that ``get`` returned last, in order of rows.
+
+        ``where.episode`` of an error is the row (of a ``Batcher`` the lane), its ``capsule`` goes
+        to ``replay_crash``. ``info["failed"]`` of the result says in which rows an episode was
+        given up, if ``on_env_error`` is not ``"raise"``.
+
+        Example:
+            >>> def create_broken_env(seed):
+            ...     return GymEnv([FaultyEnv("raise", at_step=3)], seed)
+            >>> batcher = EpisodeBatcher(
+            ...     8, 4, create_agent, {}, create_broken_env, n_threads=0, on_env_error="truncate"
+            ... )
+            >>> batcher.execute(2)
+            >>> trajectories = batcher.get()
+            >>> trajectories.lengths, trajectories.info["failed"]
+            (tensor([4, 4]), tensor([True, True]))
+            >>> print(batcher.failures[1].what, "in step", batcher.failures[1].where.step)
+            env.step raised KeyError: 'struck' in step 3
+        """
+        return self._open().failures
 
     def stats(self) -> Stats:
         """What the workers are doing, read from memory that they share: nobody waits for anybody.

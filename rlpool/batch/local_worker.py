@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,20 +19,15 @@ from rlpool.errors import RlpoolError, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import Control, State, Word
-from rlpool.record.failures import described
 from rlpool.record.tape import Tape
 from rlpool.seeding import OwnGenerators
-from rlpool.workers.lifecycle import Client
+from rlpool.workers.failure_policy import FailurePolicy
+from rlpool.workers.lifecycle import Client, given_up
 from rlpool.workers.stacks import Stacks, own_stacks
 from rlpool.workers.wire import Done, Failed, Message, Ready
 from rlpool.workers.worker_process import Place
 
-
-class LocalClient(Client, Protocol):
-    """Gives a worker in the same process something to do."""
-
-    def again(self, worker: int, number: int) -> tuple[Message, Memory | None] | None:
-        """What is left of a request that was interrupted, ``None`` if nothing is."""
+_LOG = logging.getLogger("rlpool")
 
 
 class LocalWorker:
@@ -39,9 +35,14 @@ class LocalWorker:
 
     While it runs, the process's global generators are the worker's, for all threads.
 
+    If it is interrupted, at whatever line, nothing is mended: its rollout is thrown away, and the
+    next call briefs another one, with the same environments and agent, as the successor of a worker
+    that died.
+
     Args:
         root: Root of all seeds.
         client: Is told what happens.
+        policy: Whether episodes whose environment raises are truncated; nothing else of it.
 
     Attributes:
         fatal: Why nothing will work any more.
@@ -54,7 +55,7 @@ class LocalWorker:
     n_restarts = 0
     up = (0,)
 
-    def __init__(self, root: int, client: LocalClient) -> None:
+    def __init__(self, root: int, client: Client, policy: FailurePolicy) -> None:
         self.fatal: RlpoolError | None = None
         self._client = client
         self._inbox: deque[tuple[Message, Memory | None]] = deque()
@@ -63,18 +64,24 @@ class LocalWorker:
         self.control.rows[0, Word.PID] = os.getpid()
         self.control.set_state(0, State.STARTING)
         self._record = self.control.of_worker(0)
+        self._look: Callable[[], bool] | None = None  # somebody looks while it runs
+        self._is_awaited = False
+        how = FailurePolicy(on_env_error="truncate") if policy.truncates else FailurePolicy()
+        self._place = Place(0, 1, root, how)
+        self._collector = self._new_collector()
+        self._tapes: Callable[[], dict[int, Tape]] = dict  # of lanes in the middle of episodes
+        self._generators = OwnGenerators()
+        self._is_closed = False
+        self._is_at_work = False
+        self._is_whole = True  # no message is being carried out, or was interrupted
+        self._failure: WorkerError | None = None  # of an environment that is made anew
+
+    def _new_collector(self) -> Collector:
         # The worker's end of the line, which is the caller's as well.
         link: Any = SimpleNamespace(
             send=self._take, receive=self._inbox.popleft, poll=lambda: bool(self._inbox)
         )
-        self._look: Callable[[], bool] | None = None  # somebody looks while it runs
-        self._is_awaited = False
-        self._is_looking = False
-        self._collector = Collector(Place(0, 1, root), link, self._record, notice=self._notice)
-        self._generators = OwnGenerators()
-        self._is_closed = False
-        self._is_at_work = False
-        self._message: tuple[Message, Memory | None] | None = None  # being carried out
+        return Collector(self._place, link, self._record, notice=self._notice)
 
     def allocate(self, n_bytes: int) -> Memory:
         """Memory that the worker can see: any."""
@@ -93,13 +100,16 @@ class LocalWorker:
 
     def _take(self, message: Message) -> None:
         """Hand the worker's message to the caller's bookkeeping."""
-        if isinstance(message, Ready):
-            self.control.set_state(0, State.UP)
-            self._client.brief(0, message.report)
-        elif isinstance(message, Failed) and message.command is None:
-            self.fatal = message.error
-        else:
-            self._client.take(0, message)
+        with InterruptsHeld():
+            if isinstance(message, Ready):
+                self.control.set_state(0, State.UP)
+                self._client.brief(0, message.report)
+            elif isinstance(message, Failed) and message.command is None:
+                self.fatal = message.error
+            else:
+                if isinstance(message, Done):
+                    self._tapes = self._collector.mark()
+                self._client.take(0, message)
 
     def send(self, worker: int, message: Message, memory: Memory | None = None) -> None:
         """Give the worker a message, to be carried out by ``poll``."""
@@ -129,9 +139,7 @@ class LocalWorker:
 
     def _notice(self) -> None:
         if self._look is not None:
-            self._is_looking = True
             self._look()
-            self._is_looking = False
 
     def rest(self) -> None:
         """Carry out one message."""
@@ -140,56 +148,51 @@ class LocalWorker:
     def poll(self, timeout_s: float) -> None:
         """Carry out messages up to the first request, however long that takes.
 
-        If it is interrupted, a request is lost, unless whoever looks has done that; anything else
-        is carried out by the next call.
         Called without patience by what it runs itself, or by the condition that somebody waits
         for, such as a function that shows progress, it does nothing.
         """
         if (self._is_at_work or self._is_awaited) and timeout_s == 0.0:
             return
         if self._has_message():
-            try:
-                with self._at_work():
-                    while not self._carry_out() and self._has_message():
-                        pass
-            except BaseException as error:
-                with InterruptsHeld():
-                    if self._message is not None:
-                        self._interrupted(self._message[0], error)
-                raise
+            with self._at_work():
+                if not self._is_whole:
+                    self._begin_again()
+                self._is_whole, is_over = False, False
+                while not is_over and self._collector.inbox.peek() is not None:
+                    is_over = self._carry_out()
+                self._is_whole = self._failure is None
         elif timeout_s != 0.0:
             raise LookupError("waiting for a local worker that has nothing to do")
 
     def tapes(self) -> dict[int, Tape]:
-        """See ``Rollout.tapes``."""
-        return self._collector.tapes()
+        """By lane, what the episodes have done so far that go on with the next window."""
+        return self._tapes()
 
     def _has_message(self) -> bool:
-        return self._message is not None or self._collector.inbox.peek() is not None
+        return not self._is_whole or self._collector.inbox.peek() is not None
 
     def _carry_out(self) -> bool:
         """Carry out one message; returns whether it was a request."""
-        if self._message is None:
-            with InterruptsHeld():
-                self._message = self._collector.inbox.receive()
-        self._is_looking = False
-        self._collector.handle(*self._message)
-        message, _ = self._message
-        self._message = None
+        message, memory = self._collector.inbox.receive()
+        self._collector.handle(message, memory)
         return isinstance(message, Execute | Window)
 
-    def _interrupted(self, message: Message, error: BaseException) -> None:
-        """Keep what is left of a request, or give it up if users' code was interrupted."""
-        if isinstance(message, Execute) and self._is_looking:
-            self._collector.inbox.read()  # slots that came back are part of what is left
-            self._message = self._client.again(0, message.number)
-        elif isinstance(message, Execute | Window):
-            self._message = None
-            failure = WorkerError(
-                f"the request was interrupted by {described(error)}", fix="request it again"
-            )
-            self._take(Failed(failure, message.number))
-            self._take(Done(message.number))
+    def _begin_again(self) -> None:
+        """Throw an interrupted rollout away, and brief another one."""
+        before, failure = self._collector, self._failure
+        with InterruptsHeld():
+            self._inbox.clear()
+            self._client.lost(0, failure)
+            self._collector = self._new_collector()
+            if failure is None:
+                self._collector.adopt(before)
+        if failure is None:
+            self._collector.report()
+            return
+        before.close()
+        self._inbox.append(self._client.setup(0))
+        self._failure = None if self._collector.start() else failure
+        self.refuse_if_dead()
 
     def lane_in_use(self, worker: int) -> int:
         """The lane whose environment ran last."""
@@ -202,9 +205,14 @@ class LocalWorker:
         """Do nothing: nobody could look while it runs."""
 
     def note_ready(self, worker: int) -> None:
-        """Do nothing: it has no successor."""
+        """Do nothing: no starts are counted."""
 
-    note_success = kill = note_ready
+    note_success = note_ready
+
+    def kill(self, worker: int) -> None:
+        """Refuse everything from now on: it has no successor."""
+        if self._failure is not None:
+            self.fail(self._failure)
 
     def stacks(self) -> list[Stacks]:
         """What the threads of this process and the processes of environments are doing."""
@@ -216,8 +224,14 @@ class LocalWorker:
         self.fatal = self.fatal or error
 
     def expect_end(self, worker: int, failure: WorkerError) -> None:
-        """Refuse everything from now on: it has no successor."""
-        self.fail(failure)
+        """Make environments and agent anew before anything else is carried out."""
+        self._failure = failure
+        n_before = self._client.blames(worker, failure)
+        where = f" ({failure.where})" if str(failure.where) else ""
+        if n_before is None:
+            self.fail(failure)
+        else:
+            _LOG.warning("%s%s: %s", failure.what, where, given_up(n_before))
 
     def abort(self) -> None:
         """Do nothing: it does not run now."""

@@ -63,6 +63,7 @@ class Execute:
         in_place: Whether episode *i* is written into slot *i*.
         slots: Slots that this worker may use for everything else.
         again: Episodes that an earlier worker of this number claimed and did not finish.
+        given_up: Episode to its step that fails, see ``Episode.gives_up_at``.
         payload: ``(agent_info, env_info, {})``, its memory follows.
     """
 
@@ -74,6 +75,7 @@ class Execute:
     in_place: bool
     slots: list[int]
     again: list[int]
+    given_up: dict[int, int]
     payload: Payload | None
 
 
@@ -87,6 +89,7 @@ class Window:
         slots: Lane of this worker to slot, for the lanes that run.
         seeds: Seeds of the lanes since their reset.
         is_first: Whether all lanes start anew.
+        given_up: Lane among all, and restarts before, of an episode to its step that fails.
         payload: ``(agent_info, env_info, tapes)``, its memory follows: infos of all lanes of all
             workers and, by lane of this one, what running episodes have done so far if an earlier
             worker began them.
@@ -97,6 +100,7 @@ class Window:
     slots: dict[int, int]
     seeds: LaneSeeds
     is_first: bool
+    given_up: dict[tuple[int, int], int]
     payload: Payload | None
 
 

@@ -95,6 +95,7 @@ class EpisodePlan(_RequestPlan):
         if step.n_noise:
             keys = noise_keys(root, message.first, n_episodes)
             self._noise = NoiseStarts(keys, step.n_noise)
+        self._given_up, self.gives_up = message.given_up, bool(message.given_up)
         self._in_place = message.in_place
         self._free = message.slots[::-1]
         self._whole = self.arrays.control["whole"].data
@@ -136,7 +137,9 @@ class EpisodePlan(_RequestPlan):
             self._recycling.n_begun += 1
             noise = self._noise[number] if self._noise is not None else None
             options = options_of(self.env_info, number)
-            episodes[lane] = Episode(number, self.seeds[number], options, noise, slot)
+            fails_at = self._given_up.get(number)
+            seed = self.seeds[number]
+            episodes[lane] = Episode(number, seed, options, noise, slot, 0, fails_at)
         return episodes
 
     def _claim(self, lanes: Sequence[int]) -> None:
@@ -234,6 +237,7 @@ class WindowPlan(_RequestPlan):
         self.tapes = tapes
         self._seeds = message.seeds
         self._slots = dict(message.slots)
+        self._given_up, self.gives_up = message.given_up, bool(message.given_up)
         self._starts = message.is_first
         self._first_lane = self.worker * self.layout.step.n_lanes
         resets_together = self.layout.step.resets_together
@@ -265,4 +269,5 @@ class WindowPlan(_RequestPlan):
             seed = self._seeds.seed(number, n_restarts)
         noise = self._seeds.noise(number, n_restarts, n_noise) if n_noise else None
         options = options_of(self.env_info, number)
-        return Episode(number, seed, options, noise, slot, n_restarts)
+        fails_at = self._given_up.get((number, n_restarts))
+        return Episode(number, seed, options, noise, slot, n_restarts, fails_at)

@@ -15,7 +15,7 @@ from typing import Any
 from rlpool.batch.progress import SHOW_EVERY_S, SoFar
 from rlpool.batch.requests import Policy, Request
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import RlpoolError, UsageError
+from rlpool.errors import RlpoolError, UsageError, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.observe.control import Control
 from rlpool.record.tape import Tape
@@ -29,6 +29,7 @@ class RequestQueue(ABC):
         policy: What new requests run with, whatever happens to those before.
         n_lanes: Lanes of each worker.
         is_closed: Whether ``close`` was called.
+        failures: Why episodes were given up, of the result that was handed out last.
         deliver_logs: Hands what was logged elsewhere to the loggers of this process.
         stacks: Returns what the workers are doing.
         control: The shared record of the workers, ``None`` if they are on other machines.
@@ -48,6 +49,7 @@ class RequestQueue(ABC):
         self.policy = Policy()
         self.n_lanes = 0
         self.is_closed = False
+        self.failures: tuple[WorkerError, ...] = ()
 
     # Who runs them ------------------------------------------------------------------------------
 
@@ -215,7 +217,8 @@ class RequestQueue(ABC):
     def hand_out(self) -> TemporalDictTensor:
         """The result of the request that ``wait`` returned, which is dropped here."""
         # The last thing that a get() does: interrupted before it, a get() may be repeated.
-        trajectories = self._pending[0].trajectories
+        trajectories, failures = self._pending[0].trajectories, self._pending[0].failures
+        self.failures = tuple(failures[row] for row in sorted(failures))
         if trajectories is None:
             raise LookupError("handed out before it was finished")
         del self._pending[0]  # not popleft(): signals' handlers may run when a call is over

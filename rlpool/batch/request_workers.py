@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from rlpool.batch.agreement import Agreement
@@ -25,6 +26,7 @@ from rlpool.batch.messages import (
 from rlpool.batch.requests import Request
 from rlpool.batch.worker import main
 from rlpool.errors import EnvError, SpecError, UsageError, Where, WorkerError
+from rlpool.memory.sharing import Shared
 from rlpool.memory.storage import Memory
 from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.record.failures import DEBUG_HINT
@@ -73,7 +75,7 @@ class RequestWorkers:
     Args:
         n_workers: Number of worker processes, 0 for one worker in this process.
         root: Root of all seeds.
-        functions: ``(create_env, env_args, create_agent, agent_args)``, pickled if there are
+        functions: ``(create_env, env_args, create_agent, agent_args)``, a ``Parcel`` if there are
             worker processes.
         policy: What happens when workers fail.
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
@@ -105,22 +107,29 @@ class RequestWorkers:
         self.crash_files = CrashFiles(crash_dir)
         self.running: list[Request] = []
         self._owner = owner
-        self._repeats_env_errors = n_workers > 0 and policy.restarts_on_env_errors
+        self._policy = policy
+        self._repeats_env_errors = policy.truncates or (
+            n_workers > 0 and policy.restarts_on_env_errors
+        )
         self._is_undisturbed = True  # see Request.is_reproducible
+        self._failing: dict[int, int] = {}  # worker: the request in which its environment raised
         self._sent = {worker: _Sent() for worker in range(n_workers or 1)}
         self._functions: Memory | None = None
-        if n_workers and len(functions) > _LARGE_BYTES:
-            self._functions = Memory.shared(len(functions), "rlpool-setup")
-            self._functions.root()[:] = memoryview(functions)
-            functions = None
+        self._shared = Shared()
+        if n_workers:
+            functions, self._shared = functions
+            if len(functions) > _LARGE_BYTES:
+                self._functions = Memory.shared(len(functions), "rlpool-setup")
+                self._functions.root()[:] = memoryview(functions)
+                functions = None
         self._setup = Setup(functions, in_process=not n_workers)
         self.processes: Workers | LocalWorker
         if n_workers:
-            runs = [main] * n_workers
+            runs = [partial(main, self._shared)] * n_workers
             self.processes = Workers(runs, root, policy, timeout_s, self, DEBUG_HINT, n_before)
             stack_sources.add(self)
         else:
-            self.processes = LocalWorker(root, self)
+            self.processes = LocalWorker(root, self, policy)
         self.control = self.processes.control
         self.agreement = Agreement(self.processes)
 
@@ -134,7 +143,13 @@ class RequestWorkers:
             RlpoolError: If one does not get ready.
         """
         self.processes.start(wake_fd)
-        if self._functions is not None and not self.processes.is_repeatable:
+        if not self.processes.is_repeatable:
+            self._forget_setup()
+
+    def _forget_setup(self) -> None:
+        """Keep nothing of what a worker is started with."""
+        self._shared.close()
+        if self._functions is not None:
             self._functions.close_fd()
 
     def cancel(self) -> None:
@@ -157,8 +172,7 @@ class RequestWorkers:
         self.processes.fail(UsageError("the batcher was closed meanwhile"))
         self.cancel()
         self.processes.close()
-        if self._functions is not None:
-            self._functions.close_fd()
+        self._forget_setup()
         if self.agreement.infos is not None:
             self.agreement.infos.memory.close_fd()
         for request in self.running:
@@ -174,8 +188,16 @@ class RequestWorkers:
             WorkerError: Why it was replaced.
         """
         replaces = {n: sent.replaces for n, sent in self._sent.items() if sent.is_successor}
+        if replaces:
+            self._hand_over_tapes(request)
         if replaces and not request.can_be_repeated():
             raise next(filter(None, replaces.values()), None) or _cannot_go_on(min(replaces))
+
+    def _hand_over_tapes(self, request: Request) -> None:
+        """Let a window go on from what a worker in this process has kept of its lanes."""
+        specs = self.agreement.specs
+        if isinstance(self.processes, LocalWorker) and specs is not None:
+            request.go_on_from(self.processes.tapes(), specs)
 
     def resume(self) -> None:
         """Treat all workers as successors of some that had begun the episodes of their lanes."""
@@ -190,6 +212,7 @@ class RequestWorkers:
             gone: Blocks that they may unmap.
         """
         request.remaining.update(request.takers(self.processes.n_workers))
+        request.tells_failures = self._policy.restarts_on_env_errors
         self.running.append(request)
         self.control.request_begins(request.number, request.n_rows)
         for worker in self.processes.up:
@@ -285,7 +308,8 @@ class RequestWorkers:
             if self.agreement.take(worker, message.report):
                 self._owner.probed()
         elif isinstance(message, Failed) and message.command is not None:
-            if self._repeats_env_errors and isinstance(message.error, EnvError):
+            if self._repeats_env_errors and message.error.can_be_repeated:
+                self._failing[worker] = message.command
                 self.processes.expect_end(worker, self.crash_files.with_file(message.error))
             else:
                 self._note_failure(message.command, message.error)
@@ -314,6 +338,7 @@ class RequestWorkers:
         self.agreement.forget(worker)
         self._is_undisturbed = False
         for request in self._owed_by(worker):
+            self._hand_over_tapes(request)
             if not request.error and not request.can_be_repeated():
                 request.error = failure or _cannot_go_on(worker)
                 self.stop(request)
@@ -322,17 +347,30 @@ class RequestWorkers:
             if not request.give_back(worker) or request.error:
                 self._note_done(worker, request.number)
 
-    def again(self, worker: int, number: int) -> tuple[Message, Memory | None] | None:
-        """What is left of a request that was interrupted: episodes that run begin again."""
-        request = self._find(number)
-        if request is None:
+    def blames(self, worker: int, failure: WorkerError) -> int | None:
+        """Whether an episode will not be run again that has failed; see ``Client.blames``."""
+        where, number = failure.where, self._failing.pop(worker, None)
+        owed = [
+            request
+            for request in self._owed_by(worker)
+            if number == request.number or (not number and where.lane in request.lanes_in(worker))
+        ]
+        if not owed or owed[0].running_block.layout.step.resets_together:
             return None
-        self._is_undisturbed = False
-        if not request.give_back(worker):
-            self._note_done(worker, number)
+        request = owed[0]
+        self._hand_over_tapes(request)
+        n = request.note_failure(worker, where, failure)
+        most = self._policy.max_episode_restarts
+        if isinstance(failure, EnvError) and self._policy.truncates:
+            most = 1
+        if most is None or n < most:
             return None
-        payload, memory = request.packed or (None, None)
-        return request.message(worker, payload), memory
+        told = self.crash_files.with_file(failure)
+        if self._policy.restarts_on_env_errors:
+            request.give_up(where.episode or 0, told)
+        else:
+            self._note_failure(request.number, told)
+        return n - 1
 
     def busy(self) -> Collection[int]:
         """Workers that have something to do.

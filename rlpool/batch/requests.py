@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,11 +17,11 @@ from rlpool.batch.messages import Execute, Infos, Window
 from rlpool.batch.shares import Shares, check_shares
 from rlpool.data.infos import Info, info_rows, options_of
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import RlpoolError, Where
+from rlpool.errors import RlpoolError, Where, WorkerError
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape, WindowTapes
 from rlpool.seeding import LaneSeeds, episode_seeds, lane_seeds
-from rlpool.slots.blocks import Block, Layout
+from rlpool.slots.blocks import Block, Layout, StepSpecs, successor_key
 from rlpool.slots.trajectories import Derivation, Glue, Slice, slots_of, trajectories_of
 from rlpool.specs import join_key
 from rlpool.workers.payload import Packed, Payload
@@ -57,6 +57,8 @@ class Request(ABC):
         n_slots: Slots in use; 0 while it is queued and after its block was released.
         remaining: Workers that are not done with it.
         error: Why it cannot be completed.
+        failures: Row to the failure of an episode that was given up.
+        tells_failures: Whether its result says which rows failed.
         trajectories: Its result, once the caller has waited for it.
         is_reproducible: False if some worker was replaced before it was complete, or some request
             failed or was given up: then environments that cannot be seeded are not where they
@@ -73,7 +75,11 @@ class Request(ABC):
     n_slots: int = 0
     remaining: set[int] = field(default_factory=set)
     error: RlpoolError | None = None
+    failures: dict[int, WorkerError] = field(default_factory=dict)
+    tells_failures: bool = False
     trajectories: TemporalDictTensor | None = None
+    _failed: dict[int, tuple[Any, int, int]] = field(default_factory=dict, init=False)
+    _given_up: dict[Any, int] = field(default_factory=dict, init=False)
     is_reproducible: bool = True
 
     @property
@@ -148,6 +154,32 @@ class Request(ABC):
         """Whether the successor of a worker that died can do its part."""
         return True
 
+    def go_on_from(self, tapes: dict[int, Tape], step: StepSpecs) -> None:  # noqa: B027
+        """Take what lanes have done before, if nobody has recorded it."""
+
+    def note_failure(self, worker: int, where: Where, failure: WorkerError) -> int:
+        """Record that an episode failed, which some lane of a worker runs.
+
+        Returns:
+            How often in a row it has failed at this step.
+        """
+        row, step = where.episode or 0, _failing_step(where, failure)
+        episode = self._episode_at(where._replace(worker=worker))
+        before = self._failed.get(row)
+        n = before[2] + 1 if before is not None and before[:2] == (episode, step) else 1
+        self._failed[row] = episode, step, n
+        return n
+
+    def give_up(self, row: int, failure: WorkerError) -> None:
+        """Let an episode end at the step at which it has failed."""
+        episode, step, _ = self._failed[row]
+        self._given_up[episode] = step
+        self.failures[row] = failure
+
+    def _episode_at(self, where: Where) -> Any:
+        """What tells an episode from others, see ``Execute.given_up`` and ``Window.given_up``."""
+        return where.episode
+
     @abstractmethod
     def give_back(self, worker: int) -> bool:
         """Take back what a dead worker began and did not finish.
@@ -212,6 +244,9 @@ class Request(ABC):
         }
         if self.running_block.layout.step.seeding == "stream":
             info["reproducible"] = partial(torch.full, (len(episodes),), self.is_reproducible)
+        if self.tells_failures:
+            failures = self.failures
+            info["failed"] = lambda: torch.tensor([number in failures for number in episodes])
         info["policy_version"] = partial(torch.full, (len(episodes),), self.policy.version)
         for prefix, arrays in zip(("agent_info", "env_info"), self.infos, strict=True):
             for key, array in arrays.items():
@@ -264,6 +299,7 @@ class EpisodeRequest(Request):
             in_place=self._in_place,
             slots=list(range(first + worker, self.n_slots, block.layout.n_workers)),
             again=self._owed.get(worker, []),
+            given_up=self._given_up,
             payload=payload,
         )
 
@@ -388,6 +424,7 @@ class WindowRequest(Request):
             slots=slots,
             seeds=self._seeds,
             is_first=self.is_first,
+            given_up=self._given_up,
             payload=payload,
         )
 
@@ -397,6 +434,23 @@ class WindowRequest(Request):
         layout = self.running_block.layout
         n_restarts = self.n_windows * layout.n_timesteps if layout.restarts else 0
         return lane_seeds(self.root, self.n_resets, n_restarts, self.first_lane)
+
+    def _episode_at(self, where: Where) -> Any:
+        """The lane, and how often it has restarted."""
+        worker, lane = where.worker or 0, where.lane or 0
+        block, number = self.running_block, worker * self.n_lanes + lane
+        before = self.tapes.tapes.get(number) if self.tapes is not None else None
+        first = before.n_restarts if before is not None else 0
+        if not block.layout.restarts:
+            return number, first
+        if where.seed is not None:  # the worker has left the slot
+            seeds, most = self._seeds, block.layout.n_timesteps
+            tried = range(first, first + most + 1)
+            return number, next(n for n in tried if seeds.seed(number, n) == where.seed)
+        control = block.arrays.control
+        slot, rows = int(control["slot"][worker, lane]), block.layout.steps_in_slot(control, worker)
+        ends = block.arrays.rows[successor_key("done")][slot, : rows[lane]]
+        return number, first + int(ends.sum())
 
     def _rows_of(self, worker: int) -> list[tuple[int, int]]:
         """Rows and lanes of a worker."""
@@ -410,6 +464,11 @@ class WindowRequest(Request):
             return {}
         lanes = [lane for _, lane in self._rows_of(worker)]
         return {lane % self.n_lanes: self.tapes.tapes[lane] for lane in lanes}
+
+    def go_on_from(self, tapes: dict[int, Tape], step: StepSpecs) -> None:
+        """See ``Request.go_on_from``."""
+        if self.tapes is None and not self.is_first:
+            self.tapes = WindowTapes.of(tapes, step, self.n_lanes)
 
     def can_be_repeated(self) -> bool:
         """Whether it is known what all lanes have done."""
@@ -446,6 +505,13 @@ class WindowRequest(Request):
         lane_seeds, seeded = self._seeds, [self._seeded(lane) for lane in self.lanes]
         info = self._info(self.lanes, lambda: [lane_seeds.seed(lane, 0) for lane in seeded])
         return trajectories_of(block.layout, self.part(), info)
+
+
+def _failing_step(where: Where, failure: WorkerError) -> int:
+    """The step that failed, -1 for the reset: also where it may have been that."""
+    step = where.step or 0
+    call = getattr(failure.capsule, "call", "reset")
+    return -1 if not step and call == "reset" else step
 
 
 def _rows_of(array: Array, rows: Sequence[int]) -> torch.Tensor:

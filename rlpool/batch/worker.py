@@ -30,10 +30,11 @@ from rlpool.data.infos import options_of
 from rlpool.envs.gym_env import how_to_make_one, is_environment
 from rlpool.envs.vec_env import VecEnv
 from rlpool.envs.vector_gym_env import as_vec_env
-from rlpool.errors import EnvError, RlpoolError, Where, WorkerError, WorkerStartupError
+from rlpool.errors import RlpoolError, Where, WorkerError, WorkerStartupError
 from rlpool.loop.plan import Plan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
+from rlpool.memory.sharing import Shared
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT, agent_error, worker_error
@@ -47,10 +48,11 @@ from rlpool.workers.wire import Close, Done, Failed, Message, Pipe, Ready, Retir
 from rlpool.workers.worker_process import Place, called, run, settle_in
 
 
-def main(place: Place, connection: Connection, control_fd: int) -> None:
+def main(shared: Shared, place: Place, connection: Connection, control_fd: int) -> None:
     """Run a worker process of a batcher.
 
     Args:
+        shared: What the set-up refers to.
         place: Which worker it is.
         connection: The worker's end of its pipe.
         control_fd: Descriptor of the shared record.
@@ -63,7 +65,7 @@ def main(place: Place, connection: Connection, control_fd: int) -> None:
             # A worker that is woken does not take the core of a caller that is waking the others.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     install_fast_checks()
-    run(Collector(place, Pipe(connection), control, lock_fd))
+    run(Collector(place, Pipe(connection), control, lock_fd), shared)
 
 
 class Inbox:
@@ -126,6 +128,7 @@ class Collector:
 
     Attributes:
         env: The environments, once they are created.
+        agent: The agent, likewise.
         inbox: What the caller has sent.
     """
 
@@ -144,7 +147,7 @@ class Collector:
         self.inbox = Inbox(link, self._take_slots)
         self._blocks: dict[int, Block] = {}
         self.env: VecEnv
-        self._agent: Agent
+        self.agent: Agent
         self._rollout: Rollout
         self._created: list[VecEnv | Agent] = []
         self._failed_update: WorkerError | None = None
@@ -165,7 +168,7 @@ class Collector:
         except WorkerError as error:
             self._fail(error)
             return False
-        self._send(Ready(self._probed(None)))
+        self.report()
         return True
 
     def serve(self) -> None:
@@ -194,9 +197,18 @@ class Collector:
             return self._run(message, memory)
         return True
 
-    def tapes(self) -> dict[int, Tape]:
-        """See ``Rollout.tapes``."""
-        return self._rollout.tapes()
+    def mark(self) -> Callable[[], dict[int, Tape]]:
+        """See ``Rollout.mark``."""
+        return self._rollout.mark()
+
+    def adopt(self, other: Collector) -> None:
+        """Take over the environments and the agent of another collector in this process."""
+        self._in_process, self._created = True, other._created
+        self._take_over(other.env, other.agent)
+
+    def report(self) -> None:
+        """Tell the caller what a step consists of, and that there can be work."""
+        self._send(Ready(self._probed(None)))
 
     def fail(self, error: Exception) -> None:
         """Tell the caller why this worker ends."""
@@ -228,9 +240,7 @@ class Collector:
         if not isinstance(env, VecEnv):
             what = f"create_env returned {type(env).__name__}, not a VecEnv"
             raise WorkerStartupError(what, where=self._here, fix=_how_to_return(env))
-        self.env = env
         self._created.append(env)
-        env.lane_in_use = self._control.lane
 
         def seeded_agent() -> Any:
             agent = create_agent(**agent_args)
@@ -238,13 +248,19 @@ class Collector:
                 agent.seed(seed)
             return agent
 
-        self._agent = agent = called(self._here, "create_agent", seeded_agent)
+        agent = called(self._here, "create_agent", seeded_agent)
         if hasattr(agent, "close"):
             self._created.append(agent)
         what, fix = _agent_problem(agent)
         if what:
             raise WorkerStartupError(what, where=self._here, fix=fix)
-        self._rollout = Rollout(agent, env, self._place.worker, self._control, seed)
+        self._take_over(env, agent)
+
+    def _take_over(self, env: VecEnv, agent: Agent) -> None:
+        self.env, self.agent = env, agent
+        env.lane_in_use = self._control.lane
+        place = self._place
+        self._rollout = Rollout(agent, env, place.worker, self._control, place.seed)
 
     def _probed(self, infos: Infos | None) -> Report:
         """Learn the keys, with the infos of the first lanes if there are any."""
@@ -263,7 +279,7 @@ class Collector:
         if memory is None:
             return
         try:
-            self._agent.update(unpack(message.payload, memory))
+            self.agent.update(unpack(message.payload, memory))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and self._in_process:
                 raise  # Ctrl-C: the next get() does it again
@@ -344,7 +360,7 @@ class Collector:
 
     def _report(self, number: int, error: WorkerError) -> None:
         self._fail(error, number)
-        if isinstance(error, EnvError) and self._place.policy.restarts_on_env_errors:
+        if error.can_be_repeated and self._place.policy.restarts_on_env_errors:
             raise _WorkerEnds
         self._conclude(number)
 

@@ -27,6 +27,12 @@ class _OnNodes(BatcherBase):
         require_same_bits: Whether nodes that may compute other bits are refused.
     """
 
+    _SHARES_NOTHING = "only processes of one machine can share it"
+    _HOW_TO_PICKLE = (
+        "create it inside create_env or create_agent, which run on the node. What nodes share goes "
+        "through Ray: an actor for numbers and events, ray.util.queue.Queue for messages; a tensor "
+        "goes with update(), agent_info or env_info, or as a copy: tensor.clone()"
+    )
     _ONE_SEED_PER_WORKER = False
 
     _has_fixed_lanes = False
@@ -58,7 +64,7 @@ class _OnNodes(BatcherBase):
                 n_slots, self._n_workers = None, n_threads * n_nodes
             n_node_slots = None if n_slots is None else max(1, n_slots // n_nodes)
             setup = NodeSetup(
-                functions, n_threads, self._root, n_timesteps, n_node_slots, policy, timeout_s
+                functions.data, n_threads, self._root, n_timesteps, n_node_slots, policy, timeout_s
             )
             return ClusterDispatcher(
                 transport,

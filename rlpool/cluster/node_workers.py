@@ -31,6 +31,7 @@ from rlpool.cluster.shards import (
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError, WorkerError
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
+from rlpool.memory.sharing import Parcel, Shared
 from rlpool.record.failures import described, text_of
 from rlpool.record.tape import WindowTapes
 from rlpool.slots.blocks import Layout, StepSpecs
@@ -220,7 +221,7 @@ class NodeWorkers:
         self._dispatcher = Dispatcher(
             setup.n_workers,
             setup.root,
-            setup.functions,
+            Parcel(setup.functions, Shared()),
             make_layout=self._layout,
             policy=setup.policy,
             timeout_s=setup.timeout_s,

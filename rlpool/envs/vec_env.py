@@ -286,11 +286,31 @@ class VecEnv(ABC):
             LaneError: If an environment raises or returns an invalid value.
         """
         self._reset_lanes(lanes, seeds, options)
+        self.begin_lanes(lanes)
+
+    def begin_lanes(self, lanes: Sequence[int]) -> None:
+        """Let lanes be at the start of an episode, whatever they show."""
         for lane in lanes:
             for array in self._cleared:
                 array[lane] = 0
             self._initial_state[lane] = True
         self._some_lane_is_initial = True
+
+    def truncate_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> None:
+        """Let lanes make a last step, in which the environments do nothing.
+
+        They show what they showed before, and the reward is 0.
+
+        Args:
+            lanes: Lane numbers.
+            actions: As for ``step_lanes``.
+        """
+        rows = list(lanes)
+        for key, array in self._last_actions.items():
+            array[rows] = actions[key][rows]
+        for key, value in {"reward": 0, "initial_state": False, "terminated": False}.items():
+            self.current[key][rows] = value
+        self.current["truncated"][rows] = self.current["done"][rows] = True
 
     def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> list[int]:
         """Step some lanes.

@@ -24,7 +24,15 @@ Observed = tuple[Mapping[str, torch.Tensor], DictTensor | None, TemporalDictTens
 
 
 class AgentFailure(LaneError):
-    """The agent failed; ``__cause__`` is its exception, ``call`` "agent" or "initial_state"."""
+    """The agent failed; ``__cause__`` is its exception, ``call`` "agent" or "initial_state".
+
+    Attributes:
+        lanes: The lanes that the call was made for.
+    """
+
+    def __init__(self, lanes: Sequence[int], call: str) -> None:
+        super().__init__(lanes[0], call)
+        self.lanes = list(lanes)
 
 
 class AgentDriver:
@@ -83,7 +91,7 @@ class AgentDriver:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
-                raise AgentFailure(lanes[0], "initial_state") from error
+                raise AgentFailure(lanes, "initial_state") from error
             self._put_state(state, list(lanes))
         elif self.state or self.output_specs is None:
             self.starting = sorted({*self.starting, *lanes})
@@ -125,7 +133,7 @@ class AgentDriver:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise AgentFailure(0, "agent") from error
+            raise AgentFailure(lanes, "agent") from error
         return outputs
 
     def commit(self, lanes: Sequence[int] | None = None) -> None:
@@ -137,7 +145,7 @@ class AgentDriver:
         self._put_state(self._new_state, slice(None) if lanes is None else lanes)
 
     def _act_with_starts(self, seen: Observed, lanes: Sequence[int]) -> dict[str, Array]:
-        starting, self.starting = self.starting, []
+        starting = self.starting
         others = [lane for lane in lanes if lane not in starting]
         rows = rows_repeating(starting, self.n_lanes)
         first, outputs, new = self._call(None, _at(rows, seen) if others else seen)
@@ -154,7 +162,7 @@ class AgentDriver:
                 for key, array in part.items():
                     whole[key][others] = array[others]
         self._put_state(first, starting)
-        self._new_state = new
+        self._new_state, self.starting = new, []
         return outputs
 
     def _states_of(self, lanes: Sequence[int]) -> dict[str, torch.Tensor]:

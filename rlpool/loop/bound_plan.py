@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +49,12 @@ class Lane:
         """The tape; a new one is made if there is none."""
         self.tape = self.tape or Tape(self.episode.seed, self.episode.options)
         return self.tape
+
+    def marked_tape(self) -> Tape:
+        """A copy of the tape, which does not go on with the episode."""
+        tape = copy(self.tape_so_far)
+        tape.chunks, tape.n_restarts = list(tape.chunks), self.episode.n_restarts
+        return tape
 
 
 class BoundPlan:

@@ -100,7 +100,7 @@ class CrashScene:
             slot = plan.layout, plan.arrays, running.slot
             tape.add(slot_steps(*slot, running.start, row, env.current[REWARD][lane]))
             if call in ("step", "agent"):
-                shown, state = map(self._before_the_call, (self._shown, self._state))
+                shown, state = map(self.before_the_call, (self._shown, self._state))
             if call == "step":
                 steps = slot_steps(*slot, row, row + 1, 0)
                 failing = {key: array for key, array in steps.items() if key != REWARD}
@@ -132,7 +132,7 @@ class CrashScene:
             return np.arange(self._env.n_lanes)
         return rows_repeating(lanes.tolist(), self._env.n_lanes)
 
-    def _before_the_call(self, arrays: Named) -> Named:
+    def before_the_call(self, arrays: Named) -> Named:
         """The agent's inputs before it could change them: all but the flags are in the block."""
         before = {key: np.array(array) for key, array in arrays.items()}
         for bound in self._bound:

@@ -26,6 +26,8 @@ class Episode:
         noise: Its noise, ``None`` if the agent needs none.
         slot: Slot of its first chunk.
         n_restarts: Number of automatic restarts of its lane before it.
+        gives_up_at: Its step that fails, and is not made: it is truncated there. -1 if its reset
+            does. ``None`` if none is known to fail.
     """
 
     number: int
@@ -34,6 +36,7 @@ class Episode:
     noise: NoiseStart | None
     slot: int
     n_restarts: int = 0
+    gives_up_at: int | None = None
 
 
 class Plan(ABC):
@@ -47,6 +50,7 @@ class Plan(ABC):
         agent_info: ``[n, ...]`` per key, one row per episode, or ``None``.
         tapes: Lane to the tape of an episode that another worker has begun.
         lacks_slots: Whether an idle lane has an episode and lacks a slot for it.
+        gives_up: Whether any of its episodes has a step that is known to fail.
     """
 
     number = worker = 0
@@ -55,6 +59,7 @@ class Plan(ABC):
     agent_info: dict[str, Array] | None = None
     tapes: Mapping[int, Tape] = {}
     lacks_slots = False
+    gives_up = False
 
     @property
     def begins_anew(self) -> bool:

@@ -66,7 +66,7 @@ def probe(
             driver.act(*shown(), history, lanes)
     except AgentFailure as failure:
         cause = _cause(driver, failure.__cause__)
-        raise AgentFailure(failure.lane, failure.call) from cause
+        raise AgentFailure(failure.lanes, failure.call) from cause
     outputs = driver.output_specs or {}
     actions = {key: spec for key, spec in outputs.items() if is_action(key)}
     if leaves is None:
@@ -114,7 +114,7 @@ def _check_actions(given: Mapping[str, TensorSpec], wanted: Mapping[str, TensorS
                 f"the action space wants {theirs or 'no such key'}",
                 fix="return actions of the action space's shape and kind",
             )
-            raise AgentFailure(0, "agent") from problem
+            raise AgentFailure([0], "agent") from problem
 
 
 class _NoSteps(dict[str, torch.Tensor]):

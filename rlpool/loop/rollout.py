@@ -14,7 +14,7 @@ plan leaves idle begin with the next one, so that several may be under way. Each
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic_ns
 from weakref import WeakKeyDictionary
@@ -23,12 +23,14 @@ import numpy as np
 import torch
 
 from rlpool.agents.agent import Agent
+from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import Where, WorkerError
-from rlpool.loop.agent_driver import AgentDriver, History, InfoRows, rows_repeating
+from rlpool.loop.agent_driver import AgentDriver, AgentFailure, History, InfoRows, rows_repeating
+from rlpool.loop.blame import failing_lane
 from rlpool.loop.bound_plan import BoundPlan, Lane
 from rlpool.loop.crash_scene import CrashScene
-from rlpool.loop.plan import Plan, PlanQueue
+from rlpool.loop.plan import Episode, Plan, PlanQueue
 from rlpool.loop.probe import probe
 from rlpool.memory.storage import Array, batch_array
 from rlpool.observe.control import WorkerRecord
@@ -80,6 +82,8 @@ class Rollout:
         self._unsaved: set[int] = set()  # parked, with their rows still in the batch
         self._stepping: set[int] = set()  # lanes whose step is not finished
         self._restarting: list[int] = []  # lanes of a window whose next episode has yet to begin
+        self._gives_up = False  # whether a step of any episode is known to fail
+        self._giving_up: list[int] = []  # lanes whose next step is
 
     @torch.inference_mode()
     def probe(
@@ -138,6 +142,7 @@ class Rollout:
                 self._record.end_calls()
                 self.abandon()
             self._bound.clear()
+            self._gives_up = False
             self._held = None
             del self._queue  # it may refer to this rollout
 
@@ -181,24 +186,35 @@ class Rollout:
         self._record.end_wait()
         return has_waited
 
-    def tapes(self) -> dict[int, Tape]:
-        """By lane, what the episodes have done so far that go on with the next window."""
-        keys = [*self._env.current, *self._driver.state]
-        n_shown, tapes = len(self._env.current), {}
-        for lane, running in self._lanes.items():
-            tape, n_restarts = running.tape_so_far, running.episode.n_restarts
-            if tape.n_steps:
-                parked = running.parked or self._kept_rows(lane)
-                rows = list(zip(keys, (row for _, row in parked), strict=True))
-                observation = {k: row for k, row in rows[:n_shown] if k not in FLAGS}
-                tape = replace(tape, observation=observation, state=dict(rows[n_shown:]))
-            tapes[lane] = replace(tape, n_restarts=n_restarts)
+    def mark(self) -> Callable[[], dict[int, Tape]]:
+        """Between windows: keep what lanes have done that go on with the next one.
+
+        Returns:
+            Makes the tapes of these lanes, whatever the rollout has done since.
+        """
+        if not self._lanes:
+            return dict
+        shown, state = list(self._env.current), list(self._driver.state)
+        arrays = [*self._env.current.values(), *self._driver.state.values()]
+        kept = [array.copy() for array in arrays]
+        lanes = {lane: (r.marked_tape(), r.parked) for lane, r in self._lanes.items()}
+
+        def tapes() -> dict[int, Tape]:
+            for lane, (tape, parked) in lanes.items():
+                if tape.n_steps:
+                    rows = [row for _, row in parked] if parked else [a[lane] for a in kept]
+                    observed = dict(zip(shown, rows, strict=False))
+                    tape.observation = {k: row for k, row in observed.items() if k not in FLAGS}
+                    tape.state = dict(zip(state, rows[len(shown) :], strict=True))
+            return {lane: tape for lane, (tape, _) in lanes.items()}
+
         return tapes
 
     def abandon(self) -> None:
         """Drop all unfinished episodes."""
         for lane, running in self._lanes.items():
-            running.bound.abandon(lane, running)
+            if running.bound in self._bound:  # otherwise its block is no longer ours
+                running.bound.abandon(lane, running)
         self._clear_lanes()
 
     def _clear_lanes(self) -> None:
@@ -270,6 +286,7 @@ class Rollout:
         if not self._bound:
             self._continue_with(bound)
         self._bound.append(bound)
+        self._gives_up = self._gives_up or plan.gives_up
         if plan.tapes:
             self._take_over(bound)
         return bound
@@ -344,9 +361,12 @@ class Rollout:
 
     def _drop_failed(self, error: LaneError) -> None:
         """Drop the plan of a lane that failed; episodes of other plans begin again."""
-        failure = self._failure(error)
+        lane, is_known = error.lane, True
+        if isinstance(error, AgentFailure):
+            lane, is_known = self._blamed(error)
+        failure = self._failure(error, lane, is_known)
         failure.__cause__ = error.__cause__
-        running = self._lanes.get(self._lane_of(error))
+        running = self._lanes.get(lane)
         failed = self._bound[0] if running is None else running.bound
         self._bound.remove(failed)
         for lane, running in self._lanes.items():
@@ -365,7 +385,10 @@ class Rollout:
         outputs = self._act()
         record = self._record
         record.env_ns[0] -= monotonic_ns()
-        ended = self._env.step_lanes(self._live, outputs)
+        if self._giving_up:
+            ended = self._step_and_give_up(outputs)
+        else:
+            ended = self._env.step_lanes(self._live, outputs)
         record.env_ns[0] += monotonic_ns()
         record.n_steps[0] += len(self._live)
         for bound in self._bound:
@@ -374,6 +397,14 @@ class Rollout:
         if self._restarting:
             self._take_back_restarts()
         self._conclude(ended)
+
+    def _step_and_give_up(self, outputs: Mapping[str, Array]) -> list[int]:
+        """Step lanes but those whose step is known to fail, which are truncated instead."""
+        giving_up, self._giving_up = self._giving_up, []
+        lanes = [lane for lane in self._live if lane not in giving_up]
+        ended = self._env.step_lanes(lanes, outputs) if lanes else []
+        self._env.truncate_lanes(giving_up, outputs)
+        return sorted([*ended, *giving_up])
 
     def _step_some(self) -> None:
         """Step the lanes that are ready, without waiting for slow ones.
@@ -412,17 +443,13 @@ class Rollout:
             writer.write_before(rows)
         starting = driver.starting
         acting = self._live if lanes is None else lanes
-        observation, shown_lanes, history = self._observation, None, None
+        observation, history = self._observation, None
         if self._copies_all or len(acting) < self._n_lanes:
-            observation, shown_lanes = self._copies, rows_repeating(acting, self._n_lanes)
-            for source, copy in self._to_copy:
-                source.take(shown_lanes, 0, copy, "clip")
-            if self._history is not None:
-                history = self._history.so_far({**self._current, **driver.state}, shown_lanes)
+            observation, history = self._copied(acting)
         else:
             np.copyto(self._shown_flags, self._env.flags)
-        if self._infos.shown is not None:
-            self._infos.show_rows(shown_lanes)
+            if self._infos.shown is not None:
+                self._infos.show_rows(None)
         record = self._record
         record.agent_ns[0] -= monotonic_ns()
         outputs = driver.act(observation, self._infos.shown, history, acting)
@@ -437,6 +464,22 @@ class Rollout:
             writer.write_outputs(rows, outputs)
         driver.commit(lanes)
         return outputs
+
+    def _copied(
+        self, lanes: Sequence[int]
+    ) -> tuple[dict[str, torch.Tensor], TemporalDictTensor | None]:
+        """Observation and history of some lanes, in all other rows those of the first of them.
+
+        ``agent_info`` likewise.
+        """
+        rows = rows_repeating(lanes, self._n_lanes)
+        for source, copy in self._to_copy:
+            source.take(rows, 0, copy, "clip")
+        if self._infos.shown is not None:
+            self._infos.show_rows(rows)
+        if self._history is None:
+            return self._copies, None
+        return self._copies, self._history.so_far({**self._current, **self._driver.state}, rows)
 
     def _targets(self, lanes: Sequence[int] | None) -> list[tuple[SlotWriter, Array]]:
         """Each plan's writer, and the rows to which it writes what lanes do, all by default."""
@@ -590,7 +633,11 @@ class Rollout:
         options = [episode.options for episode in episodes]
         record = self._record
         record.env_ns[0] -= monotonic_ns()
-        self._env.reset_lanes(lanes, seeds, options)
+        if self._gives_up:
+            self._steps_until_full = 0  # take stock
+            self._reset_those_that_can(episodes, lanes)
+        else:
+            self._env.reset_lanes(lanes, seeds, options)
         record.env_ns[0] += monotonic_ns()
         for bound in self._bound:
             agent_info = bound.plan.agent_info or {}
@@ -604,6 +651,16 @@ class Rollout:
                 self._noise.start(lane, episode.noise)
             if self._history is not None:
                 self._history.restart(lane)
+
+    def _reset_those_that_can(self, episodes: Sequence[Episode], lanes: Sequence[int]) -> None:
+        """Reset lanes but those whose reset is known to fail."""
+        pairs = list(zip(lanes, episodes, strict=True))
+        self._env.begin_lanes([lane for lane, episode in pairs if episode.gives_up_at == -1])
+        able = [(lane, episode) for lane, episode in pairs if episode.gives_up_at != -1]
+        if able:
+            some, theirs = zip(*able, strict=True)
+            seeds, options = [e.seed for e in theirs], [e.options for e in theirs]
+            self._env.reset_lanes(some, seeds, options)
 
     def _enter_slot(self, lane: int, running: Lane) -> None:
         """Let a lane begin an episode in its slot, or continue its parked one."""
@@ -626,18 +683,60 @@ class Rollout:
         self._waiting_at_stock = list(self._waiting)
         self._live = sorted(set(range(self._n_lanes)).difference(self._waiting))
         self._steps_until_full = min((b.steps_until_full for b in self._bound), default=0)
+        if self._gives_up:
+            self._find_given_up()
+
+    def _find_given_up(self) -> None:
+        """Find the lanes whose next step is known to fail, and when others get there."""
+        self._giving_up = []
+        for lane in self._live:
+            running = self._lanes[lane]
+            if running.episode.gives_up_at is not None:
+                n_steps = running.steps_before + running.bound.steps_in_slot(lane, running)
+                n_left = max(running.episode.gives_up_at, 0) - n_steps
+                if n_left <= 0:
+                    self._giving_up.append(lane)
+                else:
+                    self._steps_until_full = min(self._steps_until_full, n_left)
 
     # Failures ------------------------------------------------------------------------------------
 
-    def _lane_of(self, error: LaneError) -> int:
-        """The lane that failed. All lanes share a call of the agent: the first one is named."""
-        if error.call != "agent":
-            return error.lane
-        return next(lane for lane in self._live if lane not in self._stepping)
+    def _blamed(self, error: AgentFailure) -> tuple[int, bool]:
+        """The lane whose row made the agent fail, and whether it fails for that row alone.
 
-    def _failure(self, error: LaneError) -> WorkerError:
-        """The error for a failure of the user's code."""
-        lane = self._lane_of(error)
+        The agent is called again, with fewer lanes.
+        """
+        running = {lane: self._lanes[lane] for lane in error.lanes if lane in self._lanes}
+        groups = [[n for n, r in running.items() if r.bound is bound] for bound in self._bound]
+        groups = [group for group in groups if group]
+        if not groups:
+            return error.lane, True
+        if error.call != "agent":
+            return failing_lane(groups, self._cannot_start)
+        # What the agent may have changed in place.
+        for key, array in self._scene.before_the_call(self._current).items():
+            self._current[key][list(running)] = array[list(running)]
+        return failing_lane(groups, self._agent_fails_for)
+
+    def _agent_fails_for(self, lanes: Sequence[int]) -> bool:
+        """Whether the agent fails if all rows are those of some lanes."""
+        try:
+            observation, history = self._copied(lanes)
+            self._driver.act(observation, self._infos.shown, history, lanes)
+        except AgentFailure:
+            return True
+        return False
+
+    def _cannot_start(self, lanes: Sequence[int]) -> bool:
+        """Whether the agent cannot make initial states of some lanes."""
+        try:
+            self._driver.start(lanes, self._infos.tensors)
+        except AgentFailure:
+            return True
+        return False
+
+    def _failure(self, error: LaneError, lane: int, is_known: bool) -> WorkerError:
+        """The error for a failure of the user's code; a lane that is not known is only a guess."""
         running = self._lanes.get(lane)
         if running is None:
             return env_error(error, Where(self._worker, lane))
@@ -645,7 +744,16 @@ class Rollout:
         step = running.steps_before + row
         where = Where(self._worker, lane, episode.number, step, episode.seed, episode.options)
         infos = running.bound.plan.agent_info or {}, self._infos.arrays
-        return self._scene.error(error, where, infos, running, row)
+        failure = self._scene.error(error, where, infos, running, row)
+        if is_known:
+            return failure
+        return failure.reworded(what=f"{failure.what} ({_NOT_KNOWN})")
+
+
+_NOT_KNOWN = (
+    "in a call for several episodes: which of them caused it is not known, since the agent fails "
+    "for none of them alone"
+)
 
 
 def _rows_of(arrays: Mapping[str, Array], lane: int) -> list[tuple[Array, Array]]:

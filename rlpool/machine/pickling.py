@@ -1,4 +1,4 @@
-"""Pickles what is sent to workers, and names the part of it that cannot be pickled.
+"""Names the part of what is sent to workers that cannot be pickled.
 
 The search descends from what the user passed, through items, attributes and closures, while one of
 them alone cannot be pickled either.
@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import pickle
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import cloudpickle
 
-from rlpool.errors import RlpoolError, SpecError, WorkerStartupError
+from rlpool.errors import RlpoolError
 
 _DEPTH = 8
 """Longest path that is named."""
@@ -24,63 +23,27 @@ _DEPTH = 8
 _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), types.ModuleType)
 """What can always be pickled."""
 
-
-def pickled(parts: Mapping[str, Any], value: Any, *, fix: str, what: str = "") -> bytes:
-    """The pickle of an object for another process.
-
-    Args:
-        parts: What the object consists of, by the names that its user knows.
-        value: The object.
-        fix: What to do about a part that cannot be pickled.
-        what: What an error calls the part, if that is not its name.
-
-    Raises:
-        WorkerStartupError: Naming the part, the path in it and the type of what cannot be pickled.
-    """
-    try:
-        data: bytes = cloudpickle.dumps(value)
-    except Exception as error:
-        raise WorkerStartupError(why_not(parts, error, what=what), fix=fix) from error
-    return data
+_WHOLE = ("multiprocessing.", "torch.multiprocessing.")
+"""Modules whose objects are named as a whole: their users do not know what is in a queue."""
 
 
-class ByValue:
-    """Data of the user on its way to a worker, where it unpickles to the data itself.
-
-    Pickled as functions that make environments are: a class of a script or notebook is the same
-    for both. Later changes of the data do not travel.
-
-    Args:
-        name: What errors call the data.
-        value: The data.
-
-    Raises:
-        SpecError: Naming what cannot be pickled.
-    """
-
-    def __init__(self, name: str, value: Any) -> None:
-        try:
-            self._data: bytes = cloudpickle.dumps(value)
-        except Exception as error:
-            raise SpecError(
-                why_not({name: value}, error),
-                fix="pass numbers, arrays, or other objects without open files and locks",
-            ) from error
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return pickle.loads, (self._data,)
-
-
-def why_not(parts: Mapping[str, Any], error: Exception, *, what: str = "") -> str:
+def why_not(
+    parts: Mapping[str, Any],
+    error: Exception,
+    *,
+    what: str = "",
+    dumps: Callable[[Any], Any] = cloudpickle.dumps,
+) -> str:
     """One line that says which part cannot be pickled, and why.
 
     Args:
         parts: What was pickled, by the names that its user knows.
         error: What the pickler raised.
         what: What the line calls the part, if that is not its name.
+        dumps: What pickles.
     """
     for name, part in parts.items():
-        if (found := _culprit(part)) is not None:
+        if (found := _culprit(part, dumps)) is not None:
             path, culprit, error = found
             place = f"{name}{path}" if path else "it"
             is_what = f"{place} is {_described(culprit)} ({_one_line(error)})"
@@ -88,31 +51,36 @@ def why_not(parts: Mapping[str, Any], error: Exception, *, what: str = "") -> st
     return f"{what or ', '.join(parts)} cannot be pickled: {_one_line(error)}"
 
 
-def _culprit(value: Any, above: tuple[Any, ...] = ()) -> tuple[str, Any, Exception] | None:
+def _culprit(
+    value: Any, dumps: Callable[[Any], Any], above: tuple[Any, ...] = ()
+) -> tuple[str, Any, Exception] | None:
     """The innermost part that cannot be pickled: path, part and error; ``None`` if all can.
 
     Args:
         value: Where to search.
+        dumps: What pickles.
         above: The objects on the way here.
     """
     if isinstance(value, _ATOMS) or any(value is one for one in above):
         return None
     try:
-        cloudpickle.dumps(value)
+        dumps(value)
     except Exception as error:
         cause = error
     else:
         return None
-    if len(above) < _DEPTH and not _says_why(value):
+    if len(above) < _DEPTH and not _is_whole(value):
         with suppress(Exception):  # whatever users' containers and attributes raise when read
             for step, inner in _contents(value):
-                if (found := _culprit(inner, (*above, value))) is not None:
+                if (found := _culprit(inner, dumps, (*above, value))) is not None:
                     return step + found[0], *found[1:]
     return "", value, cause
 
 
-def _says_why(value: Any) -> bool:
-    """Whether an object refuses by itself, so that nothing in it is to blame."""
+def _is_whole(value: Any) -> bool:
+    """Whether nothing in an object is to blame: it refuses by itself, or is named as a whole."""
+    if type(value).__module__.startswith(_WHOLE):
+        return True
     try:
         value.__reduce__()
     except RlpoolError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,9 +12,8 @@ from typing import Any
 
 from rlpool.errors import EnvError, EnvsClosedError, SpecError, UsageError, Where, WorkerError
 from rlpool.machine.limits import check_size
-from rlpool.machine.pickling import ByValue, pickled
 from rlpool.machine.worker_limits import check_workers
-from rlpool.manager.buffers import Buffers, bookkeeping_specs
+from rlpool.manager.buffers import FAILED, Buffers, bookkeeping_specs
 from rlpool.manager.lane_failure import LaneFailure, lane_failure
 from rlpool.manager.messages import (
     Announce,
@@ -29,10 +29,11 @@ from rlpool.manager.messages import (
     Setup,
 )
 from rlpool.manager.worker import main
+from rlpool.memory.sharing import ByValue, Parcel, pickled
 from rlpool.memory.storage import Memory, carved_bytes
 from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.record.failures import ENV_HINT
-from rlpool.record.tape import LaneTapes
+from rlpool.record.tape import LaneTapes, Tape
 from rlpool.specs import Declaration, TensorSpec
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.lifecycle import Workers
@@ -95,6 +96,7 @@ class EnvWorkers:
         closed_lanes: Lanes that were closed one by one.
         announced: For each worker the episodes that will come.
         closed: Whether all are closed.
+        failures: Lane to why its episode was given up.
     """
 
     def __init__(
@@ -124,26 +126,37 @@ class EnvWorkers:
         self.closed = False
         self.attributes: list[dict[str, ByValue]] = [{} for _ in range(self.n_lanes)]
         self.closed_lanes: set[int] = set()
+        self.failures: dict[int, WorkerError] = {}
+        self._failed: dict[int, tuple[Tape, int, int]] = {}  # lane: episode, step, how often
+        self._given_up: dict[int, tuple[Tape, int]] = {}  # lane: episode, step
         self.announced: dict[int, Announce] = {}
         self._last_pids: list[int | None] = []
         self._policy = policy
         self._crash_files = CrashFiles(crash_dir)
         self._owner_pid = os.getpid()
-        self._failures: dict[int, tuple[int, LaneFailure]] = {}  # with the number of the command
+        self._failures: dict[int, tuple[int, WorkerError]] = {}  # with the number of the command
         # What a successor has to be sent again:
         self._mapped: dict[str, tuple[MapArrays, Memory]] = {}
         self._resets: dict[int, Reset] = {}  # the last of each worker
+        parcels = [_pickled(env_fns, lanes) for lanes in self.lanes_of]
+        self._shared = [parcel.shared for parcel in parcels]
         self._setups = [
-            Setup(_pickled(env_fns, lanes), options, lanes.start) for lanes in self.lanes_of
+            Setup(parcel.data, options, lanes.start)
+            for parcel, lanes in zip(parcels, self.lanes_of, strict=True)
         ]
         self._n_waits = 0
         self._done = Wake()
         self.wakes = [Wake() for _ in self.lanes_of]
-        runs = [partial(main, wake, self._done) for wake in self.wakes]
+        runs = [
+            partial(main, shared, wake, self._done)
+            for shared, wake in zip(self._shared, self.wakes, strict=True)
+        ]
         self.processes = Workers(runs, root, policy, timeout_s, self, ENV_HINT)
         stack_sources.add(self)
         try:
             self.processes.start(self._done.fd)
+            if not policy.may_restart:
+                self._forget_setups()
         except BaseException:
             self.processes.abort()
             self.close()
@@ -210,6 +223,8 @@ class EnvWorkers:
         self._resets[worker] = message
         self.issued[worker] = message.number
         self.commanded[worker] = [self.lanes_of[worker][lane] for lane in message.lanes]
+        for lane in self.commanded[worker]:
+            self.failures.pop(lane, None)
 
     def is_unanswered(self, lane: int) -> bool:
         """Whether a lane's request has no reply yet."""
@@ -266,7 +281,7 @@ class EnvWorkers:
         finished, issued = self.buffers.finished, self.issued
         self.wait_finished(lambda: all(finished[worker] == issued[worker] for worker in workers))
 
-    def failure(self, worker: int) -> LaneFailure:
+    def failure(self, worker: int) -> WorkerError:
         """The error of a worker's last command, which failed."""
         number = self.issued[worker]
         self.wait_until(lambda: worker in self._failures and self._failures[worker][0] == number)
@@ -301,7 +316,13 @@ class EnvWorkers:
         unanswered = filter(self.is_unanswered, own)
         doubtful = [n - own.start for n in unanswered if self.requests[n].call.command == "step"]
         attributes = {lane - own.start: self.attributes[lane] for lane in own}
-        packed = pack(Predecessor(tapes, closed, doubtful, attributes), Memory.shared)
+        given_up = {
+            lane - own.start: (self._given_up[lane][0].seed, self._given_up[lane][1])
+            for lane in own
+            if self._fails_next(lane)
+        }
+        predecessor = Predecessor(tapes, closed, doubtful, attributes, given_up)
+        packed = pack(predecessor, Memory.shared)
         is_busy, step = self._is_busy(worker), self.buffers.step[worker]
         is_step = is_busy and step == self.issued[worker]
         send(worker, Begin(step - 1 if is_step else step, packed.payload), packed.memory)
@@ -326,12 +347,54 @@ class EnvWorkers:
             return ""
         return "step" if self.buffers.step[worker] == self.issued[worker] else "reset"
 
+    def _fails_next(self, lane: int) -> bool:
+        """Whether what a lane does next, or again, is known to fail."""
+        tape, step = self._given_up.get(lane, (None, 0))
+        if tape is None or tape is not self.tapes.peek(lane):
+            return False
+        return self.tapes.n_steps(lane) - (self._call_of(lane) == "step") == max(step, 0)
+
     def lost(self, worker: int, failure: WorkerError | None) -> None:
         """Forget the episodes that a worker has begun ahead of time: its successor has not."""
         for lane in self.lanes_of[worker] if self._mapped else ():
             if self.buffers.is_ahead[lane] >= 0:
                 self.buffers.is_ahead[lane] = -1
                 self.tapes.forget(lane)
+
+    def blames(self, worker: int, failure: WorkerError) -> int | None:
+        """See ``Client.blames``: where the call failed before, the lane is truncated instead."""
+        lane = failure.where.lane
+        tape = None if lane is None else self.tapes.peek(lane)
+        if lane is None or tape is None or not (call := self._call_of(lane)):
+            return None
+        step = self.tapes.n_steps(lane) - 1 if call == "step" else -1
+        before = self._failed.get(lane)
+        is_same = before is not None and before[0] is tape and before[1] == step
+        n = before[2] + 1 if before is not None and is_same else 1
+        self._failed[lane] = tape, step, n
+        most = self._policy.max_episode_restarts
+        if isinstance(failure, EnvError) and self._policy.truncates:
+            most = 1
+        if most is None or n < most:
+            return None
+        if self._policy.restarts_on_env_errors and not self.is_unanswered(lane):
+            self._given_up[lane], self.failures[lane] = (tape, step), failure
+        else:
+            self._end_call(worker, lane, failure)
+        return n - 1
+
+    def _end_call(self, worker: int, lane: int, failure: WorkerError) -> None:
+        """Let what a worker was doing have failed, instead of its successor doing it again."""
+        if self.is_unanswered(lane):
+            request = self.requests[lane]
+            request.reply = pickle.dumps(("error", str(failure)))
+            self.tapes.lose(lane, "there, an earlier request of its remote failed")
+        if self._is_busy(worker):
+            for commanded in self.commanded[worker]:
+                self.tapes.forget(commanded)
+            self._failures[worker] = self.issued[worker], failure
+            self.buffers.outcome[worker] = FAILED
+            self.buffers.finished[worker] = self.issued[worker]
 
     def busy(self) -> Collection[int]:
         """Workers that have something to do."""
@@ -428,13 +491,19 @@ class EnvWorkers:
         if os.getpid() == self._owner_pid:  # else the workers are those of another process
             self.processes.fail(UsageError("the environments were closed meanwhile"))
             self.processes.close()
+        self._forget_setups()
         for _, memory in self._mapped.values():
             memory.close_fd()
         for wake in (self._done, *self.wakes):
             wake.close()
 
+    def _forget_setups(self) -> None:
+        """Keep nothing of what workers are started with."""
+        for shared in self._shared:
+            shared.close()
 
-def _pickled(env_fns: Sequence[Callable[[], Any]], lanes: range) -> bytes:
+
+def _pickled(env_fns: Sequence[Callable[[], Any]], lanes: range) -> Parcel:
     fix = "create it inside the function, which runs in the worker"
     named = {f"env_fns[{lane}]": env_fns[lane] for lane in lanes}
     return pickled(named, list(named.values()), fix=fix)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError
-from rlpool.machine.pickling import ByValue
+from rlpool.memory.sharing import ByValue
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape
 from rlpool.specs import Declaration, Structure, TensorSpec
@@ -75,12 +75,14 @@ class Predecessor:
         closed: Lanes that were closed.
         doubtful: Lanes whose observation may be that of a remote's step without a reply.
         attributes: For each lane the attributes that were set.
+        given_up: Lane to seed and step of an episode that is truncated where it would go on.
     """
 
     tapes: Mapping[int, Tape]
     closed: Sequence[int]
     doubtful: Sequence[int]
     attributes: Mapping[int, Mapping[str, Any]]
+    given_up: Mapping[int, tuple[int, int]]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.info_keys import InfoKeys, wanted_infos
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.errors import EnvError, SpecError
+from rlpool.errors import EnvError, SpecError, WorkerError
 from rlpool.machine.arguments import checked_timeout, names_arguments, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.main_guard import refuse_during_import
@@ -86,7 +86,8 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
 
     Args:
         env_fns: Functions without arguments that make one environment each, in the workers.
-            Lambdas, closures and classes defined in a script or notebook are fine.
+            Lambdas, closures and classes defined in a script or notebook are fine. What they hold
+            is shared or copied as ``agent_args`` of ``EpisodeBatcher`` are.
         envs_per_worker: Environments of each worker process, which steps them one after another.
         seed: Root of the seeds of ``reset`` and of remotes. A batcher brings its own seeds.
         timeout: Seconds without progress after which a worker counts as hanging, ``None`` for
@@ -250,6 +251,22 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             self._workers.map("observations", specs, declaration)
             columns.place(self._buffers.observation)
             self.current.update(columns.arrays)
+
+    @property
+    def failures(self) -> Mapping[int, WorkerError]:
+        """Lane to why its episode was given up, until its next reset; see ``on_env_error``.
+
+        Example:
+            >>> def make_broken_env():
+            ...     return FaultyEnv("raise", at_step=1)
+            >>> with ParallelEnvManager([make_broken_env], on_env_error="truncate") as env:
+            ...     _ = env.reset()
+            ...     for _ in range(2):
+            ...         (_, _), (after, _) = env.step(DictTensor({"action": torch.tensor([0])}))
+            ...     print(after["truncated"], env.failures[0].what)
+            tensor([True]) env.step raised KeyError: 'struck'
+        """
+        return dict(self._workers.failures)
 
     # The lane contract ---------------------------------------------------------------------
 

@@ -19,10 +19,10 @@ from rlpool.envs.vec_env import Options
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import whole_number
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.machine.pickling import ByValue
 from rlpool.manager.env_workers import EnvWorkers, Request
 from rlpool.manager.messages import Call, SetAttribute
 from rlpool.manager.stepper import Stepper
+from rlpool.memory.sharing import ByValue
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.tape import action_row
 from rlpool.seeding import LaneSeeds, root_from, seed_from

@@ -22,13 +22,12 @@ import numpy as np
 
 from rlpool.data.infos import options_of
 from rlpool.envs.vec_env import Options
-from rlpool.errors import EnvError, SpecError, UsageError
+from rlpool.errors import EnvError, SpecError, UsageError, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.machine.pickling import ByValue
 from rlpool.manager.buffers import ALL_LANES, FAILED, SOME_LANES
 from rlpool.manager.env_workers import EnvWorkers
-from rlpool.manager.lane_failure import LaneFailure
 from rlpool.manager.messages import Announce, Reset
+from rlpool.memory.sharing import ByValue
 from rlpool.memory.storage import Array
 
 Kind = Literal["reset", "step", "some"]
@@ -63,7 +62,7 @@ class Pending:
     worker: int
     lanes: list[int]
     is_done: bool = False
-    failure: LaneFailure | None = None
+    failure: WorkerError | None = None
 
 
 class Stepper:
@@ -336,7 +335,7 @@ class Stepper:
         """
         wanted = min(min_ready, sum(len(pending.lanes) for pending in self._pending))
         ready: list[int] = []
-        failed: list[tuple[Pending, LaneFailure]] = []
+        failed: list[tuple[Pending, WorkerError]] = []
 
         def are_enough() -> bool:
             nonlocal ready, failed
@@ -354,7 +353,7 @@ class Stepper:
         self._pending, self.open = left, None
         return ready
 
-    def _collect(self) -> tuple[list[int], list[tuple[Pending, LaneFailure]]]:
+    def _collect(self) -> tuple[list[int], list[tuple[Pending, WorkerError]]]:
         """Note which pending steps are done; returns the lanes that are ready, and failures."""
         for pending in self._pending:
             worker = pending.worker

@@ -127,6 +127,9 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
         self.env_fns, self.copy, self.observation_mode = env_fns, copy, observation_mode
         if max_episode_steps is not None:
             whole_number("max_episode_steps", max_episode_steps, 1)
+        if policy.get("on_env_error") == "truncate":
+            what = "Gymnasium's vector environments have no way to tell of an episode that failed"
+            raise SpecError(what, fix="pass on_env_error='restart', or use a ParallelEnvManager")
         lanes = [
             partial(made_lane, env_fn, self.autoreset_mode, max_episode_steps)
             for env_fn in checked_functions(env_fns)

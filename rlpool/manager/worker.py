@@ -29,6 +29,7 @@ from rlpool.manager.messages import (
     Setup,
 )
 from rlpool.manager.startup import made_environments, report_of
+from rlpool.memory.sharing import Shared
 from rlpool.memory.storage import Array, Memory
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import env_error, text_of, worker_error
@@ -55,10 +56,13 @@ _LOST_FIX = (
 )
 
 
-def main(wake: Wake, done: Wake, place: Place, connection: Connection, control_fd: int) -> None:
+def main(
+    shared: Shared, wake: Wake, done: Wake, place: Place, connection: Connection, control_fd: int
+) -> None:
     """Run a worker process with environments.
 
     Args:
+        shared: What the set-up refers to.
         wake: Is signalled when a step is issued while this process sleeps.
         done: Is signalled when a command is carried out, for a caller that sleeps.
         place: Which worker it is.
@@ -66,7 +70,7 @@ def main(wake: Wake, done: Wake, place: Place, connection: Connection, control_f
         control_fd: Descriptor of the shared record.
     """
     control = settle_in(place, control_fd)
-    run(EnvServer(place, Pipe(connection), control, wake, done))
+    run(EnvServer(place, Pipe(connection), control, wake, done), shared)
 
 
 class EnvServer:
@@ -99,6 +103,7 @@ class EnvServer:
         self._coming = _ComingEpisodes()
         self._lost: dict[int, str] = {}  # lanes that could not be restored, and why
         self._changed: set[int] = set()  # lanes where an attribute was set in their episode
+        self._given_up: dict[int, tuple[int, int]] = {}  # see Predecessor
 
     def start(self) -> bool:
         """Create the environments and report; False if that failed."""
@@ -214,6 +219,7 @@ class EnvServer:
     def _restore(self, predecessor: Predecessor) -> None:
         """Take the predecessor's place; a step that it did not finish comes next."""
         buffers, me = self._buffers, self._me
+        self._given_up.update(predecessor.given_up)
         for lane in predecessor.closed:
             self._close_lane(lane)
         number = buffers.step[me]
@@ -244,12 +250,23 @@ class EnvServer:
             self._control.end_calls()
 
     def _reset(self, message: Reset) -> None:
-        for lane, seed in zip(message.lanes, message.seeds, strict=True):
+        able: list[int] = []  # positions of lanes whose reset is not known to fail
+        for number, (lane, seed) in enumerate(zip(message.lanes, message.seeds, strict=True)):
             self._note_begin(lane, seed)
+            if self._given_up.get(lane) == (seed, -1):
+                self._env.begin_lanes([lane])
+            else:
+                self._given_up.pop(lane, None)
+                able.append(number)
         outcome = NONE_ENDED
         try:
             with self._env_time():
-                self._env.reset_lanes(message.lanes, message.seeds, message.options)
+                if able:
+                    self._env.reset_lanes(
+                        [message.lanes[n] for n in able],
+                        [message.seeds[n] for n in able],
+                        [message.options[n] for n in able],
+                    )
         except LaneError as error:
             row = message.lanes.index(error.lane)
             self._report(message.number, error, message.options[row])
@@ -286,7 +303,10 @@ class EnvServer:
         record = self._control
         record.env_ns[0] -= monotonic_ns()  # not _env_time(), which takes longer
         try:
-            ended = self._env.step_lanes(lanes, self._buffers.action)
+            if self._given_up:
+                ended = self._step_and_give_up(lanes)
+            else:
+                ended = self._env.step_lanes(lanes, self._buffers.action)
             record.env_ns[0] += monotonic_ns()
             record.n_steps[0] += len(lanes)
         except LaneError as error:
@@ -299,6 +319,14 @@ class EnvServer:
                 for lane in ended:
                     self._begin_ahead(lane)
         self._conclude(number, outcome)
+
+    def _step_and_give_up(self, lanes: list[int]) -> list[int]:
+        """Step lanes but those that are given up, which are truncated instead."""
+        given_up = [lane for lane in lanes if self._given_up.pop(lane, None) is not None]
+        others, actions = [lane for lane in lanes if lane not in given_up], self._buffers.action
+        ended = self._env.step_lanes(others, actions) if others else []
+        self._env.truncate_lanes(given_up, actions)
+        return sorted([*ended, *given_up])
 
     def _conclude(self, number: int, outcome: int) -> None:
         self._advance()

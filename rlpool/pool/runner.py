@@ -27,7 +27,7 @@ from rlpool.envs.gym_env import refuse_no_environment
 from rlpool.envs.one_env import ACTION_KEY, STATE_KEY, OneEnv
 from rlpool.errors import AgentError, SpecError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from rlpool.machine.arguments import checked_timeout
-from rlpool.machine.pickling import pickled
+from rlpool.memory.sharing import Parcel, pickled
 from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY, refuse_taken
 from rlpool.pool.schema import recognised_frame_stack
 from rlpool.record.failures import MISSES_OPTIONS
@@ -110,7 +110,7 @@ class EpisodeRunner:
         # One batcher for all environments, or one for each; with the numbers of the environments.
         self._batchers: list[tuple[Batcher, list[int]]] = []
         self._has_worked = False  # the workers have completed a run
-        self._sent: tuple[list[bytes], bytes] = ([], b"")
+        self._sent: tuple[list[Parcel], Parcel | None] = ([], None)
         self._pickled()  # refused now rather than by the first run
         self.frame_stack = recognised_frame_stack(envs)
 
@@ -170,11 +170,11 @@ class EpisodeRunner:
 
     def _stop(self) -> None:
         batchers, self._batchers = self._batchers, []
-        self._has_worked = False
+        self._has_worked, self._sent = False, ([], None)
         for batcher, _ in batchers:
             batcher.close()
 
-    def _pickled(self) -> tuple[list[bytes], bytes]:
+    def _pickled(self) -> tuple[list[Parcel], Parcel]:
         """The environments and the policy."""
         _check_environments(self._envs, self._n_processes)
         envs = [
@@ -186,11 +186,12 @@ class EpisodeRunner:
     def _run(self, number: int) -> tuple[DictTensor, list[int]]:
         """The steps of one episode of every environment, put together from windows."""
         envs, policy = self._pickled()
-        if envs != self._sent[0]:
+        is_new = policy != self._sent[1]
+        if envs != self._sent[0] or (is_new and policy.shared.has_descriptors):
             self._stop()
-        elif policy != self._sent[1]:
+        elif is_new:
             for batcher, _ in self._batchers:
-                batcher.update(policy)
+                batcher.update(policy.data)
         self._sent = envs, policy
         lane_seeds = LaneSeeds(self._root, number)
         seeds = [lane_seeds.seed(process, 0) for process in range(len(envs))]
@@ -329,8 +330,8 @@ class WorkerFactory:
         root: The root seed, from which follows the seed that each worker gets.
     """
 
-    envs: list[bytes]
-    policy: bytes
+    envs: list[Parcel]
+    policy: Parcel
     seeds: list[int]
     root: int
 
@@ -339,13 +340,13 @@ class WorkerFactory:
         _derive_entropy_from_process()
         root = root_from(self.root)
         process = [worker_seed(root, worker) for worker in range(len(self.envs))].index(seed)
-        env = pickle.loads(self.envs[process])
+        env = self.envs[process].load()
         self._env = OneEnv(env, self.seeds[process], owns_process=True)
         return self._env
 
     def create_agent(self) -> ActionChooser:
         """The agent of that environment."""
-        return ActionChooser(self._env, pickle.loads(self.policy))
+        return ActionChooser(self._env, self.policy.load())
 
 
 class ActionChooser(Agent):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlpool.envs.vec_env import LaneError, VecEnv
-from rlpool.errors import EnvError, Where
+from rlpool.errors import EnvError, NotRepeatedError, Where
 from rlpool.memory.storage import Array
 from rlpool.record.failures import env_error
 from rlpool.record.tape import REWARD, Actions, Tape
@@ -185,7 +185,7 @@ def _refuse_divergence(reached: Reached, tape: Tape, where: Where, may_end: bool
     if has_ended and not may_end:
         divergence = divergence or Divergence(n_steps - 1, "done", "the episode ended")
     if divergence is not None:
-        raise EnvError(
+        raise NotRepeatedError(
             f"the environment did not repeat an episode: {divergence.what}, after "
             f"reset(seed={tape.seed}) and the same {n_steps} actions: it is not "
             "deterministic given its seed",

@@ -29,7 +29,7 @@ import numpy as np
 from rlpool.envs.columns import converted
 from rlpool.envs.vec_env import Options
 from rlpool.memory.storage import Array
-from rlpool.slots.blocks import Arrays, Layout, successor_key
+from rlpool.slots.blocks import Arrays, Layout, StepSpecs, successor_key
 from rlpool.specs import FLAGS, Structure, TensorSpec, flattener
 
 Actions = dict[str, Array]
@@ -285,6 +285,13 @@ class WindowTapes:
         self._most_bytes = most_bytes // n_lanes
         self._is_enough = True
 
+    @classmethod
+    def of(cls, tapes: Mapping[int, Tape], step: StepSpecs, n_lanes: int) -> WindowTapes:
+        """Those that somebody else has recorded."""
+        windows = cls(n_lanes)
+        windows.tapes, windows._is_enough = dict(tapes), _is_enough(step)
+        return windows
+
     @property
     def is_complete(self) -> bool:
         """Whether all episodes can be repeated.
@@ -306,7 +313,7 @@ class WindowTapes:
             lanes_left: Lanes that continue; they have filled their slots.
         """
         step, n_rows = layout.step, len(lanes)
-        self._is_enough = not step.wants_history and not step.resets_together
+        self._is_enough = _is_enough(step)
         if not self._is_enough:
             return
         after, ends = arrays.finals, np.zeros(n_rows, bool)
@@ -330,6 +337,11 @@ class WindowTapes:
                 tape.observation = {key: array[row] for key, array in shown.items()}
                 tape.state = {key: array[row] for key, array in state.items()}
             self.tapes[lane] = tape
+
+
+def _is_enough(step: StepSpecs) -> bool:
+    """Whether actions, observations and states are enough to repeat episodes of this kind."""
+    return not step.wants_history and not step.resets_together
 
 
 def action_row(

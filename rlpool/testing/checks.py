@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from rlpool.errors import RlpoolError, SpecError, WorkerError, WorkerStartupError, compose
-from rlpool.machine.pickling import pickled
+from rlpool.memory.sharing import pickled
 from rlpool.record.failures import described
 from rlpool.seeding import root_from, seeded_generators, worker_seed
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,17 @@ from rlpool.batch.messages import Infos
 from rlpool.batch.requests import as_infos, part_of
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError
+from rlpool.errors import SpecError, WorkerError
 from rlpool.machine.arguments import names_arguments, whole_number
+from rlpool.memory.sharing import Parcel, pickled
 from rlpool.seeding import episode_seeds, evaluation_root, root_from
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.training.statistics import episode_returns, numbers_of
 from rlpool.training.video import Filming
-from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S
+from rlpool.workers.failure_policy import DEFAULT_TIMEOUT_S, PolicyOptions, takes_policy
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _N_TIMESTEPS = 128
 """Steps per slot; longer episodes are joined from several."""
@@ -50,6 +54,9 @@ class Evaluation:
         successes: bool ``[n_episodes]``, ``None`` if the environments do not say.
         seeds: int64 ``[n_episodes]``: what each episode was reset with.
         videos: The files that were written, in order of episodes.
+        failed: bool ``[n_episodes]``: those that were given up since their environment failed,
+            ``None`` with ``on_env_error="raise"``.
+        failures: Why, in order; ``where.episode`` is the number of the episode.
 
     Example:
         >>> lengths = {"length": [2, 3]}
@@ -63,9 +70,12 @@ class Evaluation:
     successes: Tensor | None
     seeds: Tensor
     videos: tuple[Path, ...] = ()
+    failed: Tensor | None = None
+    failures: tuple[WorkerError, ...] = ()
 
 
 @names_arguments
+@takes_policy
 def evaluate(
     agent: Agent,
     create_env: CreateEnv,
@@ -79,6 +89,7 @@ def evaluate(
     video: str | Path | None = None,
     video_episodes: int | Sequence[int] = _N_VIDEOS,
     timeout: float | None = DEFAULT_TIMEOUT_S,
+    **policy: Unpack[PolicyOptions],
 ) -> Evaluation:
     """Run complete episodes with a copy of an agent, without gradients.
 
@@ -110,6 +121,8 @@ def evaluate(
             memory until its end.
         video_episodes: How many of the first episodes to film, or the numbers of those to film.
         timeout: As for ``EpisodeBatcher``.
+        **policy: As for ``EpisodeBatcher``. With ``on_env_error="truncate"`` an episode whose
+            environment fails ends there, and ``failed`` says so.
 
     Raises:
         SpecError: For arguments of the wrong kind or size.
@@ -134,19 +147,30 @@ def evaluate(
         # As many slots as its own layout says.
         n_slots: Any = None
         with _Evaluator(
-            _N_TIMESTEPS, n_slots, *factories, n_threads, root, timeout=timeout
+            _N_TIMESTEPS, n_slots, *factories, n_threads, root, timeout=timeout, **policy
         ) as batcher:
             outcomes = [_outcome(part) for part in batcher.parts(n_episodes, infos)]
-        films = [next(folder.glob(f"episode-{n:03d}-*")) for n in filmed.values()]
+        films = [film for n in filmed.values() for film in folder.glob(f"episode-{n:03d}-*")]
         videos = tuple(film.replace(folder.parent / film.name) for film in films)
-    returns, lengths, successes, used = zip(*outcomes, strict=True)
-    known = [success for success in successes if success is not None]
-    success = torch.cat(known) if known else None
-    return Evaluation(torch.cat(returns), torch.cat(lengths), success, torch.cat(used), videos)
+    returns, lengths, successes, used, failed = zip(*outcomes, strict=True)
+    success, gave_up = (
+        torch.cat(parts) if parts else None
+        for parts in ([p for p in each if p is not None] for each in (successes, failed))
+    )
+    measured = torch.cat(returns), torch.cat(lengths), success, torch.cat(used)
+    return Evaluation(*measured, videos, gave_up, tuple(batcher.found))
 
 
 class _Evaluator(EpisodeBatcher):
-    """Runs the episodes of an evaluation in requests of a size that memory has room for."""
+    """Runs the episodes of an evaluation in requests of a size that memory has room for.
+
+    Attributes:
+        found: Why episodes were given up.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.found: list[WorkerError] = []
+        super().__init__(*args, **kwargs)
 
     @classmethod
     def layout(
@@ -162,34 +186,43 @@ class _Evaluator(EpisodeBatcher):
         for start in starts:
             stop = min(start + size, n_episodes)
             self.execute(stop - start, *part_of(infos, range(start, stop)))
-        for _ in starts:
+        for start in starts:
             if (part := self.get()) is not None:
+                for failure in self.failures:
+                    episode = start + (failure.where.episode or 0)
+                    where = failure.where._replace(episode=episode)
+                    self.found.append(failure.reworded(where=where))
                 yield part
 
 
-def _outcome(part: TemporalDictTensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Returns, lengths, successes and seeds of some episodes, as copies."""
+def _outcome(
+    part: TemporalDictTensor,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Returns, lengths, successes and seeds of some episodes, and which failed, as copies."""
     success = None
     if "_success" in part:
         success = episode_returns(part, "_success") != 0
     elif "_is_success" in part:
         last = part.lengths[:, None] - 1
         success = numbers_of(part, "_is_success").gather(1, last)[:, 0] != 0
-    return episode_returns(part), part.lengths.clone(), success, part.info["seed"].clone()
+    failed = part.info["failed"].clone() if "failed" in part.info else None
+    seeds = part.info["seed"].clone()
+    return episode_returns(part), part.lengths.clone(), success, seeds, failed
 
 
 # The agent ---------------------------------------------------------------------------------------
 
 
 def _checked_agent(agent: Any, n_threads: int) -> Any:
-    """The agent, or a copy of it where it is not copied on its way to a worker.
+    """A copy of the agent, pickled for workers.
 
     Raises:
         SpecError: If it is a class, no agent, or cannot be copied.
     """
     refuse_no_agent(agent)
     if n_threads:
-        return agent
+        fix = "leave out in its __getstate__ what it does not need for acting"
+        return pickled({"agent": agent}, agent, fix=fix, copies=True)
     try:
         return copy.deepcopy(agent)
     except Exception as error:
@@ -201,6 +234,7 @@ def _checked_agent(agent: Any, n_threads: int) -> Any:
 
 def _in_evaluation_mode(agent: Any) -> Any:
     """Make the agent of a worker: all its modules are in evaluation mode."""
+    agent = agent.load() if isinstance(agent, Parcel) else agent
     seen: set[int] = set()
     parts = [agent]
     while parts:

@@ -35,6 +35,9 @@ which with the delays takes a minute and a half."""
 _CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 """Signals that a process mostly sends itself."""
 
+DEFAULT_MAX_EPISODE_RESTARTS = 2
+"""Failures of one episode at the same step: the first may be an accident, a second is none."""
+
 _LONGEST_HISTORY = 1000
 """Failures that are remembered: an owner without a limit may live for months."""
 
@@ -51,7 +54,9 @@ class FailurePolicy:
             them.
         max_restarts: The most replacements in all, ``None`` for no limit.
         on_env_error: ``"raise"`` reports an environment that raises, ``"restart"`` replaces its
-            worker.
+            worker and runs the episode again, ``"truncate"`` replaces it and ends the episode.
+        max_episode_restarts: An episode that fails this often at the same step is not run again:
+            it is truncated, or reported with ``on_env_error="raise"``. ``None`` for no limit.
         max_episodes_per_worker: A worker is replaced after this many episodes, ``None`` for never.
         max_rss_bytes: A worker whose resident memory is larger is replaced, ``None`` for never.
         start_method: How processes are started, one of ``START_METHODS``.
@@ -63,15 +68,17 @@ class FailurePolicy:
     on_worker_failure: str = "restart"
     max_restarts: int | None = DEFAULT_MAX_RESTARTS
     on_env_error: str = "raise"
+    max_episode_restarts: int | None = DEFAULT_MAX_EPISODE_RESTARTS
     max_episodes_per_worker: int | None = None
     max_rss_bytes: int | None = None
     start_method: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("on_worker_failure", "on_env_error"):
-            check_choice(name, getattr(self, name), ("restart", "raise"))
+        check_choice("on_worker_failure", self.on_worker_failure, ("restart", "raise"))
+        check_choice("on_env_error", self.on_env_error, ("restart", "raise", "truncate"))
         for name, least in (
             ("max_restarts", 0),
+            ("max_episode_restarts", 1),
             ("max_episodes_per_worker", 1),
             ("max_rss_bytes", _LEAST_RSS_BYTES),
         ):
@@ -88,7 +95,12 @@ class FailurePolicy:
     @property
     def restarts_on_env_errors(self) -> bool:
         """Whether workers whose environment raised are replaced."""
-        return self.on_env_error == "restart"
+        return self.on_env_error != "raise"
+
+    @property
+    def truncates(self) -> bool:
+        """Whether an episode whose environment raised is truncated there."""
+        return self.on_env_error == "truncate"
 
     def restarts_on(self, failure: WorkerError) -> bool:
         """Whether a worker that ended with this failure is replaced."""
@@ -112,6 +124,7 @@ class PolicyOptions(TypedDict, total=False):
     on_worker_failure: str
     max_restarts: int | None
     on_env_error: str
+    max_episode_restarts: int | None
     max_episodes_per_worker: int | None
     max_rss_bytes: int | None
     start_method: str
@@ -200,6 +213,11 @@ class Restarts:
         if record.n == 1:
             return 0.0
         return float(min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(record.n - 2, 16)))
+
+    def forgive(self, worker: int, n_before: int) -> None:
+        """Record a failure that will not come again, like ``n_before`` earlier ones."""
+        self.n_restarts = max(0, self.n_restarts - n_before)
+        self._records[worker] = _Record()
 
     def note_ready(self, worker: int) -> None:
         """Record that a worker has its environments, before it has done any work."""

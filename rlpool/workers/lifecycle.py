@@ -110,6 +110,12 @@ class Client(Protocol):
     def lost(self, worker: int, failure: WorkerError | None) -> None:
         """A worker is gone and will be replaced; ``failure`` says why, if it failed."""
 
+    def blames(self, worker: int, failure: WorkerError) -> int | None:
+        """How often what a worker was running had failed before, if it will not run it again.
+
+        The failure does not count as the worker's then; ``None`` if it does.
+        """
+
     def busy(self) -> Collection[int]:
         """The workers that have something to do."""
 
@@ -472,12 +478,19 @@ class Workers:
 
     def _restart(self, life: Life, failure: WorkerError) -> None:
         """Let a worker that failed start again when it is due."""
+        where = f" ({failure.where})" if str(failure.where) else ""
+        n_before = self._client.blames(life.worker, failure)
+        if n_before is not None:
+            self._restarts.forgive(life.worker, n_before)
+            self._set_state(life, State.DOWN, 0.0)
+            _LOG.warning("%s%s: %s", failure.what, where, given_up(n_before))
+            self._client.lost(life.worker, failure)
+            return
         try:
             self._set_state(life, State.DOWN, self._restarts.delay_s(life.worker, failure))
         except WorkerDiedError as error:
             self.fatal = error
             return
-        where = f" ({failure.where})" if str(failure.where) else ""
         _LOG.warning("%s%s: restart %s", failure.what, where, str(self._restarts))
         self._client.lost(life.worker, failure)
 
@@ -611,6 +624,13 @@ class Workers:
         self._poller = None
         reap_template()
         self.control.close()
+
+
+def given_up(n_before: int) -> str:
+    """Why an episode is not run again that had failed ``n_before`` times before."""
+    if not n_before:
+        return "the episode is given up"
+    return f"the same episode failed at the same step, {n_before + 1} times: it is given up"
 
 
 def _close(lives: list[Life], logs: Logs) -> None:

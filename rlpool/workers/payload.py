@@ -11,12 +11,14 @@ import io
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
 import torch
 
+from rlpool.memory.sharing import ONLY_AT_START
 from rlpool.memory.storage import Memory
 from rlpool.specs import numpy_dtype
 
@@ -85,13 +87,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with the data of tensors outside the pickle."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Reduce plain tensors to their bytes; leave everything else to cloudpickle."""
+        """Reduce plain tensors to their bytes; leave what can be copied to cloudpickle."""
         kind = type(value)
         if (kind is torch.Tensor or kind is torch.nn.Parameter) and value.layout is torch.strided:
             words = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
             dtype = _NUMPY_DTYPES.get(words.dtype)
             data = (words.view(-1).view(torch.uint8) if dtype is None else words).numpy()
             return _tensor, (pickle.PickleBuffer(data), dtype or words.dtype, tuple(words.shape))
+        if kind is Connection:  # it would arrive as the number of this process's descriptor
+            raise TypeError(ONLY_AT_START)
         return super().reducer_override(value)
 
 

@@ -61,8 +61,8 @@ _NEEDED = ("cloudpickle", "gymnasium.envs.classic_control", "rlpool", "runpy")
 
 MAX_MESSAGE_BYTES = 2**16
 
-_MAX_FDS = 250
-"""The kernel lets one message carry 253."""
+MAX_FDS = 250
+"""The kernel lets one message carry 253. The first one of a request says how many there are."""
 
 _PARENT_CHECK_MS = 1000
 """How often the template checks its parent, whose other children may keep the socket open."""
@@ -232,10 +232,12 @@ def _serve_requests(
     while os.getppid() == parent_pid:
         if not poller.poll(_PARENT_CHECK_MS):
             continue
-        words, fds, _, _ = socket.recv_fds(caller, MAX_MESSAGE_BYTES, _MAX_FDS)
+        words, fds, _, _ = socket.recv_fds(caller, MAX_MESSAGE_BYTES, MAX_FDS)
         if not words:
             return None
         n_fds, blocked, number = pickle.loads(words)
+        for _ in range(MAX_FDS, n_fds, MAX_FDS):
+            fds += socket.recv_fds(caller, 1, MAX_FDS)[1]
         try:
             if len(fds) < n_fds:
                 raise OSError(errno.EMFILE, "")

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
-from rlpool.workers.template import BOOT, MAX_MESSAGE_BYTES
+from rlpool.workers.template import BOOT, MAX_FDS, MAX_MESSAGE_BYTES
 
 _LOG = logging.getLogger("rlpool")
 
@@ -165,7 +165,9 @@ class Template:
         try:
             with InterruptsHeld():
                 try:
-                    socket.send_fds(self._connection, [request], fds)
+                    for start in range(0, len(fds), MAX_FDS):
+                        words = b"+" if start else request
+                        socket.send_fds(self._connection, [words], fds[start : start + MAX_FDS])
                 except OSError as error:
                     raise TemplateLostError(str(error)) from error
             number, answer = 0, 0

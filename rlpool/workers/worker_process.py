@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from rlpool.errors import Where, WorkerStartupError
+from rlpool.memory.sharing import Shared
 from rlpool.observe.control import WorkerRecord, worker_record
 from rlpool.record.failures import text_of, what_and_fix
 from rlpool.seeding import seed_generators, worker_seed
@@ -129,10 +130,17 @@ def called(where: Where, what: str, function: Callable[..., Any], *arguments: An
         raise WorkerStartupError(told, where=where, fix=fix, traceback_text=text) from error
 
 
-def run(server: Server) -> None:
-    """Run a worker until it is told to close or its parent is gone."""
+def run(server: Server, shared: Shared) -> None:
+    """Run a worker until it is told to close or its parent is gone.
+
+    Args:
+        server: What it runs.
+        shared: What the pickles of its set-up refer to.
+    """
     try:
-        if server.start():
+        with shared.being_read():
+            is_ready = server.start()
+        if is_ready:
             # Modules, environments and agent stay: the garbage collector can skip them.
             gc.freeze()
             server.serve()

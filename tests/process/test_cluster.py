@@ -253,7 +253,8 @@ def test_a_node_that_joins_later_and_cannot_start_is_left_out(
 
 def test_workers_that_die_are_counted_over_all_nodes(tmp_path: Path) -> None:
     arguments = {"n_lanes": 3, "marks": str(tmp_path), "times": 9}
-    with make(InProcess(2), env_args=arguments, max_restarts=2) as batcher:
+    limits = {"max_restarts": 2, "max_episode_restarts": None}
+    with make(InProcess(2), env_args=arguments, **limits) as batcher:
         batcher.execute(20, None, faults_at(20, 7, "sigkill", 1, length=3))
         with pytest.raises(WorkerDiedError) as caught:
             batcher.get()

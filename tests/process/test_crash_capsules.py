@@ -239,8 +239,9 @@ def test_failures_told_to_a_remote_come_again(tmp_path: Path) -> None:
 
 
 def test_failures_that_were_tried_again_have_capsules_in_the_history(tmp_path: Path) -> None:
+    limits: dict[str, Any] = {"max_restarts": 1, "max_episode_restarts": None}
     with ParallelEnvManager(
-        [make_doomed], seed=1, crash_dir=tmp_path, on_env_error="restart", max_restarts=1
+        [make_doomed], seed=1, crash_dir=tmp_path, on_env_error="restart", **limits
     ) as manager:
         manager.reset_lanes([0], [5], [None])
         manager.remotes[0].send(("step", 3))

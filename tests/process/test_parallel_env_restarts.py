@@ -211,7 +211,8 @@ def test_environments_that_are_not_reproducible_are_not_continued() -> None:
 @pytest.mark.parametrize("kind", ["sigkill", "raise"])
 def test_an_exhausted_budget_is_an_error_with_the_history(fragile: MakeFragile, kind: str) -> None:
     poison = failing(kind, 1)
-    with open_manager(partial(fragile, 99), 2, on_env_error="restart", max_restarts=2) as manager:
+    limits = {"max_restarts": 2, "max_episode_restarts": None}
+    with open_manager(partial(fragile, 99), 2, on_env_error="restart", **limits) as manager:
         manager.reset_lanes([0, 1], [4, 5], [None, poison])
         manager.step_lanes([0, 1], no_actions(manager))
         ready = manager.step_some(0, [0], no_actions(manager))  # it may be ready at once

@@ -175,7 +175,12 @@ def test_a_budget_that_is_used_up_is_an_error_with_the_failures(
     strikes: dict[str, str], hits: Hits, history: list[type[rlpool.WorkerError]]
 ) -> None:
     env_args = {**strikes, "n_lanes": 1, "times": 3 - len(hits)}
-    options = {"max_restarts": 1, "on_env_error": "restart", "timeout": 0.5}
+    options = {
+        "max_restarts": 1,
+        "on_env_error": "restart",
+        "timeout": 0.5,
+        "max_episode_restarts": None,
+    }
     with open_batcher(env_args, 1, **options) as batcher:
         batcher.execute(6, env_info=faults(6, hits, length=9))
         with pytest.raises(rlpool.WorkerDiedError, match="max_restarts") as caught:
@@ -208,7 +213,12 @@ def test_an_environment_that_raises_and_takes_its_worker_down_is_one_failure(
 ) -> None:
     kind = "raise_and_die" if ending == "none" else "raise"
     env_args = {**strikes, "close_fault": ending}
-    options = {"on_env_error": "restart", "max_restarts": 1, "timeout": None}
+    options = {
+        "on_env_error": "restart",
+        "max_restarts": 1,
+        "timeout": None,
+        "max_episode_restarts": None,
+    }
     with open_batcher(env_args, 1, **options) as batcher, caplog.at_level(logging.WARNING):
         assert len(collect(batcher, {3: (kind, 1)})) == 3
     assert len(caplog.records) == 1

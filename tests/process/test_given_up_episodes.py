@@ -1,0 +1,269 @@
+"""Episodes that fail for good end where they fail, and the others do not notice."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlpool import (
+    Batcher,
+    EnvError,
+    EpisodeBatcher,
+    NotRepeatedError,
+    ParallelEnvManager,
+    ParallelVectorEnv,
+    SpecError,
+    WorkerDiedError,
+    WorkerTimeoutError,
+    evaluate,
+)
+
+from support.faults import KINDS
+from support.fragile import ChancyEnv, FragileEnv, RecurrentAgent, create_fragile, failing
+
+pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(120)]
+
+ALWAYS = 1_000  # times that a fault strikes
+N = 12
+
+
+def infos(kind: str, step: int, rows: tuple[int, ...] = (2, 7)) -> dict[str, Any]:
+    """Episodes of which some fail at a step, -1 for the reset."""
+    fault = torch.zeros(N, dtype=torch.int64)
+    fault[list(rows)] = KINDS.index(kind)
+    return {"length": 2 + torch.arange(N) % 7, "fault": fault, "fault_step": step}
+
+
+def collected(
+    tmp_path: Path | None, env_info: Any, n_threads: int = 2, n_timesteps: int = 16, **policy: Any
+) -> Any:
+    env_args: dict[str, Any] = {"n_lanes": 2}
+    if tmp_path is not None:
+        env_args |= {"marks": str(tmp_path), "times": ALWAYS}
+    with EpisodeBatcher(
+        n_timesteps, 24, RecurrentAgent, {}, create_fragile, env_args, n_threads, 5, **policy
+    ) as batcher:
+        batcher.execute(N, {"gain": torch.linspace(0.5, 2.0, N)}, env_info)
+        result, failures = batcher.get(), batcher.failures
+        batcher.execute(3)
+        assert batcher.get().lengths.min() > 0
+        assert batcher.failures == ()
+        return result, failures
+
+
+def assert_truncated(result: Any, failures: Any, whole: Any, step: int, rows: Any = (2, 7)) -> None:
+    """Some rows end with the step that fails, all others are as undisturbed."""
+    failed = torch.zeros(N, dtype=torch.bool)
+    failed[list(rows)] = True
+    assert result.info["failed"].tolist() == failed.tolist()
+    lengths = torch.where(failed, max(step, 0) + 1, whole.lengths)
+    assert result.lengths.tolist() == lengths.tolist()
+    for row in range(N):
+        n = int(lengths[row]) - int(failed[row])
+        for key in ("frame", "action", "_reward", "_frame"):
+            assert torch.equal(result[key][row, :n], whole[key][row, :n]), (row, key)
+        if failed[row]:
+            assert bool(result["_truncated"][row, n])
+            assert bool(result["_done"][row, n])
+            assert not bool(result["_terminated"][row, n])
+            assert float(result["_reward"][row, n]) == 0.0
+            assert torch.equal(result["_frame"][row, n], result["frame"][row, n])
+            assert not bool(result["_done"][row, :n].any())
+    assert [error.where.episode for error in failures] == list(rows)
+
+
+@pytest.mark.parametrize("n_threads", [0, 2])
+@pytest.mark.parametrize("n_timesteps", [16, 2])
+@pytest.mark.parametrize("step", [-1, 0, 1])
+def test_an_episode_whose_environment_raises_is_truncated(
+    n_threads: int, n_timesteps: int, step: int, tmp_path: Path
+) -> None:
+    whole, _ = collected(None, infos("none", 0), n_threads)
+    env_info = infos("raise", step)
+    policy: dict[str, Any] = {"on_env_error": "truncate", "max_restarts": 0}
+    result, failures = collected(tmp_path, env_info, n_threads, n_timesteps, **policy)
+    assert_truncated(result, failures, whole, step)
+    for error in failures:
+        assert isinstance(error, EnvError)
+        assert error.capsule is not None
+        assert error.where.step == max(step, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "on_env_error"),
+    [("sigkill", "truncate"), ("sigkill", "restart"), ("hang", "restart"), ("raise", "restart")],
+)
+def test_an_episode_that_fails_twice_at_the_same_step_is_given_up(
+    kind: str, on_env_error: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, _ = collected(None, infos("none", 0))
+    policy: dict[str, Any] = {"on_env_error": on_env_error, "max_restarts": 3, "timeout": 0.7}
+    with caplog.at_level(logging.WARNING):
+        result, failures = collected(tmp_path, infos(kind, 1, (3, 4, 8)), **policy)
+    assert_truncated(result, failures, whole, 1, (3, 4, 8))
+    assert caplog.text.count("the same episode failed at the same step, 2 times") == 3
+
+
+@pytest.mark.parametrize("kind", ["sigkill", "hang"])
+def test_an_episode_that_kills_its_worker_again_is_an_error_of_its_request(
+    kind: str, tmp_path: Path
+) -> None:
+    env_args = {"n_lanes": 2, "marks": str(tmp_path), "times": ALWAYS}
+    options: dict[str, Any] = {"timeout": 0.7, "max_restarts": 2}
+    error = WorkerDiedError if kind == "sigkill" else WorkerTimeoutError
+    with EpisodeBatcher(
+        16, 64, RecurrentAgent, {}, create_fragile, env_args, 2, 5, **options
+    ) as batcher:
+        for _ in range(3):  # more failures than restarts
+            batcher.execute(N, env_info=infos(kind, 1, (3,)))
+            batcher.execute(5)
+            with pytest.raises(error) as caught:
+                batcher.get()
+            assert caught.value.where.episode == 3
+            assert caught.value.where.step == 1
+            assert batcher.get().lengths.min() > 0
+
+
+@pytest.mark.parametrize("n_threads", [0, 2])
+def test_lanes_of_windows_go_on_after_an_episode_that_was_given_up(
+    n_threads: int, tmp_path: Path
+) -> None:
+    """Every episode of lane 1 raises in its fourth step."""
+
+    def windows(marks: str | None) -> list[Any]:
+        env_args = {"n_lanes": 2, "restarts": True, "marks": marks, "times": ALWAYS}
+        n_lanes = 2 * max(n_threads, 1)
+        fault = torch.zeros(n_lanes, dtype=torch.int64)
+        fault[1] = KINDS.index("raise")
+        env_info = {"length": torch.arange(5, 5 + n_lanes), "fault": fault, "fault_step": 3}
+        results = []
+        with Batcher(
+            7, None, RecurrentAgent, {}, create_fragile, env_args, n_threads, 5,
+            on_env_error="truncate", max_restarts=0,
+        ) as batcher:  # fmt: skip
+            batcher.reset({"gain": torch.linspace(0.5, 2.0, n_lanes)}, env_info)
+            for _ in range(4):
+                batcher.execute()
+                results.append((batcher.get(), batcher.failures))
+        return results
+
+    n_failed = 0
+    for (got, failures), (whole, _) in zip(windows(str(tmp_path)), windows(None), strict=True):
+        assert got.lengths.tolist() == whole.lengths.tolist()
+        for row in range(len(got.lengths)):
+            if row != 1:
+                for key in ("frame", "action", "_reward", "_frame", "_done"):
+                    assert torch.equal(got[key][row], whole[key][row]), (row, key)
+        n_failed += int(got["_truncated"][1].sum())
+        assert got.info["failed"].tolist() == [row == 1 for row in range(len(got.lengths))]
+        assert [error.where.episode for error in failures] == [1]
+        assert not bool(got["_terminated"][1].any())
+    assert n_failed == 7  # an episode is three steps, and the one that fails
+
+
+@pytest.mark.parametrize("on_env_error", ["restart", "truncate"])
+def test_an_environment_that_does_not_repeat_ends_its_window(
+    on_env_error: str, tmp_path: Path
+) -> None:
+    env_args = {"restarts": True, "kind": ChancyEnv, "marks": str(tmp_path), "times": 1}
+    env_info = {"length": 100, "fault": KINDS.index("sigkill"), "fault_step": 5}
+    options: dict[str, Any] = {"on_env_error": on_env_error, "max_restarts": 9}
+    with Batcher(4, None, RecurrentAgent, {}, create_fragile, env_args, 1, 5, **options) as batcher:
+        batcher.reset(None, env_info)
+        batcher.execute()
+        batcher.get()
+        batcher.execute()
+        with pytest.raises(NotRepeatedError, match="deterministic"):
+            batcher.get()
+        batcher.reset(None, {"length": 3})
+        batcher.execute()
+        assert batcher.get().lengths.tolist() == [4, 4]
+
+
+# Environments in processes -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("envs_per_worker", [1, 3])
+@pytest.mark.parametrize(("kind", "on_env_error"), [("raise", "truncate"), ("sigkill", "restart")])
+@pytest.mark.parametrize("step", [-1, 0, 2])
+def test_a_manager_truncates_lanes_that_fail(
+    envs_per_worker: int, kind: str, on_env_error: str, step: int, tmp_path: Path
+) -> None:
+    """Seed 4 fails each time, all other lanes and episodes are as undisturbed."""
+
+    def lived(marks: str | None) -> list[Any]:
+        make = partial(FragileEnv, marks, ALWAYS)
+        options: dict[str, Any] = {"on_env_error": on_env_error, "max_restarts": 1}
+        rows = []
+        with ParallelEnvManager(
+            [make] * 3, seed=1, envs_per_worker=envs_per_worker, **options
+        ) as manager:
+            for first in (0, 3, 6):
+                seeds = [first, first + 1, first + 2]
+                fails = [failing(kind, step) if seed == 4 else {} for seed in seeds]
+                manager.reset_lanes([0, 1, 2], seeds, [{"length": 5, **one} for one in fails])
+                for t in range(5):
+                    live = [n for n in (0, 1, 2) if not manager.current["done"][n]]
+                    ended = manager.step_lanes(live, {"action": np.array([t, 2, 3])})
+                    current = {key: array.copy() for key, array in manager.current.items()}
+                    rows.append((ended, current))
+                    if first == 3 and ended == [1]:
+                        assert manager.failures[1].where.step == max(step, 0)
+            assert not manager.failures
+        return rows
+
+    n_failed = 0
+    for number, (mine, theirs) in enumerate(zip(lived(str(tmp_path)), lived(None), strict=True)):
+        ended, current = mine
+        is_failed = 5 <= number < 10
+        for key, values in theirs[1].items():
+            for lane in (0, 1, 2):
+                if not (is_failed and lane == 1):
+                    assert np.array_equal(current[key][lane], values[lane]), (number, key, lane)
+        if is_failed and 1 in ended:
+            n_failed += 1
+            assert number - 5 == max(step, 0)
+            assert current["truncated"][1]
+            assert not current["terminated"][1]
+            assert current["reward"][1] == 0.0
+    assert n_failed == 1
+
+
+@pytest.mark.parametrize("kind", ["sigkill", "hang"])
+def test_a_manager_reports_a_lane_that_kills_its_worker_again(kind: str, tmp_path: Path) -> None:
+    make = partial(FragileEnv, str(tmp_path), ALWAYS)
+    error = WorkerDiedError if kind == "sigkill" else WorkerTimeoutError
+    with ParallelEnvManager([make] * 2, seed=1, max_restarts=2, timeout=0.7) as manager:
+        for _ in range(3):
+            manager.reset_lanes([0, 1], [1, 2], [{"length": 5, **failing(kind, 1)}, {"length": 5}])
+            actions = {"action": np.array([1, 2])}
+            manager.step_lanes([0, 1], actions)
+            with pytest.raises(error) as caught:
+                manager.step_lanes([0, 1], actions)
+            assert (caught.value.where.lane, caught.value.where.step) == (0, 1)
+
+
+def test_a_vector_environment_refuses_to_truncate() -> None:
+    with pytest.raises(SpecError, match="no way to tell"):
+        ParallelVectorEnv([FragileEnv], on_env_error="truncate")
+
+
+@pytest.mark.parametrize("n_threads", [0, 2])
+def test_an_evaluation_tells_which_episodes_failed(n_threads: int, tmp_path: Path) -> None:
+    env_args = {"n_lanes": 2, "marks": str(tmp_path), "times": ALWAYS}
+    how: dict[str, Any] = {"env_args": env_args, "n_threads": n_threads}
+    how["env_info"] = infos("raise", 1, (3, 8))
+    found = evaluate(RecurrentAgent(), create_fragile, N, on_env_error="truncate", **how)
+    assert found.failed is not None
+    assert found.failed.nonzero().flatten().tolist() == [3, 8]
+    assert found.lengths[[3, 8]].tolist() == [2, 2]
+    assert [error.where.episode for error in found.failures] == [3, 8]
+    with pytest.raises(EnvError):
+        evaluate(RecurrentAgent(), create_fragile, N, **how)
+    assert evaluate(RecurrentAgent(), create_fragile, 2, env_args={"n_lanes": 2}).failed is None
