@@ -47,6 +47,12 @@ def probe(
     observation = {key: torch.from_numpy(array) for key, array in env.current.items()}
     if noise is not None:
         observation[NOISE_KEY] = noise
+
+    def shown() -> tuple[dict[str, torch.Tensor], DictTensor | None]:
+        """Copies, which the agent may change."""
+        copies = {key: tensor.clone() for key, tensor in observation.items()}
+        return copies, None if agent_info is None else agent_info.clone()
+
     wants_history = bool(driver.agent.require_history())
     known = dict(env.current)
     try:
@@ -54,10 +60,10 @@ def probe(
             driver.forget()
             driver.start(lanes, agent_info)
             history = _no_history(known) if wants_history else None
-            known |= driver.act(observation, agent_info, history, lanes) | driver.state
+            known |= driver.act(*shown(), history, lanes) | driver.state
         driver.commit()  # idle lanes need a valid state
         if driver.widened:  # does the agent take it?
-            driver.act(observation, agent_info, history, lanes)
+            driver.act(*shown(), history, lanes)
     except AgentFailure as failure:
         cause = _cause(driver, failure.__cause__)
         raise AgentFailure(failure.lanes, failure.call) from cause

@@ -1,6 +1,6 @@
 """The same seeds give the same bits, and row i is episode i, whoever ran it.
 
-What holds within one process is in ``tests/property/test_episodes_properties.py``.
+What holds within one process is in ``tests/property/test_against_loops.py``.
 """
 
 from __future__ import annotations

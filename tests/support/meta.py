@@ -330,11 +330,17 @@ gymnasium.register(id="Ragged-v0", entry_point="support.meta:RaggedTaskEnv")
 class LaggingLanes(GymEnv):
     """With ``step_some``, the lane that was asked for last is ready first."""
 
-    def __init__(self, envs: list[Any], min_ready: int) -> None:
-        super().__init__(envs)
+    def __init__(
+        self, envs: list[Any], min_ready: int, seed: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(envs, seed, **options)
         self.min_ready = min_ready
         self.queue: list[tuple[int, dict[str, Any]]] = []
         self.most_ready = 0
+
+    def reset_lanes(self, lanes: Any, seeds: Any, options: Any) -> None:
+        self.queue = [(lane, given) for lane, given in self.queue if lane not in lanes]
+        super().reset_lanes(lanes, seeds, options)
 
     def step_some(
         self, min_ready: int = 1, lanes: Any = (), actions: Mapping[str, Any] | None = None

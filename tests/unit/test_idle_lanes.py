@@ -249,3 +249,21 @@ def test_what_an_agent_does_in_place_never_reaches_the_trajectory(history: bool)
 
     defaced, spared = collected(False), collected(True)
     assert_same_tensors(defaced, dict(spared.items()))
+
+
+class StrictVandal(Vandal):
+    """Compares what it is shown before it overwrites that."""
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        assert torch.equal(history.lengths, observation["frame"][:, 0].long())
+        assert agent_info is None or not agent_info["gain"].any()
+        return super().__call__(state, observation, agent_info or {"gain": torch.zeros(3)}, history)
+
+
+@pytest.mark.parametrize("needs_info", [False, True])
+def test_what_an_agent_does_in_place_is_not_shown_to_it_again(needs_info: bool) -> None:
+    # The first request asks again for what the first call, of no episode, could not show.
+    with make(partial(StrictVandal, history=True), n_envs=3) as batcher:
+        infos = ({"gain": [0.0] * 4} if needs_info else None), {"length": [2, 1, 3, 1]}
+        batcher.execute(4, *infos)
+        assert batcher.get().lengths.tolist() == [2, 1, 3, 1]

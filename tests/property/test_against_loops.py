@@ -1,0 +1,370 @@
+"""Random batchers, and random things done with them, against loops that are written by hand.
+
+Everything about a case follows from its number. ``RLPOOL_CASES=20000`` runs more of them than a
+default run, ``RLPOOL_FIRST_CASE=1000`` others; with ``RLPOOL_CASES=1`` a failure shows again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlpool import AGENT_ARCHS, Batcher, GymEnv, Learner, VariBadWrapper
+from rlpool.meta import learner as learner_module
+from rlpool.seeding import NoiseStarts, episode_seeds, noise_keys, root_from, task_draws
+
+from support.by_hand import Episode, Shown, played, same_bits
+from support.expected import Expected, WindowsByHand, expectations
+from support.meta import DRAWING, LaggingLanes, Storage
+from support.random_batchers import any_setting
+from support.scripted import NEVER, ScriptedAgent
+
+N_CASES = int(os.environ.get("RLPOOL_CASES", 300))
+FIRST = int(os.environ.get("RLPOOL_FIRST_CASE", 0))
+N_REPORTED = 3
+RESUMABLE = ("gym", "lagging", "sync", "array")
+
+pytestmark = pytest.mark.timeout(300 + N_CASES)
+
+
+def run_cases(
+    kind: str, share: float, run: Callable[[int, random.Random, list[Any]], None]
+) -> None:
+    """Run a share of all cases; each notes what it does in a list, which a failure shows."""
+    reports, n_failed = [], 0
+    for case in range(FIRST, FIRST + max(1, round(share * N_CASES))):
+        notes: list[Any] = []
+        try:
+            run(case, random.Random(f"{kind} {case}"), notes)
+        except (Exception, pytest.fail.Exception):
+            n_failed += 1
+            lines = [f"{kind}, case {case}", *map(repr, notes), traceback.format_exc()]
+            reports.append("\n".join(lines))
+    assert not reports, f"{n_failed} cases failed\n\n" + "\n".join(reports[:N_REPORTED])
+
+
+class Script:
+    """Random calls of a batcher, whose results are compared.
+
+    Args:
+        batcher: The batcher.
+        by_hand: What it has to return.
+        rng: What the calls are drawn from.
+        log: Is told the calls.
+    """
+
+    def __init__(self, batcher: Any, by_hand: Any, rng: random.Random, log: list[Any]) -> None:
+        self.batcher, self.by_hand, self.rng, self.log = batcher, by_hand, rng, log
+        self.pending: list[Expected] = []
+        self.kept: list[tuple[Any, Expected]] = []
+        can_fail = by_hand.setting.over in ("gym", "lagging", "sync", "manager")
+        self.may_fail = can_fail and rng.random() < 0.4
+
+    def episodes(self) -> None:
+        """Let an ``EpisodeBatcher`` run requests."""
+        last = None
+        for _ in range(self.rng.randint(2, 5)):
+            calls = ["execute", "execute", "reexecute", "get", "update", "resume"]
+            call = self.rng.choice(calls)
+            if call in ("update", "resume"):
+                getattr(self, call)()
+            elif call == "get" or len(self.pending) == 4:
+                self.take()
+            elif call == "reexecute" and last is not None:
+                self.log.append(call)
+                self.batcher.reexecute()
+                self.pending.append(self.by_hand.execute(*last))
+            else:
+                n = self.rng.randint(1, 6)
+                last = n, *self.infos(n)
+                self.log.append(("execute", *last))
+                self.batcher.execute(n, *(info or None for info in last[1:]))
+                self.pending.append(self.by_hand.execute(*last))
+                if self.pending[-1].breaks:  # whoever else runs fails as well
+                    self.take_all()
+                    last = None
+        self.take_all()
+
+    def windows(self) -> None:
+        """Let a ``Batcher`` run windows."""
+        n_lanes = self.by_hand.setting.n_all_lanes
+        for _ in range(self.rng.randint(1, 2)):
+            infos = self.infos(n_lanes)
+            self.log.append(("reset", *infos))
+            self.batcher.reset(*(info or None for info in infos))
+            self.by_hand.reset(*infos)
+            self.by_hand.n_given_up += len(self.pending)
+            self.pending.clear()
+            has_stopped = has_failed = False
+            for _ in range(self.rng.randint(1, 5)):
+                call = self.rng.choice(["execute", "execute", "get", "update", "resume"])
+                if call in ("update", "resume"):
+                    getattr(self, call)()
+                elif call == "get" or len(self.pending) == 3:
+                    self.take()
+                elif not has_failed:
+                    info = None
+                    if self.rng.random() < 0.2:
+                        info = self.agent_info(n_lanes, self.by_hand.env_info)
+                    self.log.append(("execute", info))
+                    self.batcher.execute(info)
+                    expected = self.by_hand.execute(info)
+                    has_stopped = expected is None
+                    if expected is not None:
+                        has_failed = bool(expected.failures)
+                        self.pending.append(expected)
+            if has_failed or self.rng.random() < 0.7:
+                self.take_all()
+                if has_stopped:
+                    assert self.batcher.get() is None
+                    assert self.batcher.all_stopped
+        self.take_all()
+
+    def resume(self) -> None:
+        """Go on with another batcher from a state of this one, if that is possible."""
+        setting = self.by_hand.setting
+        if self.pending or setting.n_threads or setting.history or setting.over not in RESUMABLE:
+            return
+        self.log.append("resume")
+        state = self.batcher.state_dict()
+        self.batcher.close()
+        self.batcher = setting.batcher(isinstance(self.batcher, Batcher))
+        self.batcher.load_state_dict(state)
+        self.update(self.by_hand.agent.bias)
+
+    def update(self, bias: float | None = None) -> None:
+        info = {"bias": self.rng.randint(-8, 8) / 4 if bias is None else bias}
+        self.log.append(("update", info))
+        self.batcher.update(info)
+        self.by_hand.update(info)
+
+    def take_all(self) -> None:
+        while self.pending:
+            self.take()
+        for got, expected in self.kept:
+            expected.check(lambda got=got: got)
+        self.kept.clear()
+
+    def take(self) -> None:
+        """Take the oldest result, if there is one; keep it, spoil it or drop it."""
+        if not self.pending:
+            return
+        self.log.append("get")
+        expected = self.pending.pop(0)
+        got = expected.check(self.get)
+        if got is None:
+            return
+        then = self.rng.choice(["keep", "spoil", "drop"])
+        if then == "keep":
+            self.kept.append((got, expected))
+        elif then == "spoil":
+            self.log.append(then)
+            for part in (got, got.info):
+                for key in part.keys():  # noqa: SIM118  (of named tensors)
+                    part[key][:] = 1
+            got.lengths[:] = 0
+
+    def get(self) -> Any:
+        got = None
+        for _ in range(self.rng.choice([0, 3])):
+            got = got if got is not None else self.batcher.get(blocking=False)
+        return got if got is not None else self.batcher.get()
+
+    def infos(self, n: int) -> tuple[Any, Any]:
+        """``agent_info`` and ``env_info`` of ``n`` rows."""
+        rng, env_info = self.rng, {}
+        if self.by_hand.setting.over in ("array", "together"):
+            if rng.random() < 0.5:
+                env_info["length"] = np.full(n, rng.randint(1, 9))
+            return self.agent_info(n, env_info), env_info
+        if rng.random() < 0.7:
+            longest = 140 if rng.random() < 0.02 else rng.choice([2, 5, 9])
+            env_info["length"] = np.array([rng.randint(1, longest) for _ in range(n)])
+        if rng.random() < 0.5:
+            env_info["ends"] = np.array([rng.randrange(3) for _ in range(n)], np.int32)
+        if rng.random() < 0.5:
+            env_info["id"] = rng.randrange(2**30) + np.arange(n)
+        if rng.random() < 0.2:
+            env_info["gain"] = np.array([[rng.random()] * 2 for _ in range(n)], np.float32)
+        agent_info = self.agent_info(n, env_info)
+        if self.may_fail and rng.random() < 0.5:
+            steps = np.full(n, NEVER)
+            steps[rng.randrange(n)] = rng.randint(-1, 4)
+            is_window = isinstance(self.by_hand, WindowsByHand)
+            if self.pending or is_window or rng.random() < 0.4:
+                env_info["fails_at"] = steps
+            else:
+                agent_info["breaks"] = steps.clip(min=-1)
+        return agent_info, env_info
+
+    def agent_info(self, n: int, env_info: Any) -> Any:
+        """``agent_info`` of ``n`` rows."""
+        rng, info = self.rng, {}
+        if "id" in env_info and rng.random() < 0.5:
+            info["id"] = env_info["id"]
+        if rng.random() < 0.3:
+            info["gain"] = np.array([[rng.random()] * 2 for _ in range(n)], np.float64)
+        return info
+
+
+def scripted(
+    kind: str,
+    share: float,
+    windows: bool,
+    n_scripts: int = 1,
+    over: str | None = None,
+    n_threads: Sequence[int] = (0,),
+) -> None:
+    """Run cases, each of which is one batcher with some scripts, one after another."""
+
+    def run(case: int, rng: random.Random, notes: list[Any]) -> None:
+        setting = any_setting(rng, over, n_threads=n_threads[case % len(n_threads)])
+        notes.append(setting)
+        expects = expectations(setting, windows)
+        batcher = setting.batcher(windows)
+        try:
+            for number in range(n_scripts):
+                notes[1:] = [f"script {number}"]
+                script = Script(batcher, expects, rng, notes)
+                script.windows() if windows else script.episodes()
+                batcher = script.batcher
+        finally:
+            batcher.close()
+
+    run_cases(f"{'windows' if windows else 'episodes'} {kind}", share / n_scripts, run)
+
+
+@pytest.mark.promise("I1")
+@pytest.mark.promise("I2")
+@pytest.mark.promise("I3")
+@pytest.mark.parametrize("windows", [False, True], ids=["episodes", "windows"])
+@pytest.mark.parametrize(
+    ("kind", "share", "n_scripts", "arguments"),
+    [
+        ("in this process", 0.36, 1, {}),
+        ("with workers", 0.05, 5, {"n_threads": [1, 2, 3]}),
+        ("in a manager", 0.03, 5, {"over": "manager"}),
+        ("in processes of Gymnasium", 0.01, 4, {"over": "async"}),
+    ],
+)
+def test_results_are_those_of_loops_by_hand(
+    kind: str, share: float, n_scripts: int, arguments: Any, windows: bool
+) -> None:
+    scripted(kind, share, windows, n_scripts, **arguments)
+
+
+# Trials --------------------------------------------------------------------------------------
+
+
+class Trials:
+    """A random learner, whose rollouts are compared.
+
+    Args:
+        rng: What it is drawn from.
+        notes: Is told what is drawn.
+    """
+
+    def __init__(self, rng: random.Random, notes: list[Any]) -> None:
+        self.rng, self.notes = rng, notes
+        self.env, self.per_trial = rng.choice(DRAWING), rng.randint(1, 3)
+        self.n_lanes, self.batch_rows = rng.randint(1, 5), rng.randint(1, 8)
+        self.arguments = {
+            "observes": None,
+            "n_noise": rng.choice([0, 2]),
+            "keeps": rng.choice(["nothing", "state", "initial"]),
+            "history": rng.random() < 0.2,
+            "spoils": rng.random() < 0.3,
+        }
+        self.tasks = rng.choice([None, [1, 4, 6]])
+        self.arch = rng.choice([AGENT_ARCHS.Memory, AGENT_ARCHS.Markov])
+        self.seed, self.chunk = rng.randrange(2**40), rng.choice([3, 500])
+        notes += [vars(self).copy()]
+
+    def trial(self) -> VariBadWrapper:
+        return VariBadWrapper(self.env(), self.per_trial)
+
+    def agent(self) -> ScriptedAgent:
+        return ScriptedAgent(self.trial().action_space, **self.arguments)
+
+    def lanes(self) -> GymEnv:
+        trials = [self.trial() for _ in range(self.n_lanes)]
+        if self.arguments["history"] or self.rng.random() < 0.5:
+            return GymEnv(trials)
+        return LaggingLanes(trials, self.rng.randint(1, self.n_lanes))
+
+    def run(self) -> None:
+        storage, expected = Storage(), Storage()
+        learner = Learner(
+            self.agent(),
+            storage,
+            None,
+            self.tasks,
+            self.arch,
+            seed=self.seed,
+            batch_rows=self.batch_rows,
+        )
+        n_before = 0
+        for collection in range(self.rng.randint(1, 2)):
+            # Others each time: nothing depends on them.
+            n, lanes = self.rng.randint(0, 5), self.lanes()
+            tasks = self.trial().get_all_task_idx() if self.tasks is None else self.tasks
+            per_task = self.rng.choice([None, 2]) if tasks else None
+            n = per_task * len(tasks) if per_task else n
+            self.notes.append((n, type(lanes).__name__, lanes.n_lanes, lanes.min_ready, per_task))
+            learner.collect_rollouts_parallel(
+                None if per_task else n, parallel_env=lanes, rollouts_per_task=per_task
+            )
+            draws = [None] * n
+            if tasks is not None:
+                drawn = task_draws(root_from(self.seed), collection, n, len(tasks))
+                draws = [tasks[i // per_task if per_task else drawn[i]] for i in range(n)]
+            self.expect(expected, n_before, draws)
+            n_before += n
+        assert (learner.n_rollouts_total, learner.n_env_steps_total) == (n_before, self.n_steps)
+        for got, wanted in zip(
+            (*storage.samples, *storage.episodes),
+            (*expected.samples, *expected.episodes),
+            strict=True,
+        ):
+            for name, mine, theirs in zip("oarton", got, wanted, strict=False):
+                same_bits(name, np.asarray(mine), np.asarray(theirs))
+
+    n_steps = 0
+
+    def expect(self, storage: Storage, n_before: int, tasks: list[Any]) -> None:
+        """Store rollouts that are played one after another."""
+        root, agent, n = root_from(self.seed), self.agent(), len(tasks)
+        n_rows = max(self.n_lanes, self.batch_rows)
+        seeds = episode_seeds(root, n_before, n)
+        noise: Any = [None] * n
+        if agent.n_noise:
+            noise = NoiseStarts(noise_keys(root, n_before, n), agent.n_noise)
+        for i, (seed, task) in enumerate(zip(seeds, tasks, strict=True)):
+            env = Shown(self.trial())
+            shown = env.reset(seed, None if task is None else {"task": task})
+            steps = played(Episode(agent, i % n_rows, n_rows, noise[i], shown), env, None)
+            self.n_steps += len(steps)
+            keys = "frame", "action", "_reward", "_terminated", "_frame"
+            columns = [np.stack([step[key] for step in steps]) for key in keys]
+            if self.arch is AGENT_ARCHS.Markov:
+                for sample in zip(*columns, strict=True):
+                    storage.add_sample(*sample)
+            else:
+                columns[2:4] = [column[:, None] for column in columns[2:4]]
+                storage.add_episode(*columns)
+
+
+@pytest.mark.promise("I2")
+def test_trials_are_those_of_loops_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(case: int, rng: random.Random, notes: list[Any]) -> None:
+        trials = Trials(rng, notes)
+        monkeypatch.setattr(learner_module, "MAX_CHUNK", trials.chunk)
+        trials.run()
+
+    run_cases("trials", 0.1, run)

@@ -1,0 +1,272 @@
+"""What random batchers have to return, by the loops of ``support.by_hand``."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlpool import AgentError, EnvError
+from rlpool.seeding import LaneSeeds, NoiseStarts, episode_seeds, noise_keys, root_from
+
+from support.by_hand import (
+    Episode,
+    Failed,
+    Lane,
+    Together,
+    Values,
+    assert_same,
+    options_of,
+    played,
+    row_of,
+)
+from support.random_batchers import Setting
+
+
+@dataclass
+class Expected:
+    """What ``get`` has to return, or which failures it may raise.
+
+    Attributes:
+        rows: The steps of each row.
+        info: The info of each row.
+        failures: Number of an episode to the step in which it fails.
+        breaks: Whether the agent fails.
+    """
+
+    rows: list[list[Values]]
+    info: Values
+    failures: dict[int, int]
+    breaks: bool = False
+
+    def check(self, get: Any) -> Any:
+        """Call a function that returns the result, and compare it; returns the result."""
+        if self.breaks or self.failures:
+            with pytest.raises(AgentError if self.breaks else EnvError) as caught:
+                get()
+            where = caught.value.where
+            if not self.breaks:
+                assert (where.episode, where.step) in self.failures.items(), (where, self.failures)
+            return None
+        got = get()
+        assert_same(got, self.rows, self.info)
+        return got
+
+
+class ByHand:
+    """What both kinds of batcher have in common."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.root = setting, root_from(setting.seeds)
+        self.agent, self.version = setting.agent(), 0
+
+    def update(self, info: Any) -> None:
+        self.agent.update(info)
+        self.version += 1
+
+    def info(self, episodes: list[int], seeds: list[int], *infos: Any) -> Values:
+        """The infos of a result's rows."""
+        named = {"agent_info": infos[0], "env_info": infos[1]}
+        return {
+            "episode": np.array(episodes),
+            "seed": np.array(seeds),
+            "policy_version": np.full(len(episodes), self.version),
+            **{
+                f"{name}/{key}": np.asarray(values)[episodes]
+                for name, info in named.items()
+                for key, values in info.items()
+            },
+        }
+
+
+class EpisodesByHand(ByHand):
+    """An ``EpisodeBatcher``."""
+
+    n_before = 0
+
+    def execute(self, n: int, agent_info: Any, env_info: Any) -> Expected:
+        setting, agent = self.setting, self.agent
+        seeds = episode_seeds(self.root, self.n_before, n)
+        keys = noise_keys(self.root, self.n_before, n)
+        noise = NoiseStarts(keys, agent.n_noise) if agent.n_noise else [None] * n
+        self.n_before += n
+        rows, failures = [], {}
+        breaks = False
+        for i, seed in enumerate(seeds):
+            env = setting.shown()
+            try:
+                shown = env.reset(seed, options_of(env_info, i))
+                episode = Episode(agent, i % setting.n_lanes, setting.n_lanes, noise[i], shown)
+                rows.append(played(episode, env, row_of(agent_info, i)))
+            except Failed as failed:
+                failures[i] = failed.step
+            except RuntimeError:  # of the agent
+                breaks = True
+        info = self.info(list(range(n)), seeds, agent_info, env_info)
+        return Expected(rows, info, failures, breaks)
+
+
+class WindowsByHand(ByHand):
+    """A ``Batcher``."""
+
+    n_resets = n_windows = n_given_up = 0
+    is_reset = False
+
+    def reset(self, agent_info: Any, env_info: Any) -> None:
+        setting = self.setting
+        n_restarts = self.n_windows * setting.n_timesteps if setting.restarts else 0
+        self.seeds = LaneSeeds(self.root, self.n_resets, n_restarts)
+        self.n_resets += 1
+        self.agent_info, self.env_info = agent_info, env_info
+        self.lanes = {k: self.lane(k) for k in range(setting.n_all_lanes)}
+        self.is_reset = True
+
+    def lane(self, lane: int) -> Lane | None:
+        if self.setting.over == "together":
+            return None
+        setting, agent, seeds = self.setting, self.agent, self.seeds
+
+        def begin(n_restarts: int, shown: Values) -> Episode:
+            noise = seeds.noise(lane, n_restarts, agent.n_noise) if agent.n_noise else None
+            return Episode(agent, lane % setting.n_lanes, setting.n_lanes, noise, shown)
+
+        options = options_of(self.env_info, lane)
+        numbers = (seeds.seed(lane, n) for n in itertools.count())
+        return Lane(setting.shown(), options, setting.restarts, begin, numbers)
+
+    def execute(self, agent_info: Any) -> Expected | None:
+        """The next window, ``None`` if all lanes have stopped."""
+        self.n_windows += 1
+        if agent_info is not None:
+            self.agent_info = agent_info
+        running = [k for k, lane in self.lanes.items() if not lane.is_over]
+        rows, failures = [], {}
+        for k in running:
+            info = row_of(self.agent_info, k)
+            try:
+                rows.append(self.lanes[k].window(self.setting.n_timesteps, info))
+            except Failed as failed:
+                failures[k] = failed.step
+        seeds = [self.seeds.seed(k, 0) for k in running]
+        info = self.info(running, seeds, self.agent_info, self.env_info)
+        return Expected(rows, info, failures) if running else None
+
+
+class EpisodesTogether(EpisodesByHand):
+    """An ``EpisodeBatcher`` whose lanes are reset together."""
+
+    def execute(self, n: int, agent_info: Any, env_info: Any) -> Expected:
+        n_lanes = self.setting.n_lanes
+        seeds = episode_seeds(self.root, self.n_before, n)
+        keys = noise_keys(self.root, self.n_before, n)
+        self.n_before += n
+        workers = [i // n_lanes % self.setting.n_workers for i in range(n)]
+        seeds = [seeds[worker * n_lanes] for worker in workers]
+        rows: dict[int, list[Values]] = {}
+        for worker in set(workers):
+            share = [i for i, other in enumerate(workers) if other == worker]
+            rows |= self.played(share, seeds[share[0]], keys, agent_info, env_info)
+        info = self.info(list(range(n)), seeds, agent_info, env_info)
+        return Expected([rows[i] for i in range(n)], marked(info, self.setting), {})
+
+    def played(
+        self, share: list[int], seed: int, keys: Any, agent_info: Any, env_info: Any
+    ) -> dict[int, list[Values]]:
+        """The episodes of one worker."""
+        setting, agent = self.setting, self.agent
+        noise = NoiseStarts(keys, agent.n_noise) if agent.n_noise else [None] * len(keys)
+        coming = [[i for i in share if i % setting.n_lanes == k] for k in range(setting.n_lanes)]
+        running: dict[int, int] = {}
+        rows: dict[int, list[Values]] = {}
+
+        def begin(lane: int, shown: Values) -> Episode | None:
+            if not coming[lane]:
+                return None
+            running[lane] = coming[lane].pop(0)
+            return Episode(agent, lane, setting.n_lanes, noise[running[lane]], shown)
+
+        together = Together(setting.arrays(), begin, setting.keep_float64, setting.limit)
+        together.reset(seed, options_of(env_info, 0))
+        while len(rows) < len(share):
+            over = together.step(lambda lane: row_of(agent_info, running[lane]))
+            for lane, is_over in over.items():
+                if is_over:
+                    rows[running[lane]] = together.running.pop(lane).steps
+        return rows
+
+
+class WindowsTogether(WindowsByHand):
+    """A ``Batcher`` whose lanes are reset together."""
+
+    def reset(self, agent_info: Any, env_info: Any) -> None:
+        super().reset(agent_info, env_info)
+        self.workers = [self.worker(k) for k in range(self.setting.n_workers)]
+
+    def worker(self, worker: int) -> Together:
+        setting, agent, seeds = self.setting, self.agent, self.seeds
+        n_begun = [0] * setting.n_lanes
+        first = worker * setting.n_lanes
+
+        def begin(lane: int, shown: Values) -> Episode | None:
+            n = n_begun[lane]
+            if n and not setting.restarts:
+                return None
+            n_begun[lane] += 1
+            noise = seeds.noise(first + lane, n, agent.n_noise) if agent.n_noise else None
+            return Episode(agent, lane, setting.n_lanes, noise, shown)
+
+        together = Together(setting.arrays(), begin, setting.keep_float64, setting.limit)
+        together.reset(seeds.seed(first, 0), options_of(self.env_info, first))
+        return together
+
+    def execute(self, agent_info: Any) -> Expected | None:
+        setting = self.setting
+        self.n_windows += 1
+        if agent_info is not None:
+            self.agent_info = agent_info
+        rows: dict[int, list[Values]] = {}
+        for number, worker in enumerate(self.workers):
+            first = number * setting.n_lanes
+            rows |= {first + k: steps for k, steps in self.window(worker, first).items()}
+        if not rows:
+            return None
+        seeds = [self.seeds.seed(lane - lane % setting.n_lanes, 0) for lane in rows]
+        info = self.info(list(rows), seeds, self.agent_info, self.env_info)
+        info = marked(info, setting, not self.n_given_up)
+        return Expected(list(rows.values()), info, {})
+
+    def window(self, worker: Together, first: int) -> dict[int, list[Values]]:
+        """The next steps of a worker's lanes: as many as one of them has room for."""
+        lanes = range(self.setting.n_lanes)
+        if worker.has_begun and not self.setting.restarts:
+            lanes = sorted(worker.running)
+        rows: dict[int, list[Values]] = {lane: [] for lane in lanes}
+        is_full = not rows
+        while not is_full:
+            over = worker.step(lambda lane: row_of(self.agent_info, first + lane))
+            for lane, is_over in over.items():
+                rows[lane].append(worker.running[lane].steps[-1])
+                if is_over:
+                    del worker.running[lane]
+            longest = max(map(len, rows.values()))
+            has_stopped = not worker.running and not self.setting.restarts
+            is_full = has_stopped or longest == self.setting.n_timesteps
+        return rows
+
+
+def marked(info: Values, setting: Setting, is_reproducible: bool = True) -> Values:
+    """The info of a result, with what is added where nothing can be seeded."""
+    if setting.seeding != "stream":
+        return info
+    return {**info, "reproducible": np.full(len(info["seed"]), is_reproducible)}
+
+
+def expectations(setting: Setting, windows: bool) -> Any:
+    """What a batcher has to return."""
+    kinds: Any = (EpisodesByHand, WindowsByHand)
+    if setting.over == "together":
+        kinds = (EpisodesTogether, WindowsTogether)
+    return kinds[windows](setting)

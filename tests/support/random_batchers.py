@@ -1,0 +1,193 @@
+"""Batchers with random arguments, environments and agents."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+
+from rlpool import (
+    Batcher,
+    EpisodeBatcher,
+    GymEnv,
+    GymEnvInf,
+    ParallelEnvManager,
+    VectorGymEnv,
+)
+
+from support.by_hand import Shown
+from support.meta import LaggingLanes
+from support.scripted import ACTED, INFOS, OBSERVED, ScriptedAgent, ScriptedEnv
+from support.vector_envs import ArrayEnv
+
+MODES = ("NextStep", "SameStep", "Disabled")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a batcher is made with, see ``ScriptedEnv``, ``ScriptedAgent`` and ``EpisodeBatcher``.
+
+    Attributes:
+        over: Where lanes are. ``"gym"``, ``"lagging"`` ones with ``min_ready``, ``"manager"``;
+            vector environments ``"sync"`` and ``"async"`` with an autoreset ``mode``, ``"array"``,
+            and ``"together"``, whose lanes are reset together.
+        restarts: Whether lanes of windows restart on their own.
+    """
+
+    observes: str
+    acts: str
+    infos: str
+    reuses: bool
+    keep_float64: bool
+    limit: int | None
+    n_noise: int
+    keeps: str
+    history: bool
+    spoils: bool
+    agent_reuses: bool
+    over: str
+    mode: str
+    restarts: bool
+    min_ready: int | None
+    n_lanes: int
+    n_timesteps: int
+    n_slots: int
+    n_threads: int
+    seeds: int
+
+    def agent(self) -> ScriptedAgent:
+        state = self.keeps, self.history, self.spoils, self.agent_reuses
+        if self.over in ("array", "together"):
+            return ScriptedAgent(ArrayEnv.single_action_space, None, self.n_noise, *state)
+        return ScriptedAgent(self.acts, self.observes, self.n_noise, *state)
+
+    def env_fn(self) -> Any:
+        return partial(ScriptedEnv, self.observes, self.acts, self.infos, self.reuses)
+
+    def shown(self) -> Shown:
+        """One environment by hand."""
+        if self.over == "array":
+            return Shown(OneLane(), {}, self.keep_float64, self.limit)
+        real = np.float64 if self.keep_float64 else np.float32
+        specs: dict[str, Any] = {}
+        if self.infos != "none":
+            specs = {"score": (real, ()), "hits": (np.int64, ()), "deep/on": (np.bool_, ())}
+            specs["pair"] = real, (2,)
+        if self.infos == "declared":
+            specs |= {"hits": (np.int16, ()), "pair": (np.float64, (2,))}
+        return Shown(self.env_fn()(), specs, self.keep_float64, self.limit)
+
+    def lanes(self, seed: int = 0) -> Any:
+        """The lanes of one worker."""
+        fns = [self.env_fn()] * self.n_lanes
+        options: dict[str, Any] = {
+            "max_episode_steps": self.limit,
+            "keep_float64": self.keep_float64,
+            "info_keys": INFOS[self.infos],
+        }
+        if self.over in ("sync", "async", "array", "together"):
+            seeding = None
+            if self.over == "sync":
+                env: Any = SyncVectorEnv(fns, autoreset_mode=self.mode)
+            elif self.over == "async":
+                env = AsyncVectorEnv(fns, context="fork", autoreset_mode=self.mode)
+            else:
+                env = self.arrays()
+                options |= {"info_keys": None}
+                seeding = "episode" if self.over == "array" else self.seeding
+            return VectorGymEnv(env, seed, seeding=seeding, auto_reset=self.restarts, **options)
+        if self.over == "manager":
+            options |= {"auto_reset": self.restarts, "min_ready": self.min_ready}
+            return ParallelEnvManager(fns, seed=seed, envs_per_worker=2, **options)
+        envs = [make() for make in fns]
+        if self.over == "lagging":
+            lagging = LaggingLanes(envs, self.min_ready or 1, seed, **options)
+            lagging.auto_reset = self.restarts
+            return lagging
+        return (GymEnvInf if self.restarts else GymEnv)(envs, seed, **options)
+
+    def arrays(self) -> ArrayEnv:
+        """Lanes in arrays, which are reset one by one or together."""
+        if self.over == "array":
+            return ArrayEnv(self.n_lanes)
+        return ArrayEnv(self.n_lanes, AutoresetMode(self.mode), seeds="all")
+
+    @property
+    def seeding(self) -> Any:
+        """What is claimed of lanes that are reset together, nothing if it is to be found out."""
+        return [None, "request", "stream"][self.seeds % 3]
+
+    def batcher(self, windows: bool) -> Any:
+        kind = Batcher if windows else EpisodeBatcher
+        make = self.agent, {}, self.lanes, {}
+        return kind(self.n_timesteps, self.n_slots, *make, self.n_threads, self.seeds)
+
+    @property
+    def n_workers(self) -> int:
+        """Workers, the calling process included if it is the only one."""
+        return max(1, self.n_threads)
+
+    @property
+    def n_all_lanes(self) -> int:
+        """Lanes of all workers."""
+        return self.n_lanes * self.n_workers
+
+
+class OneLane(gymnasium.Env[Any, Any]):
+    """One lane of an ``ArrayEnv`` as an environment."""
+
+    observation_space = ArrayEnv.single_observation_space
+    action_space = ArrayEnv.single_action_space
+
+    def __init__(self) -> None:
+        self.lanes = ArrayEnv(1)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return self.lanes.reset(seed=[seed], options=options)[0][0], {}
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        results = self.lanes.step(np.array([action]))
+        return *(each[0] for each in results[:4]), {}
+
+
+def any_setting(rng: random.Random, over: str | None = None, n_threads: int = 0) -> Setting:
+    """A random one.
+
+    Args:
+        rng: What it is drawn from.
+        over: Where its lanes are, by default in this process.
+        n_threads: Number of workers.
+    """
+    over = over or rng.choice(["gym"] * 4 + ["lagging", "sync", "sync", "array", "together"])
+    together = over == "together"
+    mode = rng.choice(MODES[: 2 + (not together)])
+    n_lanes = rng.randint(1, 5)
+    history = over != "lagging" and rng.random() < 0.25
+    return Setting(
+        observes=rng.choice(list(OBSERVED)),
+        acts=rng.choice(list(ACTED)),
+        infos=rng.choice(["none", "none", *INFOS]),
+        # Gymnasium's processes reset an environment before they send what it returned.
+        reuses=rng.random() < 0.3 and (over, mode) != ("async", "SameStep"),
+        keep_float64=rng.random() < 0.3,
+        limit=rng.choice([None, None, 1, 4]),
+        n_noise=rng.choice([0, 1, 3]),
+        keeps=rng.choice(["nothing", "state", "initial"]),
+        history=history,
+        spoils=rng.random() < 0.4,
+        agent_reuses=rng.random() < 0.3,
+        over=over,
+        mode=mode,
+        restarts=rng.random() < 0.5,
+        min_ready=rng.randint(1, 3) if over in ("lagging", "manager") else None,
+        n_lanes=n_lanes,
+        n_timesteps=rng.randint(1, 8),
+        n_slots=rng.randint(n_lanes * max(1, n_threads), 15) if together else rng.randint(1, 9),
+        n_threads=n_threads,
+        seeds=rng.randrange(2**40),
+    )
