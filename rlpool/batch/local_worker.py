@@ -14,11 +14,10 @@ import torch
 
 from rlpool.batch.messages import Execute, Window
 from rlpool.batch.worker import Collector
-from rlpool.errors import RlpoolError, WorkerError
+from rlpool.errors import RlpoolError, WorkerError, described
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import Control, State, Word
-from rlpool.record.failures import described
 from rlpool.record.tape import Tape
 from rlpool.seeding import OwnGenerators
 from rlpool.workers.lifecycle import Client

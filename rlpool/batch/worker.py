@@ -36,7 +36,7 @@ from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import WorkerRecord
-from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT, agent_error, worker_error
+from rlpool.record.failures import DEBUG_HINT, agent_error, worker_error
 from rlpool.record.tape import Tape
 from rlpool.seeding import probe_seed, seed_generators
 from rlpool.slots.blocks import Block
@@ -159,7 +159,7 @@ class Collector:
         setup, memory = self.inbox.receive()
         if not isinstance(setup, Setup):
             return False  # told to close
-        self._in_process = setup.in_process
+        self._in_process, self._hint = setup.in_process, setup.hint
         try:
             self._create(setup.functions if memory is None else memory.root().tobytes())
         except WorkerError as error:
@@ -232,13 +232,9 @@ class Collector:
         self._created.append(env)
         env.lane_in_use = self._control.lane
 
-        def seeded_agent() -> Any:
-            agent = create_agent(**agent_args)
-            if isinstance(agent, Agent):
-                agent.seed(seed)
-            return agent
-
-        self._agent = agent = called(self._here, "create_agent", seeded_agent)
+        self._agent = agent = called(self._here, "create_agent", lambda: create_agent(**agent_args))
+        if isinstance(agent, Agent):
+            called(self._here, "agent.seed", agent.seed, seed)
         if hasattr(agent, "close"):
             self._created.append(agent)
         what, fix = _agent_problem(agent)
@@ -361,9 +357,8 @@ class Collector:
         self._send(Failed(self._advised(error), number))
 
     def _advised(self, error: Any) -> Any:
-        """The error, with other advice if it happened in the caller's process."""
-        is_here = self._in_process and error.hint == DEBUG_HINT  # else in one of a manager's
-        return error.reworded(hint=LOCAL_HINT) if is_here else error
+        """The error, with advice for this batcher; those of a manager's workers have their own."""
+        return error.reworded(hint=self._hint) if error.hint == DEBUG_HINT else error
 
     def _plan_of(self, message: Execute | Window, memory: Memory | None) -> Plan:
         infos, tapes = _infos(message.payload, memory)

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from rlpool.errors import RlpoolError, SpecError, WorkerStartupError, compose
+from rlpool.errors import RlpoolError, SpecError, WorkerStartupError, compose, described
 from rlpool.machine.pickling import pickled
-from rlpool.record.failures import described, what_and_fix
+from rlpool.record.failures import what_and_fix
 from rlpool.seeding import root_from, seeded_generators, worker_seed
 
 

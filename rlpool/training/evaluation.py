@@ -22,7 +22,7 @@ from rlpool.batch.messages import Infos
 from rlpool.batch.requests import as_infos, part_of
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError
+from rlpool.errors import SpecError, described
 from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.seeding import episode_seeds, evaluation_root, root_from
 from rlpool.slots.blocks import Layout, StepSpecs
@@ -148,6 +148,8 @@ def evaluate(
 class _Evaluator(EpisodeBatcher):
     """Runs the episodes of an evaluation in requests of a size that memory has room for."""
 
+    _NAME = "evaluate"
+
     @classmethod
     def layout(
         cls, n_timesteps: int, n_slots: int | None, n_workers: int, specs: StepSpecs
@@ -194,7 +196,7 @@ def _checked_agent(agent: Any, n_threads: int) -> Any:
         return copy.deepcopy(agent)
     except Exception as error:
         raise SpecError(
-            f"the agent cannot be copied: {type(error).__name__}: {error!s:.200}",
+            f"the agent cannot be copied: {described(error):.200}",
             fix="define its __deepcopy__, or leave out in its __getstate__ what cannot be copied",
         ) from error
 
