@@ -19,12 +19,11 @@ from rlpool.envs.gym_env import GymEnv, refuse_no_environment
 from rlpool.envs.one_env import OneEnv
 from rlpool.envs.vec_env import LaneError, VecEnv
 from rlpool.envs.vector_gym_env import VectorGymEnv, as_vec_env
-from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerError
+from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerError, described
 from rlpool.machine.arguments import called_with_seed, check_choice
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.memory.storage import Array
 from rlpool.record.crash_capsule import CrashCapsule
-from rlpool.record.failures import described
 from rlpool.record.repeat import Divergence, Reached, batch_of, repeat
 from rlpool.record.tape import REWARD, Tape
 from rlpool.seeding import N_SEEDS, seeded_generators

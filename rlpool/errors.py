@@ -388,3 +388,12 @@ def compose(what: str, *, where: str = "", fix: str = "") -> str:
     """Join the parts of a message: what, where, fix, one line each, empty parts left out."""
     parts = (what, where and f"  where: {where}", fix and f"  fix:   {fix}")
     return "\n".join(part for part in parts if part)
+
+
+def described(error: BaseException) -> str:
+    """Class and text of an exception in one line, even one without text."""
+    try:
+        text = " ".join(str(error).split("\n")).strip()
+    except Exception:
+        text = "<its text is not available>"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -142,7 +142,7 @@ def refuse_no_agent(agent: Any) -> None:
     """Raise unless an argument is an agent.
 
     Raises:
-        SpecError: If it is a class, or something else.
+        SpecError: If it is a class, something else, or an agent that cannot be called.
     """
     if isinstance(agent, type):
         fix = f"pass an agent, such as {agent.__name__}(...)"
@@ -150,6 +150,8 @@ def refuse_no_agent(agent: Any) -> None:
     if not isinstance(agent, Agent):
         fix = "pass an instance of a subclass of rlpool.Agent: class MyAgent(nn.Module, Agent)"
         raise SpecError(f"agent is a {type(agent).__name__}, not an Agent", fix=fix)
+    if problem := call_problem(agent):
+        raise SpecError(problem[0], fix=problem[1])
 
 
 def call_problem(agent: Agent) -> tuple[str, str] | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -56,7 +57,8 @@ def replay_agent(
         need them, let the agent return them as outputs under another name.
 
     Raises:
-        SpecError: If there is no step, or ``state`` is neither of the two.
+        SpecError: If there is no step, ``state`` is neither of the two, or the agent needs an
+            ``agent_info`` that the trajectories do not have.
         KeyError: If the trajectories lack the agent's state, or its noise.
 
     Note:
@@ -151,11 +153,24 @@ class _Replay:
         return self._called(self._n_rows, state, observation, self._agent_info, history)
 
     def _called(self, n_rows: int, *inputs: Any) -> AgentStep:
-        returned: Any = self._agent(*inputs)
+        returned: Any = self._with_infos(self._agent, *inputs)
         if not isinstance(returned, tuple | list) or len(returned) != 3:
             raise _misfit(type(returned).__name__, n_rows)
         before, output, after = (self._as_collected(part, n_rows) for part in returned)
         return before, output, after
+
+    def _with_infos(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """Call a function of the agent, which may need an ``agent_info`` that is not there."""
+        try:
+            return function(*inputs)
+        except (TypeError, AttributeError) as error:
+            lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)[1:]]
+            needs = "NoneType" in str(error) and any("agent_info" in line for line in lines)
+            if self._agent_info is not None or not needs:
+                raise
+            what = f"the agent reads agent_info, and the trajectories have none: {error}"
+            fix = "keep the keys agent_info/... of their info, which execute(agent_info=...) gave"
+            raise SpecError(what, fix=fix) from error
 
     def _as_collected(self, part: Any, n_rows: int) -> DictTensor:
         """What the agent returned, half precisions in the wider dtype that was collected."""
@@ -171,7 +186,8 @@ class _Replay:
         """The state of episodes that start at a step, for all rows."""
         state = None
         if self._agent.makes_initial_states():
-            state = self._agent.initial_state(self._agent_info, self._n_rows)
+            initial_state = self._agent.initial_state
+            state = self._with_infos(initial_state, self._agent_info, self._n_rows)
         if state is None:
             return self._call(step, None)[0]
         return self._as_collected(state, self._n_rows)

@@ -110,6 +110,7 @@ class EpisodeBatcher(BatcherBase):
     _LOWERABLE: tuple[str, ...] = ("n_slots", "n_timesteps")
     """Arguments that make blocks smaller."""
 
+    _NAME = "EpisodeBatcher"
     _EPISODES = EpisodeRequest
 
     _progress: ShowProgress = False

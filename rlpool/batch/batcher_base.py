@@ -54,6 +54,10 @@ class BatcherBase(ProcessOwner, DumpsStacks):
     )
 
     _ONE_SEED_PER_WORKER = True
+
+    _NAME: str
+    """What advice calls the class, or the function whose batcher it is."""
+
     """Whether a list of ``seeds`` is as long as there are workers."""
 
     def __init__(
@@ -131,6 +135,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             make_layout=partial(self._first_layout, n_timesteps, n_slots, self._n_workers),
             policy=policy,
             timeout_s=timeout_s,
+            owner_name=self._NAME,
             crash_dir=crash_dir,
         )
 

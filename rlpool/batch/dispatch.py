@@ -43,6 +43,7 @@ class Dispatcher(RequestQueue):
         policy: What happens when workers fail.
         timeout_s: Seconds without progress after which a worker counts as hanging, ``None`` for
             never.
+        owner_name: What advice calls the class that does the same in the caller's process.
         crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
         n_before: Workers on other machines whose numbers come first.
         wake_fd: A descriptor that ends every wait when it can be read, -1 for none.
@@ -63,6 +64,7 @@ class Dispatcher(RequestQueue):
         make_layout: LayoutMaker,
         policy: FailurePolicy,
         timeout_s: float | None,
+        owner_name: str,
         crash_dir: CrashDir = None,
         n_before: int = 0,
         wake_fd: int = -1,
@@ -80,6 +82,7 @@ class Dispatcher(RequestQueue):
             timeout_s=timeout_s,
             crash_dir=crash_dir,
             owner=self,
+            owner_name=owner_name,
             n_before=n_before,
         )
         self._processes = self._workers.processes

@@ -25,10 +25,12 @@ class Setup:
     Attributes:
         functions: ``(create_env, env_args, create_agent, agent_args)``, pickled for another
             process; ``None`` if the pickle is in the memory that follows.
+        hint: What stands in place of ``DEBUG_HINT``.
         in_process: Whether the worker runs in the caller's process, where Ctrl-C may reach it.
     """
 
     functions: Any
+    hint: str
     in_process: bool = False
 
 

@@ -29,7 +29,7 @@ from rlpool.errors import EnvError, SpecError, UsageError, Where, WorkerError
 from rlpool.memory.sharing import Shared
 from rlpool.memory.storage import Memory
 from rlpool.record.capsule_files import CrashDir, CrashFiles
-from rlpool.record.failures import DEBUG_HINT
+from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT
 from rlpool.slots.blocks import Block
 from rlpool.workers.failure_policy import FailurePolicy
 from rlpool.workers.lifecycle import Workers
@@ -82,6 +82,7 @@ class RequestWorkers:
             never.
         crash_dir: Where the capsules of failures are written, ``None`` for nowhere.
         owner: Is told what happens.
+        owner_name: What advice calls it.
         n_before: Workers on other machines, see ``Place``.
 
     Attributes:
@@ -102,6 +103,7 @@ class RequestWorkers:
         timeout_s: float | None,
         crash_dir: CrashDir,
         owner: Owner,
+        owner_name: str,
         n_before: int = 0,
     ) -> None:
         self.crash_files = CrashFiles(crash_dir)
@@ -122,11 +124,12 @@ class RequestWorkers:
                 self._functions = Memory.shared(len(functions), "rlpool-setup")
                 self._functions.root()[:] = memoryview(functions)
                 functions = None
-        self._setup = Setup(functions, in_process=not n_workers)
+        debug_hint = f"{DEBUG_HINT}: {owner_name}(..., n_threads=0)" if n_workers else LOCAL_HINT
+        self._setup = Setup(functions, debug_hint, in_process=not n_workers)
         self.processes: Workers | LocalWorker
         if n_workers:
             runs = [partial(main, self._shared)] * n_workers
-            self.processes = Workers(runs, root, policy, timeout_s, self, DEBUG_HINT, n_before)
+            self.processes = Workers(runs, root, policy, timeout_s, self, debug_hint, n_before)
             stack_sources.add(self)
         else:
             self.processes = LocalWorker(root, self, policy)

@@ -72,6 +72,7 @@ class Batcher(BatcherBase):
         tensor([3., 4., 1., 2., 3., 4.])
     """
 
+    _NAME = "Batcher"
     _WINDOWS = WindowRequest
 
     _n_resets = _n_windows = 0

@@ -37,7 +37,7 @@ from rlpool.machine.arguments import called_with_seed
 from rlpool.memory.sharing import Shared
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import WorkerRecord
-from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT, agent_error, worker_error
+from rlpool.record.failures import DEBUG_HINT, agent_error, worker_error
 from rlpool.record.tape import Tape
 from rlpool.seeding import probe_seed, seed_generators
 from rlpool.slots.blocks import Block
@@ -162,7 +162,7 @@ class Collector:
         setup, memory = self.inbox.receive()
         if not isinstance(setup, Setup):
             return False  # told to close
-        self._in_process = setup.in_process
+        self._in_process, self._hint = setup.in_process, setup.hint
         try:
             self._create(setup.functions if memory is None else memory.root().tobytes())
         except WorkerError as error:
@@ -242,13 +242,9 @@ class Collector:
             raise WorkerStartupError(what, where=self._here, fix=_how_to_return(env))
         self._created.append(env)
 
-        def seeded_agent() -> Any:
-            agent = create_agent(**agent_args)
-            if isinstance(agent, Agent):
-                agent.seed(seed)
-            return agent
-
-        agent = called(self._here, "create_agent", seeded_agent)
+        agent = called(self._here, "create_agent", lambda: create_agent(**agent_args))
+        if isinstance(agent, Agent):
+            called(self._here, "agent.seed", agent.seed, seed)
         if hasattr(agent, "close"):
             self._created.append(agent)
         what, fix = _agent_problem(agent)
@@ -377,9 +373,8 @@ class Collector:
         self._send(Failed(self._advised(error), number))
 
     def _advised(self, error: Any) -> Any:
-        """The error, with other advice if it happened in the caller's process."""
-        is_here = self._in_process and error.hint == DEBUG_HINT  # else in one of a manager's
-        return error.reworded(hint=LOCAL_HINT) if is_here else error
+        """The error, with advice for this batcher; those of a manager's workers have their own."""
+        return error.reworded(hint=self._hint) if error.hint == DEBUG_HINT else error
 
     def _plan_of(self, message: Execute | Window, memory: Memory | None) -> Plan:
         infos, tapes = _infos(message.payload, memory)

@@ -29,10 +29,10 @@ from rlpool.cluster.shards import (
     without_padding,
 )
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import RlpoolError, UsageError, WorkerError
+from rlpool.errors import RlpoolError, UsageError, WorkerError, described
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.memory.sharing import Parcel, Shared
-from rlpool.record.failures import described, text_of
+from rlpool.record.failures import text_of
 from rlpool.record.tape import WindowTapes
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.workers.payload import Packed
@@ -225,6 +225,7 @@ class NodeWorkers:
             make_layout=self._layout,
             policy=setup.policy,
             timeout_s=setup.timeout_s,
+            owner_name="EpisodeBatcher" if setup.n_slots else "Batcher",
             n_before=self._n_before,
             wake_fd=self._wake_fd,
         )

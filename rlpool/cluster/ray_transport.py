@@ -456,4 +456,4 @@ def _all_nodes() -> list[dict[str, Any]]:
 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -13,7 +13,7 @@ from rlpool.envs.columns import as_array
 from rlpool.envs.envpool_lanes import EnvPoolLanes
 from rlpool.envs.info_keys import InfoKeys, InfoLearner, batch_of, wanted_infos
 from rlpool.envs.vector_seeding import some_action
-from rlpool.errors import SpecError
+from rlpool.errors import SpecError, described
 from rlpool.seeding import Seeding
 from rlpool.specs import TensorSpec
 
@@ -55,7 +55,7 @@ def info_specs_of(
         except Exception as error:
             raise SpecError(
                 f"the infos of {env} are unknown, since reset(seed=0) or the step after it raised "
-                f"{type(error).__name__}: {error}",
+                f"{described(error)}",
                 fix="declare the dtypes of info_keys, such as "
                 f"info_keys={{{learner.unknown[0]!r}: np.float32}}",
             ) from error

@@ -14,7 +14,7 @@ from rlpool.envs.atari_lanes import resets_atari_lanes
 from rlpool.envs.columns import as_array
 from rlpool.envs.envpool_lanes import EnvPoolLanes
 from rlpool.envs.gymnasium_vector import autoreset_mode
-from rlpool.errors import SpecError
+from rlpool.errors import SpecError, described
 from rlpool.memory.storage import Array
 from rlpool.seeding import SEEDINGS, Seeding
 
@@ -46,7 +46,7 @@ def detected_seeding(env: VectorEnv[Any, Any, Any]) -> Seeding:
         return "request" if _all_repeat(env) else "stream"
     except Exception as error:
         raise SpecError(
-            f"{env} cannot be reset with reset(seed=0): {type(error).__name__}: {error}",
+            f"{env} cannot be reset with reset(seed=0): {described(error)}",
             fix=f"say how it can be seeded: VectorGymEnv(..., seeding=...), one of {SEEDINGS}",
         ) from error
 

@@ -9,7 +9,7 @@ import torch
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import Options, VecEnv
-from rlpool.errors import RlpoolError, SpecError
+from rlpool.errors import RlpoolError, SpecError, described
 from rlpool.loop.agent_driver import AgentDriver, AgentFailure
 from rlpool.memory.storage import Array
 from rlpool.slots.blocks import NOISE_KEY, StepSpecs, successor_key
@@ -96,7 +96,7 @@ def _cause(driver: AgentDriver, error: BaseException | None) -> BaseException | 
     key = min(driver.widened)
     problem = SpecError(
         f"the agent returned {key!r} in its state as bfloat16, which is kept and given back as "
-        f"float32, and then raised {type(error).__name__}: {error}",
+        f"float32, and then raised {described(error)}",
         fix=f'convert it in the call: state["{key}"].bfloat16()',
     )
     problem.__cause__ = error

@@ -15,7 +15,7 @@ from typing import Any
 
 import cloudpickle
 
-from rlpool.errors import RlpoolError
+from rlpool.errors import RlpoolError, described
 
 _DEPTH = 8
 """Longest path that is named."""
@@ -46,9 +46,9 @@ def why_not(
         if (found := _culprit(part, dumps)) is not None:
             path, culprit, error = found
             place = f"{name}{path}" if path else "it"
-            is_what = f"{place} is {_described(culprit)} ({_one_line(error)})"
+            is_what = f"{place} is {_described(culprit)} ({described(error):.300})"
             return f"{what or name} cannot be pickled: {is_what}"
-    return f"{what or ', '.join(parts)} cannot be pickled: {_one_line(error)}"
+    return f"{what or ', '.join(parts)} cannot be pickled: {described(error):.300}"
 
 
 def _culprit(
@@ -113,11 +113,3 @@ def _described(value: Any) -> str:
     has_plain_name = kind.__module__ in ("builtins", "__main__")
     name = kind.__qualname__ if has_plain_name else f"{kind.__module__}.{kind.__qualname__}"
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
-
-
-def _one_line(error: Exception) -> str:
-    """An error in one line."""
-    words = ""
-    with suppress(Exception):
-        words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words}"[:300]

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import torch
 
-from rlpool.errors import RlpoolError, SpecError
+from rlpool.errors import RlpoolError, SpecError, described
 from rlpool.machine.files import file_at, replaced
 from rlpool.memory.storage import Array
 from rlpool.pool.ingest import converted
@@ -135,7 +135,7 @@ def loading(name: str) -> Iterator[None]:
     except RlpoolError:
         raise
     except _UNREADABLE as error:
-        raise damaged(name, f"{type(error).__name__}: {error}") from error
+        raise damaged(name, described(error)) from error
 
 
 def damaged(name: str, why: str) -> SpecError:

@@ -9,9 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from rlpool.errors import RlpoolError, SpecError, WorkerError
+from rlpool.errors import RlpoolError, SpecError, WorkerError, described
 from rlpool.record.crash_capsule import CrashCapsule
-from rlpool.record.failures import described
 
 _LOG = logging.getLogger("rlpool")
 

@@ -27,7 +27,7 @@ import gymnasium
 import numpy as np
 import torch
 
-from rlpool.errors import SpecError, Where
+from rlpool.errors import SpecError, Where, described
 from rlpool.machine.files import file_at, replaced
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape, joined
@@ -201,7 +201,7 @@ class CrashCapsule:
             if isinstance(error, OSError):
                 why = f"cannot be read: {error.strerror or error}"
             else:
-                why = f"is not a crash capsule ({type(error).__name__}: {error})"
+                why = f"is not a crash capsule ({described(error)})"
             raise SpecError(
                 f"{os.fspath(path)!r} {why}",
                 fix="pass a file that CrashCapsule.save() or crash_dir=... wrote",

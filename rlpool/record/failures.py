@@ -21,14 +21,15 @@ from rlpool.errors import (
     UsageError,
     Where,
     WorkerError,
+    described,
 )
 from rlpool.record.crash_capsule import CrashCapsule
 
 _P = ParamSpec("_P")
 _LOG = logging.getLogger("rlpool")
 
-DEBUG_HINT = "run it in this process to debug: EpisodeBatcher(..., n_threads=0)"
-"""The advice for what failed in a worker process of a batcher."""
+DEBUG_HINT = "run it in this process to debug"
+"""The advice for what failed in a worker process of a batcher, which its worker completes."""
 LOCAL_HINT = "it ran in this process: debug it here (the __cause__ of the error has the frames)"
 """The advice where the user's code failed in the caller's process: its exception is the cause."""
 ENV_HINT = "step it in this process to debug: GymEnv([env_fn()])"
@@ -42,6 +43,16 @@ _SEED = re.compile(r"\bseed", re.IGNORECASE)
 _REFUSES_SEED = (ValueError, TypeError, OverflowError, AssertionError, struct.error)
 _NOT_HANDED_ON = re.compile(r"unexpected keyword argument '(seed|options)'")
 
+_MISFIT = re.compile(r"\(\) (missing|takes|got)\b|takes no (keyword )?arguments")
+_SIGNATURES = {
+    "create_env": "let it take seed, by this name, and the keys of env_args: def create_env(seed)",
+    "create_agent": "let it take the keys of agent_args, and pass all that it needs in agent_args",
+    "env_fns": "it is called without arguments: functools.partial(function, ...) binds them",
+    "agent.update": "define update(self, info)",
+    "agent.initial_state": "define initial_state(self, agent_info, n)",
+    "agent.seed": "define seed(self, seed)",
+}
+"""What to do about functions of the user that cannot be called as they are."""
 
 _ROWS = "env_info={{{}}}, one row per episode"
 """How options are given to a batcher, with a place for them."""
@@ -173,17 +184,17 @@ def text_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def described(error: BaseException) -> str:
-    """Class and text of an exception in one line, even if it cannot be turned into text."""
-    try:
-        text = " ".join(str(error).split("\n"))
-    except Exception:
-        text = "<its text is not available>"
-    return f"{type(error).__name__}: {text}"
-
-
 def what_and_fix(who: str, error: BaseException) -> tuple[str, str]:
     """What happened in one line, and what to do about it, empty if nothing is known."""
     if isinstance(error, SpecError | UsageError):
         return f"{who}: {error.what}", error.fix
-    return f"{who} raised {described(error)}", ""
+    fix = _SIGNATURES.get(who.partition("[")[0], "") if _could_not_be_called(error) else ""
+    return f"{who} raised {described(error)}", fix
+
+
+def _could_not_be_called(error: BaseException) -> bool:
+    """Whether a function of the user does not take what it was called with: none of it ran."""
+    if not isinstance(error, TypeError) or not _MISFIT.search(described(error)):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return all(frame.f_globals.get("__name__", "").startswith("rlpool.") for frame in frames)

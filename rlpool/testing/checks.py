@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import unittest
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from rlpool.errors import RlpoolError, SpecError, WorkerError, WorkerStartupError, compose
+from rlpool.errors import RlpoolError, SpecError, WorkerStartupError, compose, described
 from rlpool.memory.sharing import pickled
-from rlpool.record.failures import described
+from rlpool.record.failures import what_and_fix
 from rlpool.seeding import root_from, seeded_generators, worker_seed
-
-_LOG = logging.getLogger("rlpool")
-ERROR, WARNING = "error", "warning"
 
 
 @dataclass(frozen=True)
@@ -56,32 +52,22 @@ class Finding:
         return f"{self.severity}: {self.check}: " + compose(self.what, fix=self.fix)
 
 
-def error(what: str, fix: str) -> Finding:
-    """A finding that is an error; whoever runs the check adds its name."""
-    return Finding("", ERROR, what, fix)
+Findings = Iterator[tuple[str, str, str]]
+"""What a check yields: ``severity``, ``what`` and ``fix`` of each ``Finding``."""
 
 
-def warning(what: str, fix: str) -> Finding:
-    """A finding that is a warning."""
-    return Finding("", WARNING, what, fix)
-
-
-def failed(who: str, reason: BaseException, fix: str = "") -> Finding:
+def failed(who: str, reason: BaseException) -> tuple[str, str, str]:
     """The finding that the user's code raised, or returned what rlpool refuses.
 
     Args:
         who: What was called, for exceptions that do not say.
         reason: The exception.
-        fix: What to do, unless the exception says so.
     """
-    what = f"{who} raised {described(reason)}"
+    what, fix = f"{who} raised {described(reason)}", ""
     if isinstance(reason, RlpoolError):
-        what, fix = reason.what, reason.own_fix or fix
-    if isinstance(reason, WorkerError):
-        what = f"{what} ({reason.where})"
-    refused = "return what the spaces declare, or declare what is returned"
-    other = refused if isinstance(reason, SpecError) else "fix what fails, then check again"
-    return error(what, fix or other)
+        what, fix = reason.what, reason.own_fix
+    place = getattr(reason, "where", None)
+    return "error", f"{what} ({place})" if place else what, fix or "mend it, then check again"
 
 
 @dataclass(frozen=True)
@@ -91,39 +77,32 @@ class Report:
     Attributes:
         subject: What was checked.
         findings: What was found, errors first.
-        passed: Names of the checks that found nothing.
         not_checked: Name of each check that could not be made, and why.
 
     Example:
         >>> report = check_env(lambda: FaultyEnv("nan_reward", at_step=1), strict=False)
-        >>> report.ok, report.failed
-        (False, ('values_are_finite',))
+        >>> report.ok, [finding.check for finding in report.errors]
+        (False, ['values_are_finite'])
     """
 
     subject: str
     findings: tuple[Finding, ...]
-    passed: tuple[str, ...] = ()
-    not_checked: Mapping[str, str] = field(default_factory=dict)
+    not_checked: Mapping[str, str]
 
     @property
     def errors(self) -> tuple[Finding, ...]:
         """Findings that are errors."""
-        return tuple(f for f in self.findings if f.severity == ERROR)
+        return tuple(f for f in self.findings if f.severity == "error")
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
         """Findings that are warnings."""
-        return tuple(f for f in self.findings if f.severity == WARNING)
+        return tuple(f for f in self.findings if f.severity == "warning")
 
     @property
     def ok(self) -> bool:
         """Whether there are no errors."""
         return not self.errors
-
-    @property
-    def failed(self) -> tuple[str, ...]:
-        """Names of the checks that found errors."""
-        return tuple(dict.fromkeys(f.check for f in self.errors))
 
     def __bool__(self) -> bool:
         return self.ok
@@ -133,9 +112,6 @@ class Report:
         told = ", ".join(f"{n} {word}" + "s" * (n != 1) for n, word in counts)
         unchecked = (f"not checked: {name}: {why}" for name, why in self.not_checked.items())
         return "\n".join([f"{self.subject}: {told}", *map(str, self.findings), *unchecked])
-
-
-Findings = Iterator[Finding]
 
 
 class CannotCheck(Exception):
@@ -150,17 +126,26 @@ class Checks:
         arguments: Arguments of the function.
         seed: Root of all seeds.
         is_instance: Whether ``source`` is an instance.
+
+    Attributes:
+        maker: The function, without the arguments of a ``partial``.
+        name: What reports call it.
+        made: What ``make`` has made, and ``close`` closes.
     """
 
     takes_seed = False  # whether the function is called with ``seed=``
+    refusal: type[RlpoolError]  # raised for errors
 
     def __init__(self, source: Any, arguments: Any, seed: int, is_instance: bool) -> None:
-        if not isinstance(arguments, Mapping | None) or (is_instance and arguments):
-            what = "env_args and agent_args should be a dict, and come with a function"
-            raise SpecError(what, fix="pass the function or the class, and a dict of its arguments")
-        self.name, self.is_instance = _name_of(source), is_instance
+        fits = not arguments if is_instance else isinstance(arguments, Mapping | None)
+        if not fits or not (is_instance or callable(source)):
+            what = f"got {source!r:.60} with the arguments (env_args, agent_args) {arguments!r:.60}"
+            raise SpecError(what, fix="pass a function, with a dict of arguments, or what it makes")
+        self.is_instance, self.maker = is_instance, getattr(source, "func", source)
+        self.name: str = getattr(self.maker, "__qualname__", type(source).__name__)
         self.source = partial(copy.deepcopy, source) if is_instance else source
         self.arguments, self.root = dict(arguments or {}), root_from(seed)
+        self.made: list[Any] = []
 
     @classmethod
     def names(cls) -> list[str]:
@@ -169,64 +154,57 @@ class Checks:
         checks = [name for name, member in members if inspect.isgeneratorfunction(member)]
         return [name for name in checks if not name.startswith("_")]
 
-    def run(self, skip: Collection[str] = ()) -> Report:
+    def run(self, skip: Collection[str], *, strict: bool) -> Report:
         """Run all checks, whatever the first ones find.
 
         Raises:
+            RlpoolError: If ``strict`` and there are errors.
             SpecError: If ``skip`` has a name that no check has.
         """
         names = self.names()
         if unknown := sorted(set(skip).difference(names)):
             what = f"skip names {unknown}, but no check has that name"
             raise SpecError(what, fix=f"skip is a list of names: {names}")
-        found: list[Finding] = []
-        not_checked, has_raised = dict.fromkeys(skip, "left out by skip"), False
+        found, failures = list[Finding](), list[Finding]()
+        not_checked = dict.fromkeys(skip, "left out by skip")
         for name in [name for name in names if name not in skip]:
             try:
-                with warnings.catch_warnings(), seeded_generators(0):
+                check = closing(getattr(self, name)())
+                with warnings.catch_warnings(), seeded_generators(0), check as findings:
                     warnings.simplefilter("ignore")
-                    with closing(getattr(self, name)()) as findings:
-                        found += [replace(each, check=name) for each in islice(findings, 1)]
+                    found += [Finding(name, *each) for each in islice(findings, 1)]
             except CannotCheck as reason:
                 not_checked[name] = str(reason)
             except (Exception, SystemExit) as reason:
-                failure = replace(failed(self.name, reason), check=name)
-                if has_raised:  # most likely for the same reason as the first that did
-                    not_checked[name] = failure.what
-                else:
-                    found.append(failure)
-                has_raised = True
-        found.sort(key=lambda each: each.severity != ERROR)
-        loud = {*not_checked, *(each.check for each in found)}
-        passed = tuple(name for name in names if name not in loud)
-        report = Report(self.name, tuple(found), passed, not_checked)
+                failures.append(Finding(name, *failed(self.name, reason)))
+            self.close()
+        # All but the first have most likely the same reason.
+        not_checked |= {each.check: each.what for each in failures[1:]}
+        found = sorted(found + failures[:1], key=lambda each: each.severity != "error")
+        report = Report(self.name, tuple(found), not_checked)
+        if strict and not report.ok:
+            raise self.refusal(str(report))
         for each in report.warnings:
-            _LOG.warning("%s: %s", report.subject, each)
+            warnings.warn(f"{self.name}: {each}", UserWarning, stacklevel=4)
         return report
 
     def make(self, number: int = 0) -> Any:
-        """Call the function as worker ``number`` would."""
+        """Call the function as worker ``number`` would; what it returns is closed by ``close``."""
         seed = worker_seed(self.root, number)
         with seeded_generators(seed):
             own = {"seed": seed} if self.takes_seed else {}
-            return self.source(**{**own, **self.arguments})
+            try:
+                self.made.append(self.source(**{**own, **self.arguments}))
+            except (Exception, SystemExit) as reason:
+                what, fix = what_and_fix(self.name, reason)
+                raise SpecError(what, fix=fix) from reason
+        return self.made[-1]
 
-    @contextmanager
-    def made(self, number: int = 0) -> Iterator[Any]:
-        """What ``make`` returns, closed afterwards."""
-        made = self.make(number)
-        try:
-            yield made
-        finally:
+    def close(self) -> None:
+        """Close what was made."""
+        while self.made:
             with suppress(Exception, SystemExit):
-                made.close()
-
-    def creation(self) -> Findings:
-        """It can be created repeatedly, and is a new object each time."""
-        with self.made(0) as first, self.made(1) as second:
-            if first is second:
-                fix = "make a new one in every call: every worker and every lane needs its own"
-                yield error(f"{self.name} returned the same object twice", fix)
+                self.made.pop().close()
 
     def picklable(self) -> Findings:
         """The function that makes it can be sent to a worker."""
@@ -242,15 +220,13 @@ class Checks:
             yield failed(self.name, refusal)
 
     @staticmethod
-    def differing(
-        how: str, one: Mapping[str, Any], other: Mapping[str, Any], fix: str, severity: Any = error
-    ) -> Findings:
+    def differing(how: str, one: Mapping[str, Any], other: Mapping[str, Any], fix: str) -> Findings:
         """What is not bitwise the same in arrays or tensors by name, which came about as said."""
         for key in sorted(one.keys() | other.keys()):
             values = one.get(key), other.get(key)
             if bits(values[0]) != bits(values[1]):
                 first, second = (" ".join(repr(value).split())[:60] for value in values)
-                yield severity(f"{how}: {key!r} is {first} and {second}", fix)
+                yield "error", f"{how}: {key!r} is {first} and {second}", fix
 
     @classmethod
     def contract(cls, check: Callable[..., Report]) -> Callable[[type], type]:
@@ -259,7 +235,7 @@ class Checks:
         Args:
             check: ``check_env`` or ``check_agent``, which the class's method ``_checked`` calls.
         """
-        settings = {**(check.__kwdefaults__ or {}), "strict": False}
+        settings = {**(inspect.unwrap(check).__kwdefaults__ or {}), "strict": False}
         del settings["skip"]
 
         def test_of(name: str) -> Callable[[Any], None]:
@@ -267,8 +243,6 @@ class Checks:
                 __tracebackhide__ = True  # pytest shows the message, not how it came about
                 given = {each: getattr(self, each) for each in settings}
                 report = self._checked(skip={*cls.names()} - {name}, **given)
-                for each in report.warnings:
-                    warnings.warn(str(each), UserWarning, stacklevel=2)
                 if report.errors:
                     raise AssertionError("\n".join(map(str, report.errors)))
                 if name in report.not_checked:
@@ -290,12 +264,3 @@ def bits(value: Any) -> Any:
     """What is equal for arrays and tensors with the same dtype, shape and bits."""
     array = np.asarray(value)
     return array.dtype.str, array.shape, array.tobytes()
-
-
-def _name_of(source: Any) -> str:
-    """What reports call it."""
-    function = getattr(source, "func", source)
-    name: str | None = getattr(function, "__qualname__", None)
-    if name is None:
-        return type(getattr(source, "unwrapped", source)).__name__
-    return name if inspect.isclass(function) else f"{name}()"

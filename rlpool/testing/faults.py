@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,13 +16,22 @@ import numpy as np
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import info_rows
 from rlpool.errors import SpecError
-from rlpool.machine.arguments import whole_number
+from rlpool.machine.arguments import names_arguments, whole_number
 
-_RAISING = ("raise", "unpicklable", "unprintable", "sys_exit")
+_NAN = np.full(1, np.nan, np.float32)
+_WRONG: dict[str, dict[str, Any]] = {
+    "nan": {"observation": _NAN, "reward": np.nan},
+    "nan_observation": {"observation": _NAN},
+    "nan_reward": {"reward": np.nan},
+    "wrong_dtype": {"observation": np.zeros(1, np.int64)},
+    "wrong_shape": {"observation": np.zeros(2, np.float32)},
+    "wrong_reward": {"reward": np.zeros(2)},
+    "wrong_flag": {"terminated": np.array([True, False])},
+}
+"""What is returned in place of what, for kinds that are wrong results rather than failures."""
+
 _ENDING = ("exit", "sigkill", "segfault", "hang", "hang_gil", "stop")
-_NAN = ("nan", "nan_observation", "nan_reward")
-WRONG = (*_NAN, "buffer_reuse", "wrong_dtype", "wrong_shape", "wrong_reward", "wrong_flag")
-KINDS = ("none", *_RAISING, *_ENDING, "leak", *WRONG)
+KINDS = ("none", "raise", "sys_exit", *_ENDING, *_WRONG)
 """All kinds of faults; a kind's number in ``env_info`` is its place here.
 
 Example:
@@ -36,21 +44,6 @@ EXIT_CODE = 17
 
 AT_RESET = -1
 """The step that means ``reset``."""
-
-
-class UnpicklableError(Exception):
-    """Cannot be sent to another process, because its lock cannot."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.lock = threading.Lock()
-
-
-class UnprintableError(Exception):
-    """Cannot be turned into text."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
 
 
 def code(kind: str) -> int:
@@ -89,19 +82,16 @@ def faults(
         int64 ``[n_rows]`` under ``fault``, ``fault_step``, ``id`` and the keys of ``columns``.
 
     Raises:
-        SpecError: For an unknown kind, a row that does not exist, or a step below -1.
+        SpecError: For an unknown kind, or a step below -1.
+        IndexError: For a row that does not exist.
 
     Example:
         >>> faults(3, row=1, kind="sigkill", step=2)["fault"].nonzero().tolist()
         [[1]]
     """
-    if step < AT_RESET:
-        raise SpecError(f"step is {step}", fix="steps count from 0, -1 is reset")
+    whole_number("step (-1 is reset)", step, AT_RESET)
     fault = np.zeros(n_rows, np.int64)
-    try:
-        fault[np.array([] if row is None else row, np.int64)] = code(kind)
-    except IndexError:
-        raise SpecError(f"row {row} of {n_rows}", fix=f"rows are 0 to {n_rows - 1}") from None
+    fault[np.array([] if row is None else row, np.int64)] = code(kind)
     info = {"fault": fault, "fault_step": step, "id": np.arange(n_rows), **columns}
     return info_rows("env_info", info, n_rows)
 
@@ -109,7 +99,7 @@ def faults(
 def strike(kind: str) -> None:
     """Fail here and now.
 
-    Useful in agents and factories of your own. Returns only for ``"none"``, ``"leak"`` and the
+    Useful in environments, agents and factories of your own. Returns only for ``"none"`` and the
     kinds that are wrong results rather than failures.
 
     Args:
@@ -118,8 +108,6 @@ def strike(kind: str) -> None:
 
     Raises:
         KeyError: For ``raise``.
-        UnpicklableError: For ``unpicklable``.
-        UnprintableError: For ``unprintable``.
         SystemExit: For ``sys_exit``.
         SpecError: If there is no such kind.
 
@@ -130,9 +118,8 @@ def strike(kind: str) -> None:
         KeyError: 'struck'
     """
     code(kind)
-    raised = {"raise": KeyError, "unpicklable": UnpicklableError, "unprintable": UnprintableError}
-    if error := {**raised, "sys_exit": SystemExit}.get(kind):
-        raise error("struck")
+    if kind in ("raise", "sys_exit"):
+        raise KeyError("struck") if kind == "raise" else SystemExit("struck")
     if kind == "exit":
         os._exit(EXIT_CODE)
     if kind == "segfault":
@@ -165,7 +152,6 @@ class CountingEnv(gymnasium.Env[Any, Any]):
 
     Attributes:
         t: Steps since the reset.
-        is_closed: Whether ``close`` was called.
 
     Raises:
         SpecError: If ``length`` or ``n_actions`` is no int of at least 1.
@@ -180,8 +166,6 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         (array([2.], dtype=float32), 2.0, True, False)
     """
 
-    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012  (as Gymnasium declares it)
-
     def __init__(
         self, length: int = 10, id: int = 0, truncate: bool = False, n_actions: int = 2
     ) -> None:
@@ -189,7 +173,7 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         self.action_space = gymnasium.spaces.Discrete(whole_number("n_actions", n_actions, 1))
         whole_number("length", length, 1)
         self._default = self._episode = {"length": length, "id": id, "truncate": truncate}
-        self._is_running = self.is_closed = False
+        self._is_running = False
         self.t = 0
 
     def reset(
@@ -225,22 +209,12 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         ends = is_over and not truncate, is_over and truncate
         return self._observation(), reward, *ends, {"id": number}
 
-    def close(self) -> None:
-        """Set ``is_closed``."""
-        self.is_closed = True
-
     def _observation(self) -> Any:
         return np.array([self.t], np.float32)
 
 
-_REWARDS = {"nan": np.nan, "nan_reward": np.nan, "wrong_reward": np.zeros(2)}
-_OF_STEPS = ("nan_reward", "wrong_reward", "wrong_flag")  # a reset has no such result
-_PLACES = {"init": WRONG, "reset": _OF_STEPS, "step": (), "close": WRONG}
-"""Place to the kinds that cannot be there."""
-
-
 class FaultyEnv(CountingEnv):
-    """Counts like a ``CountingEnv`` and fails in a chosen way at a chosen place.
+    """Counts like a ``CountingEnv`` and fails in a chosen way at a chosen step.
 
     ``FaultyEnv("sigkill", at_step=3)`` kills its process in the call of ``step`` that starts from
     step 3 (the fourth of the episode). The kinds of faults are
@@ -248,8 +222,6 @@ class FaultyEnv(CountingEnv):
     ============================  =================================================================
     ``none``                      nothing
     ``raise``                     ``KeyError``
-    ``unpicklable``               an exception that cannot be pickled
-    ``unprintable``               an exception that cannot be turned into text
     ``sys_exit``                  ``SystemExit``
     ``exit``                      ``os._exit`` with the code 17
     ``sigkill``                   the process kills itself
@@ -257,43 +229,33 @@ class FaultyEnv(CountingEnv):
     ``hang``                      sleeps forever
     ``hang_gil``                  computes forever in C, no other Python thread runs
     ``stop``                      the process stops itself, as after Ctrl-Z
-    ``leak``                      keeps ``leak_bytes`` of memory, written to, until it is dropped
     ``nan``                       NaN as observation and reward
     ``nan_observation``           NaN as observation
     ``nan_reward``                NaN as reward
-    ``buffer_reuse``              from then on all observations are one array, changed in place
     ``wrong_dtype``               an int64 observation
     ``wrong_shape``               an observation ``[2]``
     ``wrong_reward``              an array as reward
     ``wrong_flag``                an array as ``terminated``
     ============================  =================================================================
 
+    A reset has no reward and no flag that could be wrong.
+
     Single episodes are chosen by the options of their reset, that is by ``env_info``: ``fault``
-    (the number of a kind, see ``code``) and ``fault_step`` (-1 for ``reset``) stand in place of
-    ``fault``, ``at``, ``at_step`` and ``in_episode`` for this episode.
-    ``faults(n_rows, row, kind, step)`` makes such an ``env_info``.
+    (the number of a kind, see ``code``) and ``fault_step`` stand in place of ``fault`` and
+    ``at_step`` for this episode. ``faults(n_rows, row, kind, step)`` makes such an ``env_info``.
 
     Kinds that end, stop or block a process do so to yours if the environment lives there, as with
     ``n_threads=0``.
 
     Args:
         fault: One of ``rlpool.testing.KINDS``.
-        at: Where: ``"init"``, ``"reset"``, ``"step"`` or ``"close"``. Kinds that are wrong results
-            need ``"reset"`` or ``"step"``.
-        at_step: Which step of an episode, 0-based; ``None`` for every step.
-        in_episode: Which episode of this instance, 0-based, counting only those with at least one
-            step; ``None`` for every episode. (A batcher's workers reset their environments once
-            before the first episode, to learn the keys; that episode has no step.)
+        at_step: Which step of an episode, 0-based; -1 for ``reset``, ``None`` for every step.
         once: A file. Only the environment that creates it fails, once in all processes; whatever
             replaces it afterwards works.
-        leak_bytes: How much ``leak`` keeps each time it strikes.
-        **counting: Arguments of ``CountingEnv``.
-
-    Attributes:
-        n_episodes: Episodes with at least one step before the current one.
+        length: Steps of an episode.
 
     Raises:
-        SpecError: For an unknown kind or place, or a kind that cannot be at that place.
+        SpecError: For an unknown kind, or an ``at_step`` below -1.
 
     Example:
         >>> env = FaultyEnv("raise", at_step=1)
@@ -306,85 +268,49 @@ class FaultyEnv(CountingEnv):
         KeyError: 'struck'
     """
 
+    @names_arguments
     def __init__(
         self,
         fault: str = "none",
         *,
-        at: str = "step",
         at_step: int | None = 0,
-        in_episode: int | None = None,
         once: str | os.PathLike[str] | None = None,
-        leak_bytes: int = 2**20,
-        **counting: Any,
+        length: int = 10,
     ) -> None:
-        super().__init__(**counting)
-        for name, number in (("at_step", at_step), ("in_episode", in_episode)):
-            whole_number(name, number or 0, 0)
-        if KINDS[code(fault)] in _PLACES.get(at, KINDS):
-            places = [place for place, kinds in _PLACES.items() if fault not in kinds]
-            what = f"the fault {fault!r} cannot be at {at!r}"
-            raise SpecError(what, fix=f"choose one of {', '.join(places)}")
-        self._fault = self._standing = fault, at, at_step, in_episode
-        self._once, self._leak_bytes, self._leaked = once, leak_bytes, list[bytes]()
-        self._buffer: Any = None  # the observation of buffer_reuse
-        self.n_episodes = 0
-        self._trigger("init")
+        super().__init__(length)
+        code(fault)
+        whole_number("at_step (-1 is reset)", at_step or 0, AT_RESET)
+        self._fault = self._standing = fault, at_step
+        self._once = once
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """Start an episode, or fail."""
-        self.n_episodes += self.t > 0
-        self.t, self._fault = 0, self._standing
+        self._fault = self._standing
         if options and "fault" in options:
-            number, step = int(options["fault"]), int(options.get("fault_step", 0))
-            if not 0 <= number < len(KINDS):
-                fix = "use rlpool.testing.code(kind) for numbers"
-                raise SpecError(f"no fault has the number {number}", fix=fix)
-            self._fault = KINDS[number], "reset" if step == AT_RESET else "step", step, None
-        kind = self._trigger("reset")
+            self._fault = KINDS[int(options["fault"])], int(options.get("fault_step", 0))
+        wrong = self._struck(AT_RESET)
         observation, info = super().reset(seed=seed, options=options)
-        return self._spoiled(observation, kind), info
+        return wrong.get("observation", observation), info
 
     def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Count one step, or fail."""
-        kind = self._trigger("step")
+        wrong = self._struck(self.t)
         observation, reward, terminated, truncated, info = super().step(action)
-        terminated = np.array([True, False]) if kind == "wrong_flag" else terminated
-        reward = _REWARDS.get(kind, reward)
-        return self._spoiled(observation, kind), reward, terminated, truncated, info
+        observation, reward = wrong.get("observation", observation), wrong.get("reward", reward)
+        return observation, reward, wrong.get("terminated", terminated), truncated, info
 
-    def close(self) -> None:
-        """Close, or fail."""
-        super().close()
-        self._fault = self._standing
-        self._trigger("close")
-
-    def _trigger(self, place: str) -> str:
-        """Fail if this is the place; the kind of a wrong result, else ``"none"``."""
-        kind, at, step, episode = self._fault
-        is_here = at == place and episode in (None, self.n_episodes)
-        if kind == "none" or not is_here or (place == "step" and step not in (None, self.t)):
-            return "none"
+    def _struck(self, step: int) -> Mapping[str, Any]:
+        """Fail if this is the step; what to return in place of what."""
+        kind, at_step = self._fault
+        is_here = step == at_step or (at_step is None and step != AT_RESET)
+        if kind == "none" or not is_here:
+            return {}
         if self._once is not None:
             try:  # of all processes only one creates it
                 Path(self._once).touch(exist_ok=False)
             except FileExistsError:
-                return "none"
-        if kind == "leak":
-            self._leaked.append(b"\1" * self._leak_bytes)
+                return {}
         strike(kind)
-        return kind
-
-    def _spoiled(self, observation: Any, kind: str) -> Any:
-        wrong = {
-            **dict.fromkeys(("nan", "nan_observation"), np.full_like(observation, np.nan)),
-            "wrong_dtype": observation.astype(np.int64),
-            "wrong_shape": np.zeros(2, np.float32),
-        }
-        if kind == "buffer_reuse" and self._buffer is None:
-            self._buffer = np.empty_like(observation)
-        if kind in wrong or self._buffer is None:
-            return wrong.get(kind, observation)
-        self._buffer[...] = observation
-        return self._buffer
+        return _WRONG.get(kind, {})

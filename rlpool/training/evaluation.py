@@ -22,7 +22,7 @@ from rlpool.batch.messages import Infos
 from rlpool.batch.requests import as_infos, part_of
 from rlpool.data.infos import Info
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import SpecError, WorkerError
+from rlpool.errors import SpecError, WorkerError, described
 from rlpool.machine.arguments import names_arguments, whole_number
 from rlpool.memory.sharing import Parcel, pickled
 from rlpool.seeding import episode_seeds, evaluation_root, root_from
@@ -172,6 +172,8 @@ class _Evaluator(EpisodeBatcher):
         self.found: list[WorkerError] = []
         super().__init__(*args, **kwargs)
 
+    _NAME = "evaluate"
+
     @classmethod
     def layout(
         cls, n_timesteps: int, n_slots: int | None, n_workers: int, specs: StepSpecs
@@ -227,7 +229,7 @@ def _checked_agent(agent: Any, n_threads: int) -> Any:
         return copy.deepcopy(agent)
     except Exception as error:
         raise SpecError(
-            f"the agent cannot be copied: {type(error).__name__}: {error!s:.200}",
+            f"the agent cannot be copied: {described(error):.200}",
             fix="define its __deepcopy__, or leave out in its __getstate__ what cannot be copied",
         ) from error
 

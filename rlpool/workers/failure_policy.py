@@ -204,7 +204,8 @@ class Restarts:
             if not self._max_restarts:
                 raise self._final(failure, "max_restarts=0 allows no restart")
             why = f"all {self._max_restarts} restarts (max_restarts) are used up"
-            raise self._final(failure, why, "; if that many failures are expected, raise it")
+            advice = "; if that many failures are expected, pass a larger max_restarts"
+            raise self._final(failure, why, advice)
         if not record.is_ready and self._start_is_hopeless(record, failure):
             n_starts = record.n_failed_starts + record.n_broken_starts
             raise self._final(failure, f"it failed {n_starts} times before it was ready")

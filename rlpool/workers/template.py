@@ -37,6 +37,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from rlpool.errors import described
 from rlpool.workers.clone_parent import ParentForks
 from rlpool.workers.process_title import set_title
 
@@ -152,7 +153,7 @@ def _import_all(caller: socket.socket, modules: Sequence[str]) -> None:
         try:
             importlib.import_module(name)
         except BaseException as error:
-            raise OSError(" ".join(f"{type(error).__name__}: {error}".split())[:300]) from error
+            raise OSError(described(error)[:300]) from error
         _refuse_if_unsafe()
     _tell(caller, "importing", "")
     del this_process._inheriting

@@ -32,7 +32,24 @@ from rlpool.data.infos import info_rows
 from rlpool.testing import strike as strike_now
 from rlpool.testing.faults import EXIT_CODE as EXIT_CODE  # what "os_exit" exits with
 
-RAISES = ("raise", "unpicklable", "unprintable", "sys_exit")
+
+class UnpicklableError(Exception):
+    """Cannot be sent to another process, because its lock cannot."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class UnprintableError(Exception):
+    """Cannot be turned into text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+_ODD_ERRORS = {"unpicklable": UnpicklableError, "unprintable": UnprintableError}
+RAISES = ("raise", *_ODD_ERRORS, "sys_exit")
 DEATHS = {
     "os_exit": (EXIT_CODE, None),
     "sigkill": (-signal.SIGKILL, "SIGKILL"),
@@ -95,7 +112,10 @@ def strike(
         # It inherits all descriptors, as environments' helpers do.
         time.sleep(_FOREVER_S)
         os._exit(0)
-    strike_now(_PUBLIC.get(kind, kind))
+    if kind in _ODD_ERRORS:
+        raise _ODD_ERRORS[kind]("struck")
+    if kind not in (*WRONG, *WRONG_STEPS):
+        strike_now(_PUBLIC.get(kind, kind))
     return kind
 
 

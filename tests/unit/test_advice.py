@@ -12,6 +12,7 @@ from torch import nn
 
 from rlpool import (
     Agent,
+    Batcher,
     DeviceAgent,
     DictTensor,
     EnvError,
@@ -22,11 +23,12 @@ from rlpool import (
     RlpoolError,
     SpecError,
     WorkerStartupError,
+    evaluate,
     make_parallel_env,
 )
 from rlpool.testing import CountingEnv, check_agent, check_env
 
-from support.agents import ConstantAgent
+from support.agents import ConstantAgent, FunctionAgent
 
 
 def create_env(seed: int) -> GymEnv:
@@ -82,6 +84,111 @@ def test_what_ran_in_processes_is_to_be_run_here() -> None:
     assert "n_threads=0" in fix_of(error_of(FailingAgent, n_threads=1))
     fix = fix_of(error_of(env=lambda seed: ParallelEnvManager([FailingEnv], seed=seed)))
     assert fix == "step it in this process to debug: GymEnv([env_fn()])"
+
+
+def window_error_of(create_agent: Any, n_threads: int) -> RlpoolError:
+    with pytest.raises(RlpoolError) as caught:  # noqa: PT012, SIM117
+        with Batcher(3, None, create_agent, {}, create_env, {}, n_threads, 1) as batcher:
+            batcher.reset()
+            batcher.execute()
+            batcher.get()
+    return caught.value
+
+
+def evaluation_error_of(create_agent: Any, n_threads: int) -> RlpoolError:
+    with pytest.raises(RlpoolError) as caught:
+        evaluate(create_agent(), create_env, n_episodes=1, n_threads=n_threads)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        (error_of, "EpisodeBatcher"),
+        (window_error_of, "Batcher"),
+        (evaluation_error_of, "evaluate"),
+    ],
+)
+def test_the_same_class_or_function_is_to_be_run_here(run: Any, name: str) -> None:
+    fix = fix_of(run(FailingAgent, n_threads=1))
+    assert fix == f"run it in this process to debug: {name}(..., n_threads=0)"
+
+
+# Functions that cannot be called ----------------------------------------------------------------
+
+
+class Odd(ConstantAgent):
+    """Does not take what its methods get."""
+
+    def update(self) -> None:  # type: ignore[override]
+        pass
+
+
+class OddStart(ConstantAgent):
+    def initial_state(self) -> Any:  # type: ignore[override]
+        pass
+
+
+class OddSeed(ConstantAgent):
+    def seed(self) -> None:  # type: ignore[override]
+        pass
+
+
+def update_error_of(create_agent: Any) -> RlpoolError:
+    with EpisodeBatcher(3, 4, create_agent, {}, create_env, {}, 0, seeds=1) as batcher:
+        batcher.update({})
+        batcher.execute(1)
+        with pytest.raises(RlpoolError) as caught:
+            batcher.get()
+    return caught.value
+
+
+def manager_error_of(env_fn: Any) -> RlpoolError:
+    with pytest.raises(RlpoolError) as caught, ParallelEnvManager([CountingEnv, env_fn]):
+        pass
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("run", "fix"),
+    [
+        (lambda: error_of(env=lambda s: create_env(s)), "def create_env(seed)"),
+        (lambda: error_of(env=lambda seed, n: create_env(seed)), "the keys of env_args"),
+        (lambda: error_of(lambda hidden: ConstantAgent()), "pass all that it needs in agent_args"),
+        (lambda: error_of(OddSeed), "define seed(self, seed)"),
+        (lambda: error_of(OddStart), "define initial_state(self, agent_info, n)"),
+        (lambda: update_error_of(Odd), "define update(self, info)"),
+        (lambda: manager_error_of(lambda seed: CountingEnv()), "called without arguments"),
+    ],
+)
+def test_a_function_that_cannot_be_called_so_is_told_how_it_is(run: Any, fix: str) -> None:
+    error = run()
+    assert "raised TypeError" in str(error)
+    assert fix in fix_of(error)
+
+
+def test_a_function_that_fails_in_itself_is_not_told_how_it_is_called() -> None:
+    def create(seed: int) -> Any:
+        return GymEnv()  # type: ignore[call-arg]
+
+    error = error_of(env=create)
+    assert "raised TypeError: GymEnv.__init__() missing" in str(error)
+    assert not fix_of(error)
+
+
+class EmptyError(Exception):
+    def __str__(self) -> str:
+        return "\n"
+
+
+@pytest.mark.parametrize("error", [KeyError(), AssertionError(), EmptyError()])
+def test_an_exception_without_a_text_is_told_by_its_class(error: Exception) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise error
+
+    for told in (error_of(env=fails), error_of(fails), error_of(lambda: FunctionAgent(fails))):
+        assert told.what.endswith(f"raised {type(error).__name__}")
+        assert ": \n" not in str(told)
 
 
 # What an agent lacks --------------------------------------------------------------------------

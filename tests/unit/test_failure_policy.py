@@ -66,6 +66,7 @@ def test_the_budget_counts_the_restarts_of_all_workers() -> None:
         restarts.delay_s(0, death())
     error = pickle.loads(pickle.dumps(e.value))
     assert (error.exitcode, error.signal_name) == (-9, "SIGKILL")
+    assert error.fix == "step it; if that many failures are expected, pass a larger max_restarts"
     assert error.where == Where(worker=0, lane=3, seed=17)
     assert [failure.where.worker for failure in error.history] == [0, 1, 0]
     assert error.reworded(what="other", fix="").history[2].signal_name == "SIGKILL"

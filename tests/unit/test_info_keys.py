@@ -382,5 +382,5 @@ def test_a_key_that_never_appears_is_warned_of_once(
 
 
 def test_checks_of_environments_know_them() -> None:
-    assert check_env(create_telling).passed
+    assert check_env(create_telling).ok
     assert set(KEYS) - {"part"} <= set(episodes(n=1).keys())

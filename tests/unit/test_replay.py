@@ -323,3 +323,38 @@ def test_what_cannot_be_replayed_is_refused():
         replay_agent(RecurrentAgent(), collected, state="zero")
     with pytest.raises(KeyError, match="noise"):
         replay_agent(RecurrentAgent(), collected.get(key for key in collected if key != "noise"))
+
+
+class Told(FeedForwardAgent):
+    """Cannot do without an ``agent_info``."""
+
+    def __call__(self, state, observation, agent_info=None, history=None):
+        agent_info["kind"]
+        return super().__call__(state, observation, agent_info)
+
+
+class ToldAtStart(FeedForwardAgent):
+    def initial_state(self, agent_info, n):
+        return DictTensor({"kind": of_kind(agent_info)})
+
+
+def of_kind(agent_info):
+    return agent_info["kind"]
+
+
+@pytest.mark.parametrize("state", ["recompute", "stored"])
+@pytest.mark.parametrize("agent", [Told(), ToldAtStart()])
+def test_an_agent_that_reads_an_agent_info_which_is_not_there_is_told_so(agent, state):
+    with pytest.raises(SpecError, match=r"trajectories have none.*\n.*agent_info=\.\.\."):
+        replay_agent(agent, collect_episodes(FeedForwardAgent), state=state)
+
+
+def test_another_none_is_the_agents_own_affair():
+    class Broken(FeedForwardAgent):
+        def __call__(self, state, observation, agent_info=None, history=None):
+            return self.nothing["kind"]
+
+        nothing = None
+
+    with pytest.raises(TypeError, match="not subscriptable"):
+        replay_agent(Broken(), collect_episodes(FeedForwardAgent))

@@ -8,10 +8,11 @@ import threading
 import unittest
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from rlpool import DictTensor, GymEnv, SpecError
+from rlpool import DictTensor, GymEnv
 from rlpool.testing import AgentContract, CountingEnv, EnvContract, FaultyEnv
 
 from support.agents import ConstantAgent, FunctionAgent
@@ -33,10 +34,17 @@ class TestOptOut(EnvContract):
     test_values_are_finite = None
 
     def make_env(self) -> Any:
-        return FaultyEnv("nan", at_step=3)
+        return FaultyEnv("nan_reward", at_step=3)
 
 
 # What fails
+
+
+class NegativeEnv(CountingEnv):
+    """Observes what is not in its space."""
+
+    def _observation(self) -> Any:
+        return np.array([-1.0], np.float32)
 
 
 def env_contract(make: Any) -> Any:
@@ -68,30 +76,21 @@ def test_what_is_wrong_fails_the_test_of_its_check_and_doubts_are_warnings() -> 
     assert "fix:   return a bool" in failed["runs"]
     result = outcome(agent_contract(lambda self: ConstantAgent(2)))
     assert result["failed"].keys() == {"action_fits"}
-    assert result["skipped"].keys() == {"update_takes_state_dict"}
-    with pytest.warns(UserWarning, match="fix: ") as caught:
-        result = outcome(env_contract(lambda self: FaultyEnv("buffer_reuse", at="reset")))
+    with pytest.warns(UserWarning, match="observations_fit: .*\n  fix: "):
+        result = outcome(env_contract(lambda self: NegativeEnv()))
     assert not result["failed"]
-    assert any("own_buffers" in str(each.message) for each in caught)
 
 
 def test_an_environment_that_raises_never_passes_by_being_skipped() -> None:
     failed = outcome(env_contract(lambda self: FaultyEnv("raise", at_step=2)))["failed"]
-    assert failed.keys() >= {"runs", "repeats", "fresh_instance_repeats", "lanes_agree"}
-    assert "define make_env(self)" in outcome(EnvContract)["failed"]["creation"]
+    assert failed.keys() >= {"runs", "repeats", "fresh_instance_repeats"}
+    assert "define make_env(self)" in outcome(EnvContract)["failed"]["runs"]
 
 
-def test_what_is_made_must_be_new_and_reach_a_worker() -> None:
-    env, lock = CountingEnv(), threading.Lock()
-    assert "creation" in outcome(env_contract(lambda self: env))["failed"]
+def test_what_is_made_must_reach_a_worker() -> None:
+    lock = threading.Lock()
     captures = agent_contract(lambda self: lock and ConstantAgent())
     assert outcome(captures)["failed"].keys() == {"picklable"}
-
-
-@pytest.mark.parametrize("wrong", [{"n_steps": 0}, {"batch_sizes": ()}])
-def test_attributes_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=next(iter(wrong))):
-        agent_contract(lambda self: ConstantAgent(), **wrong)().test_action_fits()
 
 
 def test_attributes_reach_the_checks() -> None:

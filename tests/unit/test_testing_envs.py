@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 
 from rlpool import SpecError
 from rlpool.testing import KINDS, CountingEnv, FaultyEnv, code, faults, strike
-from rlpool.testing.faults import UnpicklableError
 
 
 def run(env: gymnasium.Env[Any, Any], **reset: Any) -> list[tuple[Any, ...]]:
@@ -43,7 +41,7 @@ def test_it_counts(kind: Any) -> None:
     assert observation.tolist() == [0.0], "handed out, and therefore not changed"
     with pytest.raises(gymnasium.error.ResetNeeded):
         env.step(0)
-    assert run(kind(length=1, truncate=True))[-1][1:] == (1.0, False, True)
+    assert run(CountingEnv(length=1, truncate=True))[-1][1:] == (1.0, False, True)
     options = {"length": 1, "id": 7, "truncate": True, "other": 1}
     assert run(env, options=options)[1:] == [([1.0], 7001.0, False, True)]
     assert len(run(env)) == 3, "options hold for one episode"
@@ -60,32 +58,21 @@ def test_impossible_lengths_are_refused(length: Any) -> None:
 # FaultyEnv
 
 
-@pytest.mark.parametrize(
-    ("kind", "error"),
-    [("raise", KeyError), ("unpicklable", UnpicklableError), ("sys_exit", SystemExit)],
-)
-@pytest.mark.parametrize(("at", "n_done"), [("init", 0), ("reset", 1), ("step", 4), ("close", 5)])
-def test_it_raises_at_its_place_and_nowhere_else(
-    kind: str, error: type[BaseException], at: str, n_done: int
+@pytest.mark.parametrize(("kind", "error"), [("raise", KeyError), ("sys_exit", SystemExit)])
+@pytest.mark.parametrize(("at_step", "n_done"), [(-1, 0), (0, 1), (2, 3), (None, 1), (3, 4)])
+def test_it_raises_at_its_step_and_nowhere_else(
+    kind: str, error: type[BaseException], at_step: int | None, n_done: int
 ) -> None:
+    env = FaultyEnv(kind, at_step=at_step, length=4)
     done: list[Any] = []
-
-    def live() -> None:
-        env = FaultyEnv(kind, at=at, at_step=2, length=3)
-        calls = (lambda: "made", env.reset, *[lambda: env.step(0)] * 3, env.close)
-        done.extend(call() for call in calls)
-
     with pytest.raises(error):
-        live()
+        done.extend(call() for call in (env.reset, *[lambda: env.step(0)] * 4))
     assert len(done) == n_done
 
 
-def test_it_fails_in_one_episode_only_or_in_every_step() -> None:
-    env = FaultyEnv("nan_reward", at_step=0, in_episode=1, length=2)
-    env.reset()  # an episode without a step, such as that of a batcher's probe, does not count
-    failed = [np.isnan(rewards(env)).tolist() for _ in range(3)]
-    assert failed == [[False, False], [True, False], [False, False]]
-    assert np.isnan(rewards(FaultyEnv("nan_reward", at_step=None, length=3))).all()
+def test_it_fails_in_every_step_of_every_episode() -> None:
+    env = FaultyEnv("nan_reward", at_step=None, length=3)
+    assert np.isnan([rewards(env), rewards(env)]).all()
 
 
 def test_it_fails_once_in_all_instances_and_processes(tmp_path: Path) -> None:
@@ -113,21 +100,6 @@ def test_wrong_results_are_wrong() -> None:
     assert np.ndim(step("wrong_reward")[1]) == np.ndim(step("wrong_flag")[2]) == 1
 
 
-def test_buffers_are_used_again_and_leaks_keep_memory() -> None:
-    env = FaultyEnv("buffer_reuse", at_step=1)
-    env.reset()
-    before, first, second = (env.step(0)[0] for _ in range(3))
-    assert first is second
-    assert (before.tolist(), first.tolist()) == ([1.0], [3.0])
-    tracemalloc.start()
-    try:
-        leaking = FaultyEnv("leak", at_step=None, leak_bytes=100_000, length=10)
-        run(leaking)
-        assert tracemalloc.get_traced_memory()[0] >= 1_000_000
-    finally:
-        tracemalloc.stop()
-
-
 def test_options_choose_the_fault_of_an_episode() -> None:
     env = FaultyEnv("wrong_shape", at_step=0)
     env.reset(options={"fault": code("nan_reward"), "fault_step": 1})
@@ -137,8 +109,6 @@ def test_options_choose_the_fault_of_an_episode() -> None:
     assert env.step(0)[0].shape == (2,)
     with pytest.raises(KeyError):
         env.reset(options={"fault": code("raise"), "fault_step": -1})
-    with pytest.raises(SpecError, match="99"):
-        env.reset(options={"fault": 99})
 
 
 def test_faults_make_an_env_info() -> None:
@@ -154,20 +124,18 @@ def test_faults_make_an_env_info() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments"),
+    ("function", "arguments", "named"),
     [
-        (FaultyEnv, {"fault": "explode"}),
-        (FaultyEnv, {"fault": "raise", "at": "render"}),
-        (FaultyEnv, {"fault": "raise", "at_step": -1}),
-        (FaultyEnv, {"fault": "nan", "at": "init"}),
-        (FaultyEnv, {"fault": "wrong_reward", "at": "reset"}),
-        (strike, {"kind": "explode"}),
-        (faults, {"n_rows": 4, "row": 4}),
-        (faults, {"n_rows": 4, "row": [1, -5]}),
-        (faults, {"n_rows": 4, "row": 0, "kind": "explode"}),
-        (faults, {"n_rows": 4, "row": 0, "step": -2}),
+        (FaultyEnv, {"fault": "explode"}, "explode"),
+        (FaultyEnv, {"fault": "raise", "at_step": -2}, "at_step"),
+        (FaultyEnv, {"fault": "raise", "at": "reset"}, "takes no 'at'\n.*at_step"),
+        (strike, {"kind": "explode"}, "explode"),
+        (faults, {"n_rows": 4, "row": 0, "kind": "explode"}, "explode"),
+        (faults, {"n_rows": 4, "row": 0, "step": -2}, "step"),
     ],
 )
-def test_faults_that_cannot_be_are_refused(function: Any, arguments: dict[str, Any]) -> None:
-    with pytest.raises(SpecError):
+def test_faults_that_cannot_be_are_refused(
+    function: Any, arguments: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(SpecError, match=named):
         function(**arguments)
