@@ -169,7 +169,8 @@ class LocalWorker:
         return self._tapes()
 
     def _has_message(self) -> bool:
-        return not self._is_whole or self._collector.inbox.peek() is not None
+        # Nothing is taken from the line here: if that is interrupted, a message is lost.
+        return not self._is_whole or bool(self._inbox) or self._collector.inbox.has_read
 
     def _carry_out(self) -> bool:
         """Carry out one message; returns whether it was a request."""

@@ -86,6 +86,11 @@ class Inbox:
         self._take_slots = take_slots
         self._kept: deque[tuple[Message, Memory | None]] = deque()
 
+    @property
+    def has_read(self) -> bool:
+        """Whether a message was read that was not received yet."""
+        return bool(self._kept)
+
     def peek(self) -> Message | None:
         """The next message, which stays here; ``None`` if there is none yet."""
         if not self._kept:
@@ -203,7 +208,7 @@ class Collector:
 
     def adopt(self, other: Collector) -> None:
         """Take over the environments and the agent of another collector in this process."""
-        self._in_process, self._created = True, other._created
+        self._in_process, self._hint, self._created = True, other._hint, other._created
         self._take_over(other.env, other.agent)
 
     def report(self) -> None:
