@@ -358,6 +358,7 @@ class Workers:
             self._look_for_ends_s = now_s + _LOOK_EVERY_S
             lives = [life for life in self._lives if life.pipe is not None]
             ready |= {life.worker for life in lives if life.has_ended}
+            reap_template()
         if not ready:
             return
         with InterruptsHeld():

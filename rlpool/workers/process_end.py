@@ -69,9 +69,15 @@ def reap(process: SpawnProcess) -> None:
 def _end_group_of(process: SpawnProcess) -> None:
     # A number is not used again while a group of that number lives. If another process has it now,
     # nothing of the worker's group is left.
-    if process.pid is not None and not os.path.exists(f"/proc/{process.pid}"):
-        with suppress(OSError):  # mostly there is nothing
-            os.killpg(process.pid, signal.SIGKILL)
+    if process.pid is None or os.path.exists(f"/proc/{process.pid}"):
+        return
+    with suppress(OSError):  # mostly there is nothing
+        os.killpg(process.pid, signal.SIGKILL)
+    # The first process of a container inherits them, and nobody else would reap them.
+    deadline_s = time.monotonic() + _REAP_S
+    with suppress(ChildProcessError):
+        while os.waitpid(-process.pid, os.WNOHANG)[0] or time.monotonic() < deadline_s:
+            time.sleep(0.001)
 
 
 def signal_name(exitcode: int | None) -> str | None:

@@ -201,9 +201,11 @@ class _Process(SpawnProcess):
 
     Attributes:
         is_forked: Whether it is forked from the template where that is possible.
+        life_line: One end of a pipe that only the process holds; see ``end_with_parent``.
     """
 
     is_forked = False
+    life_line: Inherited
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802
@@ -222,8 +224,8 @@ class _Popen(popen_spawn_posix.Popen):
         """Start what runs in it; returns its process number.
 
         Args:
-            fds: The resource tracker's descriptor, the pipe from which the process reads its
-                arguments, and the pipe that is open while it lives.
+            fds: The resource tracker's descriptor, and the pipe from which the process reads its
+                arguments.
         """
         executable: Any = spawn.get_executable()
         command: Any = spawn.get_command_line(tracker_fd=fds[0], pipe_handle=fds[1])
@@ -233,19 +235,22 @@ class _Popen(popen_spawn_posix.Popen):
 
     def _launch(self, process_obj: Any) -> None:
         given = io.BytesIO()
-        context.set_spawning_popen(self)
-        try:
-            reduction.dump(spawn.get_preparation_data(process_obj._name), given)
-            reduction.dump(process_obj, given)
-        finally:
-            context.set_spawning_popen(None)
         ends: list[int] = []
         try:
             ends += os.pipe()
             ends += os.pipe()
             child_reads, here_writes, self.sentinel, child_holds = ends
-            self.pid = self._start(resource_tracker.getfd(), child_reads, child_holds)
+            context.set_spawning_popen(self)
+            try:
+                process_obj.life_line = Inherited(child_holds)
+                reduction.dump(spawn.get_preparation_data(process_obj._name), given)
+                reduction.dump(process_obj, given)
+            finally:
+                context.set_spawning_popen(None)
+            self.pid = self._start(resource_tracker.getfd(), child_reads)
             kill_when_closed(child_holds, self.pid)
+            # What it started ends with it, even if this process is busy, or ends before it looks.
+            kill_when_closed(self.sentinel, -self.pid)
         except BaseException:
             util.close_fds(*ends)  # type: ignore[attr-defined]
             raise

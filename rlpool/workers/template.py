@@ -258,13 +258,13 @@ def _begin_worker(fds: Sequence[int], blocked: Iterable[int]) -> Callable[[], No
 
     Args:
         fds: The standard streams, the resource tracker's, the pipe from which the worker reads its
-            arguments, the pipe that is open while it lives, and those that the arguments name.
+            arguments, and those that the arguments name.
         blocked: Signals that are blocked.
     """
     for fd, passed in enumerate(fds[:3]):
         os.dup2(passed, fd)
         os.close(passed)
-    tracker_fd, pipe, _, *named = fds[3:]
+    tracker_fd, pipe, *named = fds[3:]
     forkserver._forkserver._inherited_fds = named  # type: ignore[attr-defined]
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     gc.enable()
