@@ -41,7 +41,13 @@ from rlpool.workers.failure_policy import FailurePolicy, Restarts
 from rlpool.workers.hang_watch import HangWatch
 from rlpool.workers.logs import Logs
 from rlpool.workers.process_end import end_all, reap, signal_name
-from rlpool.workers.process_start import launch, prepare, reap_template, starting_processes
+from rlpool.workers.process_start import (
+    is_substitute,
+    launch,
+    prepare,
+    reap_template,
+    starting_processes,
+)
 from rlpool.workers.stacks import Stacks, ask
 from rlpool.workers.wire import CallerPipe, Failed, Message, Ready, Retiring
 from rlpool.workers.worker_process import Place, WorkerMain
@@ -205,7 +211,8 @@ class Workers:
                 raise WorkerStartupError(what, fix=fix) from error
         self.wait_until(lambda: self.all_up or self.fatal is not None)
         self.refuse_if_dead()
-        refuse_small_limit(self._policy.max_rss_bytes, self.pids)
+        as_usual = [process.pid for process in self.processes if not is_substitute(process)]
+        refuse_small_limit(self._policy.max_rss_bytes, as_usual)
         self._has_started = True
 
     @property

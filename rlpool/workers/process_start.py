@@ -153,6 +153,13 @@ def launch(
     return CallerPipe(here), worker
 
 
+def is_substitute(process: SpawnProcess) -> bool:
+    """Whether a worker process was spawned although it should have been forked."""
+    popen: Any = process._popen  # type: ignore[attr-defined]
+    wanted: bool = process.is_forked  # type: ignore[attr-defined]
+    return wanted and popen.method != _ForkingPopen.method
+
+
 _one_at_a_time = threading.RLock()
 """Starting a process changes what belongs to all threads, and opens what no fork must inherit."""
 

@@ -43,6 +43,11 @@ from rlpool.workers.process_title import set_title
 _BOOT = """\
 import gc, json, os, sys
 gc.disable()
+try:
+    with open("/proc/self/comm", "w") as name:
+        name.write("rlpool-template")
+except OSError:
+    pass
 about = json.loads(sys.argv[1])
 about["blas_threads"] = os.environ.get("OPENBLAS_NUM_THREADS")
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
@@ -54,7 +59,8 @@ run()
 BOOT = f"exec({_BOOT!r}, {{}})"
 """What its interpreter runs, without leaving a name in ``__main__``. The garbage collector is off
 from the start: a collection would leave holes in memory that workers fill, each with a copy of the
-page. OpenBLAS starts its threads when NumPy is imported."""
+page. OpenBLAS starts its threads when NumPy is imported. It has its name from the start: whoever
+ends processes by hand can tell it from a worker."""
 
 _NEEDED = ("cloudpickle", "gymnasium.envs.classic_control", "rlpool", "runpy")
 """Modules that nearly every worker needs and that this file does not import."""

@@ -164,7 +164,7 @@ def test_what_environments_started_ends_with_a_worker_whose_caller_is_busy(
 
 
 FIRST_OF_A_CONTAINER = """
-import ctypes, sys, time
+import ctypes, sys
 import psutil
 from process.test_template import template
 from process.test_processes_of_environments import open_batcher
@@ -186,11 +186,9 @@ if __name__ == "__main__":
             for process in killed:
                 process.kill()
                 wait_until(lambda: not is_running(process.pid))
-            time.sleep(0.06)  # so often a caller looks
-            batcher.execute(3)
-            batcher.get()
-            print([child.name() for child in zombies()])
-    print([child.name() for child in zombies()])
+            wait_until(lambda: (batcher.execute(3), batcher.get()) and not zombies(), 5.0)
+            print("reaped")
+    print(zombies())
 """
 
 
@@ -199,4 +197,4 @@ def test_a_caller_that_inherits_what_a_worker_leaves_has_no_zombies(
 ) -> None:
     script = run_script(FIRST_OF_A_CONTAINER, str(notes))
     script.finish()
-    assert script.stdout.splitlines() == ["[]"] * 3, script.stderr
+    assert script.stdout.splitlines() == ["reaped", "reaped", "[]"], script.stderr
