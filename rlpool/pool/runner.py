@@ -169,10 +169,10 @@ class EpisodeRunner:
     # Workers --------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        batchers, self._batchers = self._batchers, []
         self._has_worked = False
-        for batcher, _ in batchers:
+        for batcher, _ in self._batchers:
             batcher.close()
+        self._batchers = []
 
     def _pickled(self) -> tuple[list[bytes], bytes]:
         """The environments and the policy."""

@@ -614,8 +614,12 @@ class Workers:
             process.kill()
 
     def close(self) -> None:
-        """Tell all workers to close, wait for them, end those that take too long."""
-        self._end()
+        """Tell all workers to close, wait for them, end those that take too long.
+
+        May be repeated; if it was interrupted, it does the rest.
+        """
+        _close(self._lives, self._logs)
+        self._end.cancel()
         self._poller = None
         reap_template()
         self.control.close()
@@ -623,12 +627,10 @@ class Workers:
 
 def _close(lives: list[Life], logs: Logs) -> None:
     """Close all workers; also run when a forgotten owner is collected or Python exits."""
-    try:
-        end_all([(life.pipe, life.process) for life in lives if life.pipe and life.process])
-    finally:
-        for life in lives:
-            if life.process is not None:
-                with suppress(ValueError):  # the kernel is not done with it, although killed
-                    life.process.close()  # frees its descriptors
-            life.pipe = life.process = None
-        logs.finish()  # last: it runs handlers of the user's
+    end_all([(life.pipe, life.process) for life in lives if life.pipe and life.process])
+    for life in lives:
+        if life.process is not None:
+            with suppress(ValueError):  # the kernel is not done with it, although killed
+                life.process.close()  # frees its descriptors
+        life.pipe = life.process = None
+    logs.finish()  # last: it runs handlers of the user's

@@ -45,8 +45,10 @@ def end_all(ends: Sequence[tuple[CallerPipe, SpawnProcess]]) -> None:
             deadline_s = time.monotonic() + patience_s
             for process in late:
                 process.join(max(0.0, deadline_s - time.monotonic()))
+    except ValueError:
+        pass  # closed: a signal's handler has done this meanwhile
     except BaseException:
-        # Interrupted while waiting, by a second Ctrl-C: there is no other chance to end them.
+        # Interrupted while waiting, by a second Ctrl-C: there may be no other chance to end them.
         for _, process in ends:
             process.kill()
             process.join(_REAP_S)
@@ -54,7 +56,8 @@ def end_all(ends: Sequence[tuple[CallerPipe, SpawnProcess]]) -> None:
     finally:
         for pipe, process in ends:
             pipe.close()
-            _end_group_of(process)
+            with suppress(ValueError):
+                _end_group_of(process)
 
 
 def reap(process: SpawnProcess) -> None:
