@@ -19,6 +19,7 @@ import errno
 import mmap
 import os
 import tempfile
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from rlpool.specs import TensorSpec
 
 PAGE_BYTES = 4096
 """Alignment of every key: keys share no page, so a page belongs to one key only."""
+
+_FAR = 2**63  # no file is so large
 
 _MAP_NORESERVE = 0x4000  # Linux's; the module mmap has no name for it before Python 3.12
 
@@ -112,6 +115,7 @@ class Memory:
         self._descriptor = descriptor or Descriptor(-1, 0, b"none")
         self.n_bytes = mapped.numel()
         self.kind = kind
+        self._reserved: list[tuple[int, int]] = []  # first byte and end of runs of pages
         if descriptor is not None:
             _mapped_here[descriptor.name] = self
 
@@ -190,10 +194,25 @@ class Memory:
         """
         if self.kind != "memmap" or start == stop:
             return
+        # A disk gives whole pages, and mostly those that follow what it has given before.
+        start = start // PAGE_BYTES * PAGE_BYTES
+        runs = self._reserved
+        before = bisect_right(runs, (start, _FAR)) - 1
+        first, end = runs[before] if before >= 0 else (0, -1)
+        goes_on = start <= end
+        if goes_on:
+            start = end
+        if start >= stop:
+            return
+        stop = _round_up(stop)
         try:
             os.posix_fallocate(self.fd, start, stop - start)
         except OSError as error:
             raise _refused(error, f"{human(stop - start)} of a memmap") from error
+        if goes_on:
+            runs[before] = first, stop
+        else:
+            runs.insert(before + 1, (start, stop))
 
     def __reduce__(self) -> tuple[Callable[..., Memory], tuple[Any, ...]]:
         if self.kind == "local":

@@ -92,6 +92,7 @@ class Saved(NamedTuple):
             SpecError: If something is missing or damaged, or a disk is full.
         """
         store.numbers[...], store.n_finals = header["rings"], header["n_finals"]
+        store.origins[...] = header.get("origins", 0)  # those of versions before 0.3 were 0
         for key, frames in store.frames.items():
             frames.n_used = header["n_frames"][key]
         targets = store.arrays()

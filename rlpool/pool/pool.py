@@ -571,6 +571,7 @@ class Pool(Sampler, DumpsStacks):
             "format": checkpoint.FORMAT,
             **self._arguments,
             "rings": spans,
+            "origins": [0] * self._n_sub_pools if store is None else store.origins.tolist(),
             "n_finals": 0 if store is None else store.n_finals,
             "n_frames": {} if store is None else {k: f.n_used for k, f in store.frames.items()},
             "schema": None if store is None else store.schema.plain(),
