@@ -30,7 +30,7 @@ import torch
 
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_choice
-from rlpool.machine.limits import human, machine_bytes
+from rlpool.machine.limits import check_file_size, human, machine_bytes
 from rlpool.memory.descriptors import Descriptor, Ticket
 from rlpool.specs import TensorSpec
 
@@ -68,6 +68,7 @@ def allocate(
     """
     check_choice("storage", storage, KINDS)
     if storage == "memmap":
+        check_file_size(n_bytes + 2 * PAGE_BYTES, "a memmap")
         try:
             # Path refuses numbers, which open() takes for descriptors.
             where = Path(tempfile.gettempdir() if directory is None else directory)
@@ -133,7 +134,12 @@ class Memory:
 
     @classmethod
     def shared(cls, n_bytes: int, name: str = "rlpool") -> Memory:
-        """Anonymous shared memory; ``fd`` stays open until ``close_fd``."""
+        """Anonymous shared memory; ``fd`` stays open until ``close_fd``.
+
+        Raises:
+            SpecError: If this process may not make a file of that size.
+        """
+        check_file_size(n_bytes + 2 * PAGE_BYTES)
         return cls.over(anonymous_file(name), n_bytes, "shared")
 
     @classmethod

@@ -172,6 +172,7 @@ def starting_processes() -> Iterator[None]:
         _one_at_a_time,
         blocked_interrupts(),
         _start_method_kept(),
+        _children_allowed(),
         _missing_main_hidden(),
     ):
         yield
@@ -186,6 +187,21 @@ def _start_method_kept() -> Iterator[None]:
     finally:
         if before is None:
             multiprocessing.set_start_method(None, force=True)
+
+
+@contextmanager
+def _children_allowed() -> Iterator[None]:
+    """Let a daemonic process start workers, such as a worker of a ``DataLoader`` or of a pool.
+
+    multiprocessing refuses, as such a process is killed and would leave them; workers end with it.
+    """
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    before = config.pop("daemon", None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            config["daemon"] = before
 
 
 @contextmanager

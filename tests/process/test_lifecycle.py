@@ -406,3 +406,46 @@ def test_a_worker_without_a_descriptor_left_says_why_it_ends(is_busy: bool) -> N
         for _ in range(1 + is_busy):  # also the request whose message was lost
             with pytest.raises(WorkerError, match="Too many open files"):
                 batcher.get()
+
+
+DAEMONIC = """
+import multiprocessing, sys
+from torch.utils.data import DataLoader, IterableDataset
+from process.test_lifecycle import open_batcher, worker_pids
+
+def lengths(start_method):
+    assert multiprocessing.current_process().daemon
+    batcher = open_batcher(2, start_method=start_method)
+    batcher.execute(3)
+    return batcher.get().lengths.tolist()  # it is not closed
+
+class Episodes(IterableDataset):
+    def __iter__(self):
+        yield lengths("auto")
+        yield 1 / 0
+
+if __name__ == "__main__":
+    with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
+        print(pool.apply(lengths, (sys.argv[2],)))
+    loader = DataLoader(Episodes(), None, num_workers=1, multiprocessing_context=sys.argv[1])
+    rows = iter(loader)
+    print(next(rows))
+    try:
+        next(rows)
+    except ZeroDivisionError:
+        print("raised")
+    print(len(worker_pids()), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("of_the_caller", "start_method"),
+    variants([("fork", "auto")], [("spawn", "auto"), ("forkserver", "spawn")]),
+)
+def test_a_daemonic_process_may_have_workers_which_end_with_it(
+    run_script: RunScript, of_the_caller: str, start_method: str
+) -> None:
+    script = run_script(DAEMONIC, of_the_caller, start_method)
+    script.finish()
+    assert script.stdout.splitlines()[:3] == ["[3, 3, 3]"] * 2 + ["raised"], script.stderr
+    assert (script.returncode, script.left_after(CLOSE_S)) == (0, [])
