@@ -139,8 +139,7 @@ class Memory:
         Raises:
             SpecError: If this process may not make a file of that size.
         """
-        check_file_size(n_bytes + 2 * PAGE_BYTES)
-        return cls.over(anonymous_file(name), n_bytes, "shared")
+        return cls.over(anonymous_file(name, n_bytes + 2 * PAGE_BYTES), n_bytes, "shared")
 
     @classmethod
     def over(cls, fd: int, n_bytes: int, kind: str) -> Memory:
@@ -253,8 +252,13 @@ def _refused(error: OSError, what: str) -> SpecError:
     )
 
 
-def anonymous_file(name: str) -> int:
-    """Descriptor of a new, unnamed file in memory."""
+def anonymous_file(name: str, n_bytes: int = 0) -> int:
+    """Descriptor of a new, unnamed file in memory.
+
+    Raises:
+        SpecError: If this process may not make a file of ``n_bytes``.
+    """
+    check_file_size(n_bytes)
     return os.memfd_create(name, os.MFD_CLOEXEC)
 
 

@@ -112,6 +112,20 @@ class Saved(NamedTuple):
         store.recover()
 
 
+def in_use(store: Store | None, n_sub_pools: int) -> dict[str, Any]:
+    """What a header says about a store, ``None`` if there is none yet."""
+    if store is None:
+        empty = {"rings": [[0, 0]] * n_sub_pools, "origins": [0] * n_sub_pools}
+        return {**empty, "n_finals": 0, "n_frames": {}, "schema": None}
+    return {
+        "rings": store.numbers.tolist(),
+        "origins": store.origins.tolist(),
+        "n_finals": store.n_finals,
+        "n_frames": {key: frames.n_used for key, frames in store.frames.items()},
+        "schema": store.schema.plain(),
+    }
+
+
 def schema_of(header: Mapping[str, Any]) -> Schema | None:
     """The schema in a header, ``None`` if the pool never held a transition."""
     if header["schema"] is None:

@@ -566,15 +566,12 @@ class Pool(Sampler, DumpsStacks):
     def _state(self) -> tuple[str, dict[str, Array]]:
         """A JSON text and arrays by name, which are views."""
         store = self._store
-        spans = [[0, 0]] * self._n_sub_pools if store is None else store.numbers.tolist()
+        in_use = checkpoint.in_use(store, self._n_sub_pools)
+        spans = in_use["rings"]
         state = {
             "format": checkpoint.FORMAT,
             **self._arguments,
-            "rings": spans,
-            "origins": [0] * self._n_sub_pools if store is None else store.origins.tolist(),
-            "n_finals": 0 if store is None else store.n_finals,
-            "n_frames": {} if store is None else {k: f.n_used for k, f in store.frames.items()},
-            "schema": None if store is None else store.schema.plain(),
+            **in_use,
             "fed": [self._has_stored] * self._n_sub_pools,
             "open_rows": {str(i): 0 for i, n in self._open.items() if n == spans[i][1]},
             "max_priority": self._max_priority,

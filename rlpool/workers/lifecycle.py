@@ -34,7 +34,6 @@ from rlpool.errors import (
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.limits import process_activity
 from rlpool.machine.main_guard import missing_guard_error
-from rlpool.machine.worker_limits import refuse_small_limit
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import Control, State, Word
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
@@ -42,10 +41,10 @@ from rlpool.workers.hang_watch import HangWatch
 from rlpool.workers.logs import Logs
 from rlpool.workers.process_end import end_all, reap, signal_name
 from rlpool.workers.process_start import (
-    is_substitute,
     launch,
     prepare,
     reap_template,
+    refuse_large_workers,
     starting_processes,
 )
 from rlpool.workers.stacks import Stacks, ask
@@ -211,8 +210,7 @@ class Workers:
                 raise WorkerStartupError(what, fix=fix) from error
         self.wait_until(lambda: self.all_up or self.fatal is not None)
         self.refuse_if_dead()
-        as_usual = [process.pid for process in self.processes if not is_substitute(process)]
-        refuse_small_limit(self._policy.max_rss_bytes, as_usual)
+        refuse_large_workers(self.processes, self._policy.max_rss_bytes)
         self._has_started = True
 
     @property
@@ -528,7 +526,7 @@ class Workers:
         Raises:
             OSError: If the system allows no further process or descriptor.
         """
-        before, start_method = life.process, self._policy.start_method
+        start_method = self._policy.start_method
         prepare(start_method)
         self.control.worker_starts(life.worker)
         self._watch.forget(life.worker)
@@ -546,9 +544,6 @@ class Workers:
             except OSError:
                 life.process.kill()
                 raise
-        if before is not None:
-            with suppress(ValueError):  # not ended although killed: the kernel is not done with it
-                before.close()
 
     # Looking at workers -------------------------------------------------------------------------
 
@@ -614,10 +609,7 @@ class Workers:
             process.kill()
 
     def close(self) -> None:
-        """Tell all workers to close, wait for them, end those that take too long.
-
-        May be repeated; if it was interrupted, it does the rest.
-        """
+        """End all workers; if it is repeated after an interruption, it does the rest."""
         _close(self._lives, self._logs)
         self._end.cancel()
         self._poller = None
@@ -629,8 +621,5 @@ def _close(lives: list[Life], logs: Logs) -> None:
     """Close all workers; also run when a forgotten owner is collected or Python exits."""
     end_all([(life.pipe, life.process) for life in lives if life.pipe and life.process])
     for life in lives:
-        if life.process is not None:
-            with suppress(ValueError):  # the kernel is not done with it, although killed
-                life.process.close()  # frees its descriptors
         life.pipe = life.process = None
     logs.finish()  # last: it runs handlers of the user's

@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.machine.limits import check_file_size
 from rlpool.memory.storage import PAGE_BYTES, Memory, anonymous_file
 from rlpool.workers.wire import Inherited
 
@@ -75,8 +74,7 @@ class LogFile:
     def __init__(self, n_workers: int, fd: int | None = None) -> None:
         n_bytes = 8 * (3 + 2 * n_workers)
         self._freed = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES + _TEXT_BYTES
-        check_file_size(self._freed)
-        self._fd = anonymous_file("rlpool-logs") if fd is None else fd
+        self._fd = anonymous_file("rlpool-logs", self._freed) if fd is None else fd
         if fd is None:
             os.ftruncate(self._fd, self._freed)
             flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)

@@ -58,6 +58,9 @@ def end_all(ends: Sequence[tuple[CallerPipe, SpawnProcess]]) -> None:
             pipe.close()
             with suppress(ValueError):
                 _end_group_of(process)
+    for _, process in ends:
+        with suppress(ValueError):  # the kernel is not done with it, although killed
+            process.close()  # frees its descriptors
 
 
 def reap(process: SpawnProcess) -> None:

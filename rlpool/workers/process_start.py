@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import (
     context,
@@ -33,7 +33,11 @@ from typing import Any
 
 from rlpool.errors import SpecError
 from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
-from rlpool.machine.worker_limits import FORKED_WORKER_BYTES, WORKER_BYTES
+from rlpool.machine.worker_limits import (
+    FORKED_WORKER_BYTES,
+    WORKER_BYTES,
+    refuse_small_limit,
+)
 from rlpool.workers.logs import WorkerLogs
 from rlpool.workers.parent_death import kill_when_closed
 from rlpool.workers.stacks import WorkerStacks
@@ -153,11 +157,16 @@ def launch(
     return CallerPipe(here), worker
 
 
-def is_substitute(process: SpawnProcess) -> bool:
-    """Whether a worker process was spawned although it should have been forked."""
-    popen: Any = process._popen  # type: ignore[attr-defined]
-    wanted: bool = process.is_forked  # type: ignore[attr-defined]
-    return wanted and popen.method != _ForkingPopen.method
+def refuse_large_workers(processes: Iterable[Any], max_rss_bytes: int | None) -> None:
+    """Refuse a limit of memory that workers exceed before they have done anything.
+
+    Those that were spawned in place of forked ones are larger for no fault of the limit's.
+
+    Raises:
+        SpecError: See ``refuse_small_limit``.
+    """
+    as_asked = (p for p in processes if p._popen.method == "template" or not p.is_forked)
+    refuse_small_limit(max_rss_bytes, [process.pid for process in as_asked])
 
 
 _one_at_a_time = threading.RLock()
@@ -288,7 +297,7 @@ class _Popen(popen_spawn_posix.Popen):
 class _ForkingPopen(_Popen):
     """The same, except that the interpreter is forked from the template."""
 
-    method = "template"
+    method = "template"  # of a process that was forked
     DupFd = popen_forkserver._DupFd  # type: ignore[assignment]
 
     def duplicate_for_child(self, fd: int) -> int:
