@@ -24,7 +24,15 @@ import torch
 
 from rlpool.errors import RlpoolError, SpecError
 from rlpool.machine.arguments import whole_number
-from rlpool.machine.limits import ROOT, address_space_bounds, human, n_cores, size_warning
+from rlpool.machine.limits import (
+    FILE_SIZE_REMEDY,
+    ROOT,
+    address_space_bounds,
+    file_size_limit,
+    human,
+    n_cores,
+    size_warning,
+)
 from rlpool.machine.main_guard import refuse_during_import
 from rlpool.machine.worker_limits import (
     WORKER_BYTES,
@@ -100,6 +108,7 @@ def examine(
         start_method,
         *_quotas(workers, "spawn" if start_method.status == WARN else "auto", root),
         *_address_space(root),
+        *_file_size(slots * timesteps * (observation_bytes + _STEP_BYTES)),
         _block(slots, timesteps, observation_bytes, root),
     ]
     return [*checks, _worker()] if start_worker else checks
@@ -206,6 +215,13 @@ def _address_space(root: Path) -> Iterator[Check]:
         status = FAIL if bound.free < WORKER_BYTES else WARN
         fix = "raise it before starting Python: ulimit -v unlimited"
         yield Check("address space", status, str(bound), fix)
+
+
+def _file_size(block_bytes: int) -> Iterator[Check]:
+    limit = file_size_limit()
+    if limit is not None:
+        what = f"shared memory may have {human(limit)} (RLIMIT_FSIZE)"
+        yield Check("file size", FAIL if limit < block_bytes else WARN, what, FILE_SIZE_REMEDY)
 
 
 def _block(slots: int, timesteps: int, observation_bytes: int, root: Path) -> Check:

@@ -169,9 +169,7 @@ class Dispatcher(RequestQueue):
             self._workers.cancel()
 
     def close(self) -> None:
-        """Stop what runs and end the workers."""
-        if self.is_closed:
-            return
+        """Stop what runs and end the workers. May be repeated, as all that it calls."""
         self.is_closed = True
         if os.getpid() != self._owner_pid:
             return  # a forked copy: workers, pipes and blocks belong to the original process

@@ -23,6 +23,8 @@ ROOT = Path("/")
 _LARGEST_KEYS = 8
 """A message names the largest keys; an observation may have hundreds."""
 
+FILE_SIZE_REMEDY = "raise the limit before starting Python: ulimit -f unlimited"
+
 Advice = Callable[[int], str]
 """Which arguments to lower so that a number of bytes is enough."""
 
@@ -82,6 +84,28 @@ def address_space_bounds(root: Path = ROOT) -> list[Bound]:
         return []
     left = max(0, limit - _kilobytes(root / "proc/self/status", "VmSize", 0))
     return [Bound("RLIMIT_AS leaves to this process (ulimit -v)", left, left)]
+
+
+def file_size_limit() -> int | None:
+    """The largest file that this process may make, ``None`` for any; shared memory is a file."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def check_file_size(n_bytes: int, what: str = "shared memory") -> None:
+    """Refuse a file, or shared memory, that is larger than this process may make.
+
+    Args:
+        n_bytes: Its size.
+        what: What it is, for the message.
+
+    Raises:
+        SpecError: Naming the limit and the remedy.
+    """
+    limit = file_size_limit()
+    if limit is not None and n_bytes > limit:
+        allowed = f"the limit of files is {human(limit)} (RLIMIT_FSIZE)"
+        raise SpecError(f"{what} of {human(n_bytes)}: {allowed}", fix=FILE_SIZE_REMEDY)
 
 
 def memory_bounds(root: Path = ROOT) -> list[Bound]:

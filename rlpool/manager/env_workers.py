@@ -483,10 +483,8 @@ class EnvWorkers:
         refuse_forked_copy(self._owner_pid)
 
     def close(self) -> None:
-        """End the workers. May be repeated."""
-        if self.closed:
-            return
-        self._last_pids = self.processes.pids
+        """End the workers. May be repeated, as all that it calls."""
+        self._last_pids = self.pids
         self.closed = True
         if os.getpid() == self._owner_pid:  # else the workers are those of another process
             self.processes.fail(UsageError("the environments were closed meanwhile"))

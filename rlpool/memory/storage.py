@@ -19,6 +19,7 @@ import errno
 import mmap
 import os
 import tempfile
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,14 @@ import torch
 
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_choice
-from rlpool.machine.limits import human, machine_bytes
+from rlpool.machine.limits import check_file_size, human, machine_bytes
 from rlpool.memory.descriptors import Descriptor, Ticket
 from rlpool.specs import TensorSpec
 
 PAGE_BYTES = 4096
 """Alignment of every key: keys share no page, so a page belongs to one key only."""
+
+_FAR = 2**63  # no file is so large
 
 _MAP_NORESERVE = 0x4000  # Linux's; the module mmap has no name for it before Python 3.12
 
@@ -65,6 +68,7 @@ def allocate(
     """
     check_choice("storage", storage, KINDS)
     if storage == "memmap":
+        check_file_size(n_bytes + 2 * PAGE_BYTES, "a memmap")
         try:
             # Path refuses numbers, which open() takes for descriptors.
             where = Path(tempfile.gettempdir() if directory is None else directory)
@@ -112,6 +116,7 @@ class Memory:
         self._descriptor = descriptor or Descriptor(-1, 0, b"none")
         self.n_bytes = mapped.numel()
         self.kind = kind
+        self._reserved: list[tuple[int, int]] = []  # first byte and end of runs of pages
         if descriptor is not None:
             _mapped_here[descriptor.name] = self
 
@@ -129,8 +134,12 @@ class Memory:
 
     @classmethod
     def shared(cls, n_bytes: int, name: str = "rlpool") -> Memory:
-        """Anonymous shared memory; ``fd`` stays open until ``close_fd``."""
-        return cls.over(anonymous_file(name), n_bytes, "shared")
+        """Anonymous shared memory; ``fd`` stays open until ``close_fd``.
+
+        Raises:
+            SpecError: If this process may not make a file of that size.
+        """
+        return cls.over(anonymous_file(name, n_bytes + 2 * PAGE_BYTES), n_bytes, "shared")
 
     @classmethod
     def over(cls, fd: int, n_bytes: int, kind: str) -> Memory:
@@ -190,10 +199,25 @@ class Memory:
         """
         if self.kind != "memmap" or start == stop:
             return
+        # A disk gives whole pages, and mostly those that follow what it has given before.
+        start = start // PAGE_BYTES * PAGE_BYTES
+        runs = self._reserved
+        before = bisect_right(runs, (start, _FAR)) - 1
+        first, end = runs[before] if before >= 0 else (0, -1)
+        goes_on = start <= end
+        if goes_on:
+            start = end
+        if start >= stop:
+            return
+        stop = _round_up(stop)
         try:
             os.posix_fallocate(self.fd, start, stop - start)
         except OSError as error:
             raise _refused(error, f"{human(stop - start)} of a memmap") from error
+        if goes_on:
+            runs[before] = first, stop
+        else:
+            runs.insert(before + 1, (start, stop))
 
     def __reduce__(self) -> tuple[Callable[..., Memory], tuple[Any, ...]]:
         if self.kind == "local":
@@ -228,8 +252,13 @@ def _refused(error: OSError, what: str) -> SpecError:
     )
 
 
-def anonymous_file(name: str) -> int:
-    """Descriptor of a new, unnamed file in memory."""
+def anonymous_file(name: str, n_bytes: int = 0) -> int:
+    """Descriptor of a new, unnamed file in memory.
+
+    Raises:
+        SpecError: If this process may not make a file of ``n_bytes``.
+    """
+    check_file_size(n_bytes)
     return os.memfd_create(name, os.MFD_CLOEXEC)
 
 

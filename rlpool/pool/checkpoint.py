@@ -94,6 +94,7 @@ class Saved(NamedTuple):
         store.numbers[...], store.n_finals = header["rings"], header["n_finals"]
         # Versions before 0.3 do not say, and what they stored goes on as it did.
         store.is_untold[:] = header.get("is_untold", False)
+        store.origins[...] = header.get("origins", 0)  # those of versions before 0.3 were 0
         for key, frames in store.frames.items():
             frames.n_used = header["n_frames"][key]
         targets = store.arrays()
@@ -111,6 +112,20 @@ class Saved(NamedTuple):
                 self.read(name, wide)
                 target[...] = converted(name.rpartition("/")[2], wide, target.dtype)
         store.recover()
+
+
+def in_use(store: Store | None, n_sub_pools: int) -> dict[str, Any]:
+    """What a header says about a store, ``None`` if there is none yet."""
+    if store is None:
+        empty = {"rings": [[0, 0]] * n_sub_pools, "origins": [0] * n_sub_pools}
+        return {**empty, "n_finals": 0, "n_frames": {}, "schema": None}
+    return {
+        "rings": store.numbers.tolist(),
+        "origins": store.origins.tolist(),
+        "n_finals": store.n_finals,
+        "n_frames": {key: frames.n_used for key, frames in store.frames.items()},
+        "schema": store.schema.plain(),
+    }
 
 
 def schema_of(header: Mapping[str, Any]) -> Schema | None:

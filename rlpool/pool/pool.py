@@ -572,15 +572,13 @@ class Pool(Sampler, DumpsStacks):
     def _state(self) -> tuple[str, dict[str, Array]]:
         """A JSON text and arrays by name, which are views."""
         store = self._store
-        spans = [[0, 0]] * self._n_sub_pools if store is None else store.numbers.tolist()
+        in_use = checkpoint.in_use(store, self._n_sub_pools)
+        spans = in_use["rings"]
         state = {
             "format": checkpoint.FORMAT,
             **self._arguments,
-            "rings": spans,
-            "n_finals": 0 if store is None else store.n_finals,
+            **in_use,
             "is_untold": store is not None and bool(store.is_untold[0]),
-            "n_frames": {} if store is None else {k: f.n_used for k, f in store.frames.items()},
-            "schema": None if store is None else store.schema.plain(),
             "fed": [self._has_stored] * self._n_sub_pools,
             "open_rows": {str(i): 0 for i, n in self._open.items() if n == spans[i][1]},
             "max_priority": self._max_priority,

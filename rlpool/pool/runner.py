@@ -169,10 +169,10 @@ class EpisodeRunner:
     # Workers --------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        batchers, self._batchers = self._batchers, []
         self._has_worked, self._sent = False, ([], None)
-        for batcher, _ in batchers:
+        for batcher, _ in self._batchers:
             batcher.close()
+        self._batchers = []
 
     def _pickled(self) -> tuple[list[Parcel], Parcel]:
         """The environments and the policy."""

@@ -297,7 +297,7 @@ class Sampler:
         if len(lengths) == 1:
             sub_pool = store.sub_pools[0]
             if lengths[0] < sub_pool.capacity:  # otherwise any row will do
-                rows += sub_pool.oldest % sub_pool.capacity
+                rows += sub_pool.place(sub_pool.oldest)
             return rows
         ends = np.cumsum(lengths)
         index = np.searchsorted(ends, rows, side="right")
@@ -309,7 +309,7 @@ class Sampler:
         if self._store is None or self._n_sub_pools == 1:
             return rows + n_steps
         index = self._store.sub_pools_of(rows)
-        return self._store.rows_of(index, rows - self._store.offsets[index] + n_steps)
+        return self._store.rows_at(index, rows - self._store.offsets[index] + n_steps)
 
     def _look_ahead(
         self, store: Store, batch: dict[str, Array], rows: Array, n_step: int, discount: float
@@ -351,7 +351,7 @@ class Sampler:
         index = store.sub_pools_of(rows)
         # The number of a row: the one that lies there, at most a capacity before the next one.
         newest = store.numbers[index, 1] - 1
-        age = (newest - (rows - store.offsets[index])) % store.capacities[index]
+        age = (store.rows_of(index, newest) - rows) % store.capacities[index]
         priorities = tree.leaves.take(rows)
         weights = (priorities.min() / priorities) ** beta
         return (newest - age) * self._n_sub_pools + index, weights.astype(np.float32)

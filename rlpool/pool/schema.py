@@ -116,9 +116,9 @@ class Schema:
     def layout(self, n_sub_pools: int) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
         """What lies in a store's memory: once, and per row.
 
-        The last pair of numbers is the version, and whether ends of episodes are unknown.
+        The last row of numbers is the version, and whether ends of episodes are unknown.
         """
-        control = {"numbers": TensorSpec((n_sub_pools + 1, 2), np.dtype(np.int64))}
+        control = {"numbers": TensorSpec((n_sub_pools + 1, 3), np.dtype(np.int64))}
         rows = {"is_last": TensorSpec((), np.dtype(np.bool_))}
         if self.paired:
             rows["final_row"] = TensorSpec((), np.dtype(np.int32))

@@ -32,8 +32,6 @@ from rlpool.pool.sub_pool import SubPool, WindowRules
 from rlpool.slots.blocks import successor_key
 from rlpool.specs import TensorSpec
 
-_RESERVED_ROWS = 64  # of a disk, ahead of need
-
 
 class Store:
     """Sub-pools of transitions in memory that others may read.
@@ -58,6 +56,7 @@ class Store:
         numbers: int64 ``[n_sub_pools, 2]``: ``oldest`` and ``next`` of the sub-pools.
         is_untold: int64 ``[1]``: not 0 if transitions were added, since the store was empty, of
             which it is not known where episodes end.
+        origins: Their ``origin``, int64 ``[n_sub_pools]``.
         capacities: Rows of the sub-pools, int64 ``[n_sub_pools]``.
         offsets: Row at which each begins, likewise.
         tree: The priorities, or ``None``.
@@ -81,8 +80,9 @@ class Store:
         self._n_control = sum(carved_bytes(control, 1).values())
         table = carve(memory.root(), control, 1)["numbers"][0]
         self._rows = carve(memory.root()[self._n_control :], self._layout, pool_size)
-        self.numbers: Array = table[:-1]
-        self.is_untold: Array = table[-1, 1:]
+        self.numbers: Array = table[:-1, :2]
+        self.origins: Array = table[:-1, 2]
+        self.is_untold: Array = table[-1, 1:2]
         self.columns = {key: self._rows[f"columns/{key}"] for key in schema.columns}
         self.finals = {key: self._rows[f"finals/{key}"] for key in schema.paired}
         self.frames: dict[str, FrameStore] = {}
@@ -99,7 +99,7 @@ class Store:
         share, rest = divmod(pool_size, n_sub_pools)
         self.capacities = share + (np.arange(n_sub_pools) < rest)  # the first ones one larger
         self.offsets = np.cumsum(self.capacities) - self.capacities
-        places = zip(self.offsets.tolist(), self.capacities.tolist(), self.numbers, strict=True)
+        places = zip(self.offsets.tolist(), self.capacities.tolist(), table[:-1], strict=True)
         self.sub_pools = [SubPool(start, size, numbers.data) for start, size, numbers in places]
         self._tree = PriorityTree(pool_size) if with_priorities else None
         self.n_finals = 0
@@ -107,7 +107,6 @@ class Store:
         self._free = np.empty(pool_size, np.int32)
         self._n_free = 0
         self._is_whole = True  # no change is under way, or was interrupted
-        self._reserved: dict[str, int] = {}
         self.version = SequenceLock(table[-1].data, memory.shared_fd)
         self._writer_pid = None if is_reader else os.getpid()
         memory.reserve(0, self._n_control)
@@ -124,7 +123,7 @@ class Store:
     @property
     def nbytes(self) -> int:
         """Bytes in use: rows written so far, bookkeeping and priorities included."""
-        n_rows = sum(min(sub_pool.next, sub_pool.capacity) for sub_pool in self.sub_pools)
+        n_rows = sum(sub_pool.n_used for sub_pool in self.sub_pools)
         n_bytes = sum(
             spec.n_bytes * (self.n_finals if name.startswith("finals/") else n_rows)
             for name, spec in self._layout.items()
@@ -275,10 +274,11 @@ class Store:
                 frames.release(self.columns[key][piece])
 
     def clear(self) -> None:
-        """Drop all transitions."""
+        """Drop all transitions; the next ones use the same rows, finals and frames."""
         with self.changing():
             for sub_pool in self.sub_pools:
                 self.drop(sub_pool, sub_pool.next)
+            self.origins[...] = self.numbers[:, 1]
             self.n_finals = self._n_free = 0
             self.is_untold[:] = 0
             for frames in self.frames.values():
@@ -329,21 +329,15 @@ class Store:
         """
         if self.memory.kind != "memmap":
             return
-        start, n_rows = self._n_control, max((piece.stop for piece in rows), default=0)
+        start = self._n_control
         for name, n_bytes in carved_bytes(self._layout, self.pool_size).items():
-            n = n_finals if name.startswith("finals/") else n_rows
-            self._reserve(name, start, n, self._layout[name].n_bytes)
+            size = self._layout[name].n_bytes
+            for piece in [slice(0, n_finals)] if name.startswith("finals/") else rows:
+                self.memory.reserve(start + piece.start * size, start + piece.stop * size)
             start += n_bytes
         for key, n in n_frames.items():
-            self._reserve(f"frames/{key}", self._frame_starts[key], n, self.frames[key].frame_bytes)
-
-    def _reserve(self, name: str, start: int, n: int, size: int) -> None:
-        """Reserve ``n`` rows of ``size`` bytes from byte ``start``, and some ahead of need."""
-        n_before = self._reserved.get(name, 0)
-        if n > n_before:
-            n = max(n, min(self.pool_size, n + n // 8 + _RESERVED_ROWS))
-            self.memory.reserve(start + n_before * size, start + n * size)
-            self._reserved[name] = n
+            start = self._frame_starts[key]
+            self.memory.reserve(start, start + n * self.frames[key].frame_bytes)
 
     def routes(self, sizes: Sequence[int], draws: Sequence[float]) -> list[int]:
         """Sub-pools for additions, each drawn as if those before had been made.
@@ -389,9 +383,8 @@ class Store:
 
     def reserve_like(self, other: Store) -> None:
         """Reserve room for everything that another store holds."""
-        spans = zip(self.sub_pools, other.numbers.tolist(), strict=True)
         self.reserve(
-            [piece for pool, span in spans for piece in pool.pieces(*span)],
+            [piece for sub_pool in other.sub_pools for piece in sub_pool.held()],
             other.n_finals,
             {key: frames.n_used for key, frames in other.frames.items()},
         )
@@ -402,7 +395,7 @@ class Store:
         with InterruptsHeld(), self.changing():
             for sub_pool in self.sub_pools:
                 self.drop(sub_pool, sub_pool.next)
-            values = other.arrays()
+            values, self.origins[...] = other.arrays(), other.origins
             for name, target in self.arrays(other).items():
                 target[...] = values[name]
             self.n_finals, self.numbers[...] = other.n_finals, other.numbers
@@ -420,7 +413,11 @@ class Store:
 
     def rows_of(self, sub_pools: Array, numbers: Array) -> Array:
         """Rows of transitions, by sub-pool and number."""
-        rows: Array = self.offsets[sub_pools] + numbers % self.capacities[sub_pools]
+        return self.rows_at(sub_pools, numbers - self.origins[sub_pools])
+
+    def rows_at(self, sub_pools: Array, places: Array) -> Array:
+        """Rows, by sub-pool and place in it, which begins again at its end."""
+        rows: Array = self.offsets[sub_pools] + places % self.capacities[sub_pools]
         return rows
 
     # Rows past the end stand for those at the beginning: mode="wrap" costs nothing.

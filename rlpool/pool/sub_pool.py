@@ -1,9 +1,10 @@
 """Which transitions a sub-pool holds, and when it drops some.
 
 A sub-pool is a window over the stream of all transitions that were ever added to it. They are
-numbered as they come, number ``i`` lies in row ``i % capacity`` of the sub-pool, and only the
-oldest are ever dropped: what a sub-pool holds is two numbers, ``oldest`` and ``next``. Nothing
-moves when something is added or dropped.
+numbered as they come, number ``i`` lies in row ``(i - origin) % capacity`` of the sub-pool, and
+only the oldest are ever dropped: what a sub-pool holds is two numbers, ``oldest`` and ``next``.
+Nothing moves when something is added or dropped. When all is dropped, the next one becomes the
+``origin``: its row has been in use already.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class SubPool:
     Args:
         offset: Row of the store where it begins.
         capacity: Rows that it has.
-        numbers: ``oldest`` and ``next``, in memory that readers see.
+        numbers: ``oldest``, ``next`` and ``origin``, in memory that readers see.
     """
 
     def __init__(self, offset: int, capacity: int, numbers: memoryview) -> None:
@@ -87,9 +88,17 @@ class SubPool:
         """Number that the next transition will get."""
         return int(self.numbers[1])
 
+    @property
+    def n_used(self) -> int:
+        """Rows that are or were in use since all was dropped."""
+        return min(self.next - int(self.numbers[2]), self.capacity)
+
     def __len__(self) -> int:
-        oldest, after = self.numbers
-        return max(0, after - oldest)
+        return max(0, self.next - self.oldest)
+
+    def place(self, number: int) -> int:
+        """Where a transition lies, counted from the first row."""
+        return (number - int(self.numbers[2])) % self.capacity
 
     def held(self) -> list[slice]:
         """Rows of all transitions that are held."""
@@ -99,7 +108,7 @@ class SubPool:
         """Rows of transitions ``start`` to ``stop``: at most two slices of the store."""
         if start >= stop:
             return []
-        first, end = self.offset + start % self.capacity, self.offset + self.capacity
+        first, end = self.offset + self.place(start), self.offset + self.capacity
         last = first + stop - start
         if last <= end:
             return [slice(first, last)]

@@ -34,14 +34,19 @@ from rlpool.errors import (
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.limits import process_activity
 from rlpool.machine.main_guard import missing_guard_error
-from rlpool.machine.worker_limits import refuse_small_limit
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import Control, State, Word
 from rlpool.workers.failure_policy import FailurePolicy, Restarts
 from rlpool.workers.hang_watch import HangWatch
 from rlpool.workers.logs import Logs
 from rlpool.workers.process_end import end_all, reap, signal_name
-from rlpool.workers.process_start import launch, prepare, reap_template, starting_processes
+from rlpool.workers.process_start import (
+    launch,
+    prepare,
+    reap_template,
+    refuse_large_workers,
+    starting_processes,
+)
 from rlpool.workers.stacks import Stacks, ask
 from rlpool.workers.wire import CallerPipe, Failed, Message, Ready, Retiring
 from rlpool.workers.worker_process import Place, WorkerMain
@@ -211,7 +216,7 @@ class Workers:
                 raise WorkerStartupError(what, fix=fix) from error
         self.wait_until(lambda: self.all_up or self.fatal is not None)
         self.refuse_if_dead()
-        refuse_small_limit(self._policy.max_rss_bytes, self.pids)
+        refuse_large_workers(self.processes, self._policy.max_rss_bytes)
         self._has_started = True
 
     @property
@@ -364,6 +369,7 @@ class Workers:
             self._look_for_ends_s = now_s + _LOOK_EVERY_S
             lives = [life for life in self._lives if life.pipe is not None]
             ready |= {life.worker for life in lives if life.has_ended}
+            reap_template()
         if not ready:
             return
         with InterruptsHeld():
@@ -533,7 +539,7 @@ class Workers:
         Raises:
             OSError: If the system allows no further process or descriptor.
         """
-        before, start_method = life.process, self._policy.start_method
+        start_method = self._policy.start_method
         prepare(start_method)
         self.control.worker_starts(life.worker)
         self._watch.forget(life.worker)
@@ -551,9 +557,6 @@ class Workers:
             except OSError:
                 life.process.kill()
                 raise
-        if before is not None:
-            with suppress(ValueError):  # not ended although killed: the kernel is not done with it
-                before.close()
 
     # Looking at workers -------------------------------------------------------------------------
 
@@ -619,8 +622,9 @@ class Workers:
             process.kill()
 
     def close(self) -> None:
-        """Tell all workers to close, wait for them, end those that take too long."""
-        self._end()
+        """End all workers; if it is repeated after an interruption, it does the rest."""
+        _close(self._lives, self._logs)
+        self._end.cancel()
         self._poller = None
         reap_template()
         self.control.close()
@@ -635,12 +639,7 @@ def given_up(n_before: int) -> str:
 
 def _close(lives: list[Life], logs: Logs) -> None:
     """Close all workers; also run when a forgotten owner is collected or Python exits."""
-    try:
-        end_all([(life.pipe, life.process) for life in lives if life.pipe and life.process])
-    finally:
-        for life in lives:
-            if life.process is not None:
-                with suppress(ValueError):  # the kernel is not done with it, although killed
-                    life.process.close()  # frees its descriptors
-            life.pipe = life.process = None
-        logs.finish()  # last: it runs handlers of the user's
+    end_all([(life.pipe, life.process) for life in lives if life.pipe and life.process])
+    for life in lives:
+        life.pipe = life.process = None
+    logs.finish()  # last: it runs handlers of the user's

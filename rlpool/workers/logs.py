@@ -72,9 +72,9 @@ class LogFile:
     """
 
     def __init__(self, n_workers: int, fd: int | None = None) -> None:
-        self._fd = anonymous_file("rlpool-logs") if fd is None else fd
         n_bytes = 8 * (3 + 2 * n_workers)
         self._freed = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES + _TEXT_BYTES
+        self._fd = anonymous_file("rlpool-logs", self._freed) if fd is None else fd
         if fd is None:
             os.ftruncate(self._fd, self._freed)
             flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)

@@ -1,7 +1,8 @@
-"""Ends a worker with its caller, whatever either of them is doing.
+"""Ends a worker with its caller, and what it started with it, whatever any of them is doing.
 
 The kernel kills the worker when the caller's end of a pipe is closed, even while an environment
 keeps Python's lock. A thread does so where a process that the caller forked keeps that end open.
+Likewise the kernel kills the worker's process group when the worker's end of a pipe is closed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
 _PARENT_CHECK_S = 1.0
 """How often a worker checks that its parent is still the same."""
@@ -30,10 +32,15 @@ def kill_when_closed(fd: int, pid: int) -> None:
 
 
 def end_with_parent() -> None:
-    """End this worker and its process group when its parent ends."""
+    """End this worker and its process group when its parent ends, and the group with the worker."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
+    worker: Any = multiprocessing.current_process()
+    life_line = Connection(worker.life_line.detach(), readable=False)
+    # Only this process holds it: what environments start must not keep it open.
+    os.set_inheritable(life_line.fileno(), False)
+    os.register_at_fork(after_in_child=life_line.close)
     kill_when_closed(parent.sentinel, -os.getpgrp())
 
     def watch() -> None:

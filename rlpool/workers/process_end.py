@@ -45,8 +45,10 @@ def end_all(ends: Sequence[tuple[CallerPipe, SpawnProcess]]) -> None:
             deadline_s = time.monotonic() + patience_s
             for process in late:
                 process.join(max(0.0, deadline_s - time.monotonic()))
+    except ValueError:
+        pass  # closed: a signal's handler has done this meanwhile
     except BaseException:
-        # Interrupted while waiting, by a second Ctrl-C: there is no other chance to end them.
+        # Interrupted while waiting, by a second Ctrl-C: there may be no other chance to end them.
         for _, process in ends:
             process.kill()
             process.join(_REAP_S)
@@ -54,7 +56,11 @@ def end_all(ends: Sequence[tuple[CallerPipe, SpawnProcess]]) -> None:
     finally:
         for pipe, process in ends:
             pipe.close()
-            _end_group_of(process)
+            with suppress(ValueError):
+                _end_group_of(process)
+    for _, process in ends:
+        with suppress(ValueError):  # the kernel is not done with it, although killed
+            process.close()  # frees its descriptors
 
 
 def reap(process: SpawnProcess) -> None:
@@ -69,9 +75,15 @@ def reap(process: SpawnProcess) -> None:
 def _end_group_of(process: SpawnProcess) -> None:
     # A number is not used again while a group of that number lives. If another process has it now,
     # nothing of the worker's group is left.
-    if process.pid is not None and not os.path.exists(f"/proc/{process.pid}"):
-        with suppress(OSError):  # mostly there is nothing
-            os.killpg(process.pid, signal.SIGKILL)
+    if process.pid is None or os.path.exists(f"/proc/{process.pid}"):
+        return
+    with suppress(OSError):  # mostly there is nothing
+        os.killpg(process.pid, signal.SIGKILL)
+    # The first process of a container inherits them, and nobody else would reap them.
+    deadline_s = time.monotonic() + _REAP_S
+    with suppress(ChildProcessError):
+        while os.waitpid(-process.pid, os.WNOHANG)[0] or time.monotonic() < deadline_s:
+            time.sleep(0.001)
 
 
 def signal_name(exitcode: int | None) -> str | None:

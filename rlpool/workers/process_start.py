@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import (
     context,
@@ -33,7 +33,11 @@ from typing import Any
 
 from rlpool.errors import SpecError
 from rlpool.machine.interrupts import InterruptsHeld, blocked_interrupts
-from rlpool.machine.worker_limits import FORKED_WORKER_BYTES, WORKER_BYTES
+from rlpool.machine.worker_limits import (
+    FORKED_WORKER_BYTES,
+    WORKER_BYTES,
+    refuse_small_limit,
+)
 from rlpool.workers.logs import WorkerLogs
 from rlpool.workers.parent_death import kill_when_closed
 from rlpool.workers.template_handle import LIMITS, Template, UnsafeError, why_impossible
@@ -152,6 +156,18 @@ def launch(
     return CallerPipe(here), worker
 
 
+def refuse_large_workers(processes: Iterable[Any], max_rss_bytes: int | None) -> None:
+    """Refuse a limit of memory that workers exceed before they have done anything.
+
+    Those that were spawned in place of forked ones are larger for no fault of the limit's.
+
+    Raises:
+        SpecError: See ``refuse_small_limit``.
+    """
+    as_asked = (p for p in processes if p._popen.method == "template" or not p.is_forked)
+    refuse_small_limit(max_rss_bytes, [process.pid for process in as_asked])
+
+
 _one_at_a_time = threading.RLock()
 """Starting a process changes what belongs to all threads, and opens what no fork must inherit."""
 
@@ -164,6 +180,7 @@ def starting_processes() -> Iterator[None]:
         _one_at_a_time,
         blocked_interrupts(),
         _start_method_kept(),
+        _children_allowed(),
         _missing_main_hidden(),
     ):
         yield
@@ -178,6 +195,21 @@ def _start_method_kept() -> Iterator[None]:
     finally:
         if before is None:
             multiprocessing.set_start_method(None, force=True)
+
+
+@contextmanager
+def _children_allowed() -> Iterator[None]:
+    """Let a daemonic process start workers, such as a worker of a ``DataLoader`` or of a pool.
+
+    multiprocessing refuses, as such a process is killed and would leave them; workers end with it.
+    """
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    before = config.pop("daemon", None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            config["daemon"] = before
 
 
 @contextmanager
@@ -200,9 +232,11 @@ class _Process(SpawnProcess):
 
     Attributes:
         is_forked: Whether it is forked from the template where that is possible.
+        life_line: One end of a pipe that only the process holds; see ``end_with_parent``.
     """
 
     is_forked = False
+    life_line: Inherited
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802
@@ -221,8 +255,8 @@ class _Popen(popen_spawn_posix.Popen):
         """Start what runs in it; returns its process number.
 
         Args:
-            fds: The resource tracker's descriptor, the pipe from which the process reads its
-                arguments, and the pipe that is open while it lives.
+            fds: The resource tracker's descriptor, and the pipe from which the process reads its
+                arguments.
         """
         executable: Any = spawn.get_executable()
         command: Any = spawn.get_command_line(tracker_fd=fds[0], pipe_handle=fds[1])
@@ -232,19 +266,22 @@ class _Popen(popen_spawn_posix.Popen):
 
     def _launch(self, process_obj: Any) -> None:
         given = io.BytesIO()
-        context.set_spawning_popen(self)
-        try:
-            reduction.dump(spawn.get_preparation_data(process_obj._name), given)
-            reduction.dump(process_obj, given)
-        finally:
-            context.set_spawning_popen(None)
         ends: list[int] = []
         try:
             ends += os.pipe()
             ends += os.pipe()
             child_reads, here_writes, self.sentinel, child_holds = ends
-            self.pid = self._start(resource_tracker.getfd(), child_reads, child_holds)
+            context.set_spawning_popen(self)
+            try:
+                process_obj.life_line = Inherited(child_holds)
+                reduction.dump(spawn.get_preparation_data(process_obj._name), given)
+                reduction.dump(process_obj, given)
+            finally:
+                context.set_spawning_popen(None)
+            self.pid = self._start(resource_tracker.getfd(), child_reads)
             kill_when_closed(child_holds, self.pid)
+            # What it started ends with it, even if this process is busy, or ends before it looks.
+            kill_when_closed(self.sentinel, -self.pid)
         except BaseException:
             util.close_fds(*ends)  # type: ignore[attr-defined]
             raise
@@ -259,7 +296,7 @@ class _Popen(popen_spawn_posix.Popen):
 class _ForkingPopen(_Popen):
     """The same, except that the interpreter is forked from the template."""
 
-    method = "template"
+    method = "template"  # of a process that was forked
     DupFd = popen_forkserver._DupFd  # type: ignore[assignment]
 
     def duplicate_for_child(self, fd: int) -> int:

@@ -44,6 +44,11 @@ from rlpool.workers.process_title import set_title
 _BOOT = """\
 import gc, json, os, sys
 gc.disable()
+try:
+    with open("/proc/self/comm", "w") as name:
+        name.write("rlpool-template")
+except OSError:
+    pass
 about = json.loads(sys.argv[1])
 about["blas_threads"] = os.environ.get("OPENBLAS_NUM_THREADS")
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
@@ -55,7 +60,8 @@ run()
 BOOT = f"exec({_BOOT!r}, {{}})"
 """What its interpreter runs, without leaving a name in ``__main__``. The garbage collector is off
 from the start: a collection would leave holes in memory that workers fill, each with a copy of the
-page. OpenBLAS starts its threads when NumPy is imported."""
+page. OpenBLAS starts its threads when NumPy is imported. It has its name from the start: whoever
+ends processes by hand can tell it from a worker."""
 
 _NEEDED = ("cloudpickle", "gymnasium.envs.classic_control", "rlpool", "runpy")
 """Modules that nearly every worker needs and that this file does not import."""
@@ -261,13 +267,13 @@ def _begin_worker(fds: Sequence[int], blocked: Iterable[int]) -> Callable[[], No
 
     Args:
         fds: The standard streams, the resource tracker's, the pipe from which the worker reads its
-            arguments, the pipe that is open while it lives, and those that the arguments name.
+            arguments, and those that the arguments name.
         blocked: Signals that are blocked.
     """
     for fd, passed in enumerate(fds[:3]):
         os.dup2(passed, fd)
         os.close(passed)
-    tracker_fd, pipe, _, *named = fds[3:]
+    tracker_fd, pipe, *named = fds[3:]
     forkserver._forkserver._inherited_fds = named  # type: ignore[attr-defined]
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     gc.enable()

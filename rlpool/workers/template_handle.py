@@ -110,6 +110,7 @@ class Template:
         self._socket: socket.socket | None = None
         self._fits: Any = None  # the identity and modules for which it was started
         self._refused: Any = None  # those for which there can be none
+        self._served: Any = None  # those for which there was one
         self._n_requests = 0  # for workers
 
     def is_up(self) -> bool:
@@ -136,7 +137,7 @@ class Template:
             except UnsafeError as error:
                 self._refuse(wanted, error)
                 return False
-            self._fits, self.reason = wanted, ""
+            self._fits, self._served, self.reason = wanted, wanted, ""
             return True
 
     def fork(self, fds: Sequence[int]) -> int:
@@ -187,7 +188,9 @@ class Template:
 
     def _refuse(self, wanted: Any, error: UnsafeError) -> None:
         self.end()
-        self._refused = wanted
+        # Where one has served, another one is lost by chance: the next start tries again.
+        if wanted != self._served or not isinstance(error, TemplateLostError):
+            self._refused = wanted
         if str(error) != self.reason:  # logged once
             # As text: a handler that keeps records would keep what the error's traceback refers to,
             # down to the memory of the batcher that asked for a worker.

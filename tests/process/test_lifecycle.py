@@ -7,21 +7,24 @@ import os
 import random
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from process.watching import Script, Struck, wait_until, worker_pids
+from process.watching import Script, Struck, n_descriptors, wait_until, worker_pids
 
 from rlpool import (
     DictTensor,
     EpisodeBatcher,
     GymEnv,
+    ParallelEnvManager,
     UsageError,
     WorkerDiedError,
     WorkerError,
@@ -111,6 +114,55 @@ def test_a_batcher_that_is_dropped_or_left_by_an_exception_ends_its_workers(
     with pytest.raises(ZeroDivisionError), open_batcher():
         raise ZeroDivisionError
     assert worker_pids() == before
+
+
+class Striking:
+    """Raises ``KeyboardInterrupt`` at a line of what closes workers, as Ctrl-C does."""
+
+    FILES = ("dispatch.py", "request_workers.py", "env_workers.py", "process_end.py")
+    FUNCTIONS = ("close", "cancel", "_close", "end_all", "reap", "_end_group_of")
+
+    def __init__(self, line: int) -> None:
+        self.n_left = line
+
+    def enter(self, frame: Any, event: str, argument: Any) -> Any:
+        path, code = Path(frame.f_code.co_filename), frame.f_code
+        is_of_close = path.name in (*self.FILES, "lifecycle.py") and code.co_name in self.FUNCTIONS
+        return self.strike if is_of_close and path.parent.name != "unit" else None
+
+    def strike(self, frame: Any, event: str, argument: Any) -> Any:
+        self.n_left -= event == "line"
+        if self.n_left == 0:
+            self.n_left = -1
+            raise KeyboardInterrupt
+        return self.strike
+
+
+@pytest.mark.parametrize(
+    ("owner", "every"),
+    variants([("batcher", 10), ("manager", 11)], [("batcher", 1), ("manager", 1)]),
+)
+def test_close_that_was_interrupted_anywhere_ends_the_workers_when_it_is_repeated(
+    owner: str, every: int
+) -> None:
+    before, n_before, n_struck = worker_pids(), 0, 0
+    for line in range(2, 200, every):
+        opened: Any = open_batcher() if owner == "batcher" else ParallelEnvManager([CountingEnv])
+        striking, tracer = Striking(line), sys.gettrace()
+        sys.settrace(striking.enter)
+        try:
+            opened.close()
+        except KeyboardInterrupt:
+            n_struck += 1
+        finally:
+            sys.settrace(tracer)
+        opened.close()
+        assert worker_pids() == before
+        n_before = n_before or n_descriptors()
+        assert n_descriptors() == n_before
+        if striking.n_left > 0:  # it has fewer lines
+            break
+    assert n_struck > 3
 
 
 # Several batchers, threads --------------------------------------------------------------------
@@ -305,6 +357,18 @@ def test_a_get_that_waits_when_a_handler_closes_the_batcher_says_so(is_queued: b
         signal.signal(signal.SIGALRM, before)
 
 
+def test_a_handler_may_close_what_is_being_closed() -> None:
+    batcher = open_batcher(2, env_args={"close_fault": "hang"})
+    before = signal.signal(signal.SIGALRM, lambda *_: batcher.close())
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        batcher.close()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert not worker_pids()
+
+
 def test_progress_raises_what_get_would_when_nothing_will_be_finished_any_more() -> None:
     with open_batcher(timeout=0.5, on_worker_failure="raise") as batcher:
         batcher.execute(3, env_info=faults_at(3, 1, "hang", 1))
@@ -342,3 +406,46 @@ def test_a_worker_without_a_descriptor_left_says_why_it_ends(is_busy: bool) -> N
         for _ in range(1 + is_busy):  # also the request whose message was lost
             with pytest.raises(WorkerError, match="Too many open files"):
                 batcher.get()
+
+
+DAEMONIC = """
+import multiprocessing, sys
+from torch.utils.data import DataLoader, IterableDataset
+from process.test_lifecycle import open_batcher, worker_pids
+
+def lengths(start_method):
+    assert multiprocessing.current_process().daemon
+    batcher = open_batcher(2, start_method=start_method)
+    batcher.execute(3)
+    return batcher.get().lengths.tolist()  # it is not closed
+
+class Episodes(IterableDataset):
+    def __iter__(self):
+        yield lengths("auto")
+        yield 1 / 0
+
+if __name__ == "__main__":
+    with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
+        print(pool.apply(lengths, (sys.argv[2],)))
+    loader = DataLoader(Episodes(), None, num_workers=1, multiprocessing_context=sys.argv[1])
+    rows = iter(loader)
+    print(next(rows))
+    try:
+        next(rows)
+    except ZeroDivisionError:
+        print("raised")
+    print(len(worker_pids()), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("of_the_caller", "start_method"),
+    variants([("fork", "auto")], [("spawn", "auto"), ("forkserver", "spawn")]),
+)
+def test_a_daemonic_process_may_have_workers_which_end_with_it(
+    run_script: RunScript, of_the_caller: str, start_method: str
+) -> None:
+    script = run_script(DAEMONIC, of_the_caller, start_method)
+    script.finish()
+    assert script.stdout.splitlines()[:3] == ["[3, 3, 3]"] * 2 + ["raised"], script.stderr
+    assert (script.returncode, script.left_after(CLOSE_S)) == (0, [])

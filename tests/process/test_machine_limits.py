@@ -11,9 +11,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from process.watching import Script, n_descriptors, worker_pids
 
 from rlpool import (
+    Array,
     EpisodeBatcher,
     ParallelEnvManager,
     Pool,
@@ -35,7 +37,7 @@ pytestmark = pytest.mark.timeout(240)
 
 def episode_batcher(n_workers: int, **arguments: Any) -> Any:
     arguments = {"create_agent": StepCounter, "create_env": create_counting, **arguments}
-    return EpisodeBatcher(4, 8, **arguments, n_threads=n_workers)
+    return EpisodeBatcher(**{"n_timesteps": 4, "n_slots": 8, **arguments}, n_threads=n_workers)
 
 
 OWNERS: list[tuple[Callable[[int], Any], str]] = [
@@ -76,6 +78,33 @@ def test_descriptors_are_counted_before_any_worker_starts() -> None:
             assert batcher.get().lengths.tolist() == [3] * 8
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("limit", [2**10, 2**19, 2**24])
+def test_a_limit_of_files_is_named_wherever_shared_memory_needs_a_larger_one(limit: int) -> None:
+    def collect() -> None:
+        with episode_batcher(1, n_timesteps=2**20) as batcher:
+            batcher.execute(3)
+            batcher.get()
+
+    def update() -> None:
+        with episode_batcher(1) as batcher:
+            batcher.update(torch.zeros(2**23))
+
+    episode_batcher(1).close()  # opens whatever is opened once
+    there_are = n_descriptors(), worker_pids()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        for make in (
+            *(collect, update),
+            *(lambda k=kind: Array(limit, "uint8", storage=k) for kind in ("shared", "memmap")),
+        ):
+            with pytest.raises(SpecError, match=r"\(RLIMIT_FSIZE\)\s+fix: .*ulimit -f unlimited"):
+                make()
+            assert (n_descriptors(), worker_pids()) == there_are
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_process_that_the_system_refuses_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

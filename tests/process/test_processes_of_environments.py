@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process.watching import Script, is_running, wait_until
+from process.watching import Script, is_running, wait_until, worker_pids
 
 from rlpool import EpisodeBatcher
 
 from support.agents import ConstantAgent
 from support.parents import WAYS, create_env, open_manager
+from support.variants import variants
 
 pytestmark = [
     pytest.mark.promise("I5"),
@@ -100,16 +101,17 @@ from rlpool import EpisodeBatcher
 from support.agents import ConstantAgent
 from support.parents import create_env, open_manager
 
-def main(notes, owner, way):
-    if owner == "manager":
-        opened = open_manager(notes=notes, way=way)
-        opened.reset()
-    else:
-        opened = EpisodeBatcher(
-            4, 8, ConstantAgent, {}, create_env, {"notes": notes, "way": way}, n_threads=2, seeds=1
-        )
-        opened.execute(3)
-        opened.get()
+def main(notes, owner, ways, start_method="auto"):
+    opened = []
+    for way in ways.split(","):
+        env_args = {"notes": notes, "way": way}
+        if owner == "manager":
+            opened.append(open_manager(start_method, **env_args))
+        else:
+            opened.append(EpisodeBatcher(
+                4, 8, ConstantAgent, {}, create_env, env_args,
+                n_threads=2, seeds=1, start_method=start_method,
+            ))
     print("there", flush=True)
     time.sleep(1000)
 
@@ -135,3 +137,64 @@ def test_what_environments_started_ends_with_the_caller(
     assert len(children) == 2
     script.signal(number)
     assert_gone(children, time.monotonic())
+
+
+@pytest.mark.parametrize(
+    ("owner", "start_method", "ways"),
+    variants(
+        [("batcher", "auto", WAYS), ("manager", "spawn", ("popen", "with_descriptors"))],
+        [("batcher", "spawn", WAYS), ("manager", "auto", WAYS)],
+    ),
+)
+def test_what_environments_started_ends_with_a_worker_whose_caller_is_busy(
+    run_script: Callable[..., Script],
+    notes: Path,
+    owner: str,
+    start_method: str,
+    ways: tuple[str, ...],
+) -> None:
+    script = run_script(CALLER, str(notes), owner, ",".join(ways), start_method)
+    script.wait_for_line("there")
+    children = started(notes)
+    assert len(children) == 2 * len(ways)
+    for worker in worker_pids(script.pid) - children:
+        os.kill(worker, signal.SIGKILL)
+    assert_gone(children, time.monotonic())  # it does nothing of rlpool, and learns of no death
+    assert script.returncode is None
+
+
+FIRST_OF_A_CONTAINER = """
+import ctypes, sys
+import psutil
+from process.test_template import template
+from process.test_processes_of_environments import open_batcher
+from process.watching import is_running, wait_until
+from pathlib import Path
+
+PR_SET_CHILD_SUBREAPER = 36
+
+def zombies():
+    children = psutil.Process().children()
+    return [child for child in children if child.status() == psutil.STATUS_ZOMBIE]
+
+if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    with open_batcher(Path(sys.argv[1])) as batcher:
+        children = psutil.Process().children()
+        (worker,) = [child for child in children if child.name().startswith("rlpool-worker")]
+        for killed in ([template()], [*worker.children(), worker]):
+            for process in killed:
+                process.kill()
+                wait_until(lambda: not is_running(process.pid))
+            wait_until(lambda: (batcher.execute(3), batcher.get()) and not zombies(), 5.0)
+            print("reaped")
+    print(zombies())
+"""
+
+
+def test_a_caller_that_inherits_what_a_worker_leaves_has_no_zombies(
+    run_script: Callable[..., Script], notes: Path
+) -> None:
+    script = run_script(FIRST_OF_A_CONTAINER, str(notes))
+    script.finish()
+    assert script.stdout.splitlines() == ["reaped", "reaped", "[]"], script.stderr

@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -33,6 +34,7 @@ from rlpool.errors import WorkerDiedError, WorkerStartupError
 from rlpool.workers import process_start, template_handle
 from rlpool.workers.lifecycle import Workers
 from rlpool.workers.process_start import prepare, why_spawned
+from rlpool.workers.template import BOOT
 from rlpool.workers.template_handle import Template
 
 from support.envs import CountingEnv
@@ -161,6 +163,46 @@ def test_one_template_serves_until_shutdown_or_until_it_does_not_fit(
     prepare("auto")
     assert not is_running(old.pid)
     assert template().pid != old.pid
+
+
+def test_templates_that_are_killed_while_they_start_are_not_the_last_ones(
+    own_templates: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Template._start_with
+
+    def start_and_kill(handle: Template, modules: Any) -> None:
+        start(handle, modules)
+        handle._process.kill()
+
+    prepare("auto")
+    batcher = open_batcher(1)
+    template_process = process_start._template._process
+    template_process.kill()
+    template_process.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(Template, "_start_with", start_and_kill)
+        assert "exit code -9" in why_spawned()
+    assert not why_spawned()  # there is one again
+    collect(batcher)
+    batcher.close()
+
+
+STUB = """
+from pathlib import Path
+print(Path("/proc/self/comm").read_text())
+raise SystemExit
+"""
+
+
+def test_a_template_has_its_name_before_it_imports_anything(tmp_path: Path) -> None:
+    stub = tmp_path / "rlpool" / "workers" / "template.py"
+    stub.parent.mkdir(parents=True)
+    stub.write_text(STUB)
+    about = json.dumps({"path": [str(tmp_path), *sys.path], "argv": []})
+    for package in (stub.parent, stub.parent.parent):
+        (package / "__init__.py").touch()
+    told = subprocess.run([sys.executable, "-c", BOOT, about], capture_output=True, text=True)
+    assert told.stdout.strip() == "rlpool-template", told.stderr
 
 
 # What cannot be had ----------------------------------------------------------------------------

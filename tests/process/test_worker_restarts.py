@@ -17,6 +17,7 @@ from process.watching import assert_all_equal, is_running, wait_until, worker_pi
 import rlpool
 from rlpool import Batcher, DictTensor, EpisodeBatcher, GymEnv, TemporalDictTensor
 from rlpool.testing import CountingEnv
+from rlpool.workers.template_handle import Template, UnsafeError
 
 from support.faults import ENDINGS, create_agent, create_env, faults
 from support.fragile import ChancyEnv, LeakingEnv, RecurrentAgent, create_fragile
@@ -348,6 +349,19 @@ def test_workers_are_replaced_after_so_many_episodes_or_bytes(
 def test_a_limit_that_a_fresh_worker_exceeds_is_refused() -> None:
     with pytest.raises(rlpool.SpecError, match="max_rss_bytes is 20 MiB, but a worker"):
         open_batcher({}, 1, max_rss_bytes=20 * 2**20)
+
+
+def test_a_limit_is_counted_from_what_a_worker_has_that_is_spawned_in_place_of_a_forked_one(
+    strikes: dict[str, str], ran_in: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def lost(*_: Any) -> Any:
+        raise UnsafeError("lost")
+
+    monkeypatch.setattr(Template, "fork", lost)
+    with open_batcher(strikes, 1, max_rss_bytes=60 * 2**20, max_restarts=0) as batcher:
+        assert_all_equal(collect(batcher, {}), undisturbed({}))
+    assert n_processes(ran_in) == 1
+    assert "max_rss_bytes is 60 MiB, but this worker had " in caplog.text
 
 
 @pytest.mark.promise("I4")

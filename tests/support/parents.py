@@ -17,7 +17,7 @@ from support.envs import CountingEnv
 
 _FOREVER_S = 1000.0
 
-WAYS = ("popen", "process", "fork", "grandchild")
+WAYS = ("popen", "process", "fork", "grandchild", "with_descriptors")
 
 
 class ParentEnv(CountingEnv):
@@ -42,6 +42,9 @@ class ParentEnv(CountingEnv):
                 time.sleep(_FOREVER_S)
                 os._exit(0)
             self._note(pid)
+        elif way == "with_descriptors":
+            self._child = subprocess.Popen(["sleep", "1000"], close_fds=False)
+            self._note(self._child.pid)
         elif way == "grandchild":
             # The shell ends at once: what it leaves in the background has no parent any more.
             command = ["sh", "-c", "sleep 1000 </dev/null >/dev/null 2>&1 & echo $!"]
@@ -67,5 +70,6 @@ def create_env(seed: int, n_lanes: int = 1, **arguments: Any) -> GymEnv:
     return GymEnv([ParentEnv(**arguments) for _ in range(n_lanes)], seed)
 
 
-def open_manager(**arguments: Any) -> ParallelEnvManager:
-    return ParallelEnvManager([partial(ParentEnv, **arguments)] * 2, seed=1)
+def open_manager(start_method: str = "auto", **arguments: Any) -> ParallelEnvManager:
+    env_fns = [partial(ParentEnv, **arguments)] * 2
+    return ParallelEnvManager(env_fns, seed=1, start_method=start_method)

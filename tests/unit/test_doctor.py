@@ -60,6 +60,8 @@ def test_a_machine_with_room(root: Path) -> None:
         ("RLIMIT_NOFILE", 4096, "file descriptors", "ok"),
         ("RLIMIT_AS", 2**20, "address space", "FAIL"),
         ("RLIMIT_AS", 2**32, "address space", "warn"),
+        ("RLIMIT_FSIZE", 2**20, "file size", "FAIL"),
+        ("RLIMIT_FSIZE", 2**30, "file size", "warn"),
     ],
 )
 def test_limits_of_the_process(

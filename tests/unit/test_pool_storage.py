@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import re
 import sys
 from pathlib import Path
@@ -80,6 +81,72 @@ def test_a_disk_that_is_full_at_any_time_loses_nothing_that_is_stored(
             assert pool.nbytes == n_bytes
     assert n_refused == 4  # is_last, final_row, frame, number, and then what follows the frames
     assert len(pool) == 9100
+
+
+class Disk:
+    """A disk with room for some pages."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.n_left = 0
+        self._given: set[int] = set()
+        self._reserve = os.posix_fallocate
+        monkeypatch.setattr(os, "posix_fallocate", self.give)
+
+    def give(self, fd: int, start: int, n_bytes: int) -> None:
+        pages = set(range(start // 4096, -(-(start + n_bytes) // 4096))) - self._given
+        if len(pages) > self.n_left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._reserve(fd, start, n_bytes)
+        self._given |= pages
+        self.n_left -= len(pages)
+
+
+def pages(n: int, value: int) -> TemporalDictTensor:
+    return TemporalDictTensor({"page": torch.full((1, n, 4096), value, dtype=torch.uint8)})
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_an_addition_is_refused_only_if_the_disk_has_no_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: int
+) -> None:
+    disk = Disk(monkeypatch)
+    pool = Pool(None, 2, 20_000, storage="memmap", directory=tmp_path, seed=0)
+    disk.n_left = 1 + 1 + 10  # the store's numbers, is_last, and the rows
+    for _ in range(5):
+        pool.extend(pages(2, 3), index)
+    with pytest.raises(SpecError, match=r"disk.*\n.*free some space"):
+        pool.extend(pages(1, 3), index)
+    assert len(pool) == 10
+
+
+def test_rows_are_used_again_after_clear_and_mean_other_transitions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"pool_size": 40, "processes": 2, "priority_exponent": 1.0, "seed": 0}
+    disk = Disk(monkeypatch)
+    pool = Pool(**options, storage="memmap", directory=tmp_path)
+    disk.n_left = 1 + 1 + 2 * 15
+    for value in range(5):  # more than there is room for, and than a sub-pool has rows
+        for index in (0, 1):
+            pool.extend(pages(15, 10 * value + index), index)
+        stale = pool.sample(8)["index"]
+        assert sorted(pool.transitions()["page"][:, 0].tolist()) == sorted(
+            [10 * value] * 15 + [10 * value + 1] * 15
+        )
+        if value < 4:
+            n_bytes = pool.nbytes
+            pool.clear()
+            assert pool.nbytes < n_bytes
+    assert disk.n_left == 0
+    pool.update_priorities(stale - 60, torch.full((8,), 9.0))  # gone: from before clear()
+    assert pool.sample(30)["weight"].eq(1.0).all()
+    pool.save(tmp_path / "pool")
+    loaded, reader = Pool(**options), pickle.loads(pickle.dumps(pool))
+    loaded.load(tmp_path / "pool")
+    assert same(loaded.transitions(), pool.transitions())
+    assert same(loaded.sample(30), pool.sample(30))
+    assert len(reader) == 30
+    assert set(reader.sample(30)["page"][:, 0].tolist()) == {40, 41}
 
 
 # Memory --------------------------------------------------------------------------------------
