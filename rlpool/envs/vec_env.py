@@ -409,19 +409,20 @@ class VecEnv(ABC):
                 neither true nor false, or a finite reward that overflows float32. ``where`` has
                 the lane and the step of the episode.
         """
+        result, self._running = self._made_step(policy_output)
+        return result
+
+    def _made_step(self, policy_output: DictTensor) -> tuple[tuple[Observed, Observed], list[int]]:
+        """What ``step`` returns, and the environments that run from then on."""
         if not self._running:
             raise UsageError("step() with no running environment", fix="call reset() first")
         stepped, ended, restarts = self._stepped(self._actions_of(policy_output))
-        running = self._running
-        self._n_steps[running] += 1
         if self.auto_reset:
             self._restarts = restarts
             running = self._restart_those_ready(ended)
         else:
-            running = [lane for lane in running if lane not in ended]
-        result = stepped, self._observation(running)
-        self._running = running
-        return result
+            running = [lane for lane in self._running if lane not in ended]
+        return (stepped, self._observation(running)), running
 
     def _stepped(self, actions: dict[str, Array]) -> tuple[Observed, list[int], list[int]]:
         """Step the running environments.
@@ -431,6 +432,7 @@ class VecEnv(ABC):
             once these have restarted.
         """
         ended = self._call(self.step_lanes, self._running, actions)
+        self._n_steps[self._running] += 1
         restarts = [n + (lane in ended) for lane, n in enumerate(self._restarts)]
         return self._observation(self._running), ended, restarts
 
