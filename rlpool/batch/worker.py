@@ -34,6 +34,7 @@ from rlpool.errors import EnvError, RlpoolError, Where, WorkerError, WorkerStart
 from rlpool.loop.plan import Plan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
+from rlpool.machine.interrupts import ctrl_c
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import DEBUG_HINT, LOCAL_HINT, agent_error, worker_error
@@ -207,7 +208,9 @@ class Collector:
         for part in self._created:
             try:
                 part.close()
-            except (Exception, SystemExit):
+            except ctrl_c():
+                raise
+            except BaseException:
                 continue  # nobody can act on it any more, and the caller is waiting
 
     def _create(self, functions: Any) -> None:

@@ -21,6 +21,7 @@ from rlpool.data.infos import Info, info_rows, options_of
 from rlpool.envs.columns import BadValue, Columns, Results, checked_results, ended_rows
 from rlpool.envs.info_columns import InfoColumns
 from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where
+from rlpool.machine.interrupts import ctrl_c
 from rlpool.memory.storage import Array, batch_array
 from rlpool.seeding import LaneSeeds, Seeding, root_from
 from rlpool.specs import (
@@ -350,7 +351,7 @@ class VecEnv(ABC):
 
     def _fail(self, call: str, error: BaseException) -> NoReturn:
         """Raise an environment's exception as a ``LaneError``."""
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, ctrl_c()):
             raise error
         lane = error.lane if isinstance(error, BadValue) else self.lane_in_use[0]
         raise LaneError(lane, call) from error

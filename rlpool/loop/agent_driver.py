@@ -14,6 +14,7 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import LaneError
 from rlpool.errors import SpecError
+from rlpool.machine.interrupts import ctrl_c
 from rlpool.memory.storage import Array, batch_array
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.slots.trajectories import Slice, trajectories_of
@@ -77,7 +78,7 @@ class AgentDriver:
             info = None if agent_info is None else agent_info.index(torch.from_numpy(rows))
             try:
                 state = self._read("state", self.agent.initial_state(info, self.n_lanes))
-            except KeyboardInterrupt:
+            except ctrl_c():
                 raise
             except BaseException as error:
                 raise AgentFailure(lanes[0], "initial_state") from error
@@ -119,7 +120,7 @@ class AgentDriver:
             else:
                 kept = self._states_of(lanes)
             _, outputs, self._new_state = self._call(DictTensor._wrap(kept), seen)
-        except KeyboardInterrupt:
+        except ctrl_c():
             raise
         except BaseException as error:
             raise AgentFailure(0, "agent") from error
