@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
 from rlpool.batch.progress import Meter, ShowProgress, checked_progress
+from rlpool.batch.repeated_calls import is_repeated, once
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.requests import EpisodeRequest, as_infos
 from rlpool.batch.resuming import State, infos_of_state, state_of_infos, why_unseeded
@@ -144,7 +145,7 @@ class EpisodeBatcher(BatcherBase):
     def _meter(self) -> Meter:
         return Meter()
 
-    @names_arguments
+    @once
     def execute(
         self,
         n_episodes: int,
@@ -175,9 +176,16 @@ class EpisodeBatcher(BatcherBase):
             >>> batcher.get().lengths
             tensor([1, 4, 2])
         """
-        dispatcher = self._open()
+        self._request(self._open(), n_episodes, agent_info, env_info)
+
+    def _request(
+        self, dispatcher: RequestQueue, n_episodes: int, agent_info: Info, env_info: Info
+    ) -> None:
         n_episodes = whole_number("n_episodes", n_episodes, 1)
         infos = as_infos(agent_info, env_info, n_episodes)
+        asked = n_episodes, dispatcher.policy.version
+        if is_repeated(self._unconfirmed, asked, infos):
+            return
         with InterruptsHeld():
             request = self._EPISODES(
                 number=dispatcher.next_number(),
@@ -190,8 +198,10 @@ class EpisodeBatcher(BatcherBase):
             dispatcher.check(request)
             self._n_episodes += n_episodes
             self._last = (n_episodes, *infos)
+            self._unconfirmed = asked, infos
             dispatcher.submit(request)
 
+    @once
     def reexecute(self) -> None:
         """Request new episodes with the arguments of the last ``execute``.
 
@@ -206,12 +216,12 @@ class EpisodeBatcher(BatcherBase):
             >>> second.lengths, bool((first.info["seed"] == second.info["seed"]).any())
             (tensor([1, 4, 2]), False)
         """
-        self._open()
+        dispatcher = self._open()
         if self._last is None:
             raise UsageError("reexecute() repeats an execute()", fix="call execute() first")
-        EpisodeBatcher.execute(self, *self._last)
+        self._request(dispatcher, *self._last)
 
-    @names_arguments
+    @once
     def get(
         self, blocking: bool = True, *, progress: ShowProgress | None = None
     ) -> TemporalDictTensor | None:
@@ -258,9 +268,8 @@ class EpisodeBatcher(BatcherBase):
         dispatcher = self._open()
         progress = self._progress if progress is None else checked_progress(progress)
         with self._meter.shown(progress, dispatcher.so_far) as look:
-            if dispatcher.wait(blocking=blocking, look=look) is None:
-                return None
-        return dispatcher.hand_out()
+            request = dispatcher.wait(blocking=blocking, look=look)
+        return None if request is None else request.trajectories
 
     def close(self) -> None:
         """See ``BatcherBase.close``."""
@@ -350,7 +359,7 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
         failing = None, FailurePolicy()
         BatcherBase.__init__(self, self._N_TIMESTEPS, None, *factories, 0, seeds, *failing)
 
-    @names_arguments
+    @once
     def execute(
         self,
         n_episodes: int | None = None,
@@ -361,6 +370,6 @@ class MonoThreadEpisodeBatcher(EpisodeBatcher):
 
         See ``EpisodeBatcher.execute``.
         """
-        super().execute(
-            self._open().n_lanes if n_episodes is None else n_episodes, agent_info, env_info
-        )
+        dispatcher = self._open()
+        n_episodes = dispatcher.n_lanes if n_episodes is None else n_episodes
+        self._request(dispatcher, n_episodes, agent_info, env_info)

@@ -7,12 +7,14 @@ import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 from torch import nn
 
 from rlpool.agents.agent import Agent
 from rlpool.batch.dispatch import Dispatcher
+from rlpool.batch.messages import Infos
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.resuming import FORMAT, State, checked_state
 from rlpool.batch.shares import warn_if_unseeded
@@ -20,6 +22,7 @@ from rlpool.envs.vec_env import VecEnv
 from rlpool.errors import SpecError, UsageError, WorkerError
 from rlpool.machine.arguments import checked_timeout, whole_number
 from rlpool.machine.main_guard import refuse_during_import
+from rlpool.machine.one_thread import OneThread
 from rlpool.machine.pickling import why_not
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.memory.sharing import pickled
@@ -44,6 +47,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
 
     _dispatcher: RequestQueue | None = None
     _stats_reader: StatsReader | None = None
+    _unconfirmed: tuple[Any, Infos] | None = None  # see ``once``
 
     _SHARES_NOTHING = ""
     """Why the workers cannot share anything with this process, if they cannot."""
@@ -90,6 +94,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         self._n_timesteps = n_timesteps
         self._is_private = n_threads == 0
         self._owner_pid = os.getpid()
+        self._one_thread = OneThread("_open", "_idle")
         functions: Any = (create_env, dict(env_args or {}), create_agent, dict(agent_args or {}))
         if n_threads:
             names = ("create_env", "env_args", "create_agent", "agent_args")
@@ -187,10 +192,11 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         """
         dispatcher = self._open()
         try:
-            dispatcher.update(info)
+            policy = dispatcher.updated(info)
         except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
             fix = "send only what the agents need, such as model.state_dict()"
             raise SpecError(why_not({"info": info}, error), fix=fix) from error
+        dispatcher.policy = policy  # the last act: an update that was interrupted may be repeated
 
     def state_dict(self) -> State:
         """What a new batcher needs to go on from here, see ``load_state_dict``.
@@ -341,7 +347,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             >>> 0 < worker.env_share < 1
             True
         """
-        control = self._open().control
+        control = self._not_closed().control
         if control is None:
             raise UsageError(
                 "stats() reads the memory of this machine, and the workers are on others",
@@ -352,7 +358,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
         return self._stats_reader.read()
 
     def _stacks(self) -> str:
-        return self._open().stacks()
+        return self._not_closed().stacks()
 
     def close(self) -> None:
         """End the workers, whatever they are doing, within a few seconds. May be repeated.
@@ -376,11 +382,18 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             self._dispatcher.give_up()
 
     def _open(self) -> RequestQueue:
+        """What every call begins with that is for one thread at a time."""
+        dispatcher = self._not_closed()
+        if get_ident() != self._one_thread.thread:
+            self._one_thread.hand_over()
+        dispatcher.deliver_logs()
+        return dispatcher
+
+    def _not_closed(self) -> RequestQueue:
         if self._dispatcher is None or self._dispatcher.is_closed:
             raise UsageError("the batcher is closed", fix="make a new one, or close it later")
         if not self._is_private:
             refuse_forked_copy(self._owner_pid)
-        self._dispatcher.deliver_logs()
         return self._dispatcher
 
 

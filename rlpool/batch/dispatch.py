@@ -159,9 +159,9 @@ class Dispatcher(RequestQueue):
             return self._processes.tapes()
         return super().tapes()
 
-    def update(self, info: Any) -> None:
-        """Let later requests run with agents that were updated with this."""
-        self.policy = Policy(self.policy.version + 1, self._workers.pack(info))
+    def updated(self, info: Any) -> Policy:
+        """The ``policy`` of agents that were updated with this."""
+        return Policy(self.policy.version + 1, self._workers.pack(info))
 
     def give_up(self) -> None:
         """Let the workers stop what they run; nobody is told."""
@@ -181,7 +181,7 @@ class Dispatcher(RequestQueue):
         if self._blocks is not None:
             self._blocks.close()
         self._queued.clear()
-        self._pending.clear()
+        self.pending.clear()
 
     # Starting and agreeing -------------------------------------------------------------------
 

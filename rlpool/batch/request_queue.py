@@ -14,7 +14,6 @@ from typing import Any
 
 from rlpool.batch.progress import SHOW_EVERY_S, SoFar
 from rlpool.batch.requests import Policy, Request
-from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.observe.control import Control
@@ -26,6 +25,8 @@ class RequestQueue(ABC):
     """A caller's requests, handed out in order.
 
     Attributes:
+        pending: Requests whose outcome the user does not have yet. The outermost frame of a
+            ``get`` takes the oldest one off, as its last act.
         policy: What new requests run with, whatever happens to those before.
         n_lanes: Lanes of each worker.
         is_closed: Whether ``close`` was called.
@@ -42,7 +43,7 @@ class RequestQueue(ABC):
 
     def __init__(self) -> None:
         self._queued: deque[Request] = deque()  # not sent yet
-        self._pending: deque[Request] = deque()  # not yet handed to the user
+        self.pending: deque[Request] = deque()
         self._blocks: BlockPool | None = None
         self._n_requests = 0
         self.control: Control | None = None
@@ -107,8 +108,8 @@ class RequestQueue(ABC):
         """Let the next window bring the workers to where the tapes of its lanes end."""
 
     @abstractmethod
-    def update(self, info: Any) -> None:
-        """Let later requests run with agents that were updated with this."""
+    def updated(self, info: Any) -> Policy:
+        """The ``policy`` of agents that were updated with this."""
 
     @abstractmethod
     def give_up(self) -> None:
@@ -127,7 +128,7 @@ class RequestQueue(ABC):
     @property
     def n_pending(self) -> int:
         """Requests whose results were not handed out yet."""
-        return len(self._pending)
+        return len(self.pending)
 
     def next_number(self) -> int:
         """A number for a new request."""
@@ -151,26 +152,26 @@ class RequestQueue(ABC):
         """
         self._refuse_if_dead()
         with self._whole():
-            self._pending.append(request)
+            self.pending.append(request)
             self._queued.append(request)
             self._advance()
 
     def wait(self, *, blocking: bool, look: Callable[[], None] | None = None) -> Request | None:
         """The oldest request, finished; ``None`` if it is not and ``blocking`` is false.
 
-        It stays the oldest until ``hand_out``.
+        It stays the oldest one, even if it failed.
 
         Args:
             blocking: Whether to wait for it.
             look: Is called a few times a second meanwhile.
 
         Raises:
-            RlpoolError: If it failed; it is dropped then.
+            RlpoolError: If it failed.
         """
-        if not self._pending:
+        if not self.pending:
             self._refuse_if_dead()
             raise UsageError("nothing is pending", fix="call execute() before get()")
-        request = self._pending[0]
+        request = self.pending[0]
         if request.trajectories is None:
             blocking = blocking or self.runs_here  # nothing would run until the next call
             if look is None or not blocking:
@@ -184,6 +185,7 @@ class RequestQueue(ABC):
                 self._wait_for(request, look)
             with self._whole():
                 self._settle(request)
+        self.failures = tuple(request.failures[row] for row in sorted(request.failures))
         return request
 
     def _wait_for(self, request: Request, look: Callable[[], None] | None) -> None:
@@ -207,27 +209,15 @@ class RequestQueue(ABC):
             request.release()
             self._advance()
             return
-        if request in self._pending:  # close() has dropped it already
-            self._pending.remove(request)
-        error = request.error or self.fatal
+        request.error = request.error or self.fatal or UsageError("the request was given up")
         self._forget(request)
         self._advance()
-        raise error or UsageError("the request was given up")
+        raise request.error
 
-    def hand_out(self) -> TemporalDictTensor:
-        """The result of the request that ``wait`` returned, which is dropped here."""
-        # The last thing that a get() does: interrupted before it, a get() may be repeated.
-        trajectories, failures = self._pending[0].trajectories, self._pending[0].failures
-        self.failures = tuple(failures[row] for row in sorted(failures))
-        if trajectories is None:
-            raise LookupError("handed out before it was finished")
-        del self._pending[0]  # not popleft(): signals' handlers may run when a call is over
-        return trajectories
-
-    def drop_pending(self) -> None:
-        """Give up all requests that were not handed out; their episodes stop."""
+    def drop_pending(self, first: int = 0) -> None:
+        """Give up all requests from that one on; their episodes stop."""
         with self._whole():
-            for request in list(self._pending):
+            for request in list(self.pending)[first:]:
                 self._drop(request)
 
     def drop(self, request: Request) -> None:
@@ -239,13 +229,13 @@ class RequestQueue(ABC):
     def _drop(self, request: Request) -> None:
         request.error = UsageError("the request was given up")
         self._forget(request)
-        self._pending.remove(request)
+        self.pending.remove(request)
 
     def finished_episodes(self) -> tuple[int, int]:
         """Episodes finished and requested, of the oldest request."""
-        if not self._pending:
+        if not self.pending:
             return 0, 0
-        request = self._pending[0]
+        request = self.pending[0]
         if request.trajectories is not None:
             return request.n_rows, request.n_rows
         self.look()
@@ -256,9 +246,9 @@ class RequestQueue(ABC):
 
     def so_far(self) -> SoFar:
         """How far the oldest request is, as far as that has been heard of."""
-        if not self._pending:
+        if not self.pending:
             return SoFar(0, 0, 0, False)
-        request = self._pending[0]
+        request = self.pending[0]
         if request.trajectories is not None:
             n_steps = int(request.trajectories.lengths.sum())
             return SoFar(request.n_rows, request.n_rows, n_steps, True)
@@ -269,7 +259,7 @@ class RequestQueue(ABC):
 
     def _n_slots_used(self) -> int:
         """Slots of requests that run or were not handed out."""
-        return sum(request.n_slots for request in {*self.running, *self._pending})
+        return sum(request.n_slots for request in {*self.running, *self.pending})
 
     def _refuse_if_dead(self) -> None:
         if self.fatal is not None:
@@ -277,7 +267,7 @@ class RequestQueue(ABC):
 
     def _over(self, request: Request) -> None:
         """Use the slots of a request of which nothing runs any more, if nobody waits for it."""
-        if request not in self._pending:
+        if request.error is not None or request not in self.pending:
             request.release()
         self._advance()
 

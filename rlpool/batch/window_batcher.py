@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlpool.batch.batcher_base import BatcherBase, CreateAgent, CreateEnv, Seeds
 from rlpool.batch.messages import Infos
+from rlpool.batch.repeated_calls import is_repeated, once
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.requests import Policy, WindowRequest, as_infos
 from rlpool.batch.resuming import (
@@ -110,17 +111,17 @@ class Batcher(BatcherBase):
     @property
     def n_lanes(self) -> int:
         """Lanes of all workers."""
-        return self._open().n_lanes * self._n_workers
+        return self._not_closed().n_lanes * self._n_workers
 
     @property
     def all_stopped(self) -> bool:
         """Whether every lane has ended, so that ``get`` returns ``None``."""
-        return self._has_stopped(self._open())
+        return self._has_stopped(self._not_closed())
 
     def _has_stopped(self, dispatcher: RequestQueue) -> bool:
         return self._is_reset and not self._running and not dispatcher.n_pending
 
-    @names_arguments
+    @once
     def reset(self, agent_info: Info = None, env_info: Info = None) -> None:
         """Restart every lane with the next window; pending windows are dropped.
 
@@ -143,16 +144,20 @@ class Batcher(BatcherBase):
         """
         dispatcher = self._open()
         infos = as_infos(agent_info, env_info, self.n_lanes)
-        dispatcher.drop_pending()
-        self._infos = infos
-        self._is_first = self._is_reset = True
-        self._n_resets += 1
-        self._n_windows_before = self._n_windows
-        self._tapes = WindowTapes(self.n_lanes) if dispatcher.records else None
-        self._queued = ()
-        self._running = list(range(self.n_lanes))
+        if is_repeated(self._unconfirmed, "reset", infos):
+            return
+        tapes = WindowTapes(self.n_lanes) if dispatcher.records else None
+        with InterruptsHeld():
+            dispatcher.drop_pending()
+            self._infos, self._tapes = infos, tapes
+            self._is_first = self._is_reset = True
+            self._n_resets += 1
+            self._n_windows_before = self._n_windows
+            self._queued = ()
+            self._running = list(range(self.n_lanes))
+            self._unconfirmed = "reset", infos
 
-    @names_arguments
+    @once
     def execute(self, agent_info: Info = None) -> None:
         """Request the next window; returns at once.
 
@@ -181,8 +186,11 @@ class Batcher(BatcherBase):
         infos = self._infos
         if agent_info is not None:
             infos = as_infos(agent_info, None, self.n_lanes)[0], infos[1]
+        if is_repeated(self._unconfirmed, dispatcher.policy.version, infos):
+            return
         with InterruptsHeld():
             self._infos = infos
+            self._unconfirmed = dispatcher.policy.version, infos
             self._n_windows += 1
             if dispatcher.n_pending:
                 # Which lanes run is known once the previous window is there; what they run with is
@@ -191,7 +199,7 @@ class Batcher(BatcherBase):
             elif self._running:
                 self._submit(dispatcher, dispatcher.policy, infos)
 
-    @names_arguments
+    @once
     def get(self, blocking: bool = True) -> TemporalDictTensor | None:
         """Take the oldest window.
 
@@ -227,9 +235,10 @@ class Batcher(BatcherBase):
         except UsageError:
             raise
         except RlpoolError:
-            dispatcher.drop_pending()
-            self._is_reset = False
-            self._queued = ()
+            with InterruptsHeld():
+                dispatcher.drop_pending(first=1)
+                self._is_reset = False
+                self._queued = ()
             raise
         if request is None:
             return None
@@ -241,7 +250,7 @@ class Batcher(BatcherBase):
                     (policy, infos), *queued = self._queued
                     self._queued = tuple(queued)
                     self._submit(dispatcher, policy, infos)
-        return dispatcher.hand_out()
+        return request.trajectories
 
     def _submit(self, dispatcher: RequestQueue, policy: Policy, infos: Infos) -> None:
         dispatcher.submit(

@@ -34,6 +34,7 @@ from rlpool.errors import RlpoolError, Where, WorkerError, WorkerStartupError
 from rlpool.loop.plan import Plan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import called_with_seed
+from rlpool.machine.interrupts import ctrl_c
 from rlpool.memory.sharing import Shared
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import WorkerRecord
@@ -224,7 +225,9 @@ class Collector:
         for part in self._created:
             try:
                 part.close()
-            except (Exception, SystemExit):
+            except ctrl_c():
+                raise
+            except BaseException:
                 continue  # nobody can act on it any more, and the caller is waiting
 
     def _create(self, functions: Any) -> None:

@@ -229,9 +229,9 @@ class ClusterDispatcher(RequestQueue):
 
     # What the batchers call ---------------------------------------------------------------------
 
-    def update(self, info: Any) -> None:
-        """Let later requests run with agents that were updated with this."""
-        self.policy = Policy(self.policy.version + 1, pack(info, Memory.local))
+    def updated(self, info: Any) -> Policy:
+        """The ``policy`` of agents that were updated with this."""
+        return Policy(self.policy.version + 1, pack(info, Memory.local))
 
     def give_up(self) -> None:
         """Do nothing: nodes end with their caller."""
@@ -249,7 +249,7 @@ class ClusterDispatcher(RequestQueue):
             self._blocks.close()
         self._running.clear()
         self._queued.clear()
-        self._pending.clear()
+        self.pending.clear()
         self._published.clear()
 
     # Events -------------------------------------------------------------------------------------

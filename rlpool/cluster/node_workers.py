@@ -321,12 +321,13 @@ class NodeWorkers:
             try:
                 if dispatcher.wait(blocking=False) is None:
                     return
-                dispatcher.hand_out()
                 outcome = Outcome(run.request.rows)
             except RlpoolError as error:
                 told = self._told(error, run.shard)
                 outcome = Outcome(None, told, dispatcher.fatal is not None)
             self._runs.popleft()
+            if dispatcher.pending:  # unless it was closed
+                dispatcher.pending.popleft()
             run.future.set_result(outcome)
 
     def _told(self, error: BaseException, shard: Shard | None = None) -> RlpoolError:

@@ -21,6 +21,7 @@ from rlpool.data.infos import Info, info_rows, options_of
 from rlpool.envs.columns import BadValue, Columns, Results, checked_results, ended_rows, fitted_rows
 from rlpool.envs.info_columns import InfoColumns
 from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where
+from rlpool.machine.interrupts import ctrl_c
 from rlpool.memory.storage import Array, batch_array
 from rlpool.seeding import LaneSeeds, Seeding, root_from
 from rlpool.specs import (
@@ -379,7 +380,7 @@ class VecEnv(ABC):
 
     def _fail(self, call: str, error: BaseException) -> NoReturn:
         """Raise an environment's exception as a ``LaneError``."""
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, ctrl_c()):
             raise error
         lane = error.lane if isinstance(error, BadValue) else self.lane_in_use[0]
         raise LaneError(lane, call) from error
@@ -438,19 +439,20 @@ class VecEnv(ABC):
                 neither true nor false, or a finite reward that overflows float32. ``where`` has
                 the lane and the step of the episode.
         """
+        result, self._running = self._made_step(policy_output)
+        return result
+
+    def _made_step(self, policy_output: DictTensor) -> tuple[tuple[Observed, Observed], list[int]]:
+        """What ``step`` returns, and the environments that run from then on."""
         if not self._running:
             raise UsageError("step() with no running environment", fix="call reset() first")
         stepped, ended, restarts = self._stepped(self._actions_of(policy_output))
-        running = self._running
-        self._n_steps[running] += 1
         if self.auto_reset:
             self._restarts = restarts
             running = self._restart_those_ready(ended)
         else:
-            running = [lane for lane in running if lane not in ended]
-        result = stepped, self._observation(running)
-        self._running = running
-        return result
+            running = [lane for lane in self._running if lane not in ended]
+        return (stepped, self._observation(running)), running
 
     def _stepped(self, actions: dict[str, Array]) -> tuple[Observed, list[int], list[int]]:
         """Step the running environments.
@@ -460,6 +462,7 @@ class VecEnv(ABC):
             once these have restarted.
         """
         ended = self._call(self.step_lanes, self._running, actions)
+        self._n_steps[self._running] += 1
         restarts = [n + (lane in ended) for lane, n in enumerate(self._restarts)]
         return self._observation(self._running), ended, restarts
 

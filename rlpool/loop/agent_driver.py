@@ -14,6 +14,7 @@ from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import LaneError
 from rlpool.errors import SpecError
+from rlpool.machine.interrupts import ctrl_c
 from rlpool.memory.storage import Array, batch_array
 from rlpool.slots.blocks import Layout, StepSpecs
 from rlpool.slots.trajectories import Slice, trajectories_of
@@ -88,7 +89,7 @@ class AgentDriver:
             info = None if agent_info is None else agent_info.index(torch.from_numpy(rows))
             try:
                 state = self._read("state", self.agent.initial_state(info, self.n_lanes))
-            except KeyboardInterrupt:
+            except ctrl_c():
                 raise
             except BaseException as error:
                 raise AgentFailure(lanes, "initial_state") from error
@@ -130,7 +131,7 @@ class AgentDriver:
             else:
                 kept = self._states_of(lanes)
             _, outputs, self._new_state = self._call(DictTensor._wrap(kept), seen)
-        except KeyboardInterrupt:
+        except ctrl_c():
             raise
         except BaseException as error:
             raise AgentFailure(lanes, "agent") from error

@@ -36,6 +36,24 @@ def blocked_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+_ctrl_c: tuple[type[BaseException], ...] = (KeyboardInterrupt,)
+
+
+def ctrl_c() -> tuple[type[BaseException], ...]:
+    """What Ctrl-C raises in this process, for an ``except`` clause: nothing in a worker.
+
+    There a ``KeyboardInterrupt`` is one of the user's code, like any other exception.
+    """
+    return _ctrl_c
+
+
+def ignore_ctrl_c() -> None:
+    """Make this process a worker: Ctrl-C goes to the whole group, the caller decides for all."""
+    global _ctrl_c
+    _ctrl_c = ()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 

@@ -8,10 +8,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import SpawnProcess
+from threading import get_ident
 from typing import Any
 
 from rlpool.errors import EnvError, EnvsClosedError, SpecError, UsageError, Where, WorkerError
 from rlpool.machine.limits import check_size
+from rlpool.machine.one_thread import OneThread
 from rlpool.machine.worker_limits import check_workers
 from rlpool.manager.buffers import FAILED, Buffers, bookkeeping_specs
 from rlpool.manager.lane_failure import LaneFailure, lane_failure
@@ -97,6 +99,7 @@ class EnvWorkers:
         announced: For each worker the episodes that will come.
         closed: Whether all are closed.
         failures: Lane to why its episode was given up.
+        one_thread: Refuses calls of two threads at once.
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class EnvWorkers:
         self._policy = policy
         self._crash_files = CrashFiles(crash_dir)
         self._owner_pid = os.getpid()
+        self.one_thread = OneThread("check_open")
         self._failures: dict[int, tuple[int, WorkerError]] = {}  # with the number of the command
         # What a successor has to be sent again:
         self._mapped: dict[str, tuple[MapArrays, Memory]] = {}
@@ -464,19 +468,25 @@ class EnvWorkers:
         return described(self.processes.stacks(), self.where)
 
     def check_open(self) -> None:
-        """Refuse to go on after ``close``, after a death, or in a forked copy.
+        """Refuse to go on after ``close``, after a death, in a forked copy or in two threads.
 
         Raises:
-            UsageError: If closed, or the workers are those of another process.
+            UsageError: If closed, the workers are those of another process, or another thread is
+                inside a call.
             WorkerDiedError, WorkerTimeoutError: If a worker died.
         """
-        if self.closed:
-            raise EnvsClosedError(
-                "the environments are closed", fix="make a new manager, or close it later"
-            )
-        self.refuse_forked_copy()
+        self.refuse_closed()
+        if get_ident() != self.one_thread.thread:
+            self.one_thread.hand_over()
         self.processes.deliver_logs()
         self.processes.refuse_if_dead()
+
+    def refuse_closed(self) -> None:
+        """Refuse to go on after ``close`` or in a forked copy, in whatever thread."""
+        if self.closed:
+            fix = "make a new manager, or close it later"
+            raise EnvsClosedError("the environments are closed", fix=fix)
+        self.refuse_forked_copy()
 
     def refuse_forked_copy(self) -> None:
         """Refuse to use the workers in a process that did not start them."""

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from gymnasium.vector import AutoresetMode
 
+from rlpool.data.dict_tensor import DictTensor
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.info_keys import InfoKeys, wanted_infos
-from rlpool.envs.vec_env import Options, VecEnv
+from rlpool.envs.vec_env import Observed, Options, VecEnv
 from rlpool.errors import EnvError, SpecError, WorkerError
 from rlpool.machine.arguments import checked_timeout, names_arguments, whole_number
 from rlpool.machine.interrupts import InterruptsHeld
@@ -28,10 +29,7 @@ from rlpool.manager.stepper import Kind, Stepper
 from rlpool.memory.storage import Array
 from rlpool.observe.stats import Stats, StatsReader
 from rlpool.record.capsule_files import CrashDir
-from rlpool.specs import (
-    TensorSpec,
-    leaves_of,
-)
+from rlpool.specs import TensorSpec, leaves_of
 from rlpool.workers.failure_policy import (
     DEFAULT_TIMEOUT_S,
     FailurePolicy,
@@ -186,6 +184,7 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             failure_policy,
             crash_dir,
         )
+        self._one_thread = self._workers.one_thread
         try:
             self._agree()
         except BaseException:
@@ -403,7 +402,9 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             stepper.begin_some(lanes)
         elif not min_ready:
             stepper.look()
-        return stepper.take_ready(min_ready)
+        ready, left = stepper.take_ready(min_ready)
+        stepper.pending, stepper.open = left, None  # the last act, as in step()
+        return ready
 
     def _is_repeated(self, kind: Kind, lanes: list[int], actions: Mapping[str, Array]) -> bool:
         """Whether an interrupted step is asked for again."""
@@ -474,18 +475,19 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
             self._n_resets = number  # so that the same seeds follow
             raise
 
-    def step(self, *arguments: Any, **named: Any) -> Any:
+    def step(self, policy_output: DictTensor) -> tuple[Observed, Observed]:
         """Step the running environments, see ``VecEnv.step``; may be repeated, too."""
         self._workers.check_open()
         self._is_in_step = True
         try:
-            result = super().step(*arguments, **named)
+            result, running = self._made_step(policy_output)
         except EnvError:
             self._half_step = None
             raise
         finally:
             self._is_in_step = False
-        self._half_step = None
+        # Nothing is called from here on, so that no handler runs before the caller has it.
+        self._running, self._half_step = running, None
         return result
 
     def _stepped(self, actions: dict[str, Array]) -> Any:
@@ -503,13 +505,11 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
         Raises:
             UsageError: If the manager is closed.
         """
-        self._workers.check_open()
+        self._workers.refuse_closed()
         return self._stats_reader.read()
 
     def _stacks(self) -> str:
-        if self._workers.closed:
-            self._workers.check_open()  # which says so
-        self._workers.refuse_forked_copy()
+        self._workers.refuse_closed()
         return self._workers.stacks()
 
     def close(self) -> None:

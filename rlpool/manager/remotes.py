@@ -79,7 +79,7 @@ class Remote(_OfManager):
     """
 
     def __init__(self, workers: EnvWorkers, stepper: Stepper, lane: int, action_space: Any) -> None:
-        self._workers = workers
+        self._workers, self._one_thread = workers, workers.one_thread
         self._stepper = stepper
         self._lane = lane
         self._action_space = action_space

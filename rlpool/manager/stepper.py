@@ -74,6 +74,7 @@ class Stepper:
     Attributes:
         open: The last command, until the user has its outcome. Whoever returns that sets it to
             ``None``; after an interruption it is still here.
+        pending: Steps of ``step_some`` whose lanes the user does not have yet.
     """
 
     def __init__(self, workers: EnvWorkers) -> None:
@@ -83,7 +84,7 @@ class Stepper:
         self.open: Open | None = None
         self._last_lanes: list[int] | None = None  # of the last step
         self._last_workers: list[int] = []
-        self._pending: list[Pending] = []
+        self.pending: list[Pending] = []
 
     def announce(self, seeds: Sequence[int], env_info: Mapping[str, Array]) -> None:
         """Tell every worker which episodes will come: episode *i* in lane *i* % n_lanes."""
@@ -183,11 +184,11 @@ class Stepper:
         workers = {self._workers.worker_of[lane] for lane in lanes}
         with suppress(EnvError):
             self.finish([w for w in workers if self._issued[w] != self._finished[w]])
-        if self._pending:
+        if self.pending:
             self._collect()
-            for pending in self._pending:
+            for pending in self.pending:
                 pending.lanes = [lane for lane in pending.lanes if lane not in lanes]
-            self._pending = [pending for pending in self._pending if pending.lanes]
+            self.pending = [pending for pending in self.pending if pending.lanes]
 
     def _issue(self, kind: Kind, lanes: list[int], workers: list[int]) -> Open:
         """Ask for a step of lanes, which are those of ``_divide``."""
@@ -200,7 +201,7 @@ class Stepper:
                 wakes[worker].signal()
             if kind == "some":
                 lanes_of = self._workers.commanded
-                self._pending += [Pending(worker, list(lanes_of[worker])) for worker in workers]
+                self.pending += [Pending(worker, list(lanes_of[worker])) for worker in workers]
             self.open = Open(kind, lanes, workers)
         return self.open
 
@@ -300,7 +301,7 @@ class Stepper:
 
     def refuse_stepping(self, lanes: Sequence[int]) -> None:
         """Refuse lanes that are stepping, or that ``step_some`` has yet to return."""
-        for pending in self._pending:
+        for pending in self.pending:
             all_lanes = self._workers.lanes_of[pending.worker]
             busy = pending.lanes if pending.is_done else all_lanes
             for lane in lanes:
@@ -323,17 +324,20 @@ class Stepper:
         Raises:
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
-        if self._pending:
+        if self.pending:
             self._workers.look()
 
-    def take_ready(self, min_ready: int) -> list[int]:
-        """Wait until that many lanes have stepped, or all; returns the lanes that are ready.
+    def take_ready(self, min_ready: int) -> tuple[list[int], list[Pending]]:
+        """Wait until that many lanes have stepped, or all.
+
+        Returns:
+            The lanes that are ready, ascending, and what is ``pending`` once the user has them.
 
         Raises:
             LaneFailure: If an environment failed; lanes of other workers are returned by the next
                 call.
         """
-        wanted = min(min_ready, sum(len(pending.lanes) for pending in self._pending))
+        wanted = min(min_ready, sum(len(pending.lanes) for pending in self.pending))
         ready: list[int] = []
         failed: list[tuple[Pending, WorkerError]] = []
 
@@ -345,17 +349,13 @@ class Stepper:
         self._workers.wait_finished(are_enough)
         if failed:
             pending, failure = failed[0]
-            self._pending.remove(pending)
+            self.pending.remove(pending)
             raise failure
-        left = [pending for pending in self._pending if not pending.is_done]
-        ready.sort()
-        # Nothing is called from here on, so that no handler runs before the caller has them.
-        self._pending, self.open = left, None
-        return ready
+        return sorted(ready), [pending for pending in self.pending if not pending.is_done]
 
     def _collect(self) -> tuple[list[int], list[tuple[Pending, WorkerError]]]:
         """Note which pending steps are done; returns the lanes that are ready, and failures."""
-        for pending in self._pending:
+        for pending in self.pending:
             worker = pending.worker
             if pending.is_done or self._finished[worker] != self._issued[worker]:
                 continue
@@ -365,6 +365,6 @@ class Stepper:
                 if pending.failure is not None:
                     self._note_failure(worker)
                 pending.is_done = True
-        done = [pending for pending in self._pending if pending.is_done]
+        done = [pending for pending in self.pending if pending.is_done]
         failed = [(pending, pending.failure) for pending in done if pending.failure is not None]
         return [lane for p in done if p.failure is None for lane in p.lanes], failed

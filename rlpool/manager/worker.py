@@ -157,7 +157,7 @@ class EnvServer:
         for lane in self._open_lanes:
             try:
                 self._env.close_lane(lane)
-            except (Exception, SystemExit):
+            except BaseException:
                 continue  # nobody can act on it any more
 
     # Messages ---------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ class EnvServer:
         self._open_lanes.discard(lane)
         try:
             self._env.close_lane(lane)
-        except (Exception, SystemExit):
+        except BaseException:
             return  # the request has no reply that could say so
 
     def _result(self, call: Call) -> tuple[str, Any]:

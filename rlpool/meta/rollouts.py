@@ -10,6 +10,7 @@ import numpy as np
 
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.loop.plan import Episode, Plan
+from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Array, Memory
 from rlpool.record.tape import joined
 from rlpool.seeding import NoiseStarts, Words
@@ -210,8 +211,9 @@ class RolloutPlan(Plan):
 
     def _deliver(self, number: int) -> None:
         task = (self.episodes[number].options or {}).get(TASK_OPTION)
-        # Forgotten first: a rollout that is refused is not offered twice.
-        self.deliver(self._complete.pop(number), task)
+        with InterruptsHeld():  # stored and counted, or neither
+            # Forgotten first: a rollout that is refused is not offered twice.
+            self.deliver(self._complete.pop(number), task)
 
     def _joined(self, chunks: Sequence[dict[str, Array]], slot: int) -> RolloutColumns:
         finals = self.arrays.finals

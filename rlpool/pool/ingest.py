@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 
+from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.memory.storage import Array
@@ -372,3 +373,15 @@ def as_array(value: Any) -> Array:
     if type(value) is float and not _MOST_FLOAT32 < abs(value) < math.inf:
         return array.astype(np.float32)
     return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def one_row(steps: DictTensor) -> TemporalDictTensor:
+    """Steps as a trajectory, no copy."""
+    return TemporalDictTensor({key: tensor[None] for key, tensor in steps.items()})
+
+
+def order_in_time(lengths: Sequence[int]) -> Array:
+    """The order in which the steps of episodes came to be that began together: int64 ``[n]``."""
+    episodes = np.repeat(np.arange(len(lengths)), lengths)
+    times = np.concatenate([np.arange(length) for length in lengths])
+    return np.lexsort((episodes, times))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from rlpool.data.dict_tensor_base import instance, listed
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError, UsageError
 from rlpool.machine.arguments import check_choice, names_arguments, real_number, whole_number
+from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.machine.limits import check_size
+from rlpool.machine.one_thread import OneThread
 from rlpool.memory.storage import Array, allocate, carved_bytes
 from rlpool.pool import checkpoint, ingest
 from rlpool.pool.incoming import Incoming
@@ -100,6 +103,8 @@ class Pool(Sampler, DumpsStacks):
         (20, torch.Size([4, 1]))
     """
 
+    _is_unconfirmed = False  # to the caller of store(), in which a handler has raised
+
     @names_arguments
     def __init__(
         self,
@@ -154,6 +159,7 @@ class Pool(Sampler, DumpsStacks):
         # Sub-pool to its ``next`` when its newest transition was one that may be continued.
         self._open: dict[int, int] = {}
         self._has_stored = False  # the first transitions of all processes
+        self._one_thread = OneThread("hand_over")
         self._max_priority = 1.0
         self._runner = None
         if env is not None:
@@ -291,17 +297,26 @@ class Pool(Sampler, DumpsStacks):
             ...     print(len(pool))
             7
         """
-        every, lengths = self._open_runner().run()
+        runner = self._open_runner()
+        if get_ident() != self._one_thread.thread:
+            self._one_thread.hand_over()
+        if not self._is_unconfirmed:
+            every, lengths = runner.run()
+            with InterruptsHeld():
+                runner.n_runs += 1
+                self._add_run(every, lengths)
+                self._is_unconfirmed = True
+        self._is_unconfirmed = False
+
+    def _add_run(self, every: DictTensor, lengths: Sequence[int]) -> None:
         if not self._arguments["random"] or self._n_sub_pools == 1:
             for process, (length, stop) in enumerate(
                 zip(lengths, accumulate(lengths), strict=True)
             ):
-                self.extend(_one_row(every.slice(stop - length, stop)), process)
+                self.extend(ingest.one_row(every.slice(stop - length, stop)), process)
             return
-        processes = np.repeat(np.arange(len(lengths)), lengths)
-        times = np.concatenate([np.arange(length) for length in lengths])
-        order = np.lexsort((processes, times))  # in which they came to be
-        store, incoming = self._taken_in(_one_row(every))
+        order = ingest.order_in_time(lengths)
+        store, incoming = self._taken_in(ingest.one_row(every))
         incoming.is_last[:] = True  # whatever follows it in its sub-pool does not continue it
         draws: list[int | float] = self._router.random(len(order)).tolist()
         if not self._has_stored:  # the first of each process goes into its own sub-pool
@@ -533,15 +548,7 @@ class Pool(Sampler, DumpsStacks):
         Raises:
             SpecError: If the disk is full or the path cannot be written.
 
-        Example:
-            >>> pool = Pool(pool_size=1000, seed=0)
-            >>> for step in range(4):
-            ...     pool([step], 0, [step + 1], 1.0, step == 3)
-            >>> pool.save("pool.safetensors")
-            >>> other = Pool(pool_size=1000)
-            >>> other.load("pool.safetensors")
-            >>> len(other)
-            4
+        Example: See ``load``.
         """
         checkpoint.write_file(path, *self._state())
 
@@ -673,8 +680,3 @@ class Pool(Sampler, DumpsStacks):
     def __repr__(self) -> str:
         holds = "nothing yet" if self._store is None else self._store.schema
         return f"Pool({len(self)} of {self.pool_size} transitions; {holds})"
-
-
-def _one_row(steps: DictTensor) -> TemporalDictTensor:
-    """Steps as a trajectory, no copy."""
-    return TemporalDictTensor({key: tensor[None] for key, tensor in steps.items()})

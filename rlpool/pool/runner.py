@@ -25,7 +25,14 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.columns import Columns
 from rlpool.envs.gym_env import refuse_no_environment
 from rlpool.envs.one_env import ACTION_KEY, STATE_KEY, OneEnv
-from rlpool.errors import AgentError, SpecError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from rlpool.errors import (
+    AgentError,
+    RlpoolError,
+    SpecError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+)
 from rlpool.machine.arguments import checked_timeout
 from rlpool.memory.sharing import Parcel, pickled
 from rlpool.pool.ingest import DONE_KEY, REWARD_KEY, TERMINATED_KEY, refuse_taken
@@ -82,6 +89,7 @@ class EpisodeRunner:
 
     Attributes:
         closed: Whether ``close`` was called.
+        n_runs: Runs that are over, to be counted once their steps are stored.
         frame_stack: Frames that Gymnasium's wrapper stacks in all environments, ``None`` if it is
             around none.
 
@@ -104,7 +112,7 @@ class EpisodeRunner:
         self.closed = False
         self._envs, self._n_processes, self._policy = envs, processes, policy
         self._timeout, self._start_method = checked_timeout(timeout), start_method
-        self._root, self._n_runs = root_from(seed), 0
+        self._root, self.n_runs = root_from(seed), 0
         if seed is None:
             _LOG.info("drew the root seed %d", self._root)
         # One batcher for all environments, or one for each; with the numbers of the environments.
@@ -130,10 +138,10 @@ class EpisodeRunner:
             WorkerDiedError, WorkerTimeoutError: If a process dies or hangs. The next run starts
                 new ones, with the environments as they are here.
         """
-        number, self._n_runs = self._n_runs, self._n_runs + 1
         try:
-            return self._run(number)
+            return self._run(self.n_runs)
         except BaseException as error:
+            self.n_runs += isinstance(error, RlpoolError)  # one that was interrupted is run again
             if not self._has_worked or isinstance(error, WorkerDiedError | WorkerTimeoutError):
                 self._stop()
             if isinstance(error, WorkerError):
@@ -146,7 +154,7 @@ class EpisodeRunner:
 
     def state_dict(self) -> dict[str, int]:
         """What the noise of further runs derives from: ``root`` and ``n_runs``."""
-        return {"root": self._root, "n_runs": self._n_runs}
+        return {"root": self._root, "n_runs": self.n_runs}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue where another runner was; the workers start anew.
@@ -155,7 +163,7 @@ class EpisodeRunner:
             state: What its ``state_dict`` returned. What environments remember is not in it.
         """
         self._stop()
-        self._root, self._n_runs = state["root"], state["n_runs"]
+        self._root, self.n_runs = state["root"], state["n_runs"]
 
     def stacks(self) -> str:
         """What the workers are doing; empty before they are started."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from rlpool.errors import Where, WorkerStartupError
+from rlpool.machine.interrupts import ctrl_c, ignore_ctrl_c
 from rlpool.memory.sharing import Shared
 from rlpool.observe.control import WorkerRecord, worker_record
 from rlpool.record.failures import text_of, what_and_fix
@@ -92,8 +92,7 @@ def settle_in(place: Place, control_fd: int) -> WorkerRecord:
         control_fd: Descriptor of the shared record of all workers; closed here.
     """
     set_title(f"rlpool-worker-{place.worker}")
-    # Ctrl-C goes to the whole foreground group; the caller decides what happens to its workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_ctrl_c()
     if os.getpgrp() != os.getpid():
         # What environments start belongs to this worker's group, and is ended with it.
         os.setpgid(0, 0)
@@ -122,7 +121,9 @@ def called(where: Where, what: str, function: Callable[..., Any], *arguments: An
     """
     try:
         return function(*arguments)
-    except (KeyboardInterrupt, WorkerStartupError):
+    except ctrl_c():
+        raise
+    except WorkerStartupError:
         raise
     except BaseException as error:
         told, fix = what_and_fix(what, error)

@@ -346,7 +346,7 @@ def test_a_shard_that_is_given_up_when_it_is_complete_gives_its_slots_to_the_nex
         requests = batcher._open()
         for _ in range(2):  # the second has to wait for the slots of the first
             batcher.execute(3)
-        first = requests._pending[0]
+        first = requests.pending[0]
         wait_until(lambda: requests.look() or first.is_complete)
         requests.drop(first)
         wait_until(lambda: batcher.get(blocking=False) is not None, 20.0)

@@ -29,8 +29,9 @@ from rlpool import (
 )
 
 from support.agents import ConstantAgent
-from support.envs import assert_same_tensors
+from support.envs import CountingEnv, assert_same_tensors
 from support.parallel import create_manager, create_serial, make_cartpole
+from support.striking import Alarm, Strike, alarms, until_done
 
 pytestmark = [
     pytest.mark.usefixtures("no_shared_memory_left"),
@@ -44,18 +45,10 @@ STALL_S = 2.0
 """Only a call that waits for something that never happens takes this long."""
 
 
-class Alarm(Exception):
-    """What the handler raises."""
-
-
 @pytest.fixture(autouse=True)
 def alarm() -> Iterator[None]:
-    def raise_alarm(*_: Any) -> None:
-        raise Alarm
-
-    before = signal.signal(signal.SIGALRM, raise_alarm)
-    yield
-    signal.signal(signal.SIGALRM, before)
+    with alarms():
+        yield
 
 
 class Tracer:
@@ -224,6 +217,37 @@ def test_interrupted_calls_with_tensors_may_be_repeated(manager: ParallelEnvMana
                 result = call(*arguments)
             assert_equal(result, getattr(other, name)(*arguments))
         number += 13
+
+
+@pytest.mark.parametrize("only", [(), ("step", "_made_step"), ("step_some", "recv", "reset")])
+def test_calls_that_were_struck_when_their_work_was_done_may_be_repeated(only: Any) -> None:
+    """Episodes of several lengths end, after which fewer environments run."""
+    other, point, has_struck = create_serial(1, CountingEnv, 3), 0, True
+    strikes: list[Strike] = []
+
+    def struck(call: Any, *arguments: Any) -> Any:
+        strikes.append(Strike(point, only))
+        return until_done(lambda: call(*arguments), strikes[-1])
+
+    with create_manager(1, CountingEnv, 3) as manager:
+        while has_struck:
+            strikes.clear()
+            info = {"length": [1, 3, 2], "id": point}
+            assert_equal(struck(manager.reset, info), other.reset(info))
+            for n_running in (3, 2, 1):
+                step = DictTensor({"action": torch.zeros(n_running, dtype=torch.int64)})
+                assert_equal(struck(manager.step, step), other.step(step))
+            with pytest.raises(UsageError, match="no running environment"):
+                manager.step(step)
+            manager.reset_lanes([0, 2], [1, 2], [None, None])
+            ready = struck(manager.step_some, 1, [0, 2], {"action": np.zeros(3, np.int64)})
+            ready += manager.step_some(2)
+            assert sorted(ready) == [0, 2]
+            manager.remotes[1].send(("get_attr", {"attr": "number"}))
+            assert struck(manager.remotes[1].recv) == ("attr", point)
+            has_struck = any(strike.has_struck for strike in strikes)
+            point += 1 if only else 61
+    assert point > 5
 
 
 def assert_equal(some: Any, other: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,7 @@ from support.meta import (
     TaskFirstEnv,
     ragged_trials,
 )
+from support.striking import Alarm, Strike, alarms
 
 MEMORY, MARKOV, BOTH = AGENT_ARCHS.Memory, AGENT_ARCHS.Markov, AGENT_ARCHS.Memory_Markov
 BOX = spaces.Box(-1.0, 1.0, (2,))
@@ -540,6 +542,20 @@ def test_a_failing_storage_is_not_asked_again() -> None:
     with pytest.raises(MemoryError, match="full"):
         learner.collect_rollouts_parallel(5)
     assert (len(learner.policy_storage.episodes), learner.n_rollouts_total) == (2, 1)
+
+
+def test_a_rollout_is_stored_and_counted_or_neither_when_a_signal_s_handler_raises() -> None:
+    point, n_interrupted, strike = 0, 0, Strike(0)
+    while strike.has_struck or not point:
+        learner = learner_of(StepCounter(), MEMORY, CountingEnv(2))
+        strike = Strike(point, ("chunk_done", "_deliver", "deliver", "store", "deliver_rest"))
+        with alarms(), suppress(Alarm), strike:
+            learner.collect_rollouts_parallel(2)
+        n_stored = len(learner.policy_storage.episodes)
+        assert (learner.n_rollouts_total, learner.n_env_steps_total) == (n_stored, 2 * n_stored)
+        n_interrupted += n_stored < 2
+        point += 1
+    assert n_interrupted > 5
 
 
 class BrokenActor(MemoryActor):

@@ -19,7 +19,6 @@ from rlpool import (
     TemporalDictTensor,
     UsageError,
 )
-from rlpool.batch.request_queue import RequestQueue
 
 from support.agents import (
     ConstantAgent,
@@ -37,6 +36,7 @@ from support.envs import (
     FailingEnv,
     create_counting,
 )
+from support.striking import Alarm, Strike, alarms
 
 
 def make(
@@ -148,19 +148,12 @@ def test_several_windows_may_be_requested_before_get() -> None:
     assert run(1) == run(2) == run(3)
 
 
-def test_a_window_requested_after_an_interrupted_get_follows_the_one_that_it_was_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def interrupted(queue: RequestQueue) -> None:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
+def test_a_window_requested_after_an_interrupted_get_follows_the_one_that_it_was_for() -> None:
     with make(2) as batcher:
         batcher.reset()
         batcher.execute()
-        monkeypatch.setattr(RequestQueue, "hand_out", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            batcher.get()
+        with alarms(), pytest.raises(Alarm), Strike(1, only=["outermost"]):
+            batcher.get()  # it has returned inside
         batcher.execute()
         found = [batcher.get(), batcher.get()]
     with make(2) as batcher:

@@ -1,0 +1,65 @@
+"""Objects that one thread at a time may use: two at once would wait for each other's messages."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+from rlpool.errors import UsageError
+from rlpool.machine.interrupts import InterruptsHeld
+
+
+class OneThread:
+    """Refuses a call that begins while another thread is inside one.
+
+    It knows which thread called last, and looks at the stack of that one only if another calls. So
+    a call costs a comparison, and none has to say when it ends, however it ends.
+
+    Args:
+        opens: Names of the functions that compare ``thread`` with the calling one. What calls
+            them, on objects whose ``_one_thread`` this is, is such a call.
+
+    Attributes:
+        thread: The thread that called last.
+    """
+
+    def __init__(self, *opens: str) -> None:
+        self.thread = threading.get_ident()
+        self._opens = frozenset(opens)
+        self._lock = threading.RLock()
+
+    def hand_over(self) -> None:
+        """Let this thread be the one that calls.
+
+        Raises:
+            UsageError: If the last one is inside a call.
+        """
+        me = threading.get_ident()
+        with InterruptsHeld(), self._lock:
+            # First, so that the other thread asks as well if it calls now.
+            last, self.thread = self.thread, me
+            inside = self._call_in(sys._current_frames().get(last)) if last != me else ""
+            if not inside:
+                return
+            self.thread = last
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        mine = self._call_in(sys._getframe())
+        raise UsageError(
+            f"{mine} was called in thread {names.get(me, me)!r} while thread "
+            f"{names.get(last, last)!r} is inside {inside}",
+            fix="hold a threading.Lock around the calls of all threads; only close(), stats() and "
+            "dump_stacks() may be called meanwhile",
+        )
+
+    def _call_in(self, frame: FrameType | None) -> str:
+        """The outermost of the calls in which a thread is, ``""`` if it is in none."""
+        found = ""
+        while frame is not None:
+            if self._opens.intersection(frame.f_code.co_names):
+                me: Any = frame.f_locals.get("self")
+                if getattr(me, "_one_thread", None) is self:
+                    found = f"{type(me).__name__}.{frame.f_code.co_name}"
+            frame = frame.f_back
+        return found

@@ -1,0 +1,198 @@
+"""A call that begins while another thread is inside one is refused, and names both."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process.watching import wait_until
+
+from rlpool import Batcher, EpisodeBatcher, GymEnv, ParallelEnvManager, Pool, UsageError
+
+from support.acting_envs import ActingEnv
+from support.agents import ConstantAgent
+from support.envs import CountingEnv
+from support.parallel import no_actions
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.promise("I4")]
+
+
+class WaitingEnv(CountingEnv):
+    """Its steps end when somebody writes into a pipe with a name."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(length=1)
+        self.path = path
+
+    def step(self, action: Any) -> Any:
+        with open(self.path):
+            return super().step(action)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    os.mkfifo(tmp_path / "gate")
+    return tmp_path / "gate"
+
+
+def create_env(seed: int, path: Path) -> GymEnv:
+    return GymEnv([WaitingEnv(path)], seed)
+
+
+@contextmanager
+def inside(user: Any, call: Callable[[], Any], gate: Path) -> Iterator[list[Any]]:
+    """Another thread is in a call, until this context ends; then its result is there."""
+    result: list[Any] = []
+    other = threading.Thread(target=lambda: result.append(call()), name="collector")
+    other.start()
+    wait_until(lambda: user._one_thread.thread == other.ident)
+    yield result
+    with open(gate, "w"):  # waits for the reader
+        pass
+    other.join()
+
+
+def open_episodes(path: Path, n_threads: int) -> EpisodeBatcher:
+    return EpisodeBatcher(4, 4, ConstantAgent, {}, create_env, {"path": path}, n_threads=n_threads)
+
+
+@pytest.mark.parametrize("n_threads", [0, 1])
+def test_calls_of_a_batcher_in_another_thread_are_refused(gate: Path, n_threads: int) -> None:
+    with open_episodes(gate, n_threads) as batcher:
+        batcher.execute(1)
+        with inside(batcher, batcher.get, gate) as result:
+            calls: dict[str, Callable[[], Any]] = {
+                "execute": lambda: batcher.execute(1),
+                "reexecute": batcher.reexecute,
+                "get": lambda: batcher.get(blocking=False),
+                "update": lambda: batcher.update({}),
+                "progress": lambda: batcher.progress,
+                "state_dict": batcher.state_dict,
+                "load_state_dict": lambda: batcher.load_state_dict({}),
+            }
+            for name, call in calls.items():
+                expected = (
+                    f"^EpisodeBatcher.{name} was called in thread 'MainThread' while thread "
+                    "'collector' is inside EpisodeBatcher.get\n  fix: .*Lock"
+                )
+                with pytest.raises(UsageError, match=expected):
+                    call()
+            assert batcher.stats().workers[0].n_episodes == 0
+            assert "lane 0" in batcher.dump_stacks(None)
+            assert not batcher.closed
+        assert result[0].lengths.tolist() == [1]
+        assert batcher.progress == (0, 0)
+
+
+def test_windows_requested_in_another_thread_are_refused(gate: Path) -> None:
+    with Batcher(1, None, ConstantAgent, {}, create_env, {"path": gate}) as batcher:
+        batcher.reset()
+        batcher.execute()
+        with inside(batcher, batcher.get, gate):
+            for call in (batcher.execute, batcher.reset, batcher.get):
+                with pytest.raises(
+                    UsageError, match=r"while thread 'collector' is inside Batcher.g"
+                ):
+                    call()
+            assert (batcher.n_lanes, batcher.all_stopped) == (1, False)
+
+
+def test_calls_of_a_manager_and_its_remotes_in_another_thread_are_refused(gate: Path) -> None:
+    with ParallelEnvManager([partial(WaitingEnv, gate), CountingEnv]) as manager:
+        manager.reset()
+        zeros = no_actions(manager)
+        calls: list[Callable[[], Any]] = [
+            manager.reset,
+            lambda: manager.step_lanes([0], zeros),
+            lambda: manager.step_some(0),
+            lambda: manager.remotes[1].send(("reset", None)),
+            manager.remotes[1].poll,
+        ]
+        with inside(manager, lambda: manager.step_lanes([0, 1], zeros), gate):
+            for call in calls:
+                with pytest.raises(UsageError, match=r"is inside ParallelEnvManager.step_lanes"):
+                    call()
+            assert manager.stats().workers[0].state == "alive"
+        manager.reset_lanes([0], [0], [None])
+        manager.remotes[0].send(("step", 0))
+        with inside(manager, manager.remotes[0].recv, gate):
+            for call in calls:
+                with pytest.raises(UsageError, match=r"is inside Remote.recv"):
+                    call()
+        manager.reset()
+
+
+def test_a_batcher_may_be_closed_while_another_thread_is_inside_a_call(gate: Path) -> None:
+    batcher = open_episodes(gate, 1)
+    batcher.execute(1)
+    errors: list[str] = []
+
+    def get() -> None:
+        with pytest.raises(UsageError) as caught:
+            batcher.get()
+        errors.append(str(caught.value))
+
+    thread = threading.Thread(target=get)
+    thread.start()
+    wait_until(lambda: batcher._one_thread.thread == thread.ident)
+    batcher.close()
+    thread.join()
+    assert "closed" in errors[0]
+
+
+class Storing(ActingEnv):
+    def __init__(self, path: Path) -> None:
+        super().__init__(1)
+        self.path = path
+
+    def step(self, action: Any) -> Any:
+        with open(self.path):
+            return super().step(action)
+
+
+def test_two_threads_that_store_are_refused(gate: Path) -> None:
+    with Pool([Storing(gate)], pool_size=8) as pool:
+        with inside(pool, pool.store, gate):
+            with pytest.raises(UsageError, match=r"Pool.store was called .* is inside Pool.store"):
+                pool.store()
+            assert pool.dump_stacks(None) is not None
+        assert len(pool) == 1
+
+
+def test_threads_that_take_turns_or_do_not_are_never_stuck() -> None:
+    """Each call of three threads works, or is refused; nothing is lost or done twice."""
+    taken: list[int] = []
+    counts: Counter[str] = Counter()
+
+    def use(batcher: EpisodeBatcher) -> None:
+        for _ in range(60):
+            for call in (partial(batcher.execute, 1), batcher.get):
+                try:
+                    result = call()
+                except UsageError as error:
+                    counts["refused" if "inside" in str(error) else "none"] += 1
+                else:
+                    counts[call.__name__ if result is not None else "execute"] += 1
+                    if result is not None:
+                        taken.extend(result.info["seed"].tolist())
+
+    with EpisodeBatcher(
+        8, 64, ConstantAgent, {}, lambda seed: GymEnv([CountingEnv()], seed), {}, n_threads=1
+    ) as batcher:
+        threads = [threading.Thread(target=use, args=(batcher,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        while batcher._dispatcher.n_pending:
+            taken += batcher.get().info["seed"].tolist()
+    assert counts["execute"] == len(taken) == len(set(taken)) == batcher._n_episodes
+    assert counts["refused"] > 0
