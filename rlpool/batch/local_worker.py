@@ -240,11 +240,11 @@ class LocalWorker:
     def close(self) -> None:
         """Close environments and agent."""
         if not self._is_closed:
-            self._is_closed = True
             self._inbox.clear()
             with self._at_work():
                 self._collector.close()
             self.control.close()
+            self._is_closed = True  # last: if it was interrupted, it may be repeated
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:

@@ -222,13 +222,15 @@ class Collector:
 
     def close(self) -> None:
         """Close environments and agent, whatever they raise."""
-        for part in self._created:
+        while self._created:
             try:
-                part.close()
+                self._created[0].close()
             except ctrl_c():
                 raise
-            except BaseException:
-                continue  # nobody can act on it any more, and the caller is waiting
+            except BaseException:  # nobody can act on it any more, and the caller is waiting
+                self._created.pop(0)
+            else:
+                self._created.pop(0)
 
     def _create(self, functions: Any) -> None:
         seed = self._place.seed
