@@ -144,7 +144,8 @@ class ClusterDispatcher(RequestQueue):
         self._published: dict[int, Any] = {}  # version: reference
         self._n_shards = 0
         self._n_failures = 0  # of nodes' processes, and of workers of nodes that are gone
-        self._bytes_per_row = 0.0
+        self._bytes_per_row = math.inf  # of results; before the first one, of a slot
+        self._has_results = False
         self._looked_s = 0.0
         self._n_lost = 0  # results in a row
         self._is_undisturbed = True  # see Request.is_reproducible
@@ -332,8 +333,10 @@ class ClusterDispatcher(RequestQueue):
             SpecError: If they do not, or blocks are larger than this machine.
         """
         if self._specs is None:
-            self._blocks = BlockPool(self._make_layout(step), _private)
+            layout = self._make_layout(step)
+            self._blocks = BlockPool(layout, _private)
             self._specs = step
+            self._bytes_per_row = sum(layout.bytes_of_key().values()) / layout.n_slots
         elif step != self._specs:
             raise SpecError(
                 f"node {name} has other steps than the nodes before: {step} and {self._specs}",
@@ -410,8 +413,9 @@ class ClusterDispatcher(RequestQueue):
             self._note_error(request, told, is_fatal=False)
             return
         self._n_lost = 0
-        n_bytes = sum(array.nbytes for array in rows.rows.values())
-        self._bytes_per_row = max(self._bytes_per_row, n_bytes / len(flight.rows))
+        n_bytes = sum(array.nbytes for array in rows.rows.values()) / len(flight.rows)
+        self._bytes_per_row = max(self._bytes_per_row, n_bytes) if self._has_results else n_bytes
+        self._has_results = True
         if request.is_complete:
             self._running.remove(request)
             request.drop_payloads()
@@ -465,7 +469,7 @@ class ClusterDispatcher(RequestQueue):
             if not isinstance(request, Divided) or not request.n_left:
                 continue
             size = self._shard_size(request)
-            if n_in_flight and n_in_flight + size > max(self._n_slots, self._least_rows):
+            if n_in_flight and n_in_flight + size > max(self._n_slots, size):
                 return 0
             rows = request.next_rows(number, size)
             if rows is not None:
@@ -482,22 +486,17 @@ class ClusterDispatcher(RequestQueue):
         """Lanes of a node."""
         return self.n_lanes * self._setup.n_workers
 
-    @property
-    def _least_rows(self) -> int:
-        """Episodes that keep all lanes of a node busy, half of them if it has several workers.
-
-        With two shards at once, these are all its lanes.
-        """
-        return self.n_lanes * max(1, self._setup.n_workers // 2)
-
     def _shard_size(self, request: Divided) -> int:
         """How many episodes the next shard of a request has: whole rows of a worker's lanes."""
-        n_nodes = max(1, len(self._nodes))
-        most = self._n_slots / (_MOST_SHARDS * n_nodes)
-        if self._transport.store_bytes is not None and self._bytes_per_row:
+        n_shards = _MOST_SHARDS * max(1, len(self._nodes))
+        most = self._n_slots / n_shards
+        if self._transport.store_bytes is not None:
             most = min(most, self._transport.store_bytes / _STORE_SHARE / self._bytes_per_row)
-        size = min(most, request.n_left / (_MOST_SHARDS * n_nodes))
-        return max(self._least_rows, int(size) // self.n_lanes * self.n_lanes)
+        least = self._setup.least_rows(self.n_lanes)
+        # A shard of one episode per lane leaves lanes idle while its longest episode goes on.
+        several = min(most, 2 * least, request.n_rows / n_shards / 2, self._n_slots / n_shards / 2)
+        size = max(several, min(most, request.n_left / n_shards))
+        return max(least, int(size) // self.n_lanes * self.n_lanes)
 
     def _policy_at(self, policy: Policy) -> PolicyAt:
         """Where nodes find a policy, which is published when the first shard runs with it."""

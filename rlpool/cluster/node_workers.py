@@ -233,8 +233,10 @@ class NodeWorkers:
 
     def _layout(self, specs: StepSpecs) -> Layout:
         setup = self._setup
-        kind = EpisodeBatcher if setup.n_slots else Batcher
-        return kind.layout(setup.n_timesteps, setup.n_slots, setup.n_workers, specs)
+        if setup.n_slots is None:
+            return Batcher.layout(setup.n_timesteps, None, setup.n_workers, specs)
+        n_slots = max(setup.n_slots, setup.least_rows(specs.n_lanes))
+        return EpisodeBatcher.layout(setup.n_timesteps, n_slots, setup.n_workers, specs)
 
     def _carry_out(self, call: _Run | set[int] | None) -> None:
         if isinstance(call, _Run):

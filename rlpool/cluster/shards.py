@@ -29,7 +29,8 @@ class NodeSetup:
         n_workers: Workers of a node.
         root: Root of all seeds.
         n_timesteps: Steps per slot.
-        n_slots: Slots of a node; ``None`` for windows, which take one per lane.
+        n_slots: Slots of a node, at least one for each of ``least_rows``; ``None`` for windows,
+            which take one per lane.
         policy: What happens to workers that fail.
         timeout_s: Seconds without progress after which a worker counts as hanging.
     """
@@ -41,6 +42,16 @@ class NodeSetup:
     n_slots: int | None
     policy: FailurePolicy
     timeout_s: float | None
+
+    def least_rows(self, n_lanes: int) -> int:
+        """Episodes that keep all lanes of a node busy, half of them if it has several workers.
+
+        With two shards at once, these are all its lanes.
+
+        Args:
+            n_lanes: Lanes of each worker.
+        """
+        return n_lanes * max(1, self.n_workers // 2)
 
 
 class PolicyAt(NamedTuple):

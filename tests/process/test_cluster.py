@@ -174,6 +174,38 @@ def test_no_more_is_in_flight_than_slots_and_two_shards_per_node() -> None:
     assert sum(sizes) == 200
 
 
+def test_small_requests_are_divided_into_few_shards() -> None:
+    transport = InProcess(2)
+    with make(transport, n_slots=48) as batcher:
+        batcher.execute(48)
+        batcher.get()
+    sizes = [shard.n_rows for _, shard in transport.sent]
+    assert sum(sizes) == 48
+    assert min(sizes[:-1]) >= 6  # two episodes for each lane of a node
+    assert max(sizes) <= 12
+
+
+def test_a_node_has_a_slot_for_every_episode_of_the_smallest_shard() -> None:
+    transport = InProcess(2)
+    with make(transport, n_slots=2) as batcher:
+        batcher.execute(6)
+        batcher.get()
+        for node in transport.nodes.values():
+            assert node._first._dispatcher._blocks.layout.n_slots == 3  # it had one
+    assert [shard.n_rows for _, shard in transport.sent] == [3, 3]
+
+
+def test_the_first_shards_fit_into_the_object_store() -> None:
+    transport = InProcess(2, store_bytes=40_000)
+    with make(transport, n_slots=400) as batcher:
+        batcher.execute(400)
+        batcher.get()
+        layout = batcher._dispatcher._blocks.layout  # type: ignore[union-attr]
+    most = int(40_000 / 8 / (sum(layout.bytes_of_key().values()) / layout.n_slots))
+    assert [shard.n_rows for _, shard in transport.sent[:2]] == [most // 3 * 3] * 2
+    assert 3 < most < 50  # a share of the slots would be 100
+
+
 def test_parameters_are_published_once_however_many_nodes_and_only_when_used() -> None:
     transport = InProcess(2)
     with make(transport) as batcher:
