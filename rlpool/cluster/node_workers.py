@@ -29,7 +29,7 @@ from rlpool.cluster.shards import (
     without_padding,
 )
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import RlpoolError, UsageError, WorkerError
+from rlpool.errors import RlpoolError, UsageError, WorkerDiedError, WorkerError
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.record.failures import described, text_of
 from rlpool.record.tape import WindowTapes
@@ -108,6 +108,7 @@ class NodeWorkers:
         self._policies: dict[int, Policy] = {0: Policy()}
         self._tapes: WindowTapes | None = None
         self._last_window = 0  # number of its shard
+        self._n_told = 0  # failures of workers that the caller knows
         self._dispatcher: Dispatcher
         self._report: Future[NodeReport] = Future()
         self._thread = threading.Thread(target=self._serve, name="rlpool-node", daemon=True)
@@ -150,7 +151,11 @@ class NodeWorkers:
         n_finished = {}
         for run in list(self._runs):
             n_finished[run.shard.number] = self._dispatcher.n_finished(run.request)
-        return Look(n_finished, self._dispatcher.n_restarts if self._is_ready else 0)
+        if not self._is_ready:
+            return Look(n_finished, 0)
+        failures = self._dispatcher.failures
+        told, self._n_told = self._n_told, len(failures)
+        return Look(n_finished, self._dispatcher.n_restarts, self._named(failures[told:]))
 
     def stacks(self) -> str:
         """What the workers are doing."""
@@ -341,4 +346,10 @@ class NodeWorkers:
             first = shard.start if isinstance(shard, EpisodeShard) else shard.first_lane
             where = where._replace(episode=where.episode + first)
         capsule = error.capsule and replace(error.capsule, where=where)
+        if isinstance(error, WorkerDiedError):
+            error = error.reworded(history=self._named(error.history))
         return error.reworded(where=where, capsule=capsule)
+
+    def _named(self, failures: Sequence[WorkerError]) -> tuple[WorkerError, ...]:
+        """The failures, with this node."""
+        return tuple(f.reworded(where=f.where._replace(node=self._name)) for f in failures)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlpool.batch.messages import Infos
-from rlpool.errors import RlpoolError
+from rlpool.errors import RlpoolError, WorkerError
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape
 from rlpool.slots.blocks import Layout, StepSpecs, flat
@@ -157,10 +157,12 @@ class Look:
     Attributes:
         n_finished: By number of the shard, how many of its episodes are finished.
         n_restarts: Workers that were replaced because they failed.
+        failures: Why, of those since the last look.
     """
 
     n_finished: Mapping[int, int]
     n_restarts: int
+    failures: Sequence[WorkerError] = ()
 
 
 @dataclass(frozen=True)

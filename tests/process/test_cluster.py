@@ -292,6 +292,93 @@ def test_workers_that_die_are_counted_over_all_nodes(tmp_path: Path) -> None:
         with pytest.raises(WorkerDiedError):
             batcher.execute(1)
     assert caught.value.where.node is not None
+    assert [failure.where.node for failure in caught.value.history] == [caught.value.where.node] * 3
+
+
+def test_the_processes_of_nodes_that_die_are_counted_and_named() -> None:
+    transport = InProcess(2)
+    with make(transport, max_restarts=2) as batcher:
+        for number in (0, 1):
+            transport.remove(number, is_machine=False)
+            transport.add(number)
+            batcher.execute(6)
+            assert batcher.get().n_elems() == 6
+        transport.remove(0, is_machine=False)
+        batcher.execute(6)
+        with pytest.raises(WorkerDiedError, match="node-0 died after 2 restarts") as caught:
+            batcher.get()
+    history = [failure.what for failure in caught.value.history]
+    assert history == ["node-0 died", "node-1 died", "node-0 died"]
+
+
+def test_machines_that_leave_are_not_counted() -> None:
+    transport = InProcess(2)
+    with make(transport, max_restarts=0) as batcher:
+        for _ in range(3):
+            transport.remove(0)
+            transport.add(0)
+            batcher.execute(6)
+            assert batcher.get().n_elems() == 6
+
+
+def test_a_node_whose_workers_cannot_be_started_again_is_tried_again() -> None:
+    transport = InProcess(2)
+
+    def disturb(number: int) -> None:
+        if number == 0:
+            transport.remove(0, is_machine=False)
+            transport.refuse_next("no memory")
+            transport.add(0)
+        elif number == 2:  # it has to do everything alone
+            wait_until(lambda: 0 in transport.ready)
+            transport.remove(1)
+
+    assert_all_equal(collect(make(transport), disturb), alone())
+
+
+@pytest.mark.parametrize("n_nodes", [1, 2])
+def test_a_node_that_cannot_be_started_again_is_given_up_with_its_history(
+    n_nodes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport = InProcess(n_nodes)
+    with make(transport) as batcher:
+        transport.remove(0, is_machine=False)
+        transport.refuse_next("no memory", times=9)
+        transport.add(0)
+        batcher.execute(10)
+        if n_nodes == 2:
+            wait_until(lambda: batcher.progress and "3 times before it was ready" in caplog.text)
+            assert batcher.get().n_elems() == 10
+            return
+        with pytest.raises(WorkerDiedError, match="no memory, and is given up") as caught:
+            batcher.get()  # and does not wait for timeout
+    history = [failure.what for failure in caught.value.history]
+    assert history == ["node-0 died", "no memory", "no memory"]
+
+
+def create_broken(seed: int, marks: str, **arguments: Any) -> Any:
+    """Fails as often as there are marks of it."""
+    for mark in Path(marks).glob("broken*"):
+        mark.unlink()
+        raise OSError("no such device")
+    return create_fragile(seed, marks=marks, **arguments)
+
+
+def test_a_node_whose_workers_are_given_up_is_started_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport = InProcess(2)
+    arguments = {"n_lanes": 3, "kind": FragileEnv, "marks": str(tmp_path)}
+    with make(transport, create_env=create_broken, env_args=arguments) as batcher:
+        batcher.execute(6)
+        batcher.get()
+        for number in range(4):
+            (tmp_path / f"broken{number}").touch()
+        batcher.execute(20, None, faults_at(20, 7, "sigkill", 1, length=3))
+        assert batcher.get().n_elems() == 20
+        batcher.execute(6)
+        wait_until(lambda: batcher.progress and len(batcher._dispatcher._nodes) == 2, 20.0)  # type: ignore[union-attr]
+        assert "no such device" in caplog.text
 
 
 def test_a_lost_node_is_an_error_if_nothing_is_to_be_restarted() -> None:
