@@ -22,7 +22,7 @@ from typing import Any
 from rlpool.batch.dispatch import LayoutMaker
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.requests import Policy, Request
-from rlpool.cluster.fingerprint import PINS, differences
+from rlpool.cluster.fingerprint import PINS, differences, versions
 from rlpool.cluster.homes import Homes
 from rlpool.cluster.requests import Divided, DividedEpisodes, DividedWindow
 from rlpool.cluster.shards import Look, NodeReport, NodeSetup, PolicyAt, Rows
@@ -328,14 +328,21 @@ class ClusterDispatcher(RequestQueue):
                 f"{first.name} has {first.n_lanes}",
                 fix="create the same number of environments in every worker",
             )
-        differing = "; ".join(differences(first.fingerprint, report.fingerprint))
-        if differing:
-            what = f"nodes {first.name} and {report.name} may compute different bits: {differing}"
-            fix = f"install the same versions, and set {PINS} to what all processors can do"
-            error = SpecError(what, fix=fix)
-            if self._require_same_bits:
-                raise error
-            _LOG.warning("%s", error)
+        own, theirs = versions(), report.fingerprint
+        # Simulators need not be where the program learns.
+        own = {name: own[name] for name in own if name in theirs or name == "rlpool"}
+        for other, expected, found in (
+            (f"nodes {first.name}", first.fingerprint, theirs),
+            ("the calling process", own, {name: theirs[name] for name in own if name in theirs}),
+        ):
+            differing = "; ".join(differences(expected, found))
+            if differing:
+                what = f"{other} and {report.name} may compute different bits: {differing}"
+                fix = f"install the same versions, and set {PINS} to what all processors can do"
+                error = SpecError(what, fix=fix)
+                if self._require_same_bits:
+                    raise error
+                _LOG.warning("%s", error)
 
     def _learn(self, name: str, step: StepSpecs) -> None:
         """Learn from a node what a step consists of, or see that all agree on it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -25,6 +26,7 @@ from rlpool import (
 )
 from rlpool.cluster import node_workers
 from rlpool.cluster.batchers import ClusterEpisodeBatcher
+from rlpool.cluster.fingerprint import fingerprint
 from rlpool.cluster.in_process import InProcess
 from rlpool.cluster.transport import Finished
 from rlpool.workers.failure_policy import FailurePolicy
@@ -415,6 +417,30 @@ def test_nodes_with_other_processors_are_told(
         batcher.execute(4)
         batcher.get()
     assert "may compute different bits: torch's CPU capability: 0 and 1" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["rlpool", "torch", "Python"])
+@pytest.mark.parametrize("require", [False, True])
+def test_nodes_with_other_versions_than_the_caller_are_told(
+    name: str, require: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = {**fingerprint(), name: "0.1"}
+    monkeypatch.setattr(node_workers, "fingerprint", lambda: theirs)
+    expected = f"the calling process and node-0 may compute different bits: {name}: .* and 0.1"
+    if require:
+        with pytest.raises(SpecError, match=expected):
+            make(InProcess(1), require_same_bits=True)
+    else:
+        with make(InProcess(1)):
+            assert re.search(expected, caplog.text)
+
+
+def test_simulators_that_only_nodes_have_are_no_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    theirs = {**fingerprint(), "some-simulator": "1.0"}
+    monkeypatch.setattr(node_workers, "fingerprint", lambda: theirs)
+    make(InProcess(2), require_same_bits=True).close()
 
 
 def test_progress_counts_up_and_a_get_that_does_not_block_waits_for_all() -> None:
