@@ -246,9 +246,7 @@ class ClusterDispatcher(RequestQueue):
         """Do nothing: nodes end with their caller."""
 
     def close(self) -> None:
-        """Stop what runs and end the nodes."""
-        if self.is_closed:
-            return
+        """Stop what runs and end the nodes. May be repeated, as all that it calls."""
         self.is_closed = True
         if os.getpid() != self._owner_pid:
             return  # a forked copy

@@ -43,6 +43,9 @@ class InProcess:
         self._outcomes: dict[int, list[Future[Outcome]]] = {}  # by node
         self._losing: set[int] = set()  # nodes whose next outcome is lost
 
+    def reserve(self) -> None:
+        """See ``Transport``."""
+
     def start(self, setup: NodeSetup) -> None:
         """See ``Transport``."""
         self._setup = setup

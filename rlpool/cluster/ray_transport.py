@@ -114,15 +114,13 @@ class RayTransport:
         n_nodes: How many nodes to use, ``None`` for all that there are, also later.
         n_threads: Workers, and processors, per node.
 
-    Raises:
-        SpecError: If the cluster does not have so many nodes with so many free processors.
     """
 
     def __init__(self, n_nodes: int | None, n_threads: int) -> None:
         if not ray.is_initialized():
             ray.init()
         self._worker_id: str = ray.get_runtime_context().get_worker_id()
-        self._uses_all = n_nodes is None
+        self._n_nodes = n_nodes
         self._n_cpus = n_threads
         self._actors: dict[int, _Actor] = {}
         self._calls: dict[Any, tuple[str, int, int]] = {}  # reference: call, node, shard
@@ -132,10 +130,9 @@ class RayTransport:
         self._next_look_s = 0.0
         self._n_made = 0
         self._setup_ref: Any = None
-        self._group = self._reserve(n_nodes)
-        self.n_expected = len(self._group.bundle_specs)
-        stores = [node["Resources"].get("object_store_memory", 0.0) for node in self._nodes()]
-        self.store_bytes: int | None = int(min(filter(None, stores), default=0)) or None
+        self._group: Any = None
+        self.n_expected = 0
+        self.store_bytes: int | None = None
 
     # Nodes --------------------------------------------------------------------------------------
 
@@ -143,8 +140,18 @@ class RayTransport:
         """The nodes that are alive and have enough processors."""
         return [node for node in _all_nodes() if node["Resources"].get("CPU", 0) >= self._n_cpus]
 
-    def _reserve(self, n_nodes: int | None) -> Any:
-        """Reserve processors, each bundle on a node of its own."""
+    def reserve(self) -> None:
+        """See ``Transport``.
+
+        Raises:
+            SpecError: If the cluster does not have so many nodes with so many free processors.
+        """
+        self.n_expected = len(self._reserved(self._n_nodes).bundle_specs)
+        stores = [node["Resources"].get("object_store_memory", 0.0) for node in self._nodes()]
+        self.store_bytes = int(min(filter(None, stores), default=0)) or None
+
+    def _reserved(self, n_nodes: int | None) -> Any:
+        """A placement group, each bundle on a node of its own."""
         if n_nodes is not None:
             # Processors that are in use may become free; nodes that are not there seldom appear.
             patience_s = _ROOM_S if len(self._nodes()) >= n_nodes else _FEWER_S
@@ -179,21 +186,25 @@ class RayTransport:
 
     def _group_of(self, n_nodes: int, patience_s: float) -> Any:
         """A placement group, ``None`` if there is no room for it."""
-        group = placement_group([{"CPU": self._n_cpus}] * n_nodes, strategy="STRICT_SPREAD")
-        try:
-            if group.wait(min(patience_s, _ROOM_HINT_S)):
+        with InterruptsHeld():
+            group = placement_group([{"CPU": self._n_cpus}] * n_nodes, strategy="STRICT_SPREAD")
+            self._group = group
+        if group.wait(min(patience_s, _ROOM_HINT_S)):
+            return group
+        if patience_s > _ROOM_HINT_S:
+            _LOG.warning("waiting for %d nodes with %d free processors each", n_nodes, self._n_cpus)
+            if group.wait(patience_s - _ROOM_HINT_S):
                 return group
-            if patience_s > _ROOM_HINT_S:
-                _LOG.warning(
-                    "waiting for %d nodes with %d free processors each", n_nodes, self._n_cpus
-                )
-                if group.wait(patience_s - _ROOM_HINT_S):
-                    return group
-        except BaseException:
-            remove_placement_group(group)
-            raise
-        remove_placement_group(group)
+        with InterruptsHeld():
+            self._release()
         return None
+
+    def _release(self) -> None:
+        """Give back what is reserved."""
+        if self._group is not None:
+            with suppress(RayError):
+                remove_placement_group(self._group)
+            self._group = None
 
     def start(self, setup: NodeSetup) -> None:
         """See ``Transport``."""
@@ -243,7 +254,7 @@ class RayTransport:
             if actor.retry_s is not None and now_s >= actor.retry_s:
                 actor.retry_s = None
                 self._begin(number)
-        if not self._uses_all or now_s < self._next_look_s:
+        if self._n_nodes is not None or now_s < self._next_look_s:
             return
         self._next_look_s = now_s + _LOOK_FOR_NODES_S
         there = {node["NodeID"] for node in self._nodes()}
@@ -488,21 +499,24 @@ class RayTransport:
 
     def close(self) -> None:
         """See ``Transport``."""
-        actors, self._actors = self._actors, {}
-        self._calls.clear()
         if not self._is_connected:
             return  # everything has ended with it
-        with suppress(RayError):
-            last = {a.handle.close.remote(): a for a in actors.values() if a.is_up}
+        try:
+            last = {a.handle.close.remote(): a for a in self._actors.values() if a.is_up}
             ready = ray.wait(list(last), num_returns=len(last), timeout=_CLOSE_S)[0] if last else []
             for reference in ready:
                 with suppress(RayError):
                     self._hear(last[reference], ray.get(reference))
-        for actor in actors.values():
-            with suppress(RayError):
-                ray.kill(actor.handle)
-        with suppress(RayError):
-            remove_placement_group(self._group)
+        except RayError:
+            pass  # of actors that have died
+        finally:
+            with InterruptsHeld():
+                for actor in self._actors.values():
+                    with suppress(RayError):
+                        ray.kill(actor.handle)
+                self._release()
+                self._actors.clear()
+                self._calls.clear()
         self.deliver_logs()
 
 

@@ -85,11 +85,14 @@ class Transport(Protocol):
 
     Attributes:
         store_bytes: How much may be on the way from one node, ``None`` for any amount.
-        n_expected: Nodes that are, or will be, there.
+        n_expected: Nodes that are, or will be, there, once they are reserved.
     """
 
     store_bytes: int | None
     n_expected: int
+
+    def reserve(self) -> None:
+        """Find the nodes, and see that nobody else uses them until ``close``."""
 
     def start(self, setup: NodeSetup) -> None:
         """Start the nodes; returns before they are ready."""
@@ -128,7 +131,7 @@ class Transport(Protocol):
         """Hand what nodes have logged to the loggers of this process."""
 
     def close(self) -> None:
-        """End all nodes."""
+        """End all nodes. May be repeated, and does not need to be if it was interrupted."""
 
 
 TransportMaker = Callable[[], Transport]

@@ -26,6 +26,7 @@ from rlpool import (
 )
 from rlpool.cluster import node_workers
 from rlpool.cluster.batchers import ClusterEpisodeBatcher
+from rlpool.cluster.dispatch import ClusterDispatcher
 from rlpool.cluster.fingerprint import fingerprint
 from rlpool.cluster.in_process import InProcess
 from rlpool.cluster.transport import Finished
@@ -441,6 +442,55 @@ def test_simulators_that_only_nodes_have_are_no_difference(
     theirs = {**fingerprint(), "some-simulator": "1.0"}
     monkeypatch.setattr(node_workers, "fingerprint", lambda: theirs)
     make(InProcess(2), require_same_bits=True).close()
+
+
+@pytest.mark.parametrize("where", ["reserve", "start", "wait"])
+def test_nodes_end_with_a_constructor_that_is_interrupted(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = InProcess(2)
+    interrupt_at(transport, where, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        make(transport)
+    assert not transport.nodes
+
+
+def test_nodes_end_with_a_constructor_that_is_interrupted_when_they_are_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transport = InProcess(2)
+
+    def interrupted(_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    # The constructor looks at it last.
+    control = property(interrupted, lambda *_: None)
+    monkeypatch.setattr(ClusterDispatcher, "control", control, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        make(transport)
+    assert not transport.nodes
+
+
+def interrupt_at(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the first use of an attribute be interrupted."""
+
+    def interrupted(*_: Any) -> Any:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupted, raising=False)
+
+
+def test_a_close_that_is_interrupted_does_the_rest_when_it_is_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transport = InProcess(2)
+    batcher = make(transport)
+    interrupt_at(transport, "close", monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        batcher.close()
+    batcher.close()
+    assert not transport.nodes
 
 
 def test_progress_counts_up_and_a_get_that_does_not_block_waits_for_all() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import random
@@ -40,6 +41,7 @@ from support.fragile import FragileEnv, RecurrentAgent, create_fragile
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'rlpool[ray]'")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
+placement_groups = pytest.importorskip("ray.util.placement_group")
 ray_transport = pytest.importorskip("rlpool.cluster.ray_transport")
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(200), pytest.mark.promise("I2")]
@@ -285,6 +287,48 @@ def test_what_the_cluster_cannot_give_is_an_error() -> None:
     assert caught.value.where.node
     # Nothing is reserved any more.
     wait_until(lambda: ray.available_resources().get("CPU") == 4.0, 10.0)
+
+
+def interrupt_at(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, n_before: int = 0) -> None:
+    """Let a call be interrupted."""
+    original, numbers = getattr(owner, name), itertools.count()
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        if next(numbers) == n_before:
+            raise KeyboardInterrupt
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "n_before"),
+    [
+        (placement_groups.PlacementGroup, "wait", 0),
+        (ray_transport, "_all_nodes", 1),  # to see how large their stores are
+        (ray_transport.RayTransport, "start", 0),
+        (ray_transport.RayTransport, "wait", 2),
+    ],
+)
+def test_a_constructor_that_is_interrupted_gives_the_processors_back(
+    owner: Any, name: str, n_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_at(owner, name, monkeypatch, n_before)
+    with pytest.raises(KeyboardInterrupt):
+        make()
+    wait_until(lambda: ray.available_resources().get("CPU") == 4.0, 10.0)
+
+
+def test_a_close_that_is_interrupted_gives_the_processors_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batcher = make()
+    with monkeypatch.context() as patch:
+        interrupt_at(ray, "wait", patch)
+        with pytest.raises(KeyboardInterrupt):
+            batcher.close()
+    wait_until(lambda: ray.available_resources().get("CPU") == 4.0, 10.0)
+    batcher.close()
 
 
 def test_processes_that_cannot_be_created_are_an_error_at_once(
