@@ -144,6 +144,11 @@ class Dispatcher(RequestQueue):
         return self._processes.n_restarts
 
     @property
+    def worker_failures(self) -> tuple[WorkerError, ...]:
+        """Why workers were replaced, the latest last."""
+        return self._processes.failures
+
+    @property
     def repeats(self) -> bool:
         """Whether workers that have begun something may be replaced."""
         return self._processes.is_repeatable

@@ -53,6 +53,7 @@ class LocalWorker:
     is_repeatable = False
     control_fd = -1
     n_restarts = 0
+    failures: tuple[WorkerError, ...] = ()
     up = (0,)
 
     def __init__(self, root: int, client: Client, policy: FailurePolicy) -> None:

@@ -12,7 +12,7 @@ from rlpool.batch.window_batcher import Batcher
 from rlpool.cluster.dispatch import ClusterDispatcher
 from rlpool.cluster.requests import DividedEpisodes, DividedWindow
 from rlpool.cluster.shards import NodeSetup
-from rlpool.cluster.transport import TransportMaker
+from rlpool.cluster.transport import Transport, TransportMaker
 from rlpool.machine.arguments import check_choice
 from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.workers.failure_policy import FailurePolicy
@@ -38,13 +38,20 @@ class _OnNodes(BatcherBase):
     _has_fixed_lanes = False
     """Whether every node has lanes of its own, and results one row for each of all lanes."""
 
+    _transport: Transport | None = None
+
     def __init__(
         self, make_transport: TransportMaker, *arguments: Any, require_same_bits: bool = False
     ) -> None:
         check_choice("require_same_bits", require_same_bits, (True, False))
         self._make_transport = make_transport
         self._require_same_bits = require_same_bits
-        BatcherBase.__init__(self, *arguments)
+        try:
+            BatcherBase.__init__(self, *arguments)
+        except BaseException:
+            if self._transport is not None:
+                self._transport.close()
+            raise
 
     def _started(
         self,
@@ -57,26 +64,24 @@ class _OnNodes(BatcherBase):
         crash_dir: CrashDir,
     ) -> RequestQueue:
         CrashFiles(crash_dir)  # refused before anything is reserved
-        transport = self._make_transport()
-        try:
-            n_nodes = transport.n_expected
-            if self._has_fixed_lanes:
-                n_slots, self._n_workers = None, n_threads * n_nodes
-            n_node_slots = None if n_slots is None else max(1, n_slots // n_nodes)
-            setup = NodeSetup(
-                functions.data, n_threads, self._root, n_timesteps, n_node_slots, policy, timeout_s
-            )
-            return ClusterDispatcher(
-                transport,
-                setup,
-                n_slots=n_slots or 0,
-                make_layout=partial(self._first_layout, n_timesteps, n_slots, self._n_workers),
-                crash_dir=crash_dir,
-                require_same_bits=self._require_same_bits,
-            )
-        except BaseException:
-            transport.close()
-            raise
+        # Known before it reserves anything: whatever interrupts that, it is closed.
+        self._transport = transport = self._make_transport()
+        transport.reserve()
+        n_nodes = transport.n_expected
+        if self._has_fixed_lanes:
+            n_slots, self._n_workers = None, n_threads * n_nodes
+        n_node_slots = None if n_slots is None else max(1, n_slots // n_nodes)
+        setup = NodeSetup(
+            functions.data, n_threads, self._root, n_timesteps, n_node_slots, policy, timeout_s
+        )
+        return ClusterDispatcher(
+            transport,
+            setup,
+            n_slots=n_slots or 0,
+            make_layout=partial(self._first_layout, n_timesteps, n_slots, self._n_workers),
+            crash_dir=crash_dir,
+            require_same_bits=self._require_same_bits,
+        )
 
 
 class ClusterEpisodeBatcher(_OnNodes, EpisodeBatcher):

@@ -22,11 +22,12 @@ from typing import Any
 from rlpool.batch.dispatch import LayoutMaker
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.requests import Policy, Request
-from rlpool.cluster.fingerprint import PINS, differences
+from rlpool.cluster.fingerprint import PINS, differences, versions
 from rlpool.cluster.homes import Homes
 from rlpool.cluster.requests import Divided, DividedEpisodes, DividedWindow
 from rlpool.cluster.shards import Look, NodeReport, NodeSetup, PolicyAt, Rows
 from rlpool.cluster.transport import (
+    Died,
     Event,
     Finished,
     Joined,
@@ -67,6 +68,9 @@ _LOOK_EVERY_S_PER_NODE = 0.01
 _START_S = 60.0
 """How long nodes may take to get ready, if ``timeout`` is less: they import much, at once."""
 
+_MOST_FAILED_STARTS = 3
+"""Failures in a row of a node before it is ready after which it is given up, as for workers."""
+
 
 @dataclass(eq=False)
 class _Flight:
@@ -91,13 +95,14 @@ class _NodeState:
         report: What it said of itself.
         flights: Its shards, by number.
         look: What it was doing when it was last asked.
+        failures: Of its workers, as far as it was asked.
         heard_s: When it last answered.
-        asked_s: When it was last asked; 0 if it has answered since.
     """
 
     report: NodeReport
     flights: dict[int, _Flight] = field(default_factory=dict)
     look: Look = field(default_factory=lambda: Look({}, 0))
+    failures: list[WorkerError] = field(default_factory=list)
     heard_s: float = field(default_factory=time.monotonic)
 
 
@@ -144,7 +149,11 @@ class ClusterDispatcher(RequestQueue):
         self._published: dict[int, Any] = {}  # version: reference
         self._n_shards = 0
         self._n_failures = 0  # of nodes' processes, and of workers of nodes that are gone
-        self._bytes_per_row = 0.0
+        self._history: list[WorkerError] = []  # these failures
+        self._left: dict[int, WorkerError] = {}  # by node that is gone: why
+        self._n_failed_starts: dict[int, int] = {}  # by node: in a row
+        self._bytes_per_row = math.inf  # of results; before the first one, of a slot
+        self._has_results = False
         self._looked_s = 0.0
         self._n_lost = 0  # results in a row
         self._is_undisturbed = True  # see Request.is_reproducible
@@ -237,9 +246,7 @@ class ClusterDispatcher(RequestQueue):
         """Do nothing: nodes end with their caller."""
 
     def close(self) -> None:
-        """Stop what runs and end the nodes."""
-        if self.is_closed:
-            return
+        """Stop what runs and end the nodes. May be repeated, as all that it calls."""
         self.is_closed = True
         if os.getpid() != self._owner_pid:
             return  # a forked copy
@@ -257,9 +264,8 @@ class ClusterDispatcher(RequestQueue):
     def _take(self, event: Event) -> None:
         if isinstance(event, Joined):
             self._join(event.node, event.report)
-            if event.is_restart:
-                self._n_failures += 1
-                self._check_restarts("the process of a node died", event.report.name)
+        elif isinstance(event, Died):
+            self._count_failure(event.node, event.error)
         elif isinstance(event, Refused):
             self._refuse(event.node, event.error)
         elif isinstance(event, Left):
@@ -267,7 +273,9 @@ class ClusterDispatcher(RequestQueue):
         elif isinstance(event, Looked) and event.node in self._nodes:
             node = self._nodes[event.node]
             node.look, node.heard_s = event.look, time.monotonic()
-            self._check_restarts("a worker died", node.report.name)
+            node.failures.extend(event.look.failures)
+            if node.failures:
+                self._check_restarts(node.failures[-1].what, node.failures[-1])
         elif isinstance(event, Lost | Finished) and event.node in self._nodes:
             node = self._nodes[event.node]
             node.heard_s = time.monotonic()
@@ -284,8 +292,8 @@ class ClusterDispatcher(RequestQueue):
                     self._fail(WorkerDiedError(what, exitcode=None, fix=fix))
             elif event.outcome.rows is not None:
                 self._put(node, flight, event.outcome.rows)
-            elif event.outcome.error is not None:
-                self._note_error(flight.request, event.outcome.error, event.outcome.is_fatal)
+            else:
+                self._take_error(event, node, flight)
 
     def _join(self, number: int, report: NodeReport) -> None:
         """Use a node from now on, unless it differs from the others."""
@@ -297,6 +305,8 @@ class ClusterDispatcher(RequestQueue):
         except SpecError as error:
             self._refuse(number, error)
             return
+        self._left.pop(number, None)
+        self._n_failed_starts[number] = 0
         self.n_lanes = report.n_lanes
         self._n_slots = self._n_slots or self._homes.n_parts * self._part_size
         self._nodes[number] = _NodeState(report)
@@ -316,14 +326,21 @@ class ClusterDispatcher(RequestQueue):
                 f"{first.name} has {first.n_lanes}",
                 fix="create the same number of environments in every worker",
             )
-        differing = "; ".join(differences(first.fingerprint, report.fingerprint))
-        if differing:
-            what = f"nodes {first.name} and {report.name} may compute different bits: {differing}"
-            fix = f"install the same versions, and set {PINS} to what all processors can do"
-            error = SpecError(what, fix=fix)
-            if self._require_same_bits:
-                raise error
-            _LOG.warning("%s", error)
+        own, theirs = versions(), report.fingerprint
+        # Simulators need not be where the program learns.
+        own = {name: own[name] for name in own if name in theirs or name == "rlpool"}
+        for other, expected, found in (
+            (f"nodes {first.name}", first.fingerprint, theirs),
+            ("the calling process", own, {name: theirs[name] for name in own if name in theirs}),
+        ):
+            differing = "; ".join(differences(expected, found))
+            if differing:
+                what = f"{other} and {report.name} may compute different bits: {differing}"
+                fix = f"install the same versions, and set {PINS} to what all processors can do"
+                error = SpecError(what, fix=fix)
+                if self._require_same_bits:
+                    raise error
+                _LOG.warning("%s", error)
 
     def _learn(self, name: str, step: StepSpecs) -> None:
         """Learn from a node what a step consists of, or see that all agree on it.
@@ -332,8 +349,10 @@ class ClusterDispatcher(RequestQueue):
             SpecError: If they do not, or blocks are larger than this machine.
         """
         if self._specs is None:
-            self._blocks = BlockPool(self._make_layout(step), _private)
+            layout = self._make_layout(step)
+            self._blocks = BlockPool(layout, _private)
             self._specs = step
+            self._bytes_per_row = sum(layout.bytes_of_key().values()) / layout.n_slots
         elif step != self._specs:
             raise SpecError(
                 f"node {name} has other steps than the nodes before: {step} and {self._specs}",
@@ -341,17 +360,68 @@ class ClusterDispatcher(RequestQueue):
             )
 
     def _refuse(self, number: int, error: RlpoolError) -> None:
-        """Do without a node that joined later; at the beginning it is an error."""
-        if not self._has_started:
+        """Start a node again that was ready before; at the beginning it is an error.
+
+        Do without one that differs from the others, or joined later and was never ready.
+        """
+        if not self._has_started or not self._setup.policy.restarts_workers:
             self._fail(error)
-            return
+        elif number not in self._n_failed_starts or not isinstance(error, WorkerError):
+            self._do_without(number, error)
+        else:
+            self._lose_all_of(number, error)
+            if self._count_failure(number, error):
+                _LOG.warning("%s (%s): the node is started again", error.what, error.where)
+                self._transport.restart(number)
+
+    def _do_without(self, number: int, error: RlpoolError) -> None:
+        """Give up a node for good."""
         _LOG.warning("a node cannot be used: %s", str(error))
         self._transport.dismiss(number)
         self._lose_all_of(number, error)
 
+    def _count_failure(self, number: int, error: WorkerError) -> bool:
+        """Record that a node failed although its machine goes on; returns whether it may again."""
+        self._n_failures += 1
+        self._history += getattr(error, "history", ()) or [self._left.pop(number, error)]
+        n_in_a_row = self._n_failed_starts[number] = self._n_failed_starts.get(number, 0) + 1
+        self._check_restarts(self._history[-1].what, error)
+        if self._fatal is None and n_in_a_row >= _MOST_FAILED_STARTS:
+            why = f"and is given up: it failed {n_in_a_row} times before it was ready"
+            final = self._final(f"{error.what}, {why}", error, error.fix)
+            if self._nodes:
+                self._do_without(number, final)
+            else:
+                self._fail(final)
+            return False
+        return self._fatal is None
+
+    def _check_restarts(self, what: str, latest: WorkerError) -> None:
+        """Give up after more restarts than are allowed in all."""
+        most = self._setup.policy.max_restarts
+        running = sum(node.look.n_restarts for node in self._nodes.values())
+        if most is not None and self._n_failures + running > most:
+            what = f"{what} after {most} restarts in all, and is not started again"
+            fix = "look at this error's .history, and raise max_restarts"
+            self._fail(self._final(what, latest, fix))
+
+    def _final(self, what: str, latest: WorkerError | None, fix: str) -> WorkerDiedError:
+        """An error that has all failures so far as its history, and says where the latest was."""
+        history = [*self._history, *self._left.values()]
+        history += [failure for node in self._nodes.values() for failure in node.failures]
+        return WorkerDiedError(
+            what,
+            exitcode=None,
+            where=getattr(latest, "where", Where()),
+            fix=fix,
+            traceback_text=getattr(latest, "traceback_text", ""),
+            history=tuple(history),
+        )
+
     def _leave(self, event: Left) -> None:
         """Note that a node is gone."""
         n_lost = self._lose_all_of(event.node, event.error)
+        self._left[event.node] = event.error
         if not self._setup.policy.restarts_workers:
             self._fail(event.error)
         else:
@@ -367,6 +437,7 @@ class ClusterDispatcher(RequestQueue):
         for flight in node.flights.values():
             self._lose(flight, error)
         self._n_failures += node.look.n_restarts
+        self._history += node.failures
         if not self._nodes:
             self._alone_s = time.monotonic()
         return sum(len(flight.rows) for flight in node.flights.values())
@@ -378,16 +449,6 @@ class ClusterDispatcher(RequestQueue):
             flight.request.lose(flight.rows)
         else:
             self._note_error(flight.request, error, is_fatal=False)
-
-    def _check_restarts(self, what: str, name: str) -> None:
-        """Give up after more restarts than are allowed in all."""
-        most = self._setup.policy.max_restarts
-        running = sum(node.look.n_restarts for node in self._nodes.values())
-        n_restarts = self._n_failures + running
-        if most is not None and n_restarts > most:
-            what = f"{what} after {most} restarts in all, and is not started again"
-            fix = "look at the warnings before this error, and raise max_restarts"
-            self._fail(WorkerDiedError(what, exitcode=None, where=Where(node=name), fix=fix))
 
     def _put(self, node: _NodeState, flight: _Flight, rows: Rows) -> None:
         """Copy a result into its request's block."""
@@ -404,18 +465,32 @@ class ClusterDispatcher(RequestQueue):
                 request.block = blocks.take()
                 blocks.forget_surplus()
             request.put(flight.rows, rows)
+            request.failures.update(rows.failures)
+            request.tells_failures = self._setup.policy.restarts_on_env_errors
             request.is_reproducible &= rows.is_reproducible and self._is_undisturbed
         except (RlpoolError, MemoryError) as error:
             told = error if isinstance(error, RlpoolError) else SpecError(f"no memory: {error}")
             self._note_error(request, told, is_fatal=False)
             return
         self._n_lost = 0
-        n_bytes = sum(array.nbytes for array in rows.rows.values())
-        self._bytes_per_row = max(self._bytes_per_row, n_bytes / len(flight.rows))
+        n_bytes = sum(array.nbytes for array in rows.rows.values()) / len(flight.rows)
+        self._bytes_per_row = max(self._bytes_per_row, n_bytes) if self._has_results else n_bytes
+        self._has_results = True
         if request.is_complete:
             self._running.remove(request)
             request.drop_payloads()
             self._over(request)
+
+    def _take_error(self, event: Finished, node: _NodeState, flight: _Flight) -> None:
+        """A shard has failed on a node, or all of the node's workers are given up with it."""
+        error, history = event.outcome.error, getattr(event.outcome.error, "history", ())
+        if error is not None and history and event.outcome.is_fatal:
+            self._lose(flight, error)
+            node.failures = []  # which are in its history
+            node.look = Look({}, max(node.look.n_restarts, len(history) - 1))
+            self._refuse(event.node, error)
+        elif error is not None:
+            self._note_error(flight.request, error, event.outcome.is_fatal)
 
     def _note_error(self, request: Request, error: RlpoolError, is_fatal: bool) -> None:
         error = self._crash_files.with_file(error)
@@ -465,7 +540,7 @@ class ClusterDispatcher(RequestQueue):
             if not isinstance(request, Divided) or not request.n_left:
                 continue
             size = self._shard_size(request)
-            if n_in_flight and n_in_flight + size > max(self._n_slots, self._least_rows):
+            if n_in_flight and n_in_flight + size > max(self._n_slots, size):
                 return 0
             rows = request.next_rows(number, size)
             if rows is not None:
@@ -482,22 +557,17 @@ class ClusterDispatcher(RequestQueue):
         """Lanes of a node."""
         return self.n_lanes * self._setup.n_workers
 
-    @property
-    def _least_rows(self) -> int:
-        """Episodes that keep all lanes of a node busy, half of them if it has several workers.
-
-        With two shards at once, these are all its lanes.
-        """
-        return self.n_lanes * max(1, self._setup.n_workers // 2)
-
     def _shard_size(self, request: Divided) -> int:
         """How many episodes the next shard of a request has: whole rows of a worker's lanes."""
-        n_nodes = max(1, len(self._nodes))
-        most = self._n_slots / (_MOST_SHARDS * n_nodes)
-        if self._transport.store_bytes is not None and self._bytes_per_row:
+        n_shards = _MOST_SHARDS * max(1, len(self._nodes))
+        most = self._n_slots / n_shards
+        if self._transport.store_bytes is not None:
             most = min(most, self._transport.store_bytes / _STORE_SHARE / self._bytes_per_row)
-        size = min(most, request.n_left / (_MOST_SHARDS * n_nodes))
-        return max(self._least_rows, int(size) // self.n_lanes * self.n_lanes)
+        least = self._setup.least_rows(self.n_lanes)
+        # A shard of one episode per lane leaves lanes idle while its longest episode goes on.
+        several = min(most, 2 * least, request.n_rows / n_shards / 2, self._n_slots / n_shards / 2)
+        size = max(several, min(most, request.n_left / n_shards))
+        return max(least, int(size) // self.n_lanes * self.n_lanes)
 
     def _policy_at(self, policy: Policy) -> PolicyAt:
         """Where nodes find a policy, which is published when the first shard runs with it."""
@@ -549,7 +619,7 @@ class ClusterDispatcher(RequestQueue):
             n_wanted = self._transport.n_expected
             fix = "raise timeout if they take longer to start, or look at their logs (ray logs)"
         what = f"{len(self._nodes)} of {n_wanted} nodes are ready after {timeout_s:g} s"
-        self._fail(WorkerDiedError(what, exitcode=None, fix=fix))
+        self._fail(self._final(what, None, fix))
 
 
 def _private(n_bytes: int) -> Memory:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -36,8 +37,14 @@ def fingerprint() -> dict[str, str]:
         "MKL": os.environ.get("MKL_CBWR") or flags,
         "NumPy's instructions": os.environ.get("NPY_DISABLE_CPU_FEATURES") or _numpy_features(),
         "architecture": platform.machine(),
-        "Python": platform.python_version(),
     }
+    return {**found, **versions()}
+
+
+def versions() -> dict[str, str]:
+    """What is installed here, by name."""
+    rlpool = sys.modules[__name__.partition(".")[0]]  # which may have been sent, not installed
+    found = {"Python": platform.python_version(), "rlpool": rlpool.__version__}
     for name in ("torch", "numpy", "gymnasium", *_SIMULATORS):
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlpool.cluster.node import Node
 from rlpool.cluster.shards import NodeSetup, Outcome, Published, Shard
-from rlpool.cluster.transport import Event, Finished, Joined, Left, Looked, Lost, Refused
+from rlpool.cluster.transport import Died, Event, Finished, Joined, Left, Looked, Lost, Refused
 from rlpool.errors import RlpoolError, WorkerDiedError, WorkerStartupError
 
 
@@ -38,10 +38,13 @@ class InProcess:
         self._events: deque[Event] = deque()
         self._has_events = threading.Condition()
         self._setup: NodeSetup
-        self._refusal = ""
+        self._refusals: list[str] = []
         self._published: list[Published] = []
         self._outcomes: dict[int, list[Future[Outcome]]] = {}  # by node
         self._losing: set[int] = set()  # nodes whose next outcome is lost
+
+    def reserve(self) -> None:
+        """See ``Transport``."""
 
     def start(self, setup: NodeSetup) -> None:
         """See ``Transport``."""
@@ -49,17 +52,19 @@ class InProcess:
         for number in range(self.n_expected):
             self.add(number)
 
-    def add(self, number: int, *, is_restart: bool = False) -> None:
+    def add(self, number: int) -> None:
         """Let a node join, or one that has left come back."""
         self.nodes[number] = node = Node(self._setup, f"node-{number}", number)
-        node.when_ready(partial(self._report, number, node, is_restart))
+        node.when_ready(partial(self._report, number, node))
 
-    def remove(self, number: int, *, when_done: bool = False) -> None:
+    def remove(self, number: int, *, when_done: bool = False, is_machine: bool = True) -> None:
         """Let a node leave as if its machine had died.
 
         Args:
             number: Its number.
             when_done: Wait until it has done what it was sent; else what was not received is lost.
+            is_machine: Whether the machine is gone; otherwise only its process, and ``add`` makes
+                its successor.
         """
         node = self.nodes[number]
         if when_done:
@@ -70,7 +75,10 @@ class InProcess:
         with self._has_events:
             received = [event for event in self._events if event.node != number or when_done]
             self._events = deque(received)
-        self._happened(Left(number, WorkerDiedError(f"{node.name} died", exitcode=None)))
+        error = WorkerDiedError(f"{node.name} died", exitcode=None)
+        self._happened(Left(number, error))
+        if not is_machine:
+            self._happened(Died(number, error))
 
     @property
     def n_published(self) -> int:
@@ -81,16 +89,15 @@ class InProcess:
         """Lose the next outcome of a node."""
         self._losing.add(number)
 
-    def refuse_next(self, why: str) -> None:
-        """Let the next node that joins fail to start."""
-        self._refusal = why
+    def refuse_next(self, why: str, times: int = 1) -> None:
+        """Let the next nodes that join, or try again, fail to start."""
+        self._refusals = [why] * times
 
-    def _report(self, number: int, node: Node, is_restart: bool) -> None:
-        why, self._refusal = self._refusal, ""
+    def _report(self, number: int, node: Node) -> None:
         try:
-            if why:
-                raise WorkerStartupError(why)
-            self._happened(Joined(number, node.report(), is_restart))
+            if self._refusals:
+                raise WorkerStartupError(self._refusals.pop())
+            self._happened(Joined(number, node.report()))
             self.ready.add(number)
         except RlpoolError as error:
             self._happened(Refused(number, error))
@@ -146,6 +153,11 @@ class InProcess:
     def end(self, node: int) -> None:
         """See ``Transport``."""
         self.remove(node)
+
+    def restart(self, node: int) -> None:
+        """See ``Transport``."""
+        self.nodes.pop(node).close()
+        self.add(node)
 
     def dismiss(self, node: int) -> None:
         """See ``Transport``."""

@@ -86,7 +86,8 @@ class Node:
         """What this node is doing, as far as shared memory shows."""
         looks = [workers.look() for workers in (*self._all(), *self._ended)]
         n_finished = {number: n for look in looks for number, n in look.n_finished.items()}
-        return Look(n_finished, sum(look.n_restarts for look in looks))
+        failures = [failure for look in looks for failure in look.failures]
+        return Look(n_finished, sum(look.n_restarts for look in looks), failures)
 
     def stacks(self) -> str:
         """What the workers are doing."""

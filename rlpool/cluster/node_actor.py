@@ -53,7 +53,8 @@ Said = tuple[list[bytes], int]
 """Lines of logs, and how many were dropped."""
 
 
-Begun = tuple[NodeReport, str, int]
+class NotBegunError(LookupError):
+    """This process knows no batcher: Ray has started it in place of one that died."""
 
 
 class NodeActor:
@@ -71,7 +72,7 @@ class NodeActor:
         self._records = _Records()
         logging.root.addHandler(self._records)
 
-    def begin(self, setup: NodeSetup, path: list[str], levels: Levels) -> Begun:
+    def begin(self, setup: NodeSetup, path: list[str], levels: Levels) -> tuple[NodeReport, str]:
         """Start the workers and wait until they are ready.
 
         Called again, which a caller does that could not reach this process for a while, it gives up
@@ -83,18 +84,18 @@ class NodeActor:
             levels: Levels of the caller's loggers.
 
         Returns:
-            What this node knows about itself, Ray's id of it, and that of this process.
+            What this node knows about itself, and Ray's id of it.
         """
         self._follow(levels)
         node_id = ray.get_runtime_context().get_node_id()
         if self._node is not None:
             self._node.cancel()
-            return self._node.report(), node_id, os.getpid()
+            return self._node.report(), node_id
         known = {*sys.path}
         sys.path += [part for part in path if part not in known and os.path.exists(part)]
         address_of: Any = ray.util.get_node_ip_address  # without annotations
         self._node = Node(setup, f"{address_of()} ({node_id[:6]})", self._number)
-        return self._node.report(), node_id, os.getpid()
+        return self._node.report(), node_id
 
     def run(self, shard: Shard) -> Outcome:
         """Run a shard."""
@@ -121,7 +122,7 @@ class NodeActor:
     @property
     def _begun(self) -> Node:
         if self._node is None:
-            raise LookupError("this process was not told to begin")
+            raise NotBegunError("this process was not told to begin")
         return self._node
 
     def _follow(self, levels: Levels) -> None:

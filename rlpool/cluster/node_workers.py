@@ -29,7 +29,7 @@ from rlpool.cluster.shards import (
     without_padding,
 )
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
-from rlpool.errors import RlpoolError, UsageError, WorkerError, described
+from rlpool.errors import RlpoolError, UsageError, WorkerDiedError, WorkerError, described
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.memory.sharing import Parcel, Shared
 from rlpool.record.failures import text_of
@@ -109,6 +109,7 @@ class NodeWorkers:
         self._policies: dict[int, Policy] = {0: Policy()}
         self._tapes: WindowTapes | None = None
         self._last_window = 0  # number of its shard
+        self._n_told = 0  # failures of workers that the caller knows
         self._dispatcher: Dispatcher
         self._report: Future[NodeReport] = Future()
         self._thread = threading.Thread(target=self._serve, name="rlpool-node", daemon=True)
@@ -151,7 +152,11 @@ class NodeWorkers:
         n_finished = {}
         for run in list(self._runs):
             n_finished[run.shard.number] = self._dispatcher.n_finished(run.request)
-        return Look(n_finished, self._dispatcher.n_restarts if self._is_ready else 0)
+        if not self._is_ready:
+            return Look(n_finished, 0)
+        failures = self._dispatcher.worker_failures
+        told, self._n_told = self._n_told, len(failures)
+        return Look(n_finished, self._dispatcher.n_restarts, self._named(failures[told:]))
 
     def stacks(self) -> str:
         """What the workers are doing."""
@@ -235,8 +240,10 @@ class NodeWorkers:
 
     def _layout(self, specs: StepSpecs) -> Layout:
         setup = self._setup
-        kind = EpisodeBatcher if setup.n_slots else Batcher
-        return kind.layout(setup.n_timesteps, setup.n_slots, setup.n_workers, specs)
+        if setup.n_slots is None:
+            return Batcher.layout(setup.n_timesteps, None, setup.n_workers, specs)
+        n_slots = max(setup.n_slots, setup.least_rows(specs.n_lanes))
+        return EpisodeBatcher.layout(setup.n_timesteps, n_slots, setup.n_workers, specs)
 
     def _carry_out(self, call: _Run | set[int] | None) -> None:
         if isinstance(call, _Run):
@@ -321,7 +328,7 @@ class NodeWorkers:
             try:
                 if dispatcher.wait(blocking=False) is None:
                     return
-                outcome = Outcome(run.request.rows)
+                outcome = Outcome(self._rows_of(run))
             except RlpoolError as error:
                 told = self._told(error, run.shard)
                 outcome = Outcome(None, told, dispatcher.fatal is not None)
@@ -329,6 +336,15 @@ class NodeWorkers:
             if dispatcher.pending:  # unless it was closed
                 dispatcher.pending.popleft()
             run.future.set_result(outcome)
+
+    def _rows_of(self, run: _Run) -> Rows | None:
+        """The rows of a shard, with the failures of episodes that were given up."""
+        rows, failures = run.request.rows, {}
+        for failure in run.request.failures.values():
+            told = self._told(failure, run.shard)
+            if isinstance(told, WorkerError):
+                failures[told.where.episode or 0] = told
+        return replace(rows, failures=failures) if rows is not None and failures else rows
 
     def _told(self, error: BaseException, shard: Shard | None = None) -> RlpoolError:
         """The error as the caller knows its places: with this node, and the request's episode."""
@@ -342,4 +358,10 @@ class NodeWorkers:
             first = shard.start if isinstance(shard, EpisodeShard) else shard.first_lane
             where = where._replace(episode=where.episode + first)
         capsule = error.capsule and replace(error.capsule, where=where)
+        if isinstance(error, WorkerDiedError):
+            error = error.reworded(history=self._named(error.history))
         return error.reworded(where=where, capsule=capsule)
+
+    def _named(self, failures: Sequence[WorkerError]) -> tuple[WorkerError, ...]:
+        """The failures, with this node."""
+        return tuple(f.reworded(where=f.where._replace(node=self._name)) for f in failures)

@@ -1,8 +1,8 @@
 """Nodes of a Ray cluster: one actor on each, results through Ray's object store.
 
-An actor that ends is started again by Ray, on its node or on another one that has room, and knows
-nothing of what it was sent before. The caller owns every object: it goes when the caller has copied
-it, or is gone itself.
+A process that ends is started again, by Ray or here, on its node or on another one that has room,
+and knows nothing of what the one before was sent. The caller owns every object: it goes when the
+caller has copied it, or is gone itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpool.cluster.shards import NodeSetup, Outcome, Published, Shard
-from rlpool.cluster.transport import Event, Finished, Joined, Left, Looked, Lost, Refused
+from rlpool.cluster.transport import Died, Event, Finished, Joined, Left, Looked, Lost, Refused
 from rlpool.errors import (
     RlpoolError,
     SpecError,
@@ -31,8 +31,16 @@ from rlpool.workers.logs import current_levels, decode
 
 try:
     import ray
+    from ray._private.state import actors as table_of_actors
     from ray._private.state import available_resources_per_node
-    from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
+    from ray.exceptions import (
+        ActorDiedError,
+        OutOfMemoryError,
+        RayActorError,
+        RayError,
+        RayTaskError,
+        RuntimeEnvSetupError,
+    )
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import (
         NodeAffinitySchedulingStrategy,
@@ -43,7 +51,7 @@ except ImportError as error:
         'rlpool.cluster needs Ray, which is not installed\n  fix:   pip install "rlpool[ray]"'
     ) from error
 
-from rlpool.cluster.node_actor import N_CALLS, NodeActor, Said
+from rlpool.cluster.node_actor import N_CALLS, NodeActor, NotBegunError, Said
 
 _LOG = logging.getLogger("rlpool")
 
@@ -82,7 +90,7 @@ class _Actor:
         home: Id of the node that it was made for; empty if Ray chooses one.
         strategy: Where Ray may run it.
         node_id: Id of the node that it was last seen on.
-        pid: Its process there.
+        n_deaths: How often its process has died, as far as Ray was asked.
         is_up: Whether it has joined and not left.
         retry_s: When to ask next whether it is there, if nobody has been asked.
         is_asked: Whether ``look`` was not answered yet.
@@ -93,7 +101,7 @@ class _Actor:
     home: str = ""
     name: str = ""
     node_id: str = ""
-    pid: int = 0
+    n_deaths: int = 0
     is_up: bool = False
     retry_s: float | None = None
     is_asked: bool = False
@@ -106,15 +114,13 @@ class RayTransport:
         n_nodes: How many nodes to use, ``None`` for all that there are, also later.
         n_threads: Workers, and processors, per node.
 
-    Raises:
-        SpecError: If the cluster does not have so many nodes with so many free processors.
     """
 
     def __init__(self, n_nodes: int | None, n_threads: int) -> None:
         if not ray.is_initialized():
             ray.init()
         self._worker_id: str = ray.get_runtime_context().get_worker_id()
-        self._uses_all = n_nodes is None
+        self._n_nodes = n_nodes
         self._n_cpus = n_threads
         self._actors: dict[int, _Actor] = {}
         self._calls: dict[Any, tuple[str, int, int]] = {}  # reference: call, node, shard
@@ -124,10 +130,9 @@ class RayTransport:
         self._next_look_s = 0.0
         self._n_made = 0
         self._setup_ref: Any = None
-        self._group = self._reserve(n_nodes)
-        self.n_expected = len(self._group.bundle_specs)
-        stores = [node["Resources"].get("object_store_memory", 0.0) for node in self._nodes()]
-        self.store_bytes: int | None = int(min(filter(None, stores), default=0)) or None
+        self._group: Any = None
+        self.n_expected = 0
+        self.store_bytes: int | None = None
 
     # Nodes --------------------------------------------------------------------------------------
 
@@ -135,8 +140,18 @@ class RayTransport:
         """The nodes that are alive and have enough processors."""
         return [node for node in _all_nodes() if node["Resources"].get("CPU", 0) >= self._n_cpus]
 
-    def _reserve(self, n_nodes: int | None) -> Any:
-        """Reserve processors, each bundle on a node of its own."""
+    def reserve(self) -> None:
+        """See ``Transport``.
+
+        Raises:
+            SpecError: If the cluster does not have so many nodes with so many free processors.
+        """
+        self.n_expected = len(self._reserved(self._n_nodes).bundle_specs)
+        stores = [node["Resources"].get("object_store_memory", 0.0) for node in self._nodes()]
+        self.store_bytes = int(min(filter(None, stores), default=0)) or None
+
+    def _reserved(self, n_nodes: int | None) -> Any:
+        """A placement group, each bundle on a node of its own."""
         if n_nodes is not None:
             # Processors that are in use may become free; nodes that are not there seldom appear.
             patience_s = _ROOM_S if len(self._nodes()) >= n_nodes else _FEWER_S
@@ -171,21 +186,25 @@ class RayTransport:
 
     def _group_of(self, n_nodes: int, patience_s: float) -> Any:
         """A placement group, ``None`` if there is no room for it."""
-        group = placement_group([{"CPU": self._n_cpus}] * n_nodes, strategy="STRICT_SPREAD")
-        try:
-            if group.wait(min(patience_s, _ROOM_HINT_S)):
+        with InterruptsHeld():
+            group = placement_group([{"CPU": self._n_cpus}] * n_nodes, strategy="STRICT_SPREAD")
+            self._group = group
+        if group.wait(min(patience_s, _ROOM_HINT_S)):
+            return group
+        if patience_s > _ROOM_HINT_S:
+            _LOG.warning("waiting for %d nodes with %d free processors each", n_nodes, self._n_cpus)
+            if group.wait(patience_s - _ROOM_HINT_S):
                 return group
-            if patience_s > _ROOM_HINT_S:
-                _LOG.warning(
-                    "waiting for %d nodes with %d free processors each", n_nodes, self._n_cpus
-                )
-                if group.wait(patience_s - _ROOM_HINT_S):
-                    return group
-        except BaseException:
-            remove_placement_group(group)
-            raise
-        remove_placement_group(group)
+        with InterruptsHeld():
+            self._release()
         return None
+
+    def _release(self) -> None:
+        """Give back what is reserved."""
+        if self._group is not None:
+            with suppress(RayError):
+                remove_placement_group(self._group)
+            self._group = None
 
     def start(self, setup: NodeSetup) -> None:
         """See ``Transport``."""
@@ -199,13 +218,25 @@ class RayTransport:
     def _make(self, strategy: Any, home: str = "") -> None:
         """Make an actor; it says when it is ready."""
         number, self._n_made = self._n_made, self._n_made + 1
-        self._actors[number] = _Actor(self._handle(number, strategy), strategy, home)
+        handle = self._handle(number, strategy, -1 if self._restarts else 0)
+        self._actors[number] = _Actor(handle, strategy, home)
         self._begin(number)
 
-    def _handle(self, number: int, strategy: Any) -> Any:
+    def _renew(self, number: int) -> None:
+        """Make another actor in the place of one that is of no use."""
+        actor = self._actors[number]
+        self._drop_calls(number)
+        with suppress(RayError):
+            ray.kill(actor.handle)
+        # Of one that it restarts, Ray does not say why it died, and it may die again.
+        actor.handle = self._handle(number, actor.strategy, 0)
+        actor.is_up, actor.is_asked, actor.n_deaths = False, False, 0
+        actor.retry_s = time.monotonic() + _RETRY_S
+
+    def _handle(self, number: int, strategy: Any, max_restarts: int) -> Any:
         options = {
             "num_cpus": self._n_cpus,
-            "max_restarts": -1 if self._restarts else 0,
+            "max_restarts": max_restarts,
             "max_task_retries": 0,
             "max_concurrency": N_CALLS,
             "scheduling_strategy": strategy,
@@ -223,7 +254,7 @@ class RayTransport:
             if actor.retry_s is not None and now_s >= actor.retry_s:
                 actor.retry_s = None
                 self._begin(number)
-        if not self._uses_all or now_s < self._next_look_s:
+        if self._n_nodes is not None or now_s < self._next_look_s:
             return
         self._next_look_s = now_s + _LOOK_FOR_NODES_S
         there = {node["NodeID"] for node in self._nodes()}
@@ -328,12 +359,18 @@ class RayTransport:
         except RayTaskError as error:
             self._note_raised(error, method, number, shard)
             return
-        except RayActorError as error:
+        except (RayActorError, OutOfMemoryError) as error:
             self._leave(number, error)
+            return
+        except RuntimeEnvSetupError as error:
+            self._refuse(number, error)
             return
         except RayError as error:  # an object is lost
             if method == "run":
                 self._events.append(Lost(number, shard, _first_line(error)))
+            elif method == "begin":
+                self._leave(number, error)
+            actor.is_asked = actor.is_asked and method != "look"
             return
         if method == "run":
             self._events.append(Finished(number, shard, value))
@@ -343,14 +380,16 @@ class RayTransport:
             self._hear(actor, said)
             self._events.append(Looked(number, look))
         elif method == "begin":
-            report, node_id, pid = value
-            is_restart = actor.node_id == node_id and actor.pid != pid
-            actor.name, actor.node_id, actor.pid, actor.is_up = report.name, node_id, pid, True
-            self._events.append(Joined(number, report, is_restart))
+            self._count_deaths(number, WorkerError("its process died"))
+            actor.name, (report, actor.node_id), actor.is_up = value[0].name, value, True
+            self._events.append(Joined(number, report))
 
     def _note_raised(self, error: RayTaskError, method: str, number: int, shard: int) -> None:
         """A method of an actor has raised."""
         cause = error.cause
+        if isinstance(cause, NotBegunError):
+            self._leave(number, cause)
+            return
         if method == "run" and isinstance(cause, RayError | MemoryError):
             self._events.append(Lost(number, shard, _first_line(cause)))
             return
@@ -361,29 +400,59 @@ class RayTransport:
         else:
             self._events.append(Refused(number, cause))
 
-    def _leave(self, number: int, error: RayError) -> None:
-        """An actor is gone; Ray starts it again if it may."""
+    def _leave(self, number: int, error: Exception) -> None:
+        """An actor is gone, or a process that knows nothing is in its place."""
         actor = self._actors[number]
         was_up, actor.is_up, actor.is_asked = actor.is_up, False, False
         self._drop_calls(number)
-        has_died = isinstance(error, ActorDiedError) and not was_up
-        if has_died and (getattr(error, "actor_init_failed", False) or not self._restarts):
-            what = "a node's process could not be created"
-            fix = "install rlpool and what it needs on every machine, or send it (runtime_env)"
-            refused = WorkerStartupError(what, fix=fix, traceback_text=str(error))
-            self._events.append(Refused(number, refused))
+        has_died = isinstance(error, ActorDiedError | OutOfMemoryError)
+        if getattr(error, "actor_init_failed", False) or (has_died and not self._restarts):
+            self._refuse(number, error)
             return
-        actor.retry_s = time.monotonic() + _RETRY_S
-        if isinstance(error, ActorDiedError) and self._restarts:
-            actor.handle = self._handle(number, actor.strategy)  # Ray starts the old one no more
+        what = f"node {actor.name} is gone" if was_up else "the process of a node died in its start"
+        failure = WorkerDiedError(
+            f"{what} ({type(error).__name__})",
+            exitcode=None,
+            where=Where(node=actor.name or None),
+            fix="look at the log of its machine (ray logs)",
+            traceback_text=str(error),
+        )
         if was_up:
-            what = f"node {actor.name} is gone ({type(error).__name__})"
-            where, fix = Where(node=actor.name), "look at the log of its machine (ray logs)"
-            self._events.append(
-                Left(number, WorkerDiedError(what, exitcode=None, where=where, fix=fix))
-            )
+            self._events.append(Left(number, failure))
+        n_deaths = self._count_deaths(number, failure, has_died)
+        if has_died or (n_deaths and not was_up):
+            self._renew(number)
+        actor.retry_s = time.monotonic() + _RETRY_S
+
+    def _refuse(self, number: int, error: Exception) -> None:
+        """Say that the process of an actor cannot be created."""
+        what = f"a node's process could not be created ({_first_line(error)})"
+        fix = "install rlpool and what it needs on every machine, or send it (runtime_env)"
+        refused = WorkerStartupError(what, fix=fix, traceback_text=str(error))
+        self._events.append(Refused(number, refused))
+
+    def _count_deaths(self, number: int, failure: WorkerError, has_died: bool = False) -> int:
+        """Tell how often the process of an actor has died since the last time; returns it.
+
+        Args:
+            number: Its number.
+            failure: Why, as far as is known.
+            has_died: Whether it did, and Ray does not restart it.
+        """
+        actor = self._actors[number]
+        info: Any = table_of_actors(actor.handle._actor_id.hex())
+        n_before, actor.n_deaths = actor.n_deaths, int(info.get("NumRestarts", 0)) + has_died
+        n_deaths = actor.n_deaths - n_before
+        home = actor.node_id or actor.home
+        if not home or home in {node["NodeID"] for node in _all_nodes()}:  # not with its machine
+            self._events.extend([Died(number, failure)] * n_deaths)
+        return n_deaths
 
     # The rest -----------------------------------------------------------------------------------
+
+    def restart(self, node: int) -> None:
+        """See ``Transport``."""
+        self._renew(node)
 
     def dismiss(self, node: int) -> None:
         """See ``Transport``."""
@@ -430,21 +499,24 @@ class RayTransport:
 
     def close(self) -> None:
         """See ``Transport``."""
-        actors, self._actors = self._actors, {}
-        self._calls.clear()
         if not self._is_connected:
             return  # everything has ended with it
-        with suppress(RayError):
-            last = {a.handle.close.remote(): a for a in actors.values() if a.is_up}
+        try:
+            last = {a.handle.close.remote(): a for a in self._actors.values() if a.is_up}
             ready = ray.wait(list(last), num_returns=len(last), timeout=_CLOSE_S)[0] if last else []
             for reference in ready:
                 with suppress(RayError):
                     self._hear(last[reference], ray.get(reference))
-        for actor in actors.values():
-            with suppress(RayError):
-                ray.kill(actor.handle)
-        with suppress(RayError):
-            remove_placement_group(self._group)
+        except RayError:
+            pass  # of actors that have died
+        finally:
+            with InterruptsHeld():
+                for actor in self._actors.values():
+                    with suppress(RayError):
+                        ray.kill(actor.handle)
+                self._release()
+                self._actors.clear()
+                self._calls.clear()
         self.deliver_logs()
 
 

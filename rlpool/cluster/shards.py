@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlpool.batch.messages import Infos
-from rlpool.errors import RlpoolError
+from rlpool.errors import RlpoolError, WorkerError
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape
 from rlpool.slots.blocks import Layout, StepSpecs, flat
@@ -29,7 +29,8 @@ class NodeSetup:
         n_workers: Workers of a node.
         root: Root of all seeds.
         n_timesteps: Steps per slot.
-        n_slots: Slots of a node; ``None`` for windows, which take one per lane.
+        n_slots: Slots of a node, at least one for each of ``least_rows``; ``None`` for windows,
+            which take one per lane.
         policy: What happens to workers that fail.
         timeout_s: Seconds without progress after which a worker counts as hanging.
     """
@@ -41,6 +42,16 @@ class NodeSetup:
     n_slots: int | None
     policy: FailurePolicy
     timeout_s: float | None
+
+    def least_rows(self, n_lanes: int) -> int:
+        """Episodes that keep all lanes of a node busy, half of them if it has several workers.
+
+        With two shards at once, these are all its lanes.
+
+        Args:
+            n_lanes: Lanes of each worker.
+        """
+        return n_lanes * max(1, self.n_workers // 2)
 
 
 class PolicyAt(NamedTuple):
@@ -146,10 +157,12 @@ class Look:
     Attributes:
         n_finished: By number of the shard, how many of its episodes are finished.
         n_restarts: Workers that were replaced because they failed.
+        failures: Why, of those since the last look.
     """
 
     n_finished: Mapping[int, int]
     n_restarts: int
+    failures: Sequence[WorkerError] = ()
 
 
 @dataclass(frozen=True)
@@ -164,6 +177,7 @@ class Rows:
         starts: int64 ``[B]``, 1 where a row's first step starts an episode.
         is_reproducible: See ``Request``, as far as this node knows.
         lanes_left: Of a window: the lanes that go on, to their ``steps_before``, see ``Layout``.
+        failures: Number of an episode, or lane, in the request to why it was given up.
     """
 
     step: StepSpecs
@@ -173,6 +187,7 @@ class Rows:
     starts: Array
     is_reproducible: bool = True
     lanes_left: dict[int, int] = field(default_factory=dict)
+    failures: dict[int, WorkerError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

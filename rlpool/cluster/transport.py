@@ -1,7 +1,7 @@
 """What a caller needs of the machinery that connects it with its nodes.
 
-Nodes are numbered in the order in which they are found. A transport starts a node again if it ends
-and can be started again, and finds further ones; the caller is told with events.
+Nodes are numbered in the order in which they are found. A transport finds further ones, and starts
+a node's process again if it ends; the caller is told with events, and says when it is enough.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlpool.cluster.shards import Look, NodeReport, NodeSetup, Outcome, Published, Shard
-from rlpool.errors import RlpoolError
+from rlpool.errors import RlpoolError, WorkerError
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,10 @@ class Joined:
     Attributes:
         node: Its number.
         report: What it knows about itself.
-        is_restart: Whether its process ended although its machine went on.
     """
 
     node: int
     report: NodeReport
-    is_restart: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,12 +32,20 @@ class Left:
     """A node is gone, and what it was sent is lost; it may join again."""
 
     node: int
-    error: RlpoolError
+    error: WorkerError
+
+
+@dataclass(frozen=True)
+class Died:
+    """The process of a node has ended although its machine goes on; another one is started."""
+
+    node: int
+    error: WorkerError
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A node could not start its workers."""
+    """A node could not start its workers, and waits for ``restart`` or ``dismiss``."""
 
     node: int
     error: RlpoolError
@@ -71,7 +77,7 @@ class Looked:
     look: Look
 
 
-Event = Joined | Left | Refused | Finished | Lost | Looked
+Event = Joined | Left | Died | Refused | Finished | Lost | Looked
 
 
 class Transport(Protocol):
@@ -79,11 +85,14 @@ class Transport(Protocol):
 
     Attributes:
         store_bytes: How much may be on the way from one node, ``None`` for any amount.
-        n_expected: Nodes that are, or will be, there.
+        n_expected: Nodes that are, or will be, there, once they are reserved.
     """
 
     store_bytes: int | None
     n_expected: int
+
+    def reserve(self) -> None:
+        """Find the nodes, and see that nobody else uses them until ``close``."""
 
     def start(self, setup: NodeSetup) -> None:
         """Start the nodes; returns before they are ready."""
@@ -109,6 +118,9 @@ class Transport(Protocol):
     def end(self, node: int) -> None:
         """End a node that does not answer; ``Left`` follows."""
 
+    def restart(self, node: int) -> None:
+        """Start a node's process and workers anew; ``Joined``, ``Died`` or ``Refused`` follows."""
+
     def dismiss(self, node: int) -> None:
         """End a node for good; nothing follows."""
 
@@ -119,7 +131,7 @@ class Transport(Protocol):
         """Hand what nodes have logged to the loggers of this process."""
 
     def close(self) -> None:
-        """End all nodes."""
+        """End all nodes. May be repeated, and does not need to be if it was interrupted."""
 
 
 TransportMaker = Callable[[], Transport]

@@ -187,6 +187,11 @@ class Restarts:
         self._was_any_ready = False
         self._has_failed_starts = False  # in any record
 
+    @property
+    def failures(self) -> tuple[WorkerError, ...]:
+        """All failures so far, of the last ones only if they are very many."""
+        return tuple(self._history)
+
     def __str__(self) -> str:
         most = self._max_restarts
         return f"{self.n_restarts}" if most is None else f"{self.n_restarts} of {most}"
@@ -259,5 +264,5 @@ class Restarts:
             where=failure.where,
             fix=fix + advice,
             traceback_text=failure.traceback_text,
-            history=tuple(self._history),
+            history=self.failures,
         )

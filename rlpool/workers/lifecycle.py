@@ -225,6 +225,11 @@ class Workers:
         return self._restarts.n_restarts
 
     @property
+    def failures(self) -> tuple[WorkerError, ...]:
+        """Why workers were replaced, the latest last."""
+        return self._restarts.failures
+
+    @property
     def is_repeatable(self) -> bool:
         """Whether what was sent may have to be sent again."""
         return self._policy.may_restart

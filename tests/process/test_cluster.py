@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -25,6 +26,8 @@ from rlpool import (
 )
 from rlpool.cluster import node_workers
 from rlpool.cluster.batchers import ClusterEpisodeBatcher
+from rlpool.cluster.dispatch import ClusterDispatcher
+from rlpool.cluster.fingerprint import fingerprint
 from rlpool.cluster.in_process import InProcess
 from rlpool.cluster.transport import Finished
 from rlpool.workers.failure_policy import FailurePolicy
@@ -174,6 +177,38 @@ def test_no_more_is_in_flight_than_slots_and_two_shards_per_node() -> None:
     assert sum(sizes) == 200
 
 
+def test_small_requests_are_divided_into_few_shards() -> None:
+    transport = InProcess(2)
+    with make(transport, n_slots=48) as batcher:
+        batcher.execute(48)
+        batcher.get()
+    sizes = [shard.n_rows for _, shard in transport.sent]
+    assert sum(sizes) == 48
+    assert min(sizes[:-1]) >= 6  # two episodes for each lane of a node
+    assert max(sizes) <= 12
+
+
+def test_a_node_has_a_slot_for_every_episode_of_the_smallest_shard() -> None:
+    transport = InProcess(2)
+    with make(transport, n_slots=2) as batcher:
+        batcher.execute(6)
+        batcher.get()
+        for node in transport.nodes.values():
+            assert node._first._dispatcher._blocks.layout.n_slots == 3  # it had one
+    assert [shard.n_rows for _, shard in transport.sent] == [3, 3]
+
+
+def test_the_first_shards_fit_into_the_object_store() -> None:
+    transport = InProcess(2, store_bytes=40_000)
+    with make(transport, n_slots=400) as batcher:
+        batcher.execute(400)
+        batcher.get()
+        layout = batcher._dispatcher._blocks.layout  # type: ignore[union-attr]
+    most = int(40_000 / 8 / (sum(layout.bytes_of_key().values()) / layout.n_slots))
+    assert [shard.n_rows for _, shard in transport.sent[:2]] == [most // 3 * 3] * 2
+    assert 3 < most < 50  # a share of the slots would be 100
+
+
 def test_parameters_are_published_once_however_many_nodes_and_only_when_used() -> None:
     transport = InProcess(2)
     with make(transport) as batcher:
@@ -261,6 +296,106 @@ def test_workers_that_die_are_counted_over_all_nodes(tmp_path: Path) -> None:
         with pytest.raises(WorkerDiedError):
             batcher.execute(1)
     assert caught.value.where.node is not None
+    assert [failure.where.node for failure in caught.value.history] == [caught.value.where.node] * 3
+
+
+def test_the_processes_of_nodes_that_die_are_counted_and_named() -> None:
+    transport = InProcess(2)
+    with make(transport, max_restarts=2) as batcher:
+        for number in (0, 1):
+            transport.remove(number, is_machine=False)
+            transport.add(number)
+            batcher.execute(6)
+            assert batcher.get().n_elems() == 6
+        transport.remove(0, is_machine=False)
+        batcher.execute(6)
+        with pytest.raises(WorkerDiedError, match="node-0 died after 2 restarts") as caught:
+            batcher.get()
+    history = [failure.what for failure in caught.value.history]
+    assert history == ["node-0 died", "node-1 died", "node-0 died"]
+
+
+def test_machines_that_leave_are_not_counted() -> None:
+    transport = InProcess(2)
+    with make(transport, max_restarts=0) as batcher:
+        for _ in range(3):
+            transport.remove(0)
+            transport.add(0)
+            batcher.execute(6)
+            assert batcher.get().n_elems() == 6
+
+
+def test_a_node_whose_workers_cannot_be_started_again_is_tried_again() -> None:
+    transport = InProcess(2)
+
+    def disturb(number: int) -> None:
+        if number == 0:
+            transport.remove(0, is_machine=False)
+            transport.refuse_next("no memory")
+            transport.add(0)
+        elif number == 2:  # it has to do everything alone
+            wait_until(lambda: 0 in transport.ready)
+            transport.remove(1)
+
+    assert_all_equal(collect(make(transport), disturb), alone())
+
+
+@pytest.mark.parametrize("n_nodes", [1, 2])
+def test_a_node_that_cannot_be_started_again_is_given_up_with_its_history(
+    n_nodes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport = InProcess(n_nodes)
+    with make(transport) as batcher:
+        transport.remove(0, is_machine=False)
+        transport.refuse_next("no memory", times=9)
+        transport.add(0)
+        batcher.execute(10)
+        if n_nodes == 2:
+            wait_until(lambda: batcher.progress and "3 times before it was ready" in caplog.text)
+            assert batcher.get().n_elems() == 10
+            return
+        with pytest.raises(WorkerDiedError, match="no memory, and is given up") as caught:
+            batcher.get()  # and does not wait for timeout
+    history = [failure.what for failure in caught.value.history]
+    assert history == ["node-0 died", "no memory", "no memory"]
+
+
+def create_broken(seed: int, marks: str, **arguments: Any) -> Any:
+    """Fails as often as there are marks of it."""
+    for mark in Path(marks).glob("broken*"):
+        mark.unlink()
+        raise OSError("no such device")
+    return create_fragile(seed, marks=marks, **arguments)
+
+
+def test_a_node_whose_workers_are_given_up_is_started_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport = InProcess(2)
+    arguments = {"n_lanes": 3, "kind": FragileEnv, "marks": str(tmp_path)}
+    with make(transport, create_env=create_broken, env_args=arguments) as batcher:
+        batcher.execute(6)
+        batcher.get()
+        for number in range(4):
+            (tmp_path / f"broken{number}").touch()
+        batcher.execute(20, None, faults_at(20, 7, "sigkill", 1, length=3))
+        assert batcher.get().n_elems() == 20
+        batcher.execute(6)
+        wait_until(lambda: batcher.progress and len(batcher._dispatcher._nodes) == 2, 20.0)  # type: ignore[union-attr]
+        assert "no such device" in caplog.text
+
+
+def test_an_episode_that_is_given_up_on_a_node_is_told(tmp_path: Path) -> None:
+    arguments = {"n_lanes": 3, "marks": str(tmp_path), "times": 99}
+    with make(InProcess(2), env_args=arguments, on_env_error="truncate") as batcher:
+        for hit in (7, 0, 19):
+            batcher.execute(20, None, faults_at(20, hit, "raise", 1, length=3))
+            result = batcher.get()
+            assert result.info["failed"].nonzero().flatten().tolist() == [hit]
+            assert result.lengths.tolist() == [2 if row == hit else 3 for row in range(20)]
+            (failure,) = batcher.failures
+            assert failure.where.episode == hit
+            assert failure.where.node is not None
 
 
 def test_a_lost_node_is_an_error_if_nothing_is_to_be_restarted() -> None:
@@ -297,6 +432,79 @@ def test_nodes_with_other_processors_are_told(
         batcher.execute(4)
         batcher.get()
     assert "may compute different bits: torch's CPU capability: 0 and 1" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["rlpool", "torch", "Python"])
+@pytest.mark.parametrize("require", [False, True])
+def test_nodes_with_other_versions_than_the_caller_are_told(
+    name: str, require: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = {**fingerprint(), name: "0.1"}
+    monkeypatch.setattr(node_workers, "fingerprint", lambda: theirs)
+    expected = f"the calling process and node-0 may compute different bits: {name}: .* and 0.1"
+    if require:
+        with pytest.raises(SpecError, match=expected):
+            make(InProcess(1), require_same_bits=True)
+    else:
+        with make(InProcess(1)):
+            assert re.search(expected, caplog.text)
+
+
+def test_simulators_that_only_nodes_have_are_no_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    theirs = {**fingerprint(), "some-simulator": "1.0"}
+    monkeypatch.setattr(node_workers, "fingerprint", lambda: theirs)
+    make(InProcess(2), require_same_bits=True).close()
+
+
+@pytest.mark.parametrize("where", ["reserve", "start", "wait"])
+def test_nodes_end_with_a_constructor_that_is_interrupted(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = InProcess(2)
+    interrupt_at(transport, where, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        make(transport)
+    assert not transport.nodes
+
+
+def test_nodes_end_with_a_constructor_that_is_interrupted_when_they_are_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transport = InProcess(2)
+
+    def interrupted(_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    # The constructor looks at it last.
+    control = property(interrupted, lambda *_: None)
+    monkeypatch.setattr(ClusterDispatcher, "control", control, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        make(transport)
+    assert not transport.nodes
+
+
+def interrupt_at(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the first use of an attribute be interrupted."""
+
+    def interrupted(*_: Any) -> Any:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupted, raising=False)
+
+
+def test_a_close_that_is_interrupted_does_the_rest_when_it_is_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transport = InProcess(2)
+    batcher = make(transport)
+    interrupt_at(transport, "close", monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        batcher.close()
+    batcher.close()
+    assert not transport.nodes
 
 
 def test_progress_counts_up_and_a_get_that_does_not_block_waits_for_all() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import random
@@ -22,7 +23,14 @@ from process import test_cluster_windows as windows
 from process.test_cluster import alone, collect
 from process.watching import assert_all_equal, wait_until
 
-from rlpool import EnvError, EpisodeBatcher, GymEnv, SpecError, WorkerStartupError
+from rlpool import (
+    EnvError,
+    EpisodeBatcher,
+    GymEnv,
+    SpecError,
+    WorkerDiedError,
+    WorkerStartupError,
+)
 from rlpool.cluster import RayBatcher, RayEpisodeBatcher
 from rlpool.errors import RemoteTraceback
 
@@ -33,6 +41,7 @@ from support.fragile import FragileEnv, RecurrentAgent, create_fragile
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'rlpool[ray]'")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
+placement_groups = pytest.importorskip("ray.util.placement_group")
 ray_transport = pytest.importorskip("rlpool.cluster.ray_transport")
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(200), pytest.mark.promise("I2")]
@@ -137,6 +146,85 @@ def test_windows_of_killed_nodes_go_on_with_the_same_bits(kind: str) -> None:
     assert_all_equal(windows.collect(batcher, kind, disturb), windows.alone(kind))
 
 
+def node_pids() -> set[int]:
+    """The processes that own the workers of nodes; none while it is about to start."""
+    return {p.pid for p in our_processes() if p.name().startswith("ray::NodeActor")}
+
+
+def replace_a_process() -> None:
+    """Kill the process of a node, and wait until Ray has started another one."""
+    before = node_pids()
+    psutil.Process(min(before)).kill()
+    wait_until(lambda: len(node_pids() - before) == 1, 20.0)
+
+
+def test_a_process_that_dies_while_the_caller_learns_is_replaced() -> None:
+    arguments = RecurrentAgent, {}, create_fragile, {"n_lanes": 3}, 0, 5
+    got, expected = [], []
+    with make() as batcher, EpisodeBatcher(4, 30, *arguments) as local:
+        for number in range(2):
+            if number:  # and no call is in flight
+                replace_a_process()
+            for each, results in ((batcher, got), (local, expected)):
+                each.execute(25)
+                results.append(each.get())
+    assert_all_equal(got, expected)
+
+
+def test_processes_of_nodes_that_die_are_the_history_of_the_error() -> None:
+    with make(n_nodes=1, max_restarts=1) as batcher:
+        for _ in range(2):
+            batcher.execute(4)
+            batcher.get()
+            kill_one("ray::NodeActor")
+        batcher.execute(4)
+        with pytest.raises(WorkerDiedError, match="after 1 restarts in all") as caught:
+            batcher.get()
+    assert [failure.where.node for failure in caught.value.history] == [caught.value.where.node] * 2
+
+
+def create_deadly(seed: int) -> GymEnv:
+    """Ends the process of its node, as Ray does if memory is short."""
+    for process in psutil.Process().parents():
+        if process.name().startswith("ray::NodeActor"):
+            process.kill()
+    return create_fragile(seed)
+
+
+def test_processes_of_nodes_that_die_in_their_start_are_an_error_that_says_why() -> None:
+    begin_s = time.monotonic()
+    with pytest.raises(WorkerDiedError, match="3 times before it was ready") as caught:
+        make(n_nodes=1, create_env=create_deadly, env_args={})
+    assert time.monotonic() - begin_s < 60.0
+    assert len(caught.value.history) == 3
+    assert "worker process has died" in str(caught.value.__cause__)  # what Ray says
+
+
+STARTER = """
+import sys
+import ray
+from process.test_ray_cluster import make
+
+if __name__ == "__main__":
+    ray.init(address=sys.argv[1], log_to_driver=False, runtime_env={"working_dir": "s3://no/no.zip"})
+    try:
+        make()
+    except Exception as error:
+        print(type(error).__name__, error, error.__cause__)
+"""
+
+
+def test_a_runtime_env_that_cannot_be_set_up_is_an_error_at_once(
+    cluster: Any, tmp_path: Path
+) -> None:
+    begin_s = time.monotonic()
+    said = run_script(STARTER, cluster, tmp_path).communicate(timeout=100.0)[0].decode()
+    assert time.monotonic() - begin_s < 50.0
+    assert said.startswith("WorkerStartupError a node's process could not be created")
+    assert "RuntimeEnvSetupError" in said
+    assert "ModuleNotFoundError: No module named 'boto3'" in said
+
+
 def references() -> int:
     """Objects of Ray that this process refers to."""
     return len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
@@ -201,6 +289,48 @@ def test_what_the_cluster_cannot_give_is_an_error() -> None:
     wait_until(lambda: ray.available_resources().get("CPU") == 4.0, 10.0)
 
 
+def interrupt_at(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, n_before: int = 0) -> None:
+    """Let a call be interrupted."""
+    original, numbers = getattr(owner, name), itertools.count()
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        if next(numbers) == n_before:
+            raise KeyboardInterrupt
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "n_before"),
+    [
+        (placement_groups.PlacementGroup, "wait", 0),
+        (ray_transport, "_all_nodes", 1),  # to see how large their stores are
+        (ray_transport.RayTransport, "start", 0),
+        (ray_transport.RayTransport, "wait", 2),
+    ],
+)
+def test_a_constructor_that_is_interrupted_gives_the_processors_back(
+    owner: Any, name: str, n_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_at(owner, name, monkeypatch, n_before)
+    with pytest.raises(KeyboardInterrupt):
+        make()
+    wait_until(lambda: ray.available_resources().get("CPU") == 4.0, 10.0)
+
+
+def test_a_close_that_is_interrupted_gives_the_processors_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batcher = make()
+    with monkeypatch.context() as patch:
+        interrupt_at(ray, "wait", patch)
+        with pytest.raises(KeyboardInterrupt):
+            batcher.close()
+    wait_until(lambda: ray.available_resources().get("CPU") == 4.0, 10.0)
+    batcher.close()
+
+
 def test_processes_that_cannot_be_created_are_an_error_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -231,12 +361,17 @@ if __name__ == "__main__":
 """
 
 
-def test_nothing_is_left_of_a_caller_that_is_killed(cluster: Any, tmp_path: Path) -> None:
-    script = tmp_path / "caller.py"
-    script.write_text(CALLER)
-    command = [sys.executable, str(script), cluster.address]
+def run_script(text: str, cluster: Any, folder: Path) -> subprocess.Popen[bytes]:
+    """A program of its own that is told the address of the cluster."""
+    script = folder / "caller.py"
+    script.write_text(text)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as caller:
+    command = [sys.executable, str(script), cluster.address]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+
+
+def test_nothing_is_left_of_a_caller_that_is_killed(cluster: Any, tmp_path: Path) -> None:
+    with run_script(CALLER, cluster, tmp_path) as caller:
         assert caller.stdout is not None
         assert caller.stdout.readline() == b"collects\n"
         assert len(our_processes()) >= 4
