@@ -658,9 +658,9 @@ class Rollout:
         self._env.begin_lanes([lane for lane, episode in pairs if episode.gives_up_at == -1])
         able = [(lane, episode) for lane, episode in pairs if episode.gives_up_at != -1]
         if able:
-            some, theirs = zip(*able, strict=True)
-            seeds, options = [e.seed for e in theirs], [e.options for e in theirs]
-            self._env.reset_lanes(some, seeds, options)
+            seeds = [episode.seed for _, episode in able]
+            options = [episode.options for _, episode in able]
+            self._env.reset_lanes([lane for lane, _ in able], seeds, options)
 
     def _enter_slot(self, lane: int, running: Lane) -> None:
         """Let a lane begin an episode in its slot, or continue its parked one."""

@@ -43,7 +43,7 @@ def infos(kind: str, step: int, rows: tuple[int, ...] = (2, 7)) -> dict[str, Any
 def collected(
     tmp_path: Path | None, env_info: Any, n_threads: int = 2, n_timesteps: int = 16, **policy: Any
 ) -> Any:
-    env_args: dict[str, Any] = {"n_lanes": 2}
+    env_args: dict[str, Any] = {"n_lanes": 4}
     if tmp_path is not None:
         env_args |= {"marks": str(tmp_path), "times": ALWAYS}
     with EpisodeBatcher(
