@@ -10,7 +10,6 @@ import gc
 import importlib.util
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from support.staying import started, stays
+from support.tested import prefer_the_installed_package
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -27,28 +27,18 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 GRACE_S = 5.0
 
 
-def _prefer_the_installed_package() -> None:
-    """Take the repository off ``sys.path``, where ``python -m pytest`` puts it first.
-
-    It would hide the installed package, which is what users get and what spawned scripts import.
-    Without an installed one, or with an editable one, the repository's is the right one anyway.
-    """
-    before = list(sys.path)
-    sys.path[:] = [entry for entry in before if Path(entry or ".").resolve() != REPOSITORY]
-    if importlib.util.find_spec("rlpool") is None:
-        sys.path[:] = before
-
-
-_prefer_the_installed_package()
+prefer_the_installed_package(REPOSITORY)
 
 # Workers are processes; threads of this one would only compete with them.
 torch.set_num_threads(1)
 
 # How long an example takes says more about the machine than about the code: no test may
-# depend on it.
+# depend on it. A run repeats the examples of the one before, so that a failure is of a change;
+# `--hypothesis-profile=random` looks for others.
 settings.register_profile(
-    "rlpool", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "random", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
+settings.register_profile("rlpool", settings.get_profile("random"), derandomize=True)
 settings.load_profile("rlpool")
 
 

@@ -262,7 +262,11 @@ class Array:
         region = self._region.index(key)
         target, place = region.place(values)
         try:
-            target[place] = fitted("what is written", _plain(value), self.dtype)
+            written = fitted("what is written", _plain(value), self.dtype)
+            is_array = place is not ... and isinstance(written, np.ndarray)
+            if is_array and np.may_share_memory(target, written):
+                written = np.array(written)  # NumPy 1 reads what it has overwritten
+            target[place] = written
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:
             told = error.what if isinstance(error, SpecError) else error
             shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""

@@ -253,7 +253,8 @@ def _encoded(value: Any, path: str) -> Any:
         parts = [_encoded(part, f"{path}[{number}]") for number, part in enumerate(value)]
         return parts if isinstance(value, list) else {_TUPLE: parts}
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufU":
-        return {_ARRAY: np.asarray(value).tolist(), "dtype": value.dtype.str}
+        array = {_ARRAY: np.asarray(value).tolist(), "dtype": value.dtype.str}
+        return array if isinstance(value, np.ndarray) else {**array, "is_scalar": True}
     is_dict = isinstance(value, Mapping) and all(type(key) is str for key in value)
     if is_dict and not {_TUPLE, _ARRAY}.intersection(value):
         return {key: _encoded(part, f"{path}[{key!r}]") for key, part in value.items()}
@@ -269,5 +270,6 @@ def _decoded(value: dict[str, Any]) -> Any:
     if _TUPLE in value:
         return tuple(value[_TUPLE])
     if _ARRAY in value:
-        return np.array(value[_ARRAY], np.dtype(str(value["dtype"])))
+        array = np.array(value[_ARRAY], np.dtype(str(value["dtype"])))
+        return array[()] if value.get("is_scalar") else array
     return value

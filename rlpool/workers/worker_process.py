@@ -156,5 +156,7 @@ def run(server: Server, shared: Shared) -> None:
 
 def _has_other_devices() -> bool:
     """Whether this torch was built for anything but the CPU; asking starts no device."""
-    accelerator: Any = getattr(torch, "accelerator", None)  # new in torch 2.6
-    return accelerator is None or accelerator.current_accelerator() is not None
+    try:
+        return torch.accelerator.current_accelerator() is not None
+    except RuntimeError:  # what torch 2.6 raises for none
+        return False

@@ -209,10 +209,12 @@ def check(array: Array, model: Model, values: Any) -> None:
 
 def both(of_array: Any, of_model: Any) -> tuple[Array, Model] | None:
     """The same operation on both; ``None`` if both refuse it."""
+    # Before 2.3, NumPy warns of a wrong index where the result is empty, and warnings are errors.
+    refused = (IndexError, DeprecationWarning)
     try:
         model = of_model()
-    except IndexError:
-        with pytest.raises(IndexError):
+    except refused:
+        with pytest.raises(refused):
             of_array()
         return None
     return of_array(), model

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import string
 import threading
 import time
 import zlib
@@ -53,7 +54,7 @@ SPACES: dict[str, spaces.Space[Any]] = {
     "keys that collide": spaces.Dict(
         {"a/b": spaces.Discrete(2), "a": spaces.Dict({"b": spaces.Discrete(3)})}
     ),
-    "text": spaces.Text(6),
+    "text": spaces.Text(6, charset=string.ascii_letters),  # a set has another order per process
     "graph": spaces.Graph(spaces.Box(-1.0, 1.0, (2,), np.float32), spaces.Discrete(3)),
     "sequence": spaces.Sequence(spaces.Discrete(4)),
     "custom": WordSpace(),

@@ -36,6 +36,7 @@ from support.telling import KEYS, MaskedAgent, TellingEnv, create_telling
 from support.vector_envs import ArrayEnv
 
 TOGETHER = ("NEXT_STEP", "SAME_STEP")
+GYMNASIUM = tuple(map(int, gymnasium.__version__.split(".")[:2]))
 
 
 def episodes(kind: str = "gym", n_threads: int = 0, n: int = 6, **extra: Any) -> TemporalDictTensor:
@@ -149,6 +150,8 @@ class Recorded(TellingEnv):
 
 @pytest.mark.parametrize("kind", ["gym", "sync", *TOGETHER, "list"])
 def test_statistics_of_episodes_are_in_their_last_step(kind: str) -> None:
+    if kind in ("SAME_STEP", "list") and GYMNASIUM < (1, 4):
+        pytest.skip("before 1.4, Gymnasium's wrapper misses a step of every later episode there")
     keys = {"episode/l": int, "episode": {"r": float}, "action_mask": None}
 
     def create_env(seed: int) -> VecEnv:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from types import ModuleType
 import pytest
 
 import rlpool
+
+from support.tested import prefer_the_installed_package
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -207,6 +210,33 @@ def test_installed_package_is_that_of_the_repository() -> None:
         name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
     )
     assert differing == [], f"{installed} is another version: install rlpool again, best with -e"
+
+
+@pytest.mark.parametrize("others", ["{}", "/nowhere:{}/", "{}/there/.."])
+def test_another_package_in_pythonpath_than_the_tested_one_is_refused(
+    others: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("rlpool", "there"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "rlpool" / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", others.format(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])  # as Python does with it
+    here = Path(rlpool.__file__).resolve().parent
+    message = f"^PYTHONPATH names {tmp_path}/rlpool, but {here} is installed and would be tested"
+    with pytest.raises(pytest.UsageError, match=message):
+        prefer_the_installed_package(tmp_path)
+
+
+def test_a_pythonpath_that_names_the_tested_package_or_none_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = list(sys.path)
+    here = Path(rlpool.__file__).resolve().parents[1]
+    for path in ("", str(tmp_path), os.pathsep.join(map(str, (tmp_path, here)))):
+        monkeypatch.setenv("PYTHONPATH", path)
+        monkeypatch.setattr(sys, "path", [*before])
+        prefer_the_installed_package(tmp_path)
+        assert sys.path == before
 
 
 def test_no_file_names_a_machine() -> None:

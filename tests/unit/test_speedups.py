@@ -44,4 +44,9 @@ def test_actions_of_all_lanes_are_checked_as_by_gymnasium(originals: Any, dtype:
                 if kind is not np.int64 and not -6 <= min(pair) <= max(pair) < 6:
                     continue
                 for value in (np.array(pair, kind), np.array([pair], kind), list(pair)):
-                    assert space.contains(value) is originals[1](space, value), (space, value)
+                    expected = originals[1](space, value)
+                    if np.shape(value) == (2,) and getattr(value, "dtype", None) == space.dtype:
+                        # Before 1.4, Gymnasium takes numbers for which its int64s wrap around.
+                        ends = zip(pair, space.start.tolist(), space.nvec.tolist(), strict=True)
+                        expected = all(low <= x < low + n for x, low, n in ends)
+                    assert space.contains(value) is expected, (space, value)
