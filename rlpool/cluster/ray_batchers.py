@@ -10,7 +10,8 @@ from rlpool.batch.batcher_base import CreateAgent, CreateEnv, Seeds
 from rlpool.batch.progress import ShowProgress, checked_progress
 from rlpool.cluster.batchers import ClusterBatcher, ClusterEpisodeBatcher
 from rlpool.cluster.transport import Transport
-from rlpool.machine.arguments import names_arguments, whole_number
+from rlpool.errors import SpecError
+from rlpool.machine.arguments import names_arguments, real_number, whole_number
 from rlpool.record.capsule_files import CrashDir
 from rlpool.workers.failure_policy import (
     DEFAULT_TIMEOUT_S,
@@ -55,7 +56,7 @@ class RayEpisodeBatcher(ClusterEpisodeBatcher):
 
     Raises:
         SpecError: As for ``EpisodeBatcher``; if the cluster has too few nodes with so many free
-            processors.
+            processors and so much of ``resources``.
         WorkerStartupError, WorkerDiedError, UsageError: As for ``EpisodeBatcher``.
         ImportError: If Ray is not installed.
 
@@ -84,11 +85,12 @@ class RayEpisodeBatcher(ClusterEpisodeBatcher):
         timeout: float | None = DEFAULT_TIMEOUT_S,
         crash_dir: CrashDir = None,
         require_same_bits: bool = False,
+        resources: Mapping[str, Any] | None = None,
         progress: ShowProgress = False,
         **policy: Unpack[PolicyOptions],
     ) -> None:
         self._progress = checked_progress(progress)
-        connect = _connection(n_nodes, n_threads)
+        connect = _connection(n_nodes, n_threads, resources)
         factories = create_agent, agent_args, create_env, env_args
         failing = timeout, FailurePolicy(**policy), crash_dir
         arguments = n_timesteps, n_slots, *factories, n_threads, seeds, *failing
@@ -116,6 +118,7 @@ class RayBatcher(ClusterBatcher):
         timeout: As for ``RayEpisodeBatcher``.
         crash_dir: As for ``RayEpisodeBatcher``.
         require_same_bits: As for ``RayEpisodeBatcher``.
+        resources: As for ``RayEpisodeBatcher``.
         **policy: As for ``Batcher``; ``max_restarts`` as for ``RayEpisodeBatcher``.
 
     Example:
@@ -144,16 +147,19 @@ class RayBatcher(ClusterBatcher):
         timeout: float | None = DEFAULT_TIMEOUT_S,
         crash_dir: CrashDir = None,
         require_same_bits: bool = False,
+        resources: Mapping[str, Any] | None = None,
         **policy: Unpack[PolicyOptions],
     ) -> None:
-        connect = _connection(n_nodes, n_threads)
+        connect = _connection(n_nodes, n_threads, resources)
         factories = create_agent, agent_args, create_env, env_args
         failing = timeout, FailurePolicy(**policy), crash_dir
         arguments = n_timesteps, n_slots, *factories, n_threads, seeds, *failing
         super().__init__(connect, *arguments, require_same_bits=require_same_bits)
 
 
-def _connection(n_nodes: int | None, n_threads: int) -> Callable[[], Transport]:
+def _connection(
+    n_nodes: int | None, n_threads: int, resources: Mapping[str, Any] | None
+) -> Callable[[], Transport]:
     """What connects with the cluster, once the other arguments were checked.
 
     Raises:
@@ -165,4 +171,21 @@ def _connection(n_nodes: int | None, n_threads: int) -> Callable[[], Transport]:
     n_threads = whole_number("n_threads", n_threads, 1)
     if n_nodes is not None:
         n_nodes = whole_number("n_nodes", n_nodes, 1, fix="pass n_nodes=None for all there are")
-    return partial(RayTransport, n_nodes, n_threads)
+    amounts = _checked_mapping("resources", resources, 'pass numbers by Ray\'s names: {"GPU": 1}')
+    labels = _checked_mapping(
+        "resources['labels']", amounts.pop("labels", None), 'pass strings: {"zone": "a"}', str
+    )
+    if "CPU" in amounts:
+        raise SpecError("resources has 'CPU'", fix="n_threads says how many processors a node uses")
+    bundle = {key: real_number(f"resources[{key!r}]", amounts[key], "above 0") for key in amounts}
+    return partial(RayTransport, n_nodes, {"CPU": n_threads, **bundle}, labels)
+
+
+def _checked_mapping(name: str, value: Any, fix: str, kind: type = object) -> dict[str, Any]:
+    """A mapping from strings to values of a kind; empty for ``None``."""
+    is_mapping = isinstance(value, Mapping | None)
+    entries = dict(value or {}) if is_mapping else {}
+    are_right = (isinstance(k, str) and isinstance(v, kind) for k, v in entries.items())
+    if not is_mapping or not all(are_right):
+        raise SpecError(f"{name} is {value!r:.80}", fix=fix)
+    return entries

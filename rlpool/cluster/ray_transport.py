@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -112,16 +112,19 @@ class RayTransport:
 
     Args:
         n_nodes: How many nodes to use, ``None`` for all that there are, also later.
-        n_threads: Workers, and processors, per node.
-
+        bundle: What each node reserves, by Ray's names: processors and other resources.
+        labels: What the labels of a node have to be, as Ray's label selectors say it.
     """
 
-    def __init__(self, n_nodes: int | None, n_threads: int) -> None:
+    def __init__(
+        self, n_nodes: int | None, bundle: Mapping[str, float], labels: Mapping[str, str]
+    ) -> None:
         if not ray.is_initialized():
             ray.init()
         self._worker_id: str = ray.get_runtime_context().get_worker_id()
         self._n_nodes = n_nodes
-        self._n_cpus = n_threads
+        self._bundle = dict(bundle)
+        self._labels = dict(labels)
         self._actors: dict[int, _Actor] = {}
         self._calls: dict[Any, tuple[str, int, int]] = {}  # reference: call, node, shard
         self._events: deque[Event] = deque()
@@ -137,8 +140,16 @@ class RayTransport:
     # Nodes --------------------------------------------------------------------------------------
 
     def _nodes(self) -> list[dict[str, Any]]:
-        """The nodes that are alive and have enough processors."""
-        return [node for node in _all_nodes() if node["Resources"].get("CPU", 0) >= self._n_cpus]
+        """The nodes that are alive and have enough of everything, used or not."""
+        return [
+            node
+            for node in _all_nodes()
+            if self._is_enough(node["Resources"])
+            and all(_has_label(node["Labels"].get(key), self._labels[key]) for key in self._labels)
+        ]
+
+    def _is_enough(self, resources: Mapping[str, float]) -> bool:
+        return all(resources.get(name, 0) >= amount for name, amount in self._bundle.items())
 
     def reserve(self) -> None:
         """See ``Transport``.
@@ -166,33 +177,40 @@ class RayTransport:
                 _LOG.warning("%d of %d nodes have no free processors", n_there - n_used, n_there)
         if group is not None:
             return group
-        sizes = [
-            f"{node['NodeManagerAddress']} has {node['Resources'].get('CPU', 0):g}"
-            for node in _all_nodes()
-        ]
+        n_cpus, *others = (f"{amount:g} {name}" for name, amount in self._bundle.items())
+        n_cpus = n_cpus.replace("CPU", "free processors")
+        others += [f"{key}={value}" for key, value in self._labels.items()]
+        sizes = []
+        for node in _all_nodes():
+            found = (f"{node['Resources'].get(name, 0):g}" for name in self._bundle)
+            labels = (f"{key}={node['Labels'].get(key)}" for key in self._labels)
+            sizes.append(f"{node['NodeManagerAddress']} has {', '.join([*found, *labels])}")
         wanted = "a node" if n_nodes in (None, 1) else f"{n_nodes} nodes"
         raise SpecError(
-            f"the cluster has no {self._n_cpus} free processors on {wanted} "
+            f"the cluster has no {', '.join([n_cpus, *others])} on {wanted} "
             f"(in all, used ones included: {', '.join(sizes)})",
-            fix="lower n_nodes or n_threads, end what uses their processors, or start more nodes "
+            fix="lower n_nodes, n_threads or resources, end what uses them, or start more nodes "
             "(ray start --address=..., or ray.autoscaler.sdk.request_resources and wait for them)",
         )
 
     def _n_free(self) -> int:
-        """How many nodes have enough free processors."""
+        """How many nodes have enough of everything that nobody uses."""
         list_free: Any = available_resources_per_node  # without annotations
         free = list_free()
-        return sum(resources.get("CPU", 0) >= self._n_cpus for resources in free.values())
+        return sum(self._is_enough(free.get(node["NodeID"], {})) for node in self._nodes())
 
     def _group_of(self, n_nodes: int, patience_s: float) -> Any:
         """A placement group, ``None`` if there is no room for it."""
         with InterruptsHeld():
-            group = placement_group([{"CPU": self._n_cpus}] * n_nodes, strategy="STRICT_SPREAD")
-            self._group = group
+            group = self._group = placement_group(
+                [self._bundle] * n_nodes,
+                strategy="STRICT_SPREAD",
+                bundle_label_selector=[self._labels] * n_nodes,
+            )
         if group.wait(min(patience_s, _ROOM_HINT_S)):
             return group
         if patience_s > _ROOM_HINT_S:
-            _LOG.warning("waiting for %d nodes with %d free processors each", n_nodes, self._n_cpus)
+            _LOG.warning("waiting for %d nodes with %s free on each", n_nodes, self._bundle)
             if group.wait(patience_s - _ROOM_HINT_S):
                 return group
         with InterruptsHeld():
@@ -234,8 +252,12 @@ class RayTransport:
         actor.retry_s = time.monotonic() + _RETRY_S
 
     def _handle(self, number: int, strategy: Any, max_restarts: int) -> Any:
+        others = dict(self._bundle)
         options = {
-            "num_cpus": self._n_cpus,
+            "num_cpus": others.pop("CPU"),
+            "num_gpus": others.pop("GPU", 0),
+            "memory": others.pop("memory", None),
+            "resources": others,
             "max_restarts": max_restarts,
             "max_task_retries": 0,
             "max_concurrency": N_CALLS,
@@ -524,6 +546,14 @@ def _all_nodes() -> list[dict[str, Any]]:
     """The nodes of the cluster that are alive."""
     list_nodes: Any = ray.nodes  # without annotations
     return [node for node in list_nodes() if node["Alive"]]
+
+
+def _has_label(label: str | None, wanted: str) -> bool:
+    """Whether Ray's selector, such as ``"a"``, ``"!a"`` or ``"in(a, b)"``, takes a label."""
+    is_taken = not wanted.startswith("!")
+    wanted = wanted.removeprefix("!")
+    taken = wanted[3:-1].split(",") if wanted.startswith("in(") else [wanted]
+    return (label in {each.strip() for each in taken}) == is_taken
 
 
 def _first_line(error: BaseException) -> str:

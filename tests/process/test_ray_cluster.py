@@ -289,6 +289,52 @@ def test_what_the_cluster_cannot_give_is_an_error() -> None:
     wait_until(lambda: ray.available_resources().get("CPU") == 4.0, 10.0)
 
 
+def create_with_gpu(seed: int) -> GymEnv:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("0", "1"):
+        raise OSError("this worker has no GPU")
+    return create_fragile(seed)
+
+
+def test_nodes_reserve_resources_and_have_labels(cluster: Any) -> None:
+    options = {"num_cpus": 2, "object_store_memory": STORE_BYTES}
+    elsewhere = cluster.add_node(
+        num_gpus=1, resources={"emulator": 4}, labels={"zone": "c"}, **options
+    )
+    node = cluster.add_node(num_gpus=2, resources={"emulator": 4}, labels={"zone": "a"}, **options)
+    cluster.wait_for_nodes()
+    resources = {"GPU": 1, "memory": 2**20, "emulator": 3, "labels": {"zone": "in(a,b)"}}
+    try:
+        arguments = {"create_env": create_with_gpu, "env_args": {}, "resources": resources}
+        with make(n_nodes=None, **arguments) as batcher:
+            free = ray._private.state.available_resources_per_node()[node.node_id]
+            assert [free[name] for name in ("CPU", "GPU", "emulator")] == [1.0, 1.0, 1.0]
+            kill_one("ray::NodeActor")  # its successor has them, too
+            batcher.execute(10)
+            assert batcher.get().n_elems() == 10
+        with pytest.raises(SpecError, match=r"1 free processors, 5 emulator on a node \(.*2, 4"):
+            make(n_nodes=None, resources={"emulator": 5})
+        with pytest.raises(SpecError, match=r"1 free processors, zone=!c on 4 nodes .*zone=a"):
+            make(n_nodes=4, resources={"labels": {"zone": "!c"}})
+    finally:
+        cluster.remove_node(node)
+        cluster.remove_node(elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("resources", "what"),
+    [
+        ({"CPU": 1}, "resources has 'CPU'"),
+        ({"GPU": 0}, r"resources\['GPU'\] should be a number above 0"),
+        ({"emulator": "one"}, r"resources\['emulator'\] should be a number"),
+        ([1], r"resources is \[1\]"),
+        ({"labels": {"zone": 1}}, r"resources\['labels'\] is"),
+    ],
+)
+def test_wrong_resources_are_refused(resources: Any, what: str) -> None:
+    with pytest.raises(SpecError, match=what):
+        make(resources=resources)
+
+
 def interrupt_at(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, n_before: int = 0) -> None:
     """Let a call be interrupted."""
     original, numbers = getattr(owner, name), itertools.count()
