@@ -368,7 +368,8 @@ class ParallelEnvManager(ProcessOwner, DumpsStacks, VecEnv):
                 actions = policy(manager.current, ready)  # rows of stepping lanes are undefined
                 ready = manager.step_some(4, ready, actions)
 
-        With several environments per worker, the lanes of a worker that step are ready together.
+        With several environments per worker, the lanes of a worker that step are ready together,
+        and a step of others of its lanes begins when they are.
         If a signal handler raises in it, it may be called again with the same arguments.
 
         Args:

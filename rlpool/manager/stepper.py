@@ -248,8 +248,11 @@ class Stepper:
         self.refuse_bad_lanes(lanes)
         self.refuse_stepping(lanes)
         found = sorted({workers.worker_of[lane] for lane in lanes})
-        with suppress(EnvError):
-            self.finish([w for w in found if self._issued[w] != self._finished[w]])
+        busy = [w for w in found if self._issued[w] != self._finished[w]]
+        if busy:
+            with suppress(EnvError):
+                self.finish(busy)
+            self._collect()  # other lanes have stepped: step_some returns them
         self.refuse_unknown(lanes)
         asked = np.zeros(workers.n_lanes, bool)
         asked[list(lanes)] = True
@@ -300,21 +303,22 @@ class Stepper:
                 )
 
     def refuse_stepping(self, lanes: Sequence[int]) -> None:
-        """Refuse lanes that are stepping, or that ``step_some`` has yet to return."""
-        for pending in self.pending:
-            all_lanes = self._workers.lanes_of[pending.worker]
-            busy = pending.lanes if pending.is_done else all_lanes
-            for lane in lanes:
-                if lane in busy:
-                    raise UsageError(
-                        f"lane {lane} is stepping already, or another lane of its worker is",
-                        fix="wait until step_some() returns it, or reset it",
-                    )
+        """Refuse lanes that ``step_some`` let step and has yet to return."""
+        stepping = {lane for pending in self.pending for lane in pending.lanes}
+        for lane in lanes:
+            if lane in stepping:
+                raise UsageError(
+                    f"lane {lane} is stepping already",
+                    fix="wait until step_some() returns it, or reset it",
+                )
 
     # First come, first served -----------------------------------------------------------------
 
     def begin_some(self, lanes: list[int]) -> None:
-        """Let lanes step with the actions in the buffers, while others may be stepping."""
+        """Let lanes step with the actions in the buffers, while others may be stepping.
+
+        A worker makes one step at a time: other lanes of it are waited for.
+        """
         self.divide_anew()
         self._issue("some", lanes, self._divide(lanes))
 

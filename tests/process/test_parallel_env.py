@@ -330,6 +330,18 @@ def test_step_some_does_not_wait_for_slow_lanes(sleepy: ParallelEnvManager) -> N
     assert manager.current["frame"].tolist() == [[4, 0], [1, 0], [4, 0]]
 
 
+def test_a_lane_steps_while_another_one_of_its_worker_does(in_pairs: ParallelEnvManager) -> None:
+    manager = in_pairs
+    options = [{"sleep_ms": 50, "id": lane} for lane in range(3)]
+    manager.reset_lanes(range(3), [0] * 3, options)
+    assert manager.step_some(0, [0], no_actions(manager)) == []
+    assert manager.step_some(2, [1], no_actions(manager)) == [0, 1]
+    assert manager.step_some(0, [0], no_actions(manager)) == []
+    manager.step_lanes([1, 2], no_actions(manager))
+    assert manager.step_some(1) == [0]
+    assert manager.current["frame"].tolist() == [[2, 0], [2, 1], [1, 2]]
+
+
 def test_a_reset_gives_up_the_step_of_a_lane(in_pairs: ParallelEnvManager) -> None:
     manager = in_pairs
     options = [{"sleep_ms": 50, "id": lane} for lane in range(3)]
