@@ -615,7 +615,7 @@ def test_a_pool_has_the_dtypes_of_the_spaces_whatever_comes_first(is_filled_by: 
     assert buffer.pool.transitions()["_frame"].max() == 0.5
     assert buffer.sample(4).observations.dtype == torch.float32
     tall = np.full((N_LANES, 3), 1e300)
-    with pytest.raises(SpecError, match="'frame' has values such as 1e"):
+    with pytest.raises(SpecError, match="'frame' should fit float32"):
         buffer.add(tall, tall, np.zeros((N_LANES, 2)), np.zeros(3), np.zeros(3), [{}] * N_LANES)
 
 
