@@ -428,7 +428,8 @@ class RayTransport:
         was_up, actor.is_up, actor.is_asked = actor.is_up, False, False
         self._drop_calls(number)
         has_died = isinstance(error, ActorDiedError | OutOfMemoryError)
-        if getattr(error, "actor_init_failed", False) or (has_died and not self._restarts):
+        cannot_start = has_died and not was_up and not self._restarts
+        if getattr(error, "actor_init_failed", False) or cannot_start:
             self._refuse(number, error)
             return
         what = f"node {actor.name} is gone" if was_up else "the process of a node died in its start"
@@ -442,7 +443,7 @@ class RayTransport:
         if was_up:
             self._events.append(Left(number, failure))
         n_deaths = self._count_deaths(number, failure, has_died)
-        if has_died or (n_deaths and not was_up):
+        if self._restarts and (has_died or (n_deaths and not was_up)):
             self._renew(number)
         actor.retry_s = time.monotonic() + _RETRY_S
 

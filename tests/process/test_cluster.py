@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from rlpool import (
     DictTensor,
     EnvError,
     EpisodeBatcher,
+    GymEnv,
     SpecError,
     UsageError,
     VectorGymEnv,
@@ -382,6 +385,67 @@ def test_a_node_whose_workers_are_given_up_is_started_again(
         batcher.execute(6)
         wait_until(lambda: batcher.progress and len(batcher._dispatcher._nodes) == 2, 20.0)  # type: ignore[union-attr]
         assert "no such device" in caplog.text
+
+
+class SickEnv(FragileEnv):
+    """Fails in every episode, as where a device or a library is missing."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def step(self, action: Any) -> Any:
+        if self.t == 1:
+            faults.strike(self.kind)
+        return super().step(action)
+
+
+def create_on_sick_node(seed: int, sick: str, marks: str, **arguments: Any) -> Any:
+    """Nodes have seeds of their own: the first one that starts is sick, or both are."""
+    with suppress(FileExistsError):
+        (Path(marks) / "seed").symlink_to(str(seed))
+    if sick.startswith("all") or os.readlink(Path(marks) / "seed") == str(seed):
+        return GymEnv([SickEnv(sick.removeprefix("all ")) for _ in range(3)], seed)
+    return create_fragile(seed, n_lanes=3)
+
+
+@pytest.mark.parametrize("kind", ["raise", "sigkill"])
+@pytest.mark.parametrize("max_restarts", [0, 1, 16])
+def test_a_node_on_which_episodes_fail_that_succeed_elsewhere_is_left_aside(
+    kind: str, max_restarts: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport = InProcess(2)
+    arguments = {"sick": kind, "marks": str(tmp_path)}
+    batcher = make(
+        transport,
+        create_env=create_on_sick_node,
+        env_args=arguments,
+        max_restarts=max_restarts,
+        on_env_error="restart",
+    )
+    assert_all_equal(collect(batcher), alone())
+    assert caplog.text.count("is left aside: episodes that fail there succeed on node") == 1
+    assert len(transport.nodes) <= 1
+
+
+@pytest.mark.parametrize("kind", ["raise", "sigkill"])
+def test_episodes_that_fail_on_all_nodes_are_no_fault_of_a_node(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = {"sick": f"all {kind}", "marks": str(tmp_path)}
+    with make(
+        InProcess(2),
+        create_env=create_on_sick_node,
+        env_args=arguments,
+        max_restarts=4,
+        on_env_error="restart",
+    ) as batcher:
+        batcher.execute(20)
+        with pytest.raises(WorkerDiedError) as caught:
+            batcher.get()
+    assert len(caught.value.history) >= 5
+    assert {failure.where.step for failure in caught.value.history} == {1}
+    assert "left aside" not in caplog.text
 
 
 def test_a_lost_node_is_an_error_if_nothing_is_to_be_restarted() -> None:
