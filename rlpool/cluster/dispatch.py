@@ -48,6 +48,7 @@ from rlpool.errors import (
     WorkerTimeoutError,
 )
 from rlpool.memory.storage import Memory
+from rlpool.observe.stats import RequestStats, Stats, stats_of
 from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.slots.blocks import BlockPool, StepSpecs
 from rlpool.workers.payload import pack
@@ -260,6 +261,14 @@ class ClusterDispatcher(RequestQueue):
     def update(self, info: Any) -> None:
         """Let later requests run with agents that were updated with this."""
         self.policy = Policy(self.policy.version + 1, pack(info, Memory.local))
+
+    def read_stats(self) -> Stats:
+        """See ``RequestQueue``; nodes that do not answer are left out."""
+        requests = [RequestStats(r.number, r.n_rows, self.n_finished(r)) for r in self._running]
+        answers = self._transport.stats().items()
+        nodes = {self._nodes[n].report.name: s for n, s in answers if n in self._nodes}
+        workers = [worker for stats in nodes.values() for worker in stats.workers]
+        return stats_of("", os.getpid(), requests, workers, nodes)
 
     def give_up(self) -> None:
         """Do nothing: nodes end with their caller."""

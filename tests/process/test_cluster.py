@@ -22,7 +22,6 @@ from rlpool import (
     EpisodeBatcher,
     GymEnv,
     SpecError,
-    UsageError,
     VectorGymEnv,
     WorkerDiedError,
     WorkerError,
@@ -610,9 +609,25 @@ def test_a_shard_that_is_given_up_when_it_is_complete_gives_its_slots_to_the_nex
         wait_until(lambda: batcher.get(blocking=False) is not None, 20.0)
 
 
-def test_the_workers_of_nodes_are_seen_there() -> None:
-    with (
-        make(InProcess(1)) as batcher,
-        pytest.raises(UsageError, match="the workers are on others"),
-    ):
-        batcher.stats()
+def test_stats_are_told_by_node() -> None:
+    transport = InProcess(2)
+    with make(transport, n_threads=2) as batcher:
+        batcher.execute(40)
+        n_steps = int(batcher.get().lengths.sum())
+        stats = batcher.stats()
+        assert (stats.name, stats.pid) == ("ClusterEpisodeBatcher", os.getpid())
+        assert (stats.n_episodes, stats.n_steps, stats.restarts) == (40, n_steps, 0)
+        assert list(stats.nodes) == ["node-0", "node-1"]
+        for node in stats.nodes.values():
+            assert [worker.worker for worker in node.workers] == [0, 1]
+            assert all(
+                worker.state == "alive" and len(worker.lanes) == 3 for worker in node.workers
+            )
+        assert sum(node.n_steps for node in stats.nodes.values()) == n_steps
+        assert len(stats.workers) == 4
+        batcher.execute(40)
+        (request,) = batcher.stats().requests
+        assert (request.n_episodes, 0 <= request.n_finished <= 40) == (40, True)
+        transport.remove(1)
+        batcher.get()
+        assert list(batcher.stats().nodes) == ["node-0"]
