@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -26,7 +27,7 @@ from rlpool.machine.one_thread import OneThread
 from rlpool.machine.pickling import why_not
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.memory.sharing import pickled
-from rlpool.observe.stats import Stats, StatsReader
+from rlpool.observe.stats import Stats
 from rlpool.record.capsule_files import CrashDir
 from rlpool.seeding import root_from
 from rlpool.slots.blocks import Layout, StepSpecs
@@ -46,7 +47,6 @@ class BatcherBase(ProcessOwner, DumpsStacks):
     """The owner of a batcher's workers, who updates and closes them."""
 
     _dispatcher: RequestQueue | None = None
-    _stats_reader: StatsReader | None = None
     _unconfirmed: tuple[Any, Infos] | None = None  # see ``once``
 
     _SHARES_NOTHING = ""
@@ -327,6 +327,8 @@ class BatcherBase(ProcessOwner, DumpsStacks):
     def stats(self) -> Stats:
         """What the workers are doing, read from memory that they share: nobody waits for anybody.
 
+        On a cluster, the nodes are asked; one that does not answer within four seconds is left out.
+
         ``python -m rlpool top`` shows the same numbers from outside the program.
 
         Returns:
@@ -335,7 +337,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             it does outside of rlpool counts as waiting.
 
         Raises:
-            UsageError: If the batcher is closed, or its workers are on other machines.
+            UsageError: If the batcher is closed.
 
         Example:
             >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
@@ -347,15 +349,7 @@ class BatcherBase(ProcessOwner, DumpsStacks):
             >>> 0 < worker.env_share < 1
             True
         """
-        control = self._not_closed().control
-        if control is None:
-            raise UsageError(
-                "stats() reads the memory of this machine, and the workers are on others",
-                fix="run python -m rlpool top on a node",
-            )
-        if self._stats_reader is None:
-            self._stats_reader = StatsReader(control)
-        return self._stats_reader.read()
+        return replace(self._not_closed().read_stats(), name=type(self).__name__)
 
     def _stacks(self) -> str:
         return self._not_closed().stacks()

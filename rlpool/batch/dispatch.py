@@ -20,6 +20,7 @@ from rlpool.batch.requests import Policy, Request
 from rlpool.errors import RlpoolError, SpecError, WorkerError
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import MAX_REQUESTS
+from rlpool.observe.stats import StatsReader
 from rlpool.record.capsule_files import CrashDir
 from rlpool.record.tape import Tape
 from rlpool.slots.blocks import BlockPool, Layout, StepSpecs
@@ -90,6 +91,7 @@ class Dispatcher(RequestQueue):
         self.control = self._workers.control
         self.deliver_logs = self._processes.deliver_logs
         self.stacks = self._workers.stacks
+        self.read_stats = StatsReader(self.control).read
         try:
             self._workers.start(wake_fd)
             self._agree_at_start()

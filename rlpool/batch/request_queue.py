@@ -17,6 +17,7 @@ from rlpool.batch.requests import Policy, Request
 from rlpool.errors import RlpoolError, UsageError, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.observe.control import Control
+from rlpool.observe.stats import Stats
 from rlpool.record.tape import Tape
 from rlpool.slots.blocks import BlockPool, StepSpecs
 
@@ -33,12 +34,14 @@ class RequestQueue(ABC):
         failures: Why episodes were given up, of the result that was handed out last.
         deliver_logs: Hands what was logged elsewhere to the loggers of this process.
         stacks: Returns what the workers are doing.
+        read_stats: Returns it in numbers.
         control: The shared record of the workers, ``None`` if they are on other machines.
         runs_here: Whether requests run in this process, while the caller waits for them.
     """
 
     deliver_logs: Callable[[], None]
     stacks: Callable[[], str]
+    read_stats: Callable[[], Stats]
     runs_here = False
 
     def __init__(self) -> None:

@@ -37,8 +37,18 @@ from rlpool.cluster.transport import (
     Refused,
     Transport,
 )
-from rlpool.errors import RlpoolError, SpecError, UsageError, Where, WorkerDiedError, WorkerError
+from rlpool.errors import (
+    EnvError,
+    RlpoolError,
+    SpecError,
+    UsageError,
+    Where,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+)
 from rlpool.memory.storage import Memory
+from rlpool.observe.stats import RequestStats, Stats, stats_of
 from rlpool.record.capsule_files import CrashDir, CrashFiles
 from rlpool.slots.blocks import BlockPool, StepSpecs
 from rlpool.workers.payload import pack
@@ -68,6 +78,9 @@ _LOOK_EVERY_S_PER_NODE = 0.01
 _START_S = 60.0
 """How long nodes may take to get ready, if ``timeout`` is less: they import much, at once."""
 
+_MOST_ALIKE = 3
+"""Failures at the same step, while a node finishes no shard, after which others try its shards."""
+
 _MOST_FAILED_STARTS = 3
 """Failures in a row of a node before it is ready after which it is given up, as for workers."""
 
@@ -96,6 +109,8 @@ class _NodeState:
         flights: Its shards, by number.
         look: What it was doing when it was last asked.
         failures: Of its workers, as far as it was asked.
+        n_before: How many of them there were when it last finished a shard.
+        given_up: Why its workers are not started again, ``None`` as long as they are.
         heard_s: When it last answered.
     """
 
@@ -103,6 +118,8 @@ class _NodeState:
     flights: dict[int, _Flight] = field(default_factory=dict)
     look: Look = field(default_factory=lambda: Look({}, 0))
     failures: list[WorkerError] = field(default_factory=list)
+    n_before: int = 0
+    given_up: WorkerError | None = None
     heard_s: float = field(default_factory=time.monotonic)
 
 
@@ -152,6 +169,9 @@ class ClusterDispatcher(RequestQueue):
         self._history: list[WorkerError] = []  # these failures
         self._left: dict[int, WorkerError] = {}  # by node that is gone: why
         self._n_failed_starts: dict[int, int] = {}  # by node: in a row
+        self._suspected: dict[
+            tuple[Divided, int], int
+        ] = {}  # request and first row: where it fails
         self._bytes_per_row = math.inf  # of results; before the first one, of a slot
         self._has_results = False
         self._looked_s = 0.0
@@ -242,6 +262,14 @@ class ClusterDispatcher(RequestQueue):
         """The ``policy`` of agents that were updated with this."""
         return Policy(self.policy.version + 1, pack(info, Memory.local))
 
+    def read_stats(self) -> Stats:
+        """See ``RequestQueue``; nodes that do not answer are left out."""
+        requests = [RequestStats(r.number, r.n_rows, self.n_finished(r)) for r in self._running]
+        answers = self._transport.stats().items()
+        nodes = {self._nodes[n].report.name: s for n, s in answers if n in self._nodes}
+        workers = [worker for stats in nodes.values() for worker in stats.workers]
+        return stats_of("", os.getpid(), requests, workers, nodes)
+
     def give_up(self) -> None:
         """Do nothing: nodes end with their caller."""
 
@@ -271,11 +299,7 @@ class ClusterDispatcher(RequestQueue):
         elif isinstance(event, Left):
             self._leave(event)
         elif isinstance(event, Looked) and event.node in self._nodes:
-            node = self._nodes[event.node]
-            node.look, node.heard_s = event.look, time.monotonic()
-            node.failures.extend(event.look.failures)
-            if node.failures:
-                self._check_restarts(node.failures[-1].what, node.failures[-1])
+            self._look_at(event.node, self._nodes[event.node], event.look)
         elif isinstance(event, Lost | Finished) and event.node in self._nodes:
             node = self._nodes[event.node]
             node.heard_s = time.monotonic()
@@ -291,6 +315,7 @@ class ClusterDispatcher(RequestQueue):
                     fix = "lower n_slots or n_timesteps, or give Ray a larger object store"
                     self._fail(WorkerDiedError(what, exitcode=None, fix=fix))
             elif event.outcome.rows is not None:
+                self._judge(event.node, flight)
                 self._put(node, flight, event.outcome.rows)
             else:
                 self._take_error(event, node, flight)
@@ -359,15 +384,66 @@ class ClusterDispatcher(RequestQueue):
                 fix="create_env and create_agent must not depend on the machine",
             )
 
+    def _look_at(self, number: int, node: _NodeState, look: Look) -> None:
+        """Note what a node is doing, and whether its workers fail too often."""
+        node.look, node.heard_s = look, time.monotonic()
+        node.failures.extend(look.failures)
+        latest = node.failures[max(node.n_before, len(node.failures) - _MOST_ALIKE) :]
+        is_alike = len(latest) == _MOST_ALIKE and len({f.where.step for f in latest}) == 1
+        if latest and not ((is_alike or self._is_over) and self._suspect(number, latest[-1])):
+            self._check_restarts(latest[-1].what, latest[-1])
+
+    def _suspect(self, number: int, error: WorkerError) -> bool:
+        """Let others run what fails on a node, to find out whether it is to blame.
+
+        Returns:
+            Whether that is possible: it is an episode that fails, there are others, and it did not
+            fail there, too.
+        """
+        node = self._nodes[number]
+        node.n_before = len(node.failures)
+        shards = {(flight.request, flight.rows.start) for flight in node.flights.values()}
+        known = shards & self._suspected.keys()
+        for shard in known:
+            del self._suspected[shard]
+        others = self._nodes.keys() - {number} - self._suspects
+        if known or not shards or not others or error.where.episode is None:
+            return False
+        _LOG.warning("%s (%s): others try the same episodes", error.what, error.where)
+        self._suspected.update(dict.fromkeys(shards, number))
+        self._transport.cancel(number, list(node.flights))
+        self._homes.leave(number, error)
+        flights, node.flights = node.flights, {}
+        for flight in flights.values():
+            self._lose(flight, error)
+        return True
+
+    @property
+    def _suspects(self) -> set[int]:
+        """The nodes whose shards others try: they get none, and their failures do not count."""
+        return set(self._suspected.values())
+
+    def _judge(self, number: int, flight: _Flight) -> None:
+        """Leave a node aside if what failed there has succeeded here."""
+        self._nodes[number].n_before = len(self._nodes[number].failures)
+        suspect = self._suspected.pop((flight.request, flight.rows.start), number)
+        node = self._nodes.pop(suspect, None) if suspect != number else None
+        if node is not None:
+            what = "node %s is left aside: episodes that fail there succeed on node %s"
+            _LOG.warning(what, node.report.name, self._nodes[number].report.name)
+            self._transport.dismiss(suspect)
+
     def _refuse(self, number: int, error: RlpoolError) -> None:
         """Start a node again that was ready before; at the beginning it is an error.
 
         Do without one that differs from the others, or joined later and was never ready.
         """
-        if not self._has_started or not self._setup.policy.restarts_workers:
+        if not self._has_started:
             self._fail(error)
         elif number not in self._n_failed_starts or not isinstance(error, WorkerError):
             self._do_without(number, error)
+        elif not self._setup.policy.restarts_workers:
+            self._fail(error)
         else:
             self._lose_all_of(number, error)
             if self._count_failure(number, error):
@@ -396,11 +472,18 @@ class ClusterDispatcher(RequestQueue):
             return False
         return self._fatal is None
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether there were more restarts than are allowed in all."""
+        most = self._setup.policy.max_restarts
+        counted = (self._nodes[number] for number in self._nodes.keys() - self._suspects)
+        n_restarts = self._n_failures + sum(node.look.n_restarts for node in counted)
+        return most is not None and n_restarts > most
+
     def _check_restarts(self, what: str, latest: WorkerError) -> None:
         """Give up after more restarts than are allowed in all."""
-        most = self._setup.policy.max_restarts
-        running = sum(node.look.n_restarts for node in self._nodes.values())
-        if most is not None and self._n_failures + running > most:
+        if self._is_over:
+            most = self._setup.policy.max_restarts
             what = f"{what} after {most} restarts in all, and is not started again"
             fix = "look at this error's .history, and raise max_restarts"
             self._fail(self._final(what, latest, fix))
@@ -408,7 +491,8 @@ class ClusterDispatcher(RequestQueue):
     def _final(self, what: str, latest: WorkerError | None, fix: str) -> WorkerDiedError:
         """An error that has all failures so far as its history, and says where the latest was."""
         history = [*self._history, *self._left.values()]
-        history += [failure for node in self._nodes.values() for failure in node.failures]
+        for node in self._nodes.values():
+            history += getattr(node.given_up, "history", node.failures)
         return WorkerDiedError(
             what,
             exitcode=None,
@@ -483,14 +567,24 @@ class ClusterDispatcher(RequestQueue):
 
     def _take_error(self, event: Finished, node: _NodeState, flight: _Flight) -> None:
         """A shard has failed on a node, or all of the node's workers are given up with it."""
-        error, history = event.outcome.error, getattr(event.outcome.error, "history", ())
-        if error is not None and history and event.outcome.is_fatal:
-            self._lose(flight, error)
+        error, is_fatal = event.outcome.error, event.outcome.is_fatal
+        if not isinstance(error, WorkerDiedError | WorkerTimeoutError | EnvError):
+            if error is not None:
+                self._note_error(flight.request, error, is_fatal)
+            return
+        if is_fatal:
             node.failures = []  # which are in its history
-            node.look = Look({}, max(node.look.n_restarts, len(history) - 1))
+            n_restarts = len(getattr(error, "history", ())) - 1
+            node.look = Look({}, max(node.look.n_restarts, n_restarts))
+        restarts = self._setup.policy.restarts_on(error)
+        node.flights[flight.number] = flight
+        if restarts and self._suspect(event.node, error):
+            node.given_up = error if is_fatal else None
+        elif restarts and is_fatal:
             self._refuse(event.node, error)
-        elif error is not None:
-            self._note_error(flight.request, error, event.outcome.is_fatal)
+        else:
+            del node.flights[flight.number]
+            self._note_error(flight.request, error, is_fatal)
 
     def _note_error(self, request: Request, error: RlpoolError, is_fatal: bool) -> None:
         error = self._crash_files.with_file(error)
@@ -507,10 +601,17 @@ class ClusterDispatcher(RequestQueue):
         if self._fatal is not None:
             return
         self._begin_queued()
+        running = self._suspected.items()
+        self._suspected = {shard: n for shard, n in running if shard[0] in self._running}
+        usable = self._nodes.keys() - self._suspects or set(self._nodes)
+        for number in usable:
+            self._homes.join(number)  # unless it has
+            if (given_up := self._nodes[number].given_up) is not None:
+                self._refuse(number, given_up)
         n_in_flight = sum(len(f.rows) for n in self._nodes.values() for f in n.flights.values())
         for depth in range(_MOST_SHARDS):
             for number, node in self._nodes.items():
-                if len(node.flights) <= depth:
+                if len(node.flights) <= depth and number in usable:
                     n_in_flight += self._send_next(number, node, n_in_flight)
 
     def _begin_queued(self) -> None:

@@ -27,8 +27,8 @@ class Homes:
         self._parts: dict[int, list[int]] = {}  # node: its parts, the last one that it got last
 
     def join(self, node: int) -> None:
-        """Let a node have parts from now on."""
-        self._parts[node] = []
+        """Let a node have parts from now on; nothing changes if it has."""
+        self._parts.setdefault(node, [])
 
     def leave(self, node: int, error: RlpoolError) -> None:
         """Take the parts of a node that is gone."""
@@ -42,7 +42,7 @@ class Homes:
     def of(self, node: int) -> list[int]:
         """The parts of a node."""
         self._settle()
-        return self._parts[node]
+        return self._parts.get(node, [])
 
     def beside(self, part: int) -> list[int]:
         """The parts of the node that has a part, itself included."""

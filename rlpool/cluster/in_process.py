@@ -14,6 +14,7 @@ from rlpool.cluster.node import Node
 from rlpool.cluster.shards import NodeSetup, Outcome, Published, Shard
 from rlpool.cluster.transport import Died, Event, Finished, Joined, Left, Looked, Lost, Refused
 from rlpool.errors import RlpoolError, WorkerDiedError, WorkerStartupError
+from rlpool.observe.stats import Stats
 
 
 class InProcess:
@@ -166,6 +167,10 @@ class InProcess:
     def stacks(self) -> str:
         """See ``Transport``."""
         return "\n".join(f"{node.name}:\n{node.stacks()}" for node in self.nodes.values())
+
+    def stats(self) -> dict[int, Stats]:
+        """See ``Transport``."""
+        return {n: node.stats() for n, node in self.nodes.items() if n in self.ready}
 
     def deliver_logs(self) -> None:
         """See ``Transport``; nodes in this process log in it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from rlpool.cluster.shards import (
     Shard,
     WindowShard,
 )
+from rlpool.observe.stats import Stats, stats_of
 
 
 class Node:
@@ -92,6 +94,13 @@ class Node:
     def stacks(self) -> str:
         """What the workers are doing."""
         return "\n".join(workers.stacks() for workers in self._all())
+
+    def stats(self) -> Stats:
+        """What the workers are doing, in numbers."""
+        every = [workers.stats() for workers in self._all() if workers.is_ready]
+        requests = [request for stats in every for request in stats.requests]
+        workers = [worker for stats in every for worker in stats.workers]
+        return stats_of(self.name, os.getpid(), requests, workers)
 
     def close(self) -> None:
         """End the workers, whatever they are doing."""

@@ -15,6 +15,7 @@ import ray
 
 from rlpool.cluster.node import Node
 from rlpool.cluster.shards import Look, NodeReport, NodeSetup, Outcome, Shard
+from rlpool.observe.stats import Stats
 from rlpool.workers.logs import Levels, encode, set_levels
 
 _MOST_RECORDS = 10_000
@@ -113,6 +114,10 @@ class NodeActor:
     def stacks(self) -> str:
         """What the workers are doing."""
         return self._begun.stacks()
+
+    def stats(self) -> Stats:
+        """What the workers are doing, in numbers."""
+        return self._begun.stats()
 
     def close(self) -> Said:
         """End the workers; returns what was logged last."""

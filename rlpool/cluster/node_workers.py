@@ -32,6 +32,7 @@ from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import RlpoolError, UsageError, WorkerDiedError, WorkerError, described
 from rlpool.machine.worker_limits import WORKER_DESCRIPTORS, check_workers
 from rlpool.memory.sharing import Parcel, Shared
+from rlpool.observe.stats import Stats
 from rlpool.record.failures import text_of
 from rlpool.record.tape import WindowTapes
 from rlpool.slots.blocks import Layout, StepSpecs
@@ -152,7 +153,7 @@ class NodeWorkers:
         n_finished = {}
         for run in list(self._runs):
             n_finished[run.shard.number] = self._dispatcher.n_finished(run.request)
-        if not self._is_ready:
+        if not self.is_ready:
             return Look(n_finished, 0)
         failures = self._dispatcher.worker_failures
         told, self._n_told = self._n_told, len(failures)
@@ -163,9 +164,13 @@ class NodeWorkers:
         self.report()
         return self._dispatcher.stacks()
 
+    def stats(self) -> Stats:
+        """What the workers are doing, in numbers."""
+        return self._dispatcher.read_stats()
+
     def end(self) -> None:
         """Let the workers end, whatever they are doing."""
-        if self._is_ready:
+        if self.is_ready:
             self._dispatcher.give_up()
         self._end(UsageError("the node was closed"))
 
@@ -174,7 +179,8 @@ class NodeWorkers:
         self._thread.join()
 
     @property
-    def _is_ready(self) -> bool:
+    def is_ready(self) -> bool:
+        """Whether the workers have started."""
         return self._report.done() and self._report.exception() is None
 
     def _call(self, call: _Run | set[int] | None) -> None:
@@ -212,7 +218,7 @@ class NodeWorkers:
         except BaseException as error:
             self._end(self._told(error))
         finally:
-            if self._is_ready:
+            if self.is_ready:
                 self._dispatcher.close()
             for run in [*self._runs, *(call for call in self._calls if isinstance(call, _Run))]:
                 run.future.set_result(Outcome(None, self._ended, is_fatal=True))
@@ -228,7 +234,8 @@ class NodeWorkers:
             setup.root,
             Parcel(setup.functions, Shared()),
             make_layout=self._layout,
-            policy=setup.policy,
+            # An episode that fails may succeed on another node.
+            policy=replace(setup.policy, max_episode_restarts=None),
             timeout_s=setup.timeout_s,
             owner_name="EpisodeBatcher" if setup.n_slots else "Batcher",
             n_before=self._n_before,

@@ -27,6 +27,7 @@ from rlpool.errors import (
     WorkerStartupError,
 )
 from rlpool.machine.interrupts import InterruptsHeld
+from rlpool.observe.stats import Stats
 from rlpool.workers.logs import current_levels, decode
 
 try:
@@ -76,7 +77,7 @@ _RETRY_S = 0.2
 _CLOSE_S = 3.0
 """How long actors may take to close their environments."""
 
-_STACKS_S = 4.0
+_ANSWER_S = 4.0
 """How long all actors together may take to say what their workers are doing."""
 
 
@@ -428,7 +429,8 @@ class RayTransport:
         was_up, actor.is_up, actor.is_asked = actor.is_up, False, False
         self._drop_calls(number)
         has_died = isinstance(error, ActorDiedError | OutOfMemoryError)
-        if getattr(error, "actor_init_failed", False) or (has_died and not self._restarts):
+        cannot_start = has_died and not was_up and not self._restarts
+        if getattr(error, "actor_init_failed", False) or cannot_start:
             self._refuse(number, error)
             return
         what = f"node {actor.name} is gone" if was_up else "the process of a node died in its start"
@@ -442,7 +444,7 @@ class RayTransport:
         if was_up:
             self._events.append(Left(number, failure))
         n_deaths = self._count_deaths(number, failure, has_died)
-        if has_died or (n_deaths and not was_up):
+        if self._restarts and (has_died or (n_deaths and not was_up)):
             self._renew(number)
         actor.retry_s = time.monotonic() + _RETRY_S
 
@@ -486,17 +488,26 @@ class RayTransport:
 
     def stacks(self) -> str:
         """See ``Transport``."""
-        asked = {a.handle.stacks.remote(): n for n, a in self._actors.items() if a.is_up}
+        answers = self._ask("stacks")
+        return "\n".join(f"node {self._actors[n].name}:\n{answers[n]}" for n in answers)
+
+    def stats(self) -> dict[int, Stats]:
+        """See ``Transport``."""
+        return {n: answer for n, answer in self._ask("stats").items() if isinstance(answer, Stats)}
+
+    def _ask(self, method: str) -> dict[int, Any]:
+        """What the actors answer, in order; why they do not."""
+        asked = {getattr(a.handle, method).remote(): n for n, a in self._actors.items() if a.is_up}
         if not asked:
-            return ""
-        ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_S)
-        texts = {asked[reference]: "does not answer\n" for reference in late}
+            return {}
+        ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)
+        answers = {asked[reference]: "does not answer\n" for reference in late}
         for reference in ready:
             try:
-                texts[asked[reference]] = ray.get(reference)
+                answers[asked[reference]] = ray.get(reference)
             except RayError as error:
-                texts[asked[reference]] = f"does not answer ({type(error).__name__})\n"
-        return "\n".join(f"node {self._actors[n].name}:\n{texts[n]}" for n in sorted(texts))
+                answers[asked[reference]] = f"does not answer ({type(error).__name__})\n"
+        return dict(sorted(answers.items()))
 
     def _hear(self, actor: _Actor, said: Said) -> None:
         """Take what an actor has logged."""

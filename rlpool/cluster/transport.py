@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from rlpool.cluster.shards import Look, NodeReport, NodeSetup, Outcome, Published, Shard
 from rlpool.errors import RlpoolError, WorkerError
+from rlpool.observe.stats import Stats
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,9 @@ class Transport(Protocol):
 
     def stacks(self) -> str:
         """What all nodes are doing."""
+
+    def stats(self) -> dict[int, Stats]:
+        """What the workers are doing in numbers, by node; without those that do not answer."""
 
     def deliver_logs(self) -> None:
         """Hand what nodes have logged to the loggers of this process."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -114,7 +115,9 @@ class Stats:
         n_episodes: Episodes that ended.
         restarts: How often a worker was replaced.
         requests: The requests that the workers run, the oldest first, without those that failed.
-        workers: What each worker does.
+        workers: What each worker does; on several machines node after node, each numbered from 0.
+        nodes: By the name of each node of a cluster, what its workers do; empty on one machine.
+            The requests of a node are the groups of episodes that it runs.
 
     Example:
         >>> batcher = EpisodeBatcher(8, 4, create_agent, {}, create_env, n_threads=0)
@@ -133,6 +136,28 @@ class Stats:
     restarts: int
     requests: tuple[RequestStats, ...]
     workers: tuple[WorkerStats, ...]
+    nodes: Mapping[str, Stats] = field(default_factory=dict)
+
+
+def stats_of(
+    name: str,
+    pid: int,
+    requests: Sequence[RequestStats],
+    workers: Sequence[WorkerStats],
+    nodes: Mapping[str, Stats] | None = None,
+) -> Stats:
+    """The ``Stats`` of an owner of workers, who may be on several machines."""
+    return Stats(
+        name=name,
+        pid=pid,
+        steps_per_s=sum(worker.steps_per_s for worker in workers),
+        n_steps=sum(worker.n_steps for worker in workers),
+        n_episodes=sum(worker.n_episodes for worker in workers),
+        restarts=sum(worker.restarts for worker in workers),
+        requests=tuple(requests),
+        workers=tuple(workers),
+        nodes=nodes or {},
+    )
 
 
 @dataclass
@@ -167,16 +192,9 @@ class StatsReader:
     def read(self) -> Stats:
         """What the workers do now; rates and shares since the last call."""
         control = self._control
-        workers = tuple(self._worker(worker) for worker in range(control.n_workers))
-        return Stats(
-            name=control.name,
-            pid=int(control.header[Head.OWNER_PID]),
-            steps_per_s=sum(worker.steps_per_s for worker in workers),
-            n_steps=sum(worker.n_steps for worker in workers),
-            n_episodes=sum(worker.n_episodes for worker in workers),
-            restarts=sum(worker.restarts for worker in workers),
-            requests=self._requests(),
-            workers=workers,
+        workers = [self._worker(worker) for worker in range(control.n_workers)]
+        return stats_of(
+            control.name, int(control.header[Head.OWNER_PID]), self._requests(), workers
         )
 
     def _requests(self) -> tuple[RequestStats, ...]:

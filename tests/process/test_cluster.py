@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,8 @@ from rlpool import (
     DictTensor,
     EnvError,
     EpisodeBatcher,
+    GymEnv,
     SpecError,
-    UsageError,
     VectorGymEnv,
     WorkerDiedError,
     WorkerError,
@@ -398,6 +400,67 @@ def test_an_episode_that_is_given_up_on_a_node_is_told(tmp_path: Path) -> None:
             assert failure.where.node is not None
 
 
+class SickEnv(FragileEnv):
+    """Fails in every episode, as where a device or a library is missing."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def step(self, action: Any) -> Any:
+        if self.t == 1:
+            faults.strike(self.kind)
+        return super().step(action)
+
+
+def create_on_sick_node(seed: int, sick: str, marks: str, **arguments: Any) -> Any:
+    """Nodes have seeds of their own: the first one that starts is sick, or both are."""
+    with suppress(FileExistsError):
+        (Path(marks) / "seed").symlink_to(str(seed))
+    if sick.startswith("all") or os.readlink(Path(marks) / "seed") == str(seed):
+        return GymEnv([SickEnv(sick.removeprefix("all ")) for _ in range(3)], seed)
+    return create_fragile(seed, n_lanes=3)
+
+
+@pytest.mark.parametrize("kind", ["raise", "sigkill"])
+@pytest.mark.parametrize("max_restarts", [0, 1, 16])
+def test_a_node_on_which_episodes_fail_that_succeed_elsewhere_is_left_aside(
+    kind: str, max_restarts: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport = InProcess(2)
+    arguments = {"sick": kind, "marks": str(tmp_path)}
+    batcher = make(
+        transport,
+        create_env=create_on_sick_node,
+        env_args=arguments,
+        max_restarts=max_restarts,
+        on_env_error="restart",
+    )
+    assert_all_equal(collect(batcher), alone())
+    assert caplog.text.count("is left aside: episodes that fail there succeed on node") == 1
+    assert len(transport.nodes) <= 1
+
+
+@pytest.mark.parametrize("kind", ["raise", "sigkill"])
+def test_episodes_that_fail_on_all_nodes_are_no_fault_of_a_node(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = {"sick": f"all {kind}", "marks": str(tmp_path)}
+    with make(
+        InProcess(2),
+        create_env=create_on_sick_node,
+        env_args=arguments,
+        max_restarts=4,
+        on_env_error="restart",
+    ) as batcher:
+        batcher.execute(20)
+        with pytest.raises(WorkerDiedError) as caught:
+            batcher.get()
+    assert len(caught.value.history) >= 5
+    assert {failure.where.step for failure in caught.value.history} == {1}
+    assert "left aside" not in caplog.text
+
+
 def test_a_lost_node_is_an_error_if_nothing_is_to_be_restarted() -> None:
     transport = InProcess(2)
     with make(transport, on_worker_failure="raise") as batcher:
@@ -560,9 +623,25 @@ def test_a_shard_that_is_given_up_when_it_is_complete_gives_its_slots_to_the_nex
         wait_until(lambda: batcher.get(blocking=False) is not None, 20.0)
 
 
-def test_the_workers_of_nodes_are_seen_there() -> None:
-    with (
-        make(InProcess(1)) as batcher,
-        pytest.raises(UsageError, match="the workers are on others"),
-    ):
-        batcher.stats()
+def test_stats_are_told_by_node() -> None:
+    transport = InProcess(2)
+    with make(transport, n_threads=2) as batcher:
+        batcher.execute(40)
+        n_steps = int(batcher.get().lengths.sum())
+        stats = batcher.stats()
+        assert (stats.name, stats.pid) == ("ClusterEpisodeBatcher", os.getpid())
+        assert (stats.n_episodes, stats.n_steps, stats.restarts) == (40, n_steps, 0)
+        assert list(stats.nodes) == ["node-0", "node-1"]
+        for node in stats.nodes.values():
+            assert [worker.worker for worker in node.workers] == [0, 1]
+            assert all(
+                worker.state == "alive" and len(worker.lanes) == 3 for worker in node.workers
+            )
+        assert sum(node.n_steps for node in stats.nodes.values()) == n_steps
+        assert len(stats.workers) == 4
+        batcher.execute(40)
+        (request,) = batcher.stats().requests
+        assert (request.n_episodes, 0 <= request.n_finished <= 40) == (40, True)
+        transport.remove(1)
+        batcher.get()
+        assert list(batcher.stats().nodes) == ["node-0"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,14 @@ import torch
 from gymnasium.vector import AutoresetMode
 from process.watching import assert_all_equal, assert_equal, wait_until, worker_pids
 
-from rlpool import Batcher, EnvError, VectorGymEnv, WorkerDiedError
+from rlpool import Batcher, EnvError, GymEnv, VectorGymEnv, WorkerDiedError
 from rlpool.cluster.batchers import ClusterBatcher
 from rlpool.cluster.in_process import InProcess
 from rlpool.workers.failure_policy import FailurePolicy
 
 from support import vector_envs
-from support.faults import faults
-from support.fragile import RecurrentAgent, create_fragile
+from support.faults import faults, strike
+from support.fragile import FragileEnv, RecurrentAgent, create_fragile
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("I2"), pytest.mark.promise("I3")]
 
@@ -255,3 +257,47 @@ def test_a_shard_that_comes_late_is_given_up() -> None:
         assert "after the next one" in str(outcome.error)
 
     assert_all_equal(collect(make(transport), disturb=at(("before", 2, repeat))), alone("restart"))
+
+
+class SickEnv(FragileEnv):
+    """Fails at its second step until somebody has healed it."""
+
+    def step(self, action: Any) -> Any:
+        if self.t == 1 and not (Path(self._marks or "") / "healed").exists():
+            strike("sigkill")
+        return super().step(action)
+
+
+def create_on_sick_node(seed: int, marks: str) -> Any:
+    """The node that starts first is sick."""
+    with suppress(FileExistsError):
+        (Path(marks) / "seed").symlink_to(str(seed))
+    is_sick = os.readlink(Path(marks) / "seed") == str(seed)
+    kind = SickEnv if is_sick else FragileEnv
+    return GymEnv([kind(marks) for _ in range(3)], seed)
+
+
+def test_a_sick_node_gives_its_lanes_to_another_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def windows_of(batcher: Any) -> list[Any]:
+        results = []
+        with batcher:
+            batcher.reset()
+            for _ in range(2):
+                batcher.execute()
+            while len(results) < 2:
+                if "others try the same episodes" in caplog.text:
+                    # Who has the lanes of the sick node now has its seed as well.
+                    (tmp_path / "healed").touch()
+                if (trajectories := batcher.get(blocking=False)) is not None:
+                    results.append(trajectories)
+        return results
+
+    healthy = Batcher(5, None, RecurrentAgent, {}, create_fragile, {"n_lanes": 3}, 2, 5)
+    transport = InProcess(2)
+    options = create_on_sick_node, {"marks": str(tmp_path)}, 1, 5, 60.0, FailurePolicy()
+    batcher = ClusterBatcher(lambda: transport, 5, None, RecurrentAgent, {}, *options)
+    for got, expected in zip(windows_of(batcher), windows_of(healthy), strict=True):
+        assert_equal(got, expected)
+    assert "is left aside" in caplog.text

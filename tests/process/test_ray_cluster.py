@@ -257,7 +257,7 @@ def test_errors_logs_and_stacks_name_the_node(
     caplog.set_level(logging.INFO)
     arguments = {"n_lanes": 3, "kind": LoggingFragileEnv, "marks": str(tmp_path)}
     with make(env_args=arguments, crash_dir=tmp_path / "capsules") as batcher:
-        text = batcher.dump_stacks(file=None)
+        text, stats = batcher.dump_stacks(file=None), batcher.stats()
         batcher.execute(30, None, faults_at(30, 20, "raise", 2, length=5))
         with pytest.raises(EnvError) as caught:
             batcher.get()
@@ -267,6 +267,8 @@ def test_errors_logs_and_stacks_name_the_node(
     where = caught.value.where
     assert (where.worker, where.lane, where.episode, where.step) == (0, 2, 20, 2)
     assert text.count(f"node {where.node}:") == 1
+    assert [len(node.workers) for node in stats.nodes.values()] == [1, 1]
+    assert where.node in stats.nodes
     assert text.count("rlpool/batch/worker.py") >= 2
     assert isinstance(caught.value.__cause__, RemoteTraceback)
     assert list((tmp_path / "capsules").iterdir())
