@@ -266,7 +266,7 @@ class Array:
                 raise TypeError("they are complex")  # NumPy would drop the imaginary part
             is_array = place is not ... and isinstance(written, np.ndarray | Array)
             if is_array and np.may_share_memory(target, written):
-                written = np.array(written)  # NumPy 1 reads what it has overwritten
+                written = np.array(written)  # earlier NumPy reads what it has overwritten
             target[place] = written
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:
             shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
