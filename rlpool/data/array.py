@@ -265,7 +265,7 @@ class Array:
             written = fitted("what is written", _plain(value), self.dtype)
             is_array = place is not ... and isinstance(written, np.ndarray)
             if is_array and np.may_share_memory(target, written):
-                written = np.array(written)  # NumPy 1 reads what it has overwritten
+                written = np.array(written)  # earlier NumPy reads what it has overwritten
             target[place] = written
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:
             told = error.what if isinstance(error, SpecError) else error

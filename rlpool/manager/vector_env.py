@@ -475,7 +475,8 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
 
     def close_extras(self, **kwargs: Any) -> None:
         """End the workers; called by ``close``, whose arguments are not used."""
-        self.manager.close()
+        if hasattr(self, "manager"):  # else it was not made, which Gymnasium's __del__ does not ask
+            self.manager.close()
 
 
 def _array(value: Any) -> Array:

@@ -104,12 +104,13 @@ def test_gymnasiums_episode_statistics_are_those_over_a_sync_vector_env(
 
 
 def test_it_says_what_gymnasiums_vector_environments_say_of_themselves(make: Make) -> None:
+    before = {**RestlessEnv.metadata}
     envs = make(observation_mode="same")
+    assert RestlessEnv.metadata == before
     sync = SyncVectorEnv([RestlessEnv] * N)
     for name in ("num_envs", "single_observation_space", "observation_space", "spec", "closed"):
         assert getattr(envs, name) == getattr(sync, name)
     assert (envs.metadata, envs.render_mode) == (sync.metadata, "ansi")
-    assert "autoreset_mode" not in RestlessEnv.metadata
     assert isinstance(envs, gymnasium.vector.VectorEnv)
     envs.close()
     envs.close()

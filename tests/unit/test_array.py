@@ -247,6 +247,8 @@ def test_shapes_tell_the_batch_from_the_features() -> None:
 # Writing ----------------------------------------------------------------------------------------
 
 
+# NumPy 2 says it of the tensors of earlier versions of torch.
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 @pytest.mark.parametrize("destination", [slice(None), [0, 1, 2], slice(None, None, -1)], ids=str)
 def test_values_of_every_kind_can_be_written(destination: Any) -> None:
     source = Array((3, 2), np.int16, storage="shared")
