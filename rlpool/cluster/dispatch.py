@@ -404,7 +404,8 @@ class ClusterDispatcher(RequestQueue):
         node.n_before = len(node.failures)
         shards = {(flight.request, flight.rows.start) for flight in node.flights.values()}
         known = shards & self._suspected.keys()
-        for shard in known:
+        innocent = {self._suspected[shard] for shard in known}
+        for shard in [s for s, suspect in self._suspected.items() if suspect in innocent]:
             del self._suspected[shard]
         others = self._nodes.keys() - {number} - self._suspects
         if known or not shards or not others or error.where.episode is None:
@@ -424,10 +425,14 @@ class ClusterDispatcher(RequestQueue):
         return set(self._suspected.values())
 
     def _judge(self, number: int, flight: _Flight) -> None:
-        """Leave a node aside if what failed there has succeeded here."""
+        """Leave a node aside if all that failed there has succeeded elsewhere.
+
+        It had several shards, and which of them holds the episode that fails is not known.
+        """
         self._nodes[number].n_before = len(self._nodes[number].failures)
         suspect = self._suspected.pop((flight.request, flight.rows.start), number)
-        node = self._nodes.pop(suspect, None) if suspect != number else None
+        is_guilty = suspect != number and suspect not in self._suspects
+        node = self._nodes.pop(suspect, None) if is_guilty else None
         if node is not None:
             what = "node %s is left aside: episodes that fail there succeed on node %s"
             _LOG.warning(what, node.report.name, self._nodes[number].report.name)

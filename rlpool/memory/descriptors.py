@@ -44,10 +44,12 @@ class Descriptor:
         name: Random name of the file, the same in every process.
     """
 
+    fd = -1  # if the constructor is interrupted
+
     def __init__(self, fd: int, page: int, name: bytes = b"") -> None:
-        self.fd = fd
-        self._page = page
         self._sent: set[int] = set()
+        self._page = page
+        self.fd = fd
         self.name = name or os.urandom(NAME_BYTES)
         if not name:
             os.pwrite(fd, self.name, page)

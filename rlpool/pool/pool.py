@@ -548,7 +548,11 @@ class Pool(Sampler, DumpsStacks):
         Raises:
             SpecError: If the disk is full or the path cannot be written.
 
-        Example: See ``load``.
+        Example:
+            >>> pool = Pool(pool_size=1000, seed=0)
+            >>> pool([0], 0, [1], 1.0, True)
+            >>> pool.save("pool.safetensors")
+            >>> pool.load("pool.safetensors")
         """
         checkpoint.write_file(path, *self._state())
 

@@ -115,7 +115,8 @@ class Template:
 
     def is_up(self) -> bool:
         """Whether it runs, even if it no longer fits; reaps one that has died."""
-        return self._process is not None and self._process.poll() is None
+        with InterruptsHeld():  # Popen would keep its lock for ever
+            return self._process is not None and self._process.poll() is None
 
     def add_modules(self, modules: Sequence[str]) -> None:
         """Let the next process import these as well."""
@@ -265,7 +266,8 @@ class Template:
             n_left -= 1
             if not n_left or self._process is None:
                 raise TemplateLostError(f"it takes longer than {timeout_s:g} s")
-            self._process.send_signal(signal.SIGCONT)  # it may have been stopped
+            with InterruptsHeld():
+                self._process.send_signal(signal.SIGCONT)  # it may have been stopped
         words = b""
         with InterruptsHeld(), suppress(OSError):
             words = self._connection.recv(MAX_MESSAGE_BYTES)

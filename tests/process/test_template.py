@@ -5,6 +5,7 @@ And what it imports for them, and what becomes of modules that it cannot have.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -236,22 +237,27 @@ def test_a_template_that_cannot_start_is_not_tried_for_each_worker(
 def test_a_caller_without_descriptors_is_told_so_and_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    collect_once()  # descriptors that are freed later would be enough for a worker
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    start, limit = Workers.start, 0
+    start, n_left = Workers.start, 0
 
     def start_with_few(workers: Workers, *arguments: int) -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-        start(workers, *arguments)
+        with contextlib.ExitStack() as taken:
+            # The system limits the numbers of descriptors, so that gaps between them are free ones.
+            while (number := os.open(os.devnull, os.O_RDONLY)) < n_descriptors() - 1:
+                taken.callback(os.close, number)
+            os.close(number)
+            gc.collect()
+            gc.disable()  # it would free others
+            taken.callback(gc.enable)
+            taken.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (number + n_left, hard))
+            start(workers, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(Workers, "start", start_with_few)
-        for limit in range(n_descriptors(), n_descriptors() + 6, 2):  # noqa: B007 (read above)
-            try:
-                with pytest.raises(WorkerStartupError, match=r"0 of 1 workers .*: \[Errno 24\]"):
-                    open_batcher(1)
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for n_left in range(0, 6, 2):  # noqa: B007 (read above)
+            with pytest.raises(WorkerStartupError, match=r"0 of 1 workers .*: \[Errno 24\]"):
+                open_batcher(1)
             assert not worker_pids()
     collect_once()
 

@@ -83,7 +83,7 @@ class Strike:
         if not name.startswith(_CHECKING) or is_inlined:
             return
         self.n_points += 1
-        if self.n_points > self._number and "__del__" not in _names(frame):  # which would hide it
+        if self.n_points > self._number and not is_hidden(frame):
             self.has_struck = True
             signal.raise_signal(signal.SIGALRM)
 
@@ -96,13 +96,13 @@ class Strike:
         sys.settrace(self._before)
 
 
-def _names(frame: FrameType | None) -> list[str]:
-    """The functions in which a frame is."""
-    names = []
+def is_hidden(frame: FrameType | None) -> bool:
+    """Whether Python ignores what is raised there, since a ``__del__`` is at work."""
     while frame is not None:
-        names.append(frame.f_code.co_name)
+        if frame.f_code.co_name == "__del__":
+            return True
         frame = frame.f_back
-    return names
+    return False
 
 
 def until_done(call: Callable[[], Any], strike: Strike) -> Any:
