@@ -381,7 +381,9 @@ class Workers:
             try:
                 for worker in sorted(ready):
                     self._deliver_from(self._lives[worker])
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, ValueError) and self.fatal is not None:
+                    return  # another thread has closed them meanwhile, processes included
                 self.abort()  # a message may be lost
                 raise
 
