@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process.watching import wait_until
+from process.watching import wait_until, worker_pids
 
 from rlpool import Batcher, EpisodeBatcher, GymEnv, ParallelEnvManager, Pool, UsageError
+from rlpool.workers import lifecycle
 
 from support.acting_envs import ActingEnv
 from support.agents import ConstantAgent
@@ -145,6 +147,26 @@ def test_a_batcher_may_be_closed_while_another_thread_is_inside_a_call(gate: Pat
     batcher.close()
     thread.join()
     assert "closed" in errors[0]
+
+
+def test_a_batcher_may_be_closed_while_a_worker_that_died_is_cleared_away(
+    gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batcher, reap = open_episodes(gate, 1), lifecycle.reap
+
+    def close_first(process: Any) -> None:
+        thread = threading.Thread(target=batcher.close)
+        thread.start()
+        thread.join()
+        reap(process)
+
+    monkeypatch.setattr(lifecycle, "reap", close_first)
+    batcher.execute(1)
+    (pid,) = worker_pids()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(UsageError, match="closed"):
+        batcher.get()
+    assert not worker_pids()
 
 
 class Storing(ActingEnv):
