@@ -18,7 +18,7 @@ import torch
 from rlpool.data.array_view import as_numpy
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import Info, info_rows, options_of
-from rlpool.envs.columns import BadValue, Columns, Results, checked_results, ended_rows, fitted_rows
+from rlpool.envs.columns import BadValue, Columns, Results, checked_results, fitted_rows
 from rlpool.envs.info_columns import InfoColumns
 from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where
 from rlpool.machine.interrupts import ctrl_c
@@ -42,7 +42,7 @@ Options = Mapping[str, Any] | None
 Observed = tuple[DictTensor, torch.Tensor]
 """An observation ``[n, ...]`` and the numbers of its environments, int64 ``[n]``."""
 
-_ALL = slice(None)
+_ALL: Any = slice(None)
 
 
 class LaneError(Exception):
@@ -329,33 +329,54 @@ class VecEnv(ABC):
         """
         for key, dtype in self._action_dtypes.items():
             if key in actions and actions[key].dtype is not dtype:
-                try:
-                    fitted_rows(f"the action {key!r}", actions[key], lanes, dtype)
-                except SpecError as error:
-                    self._fail("step", error)
-        results = self._step_lanes(lanes, actions)
+                self._refuse_unfit(key, actions[key], lanes)
+        results = self._checked(lanes, self._step_lanes(lanes, actions))
+        return self._note(lanes, actions, results)
+
+    def _refuse_unfit(self, key: str, values: Array, lanes: Sequence[int]) -> None:
+        """Raise unless actions fit the dtype in which the environments have them."""
         try:
-            rewards, terminated, truncated = checked_results(lanes, results)
+            fitted_rows(f"the action {key!r}", values, lanes, self._action_dtypes[key])
+        except SpecError as error:
+            self._fail("step", error)
+
+    def _checked(self, lanes: Sequence[int], results: Results) -> Results:
+        """See ``checked_results``."""
+        try:
+            return checked_results(lanes, results)
         except BadValue as error:
             self._fail("step", error)
+
+    def _note(
+        self, lanes: Sequence[int], actions: Mapping[str, Array], results: Results
+    ) -> list[int]:
+        """Write what a step led to; returns the lanes whose episode ended.
+
+        Args:
+            lanes: The lanes.
+            actions: What they did.
+            results: Rewards and flags, checked.
+        """
+        rewards, terminated, truncated = results
         all_step = len(lanes) == self.n_lanes
-        rows: Any = _ALL if all_step else np.asarray(lanes)
+        rows = _ALL if all_step else list(lanes)
         self._reward[rows] = rewards
         for key, array in self._last_actions.items():
             array[rows] = actions[key][rows]
         if self._some_lane_is_initial:
             self._initial_state[rows] = False
             self._some_lane_is_initial = not all_step
-        ended, current = [], self.current
-        for row in ended_rows(terminated, truncated):
-            lane = lanes[row]
-            current["terminated"][lane] = terminated[row]
-            current["truncated"][lane] = truncated[row]
-            current["done"][lane] = True
-            ended.append(lane)
-        if ended and self._infos is not None:
+        if True not in terminated and True not in truncated:
+            return []
+        over = np.logical_or(terminated, truncated)
+        ended = np.asarray(lanes)[over]
+        self.flags[0, ended] = np.asarray(terminated)[over]
+        self.flags[1, ended] = np.asarray(truncated)[over]
+        self.flags[2, ended] = True
+        if self._infos is not None:
             self._infos.note_end()
-        return ended
+        lanes_over: list[int] = ended.tolist()
+        return lanes_over
 
     def step_some(
         self,
