@@ -262,12 +262,12 @@ class VecEnv(ABC):
         """Let the next ``reset_lanes`` reset all lanes, with its first seed and its options.
 
         That is how lanes begin which cannot be reset one by one: without it ``reset_lanes`` lets
-        lanes begin the episodes at whose start they are, see ``is_ready``.
+        lanes begin the episodes at whose start they are, see ``ready_lanes``.
         """
 
-    def is_ready(self, lane: int) -> bool:
-        """Whether a lane can begin an episode: it can be reset, or has restarted by itself."""
-        return True
+    def ready_lanes(self, lanes: Sequence[int]) -> Sequence[int]:
+        """Those of some lanes that can begin an episode: by a reset, or by themselves."""
+        return lanes
 
     def advance(self) -> bool:
         """Step lanes that run nothing, until some restart; False if that is no use."""
@@ -490,9 +490,9 @@ class VecEnv(ABC):
     def _restart_those_ready(self, ended: Sequence[int]) -> list[int]:
         """Restart lanes that ended, now or as soon as they can be; returns those that run."""
         lanes = sorted({*self._restarting, *ended})
-        while len(lanes) == self.n_lanes and not any(map(self.is_ready, lanes)):
+        while len(lanes) == self.n_lanes and not self.ready_lanes(lanes):
             self._call(self.advance)
-        ready = [lane for lane in lanes if self.is_ready(lane)]
+        ready = self.ready_lanes(lanes)
         self._restart(ready)
         self._restarting = [lane for lane in lanes if lane not in ready]
         return [lane for lane in self._all_lanes if lane not in self._restarting]

@@ -125,8 +125,11 @@ class AgentDriver:
                 self.starting = [lane for lane in self.starting if lane in lanes]
             if self.starting:
                 return self._act_with_starts(seen, lanes)
+            kept: dict[str, torch.Tensor] = {}
             # A copy: the agent may change it in place, or return parts of it as its new state.
-            if len(lanes) == self.n_lanes or not self.state:
+            if not self.state:
+                pass
+            elif len(lanes) == self.n_lanes:
                 kept = {key: torch.from_numpy(a.copy()) for key, a in self.state.items()}
             else:
                 kept = self._states_of(lanes)
@@ -143,7 +146,9 @@ class AgentDriver:
         Args:
             lanes: The lanes that take this step, all by default.
         """
-        self._put_state(self._new_state, slice(None) if lanes is None else lanes)
+        rows: Any = slice(None) if lanes is None else lanes
+        for key, array in self._new_state.items():
+            self.state[key][rows] = array[rows]
 
     def _act_with_starts(self, seen: Observed, lanes: Sequence[int]) -> dict[str, Array]:
         starting = self.starting
@@ -188,7 +193,11 @@ class AgentDriver:
         for key, dtype in self.converted_actions.items():
             fitted(f"the action {key!r}", output[key], dtype)
         before = self._read("state", result[0]) if state is None else {}
-        return before, output, self._read("state", result[2])
+        after = result[2]
+        has_no_state = self._expected.get("state") == {} and type(after) is DictTensor
+        if has_no_state and not after._tensors:
+            return before, output, {}
+        return before, output, self._read("state", after)
 
     def _put_state(self, arrays: Mapping[str, Array], lanes: Any) -> None:
         for key, array in arrays.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -98,61 +98,76 @@ class BoundPlan:
         self._spare_row = self._spare_rows.data
         self._record, self._entry = record, record.entry_of(plan.number)
 
-    def enter_slot(self, lane: int, running: Lane) -> None:
-        """Let a lane write into the slot of what it runs, from the first row."""
-        slot = running.slot
-        self._slot[lane] = slot
-        self._row[lane] = slot * self._n_timesteps
-        self._stride[lane] = 1
-        self.n_lanes += 1
-        self._running[lane] = running.episode.number
-        self._steps_before[lane] = running.steps_before
-        self._note_begin(lane, running, running.steps_before)
+    def enter_slots(self, lanes: Sequence[int], table: Mapping[int, Lane]) -> None:
+        """Let lanes write into the slots of what they run, from the first row."""
+        for lane in lanes:
+            running = table[lane]
+            self._slot[lane] = slot = running.slot
+            self._row[lane] = slot * self._n_timesteps
+            self._stride[lane] = 1
+            self._running[lane] = running.episode.number
+            self._steps_before[lane] = running.steps_before
+        self.n_lanes += len(lanes)
+        self._note_begins(lanes, table)
 
-    def end_in_slot(self, lane: int) -> None:
-        """Record that a lane has ended an episode in the middle of its slot."""
-        self._record.lane_ends(lane, MAX_REQUESTS)
+    def restart_in_slots(self, lanes: Sequence[int], table: Mapping[int, Lane]) -> None:
+        """Let lanes go on writing into their slots, with their next episodes."""
+        self._record.lanes_end(lanes, MAX_REQUESTS)
+        for lane in lanes:
+            running = table[lane]
+            running.episode = self.plan.restarted(lane, running.episode)
+            running.tape = None
+            running.steps_before = running.slot * self._n_timesteps - self._row[lane]
+            self._steps_before[lane] = running.steps_before
+        self._note_begins(lanes, table)
 
-    def restart_in_slot(self, lane: int, running: Lane) -> None:
-        """Let a lane go on writing into its slot, with its next episode."""
-        self._steps_before[lane] = running.steps_before
-        self._note_begin(lane, running, 0)
+    def _note_begins(self, lanes: Sequence[int], table: Mapping[int, Lane]) -> None:
+        """Record that lanes begin episodes, or go on with them."""
+        numbers: list[int] = []
+        n_steps: list[int] = []
+        for lane in lanes:
+            running, episode = table[lane], table[lane].episode
+            # All episodes of a lane that restarts are those of one row, so they are counted.
+            numbers.append(episode.n_restarts if self.restarts else episode.number)
+            n_steps.append(max(0, running.steps_before))
+        self._record.lanes_begin(lanes, self.plan.number, numbers, n_steps)
 
-    def _note_begin(self, lane: int, running: Lane, n_steps: int) -> None:
-        """Record that a lane begins an episode, or goes on with one.
-
-        All episodes of a lane that restarts are those of one row, so they are counted.
-        """
-        episode = running.episode
-        number = episode.n_restarts if self.restarts else episode.number
-        self._record.lane_begins(lane, self.plan.number, number, n_steps)
-
-    def complete_slot(self, lane: int, running: Lane, length: int) -> None:
-        """Complete the slot of a lane, which leaves it."""
-        self.writer.complete(running.slot, lane, length, running.steps_before == 0)
-        self._leave(lane)
+    def complete_slots(self, lanes: Sequence[int], table: Mapping[int, Lane]) -> list[int]:
+        """Complete the slots of lanes, which leave them; returns the steps in each."""
+        slots: list[int] = []
+        lengths: list[int] = []
+        starts: list[bool] = []
+        for lane in lanes:
+            running = table[lane]
+            slots.append(running.slot)
+            lengths.append(self._row[lane] - running.slot * self._n_timesteps)
+            starts.append(running.steps_before == 0)
+        self.writer.complete(slots, lanes, lengths, starts)
+        for lane in lanes:
+            self._row[lane] = self._spare_row[lane]
+            self._stride[lane] = 0
+        self.n_lanes -= len(lanes)
+        return lengths
 
     def pause_episode(self, lane: int, running: Lane) -> None:
         """Record that a lane waits for a slot in which its episode goes on."""
         self._record.lane_pauses(lane, running.steps_before)
 
-    def finish_episode(self, lane: int) -> None:
-        """Count the episode of a lane as finished."""
-        self._running[lane] = -1
-        self._record.lane_ends(lane, self._entry)
+    def finish_episodes(self, lanes: Sequence[int]) -> None:
+        """Count the episodes of lanes as finished."""
+        for lane in lanes:
+            self._running[lane] = -1
+        self._record.lanes_end(lanes, self._entry)
 
     def abandon(self, lane: int, running: Lane) -> None:
         """Let a lane leave its slot, if it is in one, whose contents are lost."""
         if running.parked is None:
             self.writer.abandon(running.slot, self.steps_in_slot(lane, running))
-            self._leave(lane)
+            self._row[lane] = self._spare_row[lane]
+            self._stride[lane] = 0
+            self.n_lanes -= 1
         self._running[lane] = -1
         self._record.lane_gives_up(lane)
-
-    def _leave(self, lane: int) -> None:
-        self._row[lane] = self._spare_row[lane]
-        self._stride[lane] = 0
-        self.n_lanes -= 1
 
     def rows_of(self, lanes: Sequence[int]) -> Array:
         """Row numbers of all lanes; those not in ``lanes`` get a row of the spare slot."""

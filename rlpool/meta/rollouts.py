@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
-from rlpool.loop.plan import Episode, Plan
+from rlpool.loop.plan import Chunk, Episode, Plan
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Array, Memory
 from rlpool.record.tape import joined
@@ -190,8 +190,12 @@ class RolloutPlan(Plan):
         """The row's slot again, as its contents were copied out."""
         return lane
 
-    def chunk_done(self, episode: int, slot: int, chunk: int, is_last: bool) -> None:
-        """Copy a slot out; the last one completes the rollout."""
+    def take_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """Copy slots out; the last one of a rollout completes it."""
+        for episode, slot, _, is_last in chunks:
+            self._take_chunk(episode, slot, is_last)
+
+    def _take_chunk(self, episode: int, slot: int, is_last: bool) -> None:
         length = int(self.arrays.control["length"][slot])
         chunks = self._chunks.setdefault(episode, [])
         kept = (*self._observed, *self._acted, "reward")
