@@ -132,8 +132,19 @@ class BoundPlan:
             n_steps.append(max(0, running.steps_before))
         self._record.lanes_begin(lanes, self.plan.number, numbers, n_steps)
 
-    def complete_slots(self, lanes: Sequence[int], table: Mapping[int, Lane]) -> list[int]:
-        """Complete the slots of lanes, which leave them; returns the steps in each."""
+    def leave_slots(
+        self, lanes: Sequence[int], table: Mapping[int, Lane], is_last: bool
+    ) -> list[int]:
+        """Complete the slots of lanes, which leave them.
+
+        Args:
+            lanes: The lanes.
+            table: What they run.
+            is_last: Whether their episodes end there.
+
+        Returns:
+            The steps in each slot.
+        """
         slots: list[int] = []
         lengths: list[int] = []
         starts: list[bool] = []
@@ -147,17 +158,15 @@ class BoundPlan:
             self._row[lane] = self._spare_row[lane]
             self._stride[lane] = 0
         self.n_lanes -= len(lanes)
+        if is_last:
+            for lane in lanes:
+                self._running[lane] = -1
+            self._record.lanes_end(lanes, self._entry)
         return lengths
 
     def pause_episode(self, lane: int, running: Lane) -> None:
         """Record that a lane waits for a slot in which its episode goes on."""
         self._record.lane_pauses(lane, running.steps_before)
-
-    def finish_episodes(self, lanes: Sequence[int]) -> None:
-        """Count the episodes of lanes as finished."""
-        for lane in lanes:
-            self._running[lane] = -1
-        self._record.lanes_end(lanes, self._entry)
 
     def abandon(self, lane: int, running: Lane) -> None:
         """Let a lane leave its slot, if it is in one, whose contents are lost."""

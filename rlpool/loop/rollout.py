@@ -98,6 +98,7 @@ class Rollout:
                 space.
         """
         env, infos = self._env, self._infos
+        infos.declare(agent_info or {})
         infos.show(agent_info or {}, {lane: lane for lane in range(self._n_lanes)})
         noise = None if self._noise is None else self._noise.tensor
         steps = None
@@ -287,6 +288,7 @@ class Rollout:
             self._env.begin_anew()
         bound = BoundPlan(plan, self._writer_of(plan), self._n_lanes, self._record)
         if not self._bound:
+            self._infos.declare(plan.agent_info or {})
             self._continue_with(bound)
         self._bound.append(bound)
         self._gives_up = self._gives_up or plan.gives_up
@@ -302,9 +304,8 @@ class Rollout:
         rows = {lane: running.episode.number for lane, running in self._lanes.items()}
         for running in self._lanes.values():
             running.bound = bound
-        agent_info = bound.plan.agent_info or {}
-        if rows and (agent_info or self._infos.arrays):
-            self._infos.show(agent_info, rows)
+        if rows:
+            self._infos.show(bound.plan.agent_info or {}, rows)
         # Their first step has the infos and the parameters of this window.
         if new := [lane for lane, running in self._lanes.items() if not running.steps_before]:
             self._driver.start(new, self._infos.tensors)
@@ -461,8 +462,8 @@ class Rollout:
             observation, history = self._copied(lanes)
         else:
             np.copyto(self._shown_flags, self._env.flags)
-            if self._infos.shown is not None:
-                self._infos.show_rows(None)
+            for array, copy in self._infos.copies:
+                np.copyto(copy, array)
         record.agent_ns[0] -= monotonic_ns()
         outputs = driver.act(observation, self._infos.shown, history, lanes)
         record.agent_ns[0] += monotonic_ns()
@@ -494,8 +495,8 @@ class Rollout:
         rows = self._live_rows if lanes is self._live else rows_repeating(lanes, self._n_lanes)
         for source, copy in self._to_copy:
             source.take(rows, 0, copy, "clip")
-        if self._infos.shown is not None:
-            self._infos.show_rows(rows)
+        for source, copy in self._infos.copies:
+            source.take(rows, 0, copy, "clip")
         if self._history is None:
             return self._copies, None
         return self._copies, self._history.so_far({**self._current, **self._driver.state}, rows)
@@ -545,22 +546,20 @@ class Rollout:
             for lane in lanes:
                 if table[lane].start < bound.steps_in_slot(lane, table[lane]):
                     self._scene.leave_slot(table[lane], lane)
-        lengths = bound.complete_slots(lanes, table)
+        lengths = bound.leave_slots(lanes, table, is_last)
         self._waiting += lanes
         chunks: list[Chunk] = []
         for lane, length in zip(lanes, lengths, strict=True):
             running = table[lane]
             chunks.append((running.episode.number, running.slot, running.chunk, is_last))
             if is_last:
-                del table[lane]  # last: if interrupted before, the slot is marked as dirty
+                del table[lane]
             else:
                 running.steps_before += length
                 running.chunk += 1
                 running.parked = []
                 self._unsaved.add(lane)
                 bound.pause_episode(lane, running)
-        if is_last:
-            bound.finish_episodes(lanes)
         bound.plan.take_chunks(chunks)
 
     def _fill_lanes(self) -> None:
@@ -584,7 +583,7 @@ class Rollout:
     def _deal(self, starting: dict[int, Lane]) -> None:
         """Deal out what there is to waiting lanes; notes those that start an episode."""
         table, idle, others = self._lanes, self._waiting, []
-        if self._has_parked:
+        if len(table) + len(idle) > self._n_lanes:
             idle, others = self._enter_next_slots()
         if self._env.seeding != "episode":
             ready = set(self._env.ready_lanes(idle))
@@ -596,13 +595,11 @@ class Rollout:
                 for lane, episode in episodes.items():
                     starting[lane] = table[lane] = Lane(episode, bound, episode.slot)
                 bound.enter_slots(list(episodes), table)
+                if len(episodes) == len(idle):
+                    idle = []
+                    break  # usually: every lane that ended begins again
                 idle = [lane for lane in idle if lane not in episodes]
         self._waiting = sorted(others + idle)
-
-    @property
-    def _has_parked(self) -> bool:
-        """Whether any of the lanes that wait is in the middle of an episode."""
-        return len(self._lanes) + len(self._waiting) > self._n_lanes
 
     def _enter_next_slots(self) -> tuple[list[int], list[int]]:
         """Let parked lanes go on in their next slots, if there are any.
@@ -631,7 +628,7 @@ class Rollout:
     def _must_wait(self) -> bool:
         """Whether a step of all lanes would step one that lacks a slot."""
         lacks_slots = [bound.plan.lacks_slots for bound in self._bound if bound.plan.begins_anew]
-        return any(lacks_slots) or self._has_parked
+        return any(lacks_slots) or len(self._lanes) + len(self._waiting) > self._n_lanes
 
     def _save_parked(self) -> None:
         """Save the rows of the batch of parked lanes, which a step of others may overwrite."""
@@ -680,12 +677,10 @@ class Rollout:
         else:
             self._env.reset_lanes(lanes, seeds, options)
         record.env_ns[0] += monotonic_ns()
-        for bound in self._bound:
-            agent_info = bound.plan.agent_info or {}
-            if agent_info or self._infos.arrays:
-                mine = {n: r.episode.number for n, r in starting.items() if r.bound is bound}
-                if mine:
-                    self._infos.show(agent_info, mine)
+        for bound in self._bound if self._infos.arrays else ():
+            mine = {n: r.episode.number for n, r in starting.items() if r.bound is bound}
+            if mine:
+                self._infos.show(bound.plan.agent_info or {}, mine)
         self._driver.start(lanes, self._infos.tensors)
         if self._noise is not None:
             for lane, episode in zip(lanes, episodes, strict=True):
