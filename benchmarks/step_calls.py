@@ -1,4 +1,4 @@
-"""How many functions of rlpool are called per batch step: a figure that a busy machine leaves alone.
+"""How many functions of rlpool are called per batch step, which no busy machine changes.
 
     python benchmarks/step_calls.py [--workloads W1 infos W2 V1 windows] [--functions]
 

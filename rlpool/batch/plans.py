@@ -65,7 +65,6 @@ class _RequestPlan(Plan):
         return self._starts and self.layout.step.resets_together
 
 
-
 class EpisodePlan(_RequestPlan):
     """A worker's share of the episodes of an ``execute``.
 

@@ -261,14 +261,14 @@ class GymEnv(VecEnv):
                 env = env.env
             self._steps[lane], self._resets[lane] = env.step, env.reset
 
-    def _with_limits(self, lanes: Sequence[int], truncated: Sequence[Any]) -> Sequence[Any]:
+    def _with_limits(self, lanes: Sequence[int], truncated: Sequence[Any]) -> tuple[Any, ...]:
         """The ``truncated`` flags of a step, True also for lanes that reached their time limit."""
         left = self._limits - self._elapsed
         self._until_limit = max(1, int(left[left > 0].min(initial=_NO_LIMIT)))
-        return [
+        return tuple(
             bool(left[lane] <= 0) or was_truncated
             for lane, was_truncated in zip(lanes, truncated, strict=True)
-        ]
+        )
 
     def _learn_infos(self, lane: int, seed: int, option: Options, results: list[Any]) -> None:
         """Learn the specs of infos from what resets have returned, and if need be from a step.

@@ -78,6 +78,7 @@ class Rollout:
         self._held: Plan | None = None  # follows when all of these are over
         self._lanes: dict[int, Lane] = {}
         self._live: list[int] = []
+        self._live_rows: Array | None = None  # these rows, and in place of all others the first
         self._waiting: list[int] = []  # idle or parked
         self._unsaved: set[int] = set()  # parked, with their rows still in the batch
         self._stepping: set[int] = set()  # lanes whose step is not finished
@@ -231,7 +232,7 @@ class Rollout:
         """Prepare the views of the batch, which all plans share."""
         self._waiting = list(range(self._n_lanes))
         self._waiting_at_stock = list(self._waiting)
-        self._live, self._steps_until_full = [], 0
+        self._live, self._live_rows, self._steps_until_full = [], None, 0
         env, driver = self._env, self._driver
         sources = [*env.current.values(), *driver.state.values()]
         if len(sources) == len(self._sources) and all(map(operator.is_, sources, self._sources)):
@@ -492,7 +493,9 @@ class Rollout:
 
         ``agent_info`` likewise.
         """
-        rows = self._live_rows if lanes is self._live else rows_repeating(lanes, self._n_lanes)
+        rows = self._live_rows
+        if rows is None or lanes is not self._live:
+            rows = rows_repeating(lanes, self._n_lanes)
         for source, copy in self._to_copy:
             source.take(rows, 0, copy, "clip")
         for source, copy in self._infos.copies:
@@ -582,7 +585,8 @@ class Rollout:
 
     def _deal(self, starting: dict[int, Lane]) -> None:
         """Deal out what there is to waiting lanes; notes those that start an episode."""
-        table, idle, others = self._lanes, self._waiting, []
+        table, idle = self._lanes, self._waiting
+        others: list[int] = []
         if len(table) + len(idle) > self._n_lanes:
             idle, others = self._enter_next_slots()
         if self._env.seeding != "episode":
