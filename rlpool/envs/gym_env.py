@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-from rlpool.envs.columns import Results, wrong_count
+from rlpool.envs.columns import wrong_count
 from rlpool.envs.info_keys import InfoKeys, InfoLearner, value_of, wanted_infos
 from rlpool.envs.legacy import modernised
 from rlpool.envs.vec_env import Options, VecEnv
@@ -193,9 +193,6 @@ class GymEnv(VecEnv):
             self._fail("reset", error)
         if self.keeps_results:
             self.results = results
-
-    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Results:
-        raise NotImplementedError  # step_lanes does all of it
 
     def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> list[int]:
         """See ``VecEnv.step_lanes``."""

@@ -187,9 +187,12 @@ class VecEnv(ABC):
     ) -> None:
         """Reset lanes and write their observations and infos to ``columns``."""
 
-    @abstractmethod
     def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Results:
-        """Step lanes, write observations and infos; returns rewards, terminated, truncated."""
+        """Step lanes, write observations and infos; returns rewards, terminated, truncated.
+
+        Subclasses that do not implement it do all of ``step_lanes``.
+        """
+        raise NotImplementedError
 
     def close(self) -> None:  # noqa: B027  (optional)
         """Close the environments."""

@@ -48,8 +48,9 @@ class CrashScene:
 
     def leave_slot(self, running: Lane, lane: int) -> None:
         """Record a full slot on the tape before the lane leaves it."""
-        if self._env.seeding != "episode":
-            return  # it cannot be repeated
+        length = running.bound.steps_in_slot(lane, running)
+        if self._env.seeding != "episode" or running.start >= length:
+            return  # it cannot be repeated, or has no step in this slot
         plan, last_reward = running.bound.plan, self._env.current[REWARD][lane]
         rows = running.slot, running.start, plan.layout.n_timesteps
         chunk = slot_steps(plan.layout, plan.arrays, *rows, last_reward)

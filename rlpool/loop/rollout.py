@@ -534,29 +534,26 @@ class Rollout:
 
     def _leave_slots(self, lanes: Sequence[int], is_last: bool) -> None:
         """Complete slots; their lanes become idle, or parked if the episodes continue."""
-        if len(self._bound) == 1:
-            self._leave_slots_of(self._bound[0], lanes, is_last)
-            return
-        bound_of = {lane: self._lanes[lane].bound for lane in lanes}
-        for bound in self._bound:
-            mine = [lane for lane in lanes if bound_of[lane] is bound]
+        table, bounds = self._lanes, self._bound
+        for bound in bounds:
+            mine = lanes
+            if len(bounds) > 1:
+                mine = [n for n in lanes if (running := table.get(n)) and running.bound is bound]
             if mine:
                 self._leave_slots_of(bound, mine, is_last)
 
     def _leave_slots_of(self, bound: BoundPlan, lanes: Sequence[int], is_last: bool) -> None:
-        table = self._lanes
         if not is_last:
             for lane in lanes:
-                if table[lane].start < bound.steps_in_slot(lane, table[lane]):
-                    self._scene.leave_slot(table[lane], lane)
-        lengths = bound.leave_slots(lanes, table, is_last)
+                self._scene.leave_slot(self._lanes[lane], lane)
+        lengths = bound.leave_slots(lanes, self._lanes, is_last)
         self._waiting += lanes
         chunks: list[Chunk] = []
         for lane, length in zip(lanes, lengths, strict=True):
-            running = table[lane]
+            running = self._lanes[lane]
             chunks.append((running.episode.number, running.slot, running.chunk, is_last))
             if is_last:
-                del table[lane]
+                del self._lanes[lane]
             else:
                 running.steps_before += length
                 running.chunk += 1

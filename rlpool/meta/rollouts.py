@@ -111,9 +111,6 @@ class RowsEnv(VecEnv):
         self._show()
         return sorted(self._row_of[lane] for lane in ready)
 
-    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Any:
-        raise NotImplementedError  # step_lanes does all of it
-
     def _for_lanes(
         self, rows: Sequence[int], actions: Mapping[str, Array]
     ) -> tuple[list[int], dict[str, Array]]:
