@@ -145,9 +145,13 @@ class EpisodePlan(_RequestPlan):
             if not claim:
                 self._exhausted.add(lane)
 
-    def next_slot(self, lane: int, episode: int) -> int | None:
-        """A slot for the next chunk of an episode."""
-        return self._free_slot()
+    def next_slots(self, lanes: Sequence[int]) -> dict[int, int]:
+        """Free slots for the lanes, as far as they go."""
+        slots: dict[int, int] = {}
+        for lane in lanes:
+            if (slot := self._free_slot()) is not None:
+                slots[lane] = slot
+        return slots
 
     def _free_slot(self) -> int | None:
         self.lacks_slots = not self._free
@@ -257,9 +261,9 @@ class WindowPlan(_RequestPlan):
         self._site.recycling.n_begun += 1
         return self._episode(episode.number, episode.slot, episode.n_restarts + 1)
 
-    def next_slot(self, lane: int, episode: int) -> int | None:
-        """The lane's slot of this window, once."""
-        return self._slots.pop(lane, None)
+    def next_slots(self, lanes: Sequence[int]) -> dict[int, int]:
+        """The lanes' slots of this window, once."""
+        return {lane: self._slots.pop(lane) for lane in lanes if lane in self._slots}
 
     def _episode(self, number: int, slot: int, n_restarts: int) -> Episode:
         seed, n_noise = self._only_seed, self.layout.step.n_noise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +12,9 @@ from rlpool.memory.storage import Array
 from rlpool.observe.control import MAX_REQUESTS, WorkerRecord
 from rlpool.record.tape import Tape
 from rlpool.slots.writer import SlotWriter
+
+Parked = list[tuple[Array, Array]] | None
+"""Arrays of the batch, each with the row of a lane that is parked."""
 
 
 @dataclass(slots=True)
@@ -36,7 +38,7 @@ class Lane:
     slot: int
     chunk: int = 0
     steps_before: int = 0
-    parked: list[tuple[Array, Array]] | None = None
+    parked: Parked = None
     tape: Tape | None = None
 
     @property
@@ -49,12 +51,6 @@ class Lane:
         """The tape; a new one is made if there is none."""
         self.tape = self.tape or Tape(self.episode.seed, self.episode.options)
         return self.tape
-
-    def marked_tape(self) -> Tape:
-        """A copy of the tape, which does not go on with the episode."""
-        tape = copy(self.tape_so_far)
-        tape.chunks, tape.n_restarts = list(tape.chunks), self.episode.n_restarts
-        return tape
 
 
 class BoundPlan:
@@ -132,18 +128,14 @@ class BoundPlan:
             n_steps.append(max(0, running.steps_before))
         self._record.lanes_begin(lanes, self.plan.number, numbers, n_steps)
 
-    def leave_slots(
-        self, lanes: Sequence[int], table: Mapping[int, Lane], is_last: bool
-    ) -> list[int]:
-        """Complete the slots of lanes, which leave them.
+    def leave_slots(self, lanes: Sequence[int], table: Mapping[int, Lane], is_last: bool) -> None:
+        """Complete the slots of lanes, which leave them and end their episodes, or wait.
 
         Args:
             lanes: The lanes.
             table: What they run.
             is_last: Whether their episodes end there.
 
-        Returns:
-            The steps in each slot.
         """
         slots: list[int] = []
         lengths: list[int] = []
@@ -162,11 +154,10 @@ class BoundPlan:
             for lane in lanes:
                 self._running[lane] = -1
             self._record.lanes_end(lanes, self._entry)
-        return lengths
-
-    def pause_episode(self, lane: int, running: Lane) -> None:
-        """Record that a lane waits for a slot in which its episode goes on."""
-        self._record.lane_pauses(lane, running.steps_before)
+            return
+        for lane, length in zip(lanes, lengths, strict=True):
+            table[lane].steps_before += length
+        self._record.lanes_pause(lanes, [table[lane].steps_before for lane in lanes])
 
     def abandon(self, lane: int, running: Lane) -> None:
         """Let a lane leave its slot, if it is in one, whose contents are lost."""
@@ -189,9 +180,15 @@ class BoundPlan:
         steps: int = self._row[lane] - running.slot * self._n_timesteps
         return steps
 
-    def is_full(self, lane: int, running: Lane) -> bool:
-        """Whether a lane has filled its slot."""
-        return self.steps_in_slot(lane, running) == self._n_timesteps
+    def full_lanes(self, table: Mapping[int, Lane]) -> list[int]:
+        """The lanes that have filled their slots, ascending."""
+        full: list[int] = []
+        for lane, running in table.items():
+            if running.bound is self and running.parked is None:
+                n_steps = self._row[lane] - running.slot * self._n_timesteps
+                if n_steps == self._n_timesteps:
+                    full.append(lane)
+        return sorted(full)
 
     @property
     def steps_until_full(self) -> int:

@@ -77,8 +77,8 @@ class Plan(ABC):
         """The next episode of each idle lane that gets one (for now)."""
 
     @abstractmethod
-    def next_slot(self, lane: int, episode: int) -> int | None:
-        """A slot for the next chunk of a lane's episode, ``None`` if there is none (for now)."""
+    def next_slots(self, lanes: Sequence[int]) -> dict[int, int]:
+        """By lane, slots for the next chunks of their episodes, as far as there are any now."""
 
     def take_chunks(self, chunks: Sequence[Chunk]) -> None:  # noqa: B027
         """Take complete slots."""

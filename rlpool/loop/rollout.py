@@ -28,7 +28,7 @@ from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import Where, WorkerError
 from rlpool.loop.agent_driver import AgentDriver, AgentFailure, History, InfoRows, rows_repeating
 from rlpool.loop.blame import failing_lane
-from rlpool.loop.bound_plan import BoundPlan, Lane
+from rlpool.loop.bound_plan import BoundPlan, Lane, Parked
 from rlpool.loop.crash_scene import CrashScene
 from rlpool.loop.plan import Chunk, Episode, Plan, PlanQueue
 from rlpool.loop.probe import probe
@@ -36,7 +36,7 @@ from rlpool.memory.storage import Array, batch_array
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import env_error
 from rlpool.record.repeat import take_over_together
-from rlpool.record.tape import Tape
+from rlpool.record.tape import Actions, Tape
 from rlpool.seeding import NoiseStream
 from rlpool.slots.blocks import NOISE_KEY, Arrays, StepSpecs
 from rlpool.slots.writer import SlotWriter
@@ -200,16 +200,23 @@ class Rollout:
         shown, state = list(self._env.current), list(self._driver.state)
         arrays = [*self._env.current.values(), *self._driver.state.values()]
         kept = [array.copy() for array in arrays]
-        lanes = {lane: (r.marked_tape(), r.parked) for lane, r in self._lanes.items()}
+        lanes: list[tuple[int, Episode, Tape, list[Actions], int, str, Parked]] = []
+        for lane, running in self._lanes.items():
+            tape = running.tape or running.tape_so_far
+            so_far = list(tape.chunks), tape.first_step, tape.lost
+            lanes.append((lane, running.episode, tape, *so_far, running.parked))
 
         def tapes() -> dict[int, Tape]:
-            for lane, (tape, parked) in lanes.items():
-                if tape.n_steps:
+            made: dict[int, Tape] = {}
+            for lane, episode, tape, chunks, first_step, lost, parked in lanes:
+                made[lane] = marked = Tape(tape.seed, tape.options, episode.n_restarts, first_step)
+                marked.chunks, marked.lost = chunks, lost
+                if marked.n_steps:
                     rows = [row for _, row in parked] if parked else [a[lane] for a in kept]
                     observed = dict(zip(shown, rows, strict=False))
-                    tape.observation = {k: row for k, row in observed.items() if k not in FLAGS}
-                    tape.state = dict(zip(state, rows[len(shown) :], strict=True))
-            return {lane: tape for lane, (tape, _) in lanes.items()}
+                    marked.observation = {k: row for k, row in observed.items() if k not in FLAGS}
+                    marked.state = dict(zip(state, rows[len(shown) :], strict=True))
+            return made
 
         return tapes
 
@@ -513,24 +520,25 @@ class Rollout:
         elif ended:
             self._leave_slots(ended, is_last=True)
         if not self._steps_until_full:
-            live = [(n, self._lanes[n]) for n in self._live if n in self._lanes]
-            full = [lane for lane, running in live if running.bound.is_full(lane, running)]
-            if full and self._env.seeding != "episode" and live[0][1].bound.plan.layout.restarts:
-                full = self._whole_window(live)
-            if full:
-                self._leave_slots(full, is_last=False)
+            for bound in self._bound:
+                full = bound.full_lanes(self._lanes)
+                if full and bound.restarts and self._env.seeding != "episode":
+                    full = self._whole_window()
+                if full:
+                    self._leave_slots(full, is_last=False)
         for bound in self._bound:
             bound.plan.flush()
         self._fill_lanes()
 
-    @staticmethod
-    def _whole_window(live: Sequence[tuple[int, Lane]]) -> list[int]:
+    def _whole_window(self) -> list[int]:
         """All lanes: a window is over for those as well that have restarted, and did less."""
-        for lane, running in live:
+        live = [lane for lane in self._live if lane in self._lanes]
+        for lane in live:
             # The step in which one restarts may be written already.
-            bound = running.bound
-            bound.writer.abandon(running.slot, bound.steps_in_slot(lane, running))
-        return [lane for lane, _ in live]
+            running = self._lanes[lane]
+            n_steps = running.bound.steps_in_slot(lane, running)
+            running.bound.writer.abandon(running.slot, n_steps)
+        return live
 
     def _leave_slots(self, lanes: Sequence[int], is_last: bool) -> None:
         """Complete slots; their lanes become idle, or parked if the episodes continue."""
@@ -544,22 +552,19 @@ class Rollout:
 
     def _leave_slots_of(self, bound: BoundPlan, lanes: Sequence[int], is_last: bool) -> None:
         if not is_last:
-            for lane in lanes:
-                self._scene.leave_slot(self._lanes[lane], lane)
-        lengths = bound.leave_slots(lanes, self._lanes, is_last)
+            self._scene.leave_slots(lanes, self._lanes)
+        bound.leave_slots(lanes, self._lanes, is_last)
         self._waiting += lanes
         chunks: list[Chunk] = []
-        for lane, length in zip(lanes, lengths, strict=True):
+        for lane in lanes:
             running = self._lanes[lane]
             chunks.append((running.episode.number, running.slot, running.chunk, is_last))
             if is_last:
                 del self._lanes[lane]
             else:
-                running.steps_before += length
                 running.chunk += 1
                 running.parked = []
                 self._unsaved.add(lane)
-                bound.pause_episode(lane, running)
         bound.plan.take_chunks(chunks)
 
     def _fill_lanes(self) -> None:
@@ -610,20 +615,23 @@ class Rollout:
         Returns:
             The lanes that are idle, and those that stay parked.
         """
-        idle: list[int] = []
-        parked: list[int] = []
-        for lane in self._waiting:
-            running = self._lanes.get(lane)
-            if running is None:
-                idle.append(lane)
-                continue
-            slot = running.bound.plan.next_slot(lane, running.episode.number)
-            if slot is None:
-                parked.append(lane)
-            else:
-                running.slot = slot
-                self._unpark(lane, running)
-                running.bound.enter_slots([lane], self._lanes)
+        table, noise = self._lanes, self._noise
+        idle = [lane for lane in self._waiting if lane not in table]
+        parked = [lane for lane in self._waiting if lane in table]
+        for bound in self._bound:
+            mine = [lane for lane in parked if table[lane].bound is bound]
+            slots = bound.plan.next_slots(mine) if mine else {}
+            for lane, slot in slots.items():
+                running = table[lane]
+                for array, row in running.parked or ():
+                    array[lane] = row
+                running.slot, running.parked = slot, None
+                if noise is not None and running.episode.noise is not None:
+                    noise.start(lane, running.episode.noise, running.steps_before)
+            if slots:
+                self._unsaved.difference_update(slots)
+                bound.enter_slots(list(slots), table)
+                parked = [lane for lane in parked if lane not in slots]
         return idle, parked
 
     def _must_wait(self) -> bool:
@@ -700,15 +708,6 @@ class Rollout:
             seeds = [episode.seed for _, episode in able]
             options = [episode.options for _, episode in able]
             self._env.reset_lanes([lane for lane, _ in able], seeds, options)
-
-    def _unpark(self, lane: int, running: Lane) -> None:
-        """Show a parked lane's rows again, with which its episode goes on."""
-        for array, row in running.parked or ():
-            array[lane] = row
-        running.parked = None
-        self._unsaved.discard(lane)
-        if self._noise is not None and running.episode.noise is not None:
-            self._noise.start(lane, running.episode.noise, running.steps_before)
 
     def _is_live(self, lane: int) -> bool:
         running = self._lanes.get(lane)

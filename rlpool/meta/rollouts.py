@@ -183,9 +183,9 @@ class RolloutPlan(Plan):
             episodes[row] = replace(self.episodes[number], noise=noise)
         return episodes
 
-    def next_slot(self, lane: int, episode: int) -> int | None:
-        """The row's slot again, as its contents were copied out."""
-        return lane
+    def next_slots(self, lanes: Sequence[int]) -> dict[int, int]:
+        """The rows' slots again, as their contents were copied out."""
+        return {lane: lane for lane in lanes}
 
     def take_chunks(self, chunks: Sequence[Chunk]) -> None:
         """Copy slots out; the last one of a rollout completes it."""

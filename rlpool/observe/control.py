@@ -174,9 +174,10 @@ class WorkerRecord:
             self._pause[lane] = 0
             self._episode[lane] = episode + 1
 
-    def lane_pauses(self, lane: int, n_steps: int) -> None:
-        """A lane waits after ``n_steps`` steps of its episode."""
-        self._pause[lane] = n_steps + 1
+    def lanes_pause(self, lanes: Sequence[int], n_steps: Sequence[int]) -> None:
+        """Lanes wait after so many steps of their episodes."""
+        for lane, n_before in zip(lanes, n_steps, strict=True):
+            self._pause[lane] = n_before + 1
 
     def lanes_end(self, lanes: Sequence[int], entry: int) -> None:
         """Lanes have completed their episodes, of the request that is counted at ``entry``."""
