@@ -156,11 +156,9 @@ class AgentDriver:
         rows = rows_repeating(starting, self.n_lanes)
         first, outputs, new = self._call(None, _at(rows, seen) if others else seen)
         if others:
-            # Copies: the next call may return the same buffers.
-            first, outputs, new = (
-                {key: np.array(array) for key, array in part.items()}
-                for part in (first, outputs, new)
-            )
+            for part in (first, outputs, new):
+                for key, array in part.items():
+                    part[key] = np.array(array)  # the next call may return the same buffers
             kept = self._states_of(others)
             rows = rows_repeating(others, self.n_lanes)
             _, *theirs = self._call(DictTensor._wrap(kept), _at(rows, seen))
@@ -316,7 +314,7 @@ def _at(rows: Array, seen: Observed) -> Observed:
 
 def _rows_of(data: DictTensor, numbers: torch.Tensor) -> DictTensor:
     """Copies of rows that are known to exist, see ``DictTensor.index``."""
-    return DictTensor._wrap({key: selected(tensor, numbers) for key, tensor in data.items()})
+    return DictTensor._wrap({key: selected(t, numbers) for key, t in data._tensors.items()})
 
 
 # What an agent is shown beside the observation ---------------------------------------------------
