@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -371,7 +371,10 @@ def make_batcher(
 
 
 def make_window_batcher(
-    workload: Workload, n_timesteps: int, n_threads: int | None = None
+    workload: Workload,
+    n_timesteps: int,
+    n_threads: int | None = None,
+    n_lanes: int | None = None,
 ) -> Batcher:
     """A batcher of windows of lanes that restart.
 
@@ -379,7 +382,9 @@ def make_window_batcher(
         workload: What to run.
         n_timesteps: Steps of a window.
         n_threads: Worker processes, instead of the workload's own.
+        n_lanes: Lanes of each of them, instead of the workload's own.
     """
+    workload = replace(workload, n_lanes=n_lanes or workload.n_lanes)
     return Batcher(
         n_timesteps=n_timesteps,
         create_agent=PolicyAgent,

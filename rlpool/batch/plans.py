@@ -9,7 +9,7 @@ from rlpool.batch.claims import Claims
 from rlpool.batch.messages import BeginsAgain, ChunksDone, Execute, Infos, Window
 from rlpool.batch.shares import Shares
 from rlpool.data.infos import options_of
-from rlpool.loop.plan import Episode, Plan
+from rlpool.loop.plan import Chunk, Episode, Plan
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.tape import Tape
 from rlpool.seeding import NoiseStarts, episode_seeds, noise_keys
@@ -57,16 +57,12 @@ class _RequestPlan(Plan):
         self.number, self.worker = number, site.place.worker
         self.layout, self.arrays = block.layout, block.arrays
         self._site = site
-        self._cancelled = self.arrays.control["cancelled"].data
+        self.cancelled = self.arrays.control["cancelled"].data
 
     @property
     def begins_anew(self) -> bool:
         """See ``Plan.begins_anew``."""
         return self._starts and self.layout.step.resets_together
-
-    def is_cancelled(self) -> bool:
-        """Whether the caller gave the request up."""
-        return bool(self._cancelled[0])
 
 
 class EpisodePlan(_RequestPlan):
@@ -113,20 +109,20 @@ class EpisodePlan(_RequestPlan):
             self._claimed[number % step.n_lanes].append(number)
         self._recycling = site.recycling
         self._moved: set[int] = set()  # that begin again, when others may have got their slots
-        self._chunks: list[tuple[int, int, int, bool]] = []
+        self._chunks: list[Chunk] = []
         self.lacks_slots = False
 
     def next_episodes(self, lanes: Sequence[int]) -> dict[int, Episode]:
         """The lanes' next episodes, of those that have a slot to write to."""
         episodes: dict[int, Episode] = {}
-        if self.is_left_over():
+        if self._recycling.has_limits and self.is_left_over():
             return episodes
         claimed, exhausted = self._claimed, self._exhausted
         short = [lane for lane in lanes if not claimed[lane] and lane not in exhausted]
         if short:
             self._claim(short)
         for lane in lanes:
-            if not claimed[lane] or self.is_left_over():
+            if not claimed[lane] or (self._recycling.has_limits and self.is_left_over()):
                 continue
             number = claimed[lane][-1]
             is_at_home = self._in_place and number not in self._moved
@@ -136,7 +132,7 @@ class EpisodePlan(_RequestPlan):
             claimed[lane].pop()
             self._recycling.n_begun += 1
             noise = self._noise[number] if self._noise is not None else None
-            options = options_of(self.env_info, number)
+            options = options_of(self.env_info, number) if self.env_info else None
             fails_at = self._given_up.get(number)
             seed = self.seeds[number]
             episodes[lane] = Episode(number, seed, options, noise, slot, 0, fails_at)
@@ -149,9 +145,13 @@ class EpisodePlan(_RequestPlan):
             if not claim:
                 self._exhausted.add(lane)
 
-    def next_slot(self, lane: int, episode: int) -> int | None:
-        """A slot for the next chunk of an episode."""
-        return self._free_slot()
+    def next_slots(self, lanes: Sequence[int]) -> dict[int, int]:
+        """Free slots for the lanes, as far as they go."""
+        slots: dict[int, int] = {}
+        for lane in lanes:
+            if (slot := self._free_slot()) is not None:
+                slots[lane] = slot
+        return slots
 
     def _free_slot(self) -> int | None:
         self.lacks_slots = not self._free
@@ -181,13 +181,15 @@ class EpisodePlan(_RequestPlan):
             self.flush()
             self._site.send(BeginsAgain(self.number, episode.number))
 
-    def chunk_done(self, episode: int, slot: int, chunk: int, is_last: bool) -> None:
-        """Record a complete slot; one that is its row's whole episode stays where it is."""
-        self._site.control.done[0] += is_last
-        if self._in_place and is_last and chunk == 0 and slot == episode:
-            self._whole[episode] = 1  # the last thing that is written about it
-        else:
-            self._chunks.append((episode, slot, chunk, is_last))
+    def take_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """Take complete slots; one that is its row's whole episode stays where it is."""
+        for complete in chunks:
+            episode, slot, chunk, is_last = complete
+            self._site.control.done[0] += is_last
+            if self._in_place and is_last and chunk == 0 and slot == episode:
+                self._whole[episode] = 1  # the last thing that is written about it
+            else:
+                self._chunks.append(complete)
 
     def flush(self) -> None:
         """Report the slots that have to be emptied."""
@@ -259,15 +261,15 @@ class WindowPlan(_RequestPlan):
         self._site.recycling.n_begun += 1
         return self._episode(episode.number, episode.slot, episode.n_restarts + 1)
 
-    def next_slot(self, lane: int, episode: int) -> int | None:
-        """The lane's slot of this window, once."""
-        return self._slots.pop(lane, None)
+    def next_slots(self, lanes: Sequence[int]) -> dict[int, int]:
+        """The lanes' slots of this window, once."""
+        return {lane: self._slots.pop(lane) for lane in lanes if lane in self._slots}
 
     def _episode(self, number: int, slot: int, n_restarts: int) -> Episode:
         seed, n_noise = self._only_seed, self.layout.step.n_noise
         if seed is None:
             seed = self._seeds.seed(number, n_restarts)
         noise = self._seeds.noise(number, n_restarts, n_noise) if n_noise else None
-        options = options_of(self.env_info, number)
+        options = options_of(self.env_info, number) if self.env_info else None
         fails_at = self._given_up.get((number, n_restarts))
         return Episode(number, seed, options, noise, slot, n_restarts, fails_at)

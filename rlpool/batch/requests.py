@@ -479,17 +479,13 @@ class WindowRequest(Request):
         self._note_writing(worker)
         return bool(self._rows_of(worker))
 
-    def _seeded(self, lane: int) -> int:
-        """The lane whose seed the reset of a lane has."""
-        together = self.running_block.layout.step.resets_together
-        return lane - lane % self.n_lanes if together else lane
-
     def seed_of(self, row: int) -> int | None:
         """See ``Request.seed_of``; only the worker knows how often a seeded lane has restarted."""
         layout = self.running_block.layout
         if layout.restarts and not layout.step.resets_together:
             return None
-        return self._seeds.seed(self._seeded(row), 0)
+        n_together = self.n_lanes if layout.step.resets_together else 1
+        return self._seeds.seed(row - row % n_together, 0)
 
     def part(self) -> Slice:
         """All rows: views of the block."""
@@ -502,8 +498,9 @@ class WindowRequest(Request):
         self.lanes_left = (running >= 0).nonzero()[0].tolist()
         if self.tapes is not None:
             self.tapes.record(block.layout, block.arrays, self.lanes, self.lanes_left)
-        lane_seeds, seeded = self._seeds, [self._seeded(lane) for lane in self.lanes]
-        info = self._info(self.lanes, lambda: [lane_seeds.seed(lane, 0) for lane in seeded])
+        lanes, seeds = self.lanes, self._seeds  # what is asked later must not hold the block
+        n_together = self.n_lanes if block.layout.step.resets_together else 1
+        info = self._info(lanes, lambda: [seeds.seed(n - n % n_together, 0) for n in lanes])
         return trajectories_of(block.layout, self.part(), info)
 
 

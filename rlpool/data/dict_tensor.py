@@ -47,6 +47,20 @@ class DictTensor(DictTensorBase):
             self._tensors = {} if tensors is None else dict(tensors)
         except (TypeError, ValueError, RuntimeError):
             raise SpecError(f"tensors are {kind(tensors)}", fix="pass a dict of tensors") from None
+        # One pass over what is right, which loops make at every step; ``check`` says what is not.
+        device, n_rows = None, None
+        for key, tensor in self._tensors.items():
+            if not isinstance(tensor, Tensor) or not isinstance(key, str):
+                break
+            shape = tensor.shape
+            if device is None:
+                device = tensor.device
+            if n_rows is None and shape:
+                n_rows = shape[0]
+            if tensor.device != device or (shape and shape[0] != n_rows):
+                break
+        else:
+            return
         base.check(self._tensors.items())
 
     @staticmethod

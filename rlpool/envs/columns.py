@@ -117,16 +117,6 @@ def _are_flags(flags: Any) -> bool:
         return False
 
 
-def ended_rows(terminated: Any, truncated: Any) -> list[int]:
-    """The positions at which one of two checked flags is true."""
-    if isinstance(terminated, np.ndarray) and isinstance(truncated, np.ndarray):
-        rows: list[int] = (terminated | truncated).nonzero()[0].tolist()
-        return rows
-    if not any(terminated) and not any(truncated):
-        return []
-    return [row for row, flags in enumerate(zip(terminated, truncated, strict=True)) if any(flags)]
-
-
 def checked_result(reward: Any, terminated: Any, truncated: Any) -> tuple[bool, bool]:
     """Check what the step of one environment returned, before somebody else converts it.
 

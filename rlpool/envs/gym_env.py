@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -11,7 +12,7 @@ import gymnasium
 import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-from rlpool.envs.columns import Results, wrong_count
+from rlpool.envs.columns import wrong_count
 from rlpool.envs.info_keys import InfoKeys, InfoLearner, value_of, wanted_infos
 from rlpool.envs.legacy import modernised
 from rlpool.envs.vec_env import Options, VecEnv
@@ -30,6 +31,9 @@ from rlpool.specs import (
 
 _NO_LIMIT = 2**62  # steps
 _SPACES = ("observation_space", "action_space")
+_FLAGS = frozenset([bool, np.bool_])
+_REWARDS = frozenset([float, np.float64, np.float32])
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class GymEnv(VecEnv):
@@ -178,19 +182,23 @@ class GymEnv(VecEnv):
                 self._unwrap(lanes)
             if self._columns is None and self._learns_infos:
                 self._learn_infos(lanes[0], seeds[0], options[0], results)
-            observations = [observation for observation, _ in results]
+            observations, infos = zip(*results, strict=True)
             if self._columns is None:
                 self._learn(lanes, observations)
             else:
                 self._columns.write(lanes, observations)
             if self._infos is not None:
-                self._infos.write(lanes, [info for _, info in results])
+                self._infos.write(lanes, infos)
         except BaseException as error:
             self._fail("reset", error)
         if self.keeps_results:
             self.results = results
 
-    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Results:
+    def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> list[int]:
+        """See ``VecEnv.step_lanes``."""
+        for key, dtype in self._action_dtypes.items():
+            if key in actions and actions[key].dtype is not dtype:
+                self._refuse_unfit(key, actions[key], lanes)
         results: list[tuple[Any, ...]] = []
         steps, lane_in_use = self._steps, self.lane_in_use
         try:
@@ -212,9 +220,18 @@ class GymEnv(VecEnv):
         else:
             self._elapsed[list(lanes)] += 1
         self._until_limit -= 1
-        if self._until_limit > 0:
-            return rewards, terminated, truncated
-        return rewards, terminated, self._with_limits(lanes, truncated)
+        if self._until_limit <= 0:
+            truncated = self._with_limits(lanes, truncated)
+        # What nearly every environment returns, whose rewards fit float32 if their norm does;
+        # anything else is converted, or refused, one by one.
+        if not (
+            _FLAGS.issuperset(map(type, terminated))
+            and _FLAGS.issuperset(map(type, truncated))
+            and _REWARDS.issuperset(map(type, rewards))
+            and math.hypot(*rewards) < _LARGEST
+        ):
+            rewards, terminated, truncated = self._checked(lanes, (rewards, terminated, truncated))
+        return self._note(lanes, actions, (rewards, terminated, truncated))
 
     def _adapt(self, lane: int) -> None:
         """Wrap an environment of the old gym, whose ``reset`` returned only the observation."""
@@ -241,14 +258,14 @@ class GymEnv(VecEnv):
                 env = env.env
             self._steps[lane], self._resets[lane] = env.step, env.reset
 
-    def _with_limits(self, lanes: Sequence[int], truncated: Sequence[Any]) -> Sequence[Any]:
+    def _with_limits(self, lanes: Sequence[int], truncated: Sequence[Any]) -> tuple[Any, ...]:
         """The ``truncated`` flags of a step, True also for lanes that reached their time limit."""
         left = self._limits - self._elapsed
         self._until_limit = max(1, int(left[left > 0].min(initial=_NO_LIMIT)))
-        return [
+        return tuple(
             bool(left[lane] <= 0) or was_truncated
             for lane, was_truncated in zip(lanes, truncated, strict=True)
-        ]
+        )
 
     def _learn_infos(self, lane: int, seed: int, option: Options, results: list[Any]) -> None:
         """Learn the specs of infos from what resets have returned, and if need be from a step.
@@ -458,23 +475,22 @@ def _action_decoder(structure: Structure) -> Callable[[Mapping[str, Array]], lis
     tensor.
     """
     if isinstance(structure, Leaf):
-        split = _splitter(structure)
-        return lambda actions: split(actions["action"])
-    splitters = {k: _splitter(leaf) for k, leaf in leaves_of({"action": structure}, "").items()}
+        return _splitter("action", structure)
+    splitters = [_splitter(*pair) for pair in leaves_of({"action": structure}, "").items()]
     nest = nester(structure)
 
     def decode(actions: Mapping[str, Array]) -> list[Any]:
-        parts = (split(actions[key]) for key, split in splitters.items())
+        parts = (split(actions) for split in splitters)
         return [nest(row) for row in zip(*parts, strict=True)]
 
     return decode
 
 
-def _splitter(leaf: Leaf) -> Callable[[Array], list[Any]]:
+def _splitter(key: str, leaf: Leaf) -> Callable[[Mapping[str, Array]], list[Any]]:
     dtype = leaf.spec.dtype
     if leaf.is_scalar or leaf.spec.shape:
-        return lambda array: list(np.array(array, dtype))
-    return lambda array: [np.asarray(value) for value in np.array(array, dtype)]
+        return lambda actions: list(np.array(actions[key], dtype))
+    return lambda actions: [np.asarray(value) for value in np.array(actions[key], dtype)]
 
 
 def _undeclared_actions(actions: Mapping[str, Array]) -> list[Any]:

@@ -33,7 +33,7 @@ import gymnasium
 import numpy as np
 import torch
 
-from rlpool.envs.columns import Columns, Results, as_array, flag_of
+from rlpool.envs.columns import Columns, as_array, flag_of
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.legacy import LegacyEnv, is_pair, modernised, reset_arguments
 from rlpool.envs.vec_env import LaneError, Options
@@ -222,23 +222,22 @@ class OneEnv(GymEnv):
             self._taken = Columns(actions, "", 1, widens=True, prefix=ACTION_KEY)
             self._action_leaves = self._taken.leaves
             self._decode = lambda actions: [None]
+            self._steps = [self._step_and_note]
             self._declare_structure(structure).write(lanes, [state])
         self.is_declared = True
 
     def step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> list[int]:
         """Step the environment, which may choose another action."""
-        # ``last_action`` is copied from the action taken, which _step_lanes writes first.
+        self.is_fresh = False
+        # ``last_action`` is copied from the action taken, which the step writes first.
         return super().step_lanes(lanes, actions if self._taken is None else self._taken.arrays)
 
-    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Results:
-        self.is_fresh = False
-        results = super()._step_lanes(lanes, actions)
+    def _step_and_note(self, action: Any) -> tuple[Any, ...]:
+        """Step an environment that chooses its actions, and write the one that it took."""
+        result = self._env.step(action)
         if self._taken is not None:
-            try:
-                self._taken.write(lanes, (_nested_arrays(self._env.action),))
-            except SpecError as error:
-                self._fail("step", error)
-        return results
+            self._taken.write([0], (_nested_arrays(self._env.action),))
+        return result
 
     def _fail(self, call: str, error: BaseException) -> NoReturn:
         try:

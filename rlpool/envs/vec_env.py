@@ -18,7 +18,7 @@ import torch
 from rlpool.data.array_view import as_numpy
 from rlpool.data.dict_tensor import DictTensor
 from rlpool.data.infos import Info, info_rows, options_of
-from rlpool.envs.columns import BadValue, Columns, Results, checked_results, ended_rows, fitted_rows
+from rlpool.envs.columns import BadValue, Columns, Results, checked_results, fitted_rows
 from rlpool.envs.info_columns import InfoColumns
 from rlpool.errors import EnvSpecError, RlpoolError, SpecError, UsageError, Where
 from rlpool.machine.interrupts import ctrl_c
@@ -42,7 +42,7 @@ Options = Mapping[str, Any] | None
 Observed = tuple[DictTensor, torch.Tensor]
 """An observation ``[n, ...]`` and the numbers of its environments, int64 ``[n]``."""
 
-_ALL = slice(None)
+_ALL: Any = slice(None)
 
 
 class LaneError(Exception):
@@ -187,9 +187,12 @@ class VecEnv(ABC):
     ) -> None:
         """Reset lanes and write their observations and infos to ``columns``."""
 
-    @abstractmethod
     def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Results:
-        """Step lanes, write observations and infos; returns rewards, terminated, truncated."""
+        """Step lanes, write observations and infos; returns rewards, terminated, truncated.
+
+        Subclasses that do not implement it do all of ``step_lanes``.
+        """
+        raise NotImplementedError
 
     def close(self) -> None:  # noqa: B027  (optional)
         """Close the environments."""
@@ -262,12 +265,12 @@ class VecEnv(ABC):
         """Let the next ``reset_lanes`` reset all lanes, with its first seed and its options.
 
         That is how lanes begin which cannot be reset one by one: without it ``reset_lanes`` lets
-        lanes begin the episodes at whose start they are, see ``is_ready``.
+        lanes begin the episodes at whose start they are, see ``ready_lanes``.
         """
 
-    def is_ready(self, lane: int) -> bool:
-        """Whether a lane can begin an episode: it can be reset, or has restarted by itself."""
-        return True
+    def ready_lanes(self, lanes: Sequence[int]) -> Sequence[int]:
+        """Those of some lanes that can begin an episode: by a reset, or by themselves."""
+        return lanes
 
     def advance(self) -> bool:
         """Step lanes that run nothing, until some restart; False if that is no use."""
@@ -329,33 +332,54 @@ class VecEnv(ABC):
         """
         for key, dtype in self._action_dtypes.items():
             if key in actions and actions[key].dtype is not dtype:
-                try:
-                    fitted_rows(f"the action {key!r}", actions[key], lanes, dtype)
-                except SpecError as error:
-                    self._fail("step", error)
-        results = self._step_lanes(lanes, actions)
+                self._refuse_unfit(key, actions[key], lanes)
+        results = self._checked(lanes, self._step_lanes(lanes, actions))
+        return self._note(lanes, actions, results)
+
+    def _refuse_unfit(self, key: str, values: Array, lanes: Sequence[int]) -> None:
+        """Raise unless actions fit the dtype in which the environments have them."""
         try:
-            rewards, terminated, truncated = checked_results(lanes, results)
+            fitted_rows(f"the action {key!r}", values, lanes, self._action_dtypes[key])
+        except SpecError as error:
+            self._fail("step", error)
+
+    def _checked(self, lanes: Sequence[int], results: Results) -> Results:
+        """See ``checked_results``."""
+        try:
+            return checked_results(lanes, results)
         except BadValue as error:
             self._fail("step", error)
+
+    def _note(
+        self, lanes: Sequence[int], actions: Mapping[str, Array], results: Results
+    ) -> list[int]:
+        """Write what a step led to; returns the lanes whose episode ended.
+
+        Args:
+            lanes: The lanes.
+            actions: What they did.
+            results: Rewards and flags, checked.
+        """
+        rewards, terminated, truncated = results
         all_step = len(lanes) == self.n_lanes
-        rows: Any = _ALL if all_step else np.asarray(lanes)
+        rows = _ALL if all_step else list(lanes)
         self._reward[rows] = rewards
         for key, array in self._last_actions.items():
             array[rows] = actions[key][rows]
         if self._some_lane_is_initial:
             self._initial_state[rows] = False
             self._some_lane_is_initial = not all_step
-        ended, current = [], self.current
-        for row in ended_rows(terminated, truncated):
-            lane = lanes[row]
-            current["terminated"][lane] = terminated[row]
-            current["truncated"][lane] = truncated[row]
-            current["done"][lane] = True
-            ended.append(lane)
-        if ended and self._infos is not None:
+        if True not in terminated and True not in truncated:
+            return []
+        over = np.logical_or(terminated, truncated)
+        ended = np.asarray(lanes)[over]
+        self.flags[0, ended] = np.asarray(terminated)[over]
+        self.flags[1, ended] = np.asarray(truncated)[over]
+        self.flags[2, ended] = True
+        if self._infos is not None:
             self._infos.note_end()
-        return ended
+        lanes_over: list[int] = ended.tolist()
+        return lanes_over
 
     def step_some(
         self,
@@ -469,9 +493,9 @@ class VecEnv(ABC):
     def _restart_those_ready(self, ended: Sequence[int]) -> list[int]:
         """Restart lanes that ended, now or as soon as they can be; returns those that run."""
         lanes = sorted({*self._restarting, *ended})
-        while len(lanes) == self.n_lanes and not any(map(self.is_ready, lanes)):
+        while len(lanes) == self.n_lanes and not self.ready_lanes(lanes):
             self._call(self.advance)
-        ready = [lane for lane in lanes if self.is_ready(lane)]
+        ready = self.ready_lanes(lanes)
         self._restart(ready)
         self._restarting = [lane for lane in lanes if lane not in ready]
         return [lane for lane in self._all_lanes if lane not in self._restarting]

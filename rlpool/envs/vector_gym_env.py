@@ -211,9 +211,13 @@ class VectorGymEnv(VecEnv):
         """See ``VecEnv.begin_anew``."""
         self._is_anew = True
 
-    def is_ready(self, lane: int) -> bool:
-        """See ``VecEnv.is_ready``."""
-        return self.seeding == "episode" or self._is_anew or bool(self._at_start[lane])
+    def ready_lanes(self, lanes: Sequence[int]) -> Sequence[int]:
+        """See ``VecEnv.ready_lanes``."""
+        if self.seeding == "episode" or self._is_anew:
+            return lanes
+        rows = np.asarray(lanes, np.int64)
+        ready: list[int] = rows[self._at_start[rows]].tolist()
+        return ready
 
     def advance(self) -> bool:
         """See ``VecEnv.advance``."""

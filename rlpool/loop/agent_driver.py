@@ -11,6 +11,7 @@ import torch
 from rlpool.agents.agent import Agent
 from rlpool.data.array_view import as_numpy
 from rlpool.data.dict_tensor import DictTensor
+from rlpool.data.rows import selected
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.envs.vec_env import LaneError
 from rlpool.errors import SpecError
@@ -86,7 +87,7 @@ class AgentDriver:
         """
         if self._makes_initial_states:
             rows = rows_repeating(sorted(lanes), self.n_lanes)
-            info = None if agent_info is None else agent_info.index(torch.from_numpy(rows))
+            info = None if agent_info is None else _rows_of(agent_info, torch.from_numpy(rows))
             try:
                 state = self._read("state", self.agent.initial_state(info, self.n_lanes))
             except ctrl_c():
@@ -125,9 +126,11 @@ class AgentDriver:
                 self.starting = [lane for lane in self.starting if lane in lanes]
             if self.starting:
                 return self._act_with_starts(seen, lanes)
+            kept: dict[str, torch.Tensor] = {}
             # A copy: the agent may change it in place, or return parts of it as its new state.
             if len(lanes) == self.n_lanes or not self.state:
-                kept = {key: torch.from_numpy(a.copy()) for key, a in self.state.items()}
+                for key, array in self.state.items():
+                    kept[key] = torch.from_numpy(array.copy())
             else:
                 kept = self._states_of(lanes)
             _, outputs, self._new_state = self._call(DictTensor._wrap(kept), seen)
@@ -143,7 +146,9 @@ class AgentDriver:
         Args:
             lanes: The lanes that take this step, all by default.
         """
-        self._put_state(self._new_state, slice(None) if lanes is None else lanes)
+        rows: Any = slice(None) if lanes is None else lanes
+        for key, array in self._new_state.items():
+            self.state[key][rows] = array[rows]
 
     def _act_with_starts(self, seen: Observed, lanes: Sequence[int]) -> dict[str, Array]:
         starting = self.starting
@@ -151,11 +156,9 @@ class AgentDriver:
         rows = rows_repeating(starting, self.n_lanes)
         first, outputs, new = self._call(None, _at(rows, seen) if others else seen)
         if others:
-            # Copies: the next call may return the same buffers.
-            first, outputs, new = (
-                {key: np.array(array) for key, array in part.items()}
-                for part in (first, outputs, new)
-            )
+            for part in (first, outputs, new):
+                for key, array in part.items():
+                    part[key] = np.array(array)  # the next call may return the same buffers
             kept = self._states_of(others)
             rows = rows_repeating(others, self.n_lanes)
             _, *theirs = self._call(DictTensor._wrap(kept), _at(rows, seen))
@@ -188,7 +191,11 @@ class AgentDriver:
         for key, dtype in self.converted_actions.items():
             fitted(f"the action {key!r}", output[key], dtype)
         before = self._read("state", result[0]) if state is None else {}
-        return before, output, self._read("state", result[2])
+        after = result[2]
+        has_no_state = self._expected.get("state") == {} and type(after) is DictTensor
+        if has_no_state and not after._tensors:
+            return before, output, {}
+        return before, output, self._read("state", after)
 
     def _put_state(self, arrays: Mapping[str, Array], lanes: Any) -> None:
         for key, array in arrays.items():
@@ -300,9 +307,14 @@ def _at(rows: Array, seen: Observed) -> Observed:
     numbers = torch.from_numpy(rows)
     return (
         {key: tensor[numbers] for key, tensor in observation.items()},
-        None if agent_info is None else agent_info.index(numbers),
+        None if agent_info is None else _rows_of(agent_info, numbers),
         None if history is None else history.index(numbers),
     )
+
+
+def _rows_of(data: DictTensor, numbers: torch.Tensor) -> DictTensor:
+    """Copies of rows that are known to exist, see ``DictTensor.index``."""
+    return DictTensor._wrap({key: selected(t, numbers) for key, t in data._tensors.items()})
 
 
 # What an agent is shown beside the observation ---------------------------------------------------
@@ -317,22 +329,22 @@ class InfoRows:
     Attributes:
         arrays: Key to array ``[n_lanes, ...]``, empty if the request has no ``agent_info``.
         tensors: The same as tensors, ``None`` if it is empty.
-        shown: What an agent may change, see ``show_rows``; ``None`` if it is empty.
+        shown: What an agent may change, ``None`` if it is empty.
+        copies: Of each key, the rows and their copies in ``shown``.
     """
 
     def __init__(self, n_lanes: int) -> None:
         self.arrays: dict[str, Array] = {}
         self.tensors: DictTensor | None = None
         self.shown: DictTensor | None = None
-        self._copies: list[tuple[Array, Array]] = []
+        self.copies: list[tuple[Array, Array]] = []
         self._n_lanes = n_lanes
 
-    def show(self, agent_info: Mapping[str, Array], rows: Mapping[int, int]) -> None:
-        """Give lanes the rows of their new episodes.
+    def declare(self, agent_info: Mapping[str, Array]) -> None:
+        """Have the keys that requests have from now on.
 
         Args:
             agent_info: ``[n, ...]`` by episode; may be empty.
-            rows: Lane to row.
         """
         specs = row_specs(agent_info)
         if specs != row_specs(self.arrays):
@@ -344,17 +356,17 @@ class InfoRows:
                 DictTensor({k: torch.from_numpy(a) for k, a in each.items()}) if each else None
                 for each in (self.arrays, copies)
             )
-            self._copies = [(array, copies[key]) for key, array in self.arrays.items()]
+            self.copies = [(array, copies[key]) for key, array in self.arrays.items()]
+
+    def show(self, agent_info: Mapping[str, Array], rows: Mapping[int, int]) -> None:
+        """Give lanes the rows of their new episodes.
+
+        Args:
+            agent_info: ``[n, ...]`` by episode, of the declared keys.
+            rows: Lane to row.
+        """
         for key, array in self.arrays.items():
             array[list(rows)] = agent_info[key][list(rows.values())]
-
-    def show_rows(self, rows: Array | None) -> None:
-        """Copy rows, one for each lane, into ``shown``; by default each lane's own."""
-        for array, copy in self._copies:
-            if rows is None:
-                np.copyto(copy, array)
-            else:
-                array.take(rows, 0, copy, "clip")
 
 
 class History:

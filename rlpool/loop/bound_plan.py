@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +12,9 @@ from rlpool.memory.storage import Array
 from rlpool.observe.control import MAX_REQUESTS, WorkerRecord
 from rlpool.record.tape import Tape
 from rlpool.slots.writer import SlotWriter
+
+Parked = list[tuple[Array, Array]] | None
+"""Arrays of the batch, each with the row of a lane that is parked."""
 
 
 @dataclass(slots=True)
@@ -36,7 +38,7 @@ class Lane:
     slot: int
     chunk: int = 0
     steps_before: int = 0
-    parked: list[tuple[Array, Array]] | None = None
+    parked: Parked = None
     tape: Tape | None = None
 
     @property
@@ -49,12 +51,6 @@ class Lane:
         """The tape; a new one is made if there is none."""
         self.tape = self.tape or Tape(self.episode.seed, self.episode.options)
         return self.tape
-
-    def marked_tape(self) -> Tape:
-        """A copy of the tape, which does not go on with the episode."""
-        tape = copy(self.tape_so_far)
-        tape.chunks, tape.n_restarts = list(tape.chunks), self.episode.n_restarts
-        return tape
 
 
 class BoundPlan:
@@ -98,61 +94,80 @@ class BoundPlan:
         self._spare_row = self._spare_rows.data
         self._record, self._entry = record, record.entry_of(plan.number)
 
-    def enter_slot(self, lane: int, running: Lane) -> None:
-        """Let a lane write into the slot of what it runs, from the first row."""
-        slot = running.slot
-        self._slot[lane] = slot
-        self._row[lane] = slot * self._n_timesteps
-        self._stride[lane] = 1
-        self.n_lanes += 1
-        self._running[lane] = running.episode.number
-        self._steps_before[lane] = running.steps_before
-        self._note_begin(lane, running, running.steps_before)
+    def enter_slots(self, lanes: Sequence[int], table: Mapping[int, Lane]) -> None:
+        """Let lanes write into the slots of what they run, from the first row."""
+        for lane in lanes:
+            running = table[lane]
+            self._slot[lane] = slot = running.slot
+            self._row[lane] = slot * self._n_timesteps
+            self._stride[lane] = 1
+            self._running[lane] = running.episode.number
+            self._steps_before[lane] = running.steps_before
+        self.n_lanes += len(lanes)
+        self._note_begins(lanes, table)
 
-    def end_in_slot(self, lane: int) -> None:
-        """Record that a lane has ended an episode in the middle of its slot."""
-        self._record.lane_ends(lane, MAX_REQUESTS)
+    def restart_in_slots(self, lanes: Sequence[int], table: Mapping[int, Lane]) -> None:
+        """Let lanes go on writing into their slots, with their next episodes."""
+        self._record.lanes_end(lanes, MAX_REQUESTS)
+        for lane in lanes:
+            running = table[lane]
+            running.episode = self.plan.restarted(lane, running.episode)
+            running.tape = None
+            running.steps_before = running.slot * self._n_timesteps - self._row[lane]
+            self._steps_before[lane] = running.steps_before
+        self._note_begins(lanes, table)
 
-    def restart_in_slot(self, lane: int, running: Lane) -> None:
-        """Let a lane go on writing into its slot, with its next episode."""
-        self._steps_before[lane] = running.steps_before
-        self._note_begin(lane, running, 0)
+    def _note_begins(self, lanes: Sequence[int], table: Mapping[int, Lane]) -> None:
+        """Record that lanes begin episodes, or go on with them."""
+        numbers: list[int] = []
+        n_steps: list[int] = []
+        for lane in lanes:
+            running, episode = table[lane], table[lane].episode
+            # All episodes of a lane that restarts are those of one row, so they are counted.
+            numbers.append(episode.n_restarts if self.restarts else episode.number)
+            n_steps.append(max(0, running.steps_before))
+        self._record.lanes_begin(lanes, self.plan.number, numbers, n_steps)
 
-    def _note_begin(self, lane: int, running: Lane, n_steps: int) -> None:
-        """Record that a lane begins an episode, or goes on with one.
+    def leave_slots(self, lanes: Sequence[int], table: Mapping[int, Lane], is_last: bool) -> None:
+        """Complete the slots of lanes, which leave them and end their episodes, or wait.
 
-        All episodes of a lane that restarts are those of one row, so they are counted.
+        Args:
+            lanes: The lanes.
+            table: What they run.
+            is_last: Whether their episodes end there.
+
         """
-        episode = running.episode
-        number = episode.n_restarts if self.restarts else episode.number
-        self._record.lane_begins(lane, self.plan.number, number, n_steps)
-
-    def complete_slot(self, lane: int, running: Lane, length: int) -> None:
-        """Complete the slot of a lane, which leaves it."""
-        self.writer.complete(running.slot, lane, length, running.steps_before == 0)
-        self._leave(lane)
-
-    def pause_episode(self, lane: int, running: Lane) -> None:
-        """Record that a lane waits for a slot in which its episode goes on."""
-        self._record.lane_pauses(lane, running.steps_before)
-
-    def finish_episode(self, lane: int) -> None:
-        """Count the episode of a lane as finished."""
-        self._running[lane] = -1
-        self._record.lane_ends(lane, self._entry)
+        slots: list[int] = []
+        lengths: list[int] = []
+        starts: list[bool] = []
+        for lane in lanes:
+            running = table[lane]
+            slots.append(running.slot)
+            lengths.append(self._row[lane] - running.slot * self._n_timesteps)
+            starts.append(running.steps_before == 0)
+        self.writer.complete(slots, lanes, lengths, starts)
+        for lane in lanes:
+            self._row[lane] = self._spare_row[lane]
+            self._stride[lane] = 0
+        self.n_lanes -= len(lanes)
+        if is_last:
+            for lane in lanes:
+                self._running[lane] = -1
+            self._record.lanes_end(lanes, self._entry)
+            return
+        for lane, length in zip(lanes, lengths, strict=True):
+            table[lane].steps_before += length
+        self._record.lanes_pause(lanes, [table[lane].steps_before for lane in lanes])
 
     def abandon(self, lane: int, running: Lane) -> None:
         """Let a lane leave its slot, if it is in one, whose contents are lost."""
         if running.parked is None:
             self.writer.abandon(running.slot, self.steps_in_slot(lane, running))
-            self._leave(lane)
+            self._row[lane] = self._spare_row[lane]
+            self._stride[lane] = 0
+            self.n_lanes -= 1
         self._running[lane] = -1
         self._record.lane_gives_up(lane)
-
-    def _leave(self, lane: int) -> None:
-        self._row[lane] = self._spare_row[lane]
-        self._stride[lane] = 0
-        self.n_lanes -= 1
 
     def rows_of(self, lanes: Sequence[int]) -> Array:
         """Row numbers of all lanes; those not in ``lanes`` get a row of the spare slot."""
@@ -165,9 +180,15 @@ class BoundPlan:
         steps: int = self._row[lane] - running.slot * self._n_timesteps
         return steps
 
-    def is_full(self, lane: int, running: Lane) -> bool:
-        """Whether a lane has filled its slot."""
-        return self.steps_in_slot(lane, running) == self._n_timesteps
+    def full_lanes(self, table: Mapping[int, Lane]) -> list[int]:
+        """The lanes that have filled their slots, ascending."""
+        full: list[int] = []
+        for lane, running in table.items():
+            if running.bound is self and running.parked is None:
+                n_steps = self._row[lane] - running.slot * self._n_timesteps
+                if n_steps == self._n_timesteps:
+                    full.append(lane)
+        return sorted(full)
 
     @property
     def steps_until_full(self) -> int:

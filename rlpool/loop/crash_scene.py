@@ -17,7 +17,7 @@ from rlpool.loop.bound_plan import BoundPlan, Lane
 from rlpool.memory.storage import Array
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.failures import agent_error, attempted, env_error
-from rlpool.record.tape import MOST_BYTES, REWARD, Tape, slot_steps
+from rlpool.record.tape import MOST_BYTES, REWARD, Tape, slot_rows, slot_steps
 
 Named = Mapping[str, Array]
 
@@ -46,14 +46,26 @@ class CrashScene:
         """
         self._bound, self._shown, self._state = bound, shown, state
 
-    def leave_slot(self, running: Lane, lane: int) -> None:
-        """Record a full slot on the tape before the lane leaves it."""
+    def leave_slots(self, lanes: Sequence[int], table: Mapping[int, Lane]) -> None:
+        """Record full slots on the tapes of lanes of one plan, before they leave them.
+
+        Args:
+            lanes: The lanes.
+            table: What they run.
+        """
         if self._env.seeding != "episode":
             return  # it cannot be repeated
-        plan, last_reward = running.bound.plan, self._env.current[REWARD][lane]
-        rows = running.slot, running.start, plan.layout.n_timesteps
-        chunk = slot_steps(plan.layout, plan.arrays, *rows, last_reward)
-        running.tape_so_far.add(chunk, self._most_bytes)
+        slots = [table[lane].slot for lane in lanes]
+        plan = table[lanes[0]].bound.plan
+        last_rewards = self._env.current[REWARD][list(lanes)]
+        steps = slot_steps(plan.layout, plan.arrays, slots, last_rewards)
+        for number, lane in enumerate(lanes):
+            running, chunk = table[lane], {}
+            if -running.steps_before < plan.layout.n_timesteps:
+                start = max(0, -running.steps_before)
+                for key, array in steps.items():
+                    chunk[key] = array[number, start:]
+                (running.tape or running.tape_so_far).add(chunk, self._most_bytes)
 
     def error(
         self,
@@ -98,11 +110,11 @@ class CrashScene:
         if running is not None:
             tape, plan = running.tape_so_far, running.bound.plan
             slot = plan.layout, plan.arrays, running.slot
-            tape.add(slot_steps(*slot, running.start, row, env.current[REWARD][lane]))
+            tape.add(slot_rows(*slot, running.start, row, env.current[REWARD][lane]))
             if call in ("step", "agent"):
                 shown, state = map(self.before_the_call, (self._shown, self._state))
             if call == "step":
-                steps = slot_steps(*slot, row, row + 1, 0)
+                steps = slot_rows(*slot, row, row + 1, 0)
                 failing = {key: array for key, array in steps.items() if key != REWARD}
         if call != "reset":
             tape.observation = _row(shown, lane)

@@ -39,6 +39,10 @@ class Episode:
     gives_up_at: int | None = None
 
 
+Chunk = tuple[int, int, int, bool]
+"""Episode, slot, the chunk's number, and whether the episode ends with it."""
+
+
 class Plan(ABC):
     """Decides which episodes a rollout runs and where it writes them.
 
@@ -50,6 +54,7 @@ class Plan(ABC):
         agent_info: ``[n, ...]`` per key, one row per episode, or ``None``.
         tapes: Lane to the tape of an episode that another worker has begun.
         lacks_slots: Whether an idle lane has an episode and lacks a slot for it.
+        cancelled: One element, not zero once nobody waits for the results.
         gives_up: Whether any of its episodes has a step that is known to fail.
     """
 
@@ -59,6 +64,7 @@ class Plan(ABC):
     agent_info: dict[str, Array] | None = None
     tapes: Mapping[int, Tape] = {}
     lacks_slots = False
+    cancelled: Sequence[int] = (0,)
     gives_up = False
 
     @property
@@ -71,11 +77,11 @@ class Plan(ABC):
         """The next episode of each idle lane that gets one (for now)."""
 
     @abstractmethod
-    def next_slot(self, lane: int, episode: int) -> int | None:
-        """A slot for the next chunk of a lane's episode, ``None`` if there is none (for now)."""
+    def next_slots(self, lanes: Sequence[int]) -> dict[int, int]:
+        """By lane, slots for the next chunks of their episodes, as far as there are any now."""
 
-    def chunk_done(self, episode: int, slot: int, chunk: int, is_last: bool) -> None:  # noqa: B027
-        """Take a complete slot; unless ``is_last``, the episode continues in another slot."""
+    def take_chunks(self, chunks: Sequence[Chunk]) -> None:  # noqa: B027
+        """Take complete slots."""
 
     def flush(self) -> None:  # noqa: B027
         """Report the chunks completed since the last call."""
@@ -91,10 +97,6 @@ class Plan(ABC):
     def is_over(self) -> bool:
         """Whether no lane will get an episode or a slot any more, now that none runs any of it."""
         return True
-
-    def is_cancelled(self) -> bool:
-        """Whether the request was cancelled."""
-        return False
 
     def is_left_over(self) -> bool:
         """Whether the rest is left to the successor of this worker."""

@@ -28,15 +28,15 @@ from rlpool.envs.vec_env import LaneError, Options, VecEnv
 from rlpool.errors import Where, WorkerError
 from rlpool.loop.agent_driver import AgentDriver, AgentFailure, History, InfoRows, rows_repeating
 from rlpool.loop.blame import failing_lane
-from rlpool.loop.bound_plan import BoundPlan, Lane
+from rlpool.loop.bound_plan import BoundPlan, Lane, Parked
 from rlpool.loop.crash_scene import CrashScene
-from rlpool.loop.plan import Episode, Plan, PlanQueue
+from rlpool.loop.plan import Chunk, Episode, Plan, PlanQueue
 from rlpool.loop.probe import probe
 from rlpool.memory.storage import Array, batch_array
 from rlpool.observe.control import WorkerRecord
 from rlpool.record.failures import env_error
 from rlpool.record.repeat import take_over_together
-from rlpool.record.tape import Tape
+from rlpool.record.tape import Actions, Tape
 from rlpool.seeding import NoiseStream
 from rlpool.slots.blocks import NOISE_KEY, Arrays, StepSpecs
 from rlpool.slots.writer import SlotWriter
@@ -78,6 +78,7 @@ class Rollout:
         self._held: Plan | None = None  # follows when all of these are over
         self._lanes: dict[int, Lane] = {}
         self._live: list[int] = []
+        self._live_rows: Array | None = None  # these rows, and in place of all others the first
         self._waiting: list[int] = []  # idle or parked
         self._unsaved: set[int] = set()  # parked, with their rows still in the batch
         self._stepping: set[int] = set()  # lanes whose step is not finished
@@ -98,6 +99,7 @@ class Rollout:
                 space.
         """
         env, infos = self._env, self._infos
+        infos.declare(agent_info or {})
         infos.show(agent_info or {}, {lane: lane for lane in range(self._n_lanes)})
         noise = None if self._noise is None else self._noise.tensor
         steps = None
@@ -150,15 +152,16 @@ class Rollout:
         """Step until there is no further plan."""
         waits_for_all = self._env.min_ready is None or self._history is not None
         step = self._step if waits_for_all else self._step_some
+        steps_all_lanes = self._env.steps_all_lanes
         if not self._bound:
             self._bind_next()
         self._fill_lanes()
         while True:
             for bound in self._bound:
-                if bound.plan.is_cancelled():
+                if bound.plan.cancelled[0]:
                     self._drop_cancelled(bound)
                     break
-            if self._live and not (self._waiting and self._must_wait()):
+            if self._live and not (steps_all_lanes and self._waiting and self._must_wait()):
                 step()
                 if self._waiting and self._has_news():
                     self._fill_lanes()
@@ -197,16 +200,23 @@ class Rollout:
         shown, state = list(self._env.current), list(self._driver.state)
         arrays = [*self._env.current.values(), *self._driver.state.values()]
         kept = [array.copy() for array in arrays]
-        lanes = {lane: (r.marked_tape(), r.parked) for lane, r in self._lanes.items()}
+        lanes: list[tuple[int, Episode, Tape, list[Actions], int, str, Parked]] = []
+        for lane, running in self._lanes.items():
+            tape = running.tape or running.tape_so_far
+            so_far = list(tape.chunks), tape.first_step, tape.lost
+            lanes.append((lane, running.episode, tape, *so_far, running.parked))
 
         def tapes() -> dict[int, Tape]:
-            for lane, (tape, parked) in lanes.items():
-                if tape.n_steps:
+            made: dict[int, Tape] = {}
+            for lane, episode, tape, chunks, first_step, lost, parked in lanes:
+                made[lane] = marked = Tape(tape.seed, tape.options, episode.n_restarts, first_step)
+                marked.chunks, marked.lost = chunks, lost
+                if marked.n_steps:
                     rows = [row for _, row in parked] if parked else [a[lane] for a in kept]
                     observed = dict(zip(shown, rows, strict=False))
-                    tape.observation = {k: row for k, row in observed.items() if k not in FLAGS}
-                    tape.state = dict(zip(state, rows[len(shown) :], strict=True))
-            return {lane: tape for lane, (tape, _) in lanes.items()}
+                    marked.observation = {k: row for k, row in observed.items() if k not in FLAGS}
+                    marked.state = dict(zip(state, rows[len(shown) :], strict=True))
+            return made
 
         return tapes
 
@@ -229,7 +239,7 @@ class Rollout:
         """Prepare the views of the batch, which all plans share."""
         self._waiting = list(range(self._n_lanes))
         self._waiting_at_stock = list(self._waiting)
-        self._live, self._steps_until_full = [], 0
+        self._live, self._live_rows, self._steps_until_full = [], None, 0
         env, driver = self._env, self._driver
         sources = [*env.current.values(), *driver.state.values()]
         if len(sources) == len(self._sources) and all(map(operator.is_, sources, self._sources)):
@@ -262,10 +272,12 @@ class Rollout:
 
     def _has_news(self) -> bool:
         """Whether lanes that wait may get something."""
-        has_slots = [bound.plan.has_news() for bound in self._bound]
-        if any(has_slots) or (self._held is None and self._queue.has_next()):
+        has_slots = False
+        for bound in self._bound:
+            has_slots |= bound.plan.has_news()
+        if has_slots or (self._held is None and self._queue.has_next()):
             return True
-        return self._env.seeding != "episode" and any(map(self._env.is_ready, self._waiting))
+        return self._env.seeding != "episode" and bool(self._env.ready_lanes(self._waiting))
 
     def _bind_next(self) -> BoundPlan | None:
         """Begin a further plan, if there is one that fits to those that run.
@@ -284,6 +296,7 @@ class Rollout:
             self._env.begin_anew()
         bound = BoundPlan(plan, self._writer_of(plan), self._n_lanes, self._record)
         if not self._bound:
+            self._infos.declare(plan.agent_info or {})
             self._continue_with(bound)
         self._bound.append(bound)
         self._gives_up = self._gives_up or plan.gives_up
@@ -299,9 +312,8 @@ class Rollout:
         rows = {lane: running.episode.number for lane, running in self._lanes.items()}
         for running in self._lanes.values():
             running.bound = bound
-        agent_info = bound.plan.agent_info or {}
-        if rows and (agent_info or self._infos.arrays):
-            self._infos.show(agent_info, rows)
+        if rows:
+            self._infos.show(bound.plan.agent_info or {}, rows)
         # Their first step has the infos and the parameters of this window.
         if new := [lane for lane, running in self._lanes.items() if not running.steps_before]:
             self._driver.start(new, self._infos.tensors)
@@ -382,21 +394,25 @@ class Rollout:
 
     def _step(self) -> None:
         """Step all live lanes together."""
-        outputs = self._act()
-        record = self._record
+        record, live, bounds = self._record, self._live, self._bound
+        outputs = self._act(live)
         record.env_ns[0] -= monotonic_ns()
         if self._giving_up:
             ended = self._step_and_give_up(outputs)
         else:
-            ended = self._env.step_lanes(self._live, outputs)
+            ended = self._env.step_lanes(live, outputs)
         record.env_ns[0] += monotonic_ns()
-        record.n_steps[0] += len(self._live)
-        for bound in self._bound:
-            bound.writer.write_after(bound.rows)
+        record.n_steps[0] += len(live)
+        for bound in bounds:
+            for target, source in bound.writer.after:
+                target[bound.rows] = source
             np.add(bound.rows, bound.strides, out=bound.rows)
         if self._restarting:
             self._take_back_restarts()
-        self._conclude(ended)
+        record.steps[0] += 1
+        self._steps_until_full -= 1
+        if ended or not self._steps_until_full:
+            self._turn_over(ended)
 
     def _step_and_give_up(self, outputs: Mapping[str, Array]) -> list[int]:
         """Step lanes but those whose step is known to fail, which are truncated instead."""
@@ -427,42 +443,54 @@ class Rollout:
         record.first_steps[list(self._stepping)] += 1  # these have not made this step yet
         record.n_steps[0] += len(ready)
         for bound in self._bound:
-            bound.writer.write_after(bound.rows_of(ready))
+            rows = bound.rows_of(ready)
+            for target, source in bound.writer.after:
+                target[rows] = source
             bound.rows[ready] += bound.strides[ready]
-        done = env.current["done"]
-        self._conclude([lane for lane in ready if done[lane]])
+        record.steps[0] += 1
+        self._steps_until_full -= 1
+        ended = [lane for lane in ready if env.current["done"][lane]]
+        if ended or not self._steps_until_full:
+            self._turn_over(ended)
 
-    def _act(self, lanes: Sequence[int] | None = None) -> dict[str, Array]:
-        """Call the agent for lanes, all by default; write its inputs and outputs."""
+    def _act(self, lanes: Sequence[int]) -> dict[str, Array]:
+        """Call the agent for the lanes that take this step; write its inputs and outputs."""
         if self._unsaved:
             self._save_parked()
-        driver, targets = self._driver, self._targets(lanes)
+        driver, record, are_all = self._driver, self._record, lanes is self._live
         if self._noise is not None:
-            self._noise.draw(lanes)
-        for writer, rows in targets:
-            writer.write_before(rows)
+            self._noise.draw(None if are_all else lanes)
+        for bound in self._bound:
+            rows = bound.rows if are_all else bound.rows_of(lanes)
+            for target, source in bound.writer.before:
+                target[rows] = source
         starting = driver.starting
-        acting = self._live if lanes is None else lanes
         observation, history = self._observation, None
-        if self._copies_all or len(acting) < self._n_lanes:
-            observation, history = self._copied(acting)
+        if self._copies_all or len(lanes) < self._n_lanes:
+            observation, history = self._copied(lanes)
         else:
             np.copyto(self._shown_flags, self._env.flags)
-            if self._infos.shown is not None:
-                self._infos.show_rows(None)
-        record = self._record
+            for array, copy in self._infos.copies:
+                np.copyto(copy, array)
         record.agent_ns[0] -= monotonic_ns()
-        outputs = driver.act(observation, self._infos.shown, history, acting)
+        outputs = driver.act(observation, self._infos.shown, history, lanes)
         record.agent_ns[0] += monotonic_ns()
-        if driver.state:
-            for lane in starting:
-                for bound in self._bound:
+        if driver.state and starting:
+            for bound in self._bound:
+                for lane in starting:
                     bound.writer.write_state(int(bound.rows[lane]), lane)
         if self._history is not None:
             self._history.record({**self._current, **driver.state, **outputs}, self._live)
-        for writer, rows in targets:
-            writer.write_outputs(rows, outputs)
-        driver.commit(lanes)
+        for bound in self._bound:
+            rows = bound.rows if are_all else bound.rows_of(lanes)
+            for key, target, buffer, flat_buffer in bound.writer.outputs:
+                if buffer is None:
+                    target[rows] = outputs[key]
+                else:
+                    np.copyto(buffer, outputs[key])
+                    target[rows] = flat_buffer
+        if driver.state:
+            driver.commit(None if are_all else lanes)
         return outputs
 
     def _copied(
@@ -472,26 +500,16 @@ class Rollout:
 
         ``agent_info`` likewise.
         """
-        rows = rows_repeating(lanes, self._n_lanes)
+        rows = self._live_rows
+        if rows is None or lanes is not self._live:
+            rows = rows_repeating(lanes, self._n_lanes)
         for source, copy in self._to_copy:
             source.take(rows, 0, copy, "clip")
-        if self._infos.shown is not None:
-            self._infos.show_rows(rows)
+        for source, copy in self._infos.copies:
+            source.take(rows, 0, copy, "clip")
         if self._history is None:
             return self._copies, None
         return self._copies, self._history.so_far({**self._current, **self._driver.state}, rows)
-
-    def _targets(self, lanes: Sequence[int] | None) -> list[tuple[SlotWriter, Array]]:
-        """Each plan's writer, and the rows to which it writes what lanes do, all by default."""
-        if lanes is None:
-            return [(bound.writer, bound.rows) for bound in self._bound]
-        return [(bound.writer, bound.rows_of(lanes)) for bound in self._bound]
-
-    def _conclude(self, ended: Sequence[int]) -> None:
-        self._record.steps[0] += 1
-        self._steps_until_full -= 1
-        if ended or not self._steps_until_full:
-            self._turn_over(ended)
 
     # Slots and episodes --------------------------------------------------------------------------
 
@@ -499,59 +517,69 @@ class Rollout:
         """Complete full slots and ended episodes, and give their lanes new work."""
         if ended and self._lanes[ended[0]].bound.restarts:
             self._restart_when_ready(ended)
-        else:
-            for lane in ended:
-                self._leave_slot(lane, is_last=True)
+        elif ended:
+            self._leave_slots(ended, is_last=True)
         if not self._steps_until_full:
-            live = [(n, self._lanes[n]) for n in self._live if n in self._lanes]
-            full = [lane for lane, running in live if running.bound.is_full(lane, running)]
-            if full and self._env.seeding != "episode" and live[0][1].bound.plan.layout.restarts:
-                full = self._whole_window(live)
-            for lane in full:
-                self._leave_slot(lane, is_last=False)
+            for bound in self._bound:
+                full = bound.full_lanes(self._lanes)
+                if full and bound.restarts and self._env.seeding != "episode":
+                    full = self._whole_window()
+                if full:
+                    self._leave_slots(full, is_last=False)
         for bound in self._bound:
             bound.plan.flush()
         self._fill_lanes()
 
-    @staticmethod
-    def _whole_window(live: Sequence[tuple[int, Lane]]) -> list[int]:
+    def _whole_window(self) -> list[int]:
         """All lanes: a window is over for those as well that have restarted, and did less."""
-        for lane, running in live:
+        live = [lane for lane in self._live if lane in self._lanes]
+        for lane in live:
             # The step in which one restarts may be written already.
-            bound = running.bound
-            bound.writer.abandon(running.slot, bound.steps_in_slot(lane, running))
-        return [lane for lane, _ in live]
+            running = self._lanes[lane]
+            n_steps = running.bound.steps_in_slot(lane, running)
+            running.bound.writer.abandon(running.slot, n_steps)
+        return live
 
-    def _leave_slot(self, lane: int, is_last: bool) -> None:
-        """Complete a slot; the lane becomes idle, or parked if the episode continues."""
-        running = self._lanes[lane]
-        bound, slot, chunk = running.bound, running.slot, running.chunk
-        length = bound.steps_in_slot(lane, running)
-        if not is_last and running.start < length:
-            self._scene.leave_slot(running, lane)
-        bound.complete_slot(lane, running, length)
-        self._waiting.append(lane)
-        if is_last:
-            del self._lanes[lane]  # last: if interrupted before, the slot is marked as dirty
-            bound.finish_episode(lane)
-        else:
-            running.steps_before += length
-            running.chunk += 1
-            running.parked = []
-            self._unsaved.add(lane)
-            bound.pause_episode(lane, running)
-        bound.plan.chunk_done(running.episode.number, slot, chunk, is_last)
+    def _leave_slots(self, lanes: Sequence[int], is_last: bool) -> None:
+        """Complete slots; their lanes become idle, or parked if the episodes continue."""
+        table, bounds = self._lanes, self._bound
+        for bound in bounds:
+            mine = lanes
+            if len(bounds) > 1:
+                mine = [n for n in lanes if (running := table.get(n)) and running.bound is bound]
+            if mine:
+                self._leave_slots_of(bound, mine, is_last)
+
+    def _leave_slots_of(self, bound: BoundPlan, lanes: Sequence[int], is_last: bool) -> None:
+        if not is_last:
+            self._scene.leave_slots(lanes, self._lanes)
+        bound.leave_slots(lanes, self._lanes, is_last)
+        self._waiting += lanes
+        chunks: list[Chunk] = []
+        for lane in lanes:
+            running = self._lanes[lane]
+            chunks.append((running.episode.number, running.slot, running.chunk, is_last))
+            if is_last:
+                del self._lanes[lane]
+            else:
+                running.chunk += 1
+                running.parked = []
+                self._unsaved.add(lane)
+        bound.plan.take_chunks(chunks)
 
     def _fill_lanes(self) -> None:
         """Give waiting lanes an episode or a slot, if there is any."""
         starting: dict[int, Lane] = {}
         self._deal(starting)
         # Every lane is asked about every plan: only then it is known when a plan is over.
-        while self._waiting and self._has_idle() and self._bind_next() is not None:
+        while len(self._lanes) < self._n_lanes and self._bind_next() is not None:
             self._deal(starting)
         if starting:
             self._begin_episodes(starting)
-        self._drop_finished()
+        for bound in self._bound:
+            if not bound.n_lanes:
+                self._drop_finished()
+                break
         # Usually the lanes that ended start again. Then nothing else changes, and
         # _steps_until_full remains a lower bound.
         if self._waiting != self._waiting_at_stock or not self._steps_until_full:
@@ -559,36 +587,57 @@ class Rollout:
 
     def _deal(self, starting: dict[int, Lane]) -> None:
         """Deal out what there is to waiting lanes; notes those that start an episode."""
-        idle: list[int] = []
-        served: set[int] = set()
-        # Parked lanes first: a slot that one of them lacks may hold up all others.
-        for lane in self._waiting:
-            running = self._lanes.get(lane)
-            if running is None:
-                idle.append(lane)
-            elif (slot := running.bound.plan.next_slot(lane, running.episode.number)) is not None:
-                running.slot = slot
-                self._enter_slot(lane, running)
-                served.add(lane)
-        idle = [lane for lane in idle if self._env.is_ready(lane)]
+        table, idle = self._lanes, self._waiting
+        others: list[int] = []
+        if len(table) + len(idle) > self._n_lanes:
+            idle, others = self._enter_next_slots()
+        if self._env.seeding != "episode":
+            ready = set(self._env.ready_lanes(idle))
+            others += [lane for lane in idle if lane not in ready]
+            idle = [lane for lane in idle if lane in ready]
         for bound in self._bound if idle else ():
             episodes = bound.plan.next_episodes(idle)
-            for lane, episode in episodes.items():
-                starting[lane] = running = Lane(episode, bound, episode.slot)
-                self._enter_slot(lane, running)
-            served.update(episodes)
-            idle = [lane for lane in idle if lane not in episodes]
-        self._waiting = sorted(lane for lane in self._waiting if lane not in served)
+            if episodes:
+                for lane, episode in episodes.items():
+                    starting[lane] = table[lane] = Lane(episode, bound, episode.slot)
+                bound.enter_slots(list(episodes), table)
+                if len(episodes) == len(idle):
+                    idle = []
+                    break  # usually: every lane that ended begins again
+                idle = [lane for lane in idle if lane not in episodes]
+        self._waiting = sorted(others + idle)
 
-    def _has_idle(self) -> bool:
-        return any(lane not in self._lanes for lane in self._waiting)
+    def _enter_next_slots(self) -> tuple[list[int], list[int]]:
+        """Let parked lanes go on in their next slots, if there are any.
+
+        They come before the others: a slot that one of them lacks may hold up all others.
+
+        Returns:
+            The lanes that are idle, and those that stay parked.
+        """
+        table, noise = self._lanes, self._noise
+        idle = [lane for lane in self._waiting if lane not in table]
+        parked = [lane for lane in self._waiting if lane in table]
+        for bound in self._bound:
+            mine = [lane for lane in parked if table[lane].bound is bound]
+            slots = bound.plan.next_slots(mine) if mine else {}
+            for lane, slot in slots.items():
+                running = table[lane]
+                for array, row in running.parked or ():
+                    array[lane] = row
+                running.slot, running.parked = slot, None
+                if noise is not None and running.episode.noise is not None:
+                    noise.start(lane, running.episode.noise, running.steps_before)
+            if slots:
+                self._unsaved.difference_update(slots)
+                bound.enter_slots(list(slots), table)
+                parked = [lane for lane in parked if lane not in slots]
+        return idle, parked
 
     def _must_wait(self) -> bool:
-        """Whether a lane that lacks a slot would be stepped as well."""
-        if not self._env.steps_all_lanes:
-            return False
+        """Whether a step of all lanes would step one that lacks a slot."""
         lacks_slots = [bound.plan.lacks_slots for bound in self._bound if bound.plan.begins_anew]
-        return any(lacks_slots) or any(lane in self._lanes for lane in self._waiting)
+        return any(lacks_slots) or len(self._lanes) + len(self._waiting) > self._n_lanes
 
     def _save_parked(self) -> None:
         """Save the rows of the batch of parked lanes, which a step of others may overwrite."""
@@ -601,8 +650,9 @@ class Rollout:
 
     def _restart_when_ready(self, lanes: Sequence[int]) -> None:
         """Start the next episodes of lanes that stay in their slots, as soon as they can."""
-        ready = [lane for lane in lanes if self._env.is_ready(lane)]
-        self._restarting += [lane for lane in lanes if lane not in ready]
+        ready = self._env.ready_lanes(lanes)
+        if len(ready) < len(lanes):
+            self._restarting += [lane for lane in lanes if lane not in ready]
         if ready:
             self._restart(ready)
 
@@ -615,22 +665,19 @@ class Rollout:
 
     def _restart(self, lanes: Sequence[int]) -> None:
         """Start the next episodes of lanes that stay in their slots."""
-        episodes: dict[int, Lane] = {}
-        for lane in lanes:
-            episodes[lane] = running = self._lanes[lane]
-            bound = running.bound
-            bound.end_in_slot(lane)
-            running.episode = bound.plan.restarted(lane, running.episode)
-            running.tape = None
-            running.steps_before = -bound.steps_in_slot(lane, running)
-            bound.restart_in_slot(lane, running)
-        self._begin_episodes(episodes)
+        self._lanes[lanes[0]].bound.restart_in_slots(lanes, self._lanes)
+        self._begin_episodes({lane: self._lanes[lane] for lane in lanes})
 
     def _begin_episodes(self, starting: dict[int, Lane]) -> None:
         lanes = sorted(starting)  # plans may have been asked in turns
-        episodes = [starting[lane].episode for lane in lanes]
-        seeds = [episode.seed for episode in episodes]
-        options = [episode.options for episode in episodes]
+        episodes: list[Episode] = []
+        seeds: list[int] = []
+        options: list[Options] = []
+        for lane in lanes:
+            episode = starting[lane].episode
+            episodes.append(episode)
+            seeds.append(episode.seed)
+            options.append(episode.options)
         record = self._record
         record.env_ns[0] -= monotonic_ns()
         if self._gives_up:
@@ -639,17 +686,17 @@ class Rollout:
         else:
             self._env.reset_lanes(lanes, seeds, options)
         record.env_ns[0] += monotonic_ns()
-        for bound in self._bound:
-            agent_info = bound.plan.agent_info or {}
-            if agent_info or self._infos.arrays:
-                mine = {n: r.episode.number for n, r in starting.items() if r.bound is bound}
-                if mine:
-                    self._infos.show(agent_info, mine)
+        for bound in self._bound if self._infos.arrays else ():
+            mine = {n: r.episode.number for n, r in starting.items() if r.bound is bound}
+            if mine:
+                self._infos.show(bound.plan.agent_info or {}, mine)
         self._driver.start(lanes, self._infos.tensors)
-        for lane, episode in zip(lanes, episodes, strict=True):
-            if self._noise is not None and episode.noise is not None:
-                self._noise.start(lane, episode.noise)
-            if self._history is not None:
+        if self._noise is not None:
+            for lane, episode in zip(lanes, episodes, strict=True):
+                if episode.noise is not None:
+                    self._noise.start(lane, episode.noise)
+        if self._history is not None:
+            for lane in lanes:
                 self._history.restart(lane)
 
     def _reset_those_that_can(self, episodes: Sequence[Episode], lanes: Sequence[int]) -> None:
@@ -662,18 +709,6 @@ class Rollout:
             options = [episode.options for _, episode in able]
             self._env.reset_lanes([lane for lane, _ in able], seeds, options)
 
-    def _enter_slot(self, lane: int, running: Lane) -> None:
-        """Let a lane begin an episode in its slot, or continue its parked one."""
-        if running.parked is not None:
-            for array, row in running.parked:
-                array[lane] = row
-            running.parked = None
-            self._unsaved.discard(lane)
-            if self._noise is not None and running.episode.noise is not None:
-                self._noise.start(lane, running.episode.noise, running.steps_before)
-        self._lanes[lane] = running
-        running.bound.enter_slot(lane, running)
-
     def _is_live(self, lane: int) -> bool:
         running = self._lanes.get(lane)
         return running is not None and running.parked is None
@@ -682,6 +717,7 @@ class Rollout:
         """Find the lanes that step, and the number of steps until the first slot is full."""
         self._waiting_at_stock = list(self._waiting)
         self._live = sorted(set(range(self._n_lanes)).difference(self._waiting))
+        self._live_rows = rows_repeating(self._live, self._n_lanes) if self._live else None
         self._steps_until_full = min((b.steps_until_full for b in self._bound), default=0)
         if self._gives_up:
             self._find_given_up()

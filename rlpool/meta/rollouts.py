@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlpool.envs.vec_env import LaneError, Options, VecEnv
-from rlpool.loop.plan import Episode, Plan
+from rlpool.loop.plan import Chunk, Episode, Plan
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.memory.storage import Array, Memory
 from rlpool.record.tape import joined
@@ -111,9 +111,6 @@ class RowsEnv(VecEnv):
         self._show()
         return sorted(self._row_of[lane] for lane in ready)
 
-    def _step_lanes(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> Any:
-        raise NotImplementedError  # step_lanes does all of it
-
     def _for_lanes(
         self, rows: Sequence[int], actions: Mapping[str, Array]
     ) -> tuple[list[int], dict[str, Array]]:
@@ -186,12 +183,16 @@ class RolloutPlan(Plan):
             episodes[row] = replace(self.episodes[number], noise=noise)
         return episodes
 
-    def next_slot(self, lane: int, episode: int) -> int | None:
-        """The row's slot again, as its contents were copied out."""
-        return lane
+    def next_slots(self, lanes: Sequence[int]) -> dict[int, int]:
+        """The rows' slots again, as their contents were copied out."""
+        return {lane: lane for lane in lanes}
 
-    def chunk_done(self, episode: int, slot: int, chunk: int, is_last: bool) -> None:
-        """Copy a slot out; the last one completes the rollout."""
+    def take_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """Copy slots out; the last one of a rollout completes it."""
+        for episode, slot, _, is_last in chunks:
+            self._take_chunk(episode, slot, is_last)
+
+    def _take_chunk(self, episode: int, slot: int, is_last: bool) -> None:
         length = int(self.arrays.control["length"][slot])
         chunks = self._chunks.setdefault(episode, [])
         kept = (*self._observed, *self._acted, "reward")

@@ -15,6 +15,7 @@ through ``/proc``.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from enum import IntEnum
 from time import monotonic_ns
 
@@ -158,22 +159,32 @@ class WorkerRecord:
 
     # What lanes do ------------------------------------------------------------------------------
 
-    def lane_begins(self, lane: int, request: int, episode: int, n_steps: int) -> None:
-        """A lane begins an episode, or goes on with one after ``n_steps`` steps."""
-        self._request[lane] = request
-        self._first_step[lane] = self.steps[0] - n_steps
-        self._pause[lane] = 0
-        self._episode[lane] = episode + 1
+    def lanes_begin(
+        self,
+        lanes: Sequence[int],
+        request: int,
+        episodes: Sequence[int],
+        n_steps: Sequence[int],
+    ) -> None:
+        """Lanes begin episodes of a request, or go on with them after so many steps."""
+        n_so_far = self.steps[0]
+        for lane, episode, n_before in zip(lanes, episodes, n_steps, strict=True):
+            self._request[lane] = request
+            self._first_step[lane] = n_so_far - n_before
+            self._pause[lane] = 0
+            self._episode[lane] = episode + 1
 
-    def lane_pauses(self, lane: int, n_steps: int) -> None:
-        """A lane waits after ``n_steps`` steps of its episode."""
-        self._pause[lane] = n_steps + 1
+    def lanes_pause(self, lanes: Sequence[int], n_steps: Sequence[int]) -> None:
+        """Lanes wait after so many steps of their episodes."""
+        for lane, n_before in zip(lanes, n_steps, strict=True):
+            self._pause[lane] = n_before + 1
 
-    def lane_ends(self, lane: int, entry: int) -> None:
-        """A lane has completed its episode, of the request that is counted at ``entry``."""
-        self._episode[lane] = 0
-        self._finished[entry] += 1
-        self._n_episodes[0] += 1
+    def lanes_end(self, lanes: Sequence[int], entry: int) -> None:
+        """Lanes have completed their episodes, of the request that is counted at ``entry``."""
+        for lane in lanes:
+            self._episode[lane] = 0
+        self._finished[entry] += len(lanes)
+        self._n_episodes[0] += len(lanes)
 
     def lane_gives_up(self, lane: int) -> None:
         """A lane has left its episode, which is not complete."""

@@ -20,7 +20,7 @@ the caller                   actions                          any lanes; ``recor
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,7 +56,7 @@ _FEWEST_ROWS, _MOST_ROWS = 16, 1024
 """Steps of a manager in a block that is divided among its lanes: as many as fit into the bytes."""
 
 
-def slot_steps(
+def slot_rows(
     layout: Layout, arrays: Arrays, slot: int, start: int, stop: int, last_reward: Any
 ) -> Actions:
     """Actions and rewards of some rows of a slot, a copy.
@@ -69,13 +69,29 @@ def slot_steps(
         stop: The row behind the last.
         last_reward: The reward of row ``T - 1``'s action; each row has the reward before it.
     """
-    rows = arrays.rows
-    chunk = {key: rows[key][slot, start:stop].copy() for key in layout.step.action_keys}
-    known = rows[REWARD][slot, start + 1 : stop + 1]
-    chunk[REWARD] = rewards = np.empty(stop - start, known.dtype)
-    rewards[: len(known)] = known
-    rewards[len(known) :] = last_reward
-    return chunk
+    steps = slot_steps(layout, arrays, [slot], np.asarray([last_reward]))
+    return {key: array[0, start:stop] for key, array in steps.items()}
+
+
+def slot_steps(
+    layout: Layout, arrays: Arrays, slots: Sequence[int], last_rewards: Array
+) -> Actions:
+    """Actions and rewards of slots, copies ``[n_slots, T, ...]``.
+
+    Args:
+        layout: Layout of the block.
+        arrays: The block.
+        slots: The slots.
+        last_rewards: ``[n_slots]``: the rewards of the last actions; each row has the reward before
+            its own.
+    """
+    rows, steps = arrays.rows, {}
+    for key in layout.step.action_keys:
+        steps[key] = rows[key][slots]
+    steps[REWARD] = rewards = np.empty((len(slots), layout.n_timesteps), rows[REWARD].dtype)
+    rewards[:, :-1] = rows[REWARD][slots, 1:]
+    rewards[:, -1] = last_rewards
+    return steps
 
 
 @dataclass(slots=True)
@@ -150,7 +166,8 @@ class Tape:
             return
         chunks = self.chunks
         chunks.append(chunk)
-        self._n_bytes += _n_bytes(chunk)
+        for array in chunk.values():
+            self._n_bytes += array.nbytes
         while len(chunks) >= _JOINED_AT_ONCE and _can_be_joined(chunks[-_JOINED_AT_ONCE:]):
             chunks[-_JOINED_AT_ONCE:] = [joined(chunks[-_JOINED_AT_ONCE:])]
         while most_bytes is not None and self._n_bytes > most_bytes and len(chunks) > 1:
@@ -302,7 +319,7 @@ class WindowTapes:
         return self._is_enough and not any(t.why_lost for t in self.tapes.values())
 
     def record(
-        self, layout: Layout, arrays: Arrays, lanes: Sequence[int], lanes_left: Iterable[int]
+        self, layout: Layout, arrays: Arrays, lanes: Sequence[int], lanes_left: Sequence[int]
     ) -> None:
         """Record a window.
 
@@ -324,15 +341,15 @@ class WindowTapes:
         state = {key: after[key][:n_rows].copy() for key in step.state}
         row_of = {lane: row for row, lane in enumerate(lanes)}
         starts = np.maximum(0, -arrays.control["steps_before"].reshape(-1)).tolist()
+        rows = [row_of[lane] for lane in lanes_left]
+        steps = slot_steps(layout, arrays, rows, shown[REWARD][rows])
         tapes, self.tapes = self.tapes, {}
-        for lane in lanes_left:
-            row, start = row_of[lane], starts[lane]
+        for number, (lane, row) in enumerate(zip(lanes_left, rows, strict=True)):
             tape = tapes.get(lane) or Tape()
             if ends[row]:
                 tape = Tape(n_restarts=tape.n_restarts + int(ends[row]))
-            if start < layout.n_timesteps:  # else its episode begins with the next window
-                last_reward = shown[REWARD][row]
-                chunk = slot_steps(layout, arrays, row, start, layout.n_timesteps, last_reward)
+            if starts[lane] < layout.n_timesteps:  # else its episode begins with the next window
+                chunk = {key: array[number, starts[lane] :] for key, array in steps.items()}
                 tape.add(chunk, self._most_bytes)
                 tape.observation = {key: array[row] for key, array in shown.items()}
                 tape.state = {key: array[row] for key, array in state.items()}
@@ -367,7 +384,7 @@ def action_row(
 
 
 def _n_rows(chunk: Mapping[str, Array]) -> int:
-    return min((len(array) for array in chunk.values()), default=0)
+    return len(next(iter(chunk.values()), ()))
 
 
 def _n_bytes(chunk: Mapping[str, Array]) -> int:

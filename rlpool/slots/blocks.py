@@ -92,7 +92,7 @@ class StepSpecs:
             }
         )
 
-    @property
+    @cached_property
     def resets_together(self) -> bool:
         """Whether one reset, with one seed, serves all lanes of a worker."""
         return self.seeding != "episode"

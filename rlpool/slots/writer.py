@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,10 @@ _OF_SLOTS = ("length", "starts", "dirty")
 
 Pair = tuple[Array, Array]
 """A target in the block and its source, flattened so that one index selects a row."""
+
+Output = tuple[str, Array, Array | None, Array | None]
+"""A key of the agent's output, its target, and where it is copied first if a row has a shape: to a
+buffer, and from there by its flattened rows."""
 
 
 class SlotWriter:
@@ -28,6 +32,9 @@ class SlotWriter:
         state: Key to array ``[n_lanes, ...]``: the agent's state.
 
     Attributes:
+        before: What the step starts from: ``target[rows] = source`` writes one row per lane.
+        outputs: What the agent returns.
+        after: What the step led to, if the layout stores that.
         spare_rows: int64 ``[n_lanes]``: rows of the spare slot, for lanes that write into no other.
     """
 
@@ -43,19 +50,19 @@ class SlotWriter:
         targets = {key: flat(array, 2) for key, array in arrays.rows.items()}
         self._rows = arrays.rows
         self._states: list[Pair] = [(targets[key], flat(array, 1)) for key, array in state.items()]
-        self._before: list[Pair] = [
+        self.before: list[Pair] = [
             (targets[key], flat(array, 1)) for key, array in sources.items() if key in targets
         ]
-        self._after: list[Pair] = [
+        self.after: list[Pair] = [
             (targets[successor_key(key)], flat(array, 1))
             for key, array in sources.items()
             if successor_key(key) in targets
         ]
-        self._outputs: list[tuple[str, Array, Array | None, Array | None]] = []
+        self.outputs: list[Output] = []
         for key, spec in layout.step.output.items():
             buffer = np.zeros((n_lanes, *spec.shape), spec.dtype) if spec.shape else None
             as_rows = None if buffer is None else flat(buffer, 1)
-            self._outputs.append((key, targets[key], buffer, as_rows))
+            self.outputs.append((key, targets[key], buffer, as_rows))
         self._finals = [(array, sources[key]) for key, array in arrays.finals.items()]
         # As memoryviews: single numbers are read and written faster that way.
         numbers: tuple[Any, ...] = tuple(arrays.control[k].data for k in _OF_SLOTS)
@@ -64,41 +71,38 @@ class SlotWriter:
         spare = layout.n_slots * layout.n_timesteps
         self.spare_rows: Array = spare + np.arange(n_lanes) % layout.n_timesteps
 
-    def write_before(self, rows: Array) -> None:
-        """Write what the step starts from, one row per lane."""
-        for target, source in self._before:
-            target[rows] = source
-
     def write_state(self, row: int, lane: int) -> None:
         """Write one lane's agent state, which became known only in the agent's call."""
         for target, source in self._states:
             target[row] = source[lane]
 
-    def write_outputs(self, rows: Array, outputs: Mapping[str, Array]) -> None:
-        """Write the agent's outputs, one row per lane."""
-        for key, target, buffer, as_rows in self._outputs:
-            if buffer is None:
-                target[rows] = outputs[key]
-            else:
-                np.copyto(buffer, outputs[key])
-                target[rows] = as_rows
+    def complete(
+        self,
+        slots: Sequence[int],
+        lanes: Sequence[int],
+        lengths: Sequence[int],
+        starts: Sequence[bool],
+    ) -> None:
+        """Finish slots: final values, lengths, and zeros over what an earlier use left behind.
 
-    def write_after(self, rows: Array) -> None:
-        """Write what the step led to, if the layout stores that."""
-        for target, source in self._after:
-            target[rows] = source
-
-    def complete(self, slot: int, lane: int, length: int, starts: bool) -> None:
-        """Finish a slot: final values, length, and zeros over what an earlier use left behind."""
+        Args:
+            slots: The slots.
+            lanes: The lane that wrote into each of them.
+            lengths: The steps in each of them.
+            starts: Whether each begins with the first step of an episode.
+        """
+        # Single rows are copied several times faster by a number than by a list of one.
+        into, out_of = (slots, lanes) if len(slots) > 1 else (slots[0], lanes[0])
         for target, source in self._finals:
-            target[slot] = source[lane]
-        dirty = self._dirty[slot]
-        if dirty > length:
-            for array in self._rows.values():
-                array[slot, length:dirty] = 0
-        self._dirty[slot] = length
-        self._starts[slot] = starts
-        self._length[slot] = length
+            target[into] = source[out_of]
+        for slot, length, start in zip(slots, lengths, starts, strict=True):
+            dirty = self._dirty[slot]
+            if dirty > length:
+                for array in self._rows.values():
+                    array[slot, length:dirty] = 0
+            self._dirty[slot] = length
+            self._starts[slot] = start
+            self._length[slot] = length
 
     def abandon(self, slot: int, length: int) -> None:
         """Record how far a slot that will not be finished was written."""

@@ -27,6 +27,7 @@ class Recycling:
 
     Attributes:
         n_begun: Episodes that it has begun.
+        has_limits: Whether there is anything that makes it due.
     """
 
     def __init__(self, policy: FailurePolicy) -> None:
@@ -35,12 +36,12 @@ class Recycling:
         self._max_rss_bytes = policy.max_rss_bytes
         self._is_measured = False
         self._next_look_s = 0.0
-        self._has_limits = policy.recycles
+        self.has_limits = policy.recycles
         self._is_large = False
 
     def is_due(self, n_new: int = 1) -> bool:
         """Whether this process should be replaced before it begins ``n_new`` more episodes."""
-        if not self._has_limits:
+        if not self.has_limits:
             return False
         if self._max_rss_bytes is not None and not self._is_measured:
             self._is_measured, ready_bytes = True, resident_bytes()

@@ -110,6 +110,7 @@ class Chaos:
             "on_worker_failure": "restart",
             "on_env_error": "restart",
             "max_restarts": None,
+            "max_episode_restarts": None,  # two accidents may meet the same step of an episode
             "max_episodes_per_worker": 400,
             "max_rss_bytes": worker_bytes + 3 * HOG_BYTES // 4,
         }

@@ -548,7 +548,9 @@ def test_a_rollout_is_stored_and_counted_or_neither_when_a_signal_s_handler_rais
     point, n_interrupted, strike = 0, 0, Strike(0)
     while strike.has_struck or not point:
         learner = learner_of(StepCounter(), MEMORY, CountingEnv(2))
-        strike = Strike(point, ("chunk_done", "_deliver", "deliver", "store", "deliver_rest"))
+        strike = Strike(
+            point, ("take_chunks", "_take_chunk", "_deliver", "deliver", "store", "deliver_rest")
+        )
         with alarms(), suppress(Alarm), strike:
             learner.collect_rollouts_parallel(2)
         n_stored = len(learner.policy_storage.episodes)

@@ -1,0 +1,23 @@
+"""Nothing makes the step loop slower unseen: calls of functions per batch step have a budget."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "step_calls.py"
+
+
+@pytest.mark.skipif(not SCRIPT.exists(), reason="there are no benchmarks beside these tests")
+def test_a_batch_step_calls_no_more_functions_than_its_budget() -> None:
+    run = subprocess.run(
+        [sys.executable, SCRIPT], stdout=subprocess.PIPE, text=True, timeout=100.0, check=True
+    )
+    figures = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(figures) == 5
+    for each in figures:
+        assert each["calls_per_step"] <= each["budget"], each
