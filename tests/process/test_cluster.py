@@ -30,13 +30,13 @@ from rlpool.cluster import node_workers
 from rlpool.cluster.batchers import ClusterEpisodeBatcher
 from rlpool.cluster.dispatch import ClusterDispatcher
 from rlpool.cluster.fingerprint import fingerprint
-from rlpool.cluster.in_process import InProcess
 from rlpool.cluster.transport import Finished
 from rlpool.workers.failure_policy import FailurePolicy
 
 from support import faults
 from support.faults import faults_at
 from support.fragile import FragileEnv, RecurrentAgent, create_fragile
+from support.in_process import InProcess
 from support.vector_envs import ArrayEnv, AutoresetMode
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.promise("I2")]

@@ -1,4 +1,4 @@
-"""Nodes in the caller's process, each with worker processes of its own: no network, for tests."""
+"""A cluster without a network: nodes in this process, each with worker processes of its own."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ class InProcess:
         """See ``Transport``."""
 
     def start(self, setup: NodeSetup) -> None:
-        """See ``Transport``."""
         self._setup = setup
         for number in range(self.n_expected):
             self.add(number)
@@ -104,7 +103,6 @@ class InProcess:
             self._happened(Refused(number, error))
 
     def send(self, node: int, shard: Shard) -> None:
-        """See ``Transport``."""
         self.sent.append((node, shard))
         if node in self.nodes:
             runner = self.nodes[node]
@@ -128,55 +126,44 @@ class InProcess:
             self._has_events.notify()
 
     def wait(self, timeout_s: float) -> None:
-        """See ``Transport``."""
         with self._has_events:
             self._has_events.wait_for(lambda: self._events, timeout_s)
 
     def next_event(self) -> Event | None:
-        """See ``Transport``."""
         return self._events.popleft() if self._events else None
 
     def look(self, node: int) -> None:
-        """See ``Transport``."""
         if node in self.nodes:
             self._happened(Looked(node, self.nodes[node].look()))
 
     def cancel(self, node: int, numbers: Sequence[int]) -> None:
-        """See ``Transport``."""
         if node in self.nodes:
             self.nodes[node].cancel(numbers)
 
     def publish(self, published: Published) -> Any:
-        """See ``Transport``."""
         self._published.append(published)
         return len(self._published) - 1
 
     def end(self, node: int) -> None:
-        """See ``Transport``."""
         self.remove(node)
 
     def restart(self, node: int) -> None:
-        """See ``Transport``."""
         self.nodes.pop(node).close()
         self.add(node)
 
     def dismiss(self, node: int) -> None:
-        """See ``Transport``."""
         self.nodes.pop(node).close()
 
     def stacks(self) -> str:
-        """See ``Transport``."""
         return "\n".join(f"{node.name}:\n{node.stacks()}" for node in self.nodes.values())
 
     def stats(self) -> dict[int, Stats]:
-        """See ``Transport``."""
         return {n: node.stats() for n, node in self.nodes.items() if n in self.ready}
 
     def deliver_logs(self) -> None:
         """See ``Transport``; nodes in this process log in it."""
 
     def close(self) -> None:
-        """See ``Transport``."""
         for node in self.nodes.values():
             node.close()
         self.nodes.clear()
