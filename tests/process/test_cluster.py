@@ -384,7 +384,7 @@ def test_a_node_whose_workers_are_given_up_is_started_again(
         batcher.execute(20, None, faults_at(20, 7, "sigkill", 1, length=3))
         assert batcher.get().n_elems() == 20
         batcher.execute(6)
-        wait_until(lambda: batcher.progress and len(batcher._dispatcher._nodes) == 2, 20.0)  # type: ignore[union-attr]
+        wait_until(lambda: batcher.progress and len(batcher._dispatcher._nodes.states) == 2, 20.0)  # type: ignore[union-attr]
         assert "no such device" in caplog.text
 
 

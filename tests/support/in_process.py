@@ -12,7 +12,7 @@ from typing import Any
 
 from rlpool.cluster.node import Node
 from rlpool.cluster.shards import NodeSetup, Outcome, Published, Shard
-from rlpool.cluster.transport import Died, Event, Finished, Joined, Left, Looked, Lost, Refused
+from rlpool.cluster.transport import Event, Finished, Joined, Left, Looked, Lost, Refused
 from rlpool.errors import RlpoolError, WorkerDiedError, WorkerStartupError
 from rlpool.observe.stats import Stats
 
@@ -76,9 +76,7 @@ class InProcess:
             received = [event for event in self._events if event.node != number or when_done]
             self._events = deque(received)
         error = WorkerDiedError(f"{node.name} died", exitcode=None)
-        self._happened(Left(number, error))
-        if not is_machine:
-            self._happened(Died(number, error))
+        self._happened(Left(number, error, is_machine))
 
     @property
     def n_published(self) -> int:
