@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,7 +15,7 @@ from rlpool.batch.agreement import other_lanes
 from rlpool.batch.requests import Request
 from rlpool.cluster.fingerprint import PINS, doubts
 from rlpool.cluster.homes import Homes
-from rlpool.cluster.requests import Divided
+from rlpool.cluster.requests import Flight
 from rlpool.cluster.shards import Look, NodeReport, NodeSetup, Outcome
 from rlpool.cluster.transport import Joined, Left, Looked, Refused, Transport
 from rlpool.errors import (
@@ -46,21 +45,6 @@ _MOST_ALIKE = 3
 
 _MOST_FAILED_STARTS = 3
 """Failures in a row of a node before it is ready after which it is given up, as for workers."""
-
-
-@dataclass(eq=False)
-class Flight:
-    """A shard that was sent.
-
-    Attributes:
-        number: Its number.
-        request: What it is a part of.
-        rows: Which rows.
-    """
-
-    number: int
-    request: Divided
-    rows: range
 
 
 @dataclass(eq=False)
@@ -135,7 +119,7 @@ class Nodes:
         self._history: list[WorkerError] = []  # these failures
         self._left: dict[int, WorkerError] = {}  # by node whose machine is gone: why
         self._n_failed_starts: dict[int, int] = {}  # by node: in a row
-        # By request and first row of shards that others try: the node on which they fail.
+        # Node on which shards fail that others try, by their request and first row.
         self._suspected: dict[tuple[Request, int], int] = {}
         self._looked_s = 0.0
         self._alone_s: float | None = time.monotonic()  # since when there are too few nodes
@@ -157,7 +141,7 @@ class Nodes:
         """Use a node from now on, unless it differs from the others."""
         self._first = self._first or report
         try:
-            self._check(report, self._first)
+            self._compare(report, self._first)
             self._owner.learn(report)
         except SpecError as error:
             self._refuse(number, error)
@@ -170,12 +154,7 @@ class Nodes:
         if self.has_started:
             self._alone_s = None
 
-    def _check(self, report: NodeReport, first: NodeReport) -> None:
-        """Compare a node with the first one.
-
-        Raises:
-            SpecError: If it cannot be used.
-        """
+    def _compare(self, report: NodeReport, first: NodeReport) -> None:
         if report.n_lanes != first.n_lanes:
             names = f"a worker of node {first.name}", f"one of node {report.name}"
             raise other_lanes(*names, first.n_lanes, report.n_lanes)
@@ -248,8 +227,7 @@ class Nodes:
         """Let others run what fails on a node, to find out whether it is to blame.
 
         Returns:
-            Whether that is possible: it is an episode that fails, there are others, and it did not
-            fail there, too.
+            Whether an episode fails, there are others, and it did not fail there, too.
         """
         node = self.states[number]
         node.n_before = len(node.failures)
@@ -275,7 +253,7 @@ class Nodes:
         """The nodes whose shards others try: they get none, and their failures do not count."""
         return set(self._suspected.values())
 
-    def usable(self, running: Collection[Request]) -> list[int]:
+    def usable(self, running: list[Request]) -> list[int]:
         """The nodes that may be sent shards; those that were given up are started again.
 
         Args:
@@ -317,13 +295,11 @@ class Nodes:
 
     def _leave(self, event: Left) -> None:
         """Note that a node is gone."""
-        is_known = event.node in self.states
         n_lost = self._lose_all_of(event.node, event.error)
         if not self._setup.policy.restarts_workers:
             self._owner.fail(event.error)
             return
-        if is_known:
-            _LOG.warning("%s; the %d rows that it had run again", event.error.what, n_lost)
+        _LOG.warning("%s; the %d rows that it had run again", event.error.what, n_lost)
         if event.is_machine:
             self._left[event.node] = event.error
         else:
@@ -354,7 +330,7 @@ class Nodes:
         if n_in_a_row < _MOST_FAILED_STARTS:
             return True
         why = f"and is given up: it failed {n_in_a_row} times before it was ready"
-        final = self.final_error(f"{error.what}, {why}", error, error.fix)
+        final = self._final_error(f"{error.what}, {why}", error, error.fix)
         if self.states:
             self._do_without(number, final)
         else:
@@ -376,10 +352,10 @@ class Nodes:
         most = self._setup.policy.max_restarts
         what = f"{what} after {most} restarts in all, and is not started again"
         fix = "look at this error's .history, and raise max_restarts"
-        self._owner.fail(self.final_error(what, latest, fix))
+        self._owner.fail(self._final_error(what, latest, fix))
         return True
 
-    def final_error(self, what: str, latest: WorkerError | None, fix: str) -> WorkerDiedError:
+    def _final_error(self, what: str, latest: WorkerError | None, fix: str) -> WorkerDiedError:
         """An error that has all failures so far as its history, and says where the latest was."""
         history = [*self._history, *self._left.values()]
         for node in self.states.values():
@@ -411,18 +387,14 @@ class Nodes:
                 self._transport.end(number)
             else:
                 self._transport.look(number)
-        if self._alone_s is not None and is_late:
+        if self._alone_s is None or timeout_s is None:
+            return
+        if is_late:
             self._alone_s = now_s
-        if self._alone_s is not None and timeout_s is not None:
-            patience_s = timeout_s if self.has_started else max(timeout_s, _START_S)
-            if now_s > self._alone_s + patience_s:
-                self._give_up_waiting(patience_s)
-
-    def _give_up_waiting(self, timeout_s: float) -> None:
-        """There have been too few nodes for too long."""
-        n_wanted, fix = 1, "start a node, and make a new batcher"
+        patience_s, n_wanted, fix = timeout_s, 1, "start a node, and make a new batcher"
         if not self.has_started:
-            n_wanted = self._transport.n_expected
+            patience_s, n_wanted = max(timeout_s, _START_S), self._transport.n_expected
             fix = "raise timeout if they take longer to start, or look at their logs (ray logs)"
-        what = f"{len(self.states)} of {n_wanted} nodes are ready after {timeout_s:g} s"
-        self._owner.fail(self.final_error(what, None, fix))
+        if now_s > self._alone_s + patience_s:
+            what = f"{len(self.states)} of {n_wanted} nodes are ready after {patience_s:g} s"
+            self._owner.fail(self._final_error(what, None, fix))

@@ -61,6 +61,21 @@ class Divided(Request):
         """Copy what a node returned to where it belongs."""
 
 
+@dataclass(eq=False)
+class Flight:
+    """A shard that was sent.
+
+    Attributes:
+        number: Its number.
+        request: What it is a part of.
+        rows: Which rows.
+    """
+
+    number: int
+    request: Divided
+    rows: range
+
+
 @dataclass(eq=False, kw_only=True)
 class DividedEpisodes(EpisodeRequest, Divided):
     """Complete episodes, one per row.

@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from functools import partial
 from typing import Any
 
 from rlpool.cluster.node import Node
@@ -55,7 +54,7 @@ class InProcess:
     def add(self, number: int) -> None:
         """Let a node join, or one that has left come back."""
         self.nodes[number] = node = Node(self._setup, f"node-{number}", number)
-        node.when_ready(partial(self._report, number, node))
+        threading.Thread(target=self._report, args=(number, node), daemon=True).start()
 
     def remove(self, number: int, *, when_done: bool = False, is_machine: bool = True) -> None:
         """Let a node leave as if its machine had died.
@@ -92,13 +91,17 @@ class InProcess:
         self._refusals = [why] * times
 
     def _report(self, number: int, node: Node) -> None:
+        event: Event
         try:
+            event = Joined(number, node.report())
             if self._refusals:
                 raise WorkerStartupError(self._refusals.pop())
-            self._happened(Joined(number, node.report()))
-            self.ready.add(number)
         except RlpoolError as error:
-            self._happened(Refused(number, error))
+            event = Refused(number, error)
+        if self.nodes.get(number) is node:
+            self._happened(event)
+            if isinstance(event, Joined):
+                self.ready.add(number)
 
     def send(self, node: int, shard: Shard) -> None:
         self.sent.append((node, shard))
