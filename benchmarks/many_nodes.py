@@ -58,6 +58,7 @@ from workloads import (
 )
 
 from rlpool.cluster.batchers import ClusterEpisodeBatcher
+from rlpool.cluster.ray_reservation import Reservation
 from rlpool.cluster.ray_transport import RayTransport
 from rlpool.workers.failure_policy import FailurePolicy
 
@@ -100,14 +101,23 @@ class SizedEnv(StragglerEnv):
         self._observation = np.ones(n_numbers, np.float32)
 
 
+class PackedReservation(Reservation):
+    """Puts several actors on a node."""
+
+    def _has_room(self, n_nodes: int, patience_s: float) -> bool:
+        self.group = placement_group([self._bundle] * n_nodes, strategy="SPREAD")
+        return bool(self.group.wait(patience_s))
+
+
 class PackedTransport(RayTransport):
     """Puts several actors on a node, and counts what it is asked for."""
 
     n_sent = n_looks = 0
 
-    def _group_of(self, n_nodes: int, patience_s: float) -> Any:
-        group = placement_group([{"CPU": self._n_cpus}] * n_nodes, strategy="SPREAD")
-        return group if group.wait(patience_s) else None
+    def __init__(self, n_nodes: int) -> None:
+        bundle: dict[str, float] = {"CPU": 1}
+        super().__init__(n_nodes, bundle, {})
+        self._reservation = PackedReservation(n_nodes, bundle, {})
 
     def send(self, node: int, shard: Any) -> None:
         self.n_sent += 1
@@ -160,7 +170,7 @@ COSTS = ("thread_s", "process_s", "store_s")
 @contextmanager
 def opened(n: int, n_slots: int, make_env: Any) -> Iterator[tuple[Any, PackedTransport]]:
     """A batcher over so many nodes with a worker each."""
-    transport = PackedTransport(n, 1)
+    transport = PackedTransport(n)
     batcher = ClusterEpisodeBatcher(
         lambda: transport,
         N_STEPS[1],
