@@ -19,10 +19,11 @@ which hold several actors each.
 
 The prediction. A node of ``w`` workers makes ``w r`` steps per second and asks for ``k`` rounds of
 shards per request, by the dispatcher's rule: a quarter of what is left for it if there are two
-shards of it, and not less than a row of lanes. The caller is busy with shards, bytes and looks;
-the store with shards and bytes; the caller's network with bytes. ``n_nodes`` is how many of them
-keep the busiest of the three 0.9 busy: with more, they wait. Rates of W1 and W2 are those of
-``cluster.py`` here; ``llm`` are steps of 1 s, with observations of 4096 tokens. Not modelled are
+shards of it, and not less than four rows of lanes, or half of what it has in all. The caller is
+busy with shards, bytes and looks; the store with shards and bytes; the caller's network with bytes.
+``n_nodes`` is how many of them keep the busiest of the three 0.9 busy: with more, they wait. Rates
+of W1 and W2 are those of ``cluster.py`` here; ``llm`` are steps of 1 s, with observations of 4096
+tokens. Not modelled are
 switches of a network, Ray's own head node, and memory bandwidth.
 
 Prints a JSON line per run, one with what was fitted and one per prediction.
@@ -311,7 +312,8 @@ def rounds(n_episodes: int, n_least: int, n_lanes: int, n_nodes: int = 16) -> fl
     """
     left, n_shards = n_episodes * n_nodes, 0
     while left > 0:
-        left -= max(n_least, int(left / (2 * n_nodes)) // n_lanes * n_lanes)
+        size = max(min(4 * n_least, n_episodes / 2), left / (2 * n_nodes))
+        left -= max(n_least, int(size) // n_lanes * n_lanes)
         n_shards += 1
     return n_shards / n_nodes
 
