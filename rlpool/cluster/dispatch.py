@@ -22,7 +22,7 @@ from rlpool.batch.dispatch import LayoutMaker
 from rlpool.batch.request_queue import RequestQueue
 from rlpool.batch.requests import Policy, Request
 from rlpool.cluster.nodes import Nodes
-from rlpool.cluster.requests import Divided, DividedEpisodes, DividedWindow, Flight
+from rlpool.cluster.requests import Divided, Flight
 from rlpool.cluster.shards import NodeReport, NodeSetup, PolicyAt, Rows
 from rlpool.cluster.transport import Event, Finished, Lost, Transport
 from rlpool.errors import RlpoolError, SpecError, UsageError, WorkerDiedError, WorkerError
@@ -330,12 +330,8 @@ class ClusterDispatcher(RequestQueue):
                 return
             self._queued.popleft()
             try:
-                if isinstance(request, DividedWindow):
-                    request.begin(self._nodes.homes, self._part_size)
-                elif isinstance(request, DividedEpisodes) and (
-                    self._specs is None or self._specs.resets_together
-                ):
-                    request.divide(self._transport.n_expected, self.n_lanes)
+                if isinstance(request, Divided):
+                    request.begin(self._nodes.homes, self._part_size, self.n_lanes, self._specs)
             except RlpoolError as error:
                 request.error = error
             else:

@@ -269,11 +269,8 @@ class RayTransport:
         except RayTaskError as error:
             self._note_raised(error, method, number, shard)
             return
-        except (RayActorError, OutOfMemoryError) as error:
+        except (RayActorError, OutOfMemoryError, RuntimeEnvSetupError) as error:
             self._leave(number, error)
-            return
-        except RuntimeEnvSetupError as error:
-            self._refuse(number, error)
             return
         except RayError as error:  # an object is lost
             if method == "run":
@@ -311,8 +308,11 @@ class RayTransport:
         actor = self._actors[number]
         was_up, actor.is_up, actor.is_asked = actor.is_up, False, False
         self._drop_calls(number)
-        if getattr(error, "actor_init_failed", False):
-            self._refuse(number, error)
+        if isinstance(error, RuntimeEnvSetupError) or getattr(error, "actor_init_failed", False):
+            what = f"a node's process could not be created ({_first_line(error)})"
+            fix = "install rlpool and what it needs on every machine, or send it (runtime_env)"
+            refused = WorkerStartupError(what, fix=fix, traceback_text=str(error))
+            self._events.append(Refused(number, refused))
             return
         actor.retry_s = time.monotonic() + _RETRY_S
         has_died = isinstance(error, ActorDiedError | OutOfMemoryError)
@@ -331,13 +331,6 @@ class RayTransport:
         self._events.append(Left(number, failure, is_machine=not (has_died and is_there)))
         if has_died:
             self.restart(number)
-
-    def _refuse(self, number: int, error: Exception) -> None:
-        """Say that the process of an actor cannot be created."""
-        what = f"a node's process could not be created ({_first_line(error)})"
-        fix = "install rlpool and what it needs on every machine, or send it (runtime_env)"
-        refused = WorkerStartupError(what, fix=fix, traceback_text=str(error))
-        self._events.append(Refused(number, refused))
 
     # The rest -----------------------------------------------------------------------------------
 
