@@ -19,10 +19,11 @@ which hold several actors each.
 
 The prediction. A node of ``w`` workers makes ``w r`` steps per second and asks for ``k`` rounds of
 shards per request, by the dispatcher's rule: a quarter of what is left for it if there are two
-shards of it, and not less than a row of lanes. The caller is busy with shards, bytes and looks;
-the store with shards and bytes; the caller's network with bytes. ``n_nodes`` is how many of them
-keep the busiest of the three 0.9 busy: with more, they wait. Rates of W1 and W2 are those of
-``cluster.py`` here; ``llm`` are steps of 1 s, with observations of 4096 tokens. Not modelled are
+shards of it, and not less than four rows of lanes, or half of what it has in all. The caller is
+busy with shards, bytes and looks; the store with shards and bytes; the caller's network with bytes.
+``n_nodes`` is how many of them keep the busiest of the three 0.9 busy: with more, they wait. Rates
+of W1 and W2 are those of ``cluster.py`` here; ``llm`` are steps of 1 s, with observations of 4096
+tokens. Not modelled are
 switches of a network, Ray's own head node, and memory bandwidth.
 
 Prints a JSON line per run, one with what was fitted and one per prediction.
@@ -58,6 +59,7 @@ from workloads import (
 )
 
 from rlpool.cluster.batchers import ClusterEpisodeBatcher
+from rlpool.cluster.ray_reservation import Reservation
 from rlpool.cluster.ray_transport import RayTransport
 from rlpool.workers.failure_policy import FailurePolicy
 
@@ -100,14 +102,23 @@ class SizedEnv(StragglerEnv):
         self._observation = np.ones(n_numbers, np.float32)
 
 
+class PackedReservation(Reservation):
+    """Puts several actors on a node."""
+
+    def _has_room(self, n_nodes: int, patience_s: float) -> bool:
+        self.group = placement_group([self._bundle] * n_nodes, strategy="SPREAD")
+        return bool(self.group.wait(patience_s))
+
+
 class PackedTransport(RayTransport):
     """Puts several actors on a node, and counts what it is asked for."""
 
     n_sent = n_looks = 0
 
-    def _group_of(self, n_nodes: int, patience_s: float) -> Any:
-        group = placement_group([{"CPU": self._n_cpus}] * n_nodes, strategy="SPREAD")
-        return group if group.wait(patience_s) else None
+    def __init__(self, n_nodes: int) -> None:
+        bundle: dict[str, float] = {"CPU": 1}
+        super().__init__(n_nodes, bundle, {})
+        self._reservation = PackedReservation(n_nodes, bundle, {})
 
     def send(self, node: int, shard: Any) -> None:
         self.n_sent += 1
@@ -160,7 +171,7 @@ COSTS = ("thread_s", "process_s", "store_s")
 @contextmanager
 def opened(n: int, n_slots: int, make_env: Any) -> Iterator[tuple[Any, PackedTransport]]:
     """A batcher over so many nodes with a worker each."""
-    transport = PackedTransport(n, 1)
+    transport = PackedTransport(n)
     batcher = ClusterEpisodeBatcher(
         lambda: transport,
         N_STEPS[1],
@@ -301,7 +312,8 @@ def rounds(n_episodes: int, n_least: int, n_lanes: int, n_nodes: int = 16) -> fl
     """
     left, n_shards = n_episodes * n_nodes, 0
     while left > 0:
-        left -= max(n_least, int(left / (2 * n_nodes)) // n_lanes * n_lanes)
+        size = max(min(4 * n_least, n_episodes / 2), left / (2 * n_nodes))
+        left -= max(n_least, int(size) // n_lanes * n_lanes)
         n_shards += 1
     return n_shards / n_nodes
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlpool.agents.agent import Agent, AgentStep
 from rlpool.data.dict_tensor import DictTensor, masked_dicttensor
 from rlpool.data.dict_tensor_base import instance, kind
-from rlpool.data.rows import as_signed
+from rlpool.data.rows import as_signed, taken
 from rlpool.data.temporal_dict_tensor import TemporalDictTensor
 from rlpool.errors import SpecError
 from rlpool.machine.arguments import check_choice
@@ -145,7 +145,7 @@ class _Replay:
             _, output, state = self._call(step, state)
             outputs.append(output)
         stacked = {key: torch.stack([each[key] for each in outputs], 1) for key in outputs[0]}
-        return self._padded({key: tensor[self._places] for key, tensor in stacked.items()})
+        return self._padded({k: taken(tensor, *self._places) for k, tensor in stacked.items()})
 
     def _call(self, step: int, state: DictTensor | None) -> AgentStep:
         history = self._history(step) if self._agent.require_history() else None
@@ -196,7 +196,7 @@ class _Replay:
         """Values ``[B, ...]`` of a step; rows that have ended repeat their last step."""
         tensors = {key: self._trajectories[key] for key in keys}
         times = self._last.clamp(max=step)
-        return DictTensor({key: tensor[self._rows, times] for key, tensor in tensors.items()})
+        return DictTensor({k: taken(tensor, self._rows, times) for k, tensor in tensors.items()})
 
     def _history(self, step: int) -> TemporalDictTensor:
         """The previous steps of each row's episode, zero-padded past the lengths."""
@@ -208,9 +208,11 @@ class _Replay:
         is_step = times < lengths.unsqueeze(1)
         places = (began.unsqueeze(1) + times).clamp(max=step)
         rows = torch.arange(self._n_rows, device=steps.device()).unsqueeze(1)
-        shifted = {key: tensor[rows, places] for key, tensor in steps.items()}
-        for tensor in shifted.values():
-            as_signed(tensor)[~is_step] = 0
+        shifted = {}
+        for key, tensor in steps.items():
+            moved = as_signed(tensor)[rows, places]
+            moved[~is_step] = 0
+            shifted[key] = moved.view(tensor.dtype)
         return TemporalDictTensor(shifted, lengths)
 
     def _padded(self, output: Mapping[str, Tensor]) -> TemporalDictTensor:

@@ -49,10 +49,6 @@ class Node:
         """
         return self._first.report()
 
-    def when_ready(self, tell: Callable[[], None]) -> None:
-        """Call a function, in another thread, when ``report`` does not have to wait."""
-        self._first.when_ready(tell)
-
     def run(self, shard: Shard, read: Callable[[], Published]) -> Future[Outcome]:
         """Run a shard after those that its workers were given before.
 
@@ -79,8 +75,8 @@ class Node:
                 self._ended.append(self._sets.pop(part))
             return self._sets.get(shard.part, self._first)
 
-    def cancel(self, numbers: Sequence[int] | None = None) -> None:
-        """Stop shards, by default all; nobody waits for their results."""
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """Stop shards; nobody waits for their results."""
         for workers in self._all():
             workers.cancel(numbers)
 

@@ -1,14 +1,12 @@
 """Nodes of a Ray cluster: one actor on each, results through Ray's object store.
 
-A process that ends is started again, by Ray or here, on its node or on another one that has room,
-and knows nothing of what the one before was sent. The caller owns every object: it goes when the
-caller has copied it, or is gone itself.
+A process that ends is started again, on its node or on another one that has room, while the caller
+is inside rlpool, and knows nothing of what the one before was sent. The caller owns every object:
+it goes when the caller has copied it, or is gone itself.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -16,11 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from rlpool.cluster.node_logs import NodeLogs
 from rlpool.cluster.shards import NodeSetup, Outcome, Published, Shard
-from rlpool.cluster.transport import Died, Event, Finished, Joined, Left, Looked, Lost, Refused
+from rlpool.cluster.transport import Event, Finished, Joined, Left, Looked, Lost, Refused
 from rlpool.errors import (
     RlpoolError,
-    SpecError,
     Where,
     WorkerDiedError,
     WorkerError,
@@ -28,12 +26,10 @@ from rlpool.errors import (
 )
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.observe.stats import Stats
-from rlpool.workers.logs import current_levels, decode
+from rlpool.workers.logs import current_levels
 
 try:
     import ray
-    from ray._private.state import actors as table_of_actors
-    from ray._private.state import available_resources_per_node
     from ray.exceptions import (
         ActorDiedError,
         OutOfMemoryError,
@@ -42,7 +38,6 @@ try:
         RayTaskError,
         RuntimeEnvSetupError,
     )
-    from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import (
         NodeAffinitySchedulingStrategy,
         PlacementGroupSchedulingStrategy,
@@ -52,18 +47,8 @@ except ImportError as error:
         'rlpool.cluster needs Ray, which is not installed\n  fix:   pip install "rlpool[ray]"'
     ) from error
 
-from rlpool.cluster.node_actor import N_CALLS, NodeActor, NotBegunError, Said
-
-_LOG = logging.getLogger("rlpool")
-
-_ROOM_S = 30.0
-"""How long to wait for nodes with enough free processors."""
-
-_ROOM_HINT_S = 5.0
-"""After this it is logged what is waited for."""
-
-_FEWER_S = 3.0
-"""How long to wait for all nodes that there are before doing with fewer."""
+from rlpool.cluster.node_actor import make_actor
+from rlpool.cluster.ray_reservation import Reservation, all_nodes
 
 _LOOK_FOR_NODES_S = 2.0
 """How often to look for nodes that have joined."""
@@ -91,7 +76,6 @@ class _Actor:
         home: Id of the node that it was made for; empty if Ray chooses one.
         strategy: Where Ray may run it.
         node_id: Id of the node that it was last seen on.
-        n_deaths: How often its process has died, as far as Ray was asked.
         is_up: Whether it has joined and not left.
         retry_s: When to ask next whether it is there, if nobody has been asked.
         is_asked: Whether ``look`` was not answered yet.
@@ -102,7 +86,6 @@ class _Actor:
     home: str = ""
     name: str = ""
     node_id: str = ""
-    n_deaths: int = 0
     is_up: bool = False
     retry_s: float | None = None
     is_asked: bool = False
@@ -123,152 +106,56 @@ class RayTransport:
         if not ray.is_initialized():
             ray.init()
         self._worker_id: str = ray.get_runtime_context().get_worker_id()
-        self._n_nodes = n_nodes
+        self._reservation = Reservation(n_nodes, bundle, labels)
+        self._takes_more = n_nodes is None
         self._bundle = dict(bundle)
-        self._labels = dict(labels)
         self._actors: dict[int, _Actor] = {}
         self._calls: dict[Any, tuple[str, int, int]] = {}  # reference: call, node, shard
         self._events: deque[Event] = deque()
-        self._records: deque[logging.LogRecord] = deque()
-        self._n_dropped = 0
+        self._logs = NodeLogs()
+        self.deliver_logs = self._logs.deliver
         self._next_look_s = 0.0
         self._n_made = 0
         self._setup_ref: Any = None
-        self._group: Any = None
         self.n_expected = 0
         self.store_bytes: int | None = None
 
     # Nodes --------------------------------------------------------------------------------------
 
-    def _nodes(self) -> list[dict[str, Any]]:
-        """The nodes that are alive and have enough of everything, used or not."""
-        return [
-            node
-            for node in _all_nodes()
-            if self._is_enough(node["Resources"])
-            and all(_has_label(node["Labels"].get(key), self._labels[key]) for key in self._labels)
-        ]
-
-    def _is_enough(self, resources: Mapping[str, float]) -> bool:
-        return all(resources.get(name, 0) >= amount for name, amount in self._bundle.items())
-
     def reserve(self) -> None:
         """See ``Transport``.
 
         Raises:
-            SpecError: If the cluster does not have so many nodes with so many free processors.
+            SpecError: See ``Reservation.reserve``.
         """
-        self.n_expected = len(self._reserved(self._n_nodes).bundle_specs)
-        stores = [node["Resources"].get("object_store_memory", 0.0) for node in self._nodes()]
+        self.n_expected = self._reservation.reserve()
+        nodes = self._reservation.nodes()
+        stores = [node["Resources"].get("object_store_memory", 0.0) for node in nodes]
         self.store_bytes = int(min(filter(None, stores), default=0)) or None
-
-    def _reserved(self, n_nodes: int | None) -> Any:
-        """A placement group, each bundle on a node of its own."""
-        if n_nodes is not None:
-            # Processors that are in use may become free; nodes that are not there seldom appear.
-            patience_s = _ROOM_S if len(self._nodes()) >= n_nodes else _FEWER_S
-            group = self._group_of(n_nodes, patience_s)
-        else:
-            group, n = None, len(self._nodes())
-            while n and group is None:
-                group = self._group_of(n, _FEWER_S if n > 1 else _ROOM_S)
-                n = min(n - 1, max(1, self._n_free())) if n > 1 else 0
-            if group is not None and len(group.bundle_specs) < len(self._nodes()):
-                n_used, n_there = len(group.bundle_specs), len(self._nodes())
-                _LOG.warning("%d of %d nodes have no free processors", n_there - n_used, n_there)
-        if group is not None:
-            return group
-        n_cpus, *others = (f"{amount:g} {name}" for name, amount in self._bundle.items())
-        n_cpus = n_cpus.replace("CPU", "free processors")
-        others += [f"{key}={value}" for key, value in self._labels.items()]
-        sizes = []
-        for node in _all_nodes():
-            found = (f"{node['Resources'].get(name, 0):g}" for name in self._bundle)
-            labels = (f"{key}={node['Labels'].get(key)}" for key in self._labels)
-            sizes.append(f"{node['NodeManagerAddress']} has {', '.join([*found, *labels])}")
-        wanted = "a node" if n_nodes in (None, 1) else f"{n_nodes} nodes"
-        raise SpecError(
-            f"the cluster has no {', '.join([n_cpus, *others])} on {wanted} "
-            f"(in all, used ones included: {', '.join(sizes)})",
-            fix="lower n_nodes, n_threads or resources, end what uses them, or start more nodes "
-            "(ray start --address=..., or ray.autoscaler.sdk.request_resources and wait for them)",
-        )
-
-    def _n_free(self) -> int:
-        """How many nodes have enough of everything that nobody uses."""
-        list_free: Any = available_resources_per_node  # without annotations
-        free = list_free()
-        return sum(self._is_enough(free.get(node["NodeID"], {})) for node in self._nodes())
-
-    def _group_of(self, n_nodes: int, patience_s: float) -> Any:
-        """A placement group, ``None`` if there is no room for it."""
-        with InterruptsHeld():
-            group = self._group = placement_group(
-                [self._bundle] * n_nodes,
-                strategy="STRICT_SPREAD",
-                bundle_label_selector=[self._labels] * n_nodes,
-            )
-        if group.wait(min(patience_s, _ROOM_HINT_S)):
-            return group
-        if patience_s > _ROOM_HINT_S:
-            _LOG.warning("waiting for %d nodes with %s free on each", n_nodes, self._bundle)
-            if group.wait(patience_s - _ROOM_HINT_S):
-                return group
-        with InterruptsHeld():
-            self._release()
-        return None
-
-    def _release(self) -> None:
-        """Give back what is reserved."""
-        if self._group is not None:
-            with suppress(RayError):
-                remove_placement_group(self._group)
-            self._group = None
 
     def start(self, setup: NodeSetup) -> None:
         """See ``Transport``."""
         self._setup_ref = ray.put(setup)
-        self._restarts = setup.policy.restarts_workers
         for bundle in range(self.n_expected):
-            self._make(
-                PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
-            )
+            group = self._reservation.group
+            self._make(PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle))
 
     def _make(self, strategy: Any, home: str = "") -> None:
         """Make an actor; it says when it is ready."""
         number, self._n_made = self._n_made, self._n_made + 1
-        handle = self._handle(number, strategy, -1 if self._restarts else 0)
+        handle = make_actor(number, self._setup_ref, self._bundle, strategy)
         self._actors[number] = _Actor(handle, strategy, home)
-        self._begin(number)
+        self._call("begin", number)
 
-    def _renew(self, number: int) -> None:
-        """Make another actor in the place of one that is of no use."""
-        actor = self._actors[number]
-        self._drop_calls(number)
+    def restart(self, node: int) -> None:
+        """See ``Transport``."""
+        actor = self._actors[node]
+        self._drop_calls(node)
         with suppress(RayError):
             ray.kill(actor.handle)
-        # Of one that it restarts, Ray does not say why it died, and it may die again.
-        actor.handle = self._handle(number, actor.strategy, 0)
-        actor.is_up, actor.is_asked, actor.n_deaths = False, False, 0
+        actor.handle = make_actor(node, self._setup_ref, self._bundle, actor.strategy)
+        actor.is_up = actor.is_asked = False
         actor.retry_s = time.monotonic() + _RETRY_S
-
-    def _handle(self, number: int, strategy: Any, max_restarts: int) -> Any:
-        others = dict(self._bundle)
-        options = {
-            "num_cpus": others.pop("CPU"),
-            "num_gpus": others.pop("GPU", 0),
-            "memory": others.pop("memory", None),
-            "resources": others,
-            "max_restarts": max_restarts,
-            "max_task_retries": 0,
-            "max_concurrency": N_CALLS,
-            "scheduling_strategy": strategy,
-        }
-        return ray.remote(NodeActor).options(**options).remote(number)
-
-    def _begin(self, number: int) -> None:
-        """Let an actor start its workers; one that was started again remembers nothing."""
-        self._call("begin", number, 0, self._setup_ref, sys.path, current_levels())
 
     def _look_for_nodes(self) -> None:
         """Use nodes that have joined, and forget those for which an actor waits in vain."""
@@ -276,11 +163,11 @@ class RayTransport:
         for number, actor in self._actors.items():
             if actor.retry_s is not None and now_s >= actor.retry_s:
                 actor.retry_s = None
-                self._begin(number)
-        if self._n_nodes is not None or now_s < self._next_look_s:
+                self._call("begin", number)
+        if not self._takes_more or now_s < self._next_look_s:
             return
         self._next_look_s = now_s + _LOOK_FOR_NODES_S
-        there = {node["NodeID"] for node in self._nodes()}
+        there = {node["NodeID"] for node in self._reservation.nodes()}
         for number, actor in list(self._actors.items()):
             if actor.home and actor.home not in there and not actor.is_up:
                 self._forget(number)
@@ -335,7 +222,7 @@ class RayTransport:
     def end(self, node: int) -> None:
         """See ``Transport``."""
         if node in self._actors:
-            ray.kill(self._actors[node].handle, no_restart=not self._restarts)
+            ray.kill(self._actors[node].handle)
 
     @property
     def _is_connected(self) -> bool:
@@ -382,11 +269,8 @@ class RayTransport:
         except RayTaskError as error:
             self._note_raised(error, method, number, shard)
             return
-        except (RayActorError, OutOfMemoryError) as error:
+        except (RayActorError, OutOfMemoryError, RuntimeEnvSetupError) as error:
             self._leave(number, error)
-            return
-        except RuntimeEnvSetupError as error:
-            self._refuse(number, error)
             return
         except RayError as error:  # an object is lost
             if method == "run":
@@ -400,19 +284,15 @@ class RayTransport:
         elif method == "look":
             actor.is_asked = False
             look, said = value
-            self._hear(actor, said)
+            self._logs.hear(actor.name, said)
             self._events.append(Looked(number, look))
         elif method == "begin":
-            self._count_deaths(number, WorkerError("its process died"))
             actor.name, (report, actor.node_id), actor.is_up = value[0].name, value, True
             self._events.append(Joined(number, report))
 
     def _note_raised(self, error: RayTaskError, method: str, number: int, shard: int) -> None:
         """A method of an actor has raised."""
         cause = error.cause
-        if isinstance(cause, NotBegunError):
-            self._leave(number, cause)
-            return
         if method == "run" and isinstance(cause, RayError | MemoryError):
             self._events.append(Lost(number, shard, _first_line(cause)))
             return
@@ -424,14 +304,19 @@ class RayTransport:
             self._events.append(Refused(number, cause))
 
     def _leave(self, number: int, error: Exception) -> None:
-        """An actor is gone, or a process that knows nothing is in its place."""
+        """An actor is gone, or cannot be reached for a while."""
         actor = self._actors[number]
         was_up, actor.is_up, actor.is_asked = actor.is_up, False, False
         self._drop_calls(number)
+        if isinstance(error, RuntimeEnvSetupError) or getattr(error, "actor_init_failed", False):
+            what = f"a node's process could not be created ({_first_line(error)})"
+            fix = "install rlpool and what it needs on every machine, or send it (runtime_env)"
+            refused = WorkerStartupError(what, fix=fix, traceback_text=str(error))
+            self._events.append(Refused(number, refused))
+            return
+        actor.retry_s = time.monotonic() + _RETRY_S
         has_died = isinstance(error, ActorDiedError | OutOfMemoryError)
-        cannot_start = has_died and not was_up and not self._restarts
-        if getattr(error, "actor_init_failed", False) or cannot_start:
-            self._refuse(number, error)
+        if not (was_up or has_died):
             return
         what = f"node {actor.name} is gone" if was_up else "the process of a node died in its start"
         failure = WorkerDiedError(
@@ -441,42 +326,13 @@ class RayTransport:
             fix="look at the log of its machine (ray logs)",
             traceback_text=str(error),
         )
-        if was_up:
-            self._events.append(Left(number, failure))
-        n_deaths = self._count_deaths(number, failure, has_died)
-        if self._restarts and (has_died or (n_deaths and not was_up)):
-            self._renew(number)
-        actor.retry_s = time.monotonic() + _RETRY_S
-
-    def _refuse(self, number: int, error: Exception) -> None:
-        """Say that the process of an actor cannot be created."""
-        what = f"a node's process could not be created ({_first_line(error)})"
-        fix = "install rlpool and what it needs on every machine, or send it (runtime_env)"
-        refused = WorkerStartupError(what, fix=fix, traceback_text=str(error))
-        self._events.append(Refused(number, refused))
-
-    def _count_deaths(self, number: int, failure: WorkerError, has_died: bool = False) -> int:
-        """Tell how often the process of an actor has died since the last time; returns it.
-
-        Args:
-            number: Its number.
-            failure: Why, as far as is known.
-            has_died: Whether it did, and Ray does not restart it.
-        """
-        actor = self._actors[number]
-        info: Any = table_of_actors(actor.handle._actor_id.hex())
-        n_before, actor.n_deaths = actor.n_deaths, int(info.get("NumRestarts", 0)) + has_died
-        n_deaths = actor.n_deaths - n_before
         home = actor.node_id or actor.home
-        if not home or home in {node["NodeID"] for node in _all_nodes()}:  # not with its machine
-            self._events.extend([Died(number, failure)] * n_deaths)
-        return n_deaths
+        is_there = not home or home in {node["NodeID"] for node in all_nodes()}
+        self._events.append(Left(number, failure, is_machine=not (has_died and is_there)))
+        if has_died:
+            self.restart(number)
 
     # The rest -----------------------------------------------------------------------------------
-
-    def restart(self, node: int) -> None:
-        """See ``Transport``."""
-        self._renew(node)
 
     def dismiss(self, node: int) -> None:
         """See ``Transport``."""
@@ -495,76 +351,39 @@ class RayTransport:
         """See ``Transport``."""
         return {n: answer for n, answer in self._ask("stats").items() if isinstance(answer, Stats)}
 
-    def _ask(self, method: str) -> dict[int, Any]:
-        """What the actors answer, in order; why they do not."""
-        asked = {getattr(a.handle, method).remote(): n for n, a in self._actors.items() if a.is_up}
+    def _ask(self, method: str, patience_s: float = _ANSWER_S) -> dict[int, Any]:
+        """What the actors answer, in order; why they do not, as text."""
+        asked: dict[Any, int] = {}
+        for number in [n for n, actor in self._actors.items() if actor.is_up]:
+            with suppress(RayError):  # it has died
+                asked[getattr(self._actors[number].handle, method).remote()] = number
         if not asked:
             return {}
-        ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)
-        answers = {asked[reference]: "does not answer\n" for reference in late}
-        for reference in ready:
+        answers: dict[int, Any] = dict.fromkeys(asked.values(), "does not answer\n")
+        for reference in ray.wait(list(asked), num_returns=len(asked), timeout=patience_s)[0]:
             try:
                 answers[asked[reference]] = ray.get(reference)
             except RayError as error:
                 answers[asked[reference]] = f"does not answer ({type(error).__name__})\n"
-        return dict(sorted(answers.items()))
-
-    def _hear(self, actor: _Actor, said: Said) -> None:
-        """Take what an actor has logged."""
-        lines, n_dropped = said
-        for line in lines:
-            record = decode(line)
-            if record is not None:
-                record.node = actor.name
-                self._records.append(record)
-        self._n_dropped += n_dropped
-
-    def deliver_logs(self) -> None:
-        """See ``Transport``."""
-        while self._records:
-            record = self._records.popleft()
-            logger = logging.getLogger(record.name)
-            if logger.isEnabledFor(record.levelno):
-                logger.handle(record)
-        if self._n_dropped:
-            n_dropped, self._n_dropped = self._n_dropped, 0
-            _LOG.warning("%d log records of nodes were dropped", n_dropped)
+        return answers
 
     def close(self) -> None:
         """See ``Transport``."""
         if not self._is_connected:
             return  # everything has ended with it
         try:
-            last = {a.handle.close.remote(): a for a in self._actors.values() if a.is_up}
-            ready = ray.wait(list(last), num_returns=len(last), timeout=_CLOSE_S)[0] if last else []
-            for reference in ready:
-                with suppress(RayError):
-                    self._hear(last[reference], ray.get(reference))
-        except RayError:
-            pass  # of actors that have died
+            for number, said in self._ask("close", _CLOSE_S).items():
+                if not isinstance(said, str):
+                    self._logs.hear(self._actors[number].name, said)
         finally:
             with InterruptsHeld():
                 for actor in self._actors.values():
                     with suppress(RayError):
                         ray.kill(actor.handle)
-                self._release()
+                self._reservation.release()
                 self._actors.clear()
                 self._calls.clear()
         self.deliver_logs()
-
-
-def _all_nodes() -> list[dict[str, Any]]:
-    """The nodes of the cluster that are alive."""
-    list_nodes: Any = ray.nodes  # without annotations
-    return [node for node in list_nodes() if node["Alive"]]
-
-
-def _has_label(label: str | None, wanted: str) -> bool:
-    """Whether Ray's selector, such as ``"a"``, ``"!a"`` or ``"in(a, b)"``, takes a label."""
-    is_taken = not wanted.startswith("!")
-    wanted = wanted.removeprefix("!")
-    taken = wanted[3:-1].split(",") if wanted.startswith("in(") else [wanted]
-    return (label in {each.strip() for each in taken}) == is_taken
 
 
 def _first_line(error: BaseException) -> str:

@@ -23,11 +23,26 @@ from rlpool.cluster.shards import (
 )
 from rlpool.errors import WorkerError
 from rlpool.memory.storage import Array
+from rlpool.slots.blocks import StepSpecs
 from rlpool.slots.trajectories import Glue
 
 
 class Divided(Request):
     """A request whose rows are run in parts."""
+
+    @abstractmethod
+    def begin(self, homes: Homes, part_size: int, n_lanes: int, step: StepSpecs | None) -> None:
+        """Prepare to be run by nodes.
+
+        Args:
+            homes: Which node runs which part of all lanes.
+            part_size: Lanes of a part.
+            n_lanes: Lanes of a worker.
+            step: What a step consists of, if it is known.
+
+        Raises:
+            RlpoolError: If lanes are in the middle of episodes that are lost.
+        """
 
     @property
     @abstractmethod
@@ -61,6 +76,21 @@ class Divided(Request):
         """Copy what a node returned to where it belongs."""
 
 
+@dataclass(eq=False)
+class Flight:
+    """A shard that was sent.
+
+    Attributes:
+        number: Its number.
+        request: What it is a part of.
+        rows: Which rows.
+    """
+
+    number: int
+    request: Divided
+    rows: range
+
+
 @dataclass(eq=False, kw_only=True)
 class DividedEpisodes(EpisodeRequest, Divided):
     """Complete episodes, one per row.
@@ -88,13 +118,14 @@ class DividedEpisodes(EpisodeRequest, Divided):
         """See ``Divided``."""
         return self.n_rows - self._next + sum(len(rows) for rows in self._again)
 
-    def divide(self, n_parts: int, n_lanes: int) -> None:
-        """Divide it into fixed parts of whole rows of a worker's lanes.
+    def begin(self, homes: Homes, part_size: int, n_lanes: int, step: StepSpecs | None) -> None:
+        """See ``Divided``.
 
-        Which of several nodes runs a part depends on time, and unseeded lanes on the node.
+        Which of several nodes runs a fixed part depends on time, and unseeded lanes on the node.
         """
-        self.is_reproducible = n_parts == 1
-        self.part_size = -(-self.n_rows // (n_parts * n_lanes)) * n_lanes
+        if step is None or step.resets_together:
+            self.is_reproducible = homes.n_parts == 1
+            self.part_size = -(-self.n_rows // (homes.n_parts * n_lanes)) * n_lanes
 
     @property
     def n_there(self) -> int:
@@ -176,16 +207,8 @@ class DividedEpisodes(EpisodeRequest, Divided):
 class DividedWindow(WindowRequest, Divided):
     """The next steps of every running lane; the lanes of each part are run together."""
 
-    def begin(self, homes: Homes, part_size: int) -> None:
-        """Prepare to be run by nodes.
-
-        Args:
-            homes: Which node runs which part.
-            part_size: Lanes of a part.
-
-        Raises:
-            RlpoolError: If lanes are in the middle of episodes that are lost.
-        """
+    def begin(self, homes: Homes, part_size: int, n_lanes: int, step: StepSpecs | None) -> None:
+        """See ``Divided``."""
         self._homes, self._part_size = homes, part_size
         self._left = {lane // part_size for lane in self.lanes}  # that nobody runs
         self._missing = set(self._left)

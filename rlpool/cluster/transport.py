@@ -30,18 +30,18 @@ class Joined:
 
 @dataclass(frozen=True)
 class Left:
-    """A node is gone, and what it was sent is lost; it may join again."""
+    """A node is gone, and what it was sent is lost; another process is started in its place.
+
+    Attributes:
+        node: Its number.
+        error: Why.
+        is_machine: Whether its machine is gone, or cannot be reached. Otherwise its process has
+            ended, which counts as a restart.
+    """
 
     node: int
     error: WorkerError
-
-
-@dataclass(frozen=True)
-class Died:
-    """The process of a node has ended although its machine goes on; another one is started."""
-
-    node: int
-    error: WorkerError
+    is_machine: bool
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Looked:
     look: Look
 
 
-Event = Joined | Left | Died | Refused | Finished | Lost | Looked
+Event = Joined | Left | Refused | Finished | Lost | Looked
 
 
 class Transport(Protocol):
@@ -120,7 +120,7 @@ class Transport(Protocol):
         """End a node that does not answer; ``Left`` follows."""
 
     def restart(self, node: int) -> None:
-        """Start a node's process and workers anew; ``Joined``, ``Died`` or ``Refused`` follows."""
+        """Start a node's process and workers anew; ``Joined``, ``Left`` or ``Refused`` follows."""
 
     def dismiss(self, node: int) -> None:
         """End a node for good; nothing follows."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, TypeVar
 
-from rlpool.errors import EnvError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from rlpool.errors import EnvError, Where, WorkerDiedError, WorkerError, WorkerTimeoutError
 from rlpool.machine.arguments import check_choice, whole_number
 
 START_METHODS = ("auto", "spawn")
@@ -257,12 +257,27 @@ class Restarts:
         n = self.n_restarts
         after = "" if not n else f" after {n} restart{'s' * (n > 1)} in all"
         fix = failure.fix or "look at the failures in this error's .history"
-        return WorkerDiedError(
-            f"{failure.what}{after}, and is not started again: {why}",
-            exitcode=getattr(failure, "exitcode", None),
-            signal_name=getattr(failure, "signal_name", None),
-            where=failure.where,
-            fix=fix + advice,
-            traceback_text=failure.traceback_text,
-            history=self.failures,
-        )
+        what = f"{failure.what}{after}, and is not started again: {why}"
+        return final_error(what, failure, self.failures, fix + advice)
+
+
+def final_error(
+    what: str, latest: WorkerError | None, history: Iterable[WorkerError], fix: str
+) -> WorkerDiedError:
+    """The error of an owner that starts what has failed no more.
+
+    Args:
+        what: What has happened.
+        latest: The last failure, whose place and traceback it has.
+        history: All failures.
+        fix: What to do.
+    """
+    return WorkerDiedError(
+        what,
+        exitcode=getattr(latest, "exitcode", None),
+        signal_name=getattr(latest, "signal_name", None),
+        where=getattr(latest, "where", Where()),
+        fix=fix,
+        traceback_text=getattr(latest, "traceback_text", ""),
+        history=tuple(history),
+    )

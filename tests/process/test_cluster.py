@@ -30,13 +30,13 @@ from rlpool.cluster import node_workers
 from rlpool.cluster.batchers import ClusterEpisodeBatcher
 from rlpool.cluster.dispatch import ClusterDispatcher
 from rlpool.cluster.fingerprint import fingerprint
-from rlpool.cluster.in_process import InProcess
 from rlpool.cluster.transport import Finished
 from rlpool.workers.failure_policy import FailurePolicy
 
 from support import faults
 from support.faults import faults_at
 from support.fragile import FragileEnv, RecurrentAgent, create_fragile
+from support.in_process import InProcess
 from support.vector_envs import ArrayEnv, AutoresetMode
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.promise("I2")]
@@ -169,25 +169,32 @@ def test_no_more_is_in_flight_than_slots_and_two_shards_per_node() -> None:
         return event
 
     transport.send, transport.next_event = counted_send, counted_take  # type: ignore[method-assign]
-    with make(transport, n_slots=24) as batcher:
+    with make(transport, n_slots=96) as batcher:
         batcher.execute(200)
         batcher.get()
     assert max(n_shards for n_shards, _ in most) == 2
-    assert 20 <= max(n_rows for _, n_rows in most) <= 24
+    assert 80 <= max(n_rows for _, n_rows in most) <= 96
     sizes = [shard.n_rows for _, shard in transport.sent]
-    assert sizes[-3:] == [3, 3, 2]  # small ones last, so that no node is waited for alone
-    assert sum(sizes) == 200
+    # Small ones last, so that no node is waited for alone.
+    assert sizes == [24, 24, 24, 24, 24, 18, 15, 12, 12, 12, 11]
 
 
-def test_small_requests_are_divided_into_few_shards() -> None:
+@pytest.mark.parametrize(
+    ("n_episodes", "sizes"),
+    [
+        (5, [3, 2]),
+        (12, [3, 3, 3, 3]),  # two shards for each node
+        (24, [6, 6, 6, 6]),
+        (48, [12, 12, 12, 12]),
+        (60, [15, 12, 12, 12, 9]),  # four episodes for each lane, as far as there are as many
+    ],
+)
+def test_small_requests_are_divided_into_few_shards(n_episodes: int, sizes: list[int]) -> None:
     transport = InProcess(2)
-    with make(transport, n_slots=48) as batcher:
-        batcher.execute(48)
+    with make(transport, n_slots=n_episodes) as batcher:
+        batcher.execute(n_episodes)
         batcher.get()
-    sizes = [shard.n_rows for _, shard in transport.sent]
-    assert sum(sizes) == 48
-    assert min(sizes[:-1]) >= 6  # two episodes for each lane of a node
-    assert max(sizes) <= 12
+    assert [shard.n_rows for _, shard in transport.sent] == sizes
 
 
 def test_a_node_has_a_slot_for_every_episode_of_the_smallest_shard() -> None:
@@ -384,7 +391,7 @@ def test_a_node_whose_workers_are_given_up_is_started_again(
         batcher.execute(20, None, faults_at(20, 7, "sigkill", 1, length=3))
         assert batcher.get().n_elems() == 20
         batcher.execute(6)
-        wait_until(lambda: batcher.progress and len(batcher._dispatcher._nodes) == 2, 20.0)  # type: ignore[union-attr]
+        wait_until(lambda: batcher.progress and len(batcher._dispatcher._nodes.states) == 2, 20.0)  # type: ignore[union-attr]
         assert "no such device" in caplog.text
 
 

@@ -17,12 +17,12 @@ from process.watching import assert_all_equal, assert_equal, wait_until, worker_
 
 from rlpool import Batcher, EnvError, GymEnv, VectorGymEnv, WorkerDiedError
 from rlpool.cluster.batchers import ClusterBatcher
-from rlpool.cluster.in_process import InProcess
 from rlpool.workers.failure_policy import FailurePolicy
 
 from support import vector_envs
 from support.faults import faults, strike
 from support.fragile import FragileEnv, RecurrentAgent, create_fragile
+from support.in_process import InProcess
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("I2"), pytest.mark.promise("I3")]
 

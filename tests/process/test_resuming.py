@@ -15,12 +15,12 @@ from process.watching import assert_all_equal
 
 from rlpool import Batcher, EnvError, EpisodeBatcher, SpecError, UsageError, VectorGymEnv
 from rlpool.cluster.batchers import ClusterBatcher, ClusterEpisodeBatcher
-from rlpool.cluster.in_process import InProcess
 from rlpool.workers.failure_policy import FailurePolicy
 
 from support import vector_envs
 from support.agents import StepCounter
 from support.fragile import ChancyEnv, RecurrentAgent, create_fragile
+from support.in_process import InProcess
 from support.variants import variants
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("I2")]

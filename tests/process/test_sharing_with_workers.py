@@ -32,11 +32,11 @@ from rlpool import (
     make_parallel_env,
 )
 from rlpool.cluster.batchers import ClusterEpisodeBatcher
-from rlpool.cluster.in_process import InProcess
 from rlpool.testing import check_env
 from rlpool.workers.failure_policy import FailurePolicy
 
 from support import sharing
+from support.in_process import InProcess
 from support.sharing import TouchingEnv, TouchingPolicy, create_agent, create_env
 
 pytestmark = [pytest.mark.usefixtures("no_shared_memory_left"), pytest.mark.timeout(120)]

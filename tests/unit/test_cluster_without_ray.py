@@ -19,7 +19,7 @@ def test_an_error_names_the_extra(
     kind: Any, arguments: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
-    for name in ("ray_transport", "node_actor"):
+    for name in ("ray_transport", "ray_reservation", "node_actor"):
         monkeypatch.delitem(sys.modules, f"rlpool.cluster.{name}", raising=False)
     with pytest.raises(ImportError, match=r'needs Ray.*\n +fix: +pip install "rlpool\[ray\]"'):
         kind(n_timesteps=8, create_agent=BinaryAgent, create_env=list, **arguments)

@@ -1,4 +1,4 @@
-"""Nodes in the caller's process, each with worker processes of its own: no network, for tests."""
+"""A cluster without a network: nodes in this process, each with worker processes of its own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from functools import partial
 from typing import Any
 
 from rlpool.cluster.node import Node
 from rlpool.cluster.shards import NodeSetup, Outcome, Published, Shard
-from rlpool.cluster.transport import Died, Event, Finished, Joined, Left, Looked, Lost, Refused
+from rlpool.cluster.transport import Event, Finished, Joined, Left, Looked, Lost, Refused
 from rlpool.errors import RlpoolError, WorkerDiedError, WorkerStartupError
 from rlpool.observe.stats import Stats
 
@@ -48,7 +47,6 @@ class InProcess:
         """See ``Transport``."""
 
     def start(self, setup: NodeSetup) -> None:
-        """See ``Transport``."""
         self._setup = setup
         for number in range(self.n_expected):
             self.add(number)
@@ -56,7 +54,7 @@ class InProcess:
     def add(self, number: int) -> None:
         """Let a node join, or one that has left come back."""
         self.nodes[number] = node = Node(self._setup, f"node-{number}", number)
-        node.when_ready(partial(self._report, number, node))
+        threading.Thread(target=self._report, args=(number, node), daemon=True).start()
 
     def remove(self, number: int, *, when_done: bool = False, is_machine: bool = True) -> None:
         """Let a node leave as if its machine had died.
@@ -77,9 +75,7 @@ class InProcess:
             received = [event for event in self._events if event.node != number or when_done]
             self._events = deque(received)
         error = WorkerDiedError(f"{node.name} died", exitcode=None)
-        self._happened(Left(number, error))
-        if not is_machine:
-            self._happened(Died(number, error))
+        self._happened(Left(number, error, is_machine))
 
     @property
     def n_published(self) -> int:
@@ -95,16 +91,19 @@ class InProcess:
         self._refusals = [why] * times
 
     def _report(self, number: int, node: Node) -> None:
+        event: Event
         try:
+            event = Joined(number, node.report())
             if self._refusals:
                 raise WorkerStartupError(self._refusals.pop())
-            self._happened(Joined(number, node.report()))
-            self.ready.add(number)
         except RlpoolError as error:
-            self._happened(Refused(number, error))
+            event = Refused(number, error)
+        if self.nodes.get(number) is node:
+            self._happened(event)
+            if isinstance(event, Joined):
+                self.ready.add(number)
 
     def send(self, node: int, shard: Shard) -> None:
-        """See ``Transport``."""
         self.sent.append((node, shard))
         if node in self.nodes:
             runner = self.nodes[node]
@@ -128,55 +127,44 @@ class InProcess:
             self._has_events.notify()
 
     def wait(self, timeout_s: float) -> None:
-        """See ``Transport``."""
         with self._has_events:
             self._has_events.wait_for(lambda: self._events, timeout_s)
 
     def next_event(self) -> Event | None:
-        """See ``Transport``."""
         return self._events.popleft() if self._events else None
 
     def look(self, node: int) -> None:
-        """See ``Transport``."""
         if node in self.nodes:
             self._happened(Looked(node, self.nodes[node].look()))
 
     def cancel(self, node: int, numbers: Sequence[int]) -> None:
-        """See ``Transport``."""
         if node in self.nodes:
             self.nodes[node].cancel(numbers)
 
     def publish(self, published: Published) -> Any:
-        """See ``Transport``."""
         self._published.append(published)
         return len(self._published) - 1
 
     def end(self, node: int) -> None:
-        """See ``Transport``."""
         self.remove(node)
 
     def restart(self, node: int) -> None:
-        """See ``Transport``."""
         self.nodes.pop(node).close()
         self.add(node)
 
     def dismiss(self, node: int) -> None:
-        """See ``Transport``."""
         self.nodes.pop(node).close()
 
     def stacks(self) -> str:
-        """See ``Transport``."""
         return "\n".join(f"{node.name}:\n{node.stacks()}" for node in self.nodes.values())
 
     def stats(self) -> dict[int, Stats]:
-        """See ``Transport``."""
         return {n: node.stats() for n, node in self.nodes.items() if n in self.ready}
 
     def deliver_logs(self) -> None:
         """See ``Transport``; nodes in this process log in it."""
 
     def close(self) -> None:
-        """See ``Transport``."""
         for node in self.nodes.values():
             node.close()
         self.nodes.clear()
