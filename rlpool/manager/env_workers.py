@@ -62,12 +62,12 @@ class Request:
     Attributes:
         call: The request.
         reply: The reply, pickled, once it is there.
-        error: How the environment failed, if it did.
+        error: What was raised, if anything; a ``LaneFailure`` if the lane needs a reset.
     """
 
     call: Call
     reply: bytes | None = None
-    error: LaneFailure | None = None
+    error: EnvError | None = None
 
 
 class EnvWorkers:
@@ -318,14 +318,14 @@ class EnvWorkers:
                 tapes[lane - own.start] = tape.without_last()[0] if call == "step" else tape
         closed = [lane - own.start for lane in self.closed_lanes.intersection(own)]
         unanswered = filter(self.is_unanswered, own)
-        doubtful = [n - own.start for n in unanswered if self.requests[n].call.command == "step"]
+        stepping = [n - own.start for n in unanswered if self.requests[n].call.command == "step"]
         attributes = {lane - own.start: self.attributes[lane] for lane in own}
         given_up = {
             lane - own.start: (self._given_up[lane][0].seed, self._given_up[lane][1])
             for lane in own
             if self._fails_next(lane)
         }
-        predecessor = Predecessor(tapes, closed, doubtful, attributes, given_up)
+        predecessor = Predecessor(tapes, closed, stepping, attributes, given_up)
         packed = pack(predecessor, Memory.shared)
         is_busy, step = self._is_busy(worker), self.buffers.step[worker]
         is_step = is_busy and step == self.issued[worker]
@@ -439,7 +439,9 @@ class EnvWorkers:
             request = self.requests.get(lane)
             if request is None or request.call.command != message.command:
                 return  # it was given up
-            if message.error is not None:
+            if message.error is not None and not message.lane_failed:
+                request.error = message.error
+            elif message.error is not None:
                 call = self._call_of(lane)
                 error = self._error_of(lane, call, message.error)
                 if self._policy.restarts_on_env_errors:

@@ -73,14 +73,14 @@ class Predecessor:
     Attributes:
         tapes: The episode of each lane, without a step that is not finished.
         closed: Lanes that were closed.
-        doubtful: Lanes whose observation may be that of a remote's step without a reply.
+        not_compared: Lanes whose observation may be that of a remote's step without a reply.
         attributes: For each lane the attributes that were set.
         given_up: Lane to seed and step of an episode that is truncated where it would go on.
     """
 
     tapes: Mapping[int, Tape]
     closed: Sequence[int]
-    doubtful: Sequence[int]
+    not_compared: Sequence[int]
     attributes: Mapping[int, Mapping[str, Any]]
     given_up: Mapping[int, tuple[int, int]]
 
@@ -188,10 +188,12 @@ class Reply:
         lane: The lane.
         command: The request.
         reply: The tuple that the remote receives, pickled by cloudpickle.
-        error: How the environment failed, if it did.
+        error: What was raised, if anything.
+        lane_failed: Whether the environment failed in a reset or a step, and needs a reset.
     """
 
     lane: int
     command: str
     reply: bytes
     error: EnvError | None = None
+    lane_failed: bool = False

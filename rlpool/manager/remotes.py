@@ -16,10 +16,11 @@ import gymnasium
 
 from rlpool.data.array_view import as_numpy
 from rlpool.envs.vec_env import Options
-from rlpool.errors import SpecError, UsageError
+from rlpool.errors import EnvError, SpecError, UsageError
 from rlpool.machine.arguments import whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.manager.env_workers import EnvWorkers, Request
+from rlpool.manager.lane_failure import LaneFailure
 from rlpool.manager.messages import Call, SetAttribute
 from rlpool.manager.stepper import Stepper
 from rlpool.memory.sharing import ByValue
@@ -76,6 +77,7 @@ class Remote(_OfManager):
     Attributes:
         capsule: For ``rlpool.replay_crash``: the failure of the last ``("error", text)`` that was
             received; ``None`` if it was not a reset or a step that can be repeated.
+        error: What was raised then, ``None`` if it was the worker that failed.
     """
 
     def __init__(self, workers: EnvWorkers, stepper: Stepper, lane: int, action_space: Any) -> None:
@@ -88,6 +90,7 @@ class Remote(_OfManager):
         self._seeds: Iterator[int] = map(partial(LaneSeeds(workers.root, 0).seed, lane), numbers)
         self._unconfirmed: Any = None  # a request that was sent, if send() was interrupted then
         self.capsule: CrashCapsule | None = None
+        self.error: EnvError | None = None
 
     def send(self, request: tuple[str, Any]) -> None:
         """Send a request and return at once.
@@ -155,9 +158,9 @@ class Remote(_OfManager):
             )
         reply = self._reply()
         if reply[0] == "error":
-            error = workers.requests[lane].error
+            self.error = error = workers.requests[lane].error
             self.capsule = None if error is None else error.capsule
-            if error is not None:
+            if isinstance(error, LaneFailure):
                 reply = ("error", f"{reply[1]}\n  fix:   {error.fix}")
         self._unconfirmed = None
         # Nothing is called from here on, so that no handler runs before the caller has it.

@@ -27,7 +27,6 @@ from rlpool.errors import (
     EnvError,
     SpecError,
     UsageError,
-    VectorAttributeError,
     VectorSpecError,
     Where,
 )
@@ -466,11 +465,11 @@ class ParallelVectorEnv(VectorEnv[Any, Any, Array]):
             replies = [(lane, *remotes[lane].recv()) for lane in sent]
         for lane, kind, value in replies:
             if kind == "error":
-                # What is indented belongs to the traceback or to rlpool's own errors.
-                last = [line for line in value.splitlines() if line and line[0] != " "][-1]
-                error = VectorAttributeError if last.startswith("AttributeError") else EnvError
-                what = f"env.{name} raised {last}"
-                raise error(what, where=Where(lane=lane), traceback_text=value)
+                error, where = remotes[lane].error, Where(lane=lane)
+                if error is None:
+                    what = f"env.{name} has no result: its worker failed"
+                    raise EnvError(what, where=where, traceback_text=value)
+                raise error.reworded(what=f"env.{name} raised {error.what}", where=where)
         return [value for _, _, value in replies]
 
     def close_extras(self, **kwargs: Any) -> None:
