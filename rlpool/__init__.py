@@ -45,8 +45,7 @@ from rlpool.errors import (
 )
 from rlpool.machine.arguments import removed_names as _removed_names
 from rlpool.machine.worker_limits import worker_count
-from rlpool.manager.parallel_env import ParallelEnvManager
-from rlpool.manager.vector_env import ParallelVectorEnv
+from rlpool.manager.parallel_env import ParallelEnvManager, ParallelVectorEnv
 from rlpool.meta.learner import AGENT_ARCHS, Learner, collect_rollouts_parallel
 from rlpool.meta.make import make_env, make_parallel_env
 from rlpool.meta.trials import VariBadWrapper

@@ -283,7 +283,14 @@ class EnvWorkers:
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
         finished, issued = self.buffers.finished, self.issued
-        self.wait_finished(lambda: all(finished[worker] == issued[worker] for worker in workers))
+
+        def are_idle() -> bool:
+            for worker in workers:  # noqa: SIM110  (all() takes twice as long)
+                if finished[worker] != issued[worker]:
+                    return False
+            return True
+
+        self.wait_finished(are_idle)
 
     def failure(self, worker: int) -> WorkerError:
         """The error of a worker's last command, which failed."""

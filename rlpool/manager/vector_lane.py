@@ -81,6 +81,9 @@ class Description:
     metadata: dict[str, Any]
     render_mode: str | None
 
+    def close(self) -> None:
+        """Do nothing: there is no environment here."""
+
 
 def made_lane(env_fn: Callable[[], Any], mode: AutoresetMode, max_episode_steps: int | None) -> Any:
     """Make an environment and prepare it for a vector environment; runs in the worker.

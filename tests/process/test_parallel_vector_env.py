@@ -465,8 +465,8 @@ def test_resets_and_actions_that_do_not_fit_are_refused_and_change_nothing(make:
     ("message", "arguments"),
     [
         ("autoreset_mode should be one of", {"autoreset_mode": "Never"}),
-        ("observation_mode should be", {"observation_mode": "equal"}),
-        ("observation_mode should be", {"observation_mode": (spaces.Discrete(2), 2)}),
+        ("observation_mode is 'equal'", {"observation_mode": "equal"}),
+        ("observation_mode is ", {"observation_mode": (spaces.Discrete(2), 2)}),
         ("envs_per_worker", {"envs_per_worker": 0}),
         ("max_episode_steps", {"max_episode_steps": 0}),
         ("keep_float64", {"keep_float64": True}),
