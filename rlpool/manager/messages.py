@@ -163,14 +163,15 @@ class Report:
 
 @dataclass(frozen=True)
 class LaneFailed:
-    """An environment failed in a numbered command.
+    """An environment failed in a reset or a step.
 
     Attributes:
-        number: Number of the command.
+        number: Number of the command, 0 for a request of its remote.
         lane: The lane.
         call: ``"reset"`` or ``"step"``.
         error: What happened, its ``where`` without lane.
         is_lost: Whether the lane could not be restored, so that a restart would not help.
+        request: What the remote had asked for.
     """
 
     number: int
@@ -178,6 +179,7 @@ class LaneFailed:
     call: str
     error: EnvError
     is_lost: bool = False
+    request: str = ""
 
 
 @dataclass(frozen=True)
@@ -188,12 +190,10 @@ class Reply:
         lane: The lane.
         command: The request.
         reply: The tuple that the remote receives, pickled by cloudpickle.
-        error: What was raised, if anything.
-        lane_failed: Whether the environment failed in a reset or a step, and needs a reset.
+        error: What was raised, if anything; the lane can go on.
     """
 
     lane: int
     command: str
     reply: bytes
     error: EnvError | None = None
-    lane_failed: bool = False

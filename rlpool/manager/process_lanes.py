@@ -143,7 +143,7 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
             self._learn_observations(lanes[0], seeds[0], options[0])
         with InterruptsHeld():
             super().reset_lanes(lanes, seeds, options)
-        self._stepper.finish_open()
+        self._stepper.finish_command()
 
     def _reset_lanes(
         self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]
@@ -181,9 +181,9 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         stepper = self._stepper
         if not self._is_in_step:
             self._half_step = None
-        if stepper.open is not None and not self._is_repeated("step", lanes, actions):
-            stepper.close_open()
-        if stepper.open is None:
+        if stepper.command is not None and not self._is_repeated("step", lanes, actions):
+            stepper.drop_command()
+        if stepper.command is None:
             self._hand_over(lanes, actions)
         if self._some_lane_is_initial:
             self._initial_state[_ALL if all_step else lanes] = False
@@ -194,7 +194,7 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
             if not all_step:
                 done = sorted(set(done).intersection(lanes))
         if not self._is_in_step:
-            stepper.open = None
+            stepper.command = None
         return done
 
     def step_some(
@@ -236,9 +236,9 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         whole_number("min_ready", min_ready, 0)
         self._half_step = None
         lanes = list(lanes)
-        is_begun = stepper.open is not None and self._is_repeated("some", lanes, actions or {})
+        is_begun = stepper.command is not None and self._is_repeated("some", lanes, actions or {})
         if not is_begun:
-            stepper.close_open()
+            stepper.drop_command()
         if lanes and not is_begun:
             self._stepper.refuse_bad_lanes(lanes)
             stepper.refuse_stepping(lanes)
@@ -248,12 +248,12 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         elif not min_ready:
             stepper.look()
         ready, left = stepper.take_ready(min_ready)
-        stepper.pending, stepper.open = left, None  # the last act, as in step()
+        stepper.pending, stepper.command = left, None  # the last act, as in step()
         return ready
 
     def _is_repeated(self, kind: Kind, lanes: list[int], actions: Mapping[str, Array]) -> bool:
         """Whether an interrupted step is asked for again."""
-        step = self._stepper.open
+        step = self._stepper.command
         if step is None or (step.kind, step.lanes) != (kind, lanes):
             return False
         return are_equal(self._buffers.action, actions, lanes)
@@ -305,7 +305,7 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         half = self._half_step
         if half is None or not are_equal(half[0], actions, self._running):
             half = self._half_step = actions, super()._stepped(actions)
-        self._stepper.open = None
+        self._stepper.command = None
         return half[1]
 
     def stats(self) -> Stats:

@@ -13,7 +13,7 @@ from rlpool.errors import EnvError, VectorAttributeError, Where, described
 from rlpool.manager.messages import Call, Reply
 from rlpool.manager.worker_lanes import NOT_RESTORED_FIX, WorkerLanes
 from rlpool.memory.storage import Array
-from rlpool.record.failures import env_error, text_of
+from rlpool.record.failures import text_of
 from rlpool.record.repeat import batch_of
 from rlpool.record.tape import action_row
 from rlpool.specs import Declaration
@@ -26,6 +26,9 @@ def answer(lanes: WorkerLanes, call: Call, here: Where) -> Reply:
         lanes: The worker's environments.
         call: The request.
         here: Which worker this is.
+
+    Raises:
+        LaneError: If the environment fails in a reset or a step.
     """
     lane, command = call.lane, call.command
     try:
@@ -33,20 +36,13 @@ def answer(lanes: WorkerLanes, call: Call, here: Where) -> Reply:
             raise EnvError(lost[1], fix=NOT_RESTORED_FIX)
         kind, answers = _ANSWERS[command]
         return Reply(lane, command, cloudpickle.dumps((kind, answers(lanes, lane, call.data))))
-    except LaneError as error:
-        options = call.data[1] if command in ("reset", "describe") else None
-        failure = env_error(error, here, options=options)
-        text = text_of(error.__cause__ or error)
-        return Reply(lane, command, _error(text), failure, lane_failed=True)
+    except LaneError:
+        raise
     except BaseException as error:
         kind_of_error = VectorAttributeError if isinstance(error, AttributeError) else EnvError
         text = text_of(error)
         failure = kind_of_error(described(error), where=here, traceback_text=text)
-        return Reply(lane, command, _error(text), failure)
-
-
-def _error(text: str) -> bytes:
-    return pickle.dumps(("error", text))
+        return Reply(lane, command, pickle.dumps(("error", text)), failure)
 
 
 def _get(lanes: WorkerLanes, lane: int, name: str) -> Any:

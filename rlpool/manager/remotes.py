@@ -19,14 +19,16 @@ from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError, SpecError, UsageError
 from rlpool.machine.arguments import whole_number
 from rlpool.machine.interrupts import InterruptsHeld
-from rlpool.manager.env_workers import EnvWorkers, Request
+from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.lane_failure import LaneFailure
+from rlpool.manager.lane_states import Request
 from rlpool.manager.messages import Call, SetAttribute
 from rlpool.manager.stepper import Stepper
 from rlpool.memory.sharing import ByValue
 from rlpool.record.crash_capsule import CrashCapsule
 from rlpool.record.tape import action_row
 from rlpool.seeding import LaneSeeds, root_from, seed_from
+from rlpool.workers.process_owner import refuse_forked_copy
 
 _COMMANDS = ("reset", "step", "get_attr", "set_attr", "call", "seed", "close")
 
@@ -208,7 +210,7 @@ class Remote(_OfManager):
         else:
             sent = ByValue("data", data)
         call = Call(lane - own.start, command, sent)
-        workers.send(worker, call)
+        workers.processes.send(worker, call)
         if command == "close":
             workers.closed_lanes.add(lane)
             if workers.closed_lanes.issuperset(own):
@@ -274,7 +276,7 @@ class WorkerHandle(_OfManager):
 
     @property
     def _process(self) -> SpawnProcess | None:
-        self._workers.refuse_forked_copy()
+        refuse_forked_copy(self._workers.owner_pid)
         return self._workers.process(self._worker)
 
     @property

@@ -6,8 +6,8 @@ issued by writing into the buffers, and waking the worker if it sleeps; a reset 
 pipe. Either way the worker reports the end with a number in the buffers, so that a wait that was
 interrupted can be resumed.
 
-Commands are issued while signal handlers are held back, so that they are issued and recorded as a
-whole, or not at all. The last one stays open until the user has its outcome: a call that was
+Commands are issued while signal handlers are delayed, so that they are issued and recorded as a
+whole, or not at all. The last one is kept until the user has its outcome: a call that was
 interrupted may be repeated, and gives the outcome of the same command.
 """
 
@@ -34,8 +34,8 @@ Kind = Literal["reset", "step", "some"]
 
 
 @dataclass(slots=True)
-class Open:
-    """A command whose outcome the user does not have yet.
+class Command:
+    """A step or reset whose outcome the user does not have yet.
 
     Attributes:
         kind: A reset, a step that is waited for, or one of ``step_some``.
@@ -72,7 +72,7 @@ class Stepper:
         workers: The workers, their buffers mapped.
 
     Attributes:
-        open: The last command, until the user has its outcome. Whoever returns that sets it to
+        command: The last one, until the user has its outcome. Whoever returns that sets it to
             ``None``; after an interruption it is still here.
         pending: Steps of ``step_some`` whose lanes the user does not have yet.
     """
@@ -81,7 +81,7 @@ class Stepper:
         self._workers = workers
         self._buffers = workers.buffers
         self._issued, self._finished = workers.issued, workers.buffers.finished
-        self.open: Open | None = None
+        self.command: Command | None = None
         self._last_lanes: list[int] | None = None  # of the last step
         self._last_workers: list[int] = []
         self.pending: list[Pending] = []
@@ -97,7 +97,7 @@ class Stepper:
                 infos = [{k: array[lane::n_lanes] for k, array in env_info.items()} for lane in own]
                 message = Announce([words[lane::n_lanes] for lane in own], infos)
                 workers.announced[worker] = message
-                workers.send(worker, message)
+                workers.processes.send(worker, message)
 
     def _is_announced(self, lane: int, index: int, seed: int, options: Options) -> bool:
         """Whether a lane's announced episode has a seed and options."""
@@ -111,7 +111,7 @@ class Stepper:
     def step(self, lanes: list[int]) -> bool:
         """Let lanes step with the actions in the buffers, and wait for all of them.
 
-        An ``open`` step, which is of the same lanes, is not made again.
+        A step of the same lanes that is the ``command`` already is not made again.
 
         Returns:
             Whether any episode ended.
@@ -120,7 +120,7 @@ class Stepper:
             LaneFailure: If an environment failed.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
-        step = self.open
+        step = self.command
         if step is None:
             if lanes != self._last_lanes:
                 self._last_lanes = None
@@ -130,7 +130,7 @@ class Stepper:
         return self.finish(step.workers)
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]) -> None:
-        """Let lanes whose workers have settled begin episodes; the reset is open afterwards.
+        """Let lanes whose workers have settled begin episodes; the reset is the ``command`` afterwards.
 
         Those that have begun the same episode ahead of time are not reset again.
         """
@@ -158,29 +158,29 @@ class Stepper:
             workers.reset(worker, message)
         for lane, seed, option in zip(lanes, seeds, options, strict=True):
             workers.tapes.record_reset(lane, seed, option)
-        self.open = Open("reset", lanes, list(rows))
+        self.command = Command("reset", lanes, list(rows))
 
-    def finish_open(self) -> None:
-        """Wait for the open command, unless it is one of ``step_some``.
+    def finish_command(self) -> None:
+        """Wait for the last command, unless it is one of ``step_some``.
 
         Raises:
             LaneFailure: If an environment failed.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
-        command = self.open
+        command = self.command
         if command is not None and command.kind != "some":
             self.finish(command.workers)
-        self.open = None
+        self.command = None
 
-    def close_open(self) -> None:
+    def drop_command(self) -> None:
         """Wait for a command that was interrupted, and forget its outcome."""
         with suppress(EnvError):
-            self.finish_open()
+            self.finish_command()
 
     def settle(self, lanes: Sequence[int]) -> None:
         """Wait for commands on lanes that the user has given up, and forget their outcome."""
-        if self.open is not None:
-            self.close_open()
+        if self.command is not None:
+            self.drop_command()
         workers = {self._workers.worker_of[lane] for lane in lanes}
         with suppress(EnvError):
             self.finish([w for w in workers if self._issued[w] != self._finished[w]])
@@ -190,7 +190,7 @@ class Stepper:
                 pending.lanes = [lane for lane in pending.lanes if lane not in lanes]
             self.pending = [pending for pending in self.pending if pending.lanes]
 
-    def _issue(self, kind: Kind, lanes: list[int], workers: list[int]) -> Open:
+    def _issue(self, kind: Kind, lanes: list[int], workers: list[int]) -> Command:
         """Ask for a step of lanes, which are those of ``_divide``."""
         issued, step, wakes = self._issued, self._buffers.step, self._workers.wakes
         with InterruptsHeld():
@@ -202,8 +202,8 @@ class Stepper:
             if kind == "some":
                 lanes_of = self._workers.commanded
                 self.pending += [Pending(worker, list(lanes_of[worker])) for worker in workers]
-            self.open = Open(kind, lanes, workers)
-        return self.open
+            self.command = Command(kind, lanes, workers)
+        return self.command
 
     def finish(self, workers: Sequence[int]) -> bool:
         """Wait until workers have carried out their commands; returns whether an episode ended.
@@ -228,7 +228,7 @@ class Stepper:
             with InterruptsHeld():
                 for worker in failed:
                     self._note_failure(worker)
-            self.open = None
+            self.command = None
             raise failures[0]
         return True
 

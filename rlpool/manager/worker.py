@@ -209,9 +209,11 @@ class EnvServer(Server):
         self._buffers.finished[self._me] = number
         self._done.signal()
 
-    def _report(self, number: int, error: LaneError, options: Options = None) -> None:
+    def _report(
+        self, number: int, error: LaneError, options: Options = None, request: str = ""
+    ) -> None:
         failure = env_error(error, self._here, options=options)
-        self._send(LaneFailed(number, error.lane, error.call, failure))
+        self._send(LaneFailed(number, error.lane, error.call, failure, request=request))
         self._is_over = self._place.policy.restarts_on_env_errors
 
     def _answer(self, call: Call) -> None:
@@ -219,8 +221,13 @@ class EnvServer(Server):
         if call.command == "close":
             self._lanes.close_lane(call.lane)
             return
-        reply = answer(self._lanes, call, self._here)
-        self._control.steps[0] += 1
-        self._control.done[0] += not reply.lane_failed
-        self._is_over = reply.lane_failed and self._place.policy.restarts_on_env_errors
-        self._send(reply)
+        try:
+            reply = answer(self._lanes, call, self._here)
+        except LaneError as error:
+            self._control.steps[0] += 1
+            options = call.data[1] if call.command in ("reset", "describe") else None
+            self._report(0, error, options, call.command)
+        else:
+            self._control.steps[0] += 1
+            self._control.done[0] += 1
+            self._send(reply)
