@@ -47,8 +47,7 @@ _DESCRIPTORS_EACH = 4
 """A worker's pipe, its wake, and two that multiprocessing keeps to notice its end and ours."""
 
 _WAITS_PER_LOOK = 100
-"""How often a caller whose waits are all short looks whether a worker has died, beside those that
-it waits for."""
+"""After how many short waits a caller looks for the deaths of all workers."""
 
 
 class EnvWorkers(LaneStates):
@@ -363,7 +362,8 @@ class EnvWorkers(LaneStates):
                 inside a call.
             WorkerDiedError, WorkerTimeoutError: If a worker died.
         """
-        self.refuse_closed()
+        if self.closed or os.getpid() != self.owner_pid:
+            self.refuse_closed()
         if get_ident() != self.one_thread.thread:
             self.one_thread.hand_over()
         self.processes.deliver_logs()

@@ -103,8 +103,10 @@ class Stepper:
         """Whether a lane's announced episode has a seed and options."""
         worker = self._workers.worker_of[lane]
         message, own = self._workers.announced[worker], lane - self._workers.lanes_of[worker].start
-        announced = options_of(message.env_info[own], index)
-        return bool(message.seeds[own][index] == seed) and (options or None) == announced
+        if message.seeds[own][index] != seed:
+            return False
+        info = message.env_info[own]
+        return (options or None) == (options_of(info, index) if info else None)
 
     # All together -----------------------------------------------------------------------------
 
@@ -130,7 +132,7 @@ class Stepper:
         return self.finish(step.workers)
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int], options: Sequence[Options]) -> None:
-        """Let lanes whose workers have settled begin episodes; the reset is the ``command`` afterwards.
+        """Let lanes whose workers have settled begin episodes: the reset is the ``command`` then.
 
         Those that have begun the same episode ahead of time are not reset again.
         """
@@ -168,7 +170,8 @@ class Stepper:
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
         command = self.command
-        if command is not None and command.kind != "some":
+        # None of its workers has anything to do if all lanes of a reset had begun ahead of time.
+        if command is not None and command.workers and command.kind != "some":
             self.finish(command.workers)
         self.command = None
 
@@ -182,8 +185,10 @@ class Stepper:
         if self.command is not None:
             self.drop_command()
         workers = {self._workers.worker_of[lane] for lane in lanes}
-        with suppress(EnvError):
-            self.finish([w for w in workers if self._issued[w] != self._finished[w]])
+        busy = [w for w in workers if self._issued[w] != self._finished[w]]
+        if busy:
+            with suppress(EnvError):
+                self.finish(busy)
         if self.pending:
             self._collect()
             for pending in self.pending:
@@ -212,8 +217,6 @@ class Stepper:
             LaneFailure: If an environment failed.
             WorkerDiedError, WorkerTimeoutError: If a worker died or hangs.
         """
-        if not workers:
-            return False  # all lanes of a reset had begun ahead of time
         outcome = self._buffers.outcome
         self._workers.wait_idle(workers)
         some_ended = False
