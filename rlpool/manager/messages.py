@@ -146,9 +146,7 @@ class Report:
         action: How an action falls into keys, ``None`` without an action space.
         native_action: The actions' keys with the dtypes that the environments take, or ``None``.
         spaces: ``(observation_space, action_space)``, pickled by cloudpickle.
-        n_tasks: The environments' attribute of that name, ``None`` if they have none.
-        horizon_bamdp: Likewise.
-        all_tasks: The tasks that they know, ``None`` if they have none.
+        tasks: ``(n_tasks, horizon_bamdp, all_tasks)``, see ``ParallelEnvManager``.
     """
 
     declaration: Declaration | None
@@ -156,9 +154,7 @@ class Report:
     action: Structure | None
     native_action: Mapping[str, TensorSpec] | None
     spaces: bytes
-    n_tasks: int | None
-    horizon_bamdp: int | None
-    all_tasks: list[Any] | None
+    tasks: tuple[int | None, int | None, list[Any] | None]
 
 
 @dataclass(frozen=True)

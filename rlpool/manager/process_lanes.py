@@ -68,11 +68,11 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         declaration = shown[0] if shown else None
         for worker, report in enumerate(reports):
             mine, theirs = declaration, report.declaration or declaration
-            parts: list[tuple[str, Any, Any]] = [("action_space", first.action, report.action)]
-            if mine is not None and theirs is not None:
-                parts += [("observation_space", mine.observation, theirs.observation)]
-                parts += [("the info", mine.infos, theirs.infos)]
-            for name, ours, others in parts:
+            for name, ours, others in (
+                ("action_space", first.action, report.action),
+                ("observation_space", mine and mine.observation, theirs and theirs.observation),
+                ("the info", mine and mine.infos, theirs and theirs.infos),
+            ):
                 if ours != others:
                     raise SpecError(
                         f"{name} of environment {workers.lanes_of[worker][0]} is "
@@ -81,8 +81,7 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
                         fix="put only environments with equal spaces and infos into one manager",
                     )
         self.observation_space, self.action_space = pickle.loads(first.spaces)
-        self.n_tasks, self.horizon_bamdp = first.n_tasks, first.horizon_bamdp
-        self.all_tasks = first.all_tasks
+        self.n_tasks, self.horizon_bamdp, self.all_tasks = first.tasks
         self.is_declared = first.is_declared
         if first.action is not None:
             self._action_leaves = leaves_of({"action": first.action}, "")

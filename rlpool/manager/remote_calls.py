@@ -45,8 +45,8 @@ def answer(lanes: WorkerLanes, call: Call, here: Where) -> Reply:
         return Reply(lane, command, pickle.dumps(("error", text)), failure)
 
 
-def _get(lanes: WorkerLanes, lane: int, name: str) -> Any:
-    return lanes.env.attribute(lane, name)
+def _get(lanes: WorkerLanes, lane: int, data: tuple[str]) -> Any:
+    return lanes.env.attribute(lane, *data)
 
 
 def _set(lanes: WorkerLanes, lane: int, attribute: Any) -> None:

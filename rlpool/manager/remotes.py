@@ -30,7 +30,12 @@ from rlpool.record.tape import action_row
 from rlpool.seeding import LaneSeeds, root_from, seed_from
 from rlpool.workers.process_owner import refuse_forked_copy
 
-_COMMANDS = ("reset", "step", "get_attr", "set_attr", "call", "seed", "close")
+_NAMED = {
+    "get_attr": ("attr",),
+    "set_attr": ("attr", "value"),
+    "call": ("name", "args", "kwargs"),
+}
+"""What the data of a request consists of, the name of an attribute first."""
 
 
 class _OfManager:
@@ -114,27 +119,9 @@ class Remote(_OfManager):
         self._stepper.refuse_stepping([self._lane])
         self._stepper.settle([self._lane])
         self._stepper.divide_anew()
-        try:
-            command, data = request
-        except (TypeError, ValueError):
-            raise SpecError(f"a request is (command, data), got {request!r}") from None
-        if command not in _COMMANDS:
-            raise SpecError(f"a request is one of {', '.join(_COMMANDS)}, got {command!r}")
-        if command == "reset":
-            data = self._reset_data(data)
-        elif command == "step":
-            data = self._action(data)
-        elif command == "get_attr":
-            (data,) = _named(data, ("attr",), command)
-            _refuse_no_name(data)
-        elif command == "set_attr":
-            data = _named(data, ("attr", "value"), command)
-            _refuse_no_name(data[0])
-        elif command == "call":
-            data = _named(data, ("name", "args", "kwargs"), command)
-            _refuse_no_name(data[0])
-        elif command == "seed":
-            data = _checked_seed(*_named(data, ("seed",), command))
+        if not isinstance(request, tuple | list) or len(request) != 2:
+            raise SpecError(f"a request is (command, data), got {request!r}")
+        command, data = self._checked(*request)
         with InterruptsHeld():
             if command == "seed":  # of the resets that follow, which this process gives
                 self._seeds = _seeds_from(data)
@@ -239,6 +226,23 @@ class Remote(_OfManager):
         before, waiting = self._unconfirmed, self._lane in self._workers.requests
         return waiting and before is not None and pickle.dumps(before) == pickle.dumps(request)
 
+    def _checked(self, command: Any, data: Any) -> tuple[str, Any]:
+        """A request as it is sent to the worker."""
+        if command == "reset":
+            data = self._reset_data(data)
+        elif command == "step":
+            data = self._action(data)
+        elif command == "seed":
+            data = _checked_seed(*_named(data, ("seed",), command))
+        elif command in _NAMED:
+            data = _named(data, _NAMED[command], command)
+            if not isinstance(data[0], str):
+                raise SpecError(f"the name of an attribute should be a str, got {data[0]!r}")
+        elif command != "close":
+            commands = ", ".join(("reset", "step", *_NAMED, "seed", "close"))
+            raise SpecError(f"a request is one of {commands}, got {command!r}")
+        return command, data
+
     def _reset_data(self, data: Any) -> tuple[int, dict[str, Any] | None]:
         if data is None:
             data = {}
@@ -315,11 +319,6 @@ def _named(data: Any, keys: tuple[str, ...], command: str) -> tuple[Any, ...]:
         wanted = ", ".join(f"{key!r}: ..." for key in keys)
         raise SpecError(f"the data of {command!r} should be {{{wanted}}}, got {data!r}")
     return tuple(data[key] for key in keys)
-
-
-def _refuse_no_name(name: Any) -> None:
-    if not isinstance(name, str):
-        raise SpecError(f"the name of an attribute should be a str, got {name!r}")
 
 
 def _checked_seed(seed: Any) -> int:

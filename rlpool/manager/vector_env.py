@@ -155,37 +155,31 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
 
     def _seeds(self, seed: Any) -> list[int | None]:
         """One seed per environment."""
-        if seed is None:
-            return [None] * self.num_envs
         if isinstance(seed, int | np.integer):
             seed = [int(seed) + number for number in self._all]
         try:
-            seeds = [None if each is None else operator.index(each) for each in seed]
-        except TypeError:
-            raise SpecError(f"seed should be an int or one per environment, got {seed!r}") from None
-        if len(seeds) != self.num_envs:
+            each = [None] * self.num_envs if seed is None else seed
+            seeds = [None if one is None else operator.index(one) for one in each]
+            if len(seeds) != self.num_envs or not all(0 <= (one or 0) < _MOST for one in seeds):
+                raise ValueError
+        except (TypeError, ValueError):
             raise SpecError(
-                f"got {len(seeds)} seeds for {self.num_envs} environments",
-                fix="pass one seed for all, or one for each",
-            )
-        if any(each is not None and not 0 <= each < _MOST for each in seeds):
-            raise SpecError(f"seeds should be from 0 to 2**63 - 1, got {seeds}")
+                f"seed should be an int or {self.num_envs} of them, from 0 to 2**63 - 1, "
+                f"got {seed!r}",
+                fix="pass one seed for all environments, or one (or None) for each",
+            ) from None
         return seeds
 
     def _masked(self, mask: Any) -> list[int]:
         """The environments that a ``reset_mask`` asks for."""
-        fix = f"pass a NumPy array of bool with shape [{self.num_envs}]"
-        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
-            kind = getattr(mask, "dtype", type(mask).__name__)
+        fits = isinstance(mask, np.ndarray) and mask.dtype == np.bool_
+        if not fits or mask.shape != (self.num_envs,) or not mask.any():
             raise VectorSpecError(
-                f"options['reset_mask'] should be of dtype bool, is {kind}", fix=fix
+                f"options['reset_mask'] should be a NumPy array of bool [{self.num_envs}] with at "
+                f"least one True, got {mask!r}",
+                fix="pass True for the environments to reset, False for the others",
             )
-        if mask.shape != (self.num_envs,):
-            what = f"options['reset_mask'] has shape {list(mask.shape)}, not [{self.num_envs}]"
-            raise SpecError(what, fix=fix)
         lanes: list[int] = mask.nonzero()[0].tolist()
-        if not lanes:
-            raise SpecError("options['reset_mask'] is True for no environment", fix=fix)
         return lanes
 
     def _action_arrays(self, actions: Any) -> dict[str, Array]:

@@ -9,7 +9,6 @@ from time import monotonic_ns
 from rlpool.envs.vec_env import LaneError, Options
 from rlpool.errors import EnvError
 from rlpool.manager.buffers import FAILED, NONE_ENDED, SOME_ENDED, Buffers
-from rlpool.manager.coming_episodes import ComingEpisodes
 from rlpool.manager.messages import (
     Announce,
     Begin,
@@ -22,7 +21,7 @@ from rlpool.manager.messages import (
 )
 from rlpool.manager.remote_calls import answer
 from rlpool.manager.startup import made_environments, report_of
-from rlpool.manager.worker_lanes import NOT_RESTORED_FIX, WorkerLanes
+from rlpool.manager.worker_lanes import NOT_RESTORED_FIX, ComingEpisodes, WorkerLanes
 from rlpool.memory.sharing import Shared
 from rlpool.memory.storage import Memory
 from rlpool.observe.control import WorkerRecord

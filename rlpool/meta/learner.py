@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import Enum
-from functools import partial
 from typing import Any
 
 from torch.utils import _pytree
 
 from rlpool.agents.agent import Agent
-from rlpool.envs.gym_env import GymEnv, all_tasks
+from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import AgentError, EnvError, Reason, SpecError, UsageError, WorkerError
 from rlpool.loop.plan import Episode, OnePlan
 from rlpool.loop.rollout import Rollout
 from rlpool.machine.arguments import refuse_other_states, takes_keyword, whole_number
 from rlpool.manager.parallel_env import ParallelEnvManager
+from rlpool.manager.startup import tasks_of
 from rlpool.meta.agents import ActingAgent, RandomAgent
 from rlpool.meta.rollouts import TASK_OPTION, Deliver, RolloutColumns, RolloutPlan, RowsEnv
 from rlpool.record.failures import LOCAL_HINT
@@ -384,7 +384,7 @@ def _tasks(learner: Any, lanes: VecEnv) -> list[Any] | None:
     """The tasks to draw from, ``None`` for environments without tasks."""
     tasks = getattr(learner, "train_tasks", None)
     if tasks is None and isinstance(lanes, GymEnv):
-        return all_tasks(partial(_attribute, lanes))
+        return tasks_of(lanes)[2]
     if tasks is None:
         return getattr(lanes, "all_tasks", None)
     if not isinstance(tasks, Iterable) or not (tasks := list(tasks)):
@@ -393,13 +393,6 @@ def _tasks(learner: Any, lanes: VecEnv) -> list[Any] | None:
             fix="give a list of tasks to draw from, or None for all that the environment knows",
         )
     return tasks
-
-
-def _attribute(lanes: GymEnv, name: str) -> Any:
-    try:
-        return lanes.attribute(0, name)
-    except AttributeError:
-        return None
 
 
 def _placed(error: EnvError | AgentError, lanes: VecEnv) -> WorkerError:

@@ -422,16 +422,12 @@ def test_infos_that_cannot_be_pickled_are_named(make: Make) -> None:
         envs.reset(seed=0)
 
 
-BAD_RESETS: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (ValueError, "2 seeds for 3", {"seed": [1, 2]}),
-    (ValueError, "one per environment", {"seed": "seven"}),
-    (ValueError, "one per environment", {"seed": [1, 2.5, 3]}),
-    (ValueError, "from 0 to", {"seed": -1}),
-    (ValueError, "from 0 to", {"seed": 2**63}),
-    (TypeError, "dtype bool, is int64", {"options": {"reset_mask": np.array([1, 0, 1])}}),
-    (TypeError, "dtype bool, is list", {"options": {"reset_mask": [True, False, True]}}),
-    (ValueError, r"shape \[2\], not \[3\]", {"options": {"reset_mask": np.array([True, True])}}),
-    (ValueError, "for no environment", {"options": {"reset_mask": np.zeros(3, bool)}}),
+BAD_SEEDS: list[Any] = [[1, 2], "seven", [1, 2.5, 3], -1, 2**63, [1, -1, None]]
+BAD_MASKS: list[Any] = [
+    np.array([1, 0, 1]),
+    [True, False, True],
+    np.ones(2, bool),
+    np.zeros(3, bool),
 ]
 BAD_ACTIONS: list[tuple[type[Exception], str, Any]] = [
     (TypeError, "one row per environment", 0),
@@ -445,10 +441,13 @@ BAD_ACTIONS: list[tuple[type[Exception], str, Any]] = [
 def test_resets_and_actions_that_do_not_fit_are_refused_and_change_nothing(make: Make) -> None:
     envs = make(make_cartpole)
     first, _ = envs.reset(seed=0)
-    for kind, message, arguments in BAD_RESETS:
-        with pytest.raises(SpecError, match=message) as caught:
-            envs.reset(**arguments)
-        assert isinstance(caught.value, kind)
+    for seed in BAD_SEEDS:
+        with pytest.raises(SpecError, match="seed should be an int or 3 of them"):
+            envs.reset(seed=seed)
+    for mask in BAD_MASKS:
+        with pytest.raises(SpecError, match=r"bool \[3\] with at least one True") as caught:
+            envs.reset(options={"reset_mask": mask})
+        assert isinstance(caught.value, TypeError)
     for kind, message, actions in BAD_ACTIONS:
         with pytest.raises(SpecError, match=message) as caught:
             envs.step(actions)
