@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from enum import Enum
 from typing import Any
-
-from torch.utils import _pytree
 
 from rlpool.agents.agent import Agent
 from rlpool.envs.gym_env import GymEnv
@@ -15,11 +12,12 @@ from rlpool.envs.vec_env import Options, VecEnv
 from rlpool.errors import AgentError, EnvError, Reason, SpecError, UsageError, WorkerError
 from rlpool.loop.plan import Episode, OnePlan
 from rlpool.loop.rollout import Rollout
-from rlpool.machine.arguments import refuse_other_states, takes_keyword, whole_number
+from rlpool.machine.arguments import refuse_other_states, whole_number
 from rlpool.manager.parallel_env import ParallelEnvManager
 from rlpool.manager.startup import tasks_of
-from rlpool.meta.agents import ActingAgent, RandomAgent
+from rlpool.meta.agents import AGENT_ARCHS, ActingAgent, RandomAgent
 from rlpool.meta.rollouts import TASK_OPTION, Deliver, RolloutColumns, RolloutPlan, RowsEnv
+from rlpool.meta.storing import store_into
 from rlpool.record.failures import LOCAL_HINT
 from rlpool.seeding import Words, episode_seeds, noise_keys, probe_seed, root_from, task_draws
 from rlpool.slots.blocks import Layout
@@ -41,34 +39,8 @@ _ADVICE_WITH_TASK = {
 }
 """What to do about what failed, by the reason."""
 
-_SAMPLE = ("observation", "action", "reward", "terminal", "next_observation")
 _FORMAT = 1  # of states, see Learner.state_dict
 _Drawn = tuple[int, list[Episode], Words]
-_METHODS = (("add_episode", RolloutColumns._fields), ("add_sample", _SAMPLE))
-
-
-class AGENT_ARCHS(str, Enum):  # noqa: N801  (the name that users know)
-    """What a learner's agent acts on, and in which units its experience is stored.
-
-    Attributes:
-        Markov: The observation; stored by transition.
-        Memory: All observations of the rollout so far; stored by rollout.
-        Memory_Markov: The observation, while another part of the learner has a memory; stored by
-            rollout.
-
-    Example:
-        >>> AGENT_ARCHS("markov")
-        <AGENT_ARCHS.Markov: 'markov'>
-    """
-
-    Markov = "markov"
-    Memory = "memory"
-    Memory_Markov = "memory_markov"
-
-    @classmethod
-    def _missing_(cls, value: object) -> None:
-        names = ", ".join(f"AGENT_ARCHS.{member.name}" for member in cls)
-        raise SpecError(f"agent_arch is {value!r}", fix=f"use one of {names}")
 
 
 def collect_rollouts_parallel(
@@ -129,7 +101,7 @@ def collect_rollouts_parallel(
     """
     n_rows = whole_number("batch_rows", getattr(learner, "batch_rows", BATCH_ROWS), 1)
     arch = AGENT_ARCHS(_part(learner, "agent_arch"))
-    store = _store_into(_part(learner, "policy_storage"), arch)
+    store = store_into(_part(learner, "policy_storage"), arch)
     lanes = _lanes(learner, parallel_env)
     tasks = _tasks(learner, lanes)
     n_rollouts = _number_of_rollouts(num_rollouts, rollouts_per_task, tasks)
@@ -304,36 +276,6 @@ def _drawn(learner: Any) -> tuple[int, int, int]:
         root = root_from(seed)
         learner._rlpool_drawn = (seed, root, n_collections, n_rollouts)
     return root, n_collections, n_rollouts
-
-
-def _store_into(storage: Any, arch: AGENT_ARCHS) -> Deliver:
-    """A function that puts a rollout into the storage."""
-    is_markov = arch is AGENT_ARCHS.Markov
-    name, names = _METHODS[is_markov]
-    add = getattr(storage, name, None)
-    if not callable(add):
-        raise SpecError(
-            f"policy_storage is a {type(storage).__name__} without {name}()",
-            fix=f"define {name}(), by which agent_arch {arch.name} stores, or change agent_arch",
-        )
-
-    has_names = all(takes_keyword(add, name) for name in names)
-    has_task = takes_keyword(add, "task", otherwise=False)
-
-    def store(columns: Sequence[Any], task: Any) -> None:
-        told = {"task": task} if has_task else {}
-        if has_names:
-            add(**dict(zip(names, columns, strict=True)), **told)
-        else:
-            add(*columns, **told)
-
-    def store_samples(rollout: RolloutColumns, task: Any) -> None:
-        flat = rollout._replace(rewards=rollout.rewards[:, 0], terminals=rollout.terminals[:, 0])
-        leaves, structure = _pytree.tree_flatten(flat)
-        for sample in zip(*leaves, strict=True):
-            store(_pytree.tree_unflatten(sample, structure), task)
-
-    return store_samples if is_markov else store
 
 
 def _agent(learner: Any, lanes: VecEnv, arch: AGENT_ARCHS, random_actions: bool) -> Agent:
