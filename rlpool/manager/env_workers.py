@@ -24,7 +24,6 @@ from rlpool.manager.messages import (
     Reply,
     Report,
     Reset,
-    SetAttribute,
     Setup,
 )
 from rlpool.manager.worker import main
@@ -317,10 +316,10 @@ class EnvWorkers(LaneStates):
             self._take_failure(worker, lane, message)
         elif (request := self._request(lane, message.command)) is not None:
             request.reply, request.error = message.reply, message.error
-            data = request.call.data
-            if isinstance(data, SetAttribute) and message.error is None:
-                self.attributes[lane][data.name] = data.value
-                self.tapes.lose(lane, f"the attribute {data.name!r} was set in the middle of it")
+            if message.command == "set_attr" and message.error is None:
+                name, value = request.call.data
+                self.attributes[lane][name] = value
+                self.tapes.lose(lane, f"the attribute {name!r} was set in the middle of it")
 
     def _take_failure(self, worker: int, lane: int, message: LaneFailed) -> None:
         request = self._request(lane, message.request)

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError
-from rlpool.memory.sharing import ByValue
 from rlpool.memory.storage import Array
 from rlpool.record.tape import Tape
 from rlpool.specs import Declaration, Structure, TensorSpec
@@ -116,16 +115,14 @@ class Reset:
 
 
 @dataclass(frozen=True)
-class SetAttribute:
-    """The data of a ``Call`` that sets an attribute."""
-
-    name: str
-    value: ByValue
-
-
-@dataclass(frozen=True)
 class Call:
-    """A request to one environment, to be answered with a ``Reply``, except ``close``."""
+    """A request to one environment, to be answered with a ``Reply``, except ``close``.
+
+    Attributes:
+        lane: The lane.
+        command: What a ``Remote`` was asked for, or ``"describe"``.
+        data: What belongs to it, each part of the user's a ``ByValue``.
+    """
 
     lane: int
     command: str

@@ -49,8 +49,8 @@ def _get(lanes: WorkerLanes, lane: int, data: tuple[str]) -> Any:
     return lanes.env.attribute(lane, *data)
 
 
-def _set(lanes: WorkerLanes, lane: int, attribute: Any) -> None:
-    lanes.env.attribute(lane, "set_wrapper_attr")(attribute.name, attribute.value)
+def _set(lanes: WorkerLanes, lane: int, attribute: tuple[str, Any]) -> None:
+    lanes.env.attribute(lane, "set_wrapper_attr")(*attribute)
     lanes.changed.add(lane)
 
 

@@ -22,7 +22,7 @@ from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.manager.env_workers import EnvWorkers
 from rlpool.manager.lane_failure import LaneFailure
 from rlpool.manager.lane_states import Request
-from rlpool.manager.messages import Call, SetAttribute
+from rlpool.manager.messages import Call
 from rlpool.manager.stepper import Stepper
 from rlpool.memory.sharing import ByValue
 from rlpool.record.crash_capsule import CrashCapsule
@@ -192,10 +192,8 @@ class Remote(_OfManager):
         workers, lane = self._workers, self._lane
         worker = workers.worker_of[lane]
         own = workers.lanes_of[worker]
-        if command == "set_attr":
-            sent: Any = SetAttribute(data[0], ByValue("value", data[1]))
-        else:
-            sent = ByValue("data", data)
+        is_set = command == "set_attr"  # kept for a successor of the worker
+        sent = (data[0], ByValue("value", data[1])) if is_set else ByValue("data", data)
         call = Call(lane - own.start, command, sent)
         workers.processes.send(worker, call)
         if command == "close":

@@ -21,7 +21,7 @@ from rlpool.errors import EnvError, SpecError, UsageError, VectorSpecError, Wher
 from rlpool.manager.process_lanes import ProcessLanes
 from rlpool.manager.vector_lane import (
     ACTION_BYTES,
-    HEADER_BYTES,
+    LONG,
     Beginning,
     Description,
     structure_in_arrays,
@@ -221,17 +221,16 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
     def _infos(self, lanes: Sequence[int]) -> dict[str, Any]:
         """The infos of the last step or reset, in Gymnasium's form; notes pickled observations."""
         messages = self.manager.current["message"]
-        lengths = messages.view(np.int64)[:, 0]
+        begins = messages[:, 0]
         infos: dict[str, Any] = {}
-        if not lengths.any():
+        if not begins.any():
             return infos
-        n_most = messages.shape[1] - HEADER_BYTES
-        long = [lane for lane in lanes if lengths[lane] > n_most]
+        long = [lane for lane in lanes if begins[lane] == LONG]
         rest = dict(zip(long, self._ask(long, "rlpool_message"), strict=True))
         for lane in lanes:
-            if not lengths[lane]:
+            if not begins[lane]:
                 continue
-            told, observation = pickle.loads(rest.get(lane) or messages[lane, HEADER_BYTES:].data)
+            told, observation = pickle.loads(rest.get(lane) or messages[lane].data)
             self._pickled[lane] = observation
             for info in told:
                 infos = self._add_info(infos, info, lane)
