@@ -219,13 +219,12 @@ class Stepper:
         """
         outcome = self._buffers.outcome
         self._workers.wait_idle(workers)
-        some_ended = False
+        some_ended, failed = False, []
         for worker in workers:
-            if outcome[worker]:
+            if outcome[worker] == FAILED:
+                failed.append(worker)
+            elif outcome[worker]:
                 some_ended = True
-        if not some_ended:
-            return False
-        failed = [worker for worker in workers if outcome[worker] == FAILED]
         if failed:
             failures = [self._workers.failure(worker) for worker in failed]
             with InterruptsHeld():
@@ -233,7 +232,7 @@ class Stepper:
                     self._note_failure(worker)
             self.command = None
             raise failures[0]
-        return True
+        return some_ended
 
     def divide_anew(self) -> None:
         """Let the next step look again at which workers have its lanes, and whether they may."""
