@@ -10,7 +10,7 @@ from multiprocessing.context import SpawnProcess
 from threading import get_ident
 from typing import Any
 
-from rlpool.errors import EnvsClosedError, SpecError, UsageError, Where, WorkerError
+from rlpool.errors import EnvError, EnvsClosedError, SpecError, UsageError, Where, WorkerError
 from rlpool.machine.limits import check_size
 from rlpool.machine.one_thread import OneThread
 from rlpool.machine.worker_limits import check_workers
@@ -291,7 +291,7 @@ class EnvWorkers(LaneStates):
     def _end_call(self, worker: int, lane: int, failure: WorkerError) -> None:
         """Let what a worker was doing have failed, instead of its successor doing it again."""
         if self.is_unanswered(lane):
-            self._refuse_request(lane, self.requests[lane], str(failure))
+            self._refuse_request(lane, self.requests[lane], failure)
         if self._is_busy(worker):
             for commanded in self.commanded[worker]:
                 self.tapes.forget(commanded)
@@ -335,16 +335,14 @@ class EnvWorkers(LaneStates):
         elif request is None:
             self._failures[worker] = message.number, error
         else:
-            request.error = error
-            self._refuse_request(lane, request, error.traceback_text)
+            self._refuse_request(lane, request, error)
 
-    def _request(self, lane: int, command: str) -> Request | None:
-        """A lane's request of this kind, ``None`` if it was given up."""
-        request = self.requests.get(lane)
-        return request if request is not None and request.call.command == command else None
-
-    def _refuse_request(self, lane: int, request: Request, why: str) -> None:
-        request.reply = pickle.dumps(("error", why))
+    def _refuse_request(self, lane: int, request: Request, error: WorkerError) -> None:
+        """Let a failure be the reply: the environment's traceback, or how its worker failed."""
+        text = str(error)
+        if isinstance(error, EnvError):
+            text = f"{error.traceback_text}\n  fix:   {error.fix}"
+        request.reply, request.error = pickle.dumps(("error", text)), error
         self.tapes.lose(lane, "there, an earlier request of its remote failed")
 
     # Life and end -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from rlpool.errors import EnvError, Where, WorkerError
+from rlpool.errors import Where, WorkerError
 from rlpool.manager.buffers import Buffers
 from rlpool.manager.messages import Announce, Call, Predecessor
 from rlpool.memory.sharing import ByValue
@@ -23,12 +23,12 @@ class Request:
     Attributes:
         call: The request.
         reply: The reply, pickled, once it is there.
-        error: What was raised, if anything; a ``LaneFailure`` if the lane needs a reset.
+        error: What failed, if anything did.
     """
 
     call: Call
     reply: bytes | None = None
-    error: EnvError | None = None
+    error: WorkerError | None = None
 
 
 class LaneStates:
@@ -75,6 +75,11 @@ class LaneStates:
     def is_unanswered(self, lane: int) -> bool:
         """Whether a lane's request has no reply yet."""
         return lane in self.requests and self.requests[lane].reply is None
+
+    def _request(self, lane: int, command: str) -> Request | None:
+        """A lane's request of this kind, ``None`` if it was given up."""
+        request = self.requests.get(lane)
+        return request if request is not None and request.call.command == command else None
 
     def _is_busy(self, worker: int) -> bool:
         """Whether a worker has not finished its last command."""

@@ -16,11 +16,10 @@ import gymnasium
 
 from rlpool.data.array_view import as_numpy
 from rlpool.envs.vec_env import Options
-from rlpool.errors import EnvError, SpecError, UsageError
+from rlpool.errors import SpecError, UsageError, WorkerError
 from rlpool.machine.arguments import whole_number
 from rlpool.machine.interrupts import InterruptsHeld
 from rlpool.manager.env_workers import EnvWorkers
-from rlpool.manager.lane_failure import LaneFailure
 from rlpool.manager.lane_states import Request
 from rlpool.manager.messages import Call
 from rlpool.manager.stepper import Stepper
@@ -84,7 +83,7 @@ class Remote(_OfManager):
     Attributes:
         capsule: For ``rlpool.replay_crash``: the failure of the last ``("error", text)`` that was
             received; ``None`` if it was not a reset or a step that can be repeated.
-        error: What was raised then, ``None`` if it was the worker that failed.
+        error: What failed then.
     """
 
     def __init__(self, workers: EnvWorkers, stepper: Stepper, lane: int, action_space: Any) -> None:
@@ -97,7 +96,7 @@ class Remote(_OfManager):
         self._seeds: Iterator[int] = map(partial(LaneSeeds(workers.root, 0).seed, lane), numbers)
         self._unconfirmed: Any = None  # a request that was sent, if send() was interrupted then
         self.capsule: CrashCapsule | None = None
-        self.error: EnvError | None = None
+        self.error: WorkerError | None = None
 
     def send(self, request: tuple[str, Any]) -> None:
         """Send a request and return at once.
@@ -147,10 +146,8 @@ class Remote(_OfManager):
             )
         reply = self._reply()
         if reply[0] == "error":
-            self.error = error = workers.requests[lane].error
-            self.capsule = None if error is None else error.capsule
-            if isinstance(error, LaneFailure):
-                reply = ("error", f"{reply[1]}\n  fix:   {error.fix}")
+            self.error = workers.requests[lane].error
+            self.capsule = None if self.error is None else self.error.capsule
         self._unconfirmed = None
         # Nothing is called from here on, so that no handler runs before the caller has it.
         del workers.requests[lane]
@@ -175,6 +172,7 @@ class Remote(_OfManager):
 
         Raises:
             LaneFailure: If the reset fails.
+            WorkerDiedError, WorkerTimeoutError: If the worker dies or hangs in it.
         """
         requests = self._workers.requests
         try:

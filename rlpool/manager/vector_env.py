@@ -318,11 +318,11 @@ class VectorOverLanes(VectorEnv[Any, Any, Array]):
             replies = [(lane, *remotes[lane].recv()) for lane in sent]
         for lane, kind, value in replies:
             if kind == "error":
-                error, where = remotes[lane].error, Where(lane=lane)
-                if error is None:
-                    what = f"env.{name} has no result: its worker failed"
-                    raise EnvError(what, where=where, traceback_text=value)
-                raise error.reworded(what=f"env.{name} raised {error.what}", where=where)
+                error = remotes[lane].error or EnvError(value)
+                if not isinstance(error, EnvError):
+                    raise error  # its worker failed
+                what = f"env.{name} raised {error.what}"
+                raise error.reworded(what=what, where=Where(lane=lane))
         return [value for _, _, value in replies]
 
     def close_extras(self, **kwargs: Any) -> None:

@@ -207,6 +207,25 @@ def test_environments_that_are_not_reproducible_are_not_continued() -> None:
             manager.step_lanes([2], no_actions(manager))  # it died while it had nothing to do
 
 
+class DeadlyEnv:
+    """Shows nothing without options, and dies with some."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        os._exit(options["code"])
+
+    def step(self, action: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_a_death_in_the_first_reset_that_shows_what_observations_are_is_told() -> None:
+    with ParallelEnvManager([DeadlyEnv]) as manager:
+        with pytest.raises(WorkerDiedError, match="exit code 3") as caught:
+            manager.reset_lanes([0], [5], [{"code": 3}])
+        assert caught.value.where == Where(0, 0, None, 0, 5, {"code": 3})
+        kind, text = ask(manager, 0, "reset", {"options": {"code": 4}})
+        assert (kind, text.count("fix:")) == ("error", 1)
+
+
 # The budget -----------------------------------------------------------------------------------
 
 
