@@ -201,14 +201,7 @@ class WorkerError(RlpoolError, RuntimeError):
         EnvError in step 3
     """
 
-    _arguments: tuple[str, ...] = (
-        "what",
-        "where",
-        "hint",
-        "traceback_text",
-        "capsule",
-        "reason",
-    )
+    _arguments: tuple[str, ...] = ("what", "where", "hint", "traceback_text", "capsule", "reason")
 
     can_be_repeated = False  # whether the worker may be replaced, and the episode run again
 

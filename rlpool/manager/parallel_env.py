@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -158,17 +158,8 @@ class ParallelEnvManager(ProcessLanes):
             "keep_float64": keep_float64,
             "info_keys": wanted_infos(info_keys, keep_float64=keep_float64),
         }
-        self._use(
-            EnvWorkers(
-                env_fns,
-                envs_per_worker,
-                self._root,
-                self._options,
-                timeout,
-                failure_policy,
-                crash_dir,
-            )
-        )
+        given = timeout, failure_policy, crash_dir
+        self._use(EnvWorkers(env_fns, envs_per_worker, self._root, self._options, *given))
 
     @property
     def failures(self) -> Mapping[int, WorkerError]:
@@ -325,14 +316,11 @@ def _checked_functions(env_fns: Any) -> list[Callable[[], Any]]:
     Raises:
         SpecError: If it is not one, or empty.
     """
-    try:
-        functions = list(env_fns)
-    except TypeError:
-        functions = []
-    bad = [number for number, function in enumerate(functions) if not callable(function)]
-    if not functions or bad:
+    functions = list(env_fns) if isinstance(env_fns, Iterable) else []
+    bad = [f"[{n}] is {each!r}" for n, each in enumerate(functions) if not callable(each)]
+    if bad or not functions:
         raise SpecError(
-            f"env_fns[{bad[0]}] is {functions[bad[0]]!r}, not a function"
+            f"env_fns{bad[0]}, not a function"
             if bad
             else f"env_fns is {env_fns!r}, not a list of functions",
             fix="pass functions without arguments that make one environment each, "

@@ -92,13 +92,7 @@ def env_error(
         told = replace(capsule.told(what, text), where=place)
     kind = EnvSpecError if is_spec else EnvError
     return kind(
-        what,
-        where=where,
-        fix=fix,
-        hint=hint,
-        traceback_text=text,
-        capsule=told,
-        reason=reason,
+        what, where=where, fix=fix, hint=hint, traceback_text=text, capsule=told, reason=reason
     )
 
 
@@ -122,14 +116,9 @@ def agent_error(
     text = text_of(error)
     told = None if capsule is None else capsule.told(what, text)
     kind = AgentSpecError if isinstance(error, SpecError) else AgentError
+    fix, how = advice or fix, DEBUG_HINT
     return kind(
-        what,
-        where=where,
-        fix=advice or fix,
-        hint=DEBUG_HINT,
-        traceback_text=text,
-        capsule=told,
-        reason=reason,
+        what, where=where, fix=fix, hint=how, traceback_text=text, capsule=told, reason=reason
     )
 
 
