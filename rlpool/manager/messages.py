@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rlpool.data.infos import options_of
 from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError
 from rlpool.memory.storage import Array
@@ -95,6 +96,11 @@ class Announce:
 
     seeds: Sequence[Array]
     env_info: Sequence[Mapping[str, Array]]
+
+    def episode(self, lane: int, index: int) -> tuple[int, Options]:
+        """Seed and options of a lane's episode."""
+        info = self.env_info[lane]
+        return int(self.seeds[lane][index]), options_of(info, index) if info else None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlpool.data.infos import options_of
 from rlpool.envs.vec_env import Options
 from rlpool.errors import EnvError, SpecError, UsageError, WorkerError
 from rlpool.machine.interrupts import InterruptsHeld
@@ -99,15 +98,6 @@ class Stepper:
                 workers.announced[worker] = message
                 workers.processes.send(worker, message)
 
-    def _is_announced(self, lane: int, index: int, seed: int, options: Options) -> bool:
-        """Whether a lane's announced episode has a seed and options."""
-        worker = self._workers.worker_of[lane]
-        message, own = self._workers.announced[worker], lane - self._workers.lanes_of[worker].start
-        if message.seeds[own][index] != seed:
-            return False
-        info = message.env_info[own]
-        return (options or None) == (options_of(info, index) if info else None)
-
     # All together -----------------------------------------------------------------------------
 
     def step(self, lanes: list[int]) -> bool:
@@ -140,13 +130,14 @@ class Stepper:
         rows: dict[int, list[int]] = {}
         sent: list[Any] = [option and ByValue("options", option) for option in options]
         for row, lane in enumerate(lanes):
-            index = int(buffers.is_ahead[lane])
-            if index >= 0 and self._is_announced(lane, index, seeds[row], options[row]):
+            index, worker = int(buffers.is_ahead[lane]), workers.worker_of[lane]
+            own, wanted = lane - workers.lanes_of[worker].start, (seeds[row], options[row] or None)
+            if index >= 0 and workers.announced[worker].episode(own, index) == wanted:
                 for key, array in buffers.observation.items():
                     array[lane] = buffers.ahead[key][lane]
                 buffers.is_ahead[lane] = -1
             else:
-                rows.setdefault(workers.worker_of[lane], []).append(row)
+                rows.setdefault(worker, []).append(row)
         if rows:
             self.divide_anew()
         for worker, mine in rows.items():

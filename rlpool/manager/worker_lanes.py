@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from rlpool.data.infos import options_of
 from rlpool.envs.gym_env import GymEnv
 from rlpool.envs.vec_env import LaneError, Options
 from rlpool.errors import EnvError, Where
@@ -243,5 +242,4 @@ class ComingEpisodes:
         if message is None or index is None or index >= len(message.seeds[lane]):
             return None
         self._next[lane] = index + 1
-        options = options_of(message.env_info[lane], index)
-        return index, int(message.seeds[lane][index]), options
+        return index, *message.episode(lane, index)
