@@ -180,9 +180,7 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         stepper = self._stepper
         if not self._is_in_step:
             self._half_step = None
-        if stepper.command is not None and not self._is_repeated("step", lanes, actions):
-            stepper.drop_command()
-        if stepper.command is None:
+        if stepper.command is None or not self._is_repeated("step", lanes, actions):
             self._hand_over(lanes, actions)
         if self._some_lane_is_initial:
             self._initial_state[_ALL if all_step else lanes] = False
@@ -235,9 +233,7 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         whole_number("min_ready", min_ready, 0)
         self._half_step = None
         lanes = list(lanes)
-        is_begun = stepper.command is not None and self._is_repeated("some", lanes, actions or {})
-        if not is_begun:
-            stepper.drop_command()
+        is_begun = self._is_repeated("some", lanes, actions or {})
         if lanes and not is_begun:
             self._stepper.refuse_bad_lanes(lanes)
             stepper.refuse_stepping(lanes)
@@ -251,11 +247,13 @@ class ProcessLanes(ProcessOwner, DumpsStacks, VecEnv):
         return ready
 
     def _is_repeated(self, kind: Kind, lanes: list[int], actions: Mapping[str, Array]) -> bool:
-        """Whether an interrupted step is asked for again."""
+        """Whether an interrupted step is asked for again; any other command is given up."""
         step = self._stepper.command
-        if step is None or (step.kind, step.lanes) != (kind, lanes):
-            return False
-        return are_equal(self._buffers.action, actions, lanes)
+        is_same = step is not None and (step.kind, step.lanes) == (kind, lanes)
+        if is_same and are_equal(self._buffers.action, actions, lanes):
+            return True
+        self._stepper.drop_command()
+        return False
 
     def _hand_over(self, lanes: Sequence[int], actions: Mapping[str, Array]) -> None:
         """Put actions where the workers read them."""
